@@ -1,0 +1,202 @@
+"""What passes between a planner and a sampler: the request, the view of the samples, and the plan.
+
+This is public API: samplers of users are written against `View`, `PlanRequest` and `Plan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tq_service.schema import BatchUnit
+
+Indexes = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthSource:
+    """Where the token count of a sample comes from.
+
+    Attributes:
+        key: custom_meta column that holds it.
+        field: jagged field whose row length stands in where the column has no value; None: no stand-in.
+    """
+
+    key: str = "total_lengths"
+    field: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """What a plan is asked for.
+
+    Attributes:
+        batch_size: samples or groups (`batch_unit`) for each rank.
+        min_size: the least units over all ranks together that make a plan; with fewer ready, return None. The planner
+            lowers it to 1 when nothing more can come, so a sampler never has to know about the end.
+        batch_unit: what the two count.
+        rank_count: number of ranks; 1 for a queue worker.
+        ranked: whether trainer ranks ask, as opposed to a queue worker.
+        micro_batch_size: samples a micro-batch, or None. A sampler that returns no steps gets its batches cut by it.
+        data_fields: the fields asked for.
+    """
+
+    batch_size: int
+    min_size: int
+    batch_unit: BatchUnit = "sample"
+    rank_count: int = 1
+    ranked: bool = True
+    micro_batch_size: int | None = None
+    data_fields: tuple[str, ...] = ()
+
+    @property
+    def total_size(self) -> int:
+        """The most units, over all ranks together, that a plan may take."""
+        return self.batch_size * self.rank_count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Groups:
+    """Samples in groups: `rows` has the members of group 0, then of group 1, ...; `sizes` counts them."""
+
+    rows: Indexes
+    sizes: Indexes
+
+    @property
+    def starts(self) -> Indexes:
+        """Position in `rows` of each group's first member."""
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.sizes)[:-1]]) if self.sizes.size else self.sizes
+
+    def __len__(self) -> int:
+        return int(self.sizes.size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pack:
+    """What one forward/backward pass takes.
+
+    Attributes:
+        positions: positions in the rank's `rows`.
+        lengths: token counts of these samples, or None where the sampler does not know them.
+        padding_tokens: tokens that fill the pack up.
+    """
+
+    positions: Indexes
+    lengths: Indexes | None = None
+    padding_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlan:
+    """The part of one rank.
+
+    Attributes:
+        rows: global indexes, in the order of the batch.
+        steps: packs by optimizer step; empty: the planner cuts micro-batches and makes one step of them.
+    """
+
+    rows: Indexes
+    steps: tuple[tuple[Pack, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a sampler decides for one batch: one part for each rank."""
+
+    ranks: tuple[RankPlan, ...]
+
+    @classmethod
+    def of(cls, parts: Sequence[Indexes]) -> Plan:
+        """Return the plan that gives `parts[rank]` to each rank, as plain micro-batches."""
+        return cls(ranks=tuple(RankPlan(rows=np.asarray(part, dtype=np.int64)) for part in parts))
+
+
+class View(Protocol):
+    """What a sampler sees of a partition, as one task sees it.
+
+    Rows are global indexes throughout. Ready means: live, all data fields produced, not consumed by the task, passing
+    the request's `where`, having the length the sampler declares. A view may be read from the sampler's thread while
+    the partition goes on changing; a plan whose rows are gone by then is planned again.
+    """
+
+    def ready(self, limit: int | None = None) -> Indexes:
+        """Return up to `limit` ready rows in index order, or in the request's `order_by`."""
+        ...
+
+    def ready_groups(
+        self,
+        limit: int | None = None,
+        *,
+        unit: BatchUnit = "sample",
+        block_size: int | None = None,
+        take_incomplete: bool = False,
+    ) -> Groups:
+        """Return whole groups whose members are all ready, in the order of their first member.
+
+        Args:
+            limit: stop once another group would exceed so many units; None: all there are.
+            unit: what `limit` counts.
+            block_size: size of the groups: the number of members that completes a group which declared no size, and
+                where the partition has no explicit groups the length of the blocks of consecutive indexes that stand
+                in for them. None without explicit groups: each sample is a group of one.
+            take_incomplete: hand out the rest of a group of which members failed or were cleared, instead of
+                skipping it.
+
+        Raises:
+            InvalidArgumentError: blocks are asked for and some put of new rows was not a multiple of `block_size`.
+        """
+        ...
+
+    def lengths(self, rows: Indexes) -> Indexes:
+        """Return token counts `(n,)` by the sampler's `length` source; -1 where unknown."""
+        ...
+
+    def field_lengths(self, field: str, rows: Indexes) -> Indexes:
+        """Return the size of the first ragged dimension `(n,)` of a jagged field; -1 where not produced or not jagged."""
+        ...
+
+    def values(self, column: str, rows: Indexes) -> tuple[NDArray[np.generic], NDArray[np.bool_]]:
+        """Return a custom_meta column `(n,)` and where it has a value `(n,)`; an unknown column has none."""
+        ...
+
+    def group_names(self, rows: Indexes) -> list[str | None]:
+        """Return the explicit group of each row."""
+        ...
+
+    def states(self, rows: Indexes) -> list[str]:
+        """Return the state of each row; "cleared" for one that is gone."""
+        ...
+
+    def rows(self) -> Indexes:
+        """Return all rows of the partition that are not cleared, ready or not."""
+        ...
+
+
+class PlansBatches(Protocol):
+    """The one method of a sampler, as the planner calls it; `tq_service.samplers.Sampler` is its base class."""
+
+    @property
+    def name(self) -> str:
+        """Name for messages."""
+        ...
+
+    @property
+    def length(self) -> LengthSource | None:
+        """The length that a sample must have to be ready; None: needs none."""
+        ...
+
+    def check(self, request: PlanRequest) -> None:
+        """Raise InvalidArgumentError where the request does not fit the sampler's options."""
+        ...
+
+    def is_quick(self, request: PlanRequest) -> bool:
+        """Whether `plan` takes well under a millisecond, so that it may run on the event loop."""
+        ...
+
+    def plan(self, view: View, request: PlanRequest) -> Plan | None | Awaitable[Plan | None]:
+        """Return the plan, or None where not enough is ready."""
+        ...

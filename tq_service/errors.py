@@ -1,0 +1,272 @@
+"""Every error of the service: one hierarchy, raised on the server and raised again, the same class, in the client.
+
+`reason` is what travels as `google.rpc.ErrorInfo.reason`; `tq_service.wire.error_table` adds the gRPC code. Messages say
+what was got, what was expected and what to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
+
+
+class TqError(Exception):
+    """Base of all errors of tq_service.
+
+    Attributes:
+        message: what was got, what was expected, what to do.
+        metadata: short facts for programs, such as both values of a disagreement.
+    """
+
+    reason: ClassVar[str] = "INTERNAL"
+
+    def __init__(self, message: str, *, metadata: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.metadata: dict[str, str] = dict(metadata or {})
+
+    def __str__(self) -> str:
+        return self.message
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), self.message, self.metadata)
+
+
+def _rebuild(kind: type[TqError], message: str, metadata: dict[str, str]) -> TqError:
+    return kind(message, metadata=metadata)
+
+
+class InvalidArgumentError(TqError, ValueError):
+    """An argument is wrong whatever the state of the service; `metadata["field"]` names it."""
+
+    reason = "INVALID_ARGUMENT"
+
+    def __init__(
+        self, message: str, *, field: str | None = None, metadata: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message, metadata={**(metadata or {}), **({"field": field} if field else {})})
+
+    @property
+    def field(self) -> str | None:
+        """Name of the argument that is wrong."""
+        return self.metadata.get("field")
+
+
+class FieldMismatchError(InvalidArgumentError):
+    """A field was put with another dtype, layout or row shape than it has."""
+
+    reason = "FIELD_MISMATCH"
+
+
+class UnknownSamplerError(InvalidArgumentError):
+    """No sampler has this name, or the sampler has no such option."""
+
+    reason = "UNKNOWN_SAMPLER"
+
+
+class MissingLengthError(InvalidArgumentError):
+    """A balancing sampler needs lengths, and no sample has one."""
+
+    reason = "MISSING_LENGTH"
+
+
+class UnsupportedObjectError(TqError, TypeError):
+    """A Python object that only pickle could carry."""
+
+    reason = "UNSUPPORTED_OBJECT"
+
+
+class NotFoundError(TqError, KeyError):
+    """Something named does not exist."""
+
+    reason = "NOT_FOUND"
+
+
+class PartitionNotFoundError(NotFoundError):
+    """No partition has this name."""
+
+    reason = "PARTITION_NOT_FOUND"
+
+
+class FieldNotFoundError(NotFoundError):
+    """The partition has no such field."""
+
+    reason = "FIELD_NOT_FOUND"
+
+
+class KeyNotFoundError(NotFoundError):
+    """No sample of the partition has this key."""
+
+    reason = "KEY_NOT_FOUND"
+
+
+class SampleNotFoundError(NotFoundError):
+    """The sample was never inserted, or was cleared."""
+
+    reason = "SAMPLE_NOT_FOUND"
+
+
+class CellNotFoundError(NotFoundError):
+    """The sample is there, but not this field of it."""
+
+    reason = "CELL_NOT_FOUND"
+
+
+class TaskNotFoundError(NotFoundError):
+    """The task has not asked for anything of the partition yet."""
+
+    reason = "TASK_NOT_FOUND"
+
+
+class GroupNotFoundError(NotFoundError):
+    """The partition has no such group."""
+
+    reason = "GROUP_NOT_FOUND"
+
+
+class PutNotFoundError(NotFoundError):
+    """The put was never completed, expired without a commit, or was cleared."""
+
+    reason = "PUT_NOT_FOUND"
+
+
+class AlreadyExistsError(TqError, ValueError):
+    """What should be new is there already."""
+
+    reason = "ALREADY_EXISTS"
+
+
+class PreconditionError(TqError, RuntimeError):
+    """The call does not fit the state of the service."""
+
+    reason = "FAILED_PRECONDITION"
+
+
+class StaleIncarnationError(PreconditionError):
+    """The partition was cleared and made anew since the caller saw it."""
+
+    reason = "STALE_INCARNATION"
+
+
+class StaleEpochError(PreconditionError):
+    """The task's consumption was reset since the caller saw it."""
+
+    reason = "STALE_EPOCH"
+
+
+class RankDisagreementError(PreconditionError):
+    """Ranks asked for one batch with different arguments."""
+
+    reason = "RANKS_DISAGREE"
+
+
+class PartitionSealedError(PreconditionError):
+    """New samples for a sealed partition."""
+
+    reason = "PARTITION_SEALED"
+
+
+class PartitionClearedError(PreconditionError):
+    """The partition was cleared while the call waited."""
+
+    reason = "PARTITION_CLEARED"
+
+
+class SamplesClearedError(PreconditionError):
+    """The batch was planned, but samples of it have been cleared since."""
+
+    reason = "SAMPLES_CLEARED"
+
+
+class SampleFailedError(PreconditionError):
+    """A failed sample cannot come back."""
+
+    reason = "SAMPLE_FAILED"
+
+
+class ClaimReleasedError(PreconditionError):
+    """The claim was released under this request_id."""
+
+    reason = "CLAIM_RELEASED"
+
+
+class ResourceExhaustedError(TqError, RuntimeError):
+    """A bound is reached; `retry_after_seconds` says when to try again, None that it is of no use."""
+
+    reason = "RESOURCE_EXHAUSTED"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        retry_after_seconds: float | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message, metadata=metadata)
+        self.retry_after_seconds = retry_after_seconds
+
+
+class QuotaExceededError(ResourceExhaustedError):
+    """No room for these bytes."""
+
+    reason = "QUOTA_EXCEEDED"
+
+
+class DataLossError(TqError, RuntimeError):
+    """Committed bytes are gone: their storage service came back empty."""
+
+    reason = "DATA_LOSS"
+
+
+class SamplerError(TqError, RuntimeError):
+    """A sampler raised, or returned rows it was not given."""
+
+    reason = "SAMPLER_FAILED"
+
+
+class SamplerTimeoutError(TqError, TimeoutError):
+    """A sampler did not return in time."""
+
+    reason = "SAMPLER_TIMEOUT"
+
+
+class DeadlineError(TqError, TimeoutError):
+    """The call's deadline passed."""
+
+    reason = "DEADLINE_EXCEEDED"
+
+
+class UnavailableError(TqError, ConnectionError):
+    """The service could not be reached until the call's deadline, or is draining."""
+
+    reason = "UNAVAILABLE"
+
+
+class InternalError(TqError, RuntimeError):
+    """A fault of the service itself; its log has the details."""
+
+    reason = "INTERNAL"
+
+
+class CallCancelledError(TqError, RuntimeError):
+    """The call was cancelled by the server's side or a proxy."""
+
+    reason = "CANCELLED"
+
+
+class ForkedClientError(TqError, RuntimeError):
+    """An AsyncClient was used in a forked child."""
+
+    reason = "FORKED_CLIENT"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return a clause that names what is known and close to `name`, for the end of a NOT_FOUND message."""
+    candidates = sorted(known)
+    if not candidates:
+        return "none is known yet"
+    close = difflib.get_close_matches(name, candidates, n=3, cutoff=0.4) or candidates[:5]
+    return "known: " + ", ".join(repr(candidate) for candidate in close) + (
+        f" and {len(candidates) - len(close)} more" if len(candidates) > len(close) else ""
+    )
