@@ -1,0 +1,256 @@
+"""Settings of the service: by flag, then `TQ_*` environment, then TOML file, then default, and where each came from."""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import os
+import re
+import socket
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
+
+from tq_service.errors import InvalidArgumentError
+
+ENV_PREFIX = "TQ_"
+CONFIG_VARIABLE = "TQ_CONFIG"
+
+Role = Literal["controller", "storage", "all"]
+Source = Literal["flag", "env", "file", "default"]
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("KMGT", start=1)
+    for suffix, base in (("", 1000), ("B", 1000), ("iB", 1024))
+}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+
+
+def parse_size(text: object) -> object:
+    """Return bytes for a size such as "8GiB", "500 MB" or "1024", None for "none"; other types pass unchanged.
+
+    Raises:
+        ValueError: the text is not a size.
+    """
+    if not isinstance(text, str):
+        return text
+    if text.strip().lower() == "none":
+        return None
+    match = _SIZE.fullmatch(text.strip())
+    units = {unit.lower(): factor for unit, factor in _UNITS.items()}
+    if match is None or match[2].lower() not in units:
+        raise ValueError("expected bytes, such as 8GiB, 500MB or 1048576")
+    return int(float(match[1]) * units[match[2].lower()])
+
+
+def format_size(size_bytes: int | None) -> str:
+    """Return a size the way `parse_size` reads it, "none" for None; exact where a unit divides it."""
+    if size_bytes is None:
+        return "none"
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if size_bytes and size_bytes % _UNITS[unit] == 0:
+            return f"{size_bytes // _UNITS[unit]}{unit}"
+    return str(size_bytes)
+
+
+def memory_limit_bytes() -> int:
+    """Return the memory this process may use: that of the machine, or less where a container limits it."""
+    limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            limit = min(limit, int(Path(path).read_text()))
+        except (OSError, ValueError):  # no such cgroup version, or "max"
+            continue
+    return limit
+
+
+def default_max_bytes() -> int:
+    """Return half of the memory this process may use, in whole MiB: the other half is for streams and the rest."""
+    return max(memory_limit_bytes() // 2 // 2**20, 1) * 2**20
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server that listens on `host`."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def join_address(host: str, port: int) -> str:
+    """Return "host:port", with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+Size = Annotated[int, BeforeValidator(parse_size)]
+SizeOrNone = Annotated[int | None, BeforeValidator(parse_size)]
+
+
+class ServeSettings(BaseSettings):
+    """What `tq-service serve` runs with. Each setting's description is its help text and its line in the docs."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_ignore_empty=True, frozen=True, extra="forbid")
+
+    host: str = Field("127.0.0.1", min_length=1, description="Address to listen on; 0.0.0.0 for all interfaces.")
+    port: int = Field(50051, ge=0, le=65535, description="Port to listen on; 0 lets the system choose one.")
+    role: Role = Field(
+        "all", description="What runs in this process: the controller, a storage service, or both (all)."
+    )
+    max_bytes: SizeOrNone = Field(
+        default_factory=default_max_bytes,
+        gt=0,
+        description="Quota of the storage service, such as 8GiB; none for no limit. Default: half of the memory.",
+    )
+    storage_id: str | None = Field(
+        None, description="Name of the storage service, the same over restarts. Default: made of host name and port."
+    )
+    advertise: str | None = Field(
+        None, description="Address host:port at which clients reach this storage service. Default: host name and port."
+    )
+    controller: str | None = Field(
+        None, description="Address host:port of the controller, to which a storage service announces itself."
+    )
+    put_ttl_seconds: float = Field(300.0, gt=0, description="How long a put may stay uncommitted before it expires.")
+    max_wait_cap_seconds: float = Field(
+        60.0, gt=0, description="Longest wait of one GetMeta call; clients go on asking until their own is spent."
+    )
+    sampler_timeout_seconds: float = Field(30.0, gt=0, description="How long a sampler may take for one batch.")
+    sampler_threads: int = Field(4, ge=1, description="Threads for samplers, apart from those of all other work.")
+    allow_sampler_import: bool = Field(
+        False,
+        description="Whether clients may name samplers as module:Class, which imports the module in the server. "
+        "Default: yes where only this machine reaches the server, else no.",
+    )
+    reflection: bool = Field(False, description="Whether grpcurl and the like may ask for the services' descriptions.")
+    grace_seconds: float = Field(15.0, ge=0, description="How long running calls may take to finish after SIGTERM.")
+    request_record_seconds: float = Field(
+        600.0, gt=0, description="How long the answer of a mutating request is kept for retries."
+    )
+    max_message_bytes: Size = Field(
+        64 * 2**20, ge=2**20, description="Largest gRPC message accepted; bulk data comes in frames far below it."
+    )
+    uvloop: Literal["auto", "on", "off"] = Field(
+        "auto", description="Event loop: uvloop (on), asyncio's own (off), or uvloop where installed (auto)."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged.")
+    log_format: Literal["text", "json"] = Field("text", description="Log lines for people or for machines, on stderr.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _import_follows_host(cls, values: dict[str, Any]) -> dict[str, Any]:
+        return {"allow_sampler_import": is_loopback(str(values.get("host", "127.0.0.1"))), **values}
+
+    @model_validator(mode="after")
+    def _storage_needs_controller(self) -> ServeSettings:
+        if self.role == "storage" and self.controller is None:
+            raise ValueError("role storage needs the setting controller, the address host:port to announce itself to")
+        if self.role != "storage" and self.controller is not None:
+            raise ValueError(f"the setting controller is for role storage, but the role is {self.role}; leave one out")
+        return self
+
+    def advertised_address(self, port: int) -> str:
+        """Return where clients reach this storage service; `port` is the one it listens on."""
+        if self.advertise is not None:
+            return self.advertise
+        anywhere = self.host in {"0.0.0.0", "::", "[::]"}  # noqa: S104  (compared with, not bound to)
+        return join_address(socket.gethostname() if anywhere else self.host, port)
+
+    def storage_name(self, port: int) -> str:
+        """Return the name of this storage service; `port` is the one it listens on."""
+        return self.storage_id or f"{socket.gethostname()}-{port}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedSettings:
+    """Settings and where each came from.
+
+    Attributes:
+        settings: the settings.
+        sources: for each setting, the source that gave it.
+        config: the file that was read, None without one.
+    """
+
+    settings: ServeSettings
+    sources: Mapping[str, Source]
+    config: Path | None
+
+    def shown(self, name: str) -> str:
+        """Return the value of a setting the way it would be given."""
+        value = getattr(self.settings, name)
+        if name.endswith("_bytes"):
+            return format_size(value)
+        return str(value).lower() if isinstance(value, bool) else "" if value is None else str(value)
+
+
+def load_settings(flags: Mapping[str, object], config: Path | None = None) -> LoadedSettings:
+    """Merge flags over `TQ_*` environment over file over defaults.
+
+    Args:
+        flags: settings given on the command line; None counts as not given.
+        config: TOML file with settings by name; None takes the file that TQ_CONFIG names, if any.
+
+    Raises:
+        InvalidArgumentError: the file cannot be read or has unknown settings, or a value is wrong.
+    """
+    if config is None and os.environ.get(CONFIG_VARIABLE):
+        config = Path(os.environ[CONFIG_VARIABLE])
+    layers: list[tuple[Source, Mapping[str, object]]] = [
+        ("file", _read_file(config) if config else {}),
+        ("env", EnvSettingsSource(ServeSettings)()),
+        ("flag", {name: value for name, value in flags.items() if value is not None}),
+    ]
+    merged: dict[str, Any] = {}
+    sources: dict[str, Source] = dict.fromkeys(ServeSettings.model_fields, "default")
+    for source, values in layers:
+        merged.update(values)
+        sources.update(dict.fromkeys(values, source))
+    try:
+        settings = ServeSettings(**merged)
+    except ValidationError as error:
+        raise InvalidArgumentError(_explain(error, sources, config)) from None
+    return LoadedSettings(settings=settings, sources=sources, config=config)
+
+
+def _read_file(path: Path) -> dict[str, object]:
+    try:
+        values = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise InvalidArgumentError(f"the settings file {path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise InvalidArgumentError(f"the settings file {path} is not TOML: {error}") from None
+    known = sorted(ServeSettings.model_fields)
+    if unknown := sorted(set(values) - set(known)):
+        close = difflib.get_close_matches(unknown[0], known, n=1)
+        raise InvalidArgumentError(
+            f"the settings file {path} has unknown settings: {', '.join(unknown)};"
+            f"{f' did you mean {close[0]}?' if close else ''} known are {', '.join(known)}"
+        )
+    return values
+
+
+def _explain(error: ValidationError, sources: Mapping[str, Source], config: Path | None) -> str:
+    """Say for each wrong setting what was got, from where, and what was expected."""
+    problems = []
+    for problem in error.errors(include_url=False):
+        reason = problem["msg"].removeprefix("Value error, ")
+        if not problem["loc"]:
+            problems.append(reason)
+            continue
+        name = str(problem["loc"][0])
+        got = problem["input"]
+        place = {
+            "flag": f"--{name.replace('_', '-')}",
+            "env": f"{ENV_PREFIX}{name.upper()}",
+            "file": f"{name} in {config}",
+        }.get(sources.get(name, "default"), name)
+        reason = f"{place}: got {got!r}: {reason[:1].lower()}{reason[1:]}"
+        if sources.get(name) == "env" and isinstance(got, str) and "://" in got:
+            reason += " (Kubernetes sets this for a service named tq: use another name, or enableServiceLinks: false)"
+        problems.append(reason)
+    return "; ".join(problems)
