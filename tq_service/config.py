@@ -111,7 +111,9 @@ class ServeSettings(BaseSettings):
         None, description="Name of the storage service, the same over restarts. Default: made of host name and port."
     )
     advertise: str | None = Field(
-        None, description="Address host:port at which clients reach this storage service. Default: host name and port."
+        None,
+        description="Address host:port at which clients reach this storage service. Default: host name and port "
+        "for role storage, the address used for the controller for role all.",
     )
     controller: str | None = Field(
         None, description="Address host:port of the controller, to which a storage service announces itself."
@@ -155,9 +157,12 @@ class ServeSettings(BaseSettings):
         return self
 
     def advertised_address(self, port: int) -> str:
-        """Return where clients reach this storage service; `port` is the one it listens on."""
-        if self.advertise is not None:
-            return self.advertise
+        """Return where clients reach this storage service; `port` is the one it listens on.
+
+        Empty means the address they use for the controller, in whose process it is.
+        """
+        if self.advertise is not None or self.role != "storage":
+            return self.advertise or ""
         anywhere = self.host in {"0.0.0.0", "::", "[::]"}  # noqa: S104  (compared with, not bound to)
         return join_address(socket.gethostname() if anywhere else self.host, port)
 

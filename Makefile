@@ -1,0 +1,72 @@
+# The verbs of this repository; each makes .venv when it is missing or older than pyproject.toml.
+#
+#   make install            .venv with torch, the package and the tools
+#   make test               the tests
+#   make demo               a tiny policy trained through the service, about a minute
+#   make check              format, lint, types, protos, generated code, layers: all that CI asks besides the tests
+#
+# Torch is installed first and alone, so that its build can be chosen; elsewhere than here the line below may bring a
+# CUDA build of some GB. For CPU:
+#   make install TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install format lint typecheck generate check test bench demo clean FORCE
+
+help:
+	@sed -n '3,6s/^# *//p' Makefile
+	@echo "also: format lint typecheck generate bench clean"
+
+# A virtual environment whose interpreter is gone (after an upgrade of Python, or a move of the folder) is stale too.
+ifneq ($(shell $(BIN)/python -c 'print("works")' 2>/dev/null),works)
+$(INSTALLED): FORCE
+endif
+$(INSTALLED): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
+	$(BIN)/python -c '' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet --editable '.[data,uvloop,demo]' --group dev
+	@touch $@
+
+install: $(INSTALLED)
+
+format: $(INSTALLED)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix-only .
+
+lint: $(INSTALLED)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/buf lint protos
+
+typecheck: $(INSTALLED)
+	$(BIN)/mypy
+
+generate: $(INSTALLED)
+	scripts/generate.sh
+	$(BIN)/python scripts/unasync.py
+
+check: lint typecheck
+	scripts/generate.sh --check
+	$(BIN)/python scripts/unasync.py --check
+	$(BIN)/python -m pytest --quiet tests/test_layers.py
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+bench: $(INSTALLED)
+	$(BIN)/python -m benchmarks
+
+demo: $(INSTALLED)
+	$(BIN)/tq-service demo
+
+clean:
+	rm -rf $(VENV) .venv-generate build dist demo-output .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

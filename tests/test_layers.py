@@ -1,0 +1,158 @@
+"""The layers import only what they may: the arrows of the architecture, read from the source."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "tq_service"
+
+LEAVES = {"errors", "schema"}
+# What each layer may import besides itself and the leaves. `tq_service` itself stands for the client it exports.
+ARROWS: dict[str, set[str]] = {
+    "__init__": {"client"},
+    "errors": set(),
+    "schema": set(),
+    "config": set(),
+    "v1": set(),
+    "domain": set(),
+    "balancing": set(),
+    "samplers": {"balancing", "domain"},
+    "wire": {"v1"},
+    "storage": {"wire", "v1"},
+    "server": {"samplers", "storage", "wire", "domain", "v1", "config"},
+    "client": {"wire", "v1"},
+    "data": {"client", "balancing", "wire"},
+    "cli": {"server", "client", "balancing", "config", "demo"},
+    "demo": {"client", "data", "config"},
+}
+WIRE_FORMATS = {"grpc", "grpc_status", "grpc_health", "grpc_reflection", "google"}
+TENSORS = {"torch", "tensordict"}
+FORBIDDEN_PACKAGES: dict[str, set[str]] = {
+    "errors": WIRE_FORMATS | TENSORS,
+    "schema": WIRE_FORMATS | TENSORS,
+    "config": WIRE_FORMATS | TENSORS,
+    "domain": WIRE_FORMATS | TENSORS,
+    "balancing": WIRE_FORMATS | TENSORS,
+    "samplers": WIRE_FORMATS | TENSORS,
+    "storage": TENSORS,
+    "server": TENSORS,
+    "cli": TENSORS,
+}
+TORCH_ONLY_INSIDE_FUNCTIONS = {"__init__", "client", "wire"}
+
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if "v1" not in path.relative_to(PACKAGE).parts)
+
+
+def layer_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_modules(nodes: Iterator[ast.AST], path: Path) -> Iterator[tuple[int, str]]:
+    """Yield line and absolute name of everything imported; `from a import b` yields a.b, since b may be a module."""
+    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            module = ".".join(part for part in (base, node.module) if part)
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+
+
+def run_at_import(tree: ast.Module) -> Iterator[ast.AST]:
+    """Yield the nodes that run when the module is imported: neither function bodies nor TYPE_CHECKING blocks."""
+    pending: list[ast.AST] = [tree]
+    while pending:
+        node = pending.pop()
+        yield node
+        for child in ast.iter_child_nodes(node):
+            typing_only = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test)
+            if not typing_only and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                pending.append(child)
+
+
+def layer_imported(name: str) -> str | None:
+    """Return the layer that an absolute name belongs to, None outside the package."""
+    top, _, rest = name.partition(".")
+    if top != "tq_service":
+        return None
+    layer = rest.partition(".")[0]
+    return layer if layer in ARROWS else "client"
+
+
+def test_every_layer_has_its_arrows() -> None:
+    assert {layer_of(path) for path in PACKAGE.rglob("*.py")} <= set(ARROWS)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_follow_the_arrows(path: Path) -> None:
+    layer = layer_of(path)
+    tree = ast.parse(path.read_text())
+    allowed = ARROWS[layer] | LEAVES | {layer}
+    forbidden = FORBIDDEN_PACKAGES.get(layer, set())
+    wrong = [
+        f"line {line}: {name}"
+        for line, name in imported_modules(ast.walk(tree), path)
+        if ((target := layer_imported(name)) is not None and target not in allowed) or name.split(".")[0] in forbidden
+    ]
+    if layer in TORCH_ONLY_INSIDE_FUNCTIONS:
+        wrong += [
+            f"line {line}: {name} at import time"
+            for line, name in imported_modules(run_at_import(tree), path)
+            if name.split(".")[0] in TENSORS
+        ]
+    assert not wrong, f"{path.relative_to(ROOT)} ({layer}) imports what its layer may not:\n" + "\n".join(wrong)
+
+
+def test_the_check_sees_lazy_relative_and_typing_imports() -> None:
+    source = (
+        "from __future__ import annotations\n"
+        "import tq_service.storage.engine\n"
+        "from tq_service import errors\n"
+        "from ..client import channel\n"
+        "def lazily():\n    import torch\n"
+        "if TYPE_CHECKING:\n    import grpc\n"
+    )
+    tree = ast.parse(source)
+    path = PACKAGE / "wire" / "example.py"
+    names = {name for _, name in imported_modules(ast.walk(tree), path)}
+    assert {"tq_service.storage.engine", "tq_service.errors", "tq_service.client.channel", "torch", "grpc"} <= names
+    at_import = {name for _, name in imported_modules(run_at_import(tree), path)}
+    assert not {"torch", "grpc"} & at_import
+    assert [
+        layer_imported(name) for name in ("tq_service", "tq_service.Client", "tq_service.wire.frames", "numpy")
+    ] == [
+        "client",
+        "client",
+        "wire",
+        None,
+    ]
+
+
+@pytest.mark.parametrize("module", ["tq_service", "tq_service.server.app", "tq_service.client", "tq_service.cli"])
+def test_torch_is_not_imported(module: str) -> None:
+    code = f"import sys, {module}; print(sorted({{'torch', 'tensordict'}} & set(sys.modules)))"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert output.stdout.strip() == "[]", output.stdout + output.stderr
+
+
+@pytest.mark.parametrize("layer", ["domain", "balancing", "samplers", "config"])
+def test_inner_layers_run_without_grpc(layer: str) -> None:
+    code = f"import sys, tq_service.{layer}; print(sorted({{'grpc', 'google.protobuf', 'torch'}} & set(sys.modules)))"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert output.stdout.strip() == "[]", output.stdout + output.stderr
+
+
+def test_v1_holds_only_generated_files() -> None:
+    protos = {path.stem for path in (ROOT / "protos/tq_service/v1").glob("*.proto")}
+    expected = {f"{stem}_pb2{suffix}" for stem in protos for suffix in (".py", ".pyi", "_grpc.py", "_grpc.pyi")}
+    found = {path.name for path in (PACKAGE / "v1").iterdir() if path.name != "__pycache__"}
+    assert found == expected | {"__init__.py"}
+    for path in (PACKAGE / "v1").glob("*.py"):
+        head = path.read_text()[:200]
+        assert "generated" in head.lower(), f"{path.name} does not say that it is generated"

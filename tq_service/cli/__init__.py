@@ -1,0 +1,82 @@
+"""The command line `tq-service`: one file a command, imported when it is called for, so that probes stay quick."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from tq_service.errors import TqError
+
+# Name of each command: its module here has a function `command`, and `EXAMPLES` which end its --help.
+_COMMANDS = ("serve", "health", "status", "samplers", "bench", "demo")
+
+
+class _CommandsOnDemand(TyperGroup):
+    """Imports a command's module when the command is asked for.
+
+    The signatures are loose since typer, by its version, uses click or a copy of it.
+    """
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in _COMMANDS:
+            return super().get_command(ctx, cmd_name)
+        module = importlib.import_module(f"tq_service.cli.{cmd_name}")
+        holder = typer.Typer(add_completion=False, rich_markup_mode=None)
+        function: Callable[..., None] = module.command
+        holder.command(cmd_name, epilog=f"\b\nExamples:\n{module.EXAMPLES}")(function)
+        command = typer.main.get_command(holder)
+        command.name = cmd_name
+        return command
+
+
+app = typer.Typer(
+    cls=_CommandsOnDemand,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,  # boxes cut long option names; plain text wraps
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib import metadata  # noqa: PLC0415  (needed by this flag only)
+
+        try:
+            typer.echo(f"tq-service {metadata.version('tq-service')}")
+        except metadata.PackageNotFoundError:
+            typer.echo("tq-service, run from its sources without being installed")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """The data service between rollout workers and trainer ranks: start it, look into it, load it."""
+
+
+def main() -> None:
+    """Run the command line; an error becomes one line on stderr and exit code 1."""
+    try:
+        app()
+    except (TqError, ConnectionError, TimeoutError) as error:
+        sys.exit(f"error: {error}")
+    except ModuleNotFoundError as error:
+        sys.exit(f"error: this needs the module {error.name}, which is not installed; see the extras in the README")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # the reader, such as `head`, has had enough
+        sys.stderr.close()
+        sys.exit(0)

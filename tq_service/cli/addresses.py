@@ -1,0 +1,24 @@
+"""Where commands find the service."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+
+DEFAULT_ADDRESS = "localhost:50051"
+
+Address = Annotated[
+    str,
+    typer.Argument(
+        envvar="TQ_ADDRESS", metavar="[ADDRESS]", help="The service, as host:port.", show_default=DEFAULT_ADDRESS
+    ),
+]
+
+
+def probed_address(address: str | None) -> str:
+    """Return the address given, else that of a server with this environment's TQ_PORT on this machine."""
+    if address:
+        return address
+    return f"localhost:{os.environ.get('TQ_PORT') or 50051}"

@@ -1,0 +1,46 @@
+"""`tq-service health`: asks the standard health service, for probes of Compose and Kubernetes."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from tq_service.cli.addresses import probed_address
+
+EXAMPLES = """\
+  tq-service health
+  tq-service health controller:50051 --timeout 2"""
+
+
+def command(
+    address: Annotated[
+        str | None,
+        typer.Argument(
+            envvar="TQ_ADDRESS",
+            help="The service, as host:port. Default: the port of TQ_PORT, else 50051, on this machine.",
+            show_default=False,
+        ),
+    ] = None,
+    service: Annotated[
+        str, typer.Option(help="One service, such as tq_service.v1.StorageService, instead of all.", show_default=False)
+    ] = "",
+    timeout: Annotated[float, typer.Option(min=0.01, help="Seconds to wait for the answer.")] = 5.0,
+) -> None:
+    """Print the health of the service; exit code 0 when it is SERVING, else 1."""
+    import grpc  # noqa: PLC0415  (`--help` does without)
+    from grpc_health.v1 import health_pb2, health_pb2_grpc  # noqa: PLC0415  (`--help` does without)
+
+    target = probed_address(address)
+    with grpc.insecure_channel(target) as channel:
+        try:
+            answer = health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(service=service), timeout=timeout
+            )
+        except grpc.RpcError as error:
+            typer.echo(f"error: {target}: {error.code().name}: {error.details()}", err=True)
+            raise typer.Exit(1) from None
+    status = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+    typer.echo(status)
+    if status != "SERVING":
+        raise typer.Exit(1)

@@ -1,0 +1,56 @@
+"""`tq-service serve`: runs the service until SIGTERM or SIGINT."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tq_service.cli.process import configure_logging, keep_freed_memory, loop_factory, shorten_switch_interval
+from tq_service.cli.settings_options import show_settings, with_setting_flags
+from tq_service.config import CONFIG_VARIABLE, ServeSettings, load_settings
+
+EXAMPLES = """\
+  tq-service serve
+  tq-service serve --host 0.0.0.0 --port 6000 --max-bytes 8GiB
+  tq-service serve --role storage --port 50052 --controller localhost:50051
+  TQ_PORT=6000 tq-service serve --config tq.toml --show-config"""
+
+
+@with_setting_flags
+def command(
+    config: Annotated[
+        Path | None, typer.Option(envvar=CONFIG_VARIABLE, help="TOML file with settings by name.", show_default=False)
+    ] = None,
+    show_config: Annotated[
+        bool, typer.Option("--show-config", help="Print every setting with its source, and exit.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --show-config: as JSON.")] = False,
+    **flags: object,
+) -> None:
+    """Run the service until SIGTERM or SIGINT, which let running calls finish.
+
+    Each setting is taken from its flag, else from the environment as TQ_<SETTING>, else from the --config file.
+    """
+    loaded = load_settings(flags, config)
+    if show_config:
+        show_settings(loaded, as_json=as_json)
+        return
+    raise typer.Exit(_run(loaded.settings))
+
+
+def _run(settings: ServeSettings) -> int:
+    keep_freed_memory()
+    shorten_switch_interval()
+    configure_logging(settings.log_level, settings.log_format)
+    factory = loop_factory(settings.uvloop)
+    from tq_service.server.app import serve  # noqa: PLC0415  (--show-config and --help do without the server)
+
+    with asyncio.Runner(loop_factory=factory) as runner:
+        return runner.run(serve(settings, announce=_announce))
+
+
+def _announce(line: str) -> None:
+    print(line, flush=True)

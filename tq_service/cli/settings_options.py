@@ -1,0 +1,69 @@
+"""The flags of `serve`, one for each setting, and the table that --show-config prints."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable
+from typing import Annotated, Any, get_args
+
+import typer
+
+from tq_service.config import ENV_PREFIX, LoadedSettings, ServeSettings
+
+
+def with_setting_flags(function: Callable[..., None]) -> Callable[..., None]:
+    """Give `function` one option for each setting, after the parameters it names itself and in place of **settings."""
+    own = [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for parameter in inspect.signature(function, eval_str=True).parameters.values()
+        if parameter.kind is not parameter.VAR_KEYWORD
+    ]
+    flags = [_flag(name) for name in ServeSettings.model_fields]
+    parameters = [*own, *flags]
+
+    def command(**values: object) -> None:
+        function(**values)
+
+    command.__doc__ = function.__doc__
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    vars(command)["__signature__"] = inspect.Signature(parameters)
+    return command
+
+
+def _flag(name: str) -> inspect.Parameter:
+    field = ServeSettings.model_fields[name]
+    kind: Any = field.annotation
+    metavar: str | None = None
+    if get_args(kind) and all(isinstance(choice, str) for choice in get_args(kind)):
+        metavar = "|".join(get_args(kind))
+    if name.endswith("_bytes"):
+        metavar = "SIZE"
+    # The settings validate, so that a value is judged alike wherever it comes from; only numbers and switches keep
+    # their type, since it shows in the help.
+    kind = kind if kind in (int, float, bool) and metavar is None else str
+    default = "" if field.default_factory or "Default:" in (field.description or "") else f" [default: {field.default}]"
+    option = typer.Option(help=f"{field.description}{default}", metavar=metavar, show_default=False)
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
+    )
+
+
+def show_settings(loaded: LoadedSettings, *, as_json: bool) -> None:
+    """Print each setting with its value and its source."""
+    names = list(ServeSettings.model_fields)
+    if as_json:
+        values = loaded.settings.model_dump(mode="json")
+        shown = {name: {"value": values[name], "source": loaded.sources[name]} for name in names}
+        typer.echo(json.dumps(shown, indent=2))
+        return
+    from rich.table import Table  # noqa: PLC0415  (only for people)
+
+    from tq_service.cli.output import print_table  # noqa: PLC0415  (only for people)
+
+    table = Table("setting", "value", "source", box=None, pad_edge=False)
+    for name in names:
+        source = loaded.sources[name]
+        place = f"file {loaded.config}" if source == "file" else f"env {ENV_PREFIX}{name.upper()}"
+        table.add_row(name, loaded.shown(name), place if source in {"file", "env"} else source)
+    print_table(table)
