@@ -1,0 +1,126 @@
+"""The table is complete, agrees with its document, and errors survive the way over the wire."""
+
+import builtins
+import pickle
+from pathlib import Path
+
+import grpc
+import pytest
+from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
+
+from tq_service import errors
+from tq_service.wire import error_table
+from tq_service.wire.error_table import ERROR_TABLE, code_of, from_rpc_error, status_from_trailers, to_status
+
+ERRORS_PAGE = Path(__file__).parents[2] / "docs" / "errors.md"
+
+
+def all_classes(root=errors.TqError):
+    return {root}.union(*(all_classes(kind) for kind in root.__subclasses__() if kind.__module__ == errors.__name__))
+
+
+def over_the_wire(error):
+    status = to_status(error)
+    trailers = [("x-other", "1"), (error_table.STATUS_TRAILER, status.SerializeToString())]
+    return from_rpc_error(code_of(error), status.message, status_from_trailers(trailers))
+
+
+def test_every_class_has_a_row():
+    assert set(ERROR_TABLE) == all_classes()
+
+
+def test_rows_are_ordered_most_specific_first():
+    kinds = list(ERROR_TABLE)
+    for later, kind in enumerate(kinds):
+        assert not any(issubclass(kind, earlier) for earlier in kinds[:later]), kind
+
+
+def test_reasons_are_unique():
+    kinds = [kind for kind in ERROR_TABLE if kind is not errors.TqError]
+    assert len({kind.reason for kind in kinds}) == len(kinds)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ERROR_TABLE if kind is not errors.TqError])
+def test_same_class_message_and_metadata_come_back(kind):
+    back = over_the_wire(kind("got 3, expected 4", metadata={"got": "3", "expected": "4"}))
+    assert type(back) is kind
+    assert back.message == str(back) == "got 3, expected 4"
+    assert back.metadata == {"got": "3", "expected": "4"}
+    assert type(pickle.loads(pickle.dumps(back))) is kind
+
+
+def test_field_travels_as_violation():
+    error = errors.InvalidArgumentError("batch_size is 0, expected at least 1", field="batch_size")
+    violation = BadRequest()
+    assert any(detail.Unpack(violation) for detail in to_status(error).details)
+    assert violation.field_violations[0].field == "batch_size"
+    assert over_the_wire(error).field == "batch_size"
+
+
+def test_retry_info_travels_only_where_set():
+    later = errors.QuotaExceededError("full", retry_after_seconds=1.25)
+    never = errors.QuotaExceededError("too large")
+    assert over_the_wire(later).retry_after_seconds == 1.25
+    assert over_the_wire(never).retry_after_seconds is None
+    assert not any(detail.Is(RetryInfo.DESCRIPTOR) for detail in to_status(never).details)
+
+
+def test_long_texts_fit_into_trailers():
+    error = errors.NotFoundError("ä" * 50_000, metadata={f"key{i}": "v" * 10_000 for i in range(100)})
+    status = to_status(error)
+    assert len(status.SerializeToString()) * 4 / 3 + 3 * len(status.message.encode()) < 8192
+    assert over_the_wire(error).message.endswith("...")
+
+
+def test_a_subclass_from_elsewhere_has_the_code_of_its_base():
+    class PluginError(errors.SampleNotFoundError):
+        reason = "PLUGIN"
+
+    back = over_the_wire(PluginError("gone"))
+    assert code_of(PluginError("gone")) is grpc.StatusCode.NOT_FOUND
+    assert type(back) is errors.NotFoundError
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        ("UNAVAILABLE", errors.UnavailableError),
+        ("DEADLINE_EXCEEDED", errors.DeadlineError),
+        ("CANCELLED", errors.CallCancelledError),
+        ("RESOURCE_EXHAUSTED", errors.ResourceExhaustedError),
+        ("INTERNAL", errors.InternalError),
+        ("UNKNOWN", errors.InternalError),
+        ("UNIMPLEMENTED", errors.InternalError),
+        ("NOT_FOUND", errors.NotFoundError),
+        ("INVALID_ARGUMENT", errors.InvalidArgumentError),
+    ],
+)
+def test_plain_grpc_statuses_map_by_code(code, kind):
+    back = from_rpc_error(grpc.StatusCode[code], "text", None)
+    assert type(back) is kind
+    assert "text" in back.message
+    if code == "UNIMPLEMENTED":
+        assert "versions" in back.message
+
+
+def test_garbled_trailers_and_foreign_domains_fall_back_to_the_code():
+    assert status_from_trailers([(error_table.STATUS_TRAILER, b"\xff\xff\xff")]) is None
+    assert status_from_trailers(None) is None
+    foreign = to_status(errors.KeyNotFoundError("no"))
+    del foreign.details[:]
+    foreign.details.add().Pack(ErrorInfo(reason="KEY_NOT_FOUND", domain="googleapis.com"))
+    assert type(from_rpc_error(grpc.StatusCode.NOT_FOUND, "no", foreign)) is errors.NotFoundError
+
+
+def test_document_agrees_with_the_table():
+    rows = [
+        [cell.strip().strip("`") for cell in line.strip().strip("|").split("|")]
+        for line in ERRORS_PAGE.read_text().splitlines()
+        if line.startswith("| `")
+    ]
+    documented = {name: (builtin, code, reason) for name, builtin, code, reason, when in rows if when}
+    expected = {}
+    for kind, code in ERROR_TABLE.items():
+        builtin = next(base for base in kind.__mro__ if base.__module__ == builtins.__name__)
+        expected[kind.__name__] = (builtin.__name__, code.name, kind.reason)
+    assert documented == expected

@@ -1,0 +1,1 @@
+"""The data service for RL post-training of language models."""

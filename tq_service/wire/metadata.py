@@ -1,0 +1,301 @@
+"""Field specs, custom_meta, layouts and states as protobuf, both ways.
+
+custom_meta travels in columns. Users give and read it as one mapping a sample; `rows_to_meta_columns` and
+`meta_columns_to_rows` go between the two.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tq_service.errors import InvalidArgumentError
+from tq_service.schema import FieldSpec, Layout, MetaColumn, MetaValue, SampleState
+from tq_service.v1 import metadata_pb2 as pb
+
+_LAYOUTS: Final[dict[Layout, pb.Layout.ValueType]] = {
+    Layout.DENSE: pb.LAYOUT_DENSE,
+    Layout.JAGGED: pb.LAYOUT_JAGGED,
+    Layout.OBJECT: pb.LAYOUT_OBJECT,
+}
+_LAYOUTS_BACK: Final = {number: layout for layout, number in _LAYOUTS.items()}
+
+_STATES: Final[dict[SampleState, pb.SampleState.ValueType]] = {
+    SampleState.LIVE: pb.SAMPLE_STATE_LIVE,
+    SampleState.HELD: pb.SAMPLE_STATE_HELD,
+    SampleState.FAILED: pb.SAMPLE_STATE_FAILED,
+}
+_STATES_BACK: Final = {number: state for state, number in _STATES.items()}
+
+_NO_VALUE: Final = object()
+_INT64: Final = np.iinfo(np.int64)
+
+
+def encode_layout(layout: Layout | None) -> pb.Layout.ValueType:
+    """Return the enum number of a layout; None is "unspecified"."""
+    return pb.LAYOUT_UNSPECIFIED if layout is None else _LAYOUTS[layout]
+
+
+def decode_layout(number: int) -> Layout | None:
+    """Return the layout of an enum number; "unspecified" is None.
+
+    Raises:
+        InvalidArgumentError: the number is not in the enum.
+    """
+    if number == pb.LAYOUT_UNSPECIFIED:
+        return None
+    try:
+        return _LAYOUTS_BACK[pb.Layout.ValueType(number)]
+    except KeyError:
+        raise InvalidArgumentError(
+            f"layout number {number} is unknown; send a value of Layout", field="layout"
+        ) from None
+
+
+def encode_state(state: SampleState | None) -> pb.SampleState.ValueType:
+    """Return the enum number of a state; None is "unspecified"."""
+    return pb.SAMPLE_STATE_UNSPECIFIED if state is None else _STATES[state]
+
+
+def decode_state(number: int) -> SampleState | None:
+    """Return the state of an enum number; "unspecified" is None.
+
+    Raises:
+        InvalidArgumentError: the number is not in the enum.
+    """
+    if number == pb.SAMPLE_STATE_UNSPECIFIED:
+        return None
+    try:
+        return _STATES_BACK[pb.SampleState.ValueType(number)]
+    except KeyError:
+        raise InvalidArgumentError(
+            f"state number {number} is unknown; send a value of SampleState", field="state"
+        ) from None
+
+
+def encode_spec(spec: FieldSpec) -> pb.FieldSpec:
+    """Return a field spec as protobuf."""
+    return pb.FieldSpec(
+        name=spec.name,
+        dtype=spec.dtype,
+        layout=encode_layout(spec.layout),
+        row_shape=spec.row_shape or (),
+        row_shape_known=spec.row_shape is not None,
+    )
+
+
+def decode_spec(message: pb.FieldSpec) -> FieldSpec:
+    """Return the field spec of a message.
+
+    Raises:
+        InvalidArgumentError: an empty name, an unknown dtype or layout.
+    """
+    return FieldSpec(
+        name=message.name,
+        dtype=message.dtype,
+        layout=decode_layout(message.layout),
+        row_shape=tuple(message.row_shape) if message.row_shape_known else None,
+    )
+
+
+def encode_meta_columns(columns: Iterable[MetaColumn]) -> list[pb.MetaColumn]:
+    """Return custom_meta columns as protobuf; only values that are present travel."""
+    return [_encode_meta_column(column) for column in columns]
+
+
+def _encode_meta_column(column: MetaColumn) -> pb.MetaColumn:
+    complete = bool(column.present.all())
+    message = pb.MetaColumn(name=column.name)
+    if not complete:
+        message.present = column.present.astype(np.uint8).tobytes()
+    values = (column.values if complete else column.values[column.present]).tolist()
+    match column.values.dtype.kind:
+        case "b":
+            message.bool_values.CopyFrom(pb.BoolValues(values=values))
+        case "i":
+            message.int64_values.CopyFrom(pb.Int64Values(values=values))
+        case "f":
+            message.double_values.CopyFrom(pb.DoubleValues(values=values))
+        case _:
+            message.string_values.CopyFrom(pb.StringValues(values=values))
+    return message
+
+
+def decode_meta_columns(messages: Iterable[pb.MetaColumn], row_count: int) -> list[MetaColumn]:
+    """Return the custom_meta columns of messages about `row_count` samples.
+
+    Raises:
+        InvalidArgumentError: a name is empty or comes twice, a column has no type, or counts do not fit `row_count`.
+    """
+    columns: dict[str, MetaColumn] = {}
+    for message in messages:
+        if not message.name:
+            raise InvalidArgumentError("a custom_meta column has no name; name every column", field="custom_meta")
+        if message.name in columns:
+            raise InvalidArgumentError(
+                f"custom_meta column {message.name!r} comes twice; send each column once", field="custom_meta"
+            )
+        columns[message.name] = _decode_meta_column(message, row_count)
+    return list(columns.values())
+
+
+def _decode_meta_column(message: pb.MetaColumn, row_count: int) -> MetaColumn:
+    present = _decode_present(message, row_count)
+    values = _decode_values(message)
+    present_count = int(np.count_nonzero(present))
+    if values.size != present_count:
+        raise InvalidArgumentError(
+            f"custom_meta column {message.name!r} has {values.size} values, expected {present_count}: "
+            f"one for each sample that has a value, of {row_count} samples",
+            field="custom_meta",
+        )
+    if present_count < row_count:
+        spread = np.zeros(row_count, values.dtype) if values.dtype != object else np.full(row_count, "", object)
+        spread[present] = values
+        values = spread
+    return MetaColumn(name=message.name, values=values, present=present)
+
+
+def _decode_present(message: pb.MetaColumn, row_count: int) -> NDArray[np.bool_]:
+    if not message.present:
+        return np.ones(row_count, np.bool_)
+    if len(message.present) != row_count:
+        raise InvalidArgumentError(
+            f"custom_meta column {message.name!r} tells of {len(message.present)} samples which have a value, "
+            f"expected {row_count}, or none where all have one",
+            field="custom_meta",
+        )
+    return np.frombuffer(message.present, np.uint8).astype(np.bool_)
+
+
+def _decode_values(message: pb.MetaColumn) -> NDArray[Any]:
+    match message.WhichOneof("values"):
+        case "int64_values":
+            return np.array(message.int64_values.values, np.int64)
+        case "double_values":
+            return np.array(message.double_values.values, np.float64)
+        case "bool_values":
+            return np.array(message.bool_values.values, np.bool_)
+        case "string_values":
+            return _string_array(list(message.string_values.values))
+        case _:
+            raise InvalidArgumentError(
+                f"custom_meta column {message.name!r} has no values; set int64_values, double_values, bool_values or "
+                "string_values",
+                field="custom_meta",
+            )
+
+
+def _string_array(values: list[str]) -> NDArray[Any]:
+    array = np.empty(len(values), object)
+    array[:] = values
+    return array
+
+
+def rows_to_meta_columns(rows: Sequence[Mapping[str, Any]]) -> list[MetaColumn]:
+    """Return the custom_meta of `n` samples as columns, each over all `n`.
+
+    Values are bool, int, float or str, also as scalars of numpy or torch. A column is of one kind; integers among
+    floats become floats. A sample without the key has no value.
+
+    Raises:
+        InvalidArgumentError: another type, kinds mixed in one column, or an integer beyond 64 bits; names row and key.
+    """
+    names: dict[str, None] = {}
+    for position, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise InvalidArgumentError(
+                f"custom_meta[{position}] is {type(row).__name__}, expected a mapping of names to values",
+                field="custom_meta",
+            )
+        names.update(dict.fromkeys(row))
+    return [_column_of_rows(name, [row.get(name, _NO_VALUE) for row in rows]) for name in names]
+
+
+def _column_of_rows(name: str, cells: list[Any]) -> MetaColumn:
+    if not isinstance(name, str) or not name:
+        raise InvalidArgumentError(
+            f"custom_meta has the key {name!r}, expected a string that is not empty", field="custom_meta"
+        )
+    present = np.fromiter(map(operator.is_not, cells, [_NO_VALUE] * len(cells)), np.bool_, len(cells))
+    values = cells if present.all() else [cell for cell in cells if cell is not _NO_VALUE]
+    kinds = set(map(type, values))
+    if not kinds <= {bool, int, float, str}:
+        values = [_plain_value(name, position, value) for position, value in zip(_rows(present), values, strict=True)]
+        kinds = set(map(type, values))
+    if kinds == {int, float}:
+        kinds = {float}
+    if len(kinds) != 1:
+        raise _mixed_kinds(name, present, values)
+    column = _typed_array(name, present, values, kinds.pop())
+    if column.size < len(cells):
+        spread = np.zeros(len(cells), column.dtype) if column.dtype != object else np.full(len(cells), "", object)
+        spread[present] = column
+        column = spread
+    return MetaColumn(name=name, values=column, present=present)
+
+
+def _rows(present: NDArray[np.bool_]) -> list[int]:
+    return np.flatnonzero(present).tolist()
+
+
+def _plain_value(name: str, position: int, value: Any) -> MetaValue:
+    if not isinstance(value, bool | int | float | str) and getattr(value, "ndim", None) == 0:
+        value = value.item()
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    raise InvalidArgumentError(
+        f"custom_meta[{position}][{name!r}] is {type(value).__name__}, expected bool, int, float or str; "
+        "put anything larger as a field",
+        field="custom_meta",
+    )
+
+
+def _mixed_kinds(name: str, present: NDArray[np.bool_], values: list[Any]) -> InvalidArgumentError:
+    first = type(values[0])
+    fits = {int, float} if first in (int, float) else {first}
+    position, value = next(
+        (position, value) for position, value in zip(_rows(present), values, strict=True) if type(value) not in fits
+    )
+    return InvalidArgumentError(
+        f"custom_meta[{position}][{name!r}] is {type(value).__name__}, while samples before it have "
+        f"{first.__name__}; a column holds one kind of value",
+        field="custom_meta",
+    )
+
+
+def _typed_array(name: str, present: NDArray[np.bool_], values: list[Any], kind: type) -> NDArray[Any]:
+    if kind is str:
+        return _string_array(values)
+    try:
+        return np.array(values, {bool: np.bool_, int: np.int64, float: np.float64}[kind])
+    except OverflowError:
+        position, value = next(
+            (position, value)
+            for position, value in zip(_rows(present), values, strict=True)
+            if isinstance(value, int) and not _INT64.min <= value <= _INT64.max
+        )
+        raise InvalidArgumentError(
+            f"custom_meta[{position}][{name!r}] is {value}, expected an integer of 64 bits; give it as a string",
+            field="custom_meta",
+        ) from None
+
+
+def meta_columns_to_rows(columns: Iterable[MetaColumn], row_count: int) -> list[dict[str, MetaValue]]:
+    """Return custom_meta as one dict a sample `(row_count,)`; a sample without a value lacks the key."""
+    rows: list[dict[str, MetaValue]] = [{} for _ in range(row_count)]
+    for column in columns:
+        name = column.name
+        values = column.values.tolist()
+        if column.present.all():
+            for row, value in zip(rows, values, strict=True):
+                row[name] = value
+        else:
+            for position in _rows(column.present):
+                rows[position][name] = values[position]
+    return rows
