@@ -52,10 +52,12 @@ typecheck: $(INSTALLED)
 generate: $(INSTALLED)
 	scripts/generate.sh
 	$(BIN)/python scripts/unasync.py
+	$(BIN)/python scripts/settings_table.py
 
 check: lint typecheck
 	scripts/generate.sh --check
 	$(BIN)/python scripts/unasync.py --check
+	$(BIN)/python scripts/settings_table.py --check
 	$(BIN)/python -m pytest --quiet tests/test_layers.py
 
 test: $(INSTALLED)

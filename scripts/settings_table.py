@@ -1,0 +1,56 @@
+"""Write the settings table into the documents that have a place for it; `--check` only compares."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import get_args
+
+from tq_service.config import ENV_PREFIX, ServeSettings, format_size
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = ("README.md", "docs/deployment.md")
+BEGIN, END = "<!-- settings: begin, by scripts/settings_table.py -->", "<!-- settings: end -->"
+
+
+def table() -> str:
+    """Return the table as Markdown, one line a setting."""
+    lines = ["| setting | environment | default | meaning |", "|---|---|---|---|"]
+    for name, field in ServeSettings.model_fields.items():
+        meaning, _, computed = (field.description or "").partition(" Default: ")
+        if computed:
+            default = computed.rstrip(".")
+        elif name.endswith("_bytes"):
+            default = f"`{format_size(field.default)}`"
+        else:
+            default = "" if field.default is None else f"`{str(field.default).lower()}`"
+        choices = [choice for choice in get_args(field.annotation) if isinstance(choice, str)]
+        values = f" One of {', '.join(f'`{choice}`' for choice in choices)}." if choices else ""
+        flag = f"`--{name.replace('_', '-')}`"
+        lines.append(f"| {flag} | `{ENV_PREFIX}{name.upper()}` | {default} | {meaning}{values} |")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str]) -> int:
+    """Update or compare; return the exit code."""
+    stale = []
+    for name in DOCUMENTS:
+        path = ROOT / name
+        text = path.read_text() if path.exists() else ""
+        if BEGIN not in text:
+            continue
+        before, _, rest = text.partition(BEGIN)
+        _, _, after = rest.partition(END)
+        current = f"{before}{BEGIN}\n{table()}\n{END}{after}"
+        if current != text:
+            stale.append(name)
+            if "--check" not in arguments:
+                path.write_text(current)
+    if stale and "--check" in arguments:
+        print(f"settings table stale in {', '.join(stale)}: run 'make generate'", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,71 @@
+"""What the server process is set up with."""
+
+import asyncio
+import json
+import logging
+import platform
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tq_service.cli.process import configure_logging, keep_freed_memory, loop_factory, shorten_switch_interval
+from tq_service.errors import InvalidArgumentError
+
+
+@pytest.fixture(autouse=True)
+def process_is_put_back() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level, interval = root.handlers[:], root.level, sys.getswitchinterval()
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is of glibc")
+def test_malloc_accepts_the_settings() -> None:
+    assert keep_freed_memory()
+
+
+def test_memory_stays_as_it_is_without_glibc(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ctypes.CDLL", lambda _name: object())
+    assert not keep_freed_memory()
+
+
+def test_other_threads_give_way_sooner() -> None:
+    shorten_switch_interval()
+    assert sys.getswitchinterval() == pytest.approx(0.0005)
+
+
+def test_event_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert loop_factory("off") is None
+    uvloop = pytest.importorskip("uvloop")
+    assert loop_factory("auto") is loop_factory("on") is uvloop.new_event_loop
+    monkeypatch.setitem(sys.modules, "uvloop", None)
+    assert loop_factory("auto") is None
+    with pytest.raises(InvalidArgumentError, match="uvloop is on but not installed"):
+        loop_factory("on")
+    with asyncio.Runner(loop_factory=loop_factory("auto")) as runner:
+        assert runner.run(asyncio.sleep(0, "ran")) == "ran"
+
+
+def test_json_log_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("info", "json")
+    log = logging.getLogger("tq_service.example")
+    log.debug("not shown")
+    try:
+        raise ValueError("bad")
+    except ValueError:
+        log.exception("failed with %s", "this")
+    line = json.loads(capsys.readouterr().err)
+    assert (line["level"], line["logger"], line["message"]) == ("error", "tq_service.example", "failed with this")
+    assert "ValueError: bad" in line["exception"]
+    assert line["time"].endswith("Z")
+
+
+def test_text_log_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("warning", "text")
+    logging.getLogger("tq_service.example").info("not shown")
+    logging.getLogger("tq_service.example").warning("shown")
+    assert capsys.readouterr().err.rstrip().endswith("WARNING tq_service.example: shown")

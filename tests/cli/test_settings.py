@@ -1,0 +1,177 @@
+"""Settings: flag over environment over file over default, and messages that name the place to correct."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from tq_service.cli import app
+from tq_service.config import (
+    ServeSettings,
+    default_max_bytes,
+    format_size,
+    is_loopback,
+    join_address,
+    load_settings,
+    memory_limit_bytes,
+    parse_size,
+)
+from tq_service.errors import InvalidArgumentError
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "tq.toml"
+    path.write_text('port = 1001\nmax_bytes = "1GiB"\nlog_level = "error"\n')
+    return path
+
+
+def test_flag_goes_over_env_over_file_over_default(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    defaults = load_settings({})
+    assert defaults.settings.port == 50051
+    assert set(defaults.sources.values()) == {"default"}
+
+    from_file = load_settings({}, config)
+    assert (from_file.settings.port, from_file.sources["port"]) == (1001, "file")
+
+    monkeypatch.setenv("TQ_PORT", "1002")
+    from_env = load_settings({}, config)
+    assert (from_env.settings.port, from_env.sources["port"]) == (1002, "env")
+    assert (from_env.settings.max_bytes, from_env.sources["max_bytes"]) == (2**30, "file")
+
+    from_flag = load_settings({"port": 1003, "host": None}, config)
+    assert (from_flag.settings.port, from_flag.sources["port"]) == (1003, "flag")
+    assert (from_flag.settings.host, from_flag.sources["host"]) == ("127.0.0.1", "default")
+    assert from_flag.settings.log_level == "error"
+
+
+def test_the_environment_names_the_file(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TQ_CONFIG", str(config))
+    loaded = load_settings({})
+    assert (loaded.settings.port, loaded.config) == (1001, config)
+
+
+def test_empty_variables_count_as_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TQ_MAX_BYTES", "")
+    assert load_settings({}).sources["max_bytes"] == "default"
+
+
+def test_unknown_settings_in_a_file_are_refused_with_the_known_ones(tmp_path: Path) -> None:
+    path = tmp_path / "tq.toml"
+    path.write_text("max_byte = 5\n")
+    with pytest.raises(InvalidArgumentError, match=r"max_byte; did you mean max_bytes\? known are .*host.*uvloop"):
+        load_settings({}, path)
+
+
+@pytest.mark.parametrize(("text", "message"), [("port = [", "is not TOML"), (None, "cannot be read")])
+def test_unreadable_files_are_named(tmp_path: Path, text: str | None, message: str) -> None:
+    path = tmp_path / "tq.toml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(InvalidArgumentError, match=message):
+        load_settings({}, path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"port": 70000}, r"--port: got 70000"),
+        ({"max_bytes": "8 foo"}, r"--max-bytes: got '8 foo': expected bytes, such as 8GiB"),
+        ({"max_bytes": "0"}, r"--max-bytes: got 0"),
+        ({"role": "both"}, r"--role: got 'both'.*'controller', 'storage' or 'all'"),
+        ({"role": "storage"}, r"role storage needs the setting controller"),
+        ({"controller": "a:1"}, r"for role storage, but the role is all"),
+        ({"port": -1, "grace_seconds": -2}, r"--port: .*; --grace-seconds: "),
+    ],
+)
+def test_wrong_values_are_refused_with_their_place(flags: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        load_settings(flags)
+
+
+def test_wrong_values_of_environment_and_file_name_their_place(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TQ_PORT", "tcp://10.0.0.1:50051")
+    config.write_text("sampler_threads = 0\n")
+    with pytest.raises(InvalidArgumentError) as caught:
+        load_settings({}, config)
+    assert f"sampler_threads in {config}: got 0" in str(caught.value)
+    assert "TQ_PORT: got 'tcp://10.0.0.1:50051'" in str(caught.value)
+    assert "enableServiceLinks" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [("8GiB", 8 * 2**30), ("500MB", 500_000_000), ("1.5 GiB", 3 * 2**29), ("7", 7), ("2k", 2000), ("64mib", 2**26)],
+)
+def test_sizes(text: str, size_bytes: int) -> None:
+    assert parse_size(text) == size_bytes
+
+
+def test_no_limit() -> None:
+    assert parse_size("none") is None
+    assert format_size(None) == "none"
+    assert load_settings({"max_bytes": "none"}).settings.max_bytes is None
+
+
+@given(st.integers(min_value=0, max_value=2**50))
+def test_sizes_are_shown_as_they_are_read(size_bytes: int) -> None:
+    assert parse_size(format_size(size_bytes)) == size_bytes
+
+
+def test_the_default_quota_is_half_of_the_memory() -> None:
+    assert memory_limit_bytes() // 2 - 2**20 < default_max_bytes() <= memory_limit_bytes() // 2
+    assert ServeSettings().max_bytes == default_max_bytes()
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("127.0.0.1", True), ("localhost", True), ("::1", True), ("[::1]", True), ("0.0.0.0", False), ("tq", False)],
+)
+def test_clients_may_name_classes_only_where_no_other_machine_reaches(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected
+    assert load_settings({"host": host}).settings.allow_sampler_import is expected
+    assert load_settings({"host": host, "allow_sampler_import": True}).settings.allow_sampler_import
+
+
+def test_addresses_of_a_storage_service() -> None:
+    def storage(**given: object) -> ServeSettings:
+        return load_settings({"role": "storage", "controller": "c:1", **given}).settings
+
+    assert storage().advertised_address(7) == "127.0.0.1:7"
+    assert storage(host="::1").advertised_address(7) == "[::1]:7"
+    assert storage(advertise="storage-0.tq:9").advertised_address(7) == "storage-0.tq:9"
+    assert storage(host="0.0.0.0").advertised_address(7).endswith(":7")
+    assert not storage(host="0.0.0.0").advertised_address(7).startswith("0.0.0.0")
+    assert load_settings({}).settings.advertised_address(7) == ""
+    assert storage(storage_id="s").storage_name(7) == "s"
+    assert storage().storage_name(7) != storage().storage_name(8)
+    assert join_address("tq", 5) == "tq:5"
+
+
+def test_show_config_tells_value_and_source(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TQ_LOG_FORMAT", "json")
+    arguments = ["serve", "--show-config", "--config", str(config), "--host", "::1", "--no-reflection"]
+    table = CliRunner().invoke(app, arguments)
+    assert table.exit_code == 0
+    lines = {line.split()[0]: line.split()[1:] for line in table.stdout.splitlines()[1:]}
+    assert set(lines) == set(ServeSettings.model_fields)
+    assert lines["host"] == ["::1", "flag"]
+    assert lines["reflection"] == ["false", "flag"]
+    assert lines["log_format"] == ["json", "env", "TQ_LOG_FORMAT"]
+    assert lines["max_bytes"][:2] == ["1GiB", "file"]
+    assert lines["grace_seconds"] == ["15.0", "default"]
+
+    shown = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+    assert set(shown) == set(ServeSettings.model_fields)
+    assert shown["max_bytes"] == {"value": 2**30, "source": "file"}
+
+
+def test_every_setting_has_a_flag_with_its_description() -> None:
+    shown = " ".join(CliRunner().invoke(app, ["serve", "--help"]).stdout.split())
+    for name, field in ServeSettings.model_fields.items():
+        assert f"--{name.replace('_', '-')}" in shown
+        assert field.description
+        assert field.description in shown

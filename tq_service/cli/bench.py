@@ -1,0 +1,74 @@
+"""`tq-service bench`: a quick load from this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from tq_service.config import parse_size
+from tq_service.errors import InvalidArgumentError
+
+EXAMPLES = """\
+  tq-service bench
+  tq-service bench controller:50051 --seconds 5
+  tq-service bench --size 256MiB --json"""
+
+
+def command(
+    address: Annotated[
+        str | None,
+        typer.Argument(
+            envvar="TQ_ADDRESS",
+            help="The service, as host:port. Default: a service of its own, started for this and stopped after it.",
+            show_default=False,
+        ),
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.5, max=600, help="How long to measure, about.")] = 10.0,
+    ranks: Annotated[int, typer.Option(min=1, max=512, help="Trainer ranks that claim at once.")] = 16,
+    size: Annotated[str, typer.Option(metavar="SIZE", help="Size of a bulk put, such as 64MiB.")] = "64MiB",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Measure claims, puts and gets of one client process against a service.
+
+    What it stores is removed again. The figures tell how client and service do on the machines they run on now.
+    """
+    size_bytes = _positive_bytes(size)
+    from tq_service.cli.load import Figure, measure  # noqa: PLC0415  (--help does without grpc and numpy)
+    from tq_service.cli.own_server import own_server  # noqa: PLC0415  (as above)
+
+    def run(target: str) -> list[Figure]:
+        return asyncio.run(measure(target, seconds=seconds, ranks=ranks, size_bytes=size_bytes))
+
+    if address:
+        figures = run(address)
+    else:
+        with own_server() as own_address:
+            figures = run(own_address)
+    if as_json:
+        typer.echo(json.dumps([asdict(figure) for figure in figures], indent=2))
+        return
+    from rich.table import Table  # noqa: PLC0415  (only for people)
+
+    from tq_service.cli.output import print_table  # noqa: PLC0415  (only for people)
+
+    table = Table("measured", box=None, pad_edge=False)
+    for heading in ("rate", "", "p50 ms", "p99 ms", "calls"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for figure in figures:
+        latency = (f"{figure.p50_ms:.2f}", f"{figure.p99_ms:.2f}")
+        table.add_row(figure.name, f"{figure.rate:,.0f}", figure.unit, *latency, f"{figure.count:,}")
+    print_table(table)
+
+
+def _positive_bytes(size: str) -> int:
+    try:
+        size_bytes = parse_size(size)
+    except ValueError as error:
+        raise InvalidArgumentError(f"--size: got {size!r}: {error}", field="size") from None
+    if not isinstance(size_bytes, int) or size_bytes <= 0:
+        raise InvalidArgumentError(f"--size: got {size!r}; expected more than 0 bytes, such as 64MiB", field="size")
+    return size_bytes

@@ -1,0 +1,154 @@
+"""The measurements of `bench`: a few seconds of one client process against a service."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import statistics
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from tq_service.client import AsyncClient
+
+_CLAIM_SAMPLES = 65_536
+_CLAIM_BATCH = 8
+_ROW_BYTES = 65_536
+_MOST_REPEATS = 2_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """One line of the result.
+
+    Attributes:
+        name: what was measured.
+        rate: how many a second, in `unit`.
+        unit: of the rate.
+        p50_ms: median latency in milliseconds.
+        p99_ms: latency in milliseconds that 99 of 100 do not exceed.
+        count: number of calls measured.
+    """
+
+    name: str
+    rate: float
+    unit: str
+    p50_ms: float
+    p99_ms: float
+    count: int
+
+
+def _figure(name: str, latencies: list[float], *, rate: float, unit: str) -> Figure:
+    p50, p99 = np.percentile(np.asarray(latencies) * 1e3, [50, 99])
+    return Figure(name=name, rate=rate, unit=unit, p50_ms=float(p50), p99_ms=float(p99), count=len(latencies))
+
+
+@asynccontextmanager
+async def _partition(client: AsyncClient) -> AsyncIterator[str]:
+    """Yield the name of a partition that is cleared at the end, whatever happens."""
+    partition_id = f"bench-{secrets.token_hex(6)}"
+    await client.create_partition(partition_id)
+    try:
+        yield partition_id
+    finally:
+        await client.clear_partition(partition_id)
+
+
+async def measure_round_trip(client: AsyncClient, seconds: float) -> list[Figure]:
+    """Measure one call after the other that answers from counters."""
+    async with _partition(client) as partition_id:
+        await client.describe_partition(partition_id)  # opens the connection
+        latencies: list[float] = []
+        until = time.perf_counter() + seconds
+        while not latencies or (time.perf_counter() < until and len(latencies) < _MOST_REPEATS):
+            started = time.perf_counter()
+            await client.describe_partition(partition_id)
+            latencies.append(time.perf_counter() - started)
+    return [_figure("round trip", latencies, rate=len(latencies) / sum(latencies), unit="calls/s")]
+
+
+async def measure_claims(client: AsyncClient, seconds: float, ranks: int) -> list[Figure]:
+    """Measure `ranks` trainer ranks that claim batches of 8 of a full partition at once."""
+    async with _partition(client) as partition_id:
+        await client.put({"value": np.zeros(_CLAIM_SAMPLES, np.int8)}, partition_id=partition_id)
+        latencies: list[float] = []
+        started = time.perf_counter()
+
+        async def consume(rank: int) -> None:
+            batch_index = 0
+            while time.perf_counter() - started < seconds:
+                asked = time.perf_counter()
+                meta = await client.get_meta(
+                    partition_id=partition_id,
+                    task_name="bench",
+                    data_fields=["value"],
+                    batch_size=_CLAIM_BATCH,
+                    dp_rank=rank,
+                    dp_size=ranks,
+                    batch_index=batch_index,
+                    max_wait=0.0,
+                )
+                if meta.status != "batch":
+                    return
+                latencies.append(time.perf_counter() - asked)
+                batch_index += 1
+
+        await asyncio.gather(*(consume(rank) for rank in range(ranks)))
+        elapsed = time.perf_counter() - started
+    return [_figure(f"claim, {ranks} ranks at once", latencies, rate=len(latencies) / elapsed, unit="claims/s")]
+
+
+async def measure_handover(client: AsyncClient, seconds: float) -> list[Figure]:
+    """Measure from the put of a sample until a worker that waits for it has it."""
+    latencies: list[float] = []
+    async with _partition(client) as partition_id:
+        row = {"value": np.zeros(1, np.int8)}
+        until = time.perf_counter() + seconds
+        while not latencies or (time.perf_counter() < until and len(latencies) < _MOST_REPEATS):
+            claim = asyncio.create_task(
+                client.get_meta(
+                    partition_id=partition_id, task_name="bench", data_fields=["value"], batch_size=1, max_wait=10.0
+                )
+            )
+            await asyncio.sleep(0)  # lets the claim leave first
+            started = time.perf_counter()
+            await client.put(row, partition_id=partition_id)
+            await claim
+            latencies.append(time.perf_counter() - started)
+    return [_figure("put to waiting worker", latencies, rate=len(latencies) / sum(latencies), unit="samples/s")]
+
+
+async def measure_bulk(client: AsyncClient, seconds: float, size_bytes: int) -> list[Figure]:
+    """Measure puts and gets of one dense float32 column of `size_bytes`, one at a time."""
+    rows = max(size_bytes // _ROW_BYTES, 1)
+    column = np.random.default_rng(0).random((rows, _ROW_BYTES // 4), dtype=np.float32)
+    puts: list[float] = []
+    gets: list[float] = []
+    until = time.perf_counter() + seconds
+    while not gets or time.perf_counter() < until:
+        async with _partition(client) as partition_id:
+            started = time.perf_counter()
+            meta = await client.put({"column": column}, partition_id=partition_id)
+            puts.append(time.perf_counter() - started)
+            started = time.perf_counter()
+            await client.get_data(meta)
+            gets.append(time.perf_counter() - started)
+    size = f"{column.nbytes / 2**20:g} MiB"
+    return [
+        _figure(f"{verb} {size}", times, rate=column.nbytes / 1e6 / statistics.median(times), unit="MB/s")
+        for verb, times in (("put", puts), ("get", gets))
+    ]
+
+
+async def measure(address: str, *, seconds: float, ranks: int, size_bytes: int) -> list[Figure]:
+    """Run all measurements, in about `seconds` seconds together."""
+    async with AsyncClient(address) as client:
+        return [
+            *await measure_round_trip(client, seconds * 0.15),
+            *await measure_handover(client, seconds * 0.15),
+            *await measure_claims(client, seconds * 0.3, ranks),
+            *await measure_bulk(client, seconds * 0.4, size_bytes),
+        ]

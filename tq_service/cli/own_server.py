@@ -1,0 +1,36 @@
+"""A service of its own for commands that were given no address."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tq_service.errors import UnavailableError
+
+_LISTENING = re.compile(r"listening on (\S+)")
+_STOP_SECONDS = 10.0
+
+
+@contextmanager
+def own_server(*flags: str) -> Iterator[str]:
+    """Run `tq-service serve` as a process of its own on a free port; yield its address, stop it at the end."""
+    command = [sys.executable, "-m", "tq_service.cli", "serve", "--port", "0", "--log-level", "warning", *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield _address(process)
+        finally:
+            process.terminate()
+            try:
+                process.wait(_STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _address(process: subprocess.Popen[str]) -> str:
+    for line in process.stdout or ():
+        if match := _LISTENING.search(line):
+            return match[1]
+    raise UnavailableError(f"the service ended with exit code {process.wait()} before it listened; its log is above")
