@@ -1,0 +1,243 @@
+"""Columns as they travel and are stored: what cuts their bytes into rows, and its checks.
+
+The values of a column are the rows' bytes one after the other. A dense column needs nothing else; a jagged one has the
+size of each row in each ragged dimension, an object column the bytes of each row: its extents.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tq_service.errors import FieldMismatchError, InvalidArgumentError
+from tq_service.schema import FieldSpec, Layout
+from tq_service.v1 import metadata_pb2
+from tq_service.wire.metadata import decode_spec, encode_spec
+
+Extents = NDArray[np.int64]
+
+MAX_ROWS: Final = 1 << 24
+"""Most rows of one put or one get: bounds what a header alone can make its receiver allocate."""
+
+_MAX_BYTES: Final = 1 << 60
+_MAX_DIMS: Final = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ColumnShape:
+    """What cuts the bytes of a column into rows.
+
+    Attributes:
+        spec: dtype, layout and row shape, all of them known.
+        row_count: number of rows.
+        extents: jagged: `(n, ragged dims)`, the size of each row in each ragged dimension; object: `(n, 1)`, the bytes
+            of each row; dense: None.
+        value_bytes: bytes of all rows together.
+    """
+
+    spec: FieldSpec
+    row_count: int
+    extents: Extents | None
+    value_bytes: int
+
+    @property
+    def extent_count(self) -> int:
+        """Number of extents of one row."""
+        return extent_count(self.spec)
+
+    def fixed_row_bytes(self) -> int | None:
+        """Return the bytes of each row of a dense column, None where rows differ."""
+        return fixed_row_bytes(self.spec)
+
+    def row_bytes(self) -> NDArray[np.int64]:
+        """Return the bytes of each row `(n,)`."""
+        if self.extents is None:
+            return np.full(self.row_count, fixed_row_bytes(self.spec) or 0, np.int64)
+        return extent_bytes(self.spec, self.extents)
+
+    def row_offsets(self) -> NDArray[np.int64]:
+        """Return where each row starts in the values, and their end `(n + 1,)`."""
+        offsets = np.zeros(self.row_count + 1, np.int64)
+        np.cumsum(self.row_bytes(), out=offsets[1:])
+        return offsets
+
+    def validate(self) -> None:
+        """Check that the parts agree, whatever was sent.
+
+        Raises:
+            InvalidArgumentError: a size is negative or too large, a part is missing, or the extents do not give
+                `value_bytes`.
+        """
+        _validate_spec(self.spec)
+        if not 0 < self.row_count <= MAX_ROWS:
+            raise self._wrong(f"{self.row_count} rows, expected 1 to {MAX_ROWS}; split larger puts")
+        if not 0 <= self.value_bytes <= _MAX_BYTES:
+            raise self._wrong(f"value_bytes {self.value_bytes}, expected 0 to {_MAX_BYTES}")
+        expected = self._dense_bytes() if self.spec.layout is Layout.DENSE else self._ragged_bytes()
+        if expected != self.value_bytes:
+            raise self._wrong(f"value_bytes {self.value_bytes}, but its rows take {expected}; declare what is sent")
+
+    def _dense_bytes(self) -> int:
+        if self.extents is not None:
+            raise self._wrong("extents in a dense column; leave them out or send it jagged")
+        return self.row_count * (fixed_row_bytes(self.spec) or 0)
+
+    def _ragged_bytes(self) -> int:
+        shape = (self.row_count, self.extent_count)
+        if self.extents is None or self.extents.shape != shape:
+            got = "none" if self.extents is None else self.extents.shape
+            raise self._wrong(f"extents of shape {got}, expected {shape}")
+        if self.extents.size and int(self.extents.min()) < 0:
+            raise self._wrong("a negative extent; sizes are 0 or more")
+        with np.errstate(over="ignore", invalid="ignore"):
+            estimate = float(self.extents.astype(np.float64).prod(axis=1).sum()) * _fixed_part(self.spec)
+        if not estimate <= _MAX_BYTES:
+            raise self._wrong(f"extents of more than {_MAX_BYTES} bytes")
+        return int(self.row_bytes().sum())
+
+    def _wrong(self, what: str) -> InvalidArgumentError:
+        return InvalidArgumentError(f"field {self.spec.name!r} ({self.spec.describe()}) has {what}", field="columns")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Column(ColumnShape):
+    """A column with its bytes.
+
+    Attributes:
+        chunks: the bytes of the values in row order, views on the caller's tensors where possible.
+    """
+
+    chunks: tuple[memoryview, ...]
+
+
+def _validate_spec(spec: FieldSpec) -> None:
+    shape = spec.row_shape
+    if spec.layout is None or shape is None:
+        raise InvalidArgumentError(
+            f"field {spec.name!r} has no layout or row shape; a column must say both", field="columns"
+        )
+    if spec.layout is Layout.OBJECT:
+        if spec.dtype or shape:
+            raise InvalidArgumentError(
+                f"field {spec.name!r} is {spec.describe()}; objects have neither dtype nor row shape", field="columns"
+            )
+        return
+    least = -1 if spec.layout is Layout.JAGGED else 0
+    if not spec.dtype or len(shape) > _MAX_DIMS or any(size < least for size in shape):
+        raise InvalidArgumentError(
+            f"field {spec.name!r} is {spec.describe()}; expected a dtype and sizes of 0 or more, -1 in ragged "
+            "dimensions of jagged fields only",
+            field="columns",
+        )
+    if spec.layout is Layout.JAGGED and not spec.ragged_dims:
+        raise InvalidArgumentError(
+            f"field {spec.name!r} is jagged without a ragged dimension, its row shape is {shape}; set -1 in one",
+            field="columns",
+        )
+    if _fixed_part(spec) > _MAX_BYTES:
+        raise InvalidArgumentError(f"field {spec.name!r} has rows of over {_MAX_BYTES} bytes", field="columns")
+
+
+def _fixed_part(spec: FieldSpec) -> int:
+    """Return the bytes of a row of which every ragged dimension has size 1."""
+    return math.prod(size for size in spec.row_shape or () if size >= 0) * spec.itemsize
+
+
+def extent_count(spec: FieldSpec) -> int:
+    """Return the number of extents of one row: 0 for dense, 1 for objects."""
+    return 1 if spec.layout is Layout.OBJECT else len(spec.ragged_dims)
+
+
+def fixed_row_bytes(spec: FieldSpec) -> int | None:
+    """Return the bytes of each row of a dense field, None where rows differ."""
+    return _fixed_part(spec) if spec.layout is Layout.DENSE else None
+
+
+def extent_bytes(spec: FieldSpec, extents: Extents) -> NDArray[np.int64]:
+    """Return the bytes of rows of these extents `(n,)`."""
+    elements = extents[:, 0] if extents.shape[1] == 1 else extents.prod(axis=1)
+    return np.asarray(elements * _fixed_part(spec), dtype=np.int64)
+
+
+def encode_header(column: ColumnShape) -> metadata_pb2.ColumnHeader:
+    """Return the header of a column as a message."""
+    extents = b"" if column.extents is None else np.ascontiguousarray(column.extents, "<i8").tobytes()
+    return metadata_pb2.ColumnHeader(spec=encode_spec(column.spec), value_bytes=column.value_bytes, extents=extents)
+
+
+def decode_header(message: metadata_pb2.ColumnHeader, row_count: int) -> ColumnShape:
+    """Return the checked header of a column of `row_count` rows.
+
+    Raises:
+        InvalidArgumentError: its parts do not agree.
+    """
+    spec = decode_spec(message.spec)
+    _validate_spec(spec)
+    width = extent_count(spec)
+    if len(message.extents) != row_count * width * 8:
+        raise InvalidArgumentError(
+            f"field {spec.name!r} ({spec.describe()}) has {len(message.extents)} bytes of extents, expected "
+            f"{row_count * width * 8} for {row_count} rows",
+            field="columns",
+        )
+    extents = None
+    if width:
+        extents = np.frombuffer(message.extents, "<i8").astype(np.int64, copy=False).reshape(row_count, width)
+    column = ColumnShape(spec=spec, row_count=row_count, extents=extents, value_bytes=message.value_bytes)
+    column.validate()
+    return column
+
+
+def decode_headers(messages: Iterable[metadata_pb2.ColumnHeader], row_count: int) -> list[ColumnShape]:
+    """Return the checked headers of the columns of one put or get.
+
+    Raises:
+        InvalidArgumentError: one is wrong, there is none, or a name comes twice.
+    """
+    columns = [decode_header(message, row_count) for message in messages]
+    names = [column.spec.name for column in columns]
+    if not columns or len(set(names)) != len(names):
+        got = "none" if not columns else ", ".join(map(repr, names))
+        raise InvalidArgumentError(f"expected at least one column, each name once; got {got}", field="columns")
+    return columns
+
+
+def merge_specs(specs: Sequence[FieldSpec]) -> FieldSpec:
+    """Return the spec that covers rows of several puts of one field: jagged sizes that differ become ragged.
+
+    Raises:
+        FieldMismatchError: dtype, layout or number of dimensions differ, or the row shape of a dense field does.
+    """
+    merged = specs[0]
+    for spec in specs:
+        if spec is not merged and spec != merged:
+            merged = _merge_two(merged, spec)
+    return merged
+
+
+def _merge_two(one: FieldSpec, other: FieldSpec) -> FieldSpec:
+    left, right = one.row_shape or (), other.row_shape or ()
+    alike = one.dtype == other.dtype and one.layout is other.layout and len(left) == len(right)
+    if not alike or (one.layout is not Layout.JAGGED and left != right):
+        raise FieldMismatchError(
+            f"field {one.name!r} is {one.describe()} in one put and {other.describe()} in another; put one kind only",
+            field=one.name,
+        )
+    shape = tuple(size if size == twin else -1 for size, twin in zip(left, right, strict=True))
+    return FieldSpec(one.name, dtype=one.dtype, layout=one.layout, row_shape=shape)
+
+
+def widen_extents(extents: Any, spec: FieldSpec, merged: FieldSpec) -> Any:
+    """Return extents `(n, ragged dims of spec)` as those of a merged spec, `(n, ragged dims of merged)`."""
+    if spec.ragged_dims == merged.ragged_dims or spec.layout is not Layout.JAGGED:
+        return extents
+    own = {dim: position for position, dim in enumerate(spec.ragged_dims)}
+    widened = np.empty((len(extents), len(merged.ragged_dims)), np.int64)
+    for position, dim in enumerate(merged.ragged_dims):
+        widened[:, position] = extents[:, own[dim]] if dim in own else (spec.row_shape or ())[dim]
+    return widened

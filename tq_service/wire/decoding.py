@@ -1,0 +1,143 @@
+"""What callers get: tensors, nested tensors and lists that share the received bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tq_service.errors import InvalidArgumentError
+from tq_service.schema import Layout
+from tq_service.wire.columns import ColumnShape
+from tq_service.wire.dtypes import Bytes, has_torch, maker, writable_bytes
+from tq_service.wire.objects import decode_object
+
+Buffer = memoryview | bytes | bytearray | Bytes
+
+
+def decode_columns(
+    columns: Sequence[ColumnShape], buffers: Sequence[Buffer], *, as_torch: bool | None = None
+) -> dict[str, Any]:
+    """Return the values of columns by field name.
+
+    Args:
+        columns: the headers.
+        buffers: the bytes of each column's values; tensors share them where they are writable and aligned.
+        as_torch: whether to make tensors, else numpy arrays; None: where torch is installed.
+
+    Returns:
+        Dense: a tensor or array `(n, ...)`. Jagged: with one ragged dimension a nested tensor (fields with the same
+        extents share one offsets tensor), with several a list of tensors; a list of arrays without torch. Object: a
+        list.
+
+    Raises:
+        InvalidArgumentError: bytes and headers do not agree, an object is garbled, or a dtype needs torch.
+    """
+    decoder = _Decoder(as_torch=has_torch() if as_torch is None else as_torch)
+    return {column.spec.name: decoder.decode(column, buffer) for column, buffer in zip(columns, buffers, strict=True)}
+
+
+def decode_column(column: ColumnShape, buffer: Buffer, *, as_torch: bool | None = None) -> Any:
+    """Return the values of one column; see `decode_columns`."""
+    return _Decoder(as_torch=has_torch() if as_torch is None else as_torch).decode(column, buffer)
+
+
+def to_tensordict(columns: Mapping[str, Any], row_count: int) -> Any:
+    """Return decoded columns as a TensorDict of batch size `[row_count]`; lists stay lists when read from it.
+
+    Raises:
+        ImportError: tensordict is not installed.
+    """
+    try:
+        from tensordict import NonTensorData, NonTensorStack, TensorDict  # noqa: PLC0415  (optional, slow to import)
+    except ImportError as error:
+        raise ImportError(
+            "a TensorDict was asked for, and tensordict is not installed: tq-service[data] has it"
+        ) from error
+    fields = {
+        name: NonTensorStack(*(NonTensorData(value) for value in values)) if isinstance(values, list) else values
+        for name, values in columns.items()
+    }
+    return TensorDict(fields, batch_size=[row_count])
+
+
+class _Decoder:
+    """Makes values of columns; keeps the offsets it made, so that fields with one pattern share theirs."""
+
+    def __init__(self, *, as_torch: bool) -> None:
+        self._as_torch = as_torch
+        self._make = maker(as_torch=as_torch)
+        self._offsets: dict[bytes, Any] = {}
+
+    def decode(self, column: ColumnShape, buffer: Buffer) -> Any:
+        if len(buffer) != column.value_bytes:
+            raise InvalidArgumentError(
+                f"field {column.spec.name!r} has {len(buffer)} bytes, its header says {column.value_bytes}"
+            )
+        if column.extents is None:
+            shape = (column.row_count, *(column.spec.row_shape or ()))
+            return self._make(writable_bytes(buffer), column.spec.dtype, shape)
+        if column.spec.layout is Layout.OBJECT:
+            return self._decode_objects(column, buffer.data if isinstance(buffer, np.ndarray) else memoryview(buffer))
+        values = writable_bytes(buffer)
+        ragged_dims = column.spec.ragged_dims
+        if not self._as_torch or len(ragged_dims) != 1:
+            return self._decode_rows(column, values)
+        return self._decode_nested(column, values, ragged_dims[0])
+
+    def _decode_objects(self, column: ColumnShape, buffer: memoryview) -> list[Any]:
+        bounds = column.row_offsets().tolist()
+        return [decode_object(buffer[start:end], as_torch=self._as_torch) for start, end in pairwise(bounds)]
+
+    def _decode_rows(self, column: ColumnShape, values: Bytes) -> list[Any]:
+        """Return each row of a jagged column, all on the shared bytes."""
+        flat = self._make(values, column.spec.dtype, (column.value_bytes // column.spec.itemsize,))
+        bounds = (column.row_offsets() // column.spec.itemsize).tolist()
+        return [
+            flat[start:end].reshape(shape)
+            for (start, end), shape in zip(pairwise(bounds), _row_shapes(column), strict=True)
+        ]
+
+    def _decode_nested(self, column: ColumnShape, values: Bytes, ragged_dim: int) -> Any:
+        import torch  # noqa: PLC0415  (torch is optional and slow to import)
+
+        lengths = _lengths(column)
+        offsets = self._shared_offsets(lengths)
+        row_shape = list(column.spec.row_shape or ())
+        row_shape[ragged_dim] = int(lengths.sum())
+        if ragged_dim == 0 or column.value_bytes == 0:
+            packed = self._make(values, column.spec.dtype, tuple(row_shape))
+        else:
+            packed = torch.cat(self._decode_rows(column, values), dim=ragged_dim)
+        return torch.nested.nested_tensor_from_jagged(packed, offsets, jagged_dim=ragged_dim + 1)
+
+    def _shared_offsets(self, lengths: NDArray[np.int64]) -> Any:
+        import torch  # noqa: PLC0415  (torch is optional and slow to import)
+
+        key = lengths.tobytes()
+        if key not in self._offsets:
+            offsets = np.zeros(len(lengths) + 1, np.int64)
+            np.cumsum(lengths, out=offsets[1:])
+            self._offsets[key] = torch.from_numpy(offsets)
+        return self._offsets[key]
+
+
+def _lengths(column: ColumnShape) -> NDArray[np.int64]:
+    return _extents(column)[:, 0]
+
+
+def _extents(column: ColumnShape) -> NDArray[np.int64]:
+    if column.extents is None:
+        raise InvalidArgumentError(f"field {column.spec.name!r} is jagged and has no extents")
+    return column.extents
+
+
+def _row_shapes(column: ColumnShape) -> list[list[int]]:
+    shapes = np.empty((column.row_count, len(column.spec.row_shape or ())), np.int64)
+    shapes[:] = column.spec.row_shape or ()
+    shapes[:, list(column.spec.ragged_dims)] = _extents(column)
+    rows: list[list[int]] = shapes.tolist()
+    return rows

@@ -1,0 +1,144 @@
+"""Dtypes by torch's names, for torch and for numpy, and tensors as plain bytes.
+
+torch is never imported by what only encodes: without torch in the process there is no tensor to encode.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tq_service.errors import InvalidArgumentError
+from tq_service.schema import DTYPE_SIZES
+
+Bytes = NDArray[np.uint8]
+
+_NUMPY_NAMES: Final = frozenset({
+    "bool", "uint8", "int8", "uint16", "int16", "float16", "uint32", "int32", "float32",
+    "uint64", "int64", "float64", "complex64", "complex128",
+})  # fmt: skip
+
+
+def loaded_torch() -> ModuleType | None:
+    """Return torch where this process has imported it; nothing can be a tensor otherwise."""
+    return sys.modules.get("torch")
+
+
+def has_torch() -> bool:
+    """Whether torch is installed, without importing it."""
+    return loaded_torch() is not None or find_spec("torch") is not None
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether `value` is a torch tensor."""
+    torch = loaded_torch()
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def torch_dtype(name: str) -> Any:
+    """Return torch's dtype of a name.
+
+    Raises:
+        InvalidArgumentError: this torch is too old to have it.
+    """
+    import torch  # noqa: PLC0415  (torch is optional and slow to import)
+
+    dtype = getattr(torch, name, None) if name in DTYPE_SIZES else None
+    if not isinstance(dtype, torch.dtype):
+        raise InvalidArgumentError(f"dtype {name!r} is unknown to torch {torch.__version__}; update torch")
+    return dtype
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """Return numpy's dtype of a name.
+
+    Raises:
+        InvalidArgumentError: only torch has it.
+    """
+    if name not in _NUMPY_NAMES:
+        raise InvalidArgumentError(
+            f"dtype {name!r} exists in torch only, and torch is not used here; install tq-service[data] to read it"
+        )
+    return np.dtype(name)
+
+
+def name_of_torch(dtype: Any, what: str) -> str:
+    """Return the name of a torch dtype; `what` names its owner in the error.
+
+    Raises:
+        InvalidArgumentError: the dtype cannot be stored (quantized or smaller than a byte).
+    """
+    return _known_name(str(dtype).removeprefix("torch."), what)
+
+
+def name_of_numpy(dtype: np.dtype[Any], what: str) -> str:
+    """Return the name of a numpy dtype, whatever its byte order; `what` names its owner in the error.
+
+    Raises:
+        InvalidArgumentError: the dtype is no number.
+    """
+    return _known_name(dtype.name, what)
+
+
+def _known_name(name: str, what: str) -> str:
+    if name not in DTYPE_SIZES:
+        raise InvalidArgumentError(
+            f"{what} has dtype {name!r}, which cannot be stored; convert it to one of {', '.join(sorted(DTYPE_SIZES))}"
+        )
+    return name
+
+
+def tensor_bytes(tensor: Any) -> memoryview:
+    """Return the values of a tensor as bytes in row-major order: a view where it is contiguous and on the CPU."""
+    plain = tensor.detach()
+    if plain.device.type != "cpu":
+        plain = plain.cpu()
+    plain = plain.resolve_conj().resolve_neg().contiguous()
+    if not plain.numel():
+        return memoryview(b"")
+    torch = sys.modules["torch"]
+    view: memoryview = plain.reshape(-1).view(torch.uint8).numpy().data
+    return view
+
+
+def array_bytes(array: NDArray[Any]) -> memoryview:
+    """Return the values of an array as little-endian bytes in row-major order: a view where they are so already."""
+    plain = np.ascontiguousarray(array)
+    if plain.dtype.byteorder == ">" or (plain.dtype.byteorder == "=" and sys.byteorder == "big"):
+        plain = plain.astype(plain.dtype.newbyteorder("<"))
+    if not plain.size:
+        return memoryview(b"")
+    return plain.reshape(-1).view(np.uint8).data
+
+
+def writable_bytes(buffer: memoryview | bytes | bytearray | Bytes) -> Bytes:
+    """Return a buffer as a writable, 16-byte aligned uint8 array: the buffer itself where it is so already."""
+    array = buffer if isinstance(buffer, np.ndarray) else np.frombuffer(buffer, np.uint8)
+    if not array.flags.writeable or array.ctypes.data % 16:
+        array = array.copy()
+    return array
+
+
+def tensor_of(values: Bytes, dtype: str, shape: tuple[int, ...]) -> Any:
+    """Return a tensor that shares writable bytes."""
+    import torch  # noqa: PLC0415  (torch is optional and slow to import)
+
+    if not values.size:
+        return torch.empty(shape, dtype=torch_dtype(dtype))
+    return torch.from_numpy(values).view(torch_dtype(dtype)).reshape(shape)
+
+
+def array_of(values: Bytes, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
+    """Return a numpy array that shares writable bytes."""
+    return values.view(numpy_dtype(dtype)).reshape(shape)
+
+
+def maker(*, as_torch: bool) -> Callable[[Bytes, str, tuple[int, ...]], Any]:
+    """Return what makes values of bytes: `tensor_of` or `array_of`."""
+    return tensor_of if as_torch else array_of

@@ -1,0 +1,277 @@
+"""Columns from what callers hold: tensors, arrays, nested tensors, lists of them, and lists of objects."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tq_service.errors import InvalidArgumentError
+from tq_service.schema import FieldSpec, Layout
+from tq_service.wire.columns import Column, Extents
+from tq_service.wire.dtypes import array_bytes, is_tensor, name_of_numpy, name_of_torch, tensor_bytes
+from tq_service.wire.objects import encode_object
+
+_GATHER_BELOW_BYTES: Final = 64 << 10
+"""Lists of rows below this mean size are put together first; larger rows travel as views of their own."""
+
+_EXACT_INTEGERS: Final = 1 << 53
+
+
+def encode_columns(data: Any, declared: Mapping[str, Layout] | None = None) -> list[Column]:
+    """Return the columns of a put, without copying tensors that are contiguous and on the CPU.
+
+    Args:
+        data: a TensorDict of one batch dimension or a mapping of field names to columns of `n` rows each: a tensor or
+            array `(n, ...)`; a nested tensor, or a list of tensors or arrays of one or more dimensions (jagged); a list
+            of numbers or 0-dim tensors (dense scalars, Python's float as float64); a list of anything else (objects).
+        declared: layouts known beforehand; a field declared jagged takes rows of equal shape too, one declared object
+            takes any list.
+
+    Raises:
+        InvalidArgumentError: no fields, no rows, row counts that differ, or values no column can hold.
+        UnsupportedObjectError: an object that only pickle could carry.
+    """
+    columns = [
+        _encode_column(_checked_name(name), values, (declared or {}).get(name)) for name, values in _fields_of(data)
+    ]
+    if not columns:
+        raise InvalidArgumentError("data has no fields; put at least one column", field="data")
+    first = columns[0]
+    for column in columns:
+        if column.row_count != first.row_count:
+            raise InvalidArgumentError(
+                f"field {first.spec.name!r} has {first.row_count} rows, field {column.spec.name!r} {column.row_count}; "
+                "give every field a row for each sample",
+                field="data",
+                metadata={first.spec.name: str(first.row_count), column.spec.name: str(column.row_count)},
+            )
+    if not first.row_count:
+        raise InvalidArgumentError("data has 0 rows; put at least one sample", field="data")
+    return columns
+
+
+def _checked_name(name: Any) -> str:
+    if not isinstance(name, str) or not name:
+        raise InvalidArgumentError(f"field name {name!r} is no text; name fields by non-empty strings", field="data")
+    return name
+
+
+def _fields_of(data: Any) -> list[tuple[Any, Any]]:
+    tensordict = sys.modules.get("tensordict")
+    if tensordict is not None and tensordict.is_tensor_collection(data):
+        return _fields_of_tensordict(data)
+    if not isinstance(data, Mapping):
+        raise InvalidArgumentError(
+            f"data is a {type(data).__name__}; put a TensorDict or a dict of columns", field="data"
+        )
+    return list(data.items())
+
+
+def _fields_of_tensordict(data: Any) -> list[tuple[Any, Any]]:
+    if data.batch_dims != 1:
+        raise InvalidArgumentError(
+            f"the TensorDict has batch_size {tuple(data.batch_size)}; put one with one batch dimension, the samples",
+            field="data",
+        )
+    fields: list[tuple[Any, Any]] = []
+    for name in data.keys():  # noqa: SIM118  (iterating a TensorDict gives rows)
+        try:
+            fields.append((name, data.get(name)))
+        except RuntimeError:  # a lazy stack whose rows differ in shape
+            fields.append((name, data.get(name, as_list=True)))
+    return fields
+
+
+def _encode_column(name: str, values: Any, declared: Layout | None) -> Column:
+    values = _unwrap(name, values)
+    if is_tensor(values):
+        return _encode_nested(name, values) if values.is_nested else _encode_dense(name, values, declared)
+    if isinstance(values, np.ndarray) and values.dtype.kind not in "OUST":
+        return _encode_dense(name, values, declared)
+    if isinstance(values, np.ndarray):
+        values = values.tolist()
+    if not isinstance(values, (list, tuple)):
+        raise InvalidArgumentError(
+            f"field {name!r} is a {type(values).__name__}; put a tensor, an array or a list of one value per sample",
+            field="data",
+        )
+    return _encode_list(name, values, declared)
+
+
+def _unwrap(name: str, values: Any) -> Any:
+    """Return the list behind what a TensorDict wraps objects in."""
+    tensordict = sys.modules.get("tensordict")
+    if tensordict is None or not tensordict.is_tensor_collection(values):
+        return values
+    if not tensordict.is_non_tensor(values):
+        raise InvalidArgumentError(
+            f"field {name!r} is a nested TensorDict; put its columns as fields of their own", field="data"
+        )
+    return values.tolist()
+
+
+def _encode_dense(name: str, values: Any, declared: Layout | None) -> Column:
+    if not values.ndim:
+        raise InvalidArgumentError(f"field {name!r} is a scalar; its first dimension must be the samples", field="data")
+    row_count, shape = int(values.shape[0]), tuple(map(int, values.shape[1:]))
+    dtype, chunk = _bytes_of(name, values)
+    extents: Extents | None = None
+    layout = Layout.DENSE
+    if declared is Layout.JAGGED:
+        if not shape:
+            raise InvalidArgumentError(
+                f"field {name!r} is declared jagged, but its rows are scalars; put rows of one or more dimensions",
+                field="data",
+            )
+        layout, extents = Layout.JAGGED, np.full((row_count, 1), shape[0], np.int64)
+        shape = (-1, *shape[1:])
+    return _column(FieldSpec(name, dtype, layout, shape), row_count, extents, (chunk,))
+
+
+def _bytes_of(name: str, values: Any) -> tuple[str, memoryview]:
+    if is_tensor(values):
+        torch = sys.modules["torch"]
+        if values.layout is not torch.strided:
+            raise InvalidArgumentError(
+                f"field {name!r} has layout {values.layout}; call to_dense() first", field="data"
+            )
+        return name_of_torch(values.dtype, f"field {name!r}"), tensor_bytes(values)
+    return name_of_numpy(values.dtype, f"field {name!r}"), array_bytes(values)
+
+
+def _column(spec: FieldSpec, row_count: int, extents: Extents | None, chunks: tuple[memoryview, ...]) -> Column:
+    return Column(
+        spec=spec,
+        row_count=row_count,
+        extents=extents,
+        value_bytes=sum(map(len, chunks)),
+        chunks=tuple(chunk for chunk in chunks if len(chunk)),
+    )
+
+
+def _encode_nested(name: str, values: Any) -> Column:
+    """Encode a nested tensor; the usual form, ragged in the first dimension and packed, without a copy."""
+    torch = sys.modules["torch"]
+    nested = values.detach()
+    if nested.layout is not torch.jagged:
+        return _encode_rows(name, list(nested.unbind()), ())
+    ragged_dim = int(nested._ragged_idx) - 1  # torch has no public name for it
+    if ragged_dim or nested.lengths() is not None:
+        return _encode_rows(name, list(nested.unbind()), (ragged_dim,))
+    offsets = nested.offsets().cpu().numpy().astype(np.int64, copy=False)
+    packed = nested.values()[int(offsets[0]) : int(offsets[-1])]
+    dtype, chunk = _bytes_of(name, packed)
+    shape = (-1, *map(int, packed.shape[1:]))
+    extents = np.diff(offsets).reshape(-1, 1)
+    return _column(FieldSpec(name, dtype, Layout.JAGGED, shape), len(extents), extents, (chunk,))
+
+
+def _encode_list(name: str, values: Sequence[Any], declared: Layout | None) -> Column:
+    if not values:
+        return _encode_dense(name, np.zeros(0, np.float32), None)  # refused for its 0 rows, with all others
+    if declared is not Layout.OBJECT:
+        if all(_is_array(value) for value in values):
+            return _encode_arrays(name, values, declared)
+        numbers = _as_numbers(values)
+        if numbers is not None:
+            return _encode_dense(name, numbers, declared)
+    return _encode_objects(name, values)
+
+
+def _is_array(value: Any) -> bool:
+    return (isinstance(value, np.ndarray) and value.dtype.kind not in "OUST") or is_tensor(value)
+
+
+def _encode_arrays(name: str, values: Sequence[Any], declared: Layout | None) -> Column:
+    rows = list(values)
+    if any(is_tensor(row) for row in rows) and not all(is_tensor(row) for row in rows):
+        torch = sys.modules["torch"]
+        rows = [row if is_tensor(row) else torch.from_numpy(row.copy()) for row in rows]
+    dim_counts = {row.ndim for row in rows}
+    if len(dim_counts) > 1:
+        raise InvalidArgumentError(
+            f"field {name!r} has rows of {min(dim_counts)} and of {max(dim_counts)} dimensions; give all the same",
+            field="data",
+        )
+    if dim_counts != {0}:
+        return _encode_rows(name, rows, ())
+    dtype, chunks = _gather(name, rows)
+    if declared is Layout.JAGGED:
+        raise InvalidArgumentError(
+            f"field {name!r} is declared jagged, but its rows are scalars; put rows of one or more dimensions",
+            field="data",
+        )
+    return _column(FieldSpec(name, dtype, Layout.DENSE, ()), len(rows), None, chunks)
+
+
+def _encode_rows(name: str, rows: list[Any], ragged_dims: tuple[int, ...]) -> Column:
+    """Encode rows of one or more dimensions as a jagged column.
+
+    Args:
+        name: the field.
+        rows: tensors, or arrays.
+        ragged_dims: the ragged dimensions where they are known; else those that differ, dimension 0 if none does.
+    """
+    shapes = np.array([row.shape for row in rows], dtype=np.int64).reshape(len(rows), -1)
+    differs = (shapes != shapes[0]).any(axis=0)
+    ragged = tuple(map(int, np.flatnonzero(differs))) or (0,)
+    if ragged_dims:
+        ragged = tuple(sorted({*ragged_dims, *map(int, np.flatnonzero(differs))}))
+    row_shape = tuple(-1 if dim in ragged else int(size) for dim, size in enumerate(shapes[0]))
+    dtype, chunks = _gather(name, rows)
+    extents = np.ascontiguousarray(shapes[:, list(ragged)])
+    return _column(FieldSpec(name, dtype, Layout.JAGGED, row_shape), len(rows), extents, chunks)
+
+
+def _gather(name: str, rows: list[Any]) -> tuple[str, tuple[memoryview, ...]]:
+    """Return the dtype and the bytes of rows one after the other: put together where they are small."""
+    dtypes = {row.dtype for row in rows}
+    if len(dtypes) > 1:
+        got = " and ".join(sorted(str(dtype) for dtype in dtypes))
+        raise InvalidArgumentError(f"field {name!r} has rows of {got}; convert them to one dtype", field="data")
+    size = sum(row.nbytes for row in rows)
+    if size >= _GATHER_BELOW_BYTES * len(rows):
+        pairs = [_bytes_of(name, row) for row in rows]
+        return pairs[0][0], tuple(chunk for _, chunk in pairs)
+    dtype, chunk = _bytes_of(name, _concatenate_tensors(rows) if is_tensor(rows[0]) else _concatenate_arrays(rows))
+    return dtype, (chunk,)
+
+
+def _concatenate_tensors(rows: list[Any]) -> Any:
+    torch = sys.modules["torch"]
+    with torch.no_grad():
+        if len({row.device for row in rows}) > 1:
+            rows = [row.cpu() for row in rows]
+        return torch.cat(rows if rows[0].ndim == 1 else [row.reshape(-1) for row in rows])
+
+
+def _concatenate_arrays(rows: list[Any]) -> NDArray[Any]:
+    return np.concatenate([row.reshape(-1) for row in rows])
+
+
+def _as_numbers(values: Sequence[Any]) -> NDArray[Any] | None:
+    """Return a list of numbers as an array that holds each exactly, None where it is no such list."""
+    kinds = {type(value) for value in values}
+    if kinds == {bool}:
+        return np.array(values, np.bool_)
+    if kinds == {int} and min(values) >= -(1 << 63) and max(values) < 1 << 63:
+        return np.array(values, np.int64)
+    if kinds == {float} or (kinds == {int, float} and all(_is_exact(value) for value in values)):
+        return np.array(values, np.float64)
+    if len(kinds) == 1 and issubclass(next(iter(kinds)), (np.number, np.bool_)):
+        return np.array(values)
+    return None
+
+
+def _is_exact(value: int | float) -> bool:
+    return type(value) is float or -_EXACT_INTEGERS <= value <= _EXACT_INTEGERS
+
+
+def _encode_objects(name: str, values: Sequence[Any]) -> Column:
+    blobs = [encode_object(value, f"{name}[{position}]") for position, value in enumerate(values)]
+    extents = np.array([len(blob) for blob in blobs], np.int64).reshape(-1, 1)
+    return _column(FieldSpec(name, "", Layout.OBJECT, ()), len(blobs), extents, (memoryview(b"".join(blobs)),))

@@ -1,0 +1,180 @@
+"""The messages of the bulk streams, with their frames encoded and decoded by hand.
+
+protobuf for Python copies a `bytes` field twice. A message whose only part is one `bytes` field is a tag, the length as
+a varint and the bytes: written here with one copy, and read without any. Headers, and messages of unusual form, go
+through the protobuf library, so both ways give the same.
+
+gRPC turns an exception of a deserializer into INTERNAL without a word; so decoders return `Garbled` instead of raising.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from tq_service.errors import InvalidArgumentError
+from tq_service.v1.storage_service_pb2 import GetHeader, GetResponse, PutHeader, PutRequest
+from tq_service.wire.columns import ColumnShape
+from tq_service.wire.dtypes import Bytes
+
+DEFAULT_FRAME_BYTES: Final = 2 << 20
+
+_FRAME_TAG: Final = 0x12  # field 2, length-delimited
+_MAX_VARINT_BYTES: Final = 10
+
+FrameParts: TypeAlias = Sequence[memoryview | bytes | bytearray]
+
+
+@dataclass(frozen=True, slots=True)
+class Garbled:
+    """A message that could not be read, and why."""
+
+    reason: str
+
+
+def encode_frame(parts: FrameParts) -> bytes:
+    """Return the message whose frame is `parts` joined: one copy."""
+    prefix = bytes((_FRAME_TAG,)) + _varint(sum(len(part) for part in parts))
+    return b"".join((prefix, *parts))
+
+
+def encode_put_request(part: PutHeader | FrameParts) -> bytes:
+    """Serialize a message of a put stream: its header, or the parts of a frame."""
+    if isinstance(part, PutHeader):
+        return PutRequest(header=part).SerializeToString()
+    return encode_frame(part)
+
+
+def encode_get_response(part: GetHeader | FrameParts) -> bytes:
+    """Serialize a message of a get stream: its header, or the parts of a frame."""
+    if isinstance(part, GetHeader):
+        return GetResponse(header=part).SerializeToString()
+    return encode_frame(part)
+
+
+def decode_put_request(data: bytes) -> PutHeader | memoryview | Garbled:
+    """Deserialize a message of a put stream: its header, a view on its frame, or why it is neither."""
+    frame = _plain_frame(data)
+    if frame is not None:
+        return frame
+    try:
+        message = PutRequest.FromString(data)
+    except DecodeError as error:
+        return Garbled(f"a message of {len(data)} bytes is no PutRequest: {error}")
+    match message.WhichOneof("part"):
+        case "header":
+            return message.header
+        case "frame":
+            return memoryview(message.frame)
+    return Garbled("a PutRequest has neither header nor frame")
+
+
+def decode_get_response(data: bytes) -> GetHeader | memoryview | Garbled:
+    """Deserialize a message of a get stream: its header, a view on its frame, or why it is neither."""
+    frame = _plain_frame(data)
+    if frame is not None:
+        return frame
+    try:
+        message = GetResponse.FromString(data)
+    except DecodeError as error:
+        return Garbled(f"a message of {len(data)} bytes is no GetResponse: {error}")
+    match message.WhichOneof("part"):
+        case "header":
+            return message.header
+        case "frame":
+            return memoryview(message.frame)
+    return Garbled("a GetResponse has neither header nor frame")
+
+
+def iter_frames(chunks: Iterable[memoryview], frame_bytes: int = DEFAULT_FRAME_BYTES) -> Iterator[list[memoryview]]:
+    """Cut chunks into frames of `frame_bytes`, the last one shorter: large chunks are cut, small ones put together.
+
+    Yields:
+        The parts of one frame, for `encode_frame`; never an empty frame.
+    """
+    if frame_bytes <= 0:
+        raise InvalidArgumentError(f"frame_bytes is {frame_bytes}; expected at least 1", field="frame_bytes")
+    parts: list[memoryview] = []
+    room = frame_bytes
+    for chunk in chunks:
+        start, end = 0, len(chunk)
+        while end - start >= room:
+            parts.append(chunk[start : start + room])
+            start += room
+            yield parts
+            parts, room = [], frame_bytes
+        if start < end:
+            parts.append(chunk[start:] if start else chunk)
+            room -= end - start
+    if parts:
+        yield parts
+
+
+class ColumnReceiver:
+    """Takes the frames of a get and puts their bytes into one buffer for each column.
+
+    Every column has a buffer of its own, so that each is aligned and lives as long as its own tensor.
+    """
+
+    def __init__(self, columns: Sequence[ColumnShape]) -> None:
+        self.buffers: list[Bytes] = [np.empty(column.value_bytes, np.uint8) for column in columns]
+        self._views = [buffer.data for buffer in self.buffers if buffer.size]
+        self._current = 0
+        self._filled = 0
+
+    def write(self, frame: memoryview) -> None:
+        """Take the next frame.
+
+        Raises:
+            InvalidArgumentError: there are more bytes than the header declared.
+        """
+        start = 0
+        while start < len(frame):
+            if self._current == len(self._views):
+                raise InvalidArgumentError("the stream has more bytes than its header declared", field="frame")
+            target = self._views[self._current]
+            size = min(len(frame) - start, len(target) - self._filled)
+            target[self._filled : self._filled + size] = frame[start : start + size]
+            start += size
+            self._filled += size
+            if self._filled == len(target):
+                self._current, self._filled = self._current + 1, 0
+
+    def finish(self) -> list[Bytes]:
+        """Return the buffers of all columns, in order.
+
+        Raises:
+            InvalidArgumentError: bytes are missing.
+        """
+        if self._current < len(self._views):
+            missing = sum(map(len, self._views[self._current :])) - self._filled
+            raise InvalidArgumentError(
+                f"the stream ended {missing} bytes before what its header declared", field="frame"
+            )
+        return self.buffers
+
+
+def _varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
+
+
+def _plain_frame(data: bytes) -> memoryview | None:
+    """Return the frame of a message that is one frame and nothing else; None sends it to the protobuf library."""
+    if not data or data[0] != _FRAME_TAG:
+        return None
+    length = 0
+    for position, byte in enumerate(data[1 : 1 + _MAX_VARINT_BYTES]):
+        length |= (byte & 0x7F) << (7 * position)
+        if byte < 0x80:
+            start = position + 2
+            return memoryview(data)[start:] if len(data) - start == length else None
+    return None
