@@ -5,8 +5,8 @@
 #   make demo               a tiny policy trained through the service, about a minute
 #   make check              format, lint, types, protos, generated code, layers: all that CI asks besides the tests
 #
-# Torch is installed first and alone, so that its build can be chosen; elsewhere than here the line below may bring a
-# CUDA build of some GB. For CPU:
+# Torch is installed first and alone, so that its build can be chosen: on Linux, PyPI's is for CUDA and has some GB. For
+# CPU:
 #   make install TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
 
 PYTHON ?= python3

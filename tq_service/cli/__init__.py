@@ -12,8 +12,15 @@ from typer.core import TyperGroup
 
 from tq_service.errors import TqError
 
-# Name of each command: its module here has a function `command`, and `EXAMPLES` which end its --help.
-_COMMANDS = ("serve", "health", "status", "samplers", "bench", "demo")
+# The commands in a word; the module of that name here has a function `command`, and `EXAMPLES` which end its --help.
+_COMMANDS = {
+    "serve": "Run the service until SIGTERM or SIGINT.",
+    "health": "Print the health of a service; exit code 0 when it is SERVING.",
+    "status": "Show partitions, fields and tasks of a service.",
+    "samplers": "List the samplers of a service, with their options.",
+    "bench": "Measure claims, puts and gets against a service for a few seconds.",
+    "demo": "Train a tiny policy through a service of its own, about a minute.",
+}
 
 
 class _CommandsOnDemand(TyperGroup):
@@ -35,6 +42,10 @@ class _CommandsOnDemand(TyperGroup):
         command = typer.main.get_command(holder)
         command.name = cmd_name
         return command
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(_COMMANDS.items()))
 
 
 app = typer.Typer(
