@@ -1,7 +1,7 @@
 """Every error of the service: one hierarchy, raised on the server and raised again, the same class, in the client.
 
-`reason` is what travels as `google.rpc.ErrorInfo.reason`; `tq_service.wire.error_table` adds the gRPC code. Messages say
-what was got, what was expected and what to do.
+`reason` is what travels as `google.rpc.ErrorInfo.reason`; `tq_service.wire.error_table` adds the gRPC code. Messages
+say what was got, what was expected and what to do.
 """
 
 from __future__ import annotations
@@ -42,9 +42,7 @@ class InvalidArgumentError(TqError, ValueError):
 
     reason = "INVALID_ARGUMENT"
 
-    def __init__(
-        self, message: str, *, field: str | None = None, metadata: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, message: str, *, field: str | None = None, metadata: Mapping[str, str] | None = None) -> None:
         super().__init__(message, metadata={**(metadata or {}), **({"field": field} if field else {})})
 
     @property
@@ -267,6 +265,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     if not candidates:
         return "none is known yet"
     close = difflib.get_close_matches(name, candidates, n=3, cutoff=0.4) or candidates[:5]
-    return "known: " + ", ".join(repr(candidate) for candidate in close) + (
-        f" and {len(candidates) - len(close)} more" if len(candidates) > len(close) else ""
+    return (
+        "known: "
+        + ", ".join(repr(candidate) for candidate in close)
+        + (f" and {len(candidates) - len(close)} more" if len(candidates) > len(close) else "")
     )

@@ -156,7 +156,7 @@ class View(Protocol):
         ...
 
     def field_lengths(self, field: str, rows: Indexes) -> Indexes:
-        """Return the size of the first ragged dimension `(n,)` of a jagged field; -1 where not produced or not jagged."""
+        """Return the size of the first ragged dimension `(n,)` of a jagged field; -1 where there is none."""
         ...
 
     def values(self, column: str, rows: Indexes) -> tuple[NDArray[np.generic], NDArray[np.bool_]]:
@@ -197,6 +197,6 @@ class PlansBatches(Protocol):
         """Whether `plan` takes well under a millisecond, so that it may run on the event loop."""
         ...
 
-    def plan(self, view: View, request: PlanRequest) -> Plan | None | Awaitable[Plan | None]:
+    def plan(self, view: View, request: PlanRequest) -> Plan | Awaitable[Plan | None] | None:
         """Return the plan, or None where not enough is ready."""
         ...

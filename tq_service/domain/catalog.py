@@ -1,0 +1,172 @@
+"""All partitions by name, the planners of their tasks, and those who wait for a partition to appear."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from tq_service.domain.cells import FreedCells
+from tq_service.domain.partition import Partition, PartitionSettings
+from tq_service.domain.planner import Planner, RunsPlans
+from tq_service.domain.task import ClaimRequest
+from tq_service.domain.waiters import Answer, NotYet
+from tq_service.errors import (
+    AlreadyExistsError,
+    InvalidArgumentError,
+    PartitionClearedError,
+    PartitionNotFoundError,
+    StaleIncarnationError,
+    UnavailableError,
+    nearest,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """The answer to a claim; no partition where it does not exist yet."""
+
+    partition: Partition | None
+    answer: Answer
+
+
+class Catalog:
+    """The partitions of a controller. All methods run on its event loop."""
+
+    def __init__(self, runner: RunsPlans) -> None:
+        self._runner = runner
+        self._partitions: dict[str, Partition] = {}
+        self._planners: dict[Partition, dict[str, Planner]] = {}
+        self._arrivals: dict[str, set[asyncio.Future[None]]] = {}
+        self._is_draining = False
+
+    # Partitions
+
+    def names(self) -> Iterable[str]:
+        """Return the names of all partitions."""
+        return self._partitions.keys()
+
+    def get(self, partition_id: str, incarnation: bytes = b"") -> Partition:
+        """Return a partition that must be there, in the life the caller means."""
+        partition = self._partitions.get(partition_id)
+        if partition is None:
+            raise PartitionNotFoundError(f"no partition {partition_id!r}; {nearest(partition_id, self._partitions)}")
+        partition.check_incarnation(incarnation)
+        return partition
+
+    def create(self, partition_id: str, settings: PartitionSettings) -> Partition:
+        """Return the partition with these settings, made if it is not there."""
+        partition = self._partitions.get(partition_id)
+        if partition is None:
+            return self._make(partition_id, settings)
+        if partition.settings != settings:
+            raise AlreadyExistsError(
+                f"partition {partition_id!r} is there with {partition.settings}, got {settings}; create a partition "
+                f"before its first samples, and with the same settings everywhere"
+            )
+        return partition
+
+    def get_or_make(self, partition_id: str, incarnation: bytes, *, may_make: bool) -> Partition:
+        """Return the partition that is written to; the first samples make it."""
+        if partition_id in self._partitions or incarnation or not may_make:
+            return self.get(partition_id, incarnation)
+        return self._make(partition_id, PartitionSettings())
+
+    def _make(self, partition_id: str, settings: PartitionSettings) -> Partition:
+        check_name("partition_id", partition_id)
+        partition = self._partitions[partition_id] = Partition(partition_id, settings)
+        self._planners[partition] = {}
+        for arrival in self._arrivals.pop(partition_id, ()):
+            if not arrival.done():
+                arrival.set_result(None)
+        return partition
+
+    def remove(self, partition_id: str, incarnation: bytes) -> tuple[int, list[FreedCells]]:
+        """Remove a partition; return how many samples it held, and their cells."""
+        partition = self.get(partition_id, incarnation)
+        del self._partitions[partition_id]
+        for planner in self._planners.pop(partition).values():
+            planner.end(_was_cleared(partition_id))
+        return partition.table.present_count, partition.cells.forget_all()
+
+    # Claims
+
+    def planner(self, partition: Partition, task_name: str) -> Planner:
+        """Return the planner of a task, made on its first use."""
+        planners = self._planners[partition]
+        if task_name not in planners:
+            planners[task_name] = Planner(partition, partition.task(task_name), self._runner)
+        return planners[task_name]
+
+    def waiting_count(self, partition: Partition, task_name: str) -> int:
+        """Return the number of calls that wait for a task."""
+        planner = self._planners[partition].get(task_name)
+        return 0 if planner is None else planner.waiting_count
+
+    async def claim(
+        self, partition_id: str, incarnation: bytes, request: ClaimRequest, max_wait_seconds: float
+    ) -> Claimed:
+        """Return a claim, waiting for the partition and for its samples up to `max_wait_seconds` together."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + max_wait_seconds
+        while partition_id not in self._partitions:
+            if incarnation:
+                raise StaleIncarnationError(
+                    f"partition {partition_id!r} of incarnation {incarnation.hex()} was cleared; drop what you "
+                    f"hold of it"
+                )
+            if not await self._wait_for_arrival(partition_id, deadline - loop.time()):
+                return Claimed(None, NotYet())
+        self._check_not_draining()
+        partition = self.get(partition_id, incarnation)
+        answer = await self.planner(partition, request.task_name).claim(request, max(0.0, deadline - loop.time()))
+        return Claimed(partition, answer)
+
+    async def _wait_for_arrival(self, partition_id: str, seconds: float) -> bool:
+        self._check_not_draining()
+        if seconds <= 0:
+            return False
+        arrival: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiting = self._arrivals.setdefault(partition_id, set())
+        waiting.add(arrival)
+        try:
+            async with asyncio.timeout(seconds):
+                await arrival
+        except TimeoutError:
+            return False
+        finally:
+            waiting.discard(arrival)
+            if not waiting and self._arrivals.get(partition_id) is waiting:
+                del self._arrivals[partition_id]
+        return True
+
+    def drain(self) -> None:
+        """End all waiting calls, and those to come, so that their clients turn to the next server."""
+        self._is_draining = True
+        for planners in self._planners.values():
+            for planner in planners.values():
+                planner.end(_is_draining)
+        for arrivals in self._arrivals.values():
+            for arrival in arrivals:
+                if not arrival.done():
+                    arrival.set_exception(_is_draining())
+
+    def _check_not_draining(self) -> None:
+        if self._is_draining:
+            raise _is_draining()
+
+
+def check_name(what: str, name: str) -> None:
+    """Refuse names that nobody could type or print."""
+    if not name or len(name) > 512 or not name.isprintable():
+        raise InvalidArgumentError(f"{what} is {name[:64]!r}; give 1 to 512 printable characters", field=what)
+
+
+def _was_cleared(partition_id: str) -> Callable[[], PartitionClearedError]:
+    return lambda: PartitionClearedError(
+        f"partition {partition_id!r} was cleared while the call waited; ask again to wait for its next life"
+    )
+
+
+def _is_draining() -> UnavailableError:
+    return UnavailableError("the server is shutting down; the call may be sent again to its successor")

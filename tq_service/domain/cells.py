@@ -1,0 +1,262 @@
+"""Where cells are: fields, the puts that hold them, and runs of neighbouring rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tq_service.domain.plan import Indexes
+from tq_service.domain.rows import Column, RowTable
+from tq_service.errors import FieldMismatchError
+from tq_service.schema import FieldSpec, Layout
+
+NOT_PRODUCED = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """A put in the life of the storage service that took it."""
+
+    storage_id: str
+    boot_id: bytes
+    put_id: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnWrite:
+    """One column of a put.
+
+    Attributes:
+        spec: dtype, layout and row shape of the column.
+        lengths: size of the first ragged dimension of each row `(n,)`, None where the column is not jagged.
+    """
+
+    spec: FieldSpec
+    lengths: Indexes | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellRuns:
+    """Cells of fields that were put together, as runs of neighbouring rows in the order of the samples."""
+
+    field_names: tuple[str, ...]
+    puts: tuple[Put, ...]
+    put_indexes: Indexes
+    first_rows: Indexes
+    row_counts: Indexes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FreedCells:
+    """Cells that a storage service may forget; no rows: the whole put."""
+
+    put: Put
+    field_names: tuple[str, ...] = ()
+    rows: Indexes | None = None
+
+
+class Field:
+    """A column of the partition: which put and which row of it holds each cell."""
+
+    __slots__ = ("length", "produced_count", "put_row", "put_slot", "spec")
+
+    def __init__(self, spec: FieldSpec, table: RowTable) -> None:
+        self.spec = spec
+        self.put_slot: Column = table.add_column(np.int32, NOT_PRODUCED)
+        self.put_row: Column = table.add_column(np.int64, 0)
+        self.length: Column | None = None
+        self.produced_count = 0
+
+
+class PutTable:
+    """The puts that hold cells of a partition, each counted by its cells; slots are used again."""
+
+    __slots__ = ("_cells", "_free", "_puts")
+
+    def __init__(self) -> None:
+        self._puts: list[Put | None] = []
+        self._cells: list[int] = []
+        self._free: list[int] = []
+
+    def add(self, put: Put, cells: int) -> int:
+        """Enter a put with so many cells and return its slot."""
+        if self._free:
+            slot = self._free.pop()
+            self._puts[slot], self._cells[slot] = put, cells
+            return slot
+        self._puts.append(put)
+        self._cells.append(cells)
+        return len(self._puts) - 1
+
+    def get(self, slot: int) -> Put:
+        """Return the put of a slot in use."""
+        put = self._puts[slot]
+        if put is None:
+            raise LookupError(f"put slot {slot} is free")
+        return put
+
+    def drop(self, slot: int, cells: int) -> bool:
+        """Count cells off; return whether the put has none left, and forget it then."""
+        self._cells[slot] -= cells
+        if self._cells[slot] > 0:
+            return False
+        self._puts[slot] = None
+        self._free.append(slot)
+        return True
+
+    def all(self) -> Iterable[Put]:
+        """Return all puts in use."""
+        return [put for put in self._puts if put is not None]
+
+
+class CellTable:
+    """The fields of a partition and where their cells are."""
+
+    __slots__ = ("_puts", "_table", "default_layout", "fields")
+
+    def __init__(self, table: RowTable, default_layout: Layout | None) -> None:
+        self._table = table
+        self._puts = PutTable()
+        self.default_layout = default_layout
+        self.fields: dict[str, Field] = {}
+
+    def declare(self, spec: FieldSpec) -> None:
+        """Add a field before its first put."""
+        self.fields[spec.name] = Field(spec, self._table)
+
+    def merged_specs(self, columns: Sequence[ColumnWrite]) -> list[FieldSpec]:
+        """Return the specs that the fields have once `columns` are written, or refuse them."""
+        merged = []
+        for column in columns:
+            field = self.fields.get(column.spec.name)
+            known = field.spec if field is not None else FieldSpec(column.spec.name)
+            if known.layout is None and column.spec.layout is not Layout.OBJECT:
+                known = replace(known, layout=self.default_layout)
+            merged.append(merge_specs(known, column.spec))
+        return merged
+
+    def write(self, put: Put, columns: Sequence[ColumnWrite], specs: Sequence[FieldSpec], positions: Indexes,
+              rows: Indexes) -> list[FreedCells]:  # fmt: skip
+        """Point the cells of rows at `positions` to `rows` of the put; return the cells that this replaced."""
+        slot = self._puts.add(put, len(columns) * positions.size)
+        replaced: list[Field] = []
+        for spec in specs:
+            field = self.fields.get(spec.name)
+            if field is None:
+                self.declare(spec)
+                field = self.fields[spec.name]
+            field.spec = spec
+            replaced.append(field)
+        freed = self.forget(positions, replaced)
+        for column, field in zip(columns, replaced, strict=True):
+            field.put_slot.data[positions] = slot
+            field.put_row.data[positions] = rows
+            field.produced_count += positions.size
+            if field.spec.layout is Layout.JAGGED:
+                if field.length is None:
+                    field.length = self._table.add_column(np.int64, -1)
+                lengths = column.lengths
+                field.length.data[positions] = (column.spec.row_shape or (0,))[0] if lengths is None else lengths[rows]
+        return freed
+
+    def forget(self, positions: Indexes, fields: Iterable[Field]) -> list[FreedCells]:
+        """Mark the cells of rows as not produced and return those that were."""
+        freed: dict[tuple[int, bytes], list[str]] = {}
+        for field in fields:
+            slots = field.put_slot.data[positions]
+            produced = slots >= 0
+            if not produced.any():
+                continue
+            slots, rows, where = slots[produced], field.put_row.data[positions[produced]], positions[produced]
+            field.put_slot.data[where] = NOT_PRODUCED
+            field.produced_count -= where.size
+            order = np.argsort(slots, kind="stable")
+            slots, rows = slots[order], rows[order]
+            bounds = np.flatnonzero(np.diff(slots)) + 1
+            for slot, part in zip(slots[np.r_[0, bounds]].tolist(), np.split(rows, bounds), strict=True):
+                freed.setdefault((slot, part.tobytes()), []).append(field.spec.name)
+        return [
+            FreedCells(put=put, field_names=tuple(names), rows=None if gone else rows)
+            for put, names, rows, gone in self._drop(freed)
+        ]
+
+    def _drop(self, freed: dict[tuple[int, bytes], list[str]]) -> Iterable[tuple[Put, list[str], Indexes, bool]]:
+        whole: set[Put] = set()
+        parts = []
+        for (slot, row_bytes), names in freed.items():
+            put = self._puts.get(slot)
+            rows = np.frombuffer(row_bytes, np.int64)
+            if self._puts.drop(slot, rows.size * len(names)):
+                whole.add(put)
+            parts.append((put, names, rows))
+        for put in whole:
+            yield put, [], np.zeros(0, np.int64), True
+        for put, names, rows in parts:
+            if put not in whole:
+                yield put, names, rows, False
+
+    def forget_all(self) -> list[FreedCells]:
+        """Return all puts as freed, for a partition that is cleared."""
+        return [FreedCells(put=put) for put in self._puts.all()]
+
+    def locate(self, names: Sequence[str], positions: Indexes) -> list[CellRuns]:
+        """Return where produced cells are; fields that lie alike share their runs."""
+        alike: dict[tuple[bytes, bytes], list[str]] = {}
+        for name in names:
+            field = self.fields[name]
+            key = (field.put_slot.data[positions].tobytes(), field.put_row.data[positions].tobytes())
+            alike.setdefault(key, []).append(name)
+        return [
+            self._runs(tuple(fields), np.frombuffer(slots, np.int32), np.frombuffer(rows, np.int64))
+            for (slots, rows), fields in alike.items()
+        ]
+
+    def _runs(self, names: tuple[str, ...], slots: NDArray[np.int32], rows: Indexes) -> CellRuns:
+        breaks = np.flatnonzero((np.diff(slots) != 0) | (np.diff(rows) != 1)) + 1
+        starts = np.r_[0, breaks] if slots.size else breaks
+        used, put_indexes = np.unique(slots[starts], return_inverse=True)
+        return CellRuns(
+            field_names=names,
+            puts=tuple(self._puts.get(slot) for slot in used.tolist()),
+            put_indexes=put_indexes.astype(np.int64),
+            first_rows=rows[starts],
+            row_counts=np.diff(np.r_[starts, slots.size]),
+        )
+
+
+def merge_specs(known: FieldSpec, new: FieldSpec) -> FieldSpec:
+    """Return the spec of a field that holds rows of both, or raise FieldMismatchError with both."""
+    layout = known.layout or new.layout
+    dtype = known.dtype or new.dtype
+    if dtype != new.dtype or not _takes(layout, new.layout) or new.row_shape is None:
+        raise _mismatch(known, new)
+    if layout is Layout.OBJECT:
+        return replace(new, layout=layout)
+    shape = known.row_shape if known.row_shape is not None else new.row_shape
+    if len(shape) != len(new.row_shape) or (layout is Layout.JAGGED and not shape):
+        raise _mismatch(known, new)
+    if layout is Layout.DENSE:
+        if shape != new.row_shape:
+            raise _mismatch(known, new)
+        return replace(new, layout=layout)
+    widened = tuple(a if a == b else -1 for a, b in zip(shape, new.row_shape, strict=True))
+    if all(size >= 0 for size in widened):
+        widened = (-1, *widened[1:])
+    return replace(new, layout=layout, row_shape=widened)
+
+
+def _takes(layout: Layout | None, given: Layout | None) -> bool:
+    """Whether a field of `layout` takes data that came as `given`: jagged fields take rows of equal shape."""
+    return layout is given or (layout is Layout.JAGGED and given is Layout.DENSE)
+
+
+def _mismatch(known: FieldSpec, new: FieldSpec) -> FieldMismatchError:
+    return FieldMismatchError(
+        f"field {known.name!r} is {known.describe()}, got {new.describe()}; put the same dtype, layout and row shape, "
+        f"or declare the field with create_partition(..., fields=[FieldSpec({known.name!r}, layout='jagged')]) before "
+        f"its first put where rows differ in shape",
+        field=known.name,
+    )

@@ -1,0 +1,152 @@
+"""custom_meta in typed columns, and the conditions and orders that claims put on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tq_service.domain.plan import Indexes
+from tq_service.domain.rows import Column, RowTable
+from tq_service.errors import InvalidArgumentError
+from tq_service.schema import MetaColumn, MetaValue
+
+Operator = Literal["==", "!=", "<", "<=", ">", ">=", "in"]
+_LARGEST_EXACT_DOUBLE = 2**53
+_KIND_NAMES = {"i": "int64", "f": "double", "b": "bool", "O": "string"}
+_FILLS: dict[str, Any] = {"i": 0, "f": 0.0, "b": False, "O": None}
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """What a sample must satisfy; one without a value does not."""
+
+    column: str
+    operator: Operator
+    values: tuple[MetaValue, ...]
+
+    def holds(self, data: NDArray[Any]) -> NDArray[np.bool_]:
+        """Return where the condition holds `(n,)`, for values that are present."""
+        kind = data.dtype.kind
+        for value in self.values:
+            is_text = isinstance(value, str)
+            if is_text != (kind == "O"):
+                raise InvalidArgumentError(
+                    f"where: column {self.column!r} holds {_KIND_NAMES[kind]} values, got {value!r}; compare it with a "
+                    f"{_KIND_NAMES[kind]}",
+                    field="where",
+                )
+        if self.operator == "in":
+            return np.isin(data, np.array(self.values, dtype=data.dtype if kind == "O" else None))
+        if kind == "O":
+            data = np.array(data, dtype=np.str_)
+        return np.asarray(_COMPARE[self.operator](data, self.values[0]), dtype=np.bool_)
+
+
+_COMPARE: dict[str, Any] = {
+    "==": np.equal,
+    "!=": np.not_equal,
+    "<": np.less,
+    "<=": np.less_equal,
+    ">": np.greater,
+    ">=": np.greater_equal,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A column by which ready samples are ordered; samples without a value come last."""
+
+    column: str
+    descending: bool = False
+
+
+@dataclass(slots=True)
+class _Stored:
+    values: Column
+    present: Column
+
+
+class CustomMeta:
+    """The custom_meta columns of a partition."""
+
+    __slots__ = ("_columns", "_table")
+
+    def __init__(self, table: RowTable) -> None:
+        self._table = table
+        self._columns: dict[str, _Stored] = {}
+
+    def names(self) -> list[str]:
+        """Return the names of the columns in order of their first use."""
+        return list(self._columns)
+
+    def has(self, name: str) -> bool:
+        """Whether any sample ever had a value for `name`."""
+        return name in self._columns
+
+    def check(self, columns: Sequence[MetaColumn], count: int) -> None:
+        """Refuse columns that do not fit, before anything is written."""
+        names = [column.name for column in columns]
+        if len(set(names)) != len(names):
+            raise InvalidArgumentError(f"custom_meta names a column twice: {names}", field="custom_meta")
+        for column in columns:
+            if column.values.size != count:
+                raise InvalidArgumentError(
+                    f"custom_meta column {column.name!r} has {column.values.size} values for {count} samples; give one "
+                    f"entry a sample",
+                    field="custom_meta",
+                )
+            stored = self._columns.get(column.name)
+            if stored is not None:
+                _common_kind(column, stored.values.data)
+
+    def write(self, columns: Sequence[MetaColumn], positions: Indexes) -> None:
+        """Write values of samples at `positions`; samples without a value keep theirs."""
+        for column in columns:
+            kind = column.values.dtype.kind
+            stored = self._columns.get(column.name)
+            if stored is None:
+                stored = self._columns[column.name] = _Stored(
+                    self._table.add_column(column.values.dtype, _FILLS[kind]), self._table.add_column(np.bool_, False)
+                )
+            elif _common_kind(column, stored.values.data) == "f" and stored.values.data.dtype.kind == "i":
+                stored.values.convert(np.float64)
+            where = positions[column.present]
+            stored.values.data[where] = column.values[column.present]
+            stored.present.data[where] = True
+
+    def read(self, name: str, positions: Indexes) -> MetaColumn | None:
+        """Return one column at `positions`, None where no sample ever had a value."""
+        stored = self._columns.get(name)
+        if stored is None:
+            return None
+        return MetaColumn(name=name, values=stored.values.data[positions], present=stored.present.data[positions])
+
+    def read_all(self, positions: Indexes) -> list[MetaColumn]:
+        """Return all columns that have a value at `positions`."""
+        columns = (self.read(name, positions) for name in self._columns)
+        return [column for column in columns if column is not None and bool(column.present.any())]
+
+    def arrays(self, name: str) -> tuple[NDArray[Any], NDArray[np.bool_]] | None:
+        """Return values and presence as they lie in the table, None for an unknown column."""
+        stored = self._columns.get(name)
+        return None if stored is None else (stored.values.data, stored.present.data)
+
+
+def _common_kind(column: MetaColumn, stored: NDArray[Any]) -> str:
+    """Return the kind that holds both; integers become doubles where that loses nothing."""
+    new, old = column.values.dtype.kind, stored.dtype.kind
+    if new == old:
+        return new
+    if {new, old} == {"i", "f"}:
+        integers = stored if old == "i" else column.values
+        if integers.size == 0 or int(np.abs(integers).max()) <= _LARGEST_EXACT_DOUBLE:
+            return "f"
+    raise InvalidArgumentError(
+        f"custom_meta column {column.name!r} holds {_KIND_NAMES[old]} values, got {_KIND_NAMES[new]}; use one type a "
+        f"column",
+        field="custom_meta",
+    )

@@ -1,0 +1,152 @@
+"""Groups of samples, such as the responses to one prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tq_service.domain.plan import Indexes
+from tq_service.domain.rows import Column, RowTable
+from tq_service.errors import GroupNotFoundError, InvalidArgumentError, PreconditionError, nearest
+
+NO_GROUP = -1
+
+
+class GroupTable:
+    """Counts the members of each group by what became of them.
+
+    A group is a slot in parallel arrays; slots of groups whose last member was cleared are used again.
+
+    - complete: the declared size is reached, or the group is closed;
+    - broken: a member failed or was cleared;
+    - dead: it can no longer be whole.
+    """
+
+    __slots__ = ("_free", "_members", "_names", "_slots", "cleared", "closed", "declared", "failed", "held", "members")
+
+    def __init__(self, table: RowTable) -> None:
+        self._slots: dict[str, int] = {}
+        self._names: list[str | None] = []
+        self._free: list[int] = []
+        self._members: Column = table.add_column(np.int64, NO_GROUP)
+        self.declared: NDArray[np.int64] = np.zeros(0, np.int64)
+        self.members: NDArray[np.int64] = np.zeros(0, np.int64)
+        self.failed: NDArray[np.int64] = np.zeros(0, np.int64)
+        self.cleared: NDArray[np.int64] = np.zeros(0, np.int64)
+        self.held: NDArray[np.int64] = np.zeros(0, np.int64)
+        self.closed: NDArray[np.bool_] = np.zeros(0, np.bool_)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    @property
+    def of_rows(self) -> NDArray[np.int64]:
+        """The group slot of each row of the table, NO_GROUP for one without."""
+        data: NDArray[np.int64] = self._members.data
+        return data
+
+    def names_of(self, positions: Indexes) -> list[str | None]:
+        """Return the names of the groups of rows."""
+        names = self._names
+        return [None if slot < 0 else names[slot] for slot in self._members.data[positions].tolist()]
+
+    def check(self, names: Sequence[str], group_size: int) -> None:
+        """Refuse new members that do not fit, before anything is written."""
+        if group_size < 0:
+            raise InvalidArgumentError(f"group_size is {group_size}; give a positive number", field="group_size")
+        counts: dict[str, int] = {}
+        for name in names:
+            if name:
+                counts[name] = counts.get(name, 0) + 1
+        for name, count in counts.items():
+            slot = self._slots.get(name)
+            have = int(self.members[slot]) if slot is not None else 0
+            size = int(self.declared[slot]) if slot is not None else 0
+            if size and group_size and size != group_size:
+                raise InvalidArgumentError(
+                    f"group {name!r} was declared with group_size {size}, got {group_size}; give the same size with "
+                    f"every put of the group",
+                    field="group_size",
+                )
+            if slot is not None and self.closed[slot]:
+                raise PreconditionError(f"group {name!r} is closed; put further samples into another group")
+            limit = size or group_size
+            if limit and have + count > limit:
+                raise PreconditionError(
+                    f"group {name!r} has {have} of {limit} members, got {count} more; declare a larger group_size or "
+                    f"use another group"
+                )
+
+    def add(self, names: Sequence[str], group_size: int, positions: Indexes, *, held: bool, failed: bool) -> None:
+        """Enter new rows; "" stands for no group."""
+        slots = np.fromiter((self._slot(name) if name else NO_GROUP for name in names), np.int64, len(names))
+        self._members.data[positions] = slots
+        slots = slots[slots >= 0]
+        np.add.at(self.members, slots, 1)
+        if held:
+            np.add.at(self.held, slots, 1)
+        if failed:
+            np.add.at(self.failed, slots, 1)
+        if group_size:
+            self.declared[slots] = group_size
+
+    def count(self, counter: NDArray[np.int64], positions: Indexes, by: int) -> None:
+        """Add to one of the counters for the groups of rows."""
+        slots = self._members.data[positions]
+        np.add.at(counter, slots[slots >= 0], by)
+
+    def is_complete(self, slots: NDArray[np.int64], default_size: int | None, *, no_more: bool) -> NDArray[np.bool_]:
+        """Return for each group whether it has all its members.
+
+        Args:
+            slots: the groups.
+            default_size: number of members of groups that declared none.
+            no_more: whether no new rows come, which completes groups of unknown size.
+        """
+        size = np.where(self.declared[slots] > 0, self.declared[slots], default_size or 0)
+        full = (size > 0) & (self.members[slots] >= size)
+        unsized = (self.declared[slots] == 0) & no_more
+        complete: NDArray[np.bool_] = full | unsized | self.closed[slots]
+        return complete
+
+    def close(self, names: Iterable[str]) -> None:
+        """Say that no further members come."""
+        slots = []
+        for name in names:
+            slot = self._slots.get(name)
+            if slot is None:
+                raise GroupNotFoundError(f"no group {name!r} here; {nearest(name, self._slots)}")
+            slots.append(slot)
+        self.closed[slots] = True
+
+    def forget_empty(self, slots: NDArray[np.int64]) -> None:
+        """Free the slots of groups whose members are all cleared."""
+        for slot in np.unique(slots[slots >= 0]).tolist():
+            name = self._names[slot]
+            if name is not None and self.cleared[slot] >= self.members[slot]:
+                del self._slots[name]
+                self._names[slot] = None
+                self._free.append(slot)
+                for counter in (self.declared, self.members, self.failed, self.cleared, self.held, self.closed):
+                    counter[slot] = 0
+
+    def _slot(self, name: str) -> int:
+        slot = self._slots.get(name)
+        if slot is None:
+            slot = self._free.pop() if self._free else len(self._names)
+            if slot == len(self._names):
+                self._names.append(name)
+                if slot >= self.members.size:
+                    self._grow(max(64, 2 * self.members.size))
+            self._names[slot] = name
+            self._slots[name] = slot
+        return slot
+
+    def _grow(self, capacity: int) -> None:
+        for attribute in ("declared", "members", "failed", "cleared", "held", "closed"):
+            old = getattr(self, attribute)
+            grown = np.zeros(capacity, old.dtype)
+            grown[: old.size] = old
+            setattr(self, attribute, grown)

@@ -1,0 +1,378 @@
+"""A partition: rows by fields with states, keys, groups and custom_meta, and the tasks that consume it.
+
+Every change of its state is one synchronous method here: checked whole before anything is written, and done on the
+event loop between awaits. That is the one place a journal would have to write down.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import gcd
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tq_service.domain.cells import CellTable, ColumnWrite, FreedCells, Put
+from tq_service.domain.custom_meta import CustomMeta
+from tq_service.domain.groups import GroupTable
+from tq_service.domain.plan import Indexes
+from tq_service.domain.resolve import Target, resolve_target
+from tq_service.domain.rows import RowTable
+from tq_service.domain.states import CLEARED, FAILED, HELD, LIVE, STATE_CODES
+from tq_service.domain.task import Task
+from tq_service.errors import (
+    InvalidArgumentError,
+    SampleFailedError,
+    SampleNotFoundError,
+    StaleIncarnationError,
+    TaskNotFoundError,
+    nearest,
+)
+from tq_service.schema import FieldSpec, KeyMode, Layout, MetaColumn, SampleState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionSettings:
+    """What CreatePartition fixes."""
+
+    expected_samples: int | None = None
+    default_layout: Layout | None = None
+    fields: tuple[FieldSpec, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleWrite:
+    """What Insert and Commit write.
+
+    Attributes:
+        row_count: number of samples.
+        global_indexes: existing samples `(n,)`; None: new ones, or those of `keys`.
+        keys: unique names, in order.
+        groups: groups of new samples in order, "" for none.
+        put: where the columns are, None for metadata and state only.
+        columns: the columns of the put.
+    """
+
+    row_count: int
+    global_indexes: Indexes | None = None
+    keys: Sequence[str] | None = None
+    key_mode: KeyMode = "upsert"
+    groups: Sequence[str] | None = None
+    group_size: int = 0
+    state: SampleState | None = None
+    meta: Sequence[MetaColumn] = ()
+    put: Put | None = None
+    columns: Sequence[ColumnWrite] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """What a write did: the samples, the specs of the fields written, and the cells it replaced."""
+
+    global_indexes: Indexes
+    specs: tuple[FieldSpec, ...] = ()
+    freed: list[FreedCells] = field(default_factory=list)
+
+
+class Partition:
+    """One life of a named set of samples."""
+
+    def __init__(self, partition_id: str, settings: PartitionSettings) -> None:
+        self.partition_id = partition_id
+        self.incarnation = os.urandom(16)
+        self.settings = settings
+        self.sealed = settings.expected_samples == 0
+        self.table = RowTable()
+        self.state = self.table.add_column(np.uint8, CLEARED)
+        self.key = self.table.add_column(np.object_, None)
+        self.key_index: dict[str, int] = {}
+        self.groups = GroupTable(self.table)
+        self.meta = CustomMeta(self.table)
+        self.cells = CellTable(self.table, settings.default_layout)
+        self.tasks: dict[str, Task] = {}
+        self.state_counts = [0, 0, 0, 0]  # of rows in the table, by state code
+        self.insert_step = 0  # greatest common divisor of the sizes of all puts of new rows
+        self.touched_count = 0  # rows written so far, for those who wait for a number of them
+        self.event_count = 0  # other changes that may matter to those who wait
+        self.on_change: list[Callable[[], None]] = []
+        for spec in settings.fields:
+            self.cells.declare(spec)
+
+    @property
+    def inserted_count(self) -> int:
+        """Samples ever inserted."""
+        return self.table.next_index
+
+    def check_incarnation(self, incarnation: bytes) -> None:
+        """Refuse a caller that means an earlier life of the name; empty means whichever."""
+        if incarnation and incarnation != self.incarnation:
+            raise StaleIncarnationError(
+                f"partition {self.partition_id!r} was cleared and made anew: got incarnation {incarnation.hex()}, it "
+                f"is {self.incarnation.hex()} now; drop what you hold of the old one",
+                metadata={"got": incarnation.hex(), "expected": self.incarnation.hex()},
+            )
+
+    # Writing
+
+    def write(self, write: SampleWrite) -> Written:
+        """Add samples or write to existing ones, in one step or not at all."""
+        target = resolve_target(self, write)
+        specs = self._check(write, target)
+        new_positions = self._add_rows(write, target)
+        positions = target.positions.copy()
+        positions[target.is_new] = np.arange(new_positions.start, new_positions.stop)
+        freed = self._write_cells(write, specs, positions)
+        self.meta.write(write.meta, positions)
+        if write.state is not None:
+            freed += self._set_state(STATE_CODES[write.state], positions[~target.is_new])
+        indexes = self.table.index.data[positions]
+        if self.settings.expected_samples is not None and self.inserted_count >= self.settings.expected_samples:
+            self._seal()
+        self._touched(indexes)
+        return Written(global_indexes=indexes, specs=tuple(specs), freed=freed)
+
+    def _check(self, write: SampleWrite, target: Target) -> list[FieldSpec]:
+        specs = self.cells.merged_specs(write.columns)
+        self.meta.check(write.meta, write.row_count)
+        if write.groups is not None:
+            self._check_groups(write, target)
+        if write.state is not None and write.state is not SampleState.FAILED:
+            self._check_not_failed(target.positions[~target.is_new])
+        return specs
+
+    def _check_groups(self, write: SampleWrite, target: Target) -> None:
+        groups = write.groups or ()
+        old = np.flatnonzero(~target.is_new)
+        for where, known in zip(old.tolist(), self.groups.names_of(target.positions[old]), strict=True):
+            if groups[where] and groups[where] != known:
+                raise InvalidArgumentError(
+                    f"sample {int(self.table.index.data[target.positions[where]])} is in group {known!r}, got "
+                    f"{groups[where]!r}; groups are given when a sample is inserted and stay",
+                    field="groups",
+                )
+        self.groups.check([groups[i] for i in np.flatnonzero(target.is_new).tolist()], write.group_size)
+
+    def _check_not_failed(self, positions: Indexes) -> None:
+        failed = positions[self.state.data[positions] == FAILED]
+        if failed.size:
+            raise SampleFailedError(
+                f"sample {int(self.table.index.data[failed[0]])} of partition {self.partition_id!r} has failed, "
+                f"which is final; insert a new sample in its place"
+            )
+
+    def _add_rows(self, write: SampleWrite, target: Target) -> slice:
+        count = int(np.count_nonzero(target.is_new))
+        code = STATE_CODES[write.state or SampleState.LIVE]
+        added = self.table.append(count)
+        if count == 0:
+            return added
+        self.state.data[added] = code
+        self.state_counts[code] += count
+        self.insert_step = gcd(self.insert_step, count)
+        positions = np.arange(added.start, added.stop)
+        which: list[int] = np.flatnonzero(target.is_new).tolist()
+        if write.keys is not None:
+            names = [write.keys[i] for i in which]
+            self.key.data[added] = names
+            self.key_index.update(zip(names, self.table.index.data[added].tolist(), strict=True))
+        if write.groups is not None:
+            names = [write.groups[i] for i in which]
+            self.groups.add(names, write.group_size, positions, held=code == HELD, failed=code == FAILED)
+        if code != FAILED:
+            for task in self.tasks.values():
+                task.open_count += count
+        return added
+
+    def _write_cells(self, write: SampleWrite, specs: Sequence[FieldSpec], positions: Indexes) -> list[FreedCells]:
+        if write.put is None:
+            return []
+        kept = self.state.data[positions] != FAILED  # the bytes of failed samples are not kept
+        if write.state is SampleState.FAILED or not kept.any():
+            return [FreedCells(put=write.put)]
+        rows = np.flatnonzero(kept)
+        freed = self.cells.write(write.put, write.columns, specs, positions[kept], rows)
+        if rows.size < positions.size:
+            names = tuple(column.spec.name for column in write.columns)
+            freed.append(FreedCells(put=write.put, field_names=names, rows=np.flatnonzero(~kept)))
+        return freed
+
+    def _set_state(self, code: int, positions: Indexes) -> list[FreedCells]:
+        changed = positions[self.state.data[positions] != code]
+        if changed.size == 0:
+            return []
+        freed = []
+        was_held = changed[self.state.data[changed] == HELD]
+        self.groups.count(self.groups.held, was_held, -1)
+        if code == HELD:
+            self.groups.count(self.groups.held, changed, 1)
+        if code == FAILED:
+            freed = self.cells.forget(changed, self.cells.fields.values())
+            self.groups.count(self.groups.failed, changed, 1)
+            for task in self.tasks.values():
+                task.closes(changed)
+        self._count_states(changed, -1)
+        self.state.data[changed] = code
+        self._count_states(changed, 1)
+        self.event_count += 1
+        return freed
+
+    def _count_states(self, positions: Indexes, by: int) -> None:
+        for code, count in enumerate(np.bincount(self.state.data[positions], minlength=4).tolist()):
+            self.state_counts[code] += by * count
+
+    def set_meta(self, indexes: Indexes, columns: Sequence[MetaColumn]) -> None:
+        """Write custom_meta of existing samples."""
+        positions = self.positions_of(indexes)
+        self.meta.check(columns, positions.size)
+        self.meta.write(columns, positions)
+        self.event_count += 1
+        self._touched(indexes)
+
+    def seal(self) -> None:
+        """Say that no new samples come."""
+        self._seal()
+        self._changed()
+
+    def _seal(self) -> None:
+        if not self.sealed:
+            self.sealed = True
+            self.event_count += 1
+
+    def close_groups(self, names: Sequence[str]) -> None:
+        """Say that no further members of groups come."""
+        self.groups.close(names)
+        self.event_count += 1
+        self._changed()
+
+    def clear(self, indexes: Indexes) -> tuple[int, list[FreedCells]]:
+        """Remove samples; return how many were there, and their cells."""
+        positions = self.table.find(np.unique(indexes))
+        positions = positions[positions >= 0]
+        if positions.size == 0:
+            return 0, []
+        freed = self.cells.forget(positions, self.cells.fields.values())
+        states = self.state.data[positions]
+        still_open = positions[(states == LIVE) | (states == HELD)]
+        for task in self.tasks.values():
+            task.closes(still_open)
+            task.forget(positions)
+        for key in self.key.data[positions]:
+            if key is not None:
+                del self.key_index[key]
+        self._forget_members(positions, states)
+        self._count_states(positions, -1)
+        count = positions.size
+        self.table.remove(positions)
+        self.event_count += 1
+        self._changed()
+        return count, freed
+
+    def _forget_members(self, positions: Indexes, states: NDArray[np.uint8]) -> None:
+        groups = self.groups
+        groups.count(groups.held, positions[states == HELD], -1)
+        groups.count(groups.failed, positions[states == FAILED], -1)
+        groups.count(groups.cleared, positions, 1)
+        groups.forget_empty(groups.of_rows[positions])
+
+    # Tasks
+
+    def task(self, name: str) -> Task:
+        """Return a task, made on its first use."""
+        task = self.tasks.get(name)
+        if task is None:
+            task = self.tasks[name] = Task(name, self.table, open_count=self.open_count)
+        return task
+
+    def known_task(self, name: str) -> Task:
+        """Return a task that has asked before."""
+        if name not in self.tasks:
+            raise TaskNotFoundError(
+                f"no task {name!r} has asked for samples of partition {self.partition_id!r}; "
+                f"{nearest(name, self.tasks)}"
+            )
+        return self.tasks[name]
+
+    @property
+    def change_counts(self) -> tuple[int, int]:
+        """Counts that differ whenever something has changed that may matter to those who wait."""
+        return self.event_count, self.touched_count
+
+    @property
+    def open_count(self) -> int:
+        """Samples that are live or held."""
+        return self.state_counts[LIVE] + self.state_counts[HELD]
+
+    def release(self, task: Task, request_id: bytes) -> int:
+        """Give back a queue claim and refuse it from now on; return the number of samples that are claimable again."""
+        task.released.add(request_id)
+        return self._release(task, request_id)
+
+    def take_back(self, task: Task, request_id: bytes) -> None:
+        """Undo a queue claim whose answer reached nobody; the caller may ask again under the same request_id."""
+        if task.is_given_once(request_id):
+            self._release(task, request_id)
+
+    def _release(self, task: Task, request_id: bytes) -> int:
+        positions = task.release(request_id)
+        states = self.state.data[positions]
+        task.open_count += int(np.count_nonzero((states == LIVE) | (states == HELD)))
+        if positions.size:
+            self.event_count += 1
+            self._touched(self.table.index.data[positions])
+        return int(np.count_nonzero(states == LIVE))
+
+    def reset(self, task: Task, *, keep_consumed: bool) -> int:
+        """Start the next epoch of a task and return it."""
+        task.reset(keep_consumed=keep_consumed)
+        if not keep_consumed:
+            task.open_count = self.open_count
+        self.event_count += 1
+        self._changed()
+        return task.epoch
+
+    # Reading
+
+    def positions_of(self, indexes: Indexes) -> Indexes:
+        """Return the positions of samples that must be there, each named once."""
+        positions = self.table.find(indexes)
+        if bool((positions < 0).any()):
+            missing = indexes[positions < 0]
+            raise SampleNotFoundError(
+                f"partition {self.partition_id!r} has no sample {int(missing[0])} ({missing.size} of {indexes.size} "
+                f"are missing); it has {self.table.present_count} of {self.inserted_count} inserted, "
+                f"the others were cleared"
+            )
+        if np.unique(positions).size != positions.size:
+            raise InvalidArgumentError("a sample is named twice; name each once", field="global_indexes")
+        return positions
+
+    def block_counts(self, blocks: Indexes, block_size: int) -> Indexes:
+        """Return for blocks of consecutive indexes how many of their rows are live or held."""
+        indexes = (blocks[:, None] * block_size + np.arange(block_size)).ravel()
+        positions = self.table.find(indexes)
+        states = np.where(positions >= 0, self.state.data[positions], CLEARED)
+        is_open = (states == LIVE) | (states == HELD)
+        counts: Indexes = is_open.reshape(blocks.size, block_size).sum(axis=1)
+        return counts
+
+    def produced_mask(self, names: Sequence[str], positions: Indexes) -> NDArray[np.bool_]:
+        """Return which rows have all of some known fields."""
+        mask = np.ones(positions.size, np.bool_)
+        for name in names:
+            mask &= self.cells.fields[name].put_slot.data[positions] >= 0
+        return mask
+
+    # Change notices
+
+    def _touched(self, indexes: Indexes) -> None:
+        self.touched_count += indexes.size
+        first = int(indexes.min())
+        for task in self.tasks.values():
+            task.touched(first)
+        self._changed()
+
+    def _changed(self) -> None:
+        for notify in self.on_change:
+            notify()

@@ -1,0 +1,356 @@
+"""Plans the batches of one (partition, task) and serves those who wait for them.
+
+One pump plans at a time, which makes it the lock of the task's claim cache: the first rank that asks for a batch causes
+the plan, the others await the same record, and commits, status and replays never wait for it. The pump runs while it
+makes progress; changes of the partition start it again. A plan is made on a view of the moment and may leave the event
+loop. It is recorded on the loop, after checking in the same step that all its rows are still to be had.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+
+from tq_service.domain.partition import Partition
+from tq_service.domain.plan import Indexes, Pack, Plan, PlanRequest, PlansBatches, View
+from tq_service.domain.task import ClaimRequest, End, Task
+from tq_service.domain.view import PartitionView
+from tq_service.domain.waiters import Answer, Waiter, WaitingLine
+from tq_service.errors import InternalError, SamplerError, TqError
+
+_log = logging.getLogger(__name__)
+_MOST_REPLANS = 8
+_MOST_ATTEMPTS = 256
+
+
+class RunsPlans(Protocol):
+    """Runs a sampler where it harms nobody: inline when quick, else on a thread with a time limit."""
+
+    async def run(self, sampler: PlansBatches, view: View, request: PlanRequest) -> Plan | None:
+        """Return a well-formed plan or None; raises TqError only."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """A plan that found too little: trying again is of no use before the partition has changed so far."""
+
+    event_count: int
+    touched_count: int
+
+    def is_in_vain(self, partition: Partition) -> bool:
+        return partition.event_count == self.event_count and partition.touched_count < self.touched_count
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A plan that may be recorded now: `positions` of all its rows in the table of this moment."""
+
+    plan: Plan
+    positions: Indexes
+
+
+class Planner:
+    """Serves the claims of one task."""
+
+    def __init__(self, partition: Partition, task: Task, runner: RunsPlans) -> None:
+        self._partition = partition
+        self._task = task
+        self._runner = runner
+        self._ranks: WaitingLine[int] = WaitingLine()  # by batch_index
+        self._queues: WaitingLine[object] = WaitingLine()  # by what they ask for
+        self._attempts: dict[object, _Attempt] = {}
+        self._pump: asyncio.Task[None] | None = None
+        self._is_dirty = False
+        self._epoch = task.epoch
+        self._gone: Callable[[], TqError] | None = None
+        partition.on_change.append(self.wake)
+
+    @property
+    def waiting_count(self) -> int:
+        """Number of calls that wait."""
+        return len(self._ranks) + len(self._queues)
+
+    async def claim(self, request: ClaimRequest, max_wait_seconds: float) -> Answer:
+        """Return the recorded answer, or wait for one; `NotYet` when the time is over."""
+        self._task.check_epoch(request.epoch)
+        recorded = self._task.recorded(request)
+        if recorded is not None:
+            return recorded
+        if self._gone is not None:
+            raise self._gone()
+        loop = asyncio.get_running_loop()
+        waiter = Waiter(request, loop.create_future())
+        self._add(waiter)
+        self.wake()
+        if max_wait_seconds > 0:
+            timer: asyncio.Handle = loop.call_later(max_wait_seconds, waiter.time_is_over)
+        else:  # one look, which the pump takes as soon as it can
+            timer = loop.call_soon(self._end_with_pump, waiter)
+        try:
+            return await waiter.answer
+        except asyncio.CancelledError:
+            self._take_back(waiter)
+            raise
+        finally:
+            timer.cancel()
+            self._remove(waiter)
+
+    def wake(self) -> None:
+        """Start the pump, or have it look once more."""
+        self._is_dirty = True
+        if self._pump is None and (self._ranks or self._queues):
+            self._pump = asyncio.get_running_loop().create_task(self._run_pump())
+
+    def end(self, error: Callable[[], TqError]) -> None:
+        """End all waiting calls, and those to come, with an error."""
+        self._gone = error
+        for waiter in (*self._ranks, *self._queues):
+            waiter.fail(error())
+
+    # Waiters
+
+    def _add(self, waiter: Waiter) -> None:
+        request = waiter.request
+        if request.rank is not None:
+            self._ranks.add(request.rank.batch_index, waiter)
+        else:
+            self._queues.add(request.signature, waiter)
+
+    def _remove(self, waiter: Waiter) -> None:
+        request = waiter.request
+        if request.rank is not None:
+            self._ranks.remove(request.rank.batch_index, waiter)
+        else:
+            self._queues.remove(request.signature, waiter)
+
+    def _take_back(self, waiter: Waiter) -> None:
+        """Release what a queue worker was given in the moment it left."""
+        answer = waiter.answer
+        was_given = answer.done() and not answer.cancelled() and answer.exception() is None
+        if waiter.request.rank is None and was_given:
+            self._partition.take_back(self._task, waiter.request.request_id)
+
+    def _end_with_pump(self, waiter: Waiter) -> None:
+        if self._pump is None:
+            waiter.time_is_over()
+        else:
+            self._pump.add_done_callback(lambda _: waiter.time_is_over())
+
+    def _end_stale(self) -> None:
+        """End the calls that mean an epoch which is over."""
+        self._epoch = self._task.epoch
+        self._attempts.clear()
+        for waiter in (*self._ranks, *self._queues):
+            try:
+                self._task.check_epoch(waiter.request.epoch)
+            except TqError as error:
+                waiter.fail(error)
+                self._remove(waiter)
+
+    # The pump
+
+    async def _run_pump(self) -> None:
+        try:
+            while self._is_dirty:
+                self._is_dirty = False
+                if self._epoch != self._task.epoch:
+                    self._end_stale()
+                await self._serve_ranks()
+                await self._serve_queues()
+        except Exception:
+            _log.exception("planning for task %r failed", self._task.name)
+            for waiter in (*self._ranks, *self._queues):
+                waiter.fail(InternalError("planning failed; the server's log has the details"))
+                self._remove(waiter)
+        finally:
+            self._pump = None
+
+    async def _serve_ranks(self) -> None:
+        """Make plans in order of batch_index while some rank waits for one that can be made."""
+        has_progress = True
+        while has_progress:
+            self._answer_recorded()
+            has_progress = False
+            for leader in self._leaders():
+                try:
+                    has_progress = await self._plan_batch(leader.request)
+                except TqError as error:
+                    self._fail_alike(leader, error)
+                    has_progress = True
+                if has_progress:
+                    break
+
+    def _leaders(self) -> Iterator[Waiter]:
+        """Yield the first waiter of each way of asking, lowest batch_index first.
+
+        Usually there is one way. Where ranks disagree, one that asks for too much must not keep the others waiting.
+        """
+        seen: set[object] = set()
+        for batch_index in sorted(self._ranks.names()):
+            for waiter in self._ranks.line(batch_index):
+                if waiter.request.signature not in seen and waiter.is_waiting:
+                    seen.add(waiter.request.signature)
+                    yield waiter
+
+    def _answer_recorded(self) -> None:
+        """Answer every waiting rank whose batch is recorded, each by its own request."""
+        task = self._task
+        for batch_index in self._ranks.names():
+            if batch_index >= task.next_batch_index and task.end is None:
+                continue
+            for waiter in self._ranks.take_line(batch_index):
+                try:
+                    recorded = task.recorded(waiter.request)
+                except TqError as error:
+                    waiter.fail(error)
+                    continue
+                if recorded is not None:
+                    waiter.resolve(recorded)
+
+    def _fail_alike(self, leader: Waiter, error: TqError) -> None:
+        """End the ranks that asked as the leader did: they would fail as it did, one after the other."""
+        rank = leader.request.rank
+        for waiter in self._ranks.line(rank.batch_index) if rank is not None else ():
+            if waiter.request.signature == leader.request.signature:
+                waiter.fail(error)
+                self._remove(waiter)
+
+    async def _serve_queues(self) -> None:
+        """Serve queue workers in order of arrival, for each way of asking until one gets nothing."""
+        for signature in self._queues.names():
+            while (waiter := self._queues.first(signature)) is not None:
+                try:
+                    answer = await self._plan_queue(waiter)
+                except TqError as error:
+                    waiter.fail(error)
+                    continue
+                if answer is None:
+                    break
+                for served in self._queues.line(signature) if isinstance(answer, End) else (waiter,):
+                    served.resolve(answer)
+
+    # Planning
+
+    async def _plan_batch(self, request: ClaimRequest) -> bool:
+        """Plan and record the next batch, or the end; return whether something was recorded."""
+        binding, rank = request.binding, request.rank
+        if rank is None:
+            raise ValueError("a queue worker's request has no batch_index")
+        planned = await self._plan(request, request.plan_request)
+        if planned is None:
+            return False
+        if isinstance(planned, End):
+            self._task.record_end(rank.dp_size, planned)
+        else:
+            plan = cut_micro_batches(planned.plan, binding.micro_batch_size)
+            self._task.record_batch(request, plan, planned.positions)
+        return True
+
+    async def _plan_queue(self, waiter: Waiter) -> Answer | None:
+        request = waiter.request
+        recorded = self._task.recorded(request)
+        if recorded is not None:  # a retry that came while the first call still waited
+            return recorded
+        planned = await self._plan(request, request.plan_request)
+        if planned is None or isinstance(planned, End):
+            return planned
+        part = cut_micro_batches(planned.plan, request.binding.micro_batch_size).ranks[0]
+        if waiter.is_waiting:  # else it left while its plan was made, and nothing is consumed
+            self._task.record_queue_claim(request.request_id, part, planned.positions)
+        return part
+
+    async def _plan(self, request: ClaimRequest, wanted: PlanRequest) -> _Planned | End | None:
+        """Return a plan, the end, or None where too little is ready.
+
+        There is no await between the check of a plan's rows and the return, so that the caller can record it.
+        """
+        attempt = self._attempts.get(request.signature)
+        if attempt is not None and attempt.is_in_vain(self._partition):
+            return None
+        for _ in range(_MOST_REPLANS):
+            epoch, event_count = self._task.epoch, self._partition.event_count
+            touched_count = self._partition.touched_count
+            view, plan = await self._run_sampler(request, wanted)
+            if plan is None and epoch == self._task.epoch:
+                if not self._nothing_more_comes(request, view):
+                    self._remember_attempt(request, wanted, view)
+                    return None
+                least = wanted.total_size if request.binding.drop_last else 1
+                view, plan = await self._run_sampler(request, replace(wanted, min_size=least), no_more=True)
+                has_changed = (event_count, touched_count) != self._partition.change_counts
+                if plan is None and not has_changed:
+                    return End(self._partition.inserted_count - self._task.consumed_count)
+            if plan is not None and epoch == self._task.epoch:
+                positions = view.still_ready(np.concatenate([part.rows for part in plan.ranks]))
+                if positions is not None:
+                    return _Planned(plan, positions)
+                if event_count == self._partition.event_count:
+                    raise _foreign_rows(request.sampler)
+        raise SamplerError(
+            f"sampler {request.sampler.name!r}: samples of {_MOST_REPLANS} plans in a row were cleared, failed or "
+            f"reset while they were planned; ask again"
+        )
+
+    async def _run_sampler(
+        self, request: ClaimRequest, wanted: PlanRequest, *, no_more: bool = False
+    ) -> tuple[PartitionView, Plan | None]:
+        is_quick = request.sampler.is_quick(wanted)
+        view = PartitionView(self._partition, self._task, request.binding, request.sampler.length, remembers=True)
+        if not is_quick:  # move the start of the scan here on the loop, where it may be moved
+            view.ready(1)
+            view.remembers = False
+        view.no_more = view.no_more or no_more
+        table = self._partition.table
+        table.pin_count += 1
+        try:
+            return view, await self._runner.run(request.sampler, view, wanted)
+        finally:
+            table.pin_count -= 1
+
+    def _nothing_more_comes(self, request: ClaimRequest, view: PartitionView) -> bool:
+        """Whether what is ready now is all there will be: the partition is at its end, and no row can become ready."""
+        return self._is_closed(request) and view.is_settled()
+
+    def _is_closed(self, request: ClaimRequest) -> bool:
+        return self._partition.sealed or (request.binding.finite and self._partition.inserted_count > 0)
+
+    def _remember_attempt(self, request: ClaimRequest, wanted: PlanRequest, view: PartitionView) -> None:
+        """Note how many rows must be written before another attempt can find more."""
+        view.check_lengths()
+        missing = 1
+        if view.exhausted and wanted.batch_unit == "sample":
+            missing = wanted.min_size - view.seen_count
+            if self._is_closed(request):  # the last, short batch takes less
+                missing = min(missing, view.unready_count) if view.is_plain else 1
+        if len(self._attempts) >= _MOST_ATTEMPTS:
+            self._attempts.clear()
+        attempt = _Attempt(self._partition.event_count, self._partition.touched_count + max(1, missing))
+        self._attempts[request.signature] = attempt
+
+
+def cut_micro_batches(plan: Plan, micro_batch_size: int | None) -> Plan:
+    """Give plain batches their micro-batches: one step, of as many packs on every rank, empty ones included."""
+    if any(part.steps for part in plan.ranks):
+        return plan
+    largest = max(part.rows.size for part in plan.ranks)
+    size = micro_batch_size or max(1, largest)
+    starts = range(0, max(1, largest), size)
+    ranks = []
+    for part in plan.ranks:
+        positions = np.arange(part.rows.size)
+        packs = tuple(Pack(positions=positions[start : start + size]) for start in starts)
+        ranks.append(replace(part, steps=(packs,)))
+    return Plan(ranks=tuple(ranks))
+
+
+def _foreign_rows(sampler: PlansBatches) -> SamplerError:
+    return SamplerError(
+        f"sampler {sampler.name!r} returned rows that were not ready for this claim; return rows of view.ready() or "
+        f"view.ready_groups() only"
+    )

@@ -1,0 +1,49 @@
+"""Answers of mutating requests, kept so that a retry has no second effect and gets the same answer."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from tq_service.errors import InvalidArgumentError
+
+Answer = TypeVar("Answer")
+
+
+class RequestLog:
+    """Recorded answers by request_id, forgotten once no client can still be retrying.
+
+    Refused requests are not recorded: they changed nothing, and may be right the next time.
+    """
+
+    def __init__(self, keep_seconds: float) -> None:
+        self._keep_seconds = keep_seconds
+        self._answers: OrderedDict[bytes, tuple[float, Any]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def once(self, request_id: bytes, change: Callable[[], Answer]) -> Answer:
+        """Return the recorded answer, or make the change and record its answer; there is no await in between."""
+        if len(request_id) != 16:
+            raise InvalidArgumentError(
+                f"request_id has {len(request_id)} bytes; send 16 random bytes, the same over retries",
+                field="request_id",
+            )
+        now = time.monotonic()
+        while self._answers and now - next(iter(self._answers.values()))[0] > self._keep_seconds:
+            self._answers.popitem(last=False)
+        known = self._answers.get(request_id)
+        if known is not None:
+            answer: Answer = known[1]
+            return answer
+        answer = change()
+        self._answers[request_id] = (now, answer)
+        return answer
+
+    def recorded(self, request_id: bytes) -> Any | None:
+        """Return the recorded answer, None where there is none."""
+        known = self._answers.get(request_id)
+        return None if known is None else known[1]

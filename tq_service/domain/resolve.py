@@ -1,0 +1,87 @@
+"""Which rows a write means: named by index, by key, or new."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tq_service.domain.plan import Indexes
+from tq_service.errors import AlreadyExistsError, InvalidArgumentError, KeyNotFoundError, PartitionSealedError, nearest
+
+if TYPE_CHECKING:
+    from tq_service.domain.partition import Partition, SampleWrite
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """The rows of a write, in its order: `positions` `(n,)` of existing rows, -1 where `is_new` `(n,)`."""
+
+    positions: Indexes
+    is_new: NDArray[np.bool_]
+
+
+def resolve_target(partition: Partition, write: SampleWrite) -> Target:
+    """Find the rows of a write; raises before anything is changed."""
+    _check_counts(write)
+    if write.global_indexes is not None:
+        if write.keys is not None:
+            raise InvalidArgumentError("a write names its samples by index or by key, not by both", field="keys")
+        positions = partition.positions_of(write.global_indexes)
+    elif write.keys is not None:
+        positions = _by_key(partition, write)
+    else:
+        positions = np.full(write.row_count, -1, np.int64)
+    is_new = positions < 0
+    if partition.sealed and is_new.any():
+        raise PartitionSealedError(
+            f"partition {partition.partition_id!r} is sealed with {partition.inserted_count} samples, got "
+            f"{int(is_new.sum())} new ones; put columns of existing samples with metadata= or key_mode='existing', or "
+            f"use another partition"
+        )
+    return Target(positions=positions, is_new=is_new)
+
+
+def _check_counts(write: SampleWrite) -> None:
+    if write.row_count <= 0:
+        raise InvalidArgumentError("an empty put: got 0 samples; put at least one", field="row_count")
+    counts = {"keys": write.keys, "groups": write.groups, "global_indexes": write.global_indexes}
+    for name, values in counts.items():
+        if values is not None and len(values) != write.row_count:
+            raise InvalidArgumentError(
+                f"got {len(values)} {name} for {write.row_count} samples; give one a sample", field=name
+            )
+    if write.keys is not None:
+        if len(set(write.keys)) != len(write.keys):
+            seen: set[str] = set()
+            twice = next(key for key in write.keys if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+            raise InvalidArgumentError(f"key {twice!r} is given twice in one put; keys are unique", field="keys")
+        if "" in write.keys:
+            raise InvalidArgumentError("a key is empty; give every sample of the put a key", field="keys")
+
+
+def _by_key(partition: Partition, write: SampleWrite) -> Indexes:
+    keys = write.keys or ()
+    index_of = partition.key_index
+    known = np.fromiter((index_of.get(key, -1) for key in keys), np.int64, len(keys))
+    if write.key_mode == "new" and bool((known >= 0).any()):
+        key = keys[int(np.argmax(known >= 0))]
+        raise AlreadyExistsError(
+            f"key {key!r} is known in partition {partition.partition_id!r}; use key_mode='upsert' to write to it"
+        )
+    if write.key_mode == "existing" and bool((known < 0).any()):
+        key = keys[int(np.argmax(known < 0))]
+        raise KeyNotFoundError(
+            f"partition {partition.partition_id!r} has no key {key!r}; {nearest(key, _some(index_of))}; use "
+            f"key_mode='upsert' to add it"
+        )
+    positions = partition.table.find(known)
+    positions[known < 0] = -1
+    return positions
+
+
+def _some(keys: dict[str, int]) -> list[str]:
+    """Return a bounded number of keys: a message must not cost what a partition costs."""
+    return [key for key, _ in zip(keys, range(1000), strict=False)]

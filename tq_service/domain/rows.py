@@ -1,0 +1,123 @@
+"""The table of a partition's rows: columns that grow together, looked up by global index.
+
+Rows stand in order of their global index. A removed row stays as a gap until gaps outnumber rows; then all columns are
+compacted into new arrays. Arrays are replaced, never moved in place, so a reader on another thread that took them
+earlier still sees a consistent past.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from tq_service.domain.plan import Indexes
+
+_FIRST_CAPACITY = 64
+_LEAST_GAPS = 1024
+
+
+class Column:
+    """One fact per row; `data` is longer than the table and may be replaced whenever rows are added or removed."""
+
+    __slots__ = ("data", "fill")
+
+    def __init__(self, dtype: DTypeLike, fill: Any, capacity: int) -> None:
+        self.fill = fill
+        self.data: NDArray[Any] = np.full(capacity, fill, dtype)
+
+    def resize(self, capacity: int, kept: NDArray[np.bool_] | None, used: int) -> None:
+        """Move the first `used` values, or those `kept` of them, to a new array."""
+        old = self.data[:used] if kept is None else self.data[:used][kept]
+        self.data = np.empty(capacity, self.data.dtype)
+        self.data[: old.size] = old
+        self.data[old.size :] = self.fill
+
+    def convert(self, dtype: DTypeLike) -> None:
+        """Change the type of all values."""
+        self.data = self.data.astype(dtype)
+
+
+class RowTable:
+    """Rows in order of insertion, with any number of columns."""
+
+    __slots__ = ("_capacity", "_columns", "_present", "count", "index", "next_index", "pin_count", "present_count")
+
+    def __init__(self) -> None:
+        self._capacity = _FIRST_CAPACITY
+        self._columns: list[Column] = []
+        self.count = 0  # positions in use, gaps included
+        self.present_count = 0
+        self.next_index = 0
+        self.pin_count = 0  # readers on other threads that need positions to stay
+        self.index = self.add_column(np.int64, 0)
+        self._present = self.add_column(np.bool_, False)
+
+    def add_column(self, dtype: DTypeLike, fill: Any) -> Column:
+        """Add a column in which every row has `fill`."""
+        column = Column(dtype, fill, self._capacity)
+        self._columns.append(column)
+        return column
+
+    def drop_column(self, column: Column) -> None:
+        """Remove a column."""
+        self._columns.remove(column)
+
+    def append(self, count: int) -> slice:
+        """Add rows and return their positions."""
+        end = self.count + count
+        if end > self._capacity:
+            self._resize(max(end, self._capacity * 2), None)
+        added = slice(self.count, end)
+        self.index.data[added] = np.arange(self.next_index, self.next_index + count)
+        self._present.data[added] = True
+        self.count = end
+        self.next_index += count
+        self.present_count += count
+        return added
+
+    def remove(self, positions: Indexes) -> None:
+        """Remove rows, each given once. Positions of other rows change when the gaps are closed."""
+        for column in self._columns:
+            if column is not self.index:
+                column.data[positions] = column.fill
+        self.present_count -= positions.size
+        gaps = self.count - self.present_count
+        if gaps >= _LEAST_GAPS and gaps > self.present_count and not self.pin_count:
+            self._resize(max(_FIRST_CAPACITY, self.present_count * 3 // 2), self._present.data[: self.count])
+            self.count = self.present_count
+
+    def find(self, indexes: Indexes) -> Indexes:
+        """Return the position `(n,)` of each global index, -1 for one that is not there."""
+        if self.count == 0 or indexes.size == 0:
+            return np.full(indexes.size, -1, np.int64)
+        first = int(self.index.data[0])
+        if self.next_index - first == self.count:  # no gap was ever closed: positions follow from the index
+            positions = indexes - first
+        else:
+            positions = np.searchsorted(self.index.data[: self.count], indexes)
+        inside = np.clip(positions, 0, self.count - 1)
+        found = (self.index.data[inside] == indexes) & self._present.data[inside]
+        return np.where(found, inside, -1)
+
+    def position_from(self, index: int) -> int:
+        """Return the position of the first row whose global index is at least `index`."""
+        if self.count == 0 or index <= self.index.data[0]:
+            return 0
+        if index >= self.next_index:
+            return self.count
+        first = int(self.index.data[0])
+        if self.next_index - first == self.count:
+            return index - first
+        return int(np.searchsorted(self.index.data[: self.count], index))
+
+    def present_positions(self) -> Indexes:
+        """Return the positions of all rows."""
+        return np.flatnonzero(self._present.data[: self.count])
+
+    def _resize(self, capacity: int, kept: NDArray[np.bool_] | None) -> None:
+        kept = None if kept is None else kept.copy()
+        for column in self._columns:
+            column.resize(capacity, kept, self.count)
+        self._capacity = capacity

@@ -1,0 +1,331 @@
+"""What one task has consumed of a partition: its plans, claims, epoch and end."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+
+from tq_service.domain.custom_meta import Condition, Order
+from tq_service.domain.plan import Indexes, Plan, PlanRequest, PlansBatches, RankPlan
+from tq_service.domain.rows import RowTable
+from tq_service.errors import (
+    ClaimReleasedError,
+    PreconditionError,
+    RankDisagreementError,
+    SamplesClearedError,
+    StaleEpochError,
+)
+from tq_service.schema import BatchUnit
+
+UNCLAIMED = -1
+_KEPT = 0  # consumed in an earlier epoch: no record goes with it
+_RELEASED_SECONDS = 900.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Binding:
+    """What the first plan of a batch_index fixes for all ranks."""
+
+    batch_size: int
+    batch_unit: BatchUnit
+    micro_batch_size: int | None
+    sampler: str
+    sampler_config: str
+    where: tuple[Condition, ...]
+    order_by: tuple[Order, ...]
+    data_fields: tuple[str, ...]
+    drop_last: bool
+    finite: bool
+
+    def disagreement(self, other: Binding) -> tuple[str, object, object] | None:
+        """Return the first argument that differs, with both values."""
+        if self == other:
+            return None
+        names = (each.name for each in fields(self))
+        return next((n, getattr(self, n), getattr(other, n)) for n in names if getattr(self, n) != getattr(other, n))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """Which part of which batch a trainer rank asks for."""
+
+    dp_rank: int
+    dp_size: int
+    batch_index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimRequest:
+    """A GetMeta call, validated.
+
+    Attributes:
+        rank: the rank that asks, None for a queue worker.
+        data_fields: what the answer locates; `binding.data_fields` has the same names in one order for all ranks.
+        min_batch_size: the least a queue worker takes.
+        epoch: the task life the caller means, None for whichever.
+    """
+
+    request_id: bytes
+    task_name: str
+    binding: Binding
+    sampler: PlansBatches
+    data_fields: tuple[str, ...]
+    min_batch_size: int
+    rank: Rank | None = None
+    epoch: int | None = None
+
+    @property
+    def signature(self) -> tuple[Binding, int, int]:
+        """Calls with the same signature are served by the same plans."""
+        return self.binding, self.min_batch_size, 0 if self.rank is None else self.rank.dp_size
+
+    @property
+    def plan_request(self) -> PlanRequest:
+        """What the sampler is asked for: a whole batch of all ranks, or what a queue worker takes at least."""
+        binding, rank_count = self.binding, 1 if self.rank is None else self.rank.dp_size
+        return PlanRequest(
+            batch_size=binding.batch_size,
+            min_size=self.min_batch_size if self.rank is None else binding.batch_size * rank_count,
+            batch_unit=binding.batch_unit,
+            rank_count=rank_count,
+            ranked=self.rank is not None,
+            micro_batch_size=binding.micro_batch_size,
+            data_fields=self.data_fields,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class Batch:
+    """A recorded plan; `remaining` counts its samples that are not cleared."""
+
+    binding: Binding
+    plan: Plan
+    remaining: int
+    batch_index: int
+
+
+@dataclass(slots=True, kw_only=True)
+class QueueClaim:
+    """What a queue worker got.
+
+    Attributes:
+        remaining: its samples that are not cleared.
+        given_count: calls that were answered with it: a call that left before its answer reached anybody takes the
+            claim back only if no retry was given the same.
+    """
+
+    request_id: bytes
+    part: RankPlan
+    remaining: int
+    given_count: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """No further batch comes; so many samples are never handed out."""
+
+    skipped: int
+
+
+@dataclass(slots=True)
+class Released:
+    """Request ids of released claims, remembered long enough for a late GetMeta to be refused."""
+
+    _times: OrderedDict[bytes, float] = field(default_factory=OrderedDict)
+
+    def add(self, request_id: bytes) -> None:
+        """Remember one, forget those that are too old to matter."""
+        now = time.monotonic()
+        self._times[request_id] = now
+        while self._times and now - next(iter(self._times.values())) > _RELEASED_SECONDS:
+            self._times.popitem(last=False)
+
+    def __contains__(self, request_id: bytes) -> bool:
+        return request_id in self._times
+
+
+class Task:
+    """Consumption of one partition by one named consumer.
+
+    `claim` holds for each row the serial of the claim that consumed it. Records of claims are dropped with the last of
+    their rows, so what a task keeps is bounded by what is stored.
+    """
+
+    def __init__(self, name: str, table: RowTable, *, open_count: int) -> None:
+        self.name = name
+        self.epoch = 0
+        self.dp_size: int | None = None
+        self.next_batch_index = 0
+        self.end: End | None = None
+        self.consumed_count = 0
+        self.open_count = open_count  # live or held, and not consumed
+        self.claim = table.add_column(np.int64, UNCLAIMED)
+        # For each way of asking, a global index below which no row is ready.
+        self.scan_from: dict[object, int] = {}
+        self.released = Released()
+        self._table = table
+        self._serial = _KEPT
+        self._batches: dict[int, Batch] = {}
+        self._queue_claims: dict[bytes, QueueClaim] = {}
+        self._by_serial: dict[int, Batch | QueueClaim] = {}
+
+    # Replays
+
+    def check_epoch(self, epoch: int | None) -> None:
+        """Refuse a caller that means another epoch."""
+        if epoch is not None and epoch != self.epoch:
+            raise StaleEpochError(
+                f"task {self.name!r} is at epoch {self.epoch}, got epoch {epoch}; its consumption was reset since: "
+                f"take the epoch of check_consumption",
+                metadata={"got": str(epoch), "expected": str(self.epoch)},
+            )
+
+    def recorded(self, request: ClaimRequest) -> RankPlan | End | None:
+        """Return the recorded answer to a request, None where there is none yet."""
+        if request.rank is None:
+            return self._recorded_queue(request)
+        rank = request.rank
+        if self.dp_size is not None and rank.dp_size != self.dp_size:
+            raise _disagreement("dp_size", rank.dp_size, self.dp_size, f"this epoch of task {self.name!r}")
+        if rank.batch_index >= self.next_batch_index:
+            return self.end
+        batch = self._batches.get(rank.batch_index)
+        if batch is None:
+            raise self._cleared(rank.batch_index)
+        differs = request.binding.disagreement(batch.binding)
+        if differs is not None:
+            raise _disagreement(*differs, f"batch_index {rank.batch_index} of task {self.name!r}")
+        part = batch.plan.ranks[rank.dp_rank]
+        if batch.remaining < sum(each.rows.size for each in batch.plan.ranks):
+            self._check_present(part, rank.batch_index)
+        return part
+
+    def _recorded_queue(self, request: ClaimRequest) -> RankPlan | End | None:
+        claim = self._queue_claims.get(request.request_id)
+        if claim is not None:
+            claim.given_count += 1
+            return claim.part
+        if request.request_id in self.released:
+            raise ClaimReleasedError(f"this claim of task {self.name!r} was released; ask again under a new request_id")
+        return None
+
+    def _check_present(self, part: RankPlan, batch_index: int) -> None:
+        if bool((self._table.find(part.rows) < 0).any()):
+            raise self._cleared(batch_index)
+
+    def _cleared(self, batch_index: int) -> SamplesClearedError:
+        return SamplesClearedError(
+            f"batch_index {batch_index} of task {self.name!r} was planned, but samples of it have been cleared since; "
+            f"go on with a later batch_index (the next to be planned is {self.next_batch_index})",
+            metadata={"next_batch_index": str(self.next_batch_index)},
+        )
+
+    # Records
+
+    def record_batch(self, request: ClaimRequest, plan: Plan, positions: Indexes) -> None:
+        """Record the plan of the next batch_index and mark its rows at `positions` consumed."""
+        if request.rank is None:
+            raise ValueError("a queue request has no batch_index; record it with record_queue_claim")
+        batch = Batch(binding=request.binding, plan=plan, remaining=positions.size, batch_index=self.next_batch_index)
+        self._batches[self.next_batch_index] = batch
+        self.next_batch_index += 1
+        self.dp_size = request.rank.dp_size
+        self._consume(batch, positions)
+
+    def record_end(self, dp_size: int, end: End) -> None:
+        """Record that no batch follows, for all ranks and batch indexes from the next on."""
+        self.dp_size = dp_size
+        self.end = end
+
+    def record_queue_claim(self, request_id: bytes, part: RankPlan, positions: Indexes) -> None:
+        """Record what a queue worker gets."""
+        claim = QueueClaim(request_id=request_id, part=part, remaining=positions.size)
+        self._queue_claims[request_id] = claim
+        self._consume(claim, positions)
+
+    def _consume(self, record: Batch | QueueClaim, positions: Indexes) -> None:
+        self._serial += 1
+        self._by_serial[self._serial] = record
+        self.claim.data[positions] = self._serial
+        self.consumed_count += positions.size
+        self.open_count -= positions.size
+
+    def is_given_once(self, request_id: bytes) -> bool:
+        """Count off one call that was answered with a claim; return whether it was the only one."""
+        claim = self._queue_claims.get(request_id)
+        if claim is None:
+            return False
+        claim.given_count -= 1
+        return claim.given_count == 0
+
+    def release(self, request_id: bytes) -> Indexes:
+        """Give back a queue claim; return the positions `(n,)` of its rows that are still there."""
+        claim = self._queue_claims.pop(request_id, None)
+        if claim is None:
+            return np.zeros(0, np.int64)
+        positions = self._table.find(claim.part.rows)
+        positions = positions[positions >= 0]
+        if positions.size:
+            self._by_serial.pop(int(self.claim.data[positions[0]]), None)
+        self.claim.data[positions] = UNCLAIMED
+        self.consumed_count -= claim.part.rows.size
+        return positions
+
+    def reset(self, *, keep_consumed: bool) -> None:
+        """Start the next epoch; the partition counts `open_count` anew unless `keep_consumed`."""
+        self.epoch += 1
+        self.dp_size = None
+        self.next_batch_index = 0
+        self.end = None
+        self.scan_from.clear()
+        self._batches.clear()
+        self._queue_claims.clear()
+        self._by_serial.clear()
+        claims = self.claim.data[: self._table.count]
+        if keep_consumed:
+            claims[claims != UNCLAIMED] = _KEPT
+        else:
+            claims[:] = UNCLAIMED
+            self.consumed_count = 0
+
+    # Rows that come and go
+
+    def touched(self, index: int) -> None:
+        """Say that rows from a global index on may have become ready."""
+        for signature, first in self.scan_from.items():
+            if index < first:
+                self.scan_from[signature] = index
+
+    def closes(self, positions: Indexes) -> None:
+        """Say that open rows at `positions` are being cleared, or have failed."""
+        self.open_count -= int(np.count_nonzero(self.claim.data[positions] == UNCLAIMED))
+
+    def forget(self, positions: Indexes) -> None:
+        """Drop the records whose last rows are being cleared."""
+        serials, counts = np.unique(self.claim.data[positions], return_counts=True)
+        for serial, count in zip(serials.tolist(), counts.tolist(), strict=True):
+            record = self._by_serial.get(serial)
+            if record is None:
+                continue
+            record.remaining -= count
+            if record.remaining == 0:
+                del self._by_serial[serial]
+                if isinstance(record, Batch):
+                    del self._batches[record.batch_index]
+                else:
+                    del self._queue_claims[record.request_id]
+
+    def records(self) -> Iterator[Batch | QueueClaim]:
+        """Return what is recorded."""
+        return iter(self._by_serial.values())
+
+
+def _disagreement(name: str, got: object, expected: object, what: str) -> PreconditionError:
+    return RankDisagreementError(
+        f"{name} of {what} is {expected!r}, got {got!r}; all ranks must ask with the same arguments",
+        metadata={"field": name, "got": repr(got)[:512], "expected": repr(expected)[:512]},
+    )

@@ -1,0 +1,369 @@
+"""What a sampler sees: the ready rows of a partition for one way of asking, scanned no further than needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tq_service.domain.custom_meta import Condition, Order
+from tq_service.domain.groups import NO_GROUP
+from tq_service.domain.plan import Groups, Indexes, LengthSource
+from tq_service.domain.states import CLEARED, HELD, LIVE, STATE_NAMES
+from tq_service.domain.task import UNCLAIMED
+from tq_service.errors import InvalidArgumentError, MissingLengthError
+from tq_service.schema import BatchUnit
+
+if TYPE_CHECKING:
+    from tq_service.domain.partition import Partition
+    from tq_service.domain.task import Binding, Task
+
+_LEAST_CHUNK = 1024
+
+
+class PartitionView:
+    """The rows of a partition as one task sees them; implements `tq_service.domain.plan.View`.
+
+    On the event loop it shows the present. On a sampler's thread values may change under it, though positions do not
+    while the table is pinned; which is why a plan is checked again when it is recorded.
+
+    A scan starts where this way of asking last found its first ready row, so that it costs what the batch costs. Only
+    a view on the event loop (`remembers`) may move that start: one on a thread could step over a row made ready since.
+    """
+
+    def __init__(self, partition: Partition, task: Task, binding: Binding, length: LengthSource | None,
+                 *, remembers: bool) -> None:  # fmt: skip
+        self._partition = partition
+        self._task = task
+        self._binding = binding
+        self._length = length
+        self._signature = (binding.data_fields, binding.where, length)
+        self.remembers = remembers
+        self._count = partition.table.count
+        self._index: NDArray[np.int64] = partition.table.index.data
+        self._state: NDArray[np.uint8] = partition.state.data
+        self._claim: NDArray[np.int64] = task.claim.data
+        self._first = partition.table.position_from(task.scan_from.get(self._signature, 0))
+        self.no_more = partition.sealed  # no new rows come: groups that declared no size are complete
+        self.seen_count = 0  # ready rows seen by the largest scan
+        self.exhausted = False  # whether a scan went over all rows
+        self.grouping: tuple[int | None, bool] | None = None  # (block_size, take_incomplete) of the last ready_groups
+
+    # Ready rows
+
+    def ready(self, limit: int | None = None) -> Indexes:
+        """Return up to `limit` ready rows, see `View.ready`."""
+        positions = np.zeros(0, np.int64)
+        for positions in self._scan(limit):
+            if limit is not None and positions.size >= limit:
+                break
+        ordered = self._ordered(positions)
+        return self._index[ordered if limit is None else ordered[:limit]]
+
+    def ready_groups(self, limit: int | None = None, *, unit: BatchUnit = "sample", block_size: int | None = None,
+                     take_incomplete: bool = False) -> Groups:  # fmt: skip
+        """Return whole groups, see `View.ready_groups`."""
+        self.grouping = (block_size, take_incomplete)
+        self._check_blocks(block_size)
+        positions, sizes = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        for scanned in self._scan(limit):
+            positions, sizes = self._whole_groups(self._ordered(scanned), block_size, take_incomplete)
+            if limit is not None and (int(sizes.sum()) if unit == "sample" else sizes.size) > limit:
+                break
+        if limit is not None:
+            taken = int(np.searchsorted(np.cumsum(sizes), limit, side="right")) if unit == "sample" else limit
+            sizes = sizes[:taken]
+            positions = positions[: int(sizes.sum())]
+        return Groups(rows=self._index[positions], sizes=sizes)
+
+    def _scan(self, limit: int | None) -> Iterator[Indexes]:
+        """Yield the positions of ready rows over growing stretches of the table, the last time over all of it."""
+        whole = limit is None or bool(self._binding.order_by)
+        chunk = max(_LEAST_CHUNK, 2 * (limit or 0))
+        found: list[NDArray[np.int64]] = []
+        start = self._first
+        while True:
+            end = self._count if whole else min(self._count, start + chunk)
+            found.append(start + np.flatnonzero(self._ready_mask(start, end)))
+            self._remember(found[0], end, is_first=len(found) == 1)
+            positions = np.concatenate(found)
+            self.seen_count = max(self.seen_count, positions.size)
+            if end == self._count:
+                self.exhausted = True
+            yield positions
+            if end == self._count:
+                return
+            start, chunk = end, chunk * 2
+            found = [positions]
+
+    def _remember(self, ready: Indexes, end: int, *, is_first: bool) -> None:
+        if not (self.remembers and is_first):
+            return
+        self._first = int(ready[0]) if ready.size else end
+        first = int(self._index[self._first]) if self._first < self._count else self._partition.table.next_index
+        scan_from = self._task.scan_from
+        if self._signature not in scan_from and len(scan_from) >= 64:  # ways of asking that nobody uses any more
+            scan_from.clear()
+        scan_from[self._signature] = first
+
+    def _ready_mask(self, start: int, end: int) -> NDArray[np.bool_]:
+        rows = slice(start, end)
+        mask = self._open_mask(rows) & self._produced(rows) & self._allowed(rows)
+        if self._length is not None:
+            mask &= self._known_lengths(rows) >= 0
+        return mask
+
+    def _open_mask(self, rows: slice) -> NDArray[np.bool_]:
+        return (self._state[rows] == LIVE) & (self._claim[rows] == UNCLAIMED)
+
+    def _produced(self, rows: slice) -> NDArray[np.bool_]:
+        size = rows.stop - rows.start
+        mask = np.ones(size, np.bool_)
+        for name in self._binding.data_fields:
+            field = self._partition.cells.fields.get(name)
+            if field is None:
+                return np.zeros(size, np.bool_)
+            mask &= field.put_slot.data[rows] >= 0
+        return mask
+
+    def _allowed(self, rows: slice) -> NDArray[np.bool_]:
+        """Return where `where` holds; a row without a value does not pass."""
+        mask = np.ones(rows.stop - rows.start, np.bool_)
+        for condition in self._binding.where:
+            holds, present = self._condition(condition, rows)
+            mask &= holds & present
+        return mask
+
+    def _condition(self, condition: Condition, rows: slice) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        arrays = self._partition.meta.arrays(condition.column)
+        if arrays is None:
+            nowhere = np.zeros(rows.stop - rows.start, np.bool_)
+            return nowhere, nowhere
+        values, present = arrays[0][rows], arrays[1][rows]
+        holds = np.zeros(present.size, np.bool_)
+        if present.any():
+            holds[present] = condition.holds(values[present])
+        return holds, present
+
+    def _known_lengths(self, rows: slice | Indexes) -> Indexes:
+        source = self._length or LengthSource()
+        arrays = self._partition.meta.arrays(source.key)
+        lengths = np.full(self._index[rows].size, -1, np.int64)
+        if source.field is not None:
+            field = self._partition.cells.fields.get(source.field)
+            if field is not None and field.length is not None:
+                lengths = np.where(field.put_slot.data[rows] >= 0, field.length.data[rows], -1)
+        if arrays is not None:
+            values, present = arrays[0][rows], arrays[1][rows]
+            if values.dtype.kind not in "iu":
+                raise InvalidArgumentError(
+                    f"custom_meta column {source.key!r} holds {values.dtype} values; token counts must be integers",
+                    field=source.key,
+                )
+            lengths = np.where(present, values, lengths)
+            if bool((values[present] < 0).any()):
+                raise InvalidArgumentError(
+                    f"custom_meta column {source.key!r} holds {int(values[present].min())}; a token count is 0 or more",
+                    field=source.key,
+                )
+        return lengths
+
+    def _ordered(self, positions: Indexes) -> Indexes:
+        if not self._binding.order_by or positions.size == 0:
+            return positions
+        keys = [self._order_key(order, positions) for order in reversed(self._binding.order_by)]
+        return positions[np.lexsort([np.arange(positions.size), *keys])]
+
+    def _order_key(self, order: Order, positions: Indexes) -> Indexes:
+        arrays = self._partition.meta.arrays(order.column)
+        last = np.iinfo(np.int64).max
+        key = np.full(positions.size, last, np.int64)
+        if arrays is not None:
+            values, present = arrays[0][positions], arrays[1][positions]
+            ranks = np.unique(values[present], return_inverse=True)[1].astype(np.int64)
+            key[present] = -ranks if order.descending else ranks
+        return key
+
+    # Groups
+
+    def _check_blocks(self, block_size: int | None) -> None:
+        if block_size is None or len(self._partition.groups):
+            return
+        step = self._partition.insert_step
+        if step % block_size:
+            raise InvalidArgumentError(
+                f"n_samples_per_prompt is {block_size}, but samples were put in steps of {step}: blocks of consecutive "
+                f"indexes are not groups; put multiples of {block_size}, or name the groups with groups=",
+                field="n_samples_per_prompt",
+            )
+
+    def _group_ids(self, positions: Indexes, block_size: int | None) -> Indexes:
+        """Return one id a group; a row outside of any group is a group of one."""
+        if len(self._partition.groups):
+            ids = self._partition.groups.of_rows[positions]
+            return np.where(ids == NO_GROUP, -2 - positions, ids)
+        if block_size is not None:
+            return self._index[positions] // block_size
+        return positions
+
+    def _whole_groups(self, positions: Indexes, block_size: int | None, take: bool) -> tuple[Indexes, Indexes]:
+        """Return the ready rows of whole groups, group by group in the order of first members, and group sizes."""
+        if positions.size == 0:
+            return positions, np.zeros(0, np.int64)
+        ids, first, group_of, counts = np.unique(
+            self._group_ids(positions, block_size), return_index=True, return_inverse=True, return_counts=True
+        )
+        whole = counts == self._needed_counts(ids, block_size, take)
+        by_first = np.argsort(first, kind="stable")
+        rank = np.empty_like(by_first)
+        rank[by_first] = np.arange(by_first.size)
+        chosen = whole[group_of]
+        order = np.argsort(rank[group_of[chosen]], kind="stable")
+        return positions[chosen][order], counts[by_first][whole[by_first]]
+
+    def _needed_counts(self, ids: Indexes, block_size: int | None, take: bool) -> Indexes:
+        """Return how many members must be ready for each group to be handed out; -1: it cannot be."""
+        groups = self._partition.groups
+        if len(groups):
+            explicit = ids >= 0
+            slots = np.where(explicit, ids, 0)
+            left = groups.members[slots] - groups.failed[slots] - groups.cleared[slots]
+            is_broken = left != groups.members[slots]
+            can = self._partition.groups.is_complete(slots, block_size, no_more=self.no_more) & (
+                groups.held[slots] == 0
+            )
+            can &= take | ~is_broken
+            return np.where(explicit, np.where(can, left, -1), 1)
+        if block_size is None:
+            return np.ones(ids.size, np.int64)
+        if not take:
+            return np.full(ids.size, block_size, np.int64)
+        return self._partition.block_counts(ids, block_size)
+
+    # Anything else about rows
+
+    def lengths(self, rows: Indexes) -> Indexes:
+        """Return token counts, see `View.lengths`."""
+        return self._at(rows, self._known_lengths, -1)
+
+    def field_lengths(self, field: str, rows: Indexes) -> Indexes:
+        """Return row lengths of a jagged field, see `View.field_lengths`."""
+        stored = self._partition.cells.fields.get(field)
+        if stored is None or stored.length is None:
+            return np.full(len(rows), -1, np.int64)
+        slots, lengths = stored.put_slot.data, stored.length.data
+        return self._at(rows, lambda positions: np.where(slots[positions] >= 0, lengths[positions], -1), -1)
+
+    def values(self, column: str, rows: Indexes) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+        """Return a custom_meta column, see `View.values`."""
+        arrays = self._partition.meta.arrays(column)
+        positions = self._partition.table.find(np.asarray(rows, np.int64))
+        if arrays is None:
+            return np.zeros(positions.size, np.float64), np.zeros(positions.size, np.bool_)
+        return arrays[0][positions], arrays[1][positions] & (positions >= 0)
+
+    def group_names(self, rows: Indexes) -> list[str | None]:
+        """Return the explicit group of each row, see `View.group_names`."""
+        positions = self._partition.table.find(np.asarray(rows, np.int64))
+        names = self._partition.groups.names_of(positions)
+        return [name if position >= 0 else None for name, position in zip(names, positions.tolist(), strict=True)]
+
+    def states(self, rows: Indexes) -> list[str]:
+        """Return the state of each row, see `View.states`."""
+        return [STATE_NAMES[code] for code in self._at(rows, lambda positions: self._state[positions], CLEARED)]
+
+    def rows(self) -> Indexes:
+        """Return all rows that are not cleared, see `View.rows`."""
+        return self._index[: self._count][self._state[: self._count] != CLEARED]
+
+    def _at(self, rows: Indexes, read: Any, missing: int) -> Any:
+        positions = self._partition.table.find(np.asarray(rows, np.int64))
+        found = positions >= 0
+        result = np.full(positions.size, missing, np.int64)
+        result[found] = read(positions[found])
+        return result
+
+    # For the planner
+
+    def is_settled(self) -> bool:
+        """Whether no row can become ready any more, given that no new rows come."""
+        if self.is_plain:
+            return self.exhausted and self.unready_count == 0
+        rows = slice(0, self._count)
+        state, open_rows = self._state[rows], self._claim[rows] == UNCLAIMED
+        pending = open_rows & ((state == LIVE) | (state == HELD)) & ~self._ready_mask(0, self._count)
+        if not pending.any():
+            return True
+        positions = np.flatnonzero(pending)
+        pending[positions[self._is_dead_group(positions)]] = False
+        pending &= ~self._excluded(rows)
+        return not pending.any()
+
+    def _excluded(self, rows: slice) -> NDArray[np.bool_]:
+        """Return the rows that `where` rules out: by a value, or for lack of one when their data is there."""
+        excluded = np.zeros(self._count, np.bool_)
+        produced = self._produced(rows)
+        for condition in self._binding.where:
+            holds, present = self._condition(condition, rows)
+            excluded |= np.where(present, ~holds, produced)
+        return excluded
+
+    def _is_dead_group(self, positions: Indexes) -> NDArray[np.bool_]:
+        """Return for each row whether its group can no longer be whole, given that no new rows come."""
+        if self.grouping is None or positions.size == 0:
+            return np.zeros(positions.size, np.bool_)
+        block_size, take = self.grouping
+        ids = self._group_ids(positions, block_size)
+        groups = self._partition.groups
+        if len(groups):
+            slots = np.where(ids >= 0, ids, 0)
+            is_broken = (groups.failed[slots] + groups.cleared[slots]) > 0
+            is_short = ~groups.is_complete(slots, block_size, no_more=True)
+            return (ids >= 0) & (is_short | (is_broken & (not take)))
+        if block_size is None or take:
+            return np.zeros(positions.size, np.bool_)
+        blocks, group_of = np.unique(ids, return_inverse=True)
+        is_broken = self._partition.block_counts(blocks, block_size) < block_size
+        return np.asarray(is_broken[group_of], np.bool_)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether rows become ready one by one, without groups or conditions that could rule them out."""
+        return self.grouping is None and not self._binding.where
+
+    @property
+    def unready_count(self) -> int:
+        """Rows left for the task that were not ready, once a scan was exhausted."""
+        return self._task.open_count - self.seen_count
+
+    def check_lengths(self) -> None:
+        """Refuse to wait where rows are ready but for a length, and no sample of the partition has one."""
+        source = self._length
+        if source is None or self._partition.meta.has(source.key):
+            return
+        field = self._partition.cells.fields.get(source.field) if source.field else None
+        if field is not None and field.length is not None:
+            return
+        rows = slice(0, self._count)
+        if (self._open_mask(rows) & self._produced(rows) & self._allowed(rows)).any():
+            raise MissingLengthError(
+                f"no sample has custom_meta[{source.key!r}], which the sampler needs: put "
+                f"custom_meta=[{{{source.key!r}: number of tokens}}, ...] with the samples, or name a "
+                f"jagged field as length_field",
+                field=source.key,
+            )
+
+    def still_ready(self, rows: Indexes) -> Indexes | None:
+        """Return the positions of planned rows in the table of now, None where one of them is not ready."""
+        positions = self._partition.table.find(rows)
+        if bool((positions < 0).any()):
+            return None
+        ready = (self._partition.state.data[positions] == LIVE) & (self._task.claim.data[positions] == UNCLAIMED)
+        for name in self._binding.data_fields:
+            field = self._partition.cells.fields.get(name)
+            if field is None:
+                return None
+            ready &= field.put_slot.data[positions] >= 0
+        return positions if bool(ready.all()) else None

@@ -1,0 +1,98 @@
+"""Calls that wait for a claim, in order of arrival."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from tq_service.domain.plan import RankPlan
+from tq_service.domain.task import ClaimRequest, End
+from tq_service.errors import TqError
+
+
+@dataclass(frozen=True, slots=True)
+class NotYet:
+    """Nothing to hand out for now; never recorded."""
+
+
+Answer = RankPlan | End | NotYet
+Key = TypeVar("Key")
+
+
+@dataclass(slots=True, eq=False)
+class Waiter:
+    """One call; its answer is set once, whoever comes first: a claim, an error, or the end of its time."""
+
+    request: ClaimRequest
+    answer: asyncio.Future[Answer]
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the call has no answer yet and has not been cancelled."""
+        return not self.answer.done()
+
+    def resolve(self, answer: Answer) -> None:
+        """Answer the call, unless it has left."""
+        if not self.answer.done():
+            self.answer.set_result(answer)
+
+    def fail(self, error: TqError) -> None:
+        """End the call with an error, unless it has left."""
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
+    def time_is_over(self) -> None:
+        """End the call's wait."""
+        self.resolve(NotYet())
+
+
+class WaitingLine(Generic[Key]):
+    """Waiters by what they wait for. Adding, removing and taking the first cost the same however many wait."""
+
+    def __init__(self) -> None:
+        self._lines: dict[Key, OrderedDict[Waiter, None]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._lines.values()))
+
+    def __bool__(self) -> bool:
+        return bool(self._lines)
+
+    def __iter__(self) -> Iterator[Waiter]:
+        """Return all waiters, at the moment of the call."""
+        return iter([waiter for line in self._lines.values() for waiter in line])
+
+    def names(self) -> list[Key]:
+        """Return what is waited for, in order of the first arrival."""
+        return list(self._lines)
+
+    def add(self, key: Key, waiter: Waiter) -> None:
+        """Enter a waiter at the end of its line."""
+        self._lines.setdefault(key, OrderedDict())[waiter] = None
+
+    def remove(self, key: Key, waiter: Waiter) -> None:
+        """Take a waiter out, if it is in."""
+        line = self._lines.get(key)
+        if line is not None and line.pop(waiter, False) is None and not line:
+            del self._lines[key]
+
+    def first(self, key: Key) -> Waiter | None:
+        """Return the first of a line that still waits."""
+        line = self._lines.get(key)
+        while line:
+            waiter = next(iter(line))
+            if waiter.is_waiting:
+                return waiter
+            self.remove(key, waiter)
+        return None
+
+    def line(self, key: Key) -> list[Waiter]:
+        """Return the waiters of a line in order of arrival."""
+        return list(self._lines.get(key, ()))
+
+    def take_line(self, key: Key) -> list[Waiter]:
+        """Remove a line and return its waiters in order of arrival."""
+        return list(self._lines.pop(key, ()))
