@@ -1,0 +1,73 @@
+"""GRPO: advantages relative to the group, and the clipped policy-gradient loss.
+
+Source: Shao et al., DeepSeekMath (https://arxiv.org/abs/2402.03300). There is no KL term, for there is no reference
+model, and the loss of a sequence is the sum over its tokens rather than their mean, so that long responses are not
+favoured (Liu et al., Understanding R1-Zero-Like Training, https://arxiv.org/abs/2503.20783).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def group_advantages(rewards: Tensor, groups: Sequence[str | None], group_size: int, *, floor: float = 0.05) -> Tensor:
+    """Return `(reward - mean of its group) / (standard deviation of its group + floor)`.
+
+    Args:
+        rewards: `(n,)`.
+        groups: name of the group of each sample.
+        group_size: how many samples make a group.
+        floor: keeps groups with nearly equal rewards from getting large advantages.
+
+    Returns:
+        `(n,)` float32, zero for groups in which all rewards are equal.
+
+    Raises:
+        ValueError: lengths differ, or a group is not whole.
+    """
+    if len(groups) != rewards.numel():
+        raise ValueError(f"got {rewards.numel()} rewards and {len(groups)} group names; expected one name a reward")
+    members: dict[str | None, list[int]] = {}
+    for position, group in enumerate(groups):
+        members.setdefault(group, []).append(position)
+    advantages = torch.zeros(rewards.numel(), dtype=torch.float32)
+    for group, positions in members.items():
+        if len(positions) != group_size:
+            raise ValueError(
+                f"group {group!r} has {len(positions)} of {group_size} members here; make micro_batch_size a multiple "
+                "of the group size, so that no group is cut"
+            )
+        of_group = rewards[positions].float()
+        advantages[positions] = (of_group - of_group.mean()) / (of_group.std(unbiased=False) + floor)
+    return advantages
+
+
+def grpo_loss(
+    logprobs: Tensor,
+    sampled_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    token_scale: float,
+    clip: float = 0.2,
+) -> Tensor:
+    """Return the clipped surrogate loss, summed over the sequences.
+
+    The importance ratio between the policy of now and the one, some versions older, that sampled the tokens is clipped
+    to `[1 - clip, 1 + clip]` where the advantage would push it further out.
+
+    Args:
+        logprobs: `(n, seq)` of the policy of now, with gradient.
+        sampled_logprobs: `(n, seq)` at the time of sampling.
+        advantages: `(n,)`.
+        mask: `(n, seq)`, true for tokens of the response.
+        token_scale: what the sum over a sequence is divided by, the same for all sequences.
+        clip: how far the ratio may go.
+    """
+    ratio = torch.exp(torch.where(mask, logprobs - sampled_logprobs, 0.0))
+    gain = advantages.unsqueeze(1)
+    surrogate = torch.minimum(ratio * gain, ratio.clamp(1 - clip, 1 + clip) * gain)
+    return -(surrogate * mask).sum() / token_scale

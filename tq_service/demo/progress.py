@@ -1,0 +1,124 @@
+"""The live display: a table that is redrawn on a terminal, a line every few steps elsewhere."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from itertools import pairwise
+from types import TracebackType
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+BARS = "▁▂▃▄▅▆▇█"
+CURVE_WIDTH = 60
+STEPS_PER_LINE = 10
+Step = Mapping[str, Any]
+
+
+class Progress(AbstractContextManager["Progress"], Protocol):
+    """What shows the steps of a run as they come."""
+
+    def show(self, step: Step) -> None:
+        """Show one more step."""
+        ...
+
+
+def make_progress(title: str, *, plain: bool, console: Console | None = None) -> Progress:
+    """Return the display for this console: the table if it is a terminal, unless `plain`."""
+    console = console or Console()
+    return TableProgress(title, console) if console.is_terminal and not plain else LineProgress(title, console.print)
+
+
+class LineProgress:
+    """Prints a line every few steps."""
+
+    def __init__(self, title: str, print_line: Callable[[str], object]) -> None:
+        self._title = title
+        self._print = print_line
+
+    def __enter__(self) -> LineProgress:
+        self._print(self._title)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        return None
+
+    def show(self, step: Step) -> None:
+        """Print the step, if it is one of those that are printed."""
+        if step["step"] % STEPS_PER_LINE == 0:
+            self._print(line_of(step))
+
+
+class TableProgress:
+    """Redraws a table and the reward's curve."""
+
+    def __init__(self, title: str, console: Console) -> None:
+        self._title = title
+        self._rewards: list[float] = []
+        self._recent: deque[Step] = deque(maxlen=8)
+        self._live = Live(console=console, refresh_per_second=8, get_renderable=self._draw)
+
+    def __enter__(self) -> TableProgress:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def show(self, step: Step) -> None:
+        """Add the step to the table and the curve."""
+        self._rewards.append(step["reward"])
+        self._recent.append(step)
+
+    def _draw(self) -> Table:
+        table = Table(title=self._title, caption=f"reward {curve(self._rewards)}", title_justify="left")
+        for column in ("step", "reward", "solved", "tokens per rank", "imbalance", "waiting", "samples/s", "lag"):
+            table.add_column(column, justify="right")
+        for step in self._recent:
+            table.add_row(*cells_of(step))
+        return table
+
+
+def cells_of(step: Step) -> tuple[str, ...]:
+    """Return a step as the cells of a table row."""
+    return (
+        str(step["step"]),
+        f"{step['reward']:.3f}",
+        f"{step['solved']:.0%}",
+        " ".join(f"{tokens:,}" for tokens in step["tokens"]),
+        f"{step['imbalance']:.2%}",
+        f"{step['waiting']:.0%}",
+        f"{step['samples_per_second']:,.0f}",
+        f"{step['version_lag']:.1f}",
+    )
+
+
+def line_of(step: Step) -> str:
+    """Return a step as one line of text."""
+    number, reward, solved, tokens, imbalance, waiting, speed, lag = cells_of(step)
+    return (
+        f"step {number:>4}  reward {reward}  solved {solved:>4}  tokens {tokens}  imbalance {imbalance}  "
+        f"waiting {waiting:>4}  {speed} samples/s  lag {lag}"
+    )
+
+
+def curve(values: Sequence[float], width: int = CURVE_WIDTH) -> str:
+    """Return values in [0, 1] as a line of block characters, at most `width` wide.
+
+    >>> curve([0.0, 0.5, 1.0])
+    '▁▅█'
+    """
+    if not values:
+        return ""
+    columns = min(width, len(values))
+    edges = [len(values) * column // columns for column in range(columns + 1)]
+    means = [sum(values[start:end]) / (end - start) for start, end in pairwise(edges)]
+    return "".join(BARS[min(len(BARS) - 1, int(max(0.0, mean) * len(BARS)))] for mean in means)

@@ -1,0 +1,41 @@
+"""Reports of the workers to the display, through the service like everything else: objects in one more partition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tq_service as tq
+from tq_service.demo.settings import REPORTS_PARTITION
+
+FIELD = "report"
+TASK = "display"
+Report = dict[str, Any]
+
+
+class Reporter:
+    """A worker's side."""
+
+    def __init__(self, client: tq.Client) -> None:
+        self._client = client
+
+    def send(self, kind: str, **facts: Any) -> None:
+        """Send the facts as one row."""
+        self._client.put({FIELD: [{"kind": kind, **facts}]}, partition_id=REPORTS_PARTITION)
+
+
+class ReportReader:
+    """The display's side."""
+
+    def __init__(self, client: tq.Client) -> None:
+        self._client = client
+
+    def read(self, max_wait: float) -> list[Report]:
+        """Wait up to `max_wait` seconds for reports, return those that came and clear them."""
+        meta = self._client.get_meta(
+            partition_id=REPORTS_PARTITION, task_name=TASK, data_fields=[FIELD], batch_size=256, max_wait=max_wait
+        )
+        if meta.status != "batch":
+            return []
+        reports = list(self._client.get_data(meta)[FIELD])
+        self._client.clear_samples(meta)
+        return reports

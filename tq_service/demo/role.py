@@ -1,0 +1,35 @@
+"""How each process of the demo starts: `python -m tq_service.demo.<role> SETTINGS.json INDEX`.
+
+A process watches its standard input, which the demo holds open: when that closes, the demo is gone, however it died,
+and the process ends too instead of waiting for samples for ever.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from tq_service.demo.settings import DemoSettings
+
+ORPHANED_EXIT_CODE = 3
+
+
+def run_role(role: Callable[[DemoSettings, int], None]) -> None:
+    """Run a role with the settings and the index that the command line names."""
+    if len(sys.argv) != 3:
+        sys.exit(f"usage: python -m tq_service.demo.<role> SETTINGS.json INDEX; got {sys.argv[1:]}")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the demo, which ends its processes in order
+    torch.set_num_threads(1)  # several processes share few cores
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    role(DemoSettings.load(Path(sys.argv[1])), int(sys.argv[2]))
+
+
+def _end_with_parent() -> None:
+    sys.stdin.buffer.read()
+    os._exit(ORPHANED_EXIT_CODE)

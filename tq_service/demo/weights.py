@@ -1,0 +1,105 @@
+"""Weights on their way back from the trainer to the rollout workers: rows of one more partition of the service.
+
+Each version is one row with the flat parameters; each rollout worker is a task of its own, so each sees every version,
+waits for the next one without polling, and keeps the newest. Versions that no rollout may use any more are cleared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+import tq_service as tq
+from tq_service.demo.settings import WEIGHTS_PARTITION
+from tq_service.errors import NotFoundError
+
+FIELD = "parameters"
+STOP_KEY = "stop"
+KEPT_VERSIONS = 4
+DRAIN_COUNT = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """One version of the policy's parameters: `flat` is `(parameters,)` float32."""
+
+    version: int
+    flat: Tensor
+
+
+class WeightPublisher:
+    """The trainer's side: puts versions and clears the old ones."""
+
+    def __init__(self, client: tq.Client) -> None:
+        self._client = client
+
+    def publish(self, version: int, flat: Tensor) -> None:
+        """Hand a version to all rollout workers."""
+        self._put(f"v{version}", version, flat)
+        self._client.clear_samples(partition_id=WEIGHTS_PARTITION, keys=[f"v{version - KEPT_VERSIONS}"])
+
+    def stop(self, version: int, flat: Tensor) -> None:
+        """Tell rollout and reward workers that no step will follow."""
+        self._put(STOP_KEY, version, flat)
+
+    def _put(self, key: str, version: int, flat: Tensor) -> None:
+        self._client.put(
+            {FIELD: flat.unsqueeze(0)},
+            partition_id=WEIGHTS_PARTITION,
+            keys=[key],
+            custom_meta=[{"version": version, "stop": key == STOP_KEY}],
+        )
+
+
+class WeightSubscriber:
+    """A rollout worker's side: waits until there is a version new enough.
+
+    Attributes:
+        stopped: whether the trainer is done.
+    """
+
+    def __init__(self, client: tq.Client, worker: int) -> None:
+        self._client = client
+        self._task = f"rollout_{worker}"
+        self._latest: Weights | None = None
+        self.stopped = False
+
+    def wait_for(self, version: int) -> Weights | None:
+        """Return the newest weights once they are of `version` or later; None when the trainer is done."""
+        self._take(max_wait=0.0)
+        while not self.stopped and (self._latest is None or self._latest.version < version):
+            self._take(max_wait=5.0)
+        return None if self.stopped else self._latest
+
+    def _take(self, max_wait: float) -> None:
+        meta = self._client.get_meta(
+            partition_id=WEIGHTS_PARTITION,
+            task_name=self._task,
+            data_fields=[FIELD],
+            batch_size=DRAIN_COUNT,
+            max_wait=max_wait,
+        )
+        if meta.status != "batch":
+            return
+        self.stopped = any(row["stop"] for row in meta.custom_meta)
+        newest = meta.select_samples([meta.size - 1])
+        try:
+            flat = self._client.get_data(newest)[FIELD][0]
+        except NotFoundError:
+            return  # cleared while this worker was busy with a rollout: newer ones are there
+        self._latest = Weights(version=int(newest.custom_meta[0]["version"]), flat=flat)
+
+
+def stop_check(client: tq.Client) -> Callable[[], bool]:
+    """Return a function that tells whether the trainer is done, for a worker that does not follow the weights."""
+
+    def is_stopped() -> bool:
+        try:
+            found, _ = client.lookup_samples(WEIGHTS_PARTITION, keys=[STOP_KEY])
+        except NotFoundError:
+            return False
+        return len(found.global_indexes) > 0
+
+    return is_stopped
