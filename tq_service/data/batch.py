@@ -1,0 +1,77 @@
+"""What passes between the parts of the loader: a batch, the life it belongs to, and a stream of batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from tensordict import TensorDict
+
+from tq_service.data.columns import build, flatten
+
+if TYPE_CHECKING:
+    from tq_service.client import BatchMeta
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Life:
+    """The life of the partition and of the task's consumption: batches of two lives must not be mixed."""
+
+    incarnation: bytes
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """The part of one rank of one batch.
+
+    Attributes:
+        index: its batch_index.
+        data: the TensorDict, or whatever fetch_batch_fn returned.
+        meta: what it is.
+        borrowed: whether the tensors lie in memory shared with a worker, which is scarce and takes file descriptors.
+    """
+
+    index: int
+    data: Any
+    meta: BatchMeta
+    borrowed: bool = False
+
+    @property
+    def life(self) -> Life:
+        """The life it belongs to."""
+        return Life(incarnation=self.meta.incarnation, epoch=self.meta.epoch)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its tensors; 0 where fetch_batch_fn returned something else than a TensorDict."""
+        return flatten(self.data).size_bytes if isinstance(self.data, TensorDict) else 0
+
+    def owned(self) -> Batch:
+        """Return the batch in memory of this process."""
+        if not self.borrowed or not isinstance(self.data, TensorDict):
+            return self
+        return replace(self, data=build(flatten(self.data).map_tensors(torch.clone)), borrowed=False)
+
+
+class BatchStream(Protocol):
+    """Gives batches one after the other; used by one thread."""
+
+    @property
+    def next_index(self) -> int:
+        """The batch_index that `read` gives next."""
+        ...
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        ...
+
+    def read(self) -> Batch | None:
+        """Wait for the next batch and return it; None at the end. Errors of fetching it are raised here."""
+        ...
+
+    def close(self) -> None:
+        """Stop fetching and drop what was fetched ahead; it will be fetched again when asked for. Idempotent."""
+        ...

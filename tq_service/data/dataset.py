@@ -1,0 +1,251 @@
+"""StreamingDataset: the micro-batches of one DP rank, from the first batch to the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch.utils.data import IterableDataset, get_worker_info
+
+from tq_service.data.batch import Batch, BatchStream, Life
+from tq_service.data.buffer import ReplayBuffer
+from tq_service.data.micro_batches import ProcessBatch, split_micro_batches
+from tq_service.data.source import BatchRequest, BatchSource, ClientFactory, FetchBatch, InlineStream, fetch_batch
+from tq_service.errors import InvalidArgumentError, StaleEpochError, StaleIncarnationError
+from tq_service.schema import BatchUnit
+
+OpenStream = Callable[[BatchSource, int, Life | None], BatchStream]
+
+
+class StreamingDataset(IterableDataset[Any]):
+    """The micro-batches of one DP rank.
+
+    Iterating it fetches in the consumer's thread; `StreamingDataLoader` fetches ahead. Lifecycle::
+
+        __init__ ──> batch_index = start_batch_index
+                        │
+          ┌─────────────┴── iter ──> (micro_batch, meta), ... of batch 0, batch 1, ... ──> end
+          │                 │
+          │                 ├─ break, then iter:   goes on after the last batch given out
+          │                 ├─ reset():            from batch 0 again, out of the buffer or fetched again
+          │                 └─ step(partition_id): batch 0 of another partition, buffer dropped
+          └─────────────────┘
+
+    A live iterator follows `reset()` and `step()` with its next micro-batch. A batch counts as given out with its first
+    micro-batch; `batch_index` is then the next one, and is what a checkpoint keeps for `start_batch_index`.
+
+    Every DP rank yields the same number of micro-batches, empty ones included: they have the same fields, dtypes and
+    layouts and 0 rows, so that each rank can take part in each collective.
+
+    Args:
+        address: where the service is, "host:port"; None: `TQ_ADDRESS`, then localhost:50051.
+        batch_size: samples (or groups, see `batch_unit`) of a batch, for each rank.
+        micro_batch_size: samples of a micro-batch; None: the batch is one micro-batch, unless the sampler cuts it.
+        data_fields: fields that make a sample ready and that are fetched.
+        partition_id: the partition; one that does not exist yet is waited for.
+        task_name: the consumer; tasks consume a partition independently.
+        dp_rank: this rank; replicas of a rank give the same number and get the same batches.
+        dp_size: number of ranks.
+        sampler: name of the sampler.
+        sampler_config: its options.
+        should_check_consumption_status: finite mode: end also when everything inserted so far is consumed. Otherwise
+            (streaming mode) batches are waited for until the partition is sealed.
+        fetch_batch_fn: fetches a batch instead of `fetch_batch`, whose docstring has the keywords; runs in the
+            prefetching thread or worker, which it must be picklable for with spawn.
+        process_batch_fn: called as `process_batch_fn(data, meta, micro_batch_size=...)` in the consumer's thread and
+            process instead of `split_micro_batches`; what it returns, an iterable, is yielded item by item.
+        start_batch_index: the first batch, for a rank that is restarted in the middle.
+        where: conditions on custom_meta, such as `("version", ">=", 3)`, all of which must hold.
+        order_by: custom_meta columns that order ready samples.
+        drop_last: leave out the last batch if it is short.
+        batch_unit: whether `batch_size` counts samples or groups.
+        max_buffered_batches: how many batches, the first ones, are kept for `reset()`; 0 keeps none.
+        max_wait: seconds that one call waits for a batch before it is made again; also how long a worker may need to
+            notice that its batch is not wanted any more.
+        timeout: seconds that a call may take beyond `max_wait`, retries included: how long the server may be away.
+        client_factory: opens the sync client instead of `Client(address)`, for its other settings.
+
+    Raises:
+        InvalidArgumentError: an argument cannot be right.
+    """
+
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        batch_size: int,
+        micro_batch_size: int | None = None,
+        data_fields: Sequence[str],
+        partition_id: str,
+        task_name: str,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        sampler: str = "sequential",
+        sampler_config: Mapping[str, Any] | None = None,
+        should_check_consumption_status: bool = False,
+        fetch_batch_fn: FetchBatch | None = None,
+        process_batch_fn: ProcessBatch | None = None,
+        start_batch_index: int = 0,
+        where: Sequence[tuple[str, str, Any]] = (),
+        order_by: Sequence[Any] = (),
+        drop_last: bool = False,
+        batch_unit: BatchUnit = "sample",
+        max_buffered_batches: int = 32,
+        max_wait: float = 2.0,
+        timeout: float = 120.0,
+        client_factory: ClientFactory | None = None,
+    ) -> None:
+        super().__init__()
+        _require_fields(data_fields)
+        _require(batch_size >= 1, "batch_size", batch_size, "at least 1")
+        _require(micro_batch_size is None or micro_batch_size >= 1, "micro_batch_size", micro_batch_size, "at least 1")
+        _require(dp_size >= 1, "dp_size", dp_size, "at least 1")
+        _require(0 <= dp_rank < dp_size, "dp_rank", dp_rank, f"0 to {dp_size - 1}, below dp_size")
+        _require(start_batch_index >= 0, "start_batch_index", start_batch_index, "at least 0")
+        _require(max_buffered_batches >= 0, "max_buffered_batches", max_buffered_batches, "at least 0")
+        _require(max_wait > 0, "max_wait", max_wait, "more than 0 seconds")
+        _require(timeout > 0, "timeout", timeout, "more than 0 seconds")
+        self._source = BatchSource(
+            address=address,
+            request=BatchRequest(
+                partition_id=partition_id,
+                task_name=task_name,
+                data_fields=tuple(data_fields),
+                batch_size=batch_size,
+                micro_batch_size=micro_batch_size,
+                dp_rank=dp_rank,
+                dp_size=dp_size,
+                sampler=sampler,
+                sampler_config=sampler_config,
+                where=tuple(where),
+                order_by=tuple(order_by),
+                drop_last=drop_last,
+                batch_unit=batch_unit,
+                finite=should_check_consumption_status,
+                max_wait=max_wait,
+                timeout=timeout,
+            ),
+            fetch_batch_fn=fetch_batch_fn or fetch_batch,
+            client_factory=client_factory,
+        )
+        self._process_batch = process_batch_fn or split_micro_batches
+        self._buffer = ReplayBuffer(max_buffered_batches)
+        self._batch_index = start_batch_index
+        self._life: Life | None = None
+        # Counts reset() and step(), so that a live iterator notices them.
+        self._moves = 0
+
+    @property
+    def batch_index(self) -> int:
+        """The batch that comes after the last one given out."""
+        return self._batch_index
+
+    @property
+    def partition_id(self) -> str:
+        """The partition that is consumed."""
+        return self._source.request.partition_id
+
+    def __iter__(self) -> Iterator[Any]:
+        if get_worker_info() is not None:
+            raise RuntimeError(
+                "a StreamingDataset was iterated in a worker of torch's DataLoader, where every worker would yield the "
+                "same batches; use StreamingDataLoader(dataset, num_workers=...)"
+            )
+        return self.iterate(InlineStream)
+
+    def iterate(self, open_stream: OpenStream) -> Iterator[Any]:
+        """Yield the micro-batches from the next batch on, fetched by the streams that `open_stream` opens."""
+        stream: BatchStream | None = None
+        try:
+            while True:
+                source, moves = self._source, self._moves
+                batch = self._buffer.get(self._batch_index)
+                if batch is None:
+                    if stream is not None and (stream.closed or stream.next_index != self._batch_index):
+                        stream.close()
+                        stream = None
+                    stream = stream or open_stream(source, self._batch_index, self._life)
+                    batch = stream.read()
+                    if self._moves != moves:
+                        stream.close()
+                        continue
+                    if batch is None:
+                        if stream.closed:
+                            continue
+                        return
+                    self._keep(batch)
+                for item in self._give_out(batch):
+                    yield item
+                    if self._moves != moves:
+                        break
+                if self._moves != moves and stream is not None:
+                    stream.close()
+        finally:
+            if stream is not None:
+                stream.close()
+
+    def _keep(self, batch: Batch) -> None:
+        if self._life is not None and batch.life.incarnation != self._life.incarnation:
+            raise StaleIncarnationError(
+                f"batch {batch.index} belongs to another life of partition {self.partition_id!r} than the batches "
+                "before it: it was cleared and made again; call step() to start over"
+            )
+        if self._life is not None and batch.life.epoch != self._life.epoch:
+            raise StaleEpochError(
+                f"batch {batch.index} belongs to epoch {batch.life.epoch} of the task, the batches before it to epoch "
+                f"{self._life.epoch}: its consumption was reset; call step() to start over"
+            )
+        self._life = batch.life
+        self._buffer.add(batch)
+
+    def _give_out(self, batch: Batch) -> Iterator[Any]:
+        """Yield the micro-batches; the batch is given out with the first, so that one that fails to split is not."""
+        items = iter(
+            self._process_batch(batch.data, batch.meta, micro_batch_size=self._source.request.micro_batch_size)
+        )
+        first = next(items, _NOTHING)
+        self._batch_index = batch.index + 1
+        if first is not _NOTHING:
+            yield first
+            yield from items
+
+    def reset(self) -> None:
+        """Start from the first batch again: the same batches, out of the buffer or fetched again.
+
+        A batch that is fetched again needs its samples: `SamplesClearedError` if they were cleared meanwhile.
+        """
+        self._batch_index = 0
+        self._moves += 1
+
+    def step(self, partition_id: str) -> None:
+        """Go to the first batch of another partition; the buffer is dropped.
+
+        The name of the same partition is right for its next life, or for the next epoch of a task that was reset.
+        """
+        self._source = self._source.of_partition(partition_id)
+        self._buffer.clear()
+        self._life = None
+        self._batch_index = 0
+        self._moves += 1
+
+    def get_buffer(self) -> list[tuple[Any, Any]]:
+        """Return `(data, meta)` of the whole batches kept for `reset()`, in order."""
+        return self._buffer.pairs()
+
+
+_NOTHING = object()
+
+
+def _require(holds: bool, name: str, got: object, expected: str) -> None:
+    if not holds:
+        raise InvalidArgumentError(f"{name}: got {got}; expected {expected}", field=name)
+
+
+def _require_fields(data_fields: Sequence[str]) -> None:
+    _require(
+        not isinstance(data_fields, str) and len(data_fields) > 0,
+        "data_fields",
+        repr(data_fields),
+        "a list of at least one field name",
+    )
+    _require(len(set(data_fields)) == len(data_fields), "data_fields", list(data_fields), "each field once")

@@ -1,0 +1,150 @@
+"""StreamingDataLoader: fetches batches ahead of the trainer, in a thread or in worker processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from multiprocessing.context import BaseContext
+from types import TracebackType
+from typing import Any
+
+from tq_service.data.batch import BatchStream, Life
+from tq_service.data.dataset import StreamingDataset
+from tq_service.data.prefetch import PrefetchStream
+from tq_service.data.source import BatchSource, InlineStream
+from tq_service.data.workers import WorkerPool, WorkerStream, worker_context
+from tq_service.errors import InvalidArgumentError
+
+
+class StreamingDataLoader:
+    """Iterates a `StreamingDataset` and fetches its batches ahead.
+
+    ::
+
+        num_workers=0   thread ── batches, in order ──────────────┐
+                                                                  ├──> split into micro-batches ──> for ... in loader
+        num_workers=2   worker 0 ── batches 0, 2, 4, ... ──┐      │
+                        worker 1 ── batches 1, 3, 5, ... ──┴──────┘   (in order, none twice, none lost)
+
+    An iterator that ends, breaks or raises stops the fetching and drops what was fetched ahead. That is still there
+    for the next iterator, which asks for the same batches again. Worker processes stay for it, until `close()` or
+    until the loader is garbage.
+
+    The length is not known beforehand: `len()` raises TypeError.
+
+    Args:
+        dataset: what is iterated.
+        num_workers: worker processes that share the batches of the rank; 0: a thread of this process.
+        prefetch_factor: batches fetched ahead, by each worker or by the thread. 0 with `num_workers=0` fetches in the
+            consumer's thread: for a fetch_batch_fn that takes part in collectives.
+        multiprocessing_context: how workers are started: "fork", "spawn", "forkserver", a context, or None for torch's
+            default. Workers use a sync client of their own, so fork works with any live client in this process.
+        prefetch_bytes: the thread fetches nothing further while it holds so many bytes; with workers the number of
+            batches is the only bound.
+        persistent_workers: keep the worker processes between iterators.
+
+    Raises:
+        InvalidArgumentError: an argument cannot be right.
+    """
+
+    def __init__(
+        self,
+        dataset: StreamingDataset,
+        num_workers: int = 0,
+        prefetch_factor: int = 2,
+        multiprocessing_context: str | BaseContext | None = None,
+        *,
+        prefetch_bytes: int = 1 << 30,
+        persistent_workers: bool = True,
+    ) -> None:
+        if num_workers < 0:
+            raise InvalidArgumentError(f"num_workers: got {num_workers}; expected at least 0", field="num_workers")
+        if prefetch_factor < (1 if num_workers else 0):
+            raise InvalidArgumentError(
+                f"prefetch_factor: got {prefetch_factor}; expected at least 1, or 0 without workers",
+                field="prefetch_factor",
+            )
+        if prefetch_bytes < 1:
+            raise InvalidArgumentError(
+                f"prefetch_bytes: got {prefetch_bytes}; expected at least 1", field="prefetch_bytes"
+            )
+        self.dataset = dataset
+        self.num_workers = num_workers
+        self.prefetch_factor = prefetch_factor
+        self._context = worker_context(multiprocessing_context) if num_workers else None
+        self._prefetch_bytes = prefetch_bytes
+        self._persistent_workers = persistent_workers
+        self._stream: BatchStream | None = None
+        self._pool: WorkerPool | None = None
+
+    @property
+    def batch_index(self) -> int:
+        """The batch that comes after the last one given out: the `start_batch_index` of a restart from here."""
+        return self.dataset.batch_index
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield micro-batches, going on after the last batch given out.
+
+        Raises:
+            RuntimeError: a worker process died. The next iterator starts new ones and goes on.
+            Exception: whatever fetching raised, with its type; the next iterator asks for the same batch again.
+        """
+        try:
+            yield from self.dataset.iterate(self._open_stream)
+        except Exception:
+            self._end_workers()
+            raise
+        finally:
+            if not self._persistent_workers:
+                self._end_workers()
+
+    def _open_stream(self, source: BatchSource, batch_index: int, life: Life | None) -> BatchStream:
+        """Return the one stream of this loader; the stream of another iterator is closed by it."""
+        if self._stream is not None:
+            self._stream.close()
+        self._stream = self._new_stream(source, batch_index, life)
+        return self._stream
+
+    def _new_stream(self, source: BatchSource, batch_index: int, life: Life | None) -> BatchStream:
+        if self._context is not None:
+            if self._pool is None:
+                self._pool = WorkerPool(self.num_workers, self.prefetch_factor, self._context)
+            return WorkerStream(self._pool, source, batch_index, life)
+        if self.prefetch_factor == 0:
+            return InlineStream(source, batch_index, life)
+        return PrefetchStream(
+            source, batch_index, life, max_batches=self.prefetch_factor, max_bytes=self._prefetch_bytes
+        )
+
+    def _end_workers(self) -> None:
+        if self._pool is not None:
+            if self._stream is not None:
+                self._stream.close()
+            self._pool.close()
+            self._pool = None
+
+    def reset(self) -> None:
+        """Start from the first batch again: the same batches, out of the buffer or fetched again."""
+        self.dataset.reset()
+
+    def step(self, partition_id: str) -> None:
+        """Go to the first batch of another partition, with fresh state."""
+        self.dataset.step(partition_id)
+
+    def get_buffer(self) -> list[tuple[Any, Any]]:
+        """Return `(data, meta)` of the whole batches kept for `reset()`, in order."""
+        return self.dataset.get_buffer()
+
+    def close(self) -> None:
+        """Stop fetching and end the thread or the workers. Idempotent; iterating starts them again."""
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+        self._end_workers()
+
+    def __enter__(self) -> StreamingDataLoader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

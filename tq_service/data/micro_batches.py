@@ -1,0 +1,136 @@
+"""Cuts a batch into micro-batches.
+
+A micro-batch owns its memory: a trainer that changes it in place changes neither the batch kept for `reset()` nor
+another micro-batch, and the batch can be freed while micro-batches of it are in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDict
+
+from tq_service.data.columns import Column, DenseColumn, FlatBatch, JaggedColumn, ObjectColumn, build, flatten
+
+if TYPE_CHECKING:
+    from tq_service.client import BatchMeta
+
+ProcessBatch = Callable[..., Iterable[Any]]
+"""`process_batch_fn(data, meta, micro_batch_size=...)`: returns what the loader yields for one batch."""
+
+Positions = NDArray[np.int64]
+
+
+def split_micro_batches(
+    data: TensorDict, meta: BatchMeta, micro_batch_size: int | None = None
+) -> Iterator[tuple[TensorDict, BatchMeta]]:
+    """Yield the micro-batches of a batch, each with its part of the meta.
+
+    The cuts are those of the plan (`meta.micro_batches`: the packs of all steps, in order), so that every rank gets
+    the same number of them, empty ones included. A meta without cuts is cut by `micro_batch_size`.
+
+    Args:
+        data: the batch, `meta.size` rows.
+        meta: what it is.
+        micro_batch_size: samples a micro-batch where the meta has no cuts; None: the batch is one micro-batch.
+
+    Raises:
+        ValueError: the batch has another number of rows than the meta.
+    """
+    flat = flatten(data)
+    if flat.row_count != meta.size:
+        raise ValueError(
+            f"the batch has {flat.row_count} rows and its meta {meta.size} samples; fetch_batch_fn returns both alike, "
+            "or process_batch_fn cuts them"
+        )
+    for positions in cuts(meta, micro_batch_size):
+        yield build(select_rows(flat, positions)), meta.select_samples(positions.tolist())
+
+
+def cuts(meta: BatchMeta, micro_batch_size: int | None) -> list[Positions]:
+    """Return the positions of each micro-batch in the batch."""
+    if meta.micro_batches:
+        return [np.asarray(positions, dtype=np.int64) for positions in meta.micro_batches]
+    size = micro_batch_size or max(meta.size, 1)
+    every = np.arange(meta.size, dtype=np.int64)
+    return [every[start : start + size] for start in range(0, max(meta.size, 1), size)]
+
+
+def take_rows(data: TensorDict, positions: Sequence[int] | Positions) -> TensorDict:
+    """Return a batch of the rows at `positions`, in this order, jagged fields jagged; for use in process_batch_fn."""
+    return build(select_rows(flatten(data), np.asarray(positions, dtype=np.int64)))
+
+
+def select_rows(flat: FlatBatch, positions: Positions) -> FlatBatch:
+    """Return a copy of some rows in the order of `positions` `(m,)`.
+
+    Raises:
+        IndexError: a position is outside the batch.
+    """
+    if positions.size and (positions.min() < 0 or positions.max() >= flat.row_count):
+        raise IndexError(
+            f"got positions {positions.min()} to {positions.max()} of a batch of {flat.row_count} rows; "
+            f"expected 0 to {flat.row_count - 1}"
+        )
+    rows = _Picker.of(positions)
+    jagged = [_jagged_picker(offsets, positions, rows) for offsets in flat.patterns]
+
+    def pick(column: Column) -> Column:
+        if isinstance(column, DenseColumn):
+            return DenseColumn(values=rows.pick(column.values, 0))
+        if isinstance(column, JaggedColumn):
+            values = jagged[column.pattern][0].pick(column.values, column.ragged_dim - 1)
+            return JaggedColumn(values=values, pattern=column.pattern, ragged_dim=column.ragged_dim)
+        return ObjectColumn(rows=[_own(column.rows[position]) for position in positions])
+
+    return FlatBatch(
+        row_count=int(positions.size),
+        columns={key: pick(column) for key, column in flat.columns.items()},
+        patterns=tuple(offsets for _, offsets in jagged),
+    )
+
+
+class _Picker:
+    """Copies parts of tensors: a slice where the parts are neighbours, gathered by index otherwise."""
+
+    def __init__(self, *, start: int = 0, count: int = 0, index: torch.Tensor | None = None) -> None:
+        self._start = start
+        self._count = count
+        self._index = index
+
+    @classmethod
+    def of(cls, positions: Positions) -> _Picker:
+        if positions.size == 0 or np.array_equal(positions, np.arange(positions[0], positions[0] + positions.size)):
+            return cls(start=int(positions[0]) if positions.size else 0, count=int(positions.size))
+        return cls(index=torch.from_numpy(positions))
+
+    @property
+    def is_slice(self) -> bool:
+        return self._index is None
+
+    def pick(self, values: torch.Tensor, dim: int) -> torch.Tensor:
+        if self._index is None:
+            return values.narrow(dim, self._start, self._count).clone(memory_format=torch.contiguous_format)
+        # Not index_select, which lacks the unsigned dtypes.
+        index = self._index.to(values.device)
+        return values[index] if dim == 0 else values.movedim(dim, 0)[index].movedim(0, dim).contiguous()
+
+
+def _jagged_picker(offsets: torch.Tensor, positions: Positions, rows: _Picker) -> tuple[_Picker, torch.Tensor]:
+    """Return what picks the values of some rows, and the offsets `(m + 1,)` of what it picks."""
+    bounds = offsets.detach().cpu().numpy().astype(np.int64, copy=False)
+    starts, lengths = bounds[:-1][positions], np.diff(bounds)[positions]
+    picked = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+    new_offsets = torch.from_numpy(picked).to(device=offsets.device, dtype=offsets.dtype)
+    if rows.is_slice:
+        return _Picker(start=int(starts[0]) if starts.size else 0, count=int(picked[-1])), new_offsets
+    index = np.repeat(starts - picked[:-1], lengths) + np.arange(picked[-1])
+    return _Picker(index=torch.from_numpy(index)), new_offsets
+
+
+def _own(row: Any) -> Any:
+    return row.clone() if isinstance(row, torch.Tensor) else row

@@ -1,0 +1,209 @@
+"""Where batches come from: what is asked, of whom, and how long it is waited for."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from tensordict import TensorDict
+
+from tq_service.data.batch import Batch, Life
+from tq_service.schema import BatchUnit
+
+if TYPE_CHECKING:
+    from tq_service.client import BatchMeta, Client
+
+FetchBatch = Callable[..., tuple[Any, Any]]
+"""`fetch_batch_fn(**keywords) -> (data, meta)`; see `fetch_batch` for the keywords and the answer."""
+
+ClientFactory = Callable[[str | None], Any]
+"""Opens the sync client of a fetching thread or worker, given the address."""
+
+# A fetch_batch_fn that says "not yet" without having waited is asked again after this long.
+_RETRY_SECONDS = 0.05
+
+
+class StreamClosedError(Exception):
+    """Waiting ended because nobody wants the batch any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRequest:
+    """What a rank asks for, the same for each of its batches; the names are those of `Client.get_meta`."""
+
+    partition_id: str
+    task_name: str
+    data_fields: tuple[str, ...]
+    batch_size: int
+    micro_batch_size: int | None
+    dp_rank: int
+    dp_size: int
+    sampler: str
+    sampler_config: Mapping[str, Any] | None
+    where: Sequence[tuple[str, str, Any]]
+    order_by: Sequence[Any]
+    drop_last: bool
+    batch_unit: BatchUnit
+    finite: bool
+    max_wait: float
+    timeout: float
+
+    def keywords(self) -> dict[str, Any]:
+        """Return the keyword arguments of fetch_batch_fn that the request gives."""
+        return {
+            "partition_id": self.partition_id,
+            "task_name": self.task_name,
+            "data_fields": list(self.data_fields),
+            "batch_size": self.batch_size,
+            "micro_batch_size": self.micro_batch_size,
+            "dp_rank": self.dp_rank,
+            "dp_size": self.dp_size,
+            "sampler": self.sampler,
+            "sampler_config": None if self.sampler_config is None else dict(self.sampler_config),
+            "where": list(self.where),
+            "order_by": list(self.order_by),
+            "drop_last": self.drop_last,
+            "batch_unit": self.batch_unit,
+            "finite": self.finite,
+            "max_wait": self.max_wait,
+            "timeout": self.timeout,
+        }
+
+
+def fetch_batch(
+    *, client: Client, max_wait: float, timeout: float, **claim: Any
+) -> tuple[TensorDict | None, BatchMeta]:
+    """Claim one batch and fetch its data: what `fetch_batch_fn` does unless another is given.
+
+    A function that takes its place is called with keywords only and should accept `**others`, since keywords may be
+    added: `client` (a sync client of the calling thread or worker), `batch_index`, `partition_id`, `task_name`,
+    `data_fields`, `batch_size`, `micro_batch_size`, `dp_rank`, `dp_size`, `sampler`, `sampler_config`, `where`,
+    `order_by`, `drop_last`, `batch_unit`, `finite`, `max_wait`, `timeout`, `incarnation`, `epoch` (the last two None
+    until the first batch has come).
+
+    Returns:
+        The data and its meta. The data is None where the meta is no batch: with status "not_yet" the function is
+        called again, with "end" the iteration ends. `(None, None)` means "not_yet".
+    """
+    meta = client.get_meta(max_wait=max_wait, timeout=timeout, **claim)
+    if meta.status != "batch":
+        return None, meta
+    return client.get_data(meta, timeout=timeout), meta
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSource:
+    """Whom to ask for what; picklable where its functions are, so that it can be sent to worker processes."""
+
+    address: str | None
+    request: BatchRequest
+    fetch_batch_fn: FetchBatch
+    client_factory: ClientFactory | None = None
+
+    def of_partition(self, partition_id: str) -> BatchSource:
+        """Return the same source for another partition."""
+        return replace(self, request=replace(self.request, partition_id=partition_id))
+
+    def open_client(self) -> Any:
+        """Return a new sync client."""
+        if self.client_factory is not None:
+            return self.client_factory(self.address)
+        from tq_service.client import Client  # noqa: PLC0415  (a client_factory makes it unnecessary)
+
+        return Client() if self.address is None else Client(self.address)
+
+
+class BatchFetcher:
+    """Fetches batches of a source with a sync client of its own; used by one thread.
+
+    Once a batch has come, later ones must be of the same life: a partition that is cleared and made again, or a task
+    that is reset, ends the stream with the error of a stale claim instead of going on in the middle of the new life.
+    """
+
+    def __init__(self, source: BatchSource, life: Life | None = None) -> None:
+        self._source = source
+        self._client = source.open_client()
+        self._life = life
+
+    def fetch(self, batch_index: int, is_wanted: Callable[[], bool]) -> Batch | None:
+        """Wait for a batch and return it; None at the end.
+
+        Args:
+            batch_index: which batch.
+            is_wanted: asked before each call; waiting ends once it is false.
+
+        Raises:
+            StreamClosedError: the batch is not wanted any more.
+            TypeError: fetch_batch_fn returned no data for a batch.
+        """
+        while is_wanted():
+            asked_at = time.monotonic()
+            data, meta = self._source.fetch_batch_fn(
+                client=self._client,
+                batch_index=batch_index,
+                incarnation=self._life.incarnation if self._life else None,
+                epoch=self._life.epoch if self._life else None,
+                **self._source.request.keywords(),
+            )
+            status = "not_yet" if meta is None else meta.status
+            if status == "end":
+                return None
+            if status == "batch":
+                return self._accept(batch_index, data, meta)
+            if time.monotonic() - asked_at < _RETRY_SECONDS:
+                time.sleep(_RETRY_SECONDS)
+        raise StreamClosedError
+
+    def _accept(self, batch_index: int, data: Any, meta: Any) -> Batch:
+        if data is None:
+            raise TypeError(
+                f"fetch_batch_fn returned no data for batch {batch_index}, whose meta has status 'batch'; return "
+                "client.get_data(meta) for empty batches too, since every rank needs them"
+            )
+        batch = Batch(index=batch_index, data=data, meta=meta)
+        self._life = batch.life
+        return batch
+
+    def close(self) -> None:
+        """Close the client; a call in progress in another thread ends. Idempotent."""
+        self._client.close()
+
+
+class InlineStream:
+    """A stream that fetches in the thread that reads it."""
+
+    def __init__(self, source: BatchSource, batch_index: int, life: Life | None) -> None:
+        self._fetcher = BatchFetcher(source, life)
+        self._next_index = batch_index
+        self._closed = False
+
+    @property
+    def next_index(self) -> int:
+        """The batch_index that `read` gives next."""
+        return self._next_index
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    def read(self) -> Batch | None:
+        """Fetch the next batch; None at the end."""
+        batch = self._fetcher.fetch(self._next_index, lambda: True)
+        if batch is not None:
+            self._next_index += 1
+        return batch
+
+    def close(self) -> None:
+        """Close the client."""
+        self._closed = True
+        self._fetcher.close()
+
+
+def parent_is_alive() -> bool:
+    """Whether the process that started this worker still runs; true in a process that is no worker."""
+    parent = multiprocessing.parent_process()
+    return parent is None or parent.is_alive()
