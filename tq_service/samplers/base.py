@@ -28,10 +28,10 @@ class Sampler(ABC):
     def check(self, request: PlanRequest) -> None:  # noqa: B027  (optional hook)
         """Raise InvalidArgumentError where the request does not fit the sampler's options."""
 
-    def is_quick(self, request: PlanRequest) -> bool:  # noqa: ARG002
-        """Whether `plan` takes well under a millisecond, so that it may run on the event loop; else it gets a thread."""
+    def is_quick(self, request: PlanRequest) -> bool:
+        """Whether `plan` takes well under a millisecond and may run on the event loop; else it gets a thread."""
         return False
 
     @abstractmethod
-    def plan(self, view: View, request: PlanRequest) -> Plan | None | Awaitable[Plan | None]:
+    def plan(self, view: View, request: PlanRequest) -> Plan | Awaitable[Plan | None] | None:
         """Return the plan of one batch, or None where fewer than `request.min_size` units are ready."""

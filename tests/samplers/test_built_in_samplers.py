@@ -1,0 +1,193 @@
+"""The built-in samplers by example."""
+
+import pytest
+from fake_view import FakeView, Row, parts, view_of_groups, view_of_samples
+
+from tq_service.errors import InvalidArgumentError
+from tq_service.samplers import (
+    GRPOGroupNSampler,
+    LengthSource,
+    PlanRequest,
+    RankAwareSampler,
+    SeqlenBalancedSampler,
+    SequentialSampler,
+)
+
+
+def ranked(batch_size, ranks, *, min_size=None, unit="sample"):
+    least = batch_size * ranks if min_size is None else min_size
+    return PlanRequest(batch_size=batch_size, min_size=least, batch_unit=unit, rank_count=ranks)
+
+
+def queue(batch_size, *, min_size=1, unit="sample"):
+    return PlanRequest(batch_size=batch_size, min_size=min_size, batch_unit=unit, ranked=False)
+
+
+def test_sequential_gives_blocks_of_neighbours():
+    assert parts(SequentialSampler().plan(view_of_samples(10), ranked(2, 3))) == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_sequential_waits_for_a_full_batch_until_the_planner_lowers_the_least():
+    view = view_of_samples(5)
+    assert SequentialSampler().plan(view, ranked(2, 3)) is None
+    assert parts(SequentialSampler().plan(view, ranked(2, 3, min_size=1))) == [[0, 1], [2, 3], [4]]
+
+
+def test_sequential_short_batch_may_leave_ranks_empty():
+    assert parts(SequentialSampler().plan(view_of_samples(1), ranked(4, 3, min_size=1))) == [[0], [], []]
+
+
+def test_sequential_with_nothing_ready_makes_no_plan():
+    assert SequentialSampler().plan(view_of_samples(0), queue(4)) is None
+
+
+def test_sequential_skips_rows_that_are_not_ready():
+    view = FakeView([Row(0), Row(1, ready=False), Row(2, state="held"), Row(3)])
+    assert parts(SequentialSampler().plan(view, queue(8))) == [[0, 3]]
+
+
+def test_sequential_counts_groups():
+    plan = SequentialSampler().plan(view_of_groups([2, 3, 1, 2]), ranked(2, 2, unit="group"))
+    assert parts(plan) == [[0, 1, 2, 3, 4], [5, 6, 7]]
+
+
+def test_grpo_takes_whole_groups_only():
+    rows = [Row(i, group=f"u{i // 4}", ready=i != 5) for i in range(12)]
+    view = FakeView(rows, group_sizes={"u0": 4, "u1": 4, "u2": 4})
+    assert parts(GRPOGroupNSampler(n_samples_per_prompt=4).plan(view, ranked(4, 2))) == [[0, 1, 2, 3], [8, 9, 10, 11]]
+
+
+def test_grpo_makes_groups_of_consecutive_blocks():
+    view = view_of_samples(7)
+    assert parts(GRPOGroupNSampler(n_samples_per_prompt=2).plan(view, ranked(2, 3))) == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_grpo_waits_for_the_member_that_is_missing():
+    rows = [Row(i, group="u0", ready=i != 3) for i in range(4)]
+    view = FakeView(rows, group_sizes={"u0": 4})
+    sampler = GRPOGroupNSampler(n_samples_per_prompt=4)
+    assert sampler.plan(view, ranked(4, 1)) is None
+    view.all_rows[3].ready = True
+    assert parts(sampler.plan(view, ranked(4, 1))) == [[0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("incomplete_groups", "expected"), [("skip", [[4, 5, 6, 7]]), ("take", [[0, 2, 3, 4, 5, 6, 7]])]
+)
+def test_grpo_with_a_failed_member(incomplete_groups, expected):
+    rows = [Row(i, group=f"u{i // 4}", state="failed" if i == 1 else "live") for i in range(8)]
+    view = FakeView(rows, group_sizes={"u0": 4, "u1": 4})
+    sampler = GRPOGroupNSampler(n_samples_per_prompt=4, incomplete_groups=incomplete_groups)
+    assert parts(sampler.plan(view, queue(8))) == expected
+
+
+def test_grpo_refuses_a_batch_size_that_cuts_groups():
+    sampler = GRPOGroupNSampler(n_samples_per_prompt=4)
+    with pytest.raises(
+        InvalidArgumentError, match=r"batch_size: got 6 .*multiple of n_samples_per_prompt \(4\)"
+    ) as error:
+        sampler.check(ranked(6, 2))
+    assert error.value.field == "batch_size"
+    sampler.check(ranked(6, 2, unit="group"))
+
+
+def test_groups_of_many_sizes_are_dealt_evenly():
+    plan = GRPOGroupNSampler(n_samples_per_prompt=4).plan(view_of_groups([4, 3, 4, 1, 2, 2]), ranked(8, 2))
+    assert [len(part) for part in parts(plan)] == [8, 8]
+
+
+def test_grpo_counts_groups_of_many_sizes():
+    plan = GRPOGroupNSampler(n_samples_per_prompt=4).plan(view_of_groups([4, 1, 3, 2]), ranked(2, 2, unit="group"))
+    assert sorted(len(part) for part in parts(plan)) == [5, 5]
+
+
+def test_a_short_batch_is_planned_when_the_next_group_does_not_fit():
+    """Six of eight samples and no waiting: the third group of four would never fit."""
+    view = view_of_groups([3, 3, 4])
+    plan = GRPOGroupNSampler(n_samples_per_prompt=4).plan(view, ranked(4, 2))
+    assert parts(plan) == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_a_short_batch_waits_when_no_further_group_is_ready():
+    assert GRPOGroupNSampler(n_samples_per_prompt=4).plan(view_of_groups([3, 3]), ranked(4, 2)) is None
+
+
+def test_a_group_larger_than_the_batch_is_an_error_and_no_deadlock():
+    with pytest.raises(InvalidArgumentError, match=r"at least 9: the group of sample 0 has so many"):
+        GRPOGroupNSampler(n_samples_per_prompt=4).plan(view_of_groups([9, 4]), ranked(4, 2))
+
+
+def test_rank_aware_deals_round_robin():
+    assert parts(RankAwareSampler().plan(view_of_samples(7), ranked(2, 3))) == [[0, 3], [1, 4], [2, 5]]
+
+
+def test_rank_aware_spreads_a_short_batch():
+    assert parts(RankAwareSampler().plan(view_of_samples(5), ranked(4, 3, min_size=1))) == [[0, 3], [1, 4], [2]]
+
+
+def test_rank_aware_deals_whole_groups():
+    sampler = RankAwareSampler(n_samples_per_prompt=2)
+    assert parts(sampler.plan(view_of_samples(8), ranked(4, 2))) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+def test_rank_aware_evens_out_groups_of_many_sizes():
+    plan = RankAwareSampler(n_samples_per_prompt=4).plan(view_of_groups([4, 2, 4, 2]), ranked(2, 2, unit="group"))
+    assert parts(plan) == [[0, 1, 2, 3, 10, 11], [4, 5, 6, 7, 8, 9]]
+
+
+def test_rank_aware_is_for_ranks():
+    with pytest.raises(InvalidArgumentError, match="without dp_rank") as error:
+        RankAwareSampler().check(queue(4))
+    assert error.value.field == "sampler"
+
+
+def test_seqlen_balanced_evens_out_tokens():
+    view = view_of_samples(4, lengths=[100, 90, 10, 20])
+    assert parts(SeqlenBalancedSampler().plan(view, ranked(2, 2))) == [[0, 2], [1, 3]]
+
+
+def test_seqlen_balanced_keeps_groups_whole_and_counts_equal():
+    view = view_of_groups([2, 2, 2, 2], lengths=[50, 50, 1, 1, 40, 40, 10, 10])
+    plan = SeqlenBalancedSampler(n_samples_per_prompt=2).plan(view, ranked(4, 2))
+    assert parts(plan) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_seqlen_balanced_group_counts_differ_by_at_most_one():
+    view = view_of_samples(5, lengths=[100, 1, 1, 1, 1])
+    plan = SeqlenBalancedSampler().plan(view, ranked(4, 2, min_size=1))
+    assert sorted(len(part) for part in parts(plan)) == [2, 3]
+
+
+def test_seqlen_balanced_with_fewer_groups_than_ranks():
+    plan = SeqlenBalancedSampler().plan(view_of_samples(2, lengths=[7, 9]), ranked(4, 3, min_size=1))
+    assert sorted(parts(plan)) == [[], [0], [1]]
+
+
+def test_seqlen_balanced_serves_queue_workers():
+    plan = SeqlenBalancedSampler().plan(view_of_samples(5, lengths=[5, 4, 3, 2, 1]), queue(3))
+    assert parts(plan) == [[0, 1, 2]]
+
+
+def test_seqlen_balanced_refuses_negative_lengths():
+    with pytest.raises(InvalidArgumentError, match=r"total_lengths: got -3 for sample 1, expected a token"):
+        SeqlenBalancedSampler().plan(view_of_samples(2, lengths=[5, -3]), ranked(1, 2))
+
+
+def test_seqlen_balanced_names_its_length():
+    sampler = SeqlenBalancedSampler(length_key="tokens", length_field="input_ids")
+    assert sampler.length == LengthSource(key="tokens", field="input_ids")
+    assert SequentialSampler().length is None
+
+
+def test_quick_plans_may_run_on_the_loop():
+    assert SequentialSampler().is_quick(ranked(4096, 64))
+    assert SeqlenBalancedSampler().is_quick(ranked(64, 8))
+    assert not SeqlenBalancedSampler().is_quick(ranked(64, 64))
+
+
+@pytest.mark.parametrize("kind", [GRPOGroupNSampler, RankAwareSampler, SeqlenBalancedSampler])
+def test_options_that_mean_nothing_are_refused(kind):
+    with pytest.raises(ValueError, match="n_samples_per_prompt: got 0, expected at least 1"):
+        kind(n_samples_per_prompt=0)
+    with pytest.raises(ValueError, match="incomplete_groups: got 'drop'"):
+        kind(n_samples_per_prompt=2, incomplete_groups="drop")

@@ -1,0 +1,39 @@
+"""Samplers: which ready samples form a batch, and how they are spread over the ranks."""
+
+from tq_service.samplers.base import (
+    Groups,
+    Indexes,
+    LengthSource,
+    Pack,
+    Plan,
+    PlanRequest,
+    RankPlan,
+    Sampler,
+    View,
+)
+from tq_service.samplers.grpo_group_n import GRPOGroupNSampler
+from tq_service.samplers.options import SamplerInfo
+from tq_service.samplers.plan_runner import PlanRunner
+from tq_service.samplers.rank_aware import RankAwareSampler
+from tq_service.samplers.registry import SamplerRegistry
+from tq_service.samplers.seqlen_balanced import SeqlenBalancedSampler
+from tq_service.samplers.sequential import SequentialSampler
+
+__all__ = [
+    "GRPOGroupNSampler",
+    "Groups",
+    "Indexes",
+    "LengthSource",
+    "Pack",
+    "Plan",
+    "PlanRequest",
+    "PlanRunner",
+    "RankAwareSampler",
+    "RankPlan",
+    "Sampler",
+    "SamplerInfo",
+    "SamplerRegistry",
+    "SeqlenBalancedSampler",
+    "SequentialSampler",
+    "View",
+]

@@ -1,0 +1,57 @@
+"""Calls in daemon threads, awaited from the event loop.
+
+Threads of an executor are joined when the interpreter exits, so one hung call would keep a process alive for ever; and
+a thread costs little beside the calls made here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def start_daemon_thread(call: Callable[[], T], *, thread_name: str) -> asyncio.Future[Callable[[], T]]:
+    """Run `call` in a thread of its own.
+
+    Returns:
+        A future of a function that returns what the call returned, or raises what it raised. (A future cannot carry
+        every exception itself.) Cancelling the future does not stop the thread.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Callable[[], T]] = loop.create_future()
+
+    def deliver(outcome: Callable[[], T]) -> None:
+        if not future.done():
+            future.set_result(outcome)
+
+    def run() -> None:
+        outcome = _outcome_of(call)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(deliver, outcome)
+
+    threading.Thread(target=run, name=thread_name, daemon=True).start()
+    return future
+
+
+async def run_in_daemon_thread(call: Callable[[], T], *, thread_name: str) -> T:
+    """Return what the call returns in a thread of its own."""
+    outcome = await start_daemon_thread(call, thread_name=thread_name)
+    return outcome()
+
+
+def _outcome_of(call: Callable[[], T]) -> Callable[[], T]:
+    try:
+        result = call()
+    except BaseException as error:  # whatever it is, it belongs to who waits
+        raised = error
+
+        def reraise() -> T:
+            raise raised
+
+        return reraise
+    return lambda: result

@@ -1,0 +1,128 @@
+"""Options of a sampler: read from its constructor, checked against what a caller gives."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from tq_service.errors import InvalidArgumentError, UnknownSamplerError, nearest
+from tq_service.samplers.base import Sampler
+
+_FIELD = "sampler_config"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerInfo:
+    """A sampler for a listing.
+
+    Attributes:
+        name: what `get_meta(sampler=...)` takes.
+        summary: the first sentence of its docstring.
+        options: names of its options.
+    """
+
+    name: str
+    summary: str
+    options: tuple[str, ...] = ()
+
+
+def describe_sampler(name: str, kind: type[Sampler]) -> SamplerInfo:
+    """Return name, first docstring sentence and options of a sampler."""
+    first_paragraph = " ".join((inspect.getdoc(kind) or "").split("\n\n")[0].split())
+    sentence, stop, _ = first_paragraph.partition(". ")
+    return SamplerInfo(name=name, summary=sentence + stop.strip(), options=tuple(_parameters(kind)[0]))
+
+
+def build_sampler(name: str, kind: type[Sampler], config: Mapping[str, object]) -> Sampler:
+    """Return the sampler with these options.
+
+    Raises:
+        UnknownSamplerError: it has no such option.
+        InvalidArgumentError: an option is missing, or its type or value is wrong.
+    """
+    parameters, takes_any = _parameters(kind)
+    for option in config:
+        if option not in parameters and not takes_any:
+            raise UnknownSamplerError(
+                f"sampler_config: sampler {name!r} has no option {option!r}; {nearest(option, parameters)}",
+                field=_FIELD,
+            )
+    missing = [option for option, parameter in parameters.items() if _is_required(parameter) and option not in config]
+    if missing:
+        raise InvalidArgumentError(
+            f"sampler_config: sampler {name!r} needs {', '.join(map(repr, missing))}, got "
+            f"{', '.join(map(repr, config)) or 'no options'}",
+            field=_FIELD,
+        )
+    hints = _type_hints(kind)
+    options = {option: _converted(name, option, value, hints.get(option, Any)) for option, value in config.items()}
+    try:
+        sampler = kind(**options)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgumentError(
+            f"sampler_config: sampler {name!r} refuses {json.dumps(options, default=repr)}: {error}", field=_FIELD
+        ) from error
+    if not callable(getattr(sampler, "plan", None)):
+        raise InvalidArgumentError(
+            f"sampler: {name!r} makes a {type(sampler).__name__} without plan()", field="sampler"
+        )
+    return sampler
+
+
+def _parameters(kind: type[Sampler]) -> tuple[dict[str, inspect.Parameter], bool]:
+    """Return the parameters that can be given by keyword, and whether any other can."""
+    parameters = inspect.signature(kind).parameters.values()
+    by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return (
+        {parameter.name: parameter for parameter in parameters if parameter.kind in by_keyword},
+        any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters),
+    )
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    return parameter.default is inspect.Parameter.empty
+
+
+def _type_hints(kind: type[Sampler]) -> dict[str, Any]:
+    try:
+        return get_type_hints(kind.__init__)
+    except (NameError, TypeError):  # names that only a type checker imports: the constructor checks for itself
+        return {}
+
+
+def _converted(sampler: str, option: str, value: object, hint: Any) -> object:
+    """Return the value as the hint wants it: numbers of a JSON-like config are all doubles on the wire."""
+    matches, converted = _match(value, hint)
+    if matches:
+        return converted
+    expected = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+    raise InvalidArgumentError(
+        f"sampler_config: sampler {sampler!r}, option {option!r}: got {value!r} ({type(value).__name__}), "
+        f"expected {expected}",
+        field=_FIELD,
+    )
+
+
+def _match(value: object, hint: Any) -> tuple[bool, object]:
+    if get_origin(hint) in (Union, types.UnionType):
+        return next((result for part in get_args(hint) if (result := _match(value, part))[0]), (False, value))
+    if get_origin(hint) is Literal:
+        return next(
+            ((True, known) for known in get_args(hint) if _match(value, type(known)) == (True, known)), (False, value)
+        )
+    if hint in (type(None), None):
+        return value is None, value
+    if hint is int:
+        if isinstance(value, float) and value.is_integer():
+            return True, int(value)
+        return isinstance(value, int) and not isinstance(value, bool), value
+    if hint is float:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return is_number, float(value) if isinstance(value, (int, float)) else value
+    if hint in (bool, str):
+        return isinstance(value, hint), value
+    return True, value  # other annotations are the constructor's to check

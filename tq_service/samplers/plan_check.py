@@ -1,0 +1,89 @@
+"""Checks of what a sampler returned, before anything is recorded of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tq_service.domain.plan import Pack, Plan, PlanRequest, RankPlan
+from tq_service.errors import SamplerError
+
+
+def check_plan(sampler: str, plan: object, request: PlanRequest) -> Plan | None:
+    """Return the plan if it is well formed; whether its rows are ready is for the planner to see.
+
+    Raises:
+        SamplerError: it is no plan, has not one part for each rank, has no rows or a row twice, positions outside a
+            rank's rows or twice, or numbers of steps or packs that differ between ranks.
+    """
+    if plan is None:
+        return None
+    if not isinstance(plan, Plan):
+        raise _fault(sampler, f"a {type(plan).__name__}", "a Plan or None")
+    if not isinstance(plan.ranks, tuple) or not all(isinstance(rank, RankPlan) for rank in plan.ranks):
+        raise _fault(sampler, f"ranks of {plan.ranks!r:.80}", "a tuple of RankPlan; Plan.of(parts) makes it")
+    if len(plan.ranks) != request.rank_count:
+        raise _fault(sampler, f"parts for {len(plan.ranks)} ranks", f"one for each of {request.rank_count}")
+    for rank, part in enumerate(plan.ranks):
+        _check_array(sampler, f"rows of rank {rank}", part.rows)
+    rows = np.concatenate([part.rows for part in plan.ranks])
+    if not rows.size:
+        raise _fault(sampler, "a plan without rows", "at least one row, or None where not enough is ready")
+    ordered = np.sort(rows)
+    repeated = ordered[1:][ordered[1:] == ordered[:-1]]
+    if repeated.size:
+        raise _fault(sampler, f"row {repeated[0]} more than once", "every row at most once over all ranks")
+    _check_shape_of_steps(sampler, plan)
+    for rank, part in enumerate(plan.ranks):
+        _check_packs(sampler, rank, part)
+    return plan
+
+
+def _check_shape_of_steps(sampler: str, plan: Plan) -> None:
+    shapes = [[len(step) for step in part.steps] for part in plan.ranks]
+    for rank, shape in enumerate(shapes):
+        if shape != shapes[0]:
+            raise _fault(
+                sampler,
+                f"packs by step {shapes[0]} for rank 0 and {shape} for rank {rank}",
+                "the same numbers of steps and packs for every rank; fill up with empty packs",
+            )
+
+
+def _check_packs(sampler: str, rank: int, part: RankPlan) -> None:
+    packs = [pack for step in part.steps for pack in step]
+    for pack in packs:
+        if not isinstance(pack, Pack):
+            raise _fault(sampler, f"a {type(pack).__name__} among the packs of rank {rank}", "Pack objects")
+        _check_array(sampler, f"positions of rank {rank}", pack.positions)
+        if pack.lengths is not None and np.shape(pack.lengths) != pack.positions.shape:
+            raise _fault(
+                sampler, f"{np.size(pack.lengths)} lengths for {pack.positions.size} positions", "one for each"
+            )
+        if pack.padding_tokens < 0:
+            raise _fault(sampler, f"{pack.padding_tokens} padding tokens", "at least 0")
+    if not packs:
+        return
+    positions = np.concatenate([pack.positions for pack in packs])
+    if positions.size and (positions.min() < 0 or positions.max() >= part.rows.size):
+        raise _fault(
+            sampler,
+            f"positions {positions.min()} to {positions.max()} for rank {rank}",
+            f"positions in [0, {part.rows.size}), which index the rank's rows",
+        )
+    if np.bincount(positions).max(initial=0) > 1:
+        raise _fault(sampler, f"position {np.bincount(positions).argmax()} of rank {rank} in two packs", "one at most")
+
+
+def _check_array(sampler: str, what: str, array: Any) -> None:
+    if not isinstance(array, np.ndarray):
+        raise _fault(sampler, f"{what} as {type(array).__name__}", "a numpy array of int64; Plan.of(parts) converts")
+    if array.ndim != 1 or array.dtype != np.int64:
+        raise _fault(sampler, f"{what} as {array.dtype} of shape {array.shape}", "one dimension of int64")
+
+
+def _fault(sampler: str, got: str, expected: str) -> SamplerError:
+    return SamplerError(
+        f"sampler {sampler!r} returned {got}, expected {expected}; nothing was consumed", metadata={"sampler": sampler}
+    )
