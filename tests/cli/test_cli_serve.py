@@ -1,0 +1,118 @@
+"""`tq-service serve` as a process: what it prints, how it ends."""
+
+import signal
+import socket
+import subprocess
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import psutil
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from service_process import COMMAND, running_service
+
+from tq_service.v1 import controller_service_pb2 as controller_pb
+from tq_service.v1 import metadata_pb2 as metadata_pb
+from tq_service.v1.controller_service_pb2_grpc import ControllerServiceStub
+
+ServingStatus = health_pb2.HealthCheckResponse
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_with_exit_code_0(signal_number: signal.Signals) -> None:
+    with running_service() as (process, address):
+        assert int(address.rsplit(":", 1)[1]) > 0
+        assert run("health", address).stdout == "SERVING\n"
+        process.send_signal(signal_number)
+        assert process.wait(20) == 0
+
+
+def test_sigterm_drains_health_first_then_waits() -> None:
+    with running_service() as (process, address), grpc.insecure_channel(address) as channel:
+        seen: list[int] = []
+        not_serving = threading.Event()
+
+        def watch() -> None:
+            try:
+                for answer in health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest()):
+                    seen.append(answer.status)
+                    if answer.status == ServingStatus.NOT_SERVING:
+                        not_serving.set()
+            except grpc.RpcError:
+                return  # the server ends the stream
+
+        def wait_for_a_batch() -> tuple[str, bool]:
+            request = controller_pb.GetMetaRequest(
+                request_id=bytes(16),
+                partition_id="train",
+                task_name="update",
+                data_fields=["x"],
+                batch_size=1,
+                max_wait_seconds=50.0,
+            )
+            try:
+                answer = controller.GetMeta(request, timeout=60.0)
+            except grpc.RpcError as error:
+                return error.code().name, not_serving.is_set()
+            return metadata_pb.BatchStatus.Name(answer.meta.status), not_serving.is_set()
+
+        controller = ControllerServiceStub(channel)
+        controller.CreatePartition(controller_pb.CreatePartitionRequest(request_id=b"1" * 16, partition_id="train"))
+        with ThreadPoolExecutor(2) as threads:
+            watching = threads.submit(watch)
+            waiting = threads.submit(wait_for_a_batch)
+            described = controller_pb.DescribePartitionRequest(partition_id="train")
+            while not any(task.waiting_count for task in controller.DescribePartition(described).tasks):
+                assert not waiting.done(), waiting.result()
+            process.terminate()
+            outcome, health_came_first = waiting.result(30)
+            watching.result(30)
+        assert outcome in {"UNAVAILABLE", "BATCH_STATUS_NOT_YET"}
+        assert health_came_first
+        assert seen == [ServingStatus.SERVING, ServingStatus.NOT_SERVING]
+        assert process.wait(20) == 0
+
+
+def test_a_taken_port_is_one_line_and_exit_code_1() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        result = run("serve", "--port", str(taken.getsockname()[1]))
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    assert result.stderr.splitlines()[-1].startswith("error: ")
+
+
+def test_wrong_settings_are_one_line_and_exit_code_1() -> None:
+    result = run("serve", "--role", "storage")
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: role storage needs the setting controller")
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_an_idle_server_is_small() -> None:
+    with running_service() as (process, _):
+        assert psutil.Process(process.pid).memory_info().rss < 100 * 2**20
+
+
+def test_roles_can_be_processes_of_their_own() -> None:
+    with (
+        running_service("--role", "controller") as (controller, address),
+        running_service("--role", "storage", "--controller", address, "--storage-id", "s1") as (storage, _),
+        grpc.insecure_channel(address) as channel,
+    ):
+        stub = ControllerServiceStub(channel)
+        while True:  # until the storage service has announced itself
+            try:
+                placed = stub.PlacePut(controller_pb.PlacePutRequest(size_bytes=100), timeout=20.0)
+                break
+            except grpc.RpcError as error:
+                assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert placed.storage.storage_id == "s1"
+        assert not placed.embedded
+        for process in (storage, controller):
+            process.terminate()
+            assert process.wait(20) == 0
