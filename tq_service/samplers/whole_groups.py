@@ -53,13 +53,16 @@ def take_groups(
     take_incomplete = incomplete_groups == "take"
     unit, total = request.batch_unit, request.total_size
     groups = view.ready_groups(total, unit=unit, block_size=block_size, take_incomplete=take_incomplete)
-    if len(groups) and _size(groups, request) >= request.min_size:
+    least = min(request.min_size, total)
+    if len(groups) and _size(groups, request) >= least:
         return groups
+    if unit == "group":
+        return None  # groups count one each: a group more always fits
     more = view.ready_groups(len(groups) + 1, unit="group", block_size=block_size, take_incomplete=take_incomplete)
-    fitting = more if unit == "group" else _prefix(more, total)
+    fitting = _prefix(more, total)
     if len(fitting) == len(more):
         # Groups may have become ready between the two questions.
-        return fitting if len(fitting) and _size(fitting, request) >= request.min_size else None
+        return fitting if len(fitting) and fitting.rows.size >= least else None
     if not len(fitting):
         raise InvalidArgumentError(
             f"batch_size: got {request.batch_size} samples for {request.rank_count} rank(s), {total} together, "

@@ -1,0 +1,293 @@
+"""The runner: faults of a sampler become errors of its own request."""
+
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+from fake_view import parts, view_of_samples
+
+from tq_service.errors import InvalidArgumentError, SamplerError, SamplerTimeoutError
+from tq_service.samplers import Pack, Plan, PlanRequest, PlanRunner, RankPlan, Sampler, SequentialSampler
+
+REQUEST = PlanRequest(batch_size=2, min_size=1, rank_count=2)
+QUEUE = PlanRequest(batch_size=2, min_size=1, ranked=False)
+
+
+class Answers(Sampler):
+    """Returns, or raises, what it is told, inline or in a thread."""
+
+    name = "answers"
+
+    def __init__(self, answer, *, quick):
+        self.answer = answer
+        self.quick = quick
+        self.threads = []
+
+    def is_quick(self, request):
+        return self.quick
+
+    def plan(self, view, request):
+        self.threads.append(threading.current_thread())
+        if isinstance(self.answer, BaseException):
+            raise self.answer
+        return self.answer
+
+
+class Hangs(Sampler):
+    """Does not return until released."""
+
+    name = "hangs"
+
+    def __init__(self):
+        self.started, self.released = threading.Event(), threading.Event()
+        self.thread = None
+
+    def plan(self, view, request):
+        self.thread = threading.current_thread()
+        self.started.set()
+        self.released.wait(60)
+        return Plan.of([view.ready(request.batch_size)])
+
+
+class AsyncSampler(Sampler):
+    name = "async"
+
+    def __init__(self, behave):
+        self.behave = behave
+
+    async def plan(self, view, request):
+        return await self.behave(view)
+
+
+@pytest.fixture
+def hangs():
+    sampler = Hangs()
+    yield sampler
+    sampler.released.set()
+
+
+def rows(*values):
+    return np.array(values, dtype=np.int64)
+
+
+def one_rank(*steps, count=2):
+    return Plan(ranks=(RankPlan(rows=np.arange(count), steps=steps),))
+
+
+async def test_quick_samplers_run_on_the_loop_and_others_in_a_daemon_thread():
+    quick, heavy = (Answers(Plan.of([[1], [2]]), quick=quick) for quick in (True, False))
+    for sampler in (quick, heavy):
+        assert parts(await PlanRunner().run(sampler, view_of_samples(4), REQUEST)) == [[1], [2]]
+    assert quick.threads == [threading.main_thread()]
+    assert heavy.threads[0] is not threading.main_thread()
+    assert heavy.threads[0].daemon
+
+
+@pytest.mark.parametrize("quick", [True, False])
+async def test_no_plan_is_an_answer(quick):
+    assert await PlanRunner().run(Answers(None, quick=quick), view_of_samples(0), REQUEST) is None
+
+
+@pytest.mark.parametrize("quick", [True, False])
+@pytest.mark.parametrize("error", [KeyError("length"), StopIteration(3), SystemExit(1), asyncio.CancelledError("own")])
+async def test_what_a_sampler_raises_becomes_a_sampler_error(quick, error):
+    with pytest.raises(
+        SamplerError, match=f"'answers' raised {type(error).__name__}: .*nothing was consumed"
+    ) as caught:
+        await PlanRunner().run(Answers(error, quick=quick), view_of_samples(4), REQUEST)
+    assert caught.value.__cause__ is error
+    assert caught.value.metadata == {"sampler": "answers", "exception": type(error).__name__}
+
+
+@pytest.mark.parametrize("quick", [True, False])
+async def test_errors_of_the_service_pass_through(quick):
+    error = InvalidArgumentError("no lengths", field="total_lengths")
+    with pytest.raises(InvalidArgumentError) as caught:
+        await PlanRunner().run(Answers(error, quick=quick), view_of_samples(4), REQUEST)
+    assert caught.value is error
+    assert caught.value.__cause__ is None
+
+
+async def test_a_failing_check_is_an_error_of_the_sampler():
+    class Fails(SequentialSampler):
+        def check(self, request):
+            raise KeyError("x")
+
+    with pytest.raises(SamplerError, match="'sequential' raised KeyError"):
+        PlanRunner().check(Fails(), REQUEST)
+
+
+async def test_a_hung_sampler_times_out_and_the_others_go_on(hangs):
+    runner = PlanRunner(max_threads=2, timeout_seconds=0.02)
+    with pytest.raises(SamplerTimeoutError, match=r"'hangs' has not returned within 0.02 s"):
+        await runner.run(hangs, view_of_samples(4), QUEUE)
+    assert runner.hung_samplers == ["hangs"]
+    healthy = Answers(Plan.of([[1]]), quick=True)
+    assert parts(await runner.run(healthy, view_of_samples(4), QUEUE)) == [[1]]
+
+
+async def test_heavy_plans_are_refused_while_all_threads_hang(hangs):
+    runner = PlanRunner(max_threads=1, timeout_seconds=0.02)
+    with pytest.raises(SamplerTimeoutError):
+        await runner.run(hangs, view_of_samples(4), QUEUE)
+    heavy = Answers(Plan.of([[1]]), quick=False)
+    with pytest.raises(SamplerTimeoutError, match=r"'answers' cannot run: all 1 threads .* hang in 'hangs'"):
+        await runner.run(heavy, view_of_samples(4), QUEUE)
+    assert not heavy.threads
+    quick = Answers(Plan.of([[1]]), quick=True)
+    assert parts(await runner.run(quick, view_of_samples(4), QUEUE)) == [[1]]
+
+    hangs.released.set()
+    hangs.thread.join()
+    for _ in range(3):  # the thread's end, its future and the future's callback each take a turn of the loop
+        await asyncio.sleep(0)
+    assert runner.hung_samplers == []
+    assert parts(await runner.run(heavy, view_of_samples(4), QUEUE)) == [[1]]
+
+
+async def test_plans_wait_for_a_thread(hangs):
+    runner = PlanRunner(max_threads=1, timeout_seconds=30)
+    first = asyncio.ensure_future(runner.run(hangs, view_of_samples(4), QUEUE))
+    second = asyncio.ensure_future(runner.run(Answers(Plan.of([[3]]), quick=False), view_of_samples(4), QUEUE))
+    await asyncio.to_thread(hangs.started.wait)
+    assert not second.done()
+    hangs.released.set()
+    assert parts(await first) == [[0, 1]]
+    assert parts(await second) == [[3]]
+
+
+async def test_waiting_for_a_thread_has_an_end(hangs):
+    runner = PlanRunner(max_threads=1, timeout_seconds=0.05)
+    both = [
+        runner.run(hangs, view_of_samples(4), QUEUE),
+        runner.run(Answers(None, quick=False), view_of_samples(4), QUEUE),
+    ]
+    first, second = await asyncio.gather(*both, return_exceptions=True)
+    assert isinstance(first, SamplerTimeoutError)
+    assert isinstance(second, SamplerTimeoutError)
+    assert "got none of the 1 threads" in str(second)
+
+
+async def test_a_caller_that_leaves_keeps_the_thread_counted(hangs):
+    runner = PlanRunner(max_threads=1, timeout_seconds=30)
+    leaving = asyncio.ensure_future(runner.run(hangs, view_of_samples(4), QUEUE))
+    await asyncio.to_thread(hangs.started.wait)
+    leaving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    waiting = asyncio.ensure_future(runner.run(Answers(Plan.of([[3]]), quick=False), view_of_samples(4), QUEUE))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    hangs.released.set()
+    assert parts(await waiting) == [[3]]
+
+
+async def test_async_samplers_are_awaited():
+    async def behave(view):
+        await asyncio.sleep(0)
+        return Plan.of([view.ready(2)])
+
+    assert parts(await PlanRunner().run(AsyncSampler(behave), view_of_samples(4), QUEUE)) == [[0, 1]]
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), TimeoutError("own"), SystemExit(1), asyncio.CancelledError()])
+async def test_async_samplers_that_raise(error):
+    async def behave(view):
+        raise error
+
+    with pytest.raises(SamplerError, match=f"'async' raised {type(error).__name__}"):
+        await PlanRunner().run(AsyncSampler(behave), view_of_samples(4), QUEUE)
+
+
+async def test_async_samplers_that_hang_and_ignore_cancellation():
+    gone, cancelled = asyncio.Event(), asyncio.Event()
+
+    async def behave(view):
+        try:
+            await gone.wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+            await gone.wait()
+            raise KeyError("too late for anybody") from None
+
+    with pytest.raises(SamplerTimeoutError, match="'async' has not returned"):
+        await PlanRunner(timeout_seconds=0.02).run(AsyncSampler(behave), view_of_samples(4), QUEUE)
+    await cancelled.wait()
+    gone.set()
+
+
+async def test_async_samplers_are_cancelled_with_their_caller():
+    started, cancelled = asyncio.Event(), asyncio.Event()
+
+    async def behave(view):
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    leaving = asyncio.ensure_future(PlanRunner().run(AsyncSampler(behave), view_of_samples(4), QUEUE))
+    await started.wait()
+    leaving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    await cancelled.wait()
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ([[1], [2]], "a list, expected a Plan or None"),
+        (Plan(ranks=[rows(1), rows(2)]), "expected a tuple of RankPlan"),
+        (Plan.of([[1]]), "parts for 1 ranks, expected one for each of 2"),
+        (Plan.of([[], []]), "a plan without rows"),
+        (Plan.of([[1, 2], [3, 1]]), "row 1 more than once"),
+        (Plan.of([[1, 1], [3]]), "row 1 more than once"),
+        (Plan.of([[[1]], [[3]]]), r"rows of rank 0 as int64 of shape \(1, 1\)"),
+        (Plan(ranks=(RankPlan(rows=rows(1).astype(np.int32)), RankPlan(rows=rows(2)))), "rows of rank 0 as int32"),
+        (Plan(ranks=(RankPlan(rows=[1]), RankPlan(rows=rows(2)))), "rows of rank 0 as list"),
+        (
+            Plan(
+                ranks=(
+                    RankPlan(rows=rows(1), steps=((Pack(positions=rows(0)),),)),
+                    RankPlan(rows=rows(2), steps=()),
+                )
+            ),
+            r"packs by step \[1\] for rank 0 and \[\] for rank 1",
+        ),
+    ],
+)
+async def test_plans_that_are_none(plan, message):
+    with pytest.raises(SamplerError, match=message):
+        await PlanRunner().run(Answers(plan, quick=True), view_of_samples(4), REQUEST)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (one_rank((Pack(positions=rows(0, 2)),)), r"positions 0 to 2 for rank 0, expected positions in \[0, 2\)"),
+        (one_rank((Pack(positions=rows(-1)),)), "positions -1 to -1"),
+        (one_rank((Pack(positions=rows(0)), Pack(positions=rows(0)))), "position 0 of rank 0 in two packs"),
+        (one_rank((Pack(positions=rows(0, 1), lengths=rows(5)),)), "1 lengths for 2 positions"),
+        (one_rank((Pack(positions=rows(0), padding_tokens=-1),)), "-1 padding tokens"),
+        (one_rank(("pack",)), "a str among the packs"),
+        (one_rank((Pack(positions=[0]),)), "positions of rank 0 as list"),
+        (Plan(ranks=(RankPlan(rows=rows(1), steps=3),)), "raised TypeError"),
+    ],
+)
+async def test_packs_that_are_none(plan, message):
+    with pytest.raises(SamplerError, match=message):
+        await PlanRunner().run(Answers(plan, quick=True), view_of_samples(4), QUEUE)
+
+
+async def test_steps_and_packs_that_are_right():
+    plan = one_rank((Pack(positions=rows(1), lengths=rows(7)), Pack(positions=rows())), (Pack(positions=rows(0)),))
+    assert await PlanRunner().run(Answers(plan, quick=False), view_of_samples(4), QUEUE) is plan
+
+
+def test_bad_settings():
+    with pytest.raises(ValueError, match="max_threads: got 0"):
+        PlanRunner(max_threads=0)
+    with pytest.raises(ValueError, match="timeout_seconds: got 0"):
+        PlanRunner(timeout_seconds=0)

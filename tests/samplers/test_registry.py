@@ -1,0 +1,234 @@
+"""The registry: names, options and their checks."""
+
+import importlib.metadata
+import sys
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
+from typing import ClassVar, Literal
+
+import pytest
+
+from tq_service.errors import InvalidArgumentError, UnknownSamplerError
+from tq_service.samplers import (
+    GRPOGroupNSampler,
+    Plan,
+    RankAwareSampler,
+    Sampler,
+    SamplerRegistry,
+    SeqlenBalancedSampler,
+    SequentialSampler,
+)
+
+PLUG_IN = '''
+"""A sampler of a user."""
+from tq_service.samplers import Plan, Sampler
+
+
+class Newest(Sampler):
+    """Takes the newest samples. And says so in two sentences."""
+
+    name = "newest"
+
+    def __init__(self, *, count: int = 2):
+        self.count = count
+
+    def plan(self, view, request):
+        return Plan.of([view.ready()[-self.count:]])
+
+
+not_a_class = 3
+
+
+class NoPlan:
+    pass
+'''
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picky(Sampler):
+    """Has an option of each kind."""
+
+    name: ClassVar[str] = "picky"
+
+    count: int
+    share: float = 0.5
+    flag: bool = False
+    label: str | None = None
+    mode: Literal["a", "b"] = "a"
+
+    def __post_init__(self):
+        if self.share > 1:
+            raise ValueError(f"share: got {self.share}, expected at most 1")
+
+    def plan(self, view, request):
+        return Plan.of([view.ready(self.count)])
+
+
+@pytest.fixture
+def plug_in(tmp_path, monkeypatch):
+    """Make the module `plug_in_samplers` importable."""
+    (tmp_path / "plug_in_samplers.py").write_text(PLUG_IN)
+    (tmp_path / "broken_samplers.py").write_text("raise SystemExit('no GPU here')")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "plug_in_samplers"
+    sys.modules.pop("plug_in_samplers", None)
+
+
+@pytest.fixture
+def entry_point(plug_in, monkeypatch):
+    """Make the plug-in an entry point named `newest`."""
+    found = [
+        EntryPoint(name="newest", value=f"{plug_in}:Newest", group="tq_service.samplers"),
+        EntryPoint(name="broken", value="broken_samplers:Any", group="tq_service.samplers"),
+    ]
+    monkeypatch.setattr(
+        importlib.metadata, "entry_points", lambda *, group: found if group == "tq_service.samplers" else []
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "expected"),
+    [
+        ("sequential", {}, SequentialSampler()),
+        ("grpo_group_n", {"n_samples_per_prompt": 8}, GRPOGroupNSampler(n_samples_per_prompt=8)),
+        ("rank_aware", {}, RankAwareSampler()),
+        ("seqlen_balanced", {"length_key": "tokens"}, SeqlenBalancedSampler(length_key="tokens")),
+        ("seqlen_balanced", {"n_samples_per_prompt": None}, SeqlenBalancedSampler()),
+    ],
+)
+async def test_built_in_samplers_are_found_by_name(name, config, expected):
+    assert await SamplerRegistry().resolve(name, config) == expected
+
+
+async def test_numbers_of_the_wire_become_integers():
+    sampler = await SamplerRegistry().resolve("grpo_group_n", {"n_samples_per_prompt": 8.0})
+    assert isinstance(sampler.n_samples_per_prompt, int)
+    assert sampler.n_samples_per_prompt == 8
+
+
+async def test_every_kind_of_option():
+    registry = SamplerRegistry()
+    registry.register("picky", Picky)
+    sampler = await registry.resolve("picky", {"count": 3.0, "share": 1, "flag": True, "label": "x", "mode": "b"})
+    assert sampler == Picky(count=3, share=1.0, flag=True, label="x", mode="b")
+    assert isinstance(sampler.share, float)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, r"sampler 'picky' needs 'count', got no options"),
+        ({"count": 2.5}, r"'picky', option 'count': got 2.5 \(float\), expected int"),
+        ({"count": True}, r"option 'count': got True \(bool\), expected int"),
+        ({"count": "2"}, r"option 'count': got '2' \(str\), expected int"),
+        ({"count": None}, r"option 'count': got None"),
+        ({"count": 2, "share": "half"}, r"option 'share': got 'half' \(str\), expected float"),
+        ({"count": 2, "share": True}, r"option 'share': got True \(bool\), expected float"),
+        ({"count": 2, "flag": 1}, r"option 'flag': got 1 \(int\), expected bool"),
+        ({"count": 2, "label": 5}, r"option 'label': got 5 \(int\), expected str \| None"),
+        ({"count": 2, "mode": "c"}, r"option 'mode': got 'c' \(str\), expected Literal\['a', 'b'\]"),
+        ({"count": 2, "share": 2.0}, r"'picky' refuses .*share: got 2.0, expected at most 1"),
+    ],
+)
+async def test_wrong_options_are_named(config, message):
+    registry = SamplerRegistry()
+    registry.register("picky", Picky)
+    with pytest.raises(InvalidArgumentError, match=message) as error:
+        await registry.resolve("picky", config)
+    assert not isinstance(error.value, UnknownSamplerError)
+    assert error.value.field == "sampler_config"
+
+
+async def test_unknown_options_list_the_known_ones():
+    with pytest.raises(
+        UnknownSamplerError, match=r"'grpo_group_n' has no option 'n_samples'; known: 'n_samples_per_pro"
+    ):
+        await SamplerRegistry().resolve("grpo_group_n", {"n_samples": 8})
+    with pytest.raises(UnknownSamplerError, match=r"'sequential' has no option 'n'; none is known"):
+        await SamplerRegistry().resolve("sequential", {"n": 8})
+
+
+async def test_unknown_samplers_name_the_nearest():
+    with pytest.raises(UnknownSamplerError, match=r"got 'seqlen_balance', which is unknown; known: 'seqlen_balanced'"):
+        await SamplerRegistry().resolve("seqlen_balance")
+
+
+async def test_equal_options_give_one_instance():
+    registry = SamplerRegistry(max_instances=2)
+    first = await registry.resolve("grpo_group_n", {"n_samples_per_prompt": 2, "incomplete_groups": "take"})
+    again = await registry.resolve("grpo_group_n", {"incomplete_groups": "take", "n_samples_per_prompt": 2})
+    assert first is again
+    for n in (3, 4):
+        await registry.resolve("grpo_group_n", {"n_samples_per_prompt": n})
+    evicted = await registry.resolve("grpo_group_n", {"n_samples_per_prompt": 2, "incomplete_groups": "take"})
+    assert evicted == first
+    assert evicted is not first
+
+
+async def test_module_and_class(plug_in):
+    registry = SamplerRegistry(allow_import=True)
+    sampler = await registry.resolve(f"{plug_in}:Newest", {"count": 5})
+    assert sampler.count == 5
+    assert [info.summary for info in registry.describe() if info.name == f"{plug_in}:Newest"] == [
+        "Takes the newest samples."
+    ]
+
+
+async def test_module_and_class_must_be_allowed(plug_in):
+    with pytest.raises(UnknownSamplerError, match="does not import samplers by module:Class"):
+        await SamplerRegistry().resolve(f"{plug_in}:Newest")
+    assert plug_in not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_such_module_here:X", "ModuleNotFoundError"),
+        ("plug_in_samplers:Missing", "AttributeError"),
+        ("plug_in_samplers:not_a_class", "got 3, expected a class"),
+        ("plug_in_samplers:NoPlan", "expected a class with a method plan"),
+        ("broken_samplers:Any", "SystemExit: no GPU here"),
+        (":", "ValueError"),
+    ],
+)
+async def test_what_cannot_be_imported_says_why(plug_in, name, message):
+    with pytest.raises(UnknownSamplerError, match=f"cannot be loaded.*{message}"):
+        await SamplerRegistry(allow_import=True).resolve(name)
+
+
+async def test_entry_points_are_loaded_on_first_use(entry_point):
+    registry = SamplerRegistry()
+    summaries = {info.name: info.summary for info in registry.describe()}
+    assert summaries["newest"] == "Of an installed package: plug_in_samplers:Newest."
+    assert "plug_in_samplers" not in sys.modules
+    sampler = await registry.resolve("newest", {"count": 4})
+    assert sampler.count == 4
+    assert {info.name: info.options for info in registry.describe()}["newest"] == ("count",)
+
+
+async def test_a_broken_entry_point_harms_only_its_own_name(entry_point):
+    registry = SamplerRegistry()
+    with pytest.raises(UnknownSamplerError, match="'broken' cannot be loaded: SystemExit"):
+        await registry.resolve("broken")
+    assert await registry.resolve("sequential") == SequentialSampler()
+
+
+def test_descriptions_are_sorted_and_complete():
+    infos = SamplerRegistry().describe()
+    assert [info.name for info in infos] == ["grpo_group_n", "rank_aware", "seqlen_balanced", "sequential"]
+    assert infos[0].options == ("n_samples_per_prompt", "incomplete_groups")
+    assert all(info.summary.endswith(".") for info in infos)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "message"),
+    [
+        ("", Picky, "name: got ''"),
+        ("a:b", Picky, "no colon"),
+        ("sequential", Picky, "taken by SequentialSampler"),
+        ("x", int, "expected a class with a method plan"),
+    ],
+)
+def test_bad_registrations(name, kind, message):
+    with pytest.raises(ValueError, match=message):
+        SamplerRegistry().register(name, kind)
