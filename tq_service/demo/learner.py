@@ -21,14 +21,14 @@ TOKEN_SCALE = 16.0
 GRADIENT_NORM = 1.0
 
 
-def join_ranks(output: str, rank: int) -> None:
+def join_ranks(output: str, rank: int, rank_count: int = TRAINER_RANKS) -> None:
     """Make this process one of the trainer ranks; they meet at a file in `output`."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")  # all on this host
     dist.init_process_group(
         "gloo",
         init_method=(Path(output) / RENDEZVOUS_FILE).resolve().as_uri(),
         rank=rank,
-        world_size=TRAINER_RANKS,
+        world_size=rank_count,
         timeout=timedelta(seconds=60),
     )
 
