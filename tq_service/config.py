@@ -135,7 +135,7 @@ class ServeSettings(BaseSettings):
         600.0, gt=0, description="How long the answer of a mutating request is kept for retries."
     )
     max_message_bytes: Size = Field(
-        64 * 2**20, ge=2**20, description="Largest gRPC message accepted; bulk data comes in frames far below it."
+        256 * 2**20, ge=2**20, description="Largest gRPC message accepted; bulk data comes in frames far below it."
     )
     uvloop: Literal["auto", "on", "off"] = Field(
         "auto", description="Event loop: uvloop (on), asyncio's own (off), or uvloop where installed (auto)."

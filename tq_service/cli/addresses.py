@@ -7,12 +7,10 @@ from typing import Annotated
 
 import typer
 
-DEFAULT_ADDRESS = "localhost:50051"
-
 Address = Annotated[
-    str,
+    str | None,
     typer.Argument(
-        envvar="TQ_ADDRESS", metavar="[ADDRESS]", help="The service, as host:port.", show_default=DEFAULT_ADDRESS
+        envvar="TQ_ADDRESS", help="The service, as host:port. Default: localhost:50051.", show_default=False
     ),
 ]
 

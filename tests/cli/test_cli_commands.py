@@ -1,0 +1,154 @@
+"""`status`, `samplers` and `bench` against a service that runs as a process of its own."""
+
+import json
+import subprocess
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from service_process import COMMAND, running_service
+from typer.testing import CliRunner
+
+import tq_service as tq
+from tq_service.cli import app
+from tq_service.cli.status_view import render
+from tq_service.errors import PartitionNotFoundError
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with running_service("--log-level", "warning") as (_, address):
+        yield address
+
+
+@pytest.fixture
+def client(address: str) -> Iterator[tq.Client]:
+    with tq.Client(address) as client:
+        yield client
+        for summary in client.list_partitions():
+            client.clear_partition(summary.partition_id)
+
+
+@pytest.fixture
+def filled(client: tq.Client) -> tq.Client:
+    """Hold two partitions: one with 6 samples of which a task has taken 4, and one that is empty."""
+    client.put(
+        {"reward": np.zeros(6, np.float32), "text": [f"t{row}" for row in range(6)]},
+        partition_id="train@0",
+        groups=["a", "a", "b", "b", "c", "c"],
+        group_size=2,
+        custom_meta=[{"total_lengths": row} for row in range(6)],
+    )
+    client.seal_partition("train@0")
+    client.get_meta(
+        partition_id="train@0",
+        task_name="update",
+        data_fields=["reward"],
+        batch_size=2,
+        dp_rank=0,
+        dp_size=2,
+        batch_index=0,
+        max_wait=5.0,
+    )
+    client.create_partition("train@1", expected_samples=10)
+    return client
+
+
+def invoke(*arguments: str) -> str:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_status_as_json(filled: tq.Client, address: str) -> None:
+    first, second = json.loads(invoke("status", address, "--json"))["partitions"]
+    assert first["partition_id"] == "train@0"
+    assert len(bytes.fromhex(first["incarnation"])) == 16
+    counts = {name: first[name] for name in ("inserted", "present", "live", "held", "failed", "groups")}
+    assert counts == {"inserted": 6, "present": 6, "live": 6, "held": 0, "failed": 0, "groups": 3}
+    assert (first["sealed"], first["expected"], first["custom_meta"]) == (True, None, ["total_lengths"])
+    assert {field["name"]: field["produced"] for field in first["fields"]} == {"reward": 6, "text": 6}
+    (task,) = first["tasks"]
+    assert (task["task_name"], task["consumed"], task["dp_size"], task["planned_batches"]) == ("update", 4, 2, 1)
+    assert (task["epoch"], task["skipped"], task["waiting"], task["complete"]) == (0, 0, 0, False)
+    assert (second["partition_id"], second["expected"], second["tasks"]) == ("train@1", 10, [])
+
+
+def test_status_as_tables(filled: tq.Client, address: str) -> None:
+    lines = [line.split() for line in invoke("status", address).splitlines()]
+    assert ["train@0", "6", "-", "6", "6", "0", "0", "3", "sealed"] in lines
+    assert ["train@1", "0", "10", "0", "0", "0", "0", "0", "open"] in lines
+    assert ["train@0", "reward", "float32", "dense", "scalar", "6", "6"] in lines
+    assert ["train@0", "text", "-", "object", "-", "6", "6"] in lines
+    assert ["train@0", "update", "0", "2", "1", "4", "6", "0", "0", "active"] in lines
+
+
+def test_status_of_one_partition(filled: tq.Client, address: str) -> None:
+    documents = json.loads(invoke("status", address, "--partition", "train@1", "--json"))["partitions"]
+    assert [document["partition_id"] for document in documents] == ["train@1"]
+    result = CliRunner().invoke(app, ["status", address, "--partition", "train@9"])
+    assert isinstance(result.exception, PartitionNotFoundError)
+    assert "train@1" in str(result.exception)
+
+
+def test_status_of_an_empty_service(client: tq.Client, address: str) -> None:
+    assert invoke("status", address) == "no partitions\n"
+    assert json.loads(invoke("status", address, "--json")) == {"partitions": []}
+
+
+def test_names_are_no_markup(client: tq.Client, address: str) -> None:
+    client.create_partition("[red]x[/red]")
+    assert "[red]x[/red]" in invoke("status", address)
+    assert render([]) is not None
+
+
+def test_watching_prints_again(filled: tq.Client, address: str) -> None:
+    command = [*COMMAND, "status", address, "--json", "--watch", "0.1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        seen = [json.loads(process.stdout.readline()) for _ in range(2)]
+        process.kill()
+    assert seen[0] == seen[1]
+    assert len(seen[0]["partitions"]) == 2
+
+
+def test_samplers(client: tq.Client, address: str) -> None:
+    samplers = {one["name"]: one for one in json.loads(invoke("samplers", address, "--json"))}
+    assert {"sequential", "grpo_group_n", "rank_aware", "seqlen_balanced"} <= set(samplers)
+    assert "n_samples_per_prompt" in samplers["grpo_group_n"]["options"]
+    table = invoke("samplers", address)
+    assert all(name in table for name in samplers)
+
+
+def test_bench_of_a_running_service_leaves_nothing_behind(client: tq.Client, address: str) -> None:
+    arguments = ["bench", address, "--seconds", "0.5", "--ranks", "2", "--size", "1MiB"]
+    figures = json.loads(invoke(*arguments, "--json"))
+    assert [figure["unit"] for figure in figures] == ["calls/s", "samples/s", "claims/s", "MB/s", "MB/s"]
+    for figure in figures:
+        assert figure["count"] > 0
+        assert figure["rate"] > 0
+        assert 0 < figure["p50_ms"] <= figure["p99_ms"]
+    assert client.list_partitions() == []
+
+
+def test_bench_starts_a_service_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TQ_ADDRESS", raising=False)
+    table = invoke("bench", "--seconds", "0.5", "--ranks", "2", "--size", "64KiB")
+    assert "put 0.0625 MiB" in table
+    assert "claims/s" in table
+
+
+@pytest.mark.parametrize("size", ["0", "none", "much"])
+def test_bench_refuses_sizes(size: str) -> None:
+    result = CliRunner().invoke(app, ["bench", "--size", size])
+    assert isinstance(result.exception, tq.InvalidArgumentError)
+    assert f"--size: got '{size}'" in str(result.exception)
+
+
+@pytest.mark.parametrize("command", ["status", "samplers"])
+def test_nobody_there_is_one_line_and_exit_code_1(command: str) -> None:
+    arguments = [*COMMAND, command, "127.0.0.1:1", "--timeout", "0.5"]
+    result = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: ")
+    assert len(result.stderr.splitlines()) == 1

@@ -1,0 +1,38 @@
+"""`tq-service samplers`: the samplers that a running service knows."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from tq_service.cli.addresses import Address
+
+EXAMPLES = """\
+  tq-service samplers
+  tq-service samplers controller:50051 --json"""
+
+
+def command(
+    address: Address = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for the service.")] = 5.0,
+) -> None:
+    """List the samplers that get_meta may name, with their options."""
+    from tq_service.client import Client  # noqa: PLC0415  (--help does without grpc)
+
+    with Client(address) as client:
+        samplers = client.list_samplers(timeout=timeout)
+    if as_json:
+        typer.echo(json.dumps([asdict(sampler) for sampler in samplers], indent=2))
+        return
+    from rich.table import Table  # noqa: PLC0415  (only for people)
+
+    from tq_service.cli.output import print_table  # noqa: PLC0415  (only for people)
+
+    table = Table("sampler", "what it does", "options", box=None, pad_edge=False)
+    for sampler in samplers:
+        table.add_row(sampler.name, sampler.summary, ", ".join(sampler.options))
+    print_table(table)
