@@ -5,14 +5,14 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 tools=.venv-generate
 if ! cmp -s protos/requirements.txt "$tools/requirements.txt"; then
-  python3 -m venv --clear "$tools"
+  "${PYTHON:-python3}" -m venv --clear "$tools"
   "$tools/bin/pip" install --quiet --disable-pip-version-check -r protos/requirements.txt
   cp protos/requirements.txt "$tools/requirements.txt"
 fi
 out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
 PATH="$PWD/$tools/bin:$PATH" "$tools/bin/python" -m grpc_tools.protoc -I protos \
-  --python_out="$out" --grpc_python_out="$out" --mypy_out="$out" --mypy_grpc_out="$out" protos/tq_service/v1/*.proto
+  --python_out="$out" --grpc_python_out="$out" --mypy_out=quiet:"$out" --mypy_grpc_out=quiet:"$out" protos/tq_service/v1/*.proto
 echo '"""Generated from protos/ by scripts/generate.sh; not written by hand."""' > "$out/tq_service/v1/__init__.py"
 if [ "${1:-}" = --check ]; then
   diff -r -x __pycache__ "$out/tq_service/v1" tq_service/v1 || { echo "tq_service/v1 is stale: run 'make generate'" >&2; exit 1; }
