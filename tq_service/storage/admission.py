@@ -1,0 +1,130 @@
+"""Who may store how much: the byte quota, and the queue of those who wait for room."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from tq_service.errors import QuotaExceededError
+
+RETRY_AFTER_SECONDS: Final = 1.0
+
+
+class Admission:
+    """Counts the bytes stored and reserved, and lets puts wait for room in order of arrival.
+
+    Puts for new rows leave a reserve that columns for existing rows may use, so that a full store can be drained. Each
+    of the two kinds is served first come, first served, however small a later put is, and new rows wait while existing
+    ones do. Confined to one event loop.
+
+    Args:
+        max_bytes: the quota; None: no bound.
+        reserve_share: share of the quota that new rows leave free.
+        clock: what deadlines are measured with.
+        on_shortage: called with the bytes that the first in the queue lacks; may `release` what it can do without.
+    """
+
+    def __init__(
+        self,
+        max_bytes: int | None,
+        reserve_share: float,
+        clock: Callable[[], float],
+        on_shortage: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        self.max_bytes = max_bytes
+        self.used_bytes = 0
+        self._new_rows_limit = None if max_bytes is None else int(max_bytes * (1 - reserve_share))
+        self._clock = clock
+        self._on_shortage = on_shortage
+        self._is_relieving = False
+        self._new: deque[_Waiter] = deque()
+        self._existing: deque[_Waiter] = deque()
+
+    async def reserve(self, size: int, *, for_existing_rows: bool, deadline: float | None) -> None:
+        """Count `size` bytes as used, waiting for room until the deadline.
+
+        Raises:
+            QuotaExceededError: larger than the quota (at once), or no room until the deadline (with retry-after).
+        """
+        limit = self.max_bytes if for_existing_rows else self._new_rows_limit
+        if limit is not None and size > limit:
+            kind = "columns for existing rows" if for_existing_rows else "new rows"
+            raise QuotaExceededError(
+                f"a put of {size} bytes is larger than the {limit} bytes that {kind} may ever use; split it, or raise "
+                "max_bytes",
+                metadata={"size_bytes": str(size), "limit_bytes": str(limit)},
+            )
+        waiter = _Waiter(size, limit)
+        queue = self._existing if for_existing_rows else self._new
+        queue.append(waiter)
+        self.admit()
+        if not waiter.granted.done():
+            await self._wait(waiter, deadline)
+
+    def release(self, size: int) -> None:
+        """Count bytes as free again, and let those in who fit now."""
+        self.used_bytes -= size
+        self.admit()
+
+    def add(self, size: int) -> None:
+        """Count bytes as used that the engine itself needs, such as for moving a put."""
+        self.used_bytes += size
+
+    def admit(self) -> None:
+        """Let those in, in order, for whom there is room, or can be made."""
+        lacking = self._admit_fitting()
+        if lacking and not self._is_relieving:
+            self._is_relieving = True
+            try:
+                self._on_shortage(lacking)
+            finally:
+                self._is_relieving = False
+            self._admit_fitting()
+
+    def _admit_fitting(self) -> int:
+        """Let those in for whom there is room; return how many bytes the next one lacks, 0 where nobody waits."""
+        for queue in (self._existing, self._new):
+            while queue:
+                waiter = queue[0]
+                if waiter.granted.cancelled():  # its task has not run since
+                    queue.popleft()
+                    continue
+                if waiter.limit is not None and self.used_bytes + waiter.size > waiter.limit:
+                    return self.used_bytes + waiter.size - waiter.limit
+                queue.popleft()
+                self.used_bytes += waiter.size
+                waiter.granted.set_result(None)
+        return 0
+
+    async def _wait(self, waiter: _Waiter, deadline: float | None) -> None:
+        try:
+            async with asyncio.timeout(None if deadline is None else deadline - self._clock()):
+                await waiter.granted
+        except BaseException as error:
+            # Room may have been granted in the very turn in which the wait was given up.
+            if waiter.granted.done() and not waiter.granted.cancelled():
+                self.release(waiter.size)
+            else:
+                waiter.granted.cancel()
+                self.admit()
+            if not isinstance(error, TimeoutError):
+                raise
+            raise QuotaExceededError(
+                f"no room for {waiter.size} bytes until the deadline: {self.used_bytes} of {self.max_bytes} bytes are "
+                "used; clear consumed samples, or raise max_bytes",
+                retry_after_seconds=RETRY_AFTER_SECONDS,
+                metadata={"size_bytes": str(waiter.size), "used_bytes": str(self.used_bytes)},
+            ) from None
+
+
+class _Waiter:
+    """A put that waits for room."""
+
+    __slots__ = ("granted", "limit", "size")
+
+    def __init__(self, size: int, limit: int | None) -> None:
+        self.size = size
+        self.limit = limit
+        self.granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -1,0 +1,274 @@
+"""The storage engine: takes puts under a quota, reads and frees their cells. Knows bytes and rows, nothing of gRPC.
+
+Everything here happens on one event loop between awaits, so there are no locks; only `reserve` ever waits.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Final
+
+from tq_service.errors import InvalidArgumentError, PutNotFoundError, QuotaExceededError
+from tq_service.schema import FieldSpec
+from tq_service.storage.admission import RETRY_AFTER_SECONDS, Admission
+from tq_service.storage.cells import PutCells, ReadRuns
+from tq_service.storage.compaction import compact
+from tq_service.storage.pending_put import PendingPut
+from tq_service.storage.pool import RegionPool
+from tq_service.storage.reading import Reading, open_reading
+from tq_service.storage.stored_put import StoredPut, stored_bytes
+from tq_service.wire.columns import ColumnShape
+
+_KNOWN_SPECS: Final = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStat:
+    """Sizes and counts of an engine.
+
+    Attributes:
+        max_bytes: the quota; None: no bound.
+        used_bytes: bytes stored and reserved: values, and the extents of jagged and object rows.
+        pooled_bytes: bytes of memory held for reuse, besides `used_bytes`.
+        put_count: complete puts held.
+        uncommitted_put_count: those of them that are not confirmed yet.
+    """
+
+    max_bytes: int | None
+    used_bytes: int
+    pooled_bytes: int
+    put_count: int
+    uncommitted_put_count: int
+
+
+class StorageEngine:
+    """Holds puts in memory.
+
+    A put is reserved, written, finished, then confirmed by its commit; one that is not confirmed in time expires. Its
+    cells are freed one by one or all at once, and its memory shrinks with them.
+
+    Args:
+        max_bytes: quota in bytes; None: no bound.
+        put_ttl_seconds: how long a complete put waits for its confirmation.
+        reserve_share: share of the quota that only columns for existing rows may use.
+        storage_id: name of this storage service.
+        clock: what deadlines and expiry are measured with.
+
+    Attributes:
+        boot_id: 16 random bytes, new for every engine: what another boot stored is gone.
+        storage_id: name of this storage service.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_bytes: int | None,
+        put_ttl_seconds: float = 300.0,
+        reserve_share: float = 0.10,
+        storage_id: str = "storage-0",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if max_bytes is not None and max_bytes <= 0:
+            raise InvalidArgumentError(f"max_bytes is {max_bytes}; expected at least 1, or None", field="max_bytes")
+        if not 0 <= reserve_share < 1 or put_ttl_seconds <= 0:
+            raise InvalidArgumentError(
+                f"reserve_share is {reserve_share}, put_ttl_seconds {put_ttl_seconds}; expected a share of 0 or more "
+                "and below 1, and a time above 0"
+            )
+        self.boot_id = os.urandom(16)
+        self.storage_id = storage_id
+        self._put_ttl_seconds = put_ttl_seconds
+        self._clock = clock
+        self._admission = Admission(max_bytes, reserve_share, clock, on_shortage=self._squeeze)
+        self._pool = RegionPool(on_return=self._admission.release)
+        self._puts: dict[bytes, StoredPut] = {}
+        self._expiries: dict[bytes, float] = {}  # of unconfirmed puts, oldest first
+        self._pending: dict[bytes, PendingPut] = {}
+        self._holed: dict[bytes, None] = {}  # puts with dead cells that still take memory
+        self._specs: dict[FieldSpec, FieldSpec] = {}
+        self._trimmed_at = clock()
+
+    async def reserve(
+        self,
+        put_id: bytes,
+        headers: Sequence[ColumnShape],
+        row_count: int,
+        *,
+        for_existing_rows: bool,
+        deadline: float | None,
+    ) -> PendingPut:
+        """Reserve room for a put, waiting for it in order of arrival.
+
+        Args:
+            put_id: made by the client, the same over retries. An unfinished put of the same id is aborted; where one
+                is complete, the result says `already_complete` and takes no bytes.
+            headers: the columns.
+            row_count: rows of every column.
+            for_existing_rows: whether the put may use the reserve.
+            deadline: until when to wait, by the engine's clock; None: for as long as the caller is not cancelled.
+
+        Raises:
+            InvalidArgumentError: headers are wrong.
+            QuotaExceededError: larger than the quota (at once), or no room until the deadline (with
+                `retry_after_seconds`).
+            CallCancelledError: a retry of the same put took over while this call waited.
+        """
+        _check_headers(put_id, headers, row_count)
+        if put_id in self._puts:
+            return PendingPut.completed(put_id)
+        stale = self._pending.pop(put_id, None)
+        if stale is not None:
+            stale.abort()
+        pending = PendingPut(put_id, on_finish=self._finish, on_abort=self._abort)
+        self._pending[put_id] = pending
+        size = stored_bytes(headers)
+        try:
+            await self._admission.reserve(size, for_existing_rows=for_existing_rows, deadline=deadline)
+        except BaseException:
+            pending.abort()
+            raise
+        if pending.is_aborted:
+            self._admission.release(size)
+            pending.check_open()
+        self._begin(pending, size, headers, row_count)
+        return pending
+
+    def confirm(self, put_id: bytes) -> None:
+        """Make a complete put stay. Idempotent.
+
+        Raises:
+            PutNotFoundError: it never completed, expired, or was freed.
+        """
+        if put_id not in self._puts:
+            raise PutNotFoundError(
+                f"put {put_id.hex()} is not here: never completed, expired without a commit, or cleared; put it again"
+            )
+        self._expiries.pop(put_id, None)
+
+    def expire(self) -> int:
+        """Drop puts whose confirmation is overdue, and return pooled memory that was not needed; call it regularly.
+
+        Returns:
+            How many puts were dropped.
+        """
+        now = self._clock()
+        overdue = list(takewhile(lambda item: item[1] <= now, self._expiries.items()))
+        for put_id, _ in overdue:
+            self._drop(put_id)
+        self._pool.trim(max(now - self._trimmed_at, 0.0))
+        self._trimmed_at = now
+        return len(overdue)
+
+    def free(self, cells: Sequence[PutCells]) -> None:
+        """Give cells back; those that are not here are ignored."""
+        for some in cells:
+            put = self._puts.get(some.put_id)
+            if put is None:
+                continue
+            if some.first_rows is None and not some.field_names:
+                self._drop(some.put_id)
+                continue
+            put.free(some.field_names, some.first_rows, some.row_counts)
+            if put.is_empty():
+                self._drop(some.put_id)
+                continue
+            self._holed[some.put_id] = None
+            if put.compacted_bytes() * 2 < put.region.size:
+                self._compact(some.put_id)
+        self._admission.admit()  # holes that are too small to close for themselves may serve those who wait
+
+    def open_read(self, runs: Sequence[ReadRuns], put_ids: Sequence[bytes]) -> Reading:
+        """Find cells and keep them as they are until the result is closed; use it in a `with`.
+
+        Args:
+            runs: the cells, field by field in the order wanted.
+            put_ids: the puts that `runs` index.
+
+        Raises:
+            PutNotFoundError: a put, or a cell of it, was freed or never there.
+            FieldNotFoundError: a put never had the field.
+            InvalidArgumentError: rows outside a put, or row counts that differ between fields.
+        """
+        return open_reading(self._pool, self._puts, runs, put_ids)
+
+    def stat(self) -> EngineStat:
+        """Return sizes and counts."""
+        return EngineStat(
+            max_bytes=self._admission.max_bytes,
+            used_bytes=self._admission.used_bytes,
+            pooled_bytes=self._pool.pooled_bytes,
+            put_count=len(self._puts),
+            uncommitted_put_count=len(self._expiries),
+        )
+
+    def _begin(self, pending: PendingPut, size: int, headers: Sequence[ColumnShape], row_count: int) -> None:
+        try:
+            region = self._pool.take(size)
+        except (OSError, MemoryError) as error:
+            self._admission.release(size)
+            pending.abort()
+            raise QuotaExceededError(
+                f"the machine has no memory for {size} bytes ({error}); lower max_bytes below what it has",
+                retry_after_seconds=RETRY_AFTER_SECONDS,
+            ) from error
+        stored = StoredPut.of(region, headers, row_count)
+        if len(self._specs) >= _KNOWN_SPECS:
+            self._specs.clear()
+        for column in stored.columns.values():
+            if column is not None:
+                column.spec = self._specs.setdefault(column.spec, column.spec)
+        pending.begin(stored)
+
+    def _finish(self, pending: PendingPut, stored: StoredPut) -> None:
+        del self._pending[pending.put_id]
+        self._puts[pending.put_id] = stored
+        self._expiries[pending.put_id] = self._clock() + self._put_ttl_seconds
+
+    def _abort(self, pending: PendingPut, stored: StoredPut | None) -> None:
+        if self._pending.get(pending.put_id) is pending:
+            del self._pending[pending.put_id]
+        if stored is not None:
+            self._pool.release(stored.region)
+
+    def _drop(self, put_id: bytes) -> None:
+        put = self._puts.pop(put_id)
+        self._expiries.pop(put_id, None)
+        self._holed.pop(put_id, None)
+        self._pool.release(put.region)
+
+    def _compact(self, put_id: bytes) -> None:
+        put = self._puts[put_id]
+        smaller = compact(put, self._pool)
+        self._puts[put_id] = smaller
+        self._holed.pop(put_id, None)
+        self._admission.add(smaller.region.size)
+        self._pool.release(put.region)
+
+    def _squeeze(self, wanted: int) -> None:
+        """Compact puts of which an eighth or more is dead, until `wanted` bytes are gained."""
+        for put_id in list(self._holed):
+            put = self._puts[put_id]
+            gain = put.region.size - put.compacted_bytes()
+            if gain * 8 >= put.region.size > 0:
+                self._compact(put_id)
+                wanted -= gain
+            if wanted <= 0:
+                return
+
+
+def _check_headers(put_id: bytes, headers: Sequence[ColumnShape], row_count: int) -> None:
+    if not 1 <= len(put_id) <= 64:
+        raise InvalidArgumentError(f"put_id has {len(put_id)} bytes; expected 16 random bytes", field="put_id")
+    names = [header.spec.name for header in headers]
+    if not names or len(set(names)) != len(names):
+        raise InvalidArgumentError(f"expected at least one column, each name once; got {names}", field="columns")
+    for header in headers:
+        header.validate()
+        if header.row_count != row_count:
+            raise InvalidArgumentError(
+                f"field {header.spec.name!r} has {header.row_count} rows, the put says {row_count}", field="row_count"
+            )

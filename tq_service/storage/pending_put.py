@@ -1,0 +1,119 @@
+"""A put that is being received."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum, auto
+
+from tq_service.errors import CallCancelledError, InvalidArgumentError
+from tq_service.storage.stored_put import StoredPut
+
+
+class _Stage(Enum):
+    WAITING = auto()
+    OPEN = auto()
+    DONE = auto()
+    ABORTED = auto()
+
+
+class PendingPut:
+    """Takes the bytes of a put: `write` as they come, then `finish`, or `abort`.
+
+    Waiting for room → open → done, or aborted from any but done. Whoever reserved it aborts it unless it finished; an
+    older stream of the same put is aborted by the newer one and learns it from its next call.
+
+    Args:
+        put_id: the put.
+        on_finish: called with the put when all bytes are there.
+        on_abort: called once with what is stored so far, None where it has no memory yet.
+    """
+
+    __slots__ = ("_filled", "_on_abort", "_on_finish", "_stage", "_stored", "_view", "already_complete", "put_id")
+
+    def __init__(
+        self,
+        put_id: bytes,
+        *,
+        on_finish: Callable[[PendingPut, StoredPut], None],
+        on_abort: Callable[[PendingPut, StoredPut | None], None],
+    ) -> None:
+        self.put_id = put_id
+        self.already_complete = False
+        self._on_finish = on_finish
+        self._on_abort = on_abort
+        self._stage = _Stage.WAITING
+        self._stored: StoredPut | None = None
+        self._view = memoryview(b"")
+        self._filled = 0
+
+    @classmethod
+    def completed(cls, put_id: bytes) -> PendingPut:
+        """Return a put that is there already: it takes no bytes, and finishing or aborting it changes nothing."""
+        pending = cls(put_id, on_finish=lambda *_: None, on_abort=lambda *_: None)
+        pending.already_complete = True
+        pending._stage = _Stage.DONE
+        return pending
+
+    @property
+    def is_aborted(self) -> bool:
+        """Whether it was aborted, by its owner or by a retry."""
+        return self._stage is _Stage.ABORTED
+
+    def begin(self, stored: StoredPut) -> None:
+        """Give it the memory it writes to."""
+        self._stored = stored
+        self._view = stored.region.view()
+        self._filled = stored.values_at
+        self._stage = _Stage.OPEN
+
+    def write(self, data: memoryview | bytes) -> None:
+        """Append bytes of the values; ignored where the put is complete already.
+
+        Raises:
+            InvalidArgumentError: there are more bytes than were declared.
+            CallCancelledError: a retry took over.
+        """
+        if self.already_complete:
+            return
+        self.check_open()
+        end = self._filled + len(data)
+        if end > len(self._view):
+            raise InvalidArgumentError(
+                f"the stream has at least {end - len(self._view)} bytes more than its header declared", field="frame"
+            )
+        self._view[self._filled : end] = data
+        self._filled = end
+
+    def finish(self) -> None:
+        """Make the put complete.
+
+        Raises:
+            InvalidArgumentError: bytes are missing.
+            CallCancelledError: a retry took over.
+        """
+        if self._stage is _Stage.DONE:
+            return
+        self.check_open()
+        if self._filled < len(self._view) or self._stored is None:
+            raise InvalidArgumentError(
+                f"the stream ended {len(self._view) - self._filled} bytes before what its header declared",
+                field="frame",
+            )
+        stored, self._stored, self._view = self._stored, None, memoryview(b"")
+        self._stage = _Stage.DONE
+        self._on_finish(self, stored)
+
+    def abort(self) -> None:
+        """Give everything back unless it is done; a second call does nothing."""
+        if self._stage in {_Stage.DONE, _Stage.ABORTED}:
+            return
+        stored, self._stored, self._view = self._stored, None, memoryview(b"")
+        self._stage = _Stage.ABORTED
+        self._on_abort(self, stored)
+
+    def check_open(self) -> None:
+        """Raise CallCancelledError where it was aborted."""
+        if self._stage is not _Stage.OPEN:
+            raise CallCancelledError(
+                f"put {self.put_id.hex()} is no longer received here: another attempt at the same put took over"
+            )

@@ -1,0 +1,266 @@
+"""One put in memory: a region with its columns, and which of its cells are still live.
+
+The region holds, in this order: the int64 tables that cut columns into rows (extents and row offsets of jagged and
+object columns; after compaction the original numbers of the rows kept), then the values, column after column as they
+came. So one put is one piece of memory and a small object for each column, and a frame is received with one copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tq_service.errors import FieldNotFoundError, PutNotFoundError, nearest
+from tq_service.schema import FieldSpec
+from tq_service.storage.cells import Rows, expand_runs
+from tq_service.storage.pool import Region
+from tq_service.wire.columns import ColumnShape, extent_count, fixed_row_bytes
+
+
+class RowSet:
+    """Which rows of a put some of its columns still have; shared by columns that were freed alike.
+
+    Attributes:
+        base: the first row kept, where the rows kept are neighbours.
+        kept: the rows kept in ascending order, None where they are neighbours.
+        stored_count: number of rows in memory.
+        live: `(stored_count,)`, None where all are live.
+        live_count: number of live rows.
+    """
+
+    __slots__ = ("base", "kept", "live", "live_count", "stored_count")
+
+    def __init__(self, stored_count: int, base: int = 0, kept: Rows | None = None) -> None:
+        self.base = base
+        self.kept = kept
+        self.stored_count = stored_count
+        self.live: NDArray[np.bool_] | None = None
+        self.live_count = stored_count
+
+    def copy(self) -> RowSet:
+        """Return a set that is freed on its own from now on."""
+        twin = RowSet(self.stored_count, self.base, self.kept)
+        twin.live = None if self.live is None else self.live.copy()
+        twin.live_count = self.live_count
+        return twin
+
+    def position(self, first: int, count: int) -> int:
+        """Return where a run of rows lies in memory, -1 where a row of it is gone."""
+        at = first - self.base if self.kept is None else int(np.searchsorted(self.kept, first))
+        if at < 0 or at + count > self.stored_count:
+            return -1
+        if self.kept is not None and (self.kept[at] != first or self.kept[at + count - 1] != first + count - 1):
+            return -1
+        if self.live is not None and not self.live[at : at + count].all():
+            return -1
+        return at
+
+    def positions(self, firsts: Rows, counts: Rows) -> Rows:
+        """Return where runs of rows lie in memory, -1 for each that misses a row."""
+        at = firsts - self.base if self.kept is None else np.searchsorted(self.kept, firsts)
+        there = (at >= 0) & (at + counts <= self.stored_count)
+        safe, last = np.where(there, at, 0), np.where(there, at + counts - 1, 0)
+        if self.kept is not None:
+            there &= (self.kept[safe] == firsts) & (self.kept[last] == firsts + counts - 1)
+        if self.live is not None:
+            dead_before = np.zeros(self.stored_count + 1, np.int64)
+            np.cumsum(~self.live, out=dead_before[1:])
+            there &= dead_before[last + 1] == dead_before[safe]
+        return np.where(there, at, -1).astype(np.int64, copy=False)
+
+    def drop(self, rows: Rows) -> Rows:
+        """Mark rows dead, those that are not there ignored; return the positions that died."""
+        at = rows - self.base if self.kept is None else np.searchsorted(self.kept, rows)
+        at = at[(at >= 0) & (at < self.stored_count)] if self.kept is None else self._kept_positions(at, rows)
+        if self.live is None:
+            self.live = np.ones(self.stored_count, np.bool_)
+        at = at[self.live[at]]
+        if at.size > 1:
+            at = np.unique(at)
+        self.live[at] = False
+        self.live_count -= int(at.size)
+        return at
+
+    def _kept_positions(self, at: NDArray[np.intp], rows: Rows) -> NDArray[np.intp]:
+        inside = at < self.stored_count
+        at, rows = at[inside], rows[inside]
+        return at[self.kept[at] == rows] if self.kept is not None else at
+
+    def live_positions(self) -> Rows:
+        """Return the positions of live rows, ascending."""
+        if self.live is None:
+            return np.arange(self.stored_count, dtype=np.int64)
+        return np.flatnonzero(self.live).astype(np.int64, copy=False)
+
+    def rows_at(self, positions: Rows) -> Rows:
+        """Return the original numbers of the rows at these positions."""
+        return positions + self.base if self.kept is None else self.kept[positions]
+
+
+class StoredColumn:
+    """Where a column lies in the region of its put: its tables from `table_at`, its values from `values_at`."""
+
+    __slots__ = ("row_set", "spec", "table_at", "values_at")
+
+    def __init__(self, spec: FieldSpec, row_set: RowSet, table_at: int, values_at: int) -> None:
+        self.spec = spec
+        self.row_set = row_set
+        self.table_at = table_at
+        self.values_at = values_at
+
+    def offsets(self, region: Region) -> Rows:
+        """Return where each row starts in the values, and their end: `(stored + 1,)`. Not for dense columns."""
+        return region.words(self.table_at, self.row_set.stored_count + 1)
+
+    def extents(self, region: Region) -> Rows:
+        """Return the extents of the stored rows, `(stored, extents of a row)`. Not for dense columns."""
+        stored, width = self.row_set.stored_count, extent_count(self.spec)
+        return region.words(self.table_at + 8 * (stored + 1), stored * width).reshape(stored, width)
+
+    def bytes_of(self, region: Region, positions: Rows) -> int:
+        """Return the bytes that rows take, their part of the tables included."""
+        fixed = fixed_row_bytes(self.spec)
+        if fixed is not None:
+            return fixed * len(positions)
+        offsets = self.offsets(region)
+        values = int((offsets[positions + 1] - offsets[positions]).sum())
+        return values + len(positions) * table_bytes(self.spec)
+
+
+def table_bytes(spec: FieldSpec) -> int:
+    """Return the bytes of tables that one row of a field takes."""
+    return 0 if fixed_row_bytes(spec) is not None else 8 * (extent_count(spec) + 1)
+
+
+def stored_bytes(columns: Sequence[ColumnShape]) -> int:
+    """Return the size of the region that a put needs: its values and the tables that cut them into rows."""
+    return sum(column.value_bytes for column in columns) + _tables_size(columns)
+
+
+def _tables_size(columns: Sequence[ColumnShape]) -> int:
+    return sum(
+        column.row_count * table_bytes(column.spec) + 8 for column in columns if fixed_row_bytes(column.spec) is None
+    )
+
+
+class StoredPut:
+    """The cells of one put.
+
+    Attributes:
+        region: its memory.
+        columns: its columns by name; None for one that was freed whole.
+        row_count: number of rows it was put with.
+        live_bytes: bytes of live cells, with their part of the tables.
+    """
+
+    __slots__ = ("columns", "live_bytes", "region", "row_count")
+
+    def __init__(
+        self, region: Region, columns: dict[str, StoredColumn | None], row_count: int, live_bytes: int
+    ) -> None:
+        self.region = region
+        self.columns = columns
+        self.row_count = row_count
+        self.live_bytes = live_bytes
+
+    @classmethod
+    def of(cls, region: Region, columns: Sequence[ColumnShape], row_count: int) -> StoredPut:
+        """Lay out a put in its region, of `stored_bytes`: tables are written, values are to come after them."""
+        row_set = RowSet(row_count)
+        table_at, values_at = 0, _tables_size(columns)
+        stored: dict[str, StoredColumn | None] = {}
+        for column in columns:
+            placed = StoredColumn(column.spec, row_set, table_at, values_at)
+            if column.extents is not None:
+                placed.offsets(region)[:] = column.row_offsets()
+                placed.extents(region)[:] = column.extents
+                table_at += row_count * table_bytes(column.spec) + 8
+            values_at += column.value_bytes
+            stored[column.spec.name] = placed
+        return cls(region, stored, row_count, region.size)
+
+    @property
+    def values_at(self) -> int:
+        """Where the values start in the region of a new put."""
+        return min(column.values_at for column in self.columns.values() if column is not None)
+
+    def column(self, name: str, put_id: bytes) -> StoredColumn:
+        """Return a column.
+
+        Raises:
+            FieldNotFoundError: the put never had it.
+            PutNotFoundError: it was freed.
+        """
+        column = self.columns.get(name)
+        if column is not None:
+            return column
+        if name in self.columns:
+            raise PutNotFoundError(
+                f"field {name!r} of put {put_id.hex()} was cleared or overwritten; get the rows anew"
+            )
+        raise FieldNotFoundError(f"put {put_id.hex()} has no field {name!r}; {nearest(name, self.columns)}")
+
+    def free(self, field_names: Sequence[str], firsts: Rows | None, counts: Rows | None) -> None:
+        """Free cells; those that are not there are ignored.
+
+        Args:
+            field_names: the fields, empty for all.
+            firsts: first rows of runs, None for all rows.
+            counts: numbers of rows of the runs.
+        """
+        names = {name for name in (field_names or self.columns) if self.columns.get(name) is not None}
+        if firsts is None or counts is None:
+            self._forget(names)
+            return
+        starts = np.clip(firsts, 0, self.row_count)
+        ends = np.clip(firsts + np.clip(counts, 0, self.row_count), starts, self.row_count)
+        rows = expand_runs(starts, ends - starts)
+        for row_set in self._split(names):
+            members = self._members(row_set)
+            died = row_set.drop(rows)
+            for column in members.values():
+                self.live_bytes -= column.bytes_of(self.region, died)
+            if not row_set.live_count:
+                self._forget(set(members))
+
+    def is_empty(self) -> bool:
+        """Whether no cell is left."""
+        return not any(self.columns.values())
+
+    def compacted_bytes(self) -> int:
+        """Return at most how large its region is after compaction."""
+        row_sets = self.row_sets()
+        tables = sum(8 for column in self.columns.values() if column and fixed_row_bytes(column.spec) is None)
+        return self.live_bytes + tables + sum(8 * row_set.live_count for row_set in row_sets)
+
+    def row_sets(self) -> list[RowSet]:
+        """Return the sets of rows that its columns have."""
+        return list({id(column.row_set): column.row_set for column in self.columns.values() if column}.values())
+
+    def _members(self, row_set: RowSet) -> dict[str, StoredColumn]:
+        return {name: column for name, column in self.columns.items() if column and column.row_set is row_set}
+
+    def _split(self, names: set[str]) -> list[RowSet]:
+        """Return the row sets of some columns, parted from those of other columns."""
+        touched = []
+        for row_set in self.row_sets():
+            members = self._members(row_set)
+            inside = names & members.keys()
+            if not inside:
+                continue
+            own = row_set
+            if len(inside) < len(members):
+                own = row_set.copy()
+                for name in inside:
+                    members[name].row_set = own
+            touched.append(own)
+        return touched
+
+    def _forget(self, names: set[str]) -> None:
+        for name in names:
+            column = self.columns[name]
+            if column is not None:
+                self.live_bytes -= column.bytes_of(self.region, column.row_set.live_positions())
+                self.columns[name] = None
