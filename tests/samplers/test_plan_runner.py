@@ -1,7 +1,10 @@
 """The runner: faults of a sampler become errors of its own request."""
 
 import asyncio
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -291,3 +294,29 @@ def test_bad_settings():
         PlanRunner(max_threads=0)
     with pytest.raises(ValueError, match="timeout_seconds: got 0"):
         PlanRunner(timeout_seconds=0)
+
+
+def test_a_hung_sampler_does_not_keep_the_process_from_exiting():
+    program = """
+import asyncio, threading
+from tq_service.errors import SamplerTimeoutError
+from tq_service.samplers import PlanRequest, PlanRunner, Sampler
+
+class Hangs(Sampler):
+    name = "hangs"
+    def plan(self, view, request):
+        threading.Event().wait()
+
+async def main():
+    try:
+        await PlanRunner(timeout_seconds=0.01).run(Hangs(), None, PlanRequest(batch_size=1, min_size=1))
+    except SamplerTimeoutError:
+        print("timed out")
+
+asyncio.run(main())
+"""
+    root = Path(__file__).parents[2]
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=30, check=True
+    )
+    assert result.stdout == "timed out\n"

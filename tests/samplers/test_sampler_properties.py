@@ -27,7 +27,7 @@ requests = st.builds(
         batch_size=groups if unit == "group" else groups * N,
         rank_count=ranks,
         batch_unit=unit,
-        min_size=(groups if unit == "group" else groups * N) * ranks if full else least,
+        min_size=(groups if unit == "group" else groups * N) * ranks if full else min(least, ranks * groups),
     ),
     groups=st.integers(1, 4), ranks=st.integers(1, 4), unit=st.sampled_from(["sample", "group"]), full=st.booleans(),
     least=st.integers(1, 4),

@@ -109,8 +109,8 @@ class SamplerRegistry:
         known = {*self._classes, *self._entry_points}
         if ":" in name:
             return UnknownSamplerError(
-                f"sampler: got {name!r}, but this server does not import samplers by module:Class; allow it in its "
-                f"settings, or install the sampler as an entry point of {ENTRY_POINT_GROUP!r}; {nearest(name, known)}",
+                f"sampler: got {name!r}, but this server does not import samplers by module:Class; allow it "
+                f"(allow_sampler_import), or install the sampler as an entry point of {ENTRY_POINT_GROUP!r}; {nearest(name, known)}",
                 field="sampler",
             )
         return UnknownSamplerError(f"sampler: got {name!r}, which is unknown; {nearest(name, known)}", field="sampler")

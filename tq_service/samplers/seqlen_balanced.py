@@ -19,8 +19,8 @@ from tq_service.samplers.whole_groups import (
     take_groups,
 )
 
-# Planning up to so many samples takes about a millisecond; larger batches are planned off the event loop.
-_QUICK_SIZE = 512
+# Balancing up to so many groups takes less than a millisecond; larger batches are planned off the event loop.
+_QUICK_GROUPS = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +62,9 @@ class SeqlenBalancedSampler(Sampler):
         check_holds_whole_groups(self.name, request, self.n_samples_per_prompt)
 
     def is_quick(self, request: PlanRequest) -> bool:
-        """Whether the batch is small."""
-        return request.total_size <= _QUICK_SIZE
+        """Whether few groups are to be balanced."""
+        group_size = (self.n_samples_per_prompt or 1) if request.batch_unit == "sample" else 1
+        return request.total_size <= _QUICK_GROUPS * group_size
 
     def plan(self, view: View, request: PlanRequest) -> Plan | None:
         """Return a balanced share for each rank, or None where too few groups are ready.

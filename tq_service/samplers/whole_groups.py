@@ -53,8 +53,7 @@ def take_groups(
     take_incomplete = incomplete_groups == "take"
     unit, total = request.batch_unit, request.total_size
     groups = view.ready_groups(total, unit=unit, block_size=block_size, take_incomplete=take_incomplete)
-    least = min(request.min_size, total)
-    if len(groups) and _size(groups, request) >= least:
+    if len(groups) and _size(groups, request) >= request.min_size:
         return groups
     if unit == "group":
         return None  # groups count one each: a group more always fits
@@ -62,7 +61,7 @@ def take_groups(
     fitting = _prefix(more, total)
     if len(fitting) == len(more):
         # Groups may have become ready between the two questions.
-        return fitting if len(fitting) and fitting.rows.size >= least else None
+        return fitting if len(fitting) and fitting.rows.size >= request.min_size else None
     if not len(fitting):
         raise InvalidArgumentError(
             f"batch_size: got {request.batch_size} samples for {request.rank_count} rank(s), {total} together, "

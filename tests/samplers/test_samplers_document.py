@@ -1,0 +1,48 @@
+"""docs/samplers.md: its code runs, its examples and tables are true."""
+
+import re
+from pathlib import Path
+
+import pytest
+from fake_view import FakeView, Row, parts, view_of_groups, view_of_samples
+
+from tq_service.samplers import (
+    GRPOGroupNSampler,
+    PlanRequest,
+    RankAwareSampler,
+    SamplerRegistry,
+    SeqlenBalancedSampler,
+    SequentialSampler,
+)
+
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "samplers.md").read_text()
+
+
+def request(batch_size, *, min_size=None):
+    return PlanRequest(batch_size=batch_size, min_size=min_size or 2 * batch_size, rank_count=2)
+
+
+def test_the_code_runs():
+    blocks = re.findall(r"(<!-- not run -->\n)?```python\n(.*?)```", DOCUMENT, re.DOTALL)
+    code = [block for not_run, block in blocks if not not_run]
+    assert len(code) == 3
+    exec(compile("\n".join(code), "docs/samplers.md", "exec"), {"__name__": "samplers_document"})
+
+
+@pytest.mark.parametrize("info", SamplerRegistry().describe(), ids=lambda info: info.name)
+def test_every_sampler_has_its_section_and_options(info):
+    section = DOCUMENT.split(f"## `{info.name}`\n")[1].split("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == list(info.options)
+
+
+def test_the_worked_examples():
+    assert parts(SequentialSampler().plan(view_of_samples(12), request(4))) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert parts(SequentialSampler().plan(view_of_samples(5), request(4, min_size=1))) == [[0, 1, 2], [3, 4]]
+    prompts = FakeView([Row(i, group="abcd"[i // 3], ready=i != 4) for i in range(12)])
+    assert parts(GRPOGroupNSampler(n_samples_per_prompt=3).plan(prompts, request(3))) == [[0, 1, 2], [6, 7, 8]]
+    assert parts(RankAwareSampler().plan(view_of_samples(6), request(3))) == [[0, 2, 4], [1, 3, 5]]
+    pairs = RankAwareSampler(n_samples_per_prompt=2).plan(view_of_samples(8), request(4))
+    assert parts(pairs) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    tokens = view_of_groups([2, 2, 2, 2], lengths=[500, 400, 500, 300, 100, 200, 150, 50])
+    balanced = SeqlenBalancedSampler(n_samples_per_prompt=2).plan(tokens, request(4))
+    assert parts(balanced) == [[0, 1, 6, 7], [2, 3, 4, 5]]
