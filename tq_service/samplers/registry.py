@@ -110,7 +110,8 @@ class SamplerRegistry:
         if ":" in name:
             return UnknownSamplerError(
                 f"sampler: got {name!r}, but this server does not import samplers by module:Class; allow it "
-                f"(allow_sampler_import), or install the sampler as an entry point of {ENTRY_POINT_GROUP!r}; {nearest(name, known)}",
+                f"(allow_sampler_import), or install the sampler as an entry point of {ENTRY_POINT_GROUP!r}; "
+                f"{nearest(name, known)}",
                 field="sampler",
             )
         return UnknownSamplerError(f"sampler: got {name!r}, which is unknown; {nearest(name, known)}", field="sampler")
