@@ -4,37 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 
+from tq_service.client.batch_meta import BatchMeta
+from tq_service.client.steps import Pack, Step
 from tq_service.data.columns import object_stack
 
 Row = dict[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class FakeMeta:
-    status: str
-    partition_id: str = ""
-    global_indexes: tuple[int, ...] = ()
-    micro_batches: tuple[tuple[int, ...], ...] = ()
-    incarnation: bytes = b""
-    epoch: int = 0
-
-    @property
-    def size(self) -> int:
-        return len(self.global_indexes)
-
-    def select_samples(self, positions: Sequence[int]) -> FakeMeta:
-        return replace(
-            self,
-            global_indexes=tuple(self.global_indexes[position] for position in positions),
-            micro_batches=(tuple(range(len(positions))),),
-        )
 
 
 def token_rows(count: int, length: Callable[[int], int] = lambda index: index % 5) -> list[Row]:
@@ -85,7 +67,7 @@ class FakeService:
     def connect(self, address: str | None = None) -> FakeClient:
         return FakeClient(self)
 
-    def plan(self, claim: dict[str, Any]) -> FakeMeta | None:
+    def plan(self, claim: dict[str, Any]) -> BatchMeta | None:
         partition = self.partitions.get(claim["partition_id"])
         if partition is None:
             return None
@@ -99,13 +81,13 @@ class FakeService:
             plans.append(planned)
         answer = plans[min(claim["batch_index"], len(plans) - 1)]
         if answer == "end":
-            return FakeMeta(status="end", incarnation=partition.incarnation)
-        indexes, cuts = answer[claim["dp_rank"]]
-        return FakeMeta(
+            return BatchMeta(status="end", incarnation=partition.incarnation)
+        indexes, steps = answer[claim["dp_rank"]]
+        return BatchMeta(
             status="batch",
             partition_id=claim["partition_id"],
-            global_indexes=indexes,
-            micro_batches=cuts,
+            indexes=np.array(indexes, np.int64),
+            steps=steps,
             incarnation=partition.incarnation,
         )
 
@@ -124,7 +106,7 @@ class FakeService:
         cut_count = max(-(-len(part) // size) for part in parts)
         cuts = self.cuts or (lambda n, _: [list(range(n))[at * size : (at + 1) * size] for at in range(cut_count)])
         return [
-            (tuple(part), tuple(tuple(positions) for positions in cuts(len(part), claim["batch_size"])))
+            (part, (Step(packs=tuple(Pack(positions=tuple(at)) for at in cuts(len(part), batch_size))),))
             for part in parts
         ]
 
@@ -138,7 +120,7 @@ class FakeClient:
         with service.changed:
             service.open_client_count += 1
 
-    def get_meta(self, *, max_wait: float, timeout: float, **claim: Any) -> FakeMeta:
+    def get_meta(self, *, max_wait: float, timeout: float, **claim: Any) -> BatchMeta:
         service = self._service
         deadline = time.monotonic() + max_wait
         with service.changed:
@@ -150,10 +132,10 @@ class FakeClient:
                 service.waiting.set()
                 left = deadline - time.monotonic()
                 if left <= 0 or self._closed:
-                    return FakeMeta(status="not_yet")
+                    return BatchMeta(status="not_yet")
                 service.changed.wait(left)
 
-    def get_data(self, meta: FakeMeta, *, timeout: float) -> TensorDict:
+    def get_data(self, meta: BatchMeta, *, timeout: float) -> TensorDict:
         rows = [self._service.partitions[meta.partition_id].rows[index] for index in meta.global_indexes]
         return batch_of(rows)
 

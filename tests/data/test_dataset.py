@@ -3,8 +3,9 @@ from typing import Any
 
 import pytest
 import torch
-from fake_client import FIELDS, FakeMeta, FakeService, token_rows
+from fake_client import FIELDS, FakeService, token_rows
 
+from tq_service.client.batch_meta import BatchMeta
 from tq_service.data import StreamingDataLoader, StreamingDataset, fetch_batch, take_rows
 from tq_service.errors import InvalidArgumentError, StaleIncarnationError
 
@@ -48,9 +49,9 @@ def loader_of(request: pytest.FixtureRequest, service: FakeService) -> Any:
 def test_yields_all_micro_batches_with_a_short_last_batch(service: FakeService, loader_of: Any) -> None:
     service.put("train@0", token_rows(11), seal=True)
     seen = list(loader_of(dataset_of(service)))
-    assert [meta.global_indexes for _, meta in seen] == [(0, 1), (2, 3), (4, 5), (6, 7), (8, 9), (10,)]
+    assert [meta.global_indexes for _, meta in seen] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10]]
     for micro_batch, meta in seen:
-        assert tuple(micro_batch["index"].tolist()) == meta.global_indexes
+        assert micro_batch["index"].tolist() == meta.global_indexes
         assert micro_batch["input_ids"].layout is torch.jagged
         assert micro_batch["input_ids"].offsets() is micro_batch["logprobs"].offsets()
         assert list(micro_batch["text"]) == [f"sample {index}" for index in meta.global_indexes]
@@ -161,7 +162,7 @@ def test_the_buffer_is_not_changed_by_the_trainer(service: FakeService, loader_o
     loader.reset()
     assert indexes(loader) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     data, meta = loader.get_buffer()[1]
-    assert data["index"].tolist() == list(meta.global_indexes) == [4, 5, 6, 7]
+    assert data["index"].tolist() == meta.global_indexes == [4, 5, 6, 7]
 
 
 def test_a_live_iterator_follows_reset_and_step(service: FakeService, loader_of: Any) -> None:
@@ -169,10 +170,10 @@ def test_a_live_iterator_follows_reset_and_step(service: FakeService, loader_of:
     service.put("train@1", token_rows(20)[12:16], seal=True)
     loader = loader_of(dataset_of(service))
     iterator = iter(loader)
-    assert next(iterator)[1].global_indexes == (0, 1)
+    assert next(iterator)[1].global_indexes == [0, 1]
     loader.reset()
-    assert next(iterator)[1].global_indexes == (0, 1)
-    assert next(iterator)[1].global_indexes == (2, 3)
+    assert next(iterator)[1].global_indexes == [0, 1]
+    assert next(iterator)[1].global_indexes == [2, 3]
     loader.step("train@1")
     assert loader.get_buffer() == []
     assert indexes(iterator) == [[12, 13], [14, 15]]
@@ -203,7 +204,9 @@ def test_another_life_of_the_partition_is_not_mixed_in(service: FakeService, loa
 def test_micro_batches_follow_the_packs_of_all_steps(service: FakeService, loader_of: Any) -> None:
     service.cuts = lambda count, _: [[3, 0], [], [2, 1]] if count == 4 else [[], [], []]
     service.put("train@0", token_rows(8), seal=True)
-    assert indexes(loader_of(dataset_of(service))) == [[3, 0], [], [2, 1], [7, 4], [], [6, 5]]
+    seen = list(loader_of(dataset_of(service)))
+    assert indexes(seen) == [[3, 0], [], [2, 1], [7, 4], [], [6, 5]]
+    assert [meta.micro_batches for _, meta in seen] == [[[0, 1]], [[]], [[0, 1]]] * 2
 
 
 def test_a_custom_fetch_function_is_called_with_keywords(service: FakeService, loader_of: Any) -> None:
@@ -239,7 +242,7 @@ def test_a_custom_fetch_function_is_called_with_keywords(service: FakeService, l
 
 
 def test_a_fetch_function_that_swallows_an_empty_batch_is_told(service: FakeService) -> None:
-    dataset = dataset_of(service, fetch_batch_fn=lambda **keywords: (None, FakeMeta(status="batch")))
+    dataset = dataset_of(service, fetch_batch_fn=lambda **keywords: (None, BatchMeta(status="batch")))
     with pytest.raises(TypeError, match="empty batches too"):
         next(iter(dataset))
 

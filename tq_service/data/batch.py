@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from tq_service.data.columns import build, flatten
 
 if TYPE_CHECKING:
-    from tq_service.client import BatchMeta
+    from tq_service.client.batch_meta import BatchMeta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -107,8 +107,8 @@ class StreamingDataLoader:
     def _new_stream(self, source: BatchSource, batch_index: int, life: Life | None) -> BatchStream:
         if self._context is not None:
             if self._pool is None:
-                self._pool = WorkerPool(self.num_workers, self.prefetch_factor, self._context)
-            return WorkerStream(self._pool, source, batch_index, life)
+                self._pool = WorkerPool(source, self.num_workers, self.prefetch_factor, self._context)
+            return WorkerStream(self._pool, source.request.partition_id, batch_index, life)
         if self.prefetch_factor == 0:
             return InlineStream(source, batch_index, life)
         return PrefetchStream(

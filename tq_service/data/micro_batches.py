@@ -7,17 +7,17 @@ another micro-batch, and the batch can be freed while micro-batches of it are in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict
 
+from tq_service.client.batch_meta import BatchMeta
+from tq_service.client.steps import Pack, Step
 from tq_service.data.columns import Column, DenseColumn, FlatBatch, JaggedColumn, ObjectColumn, build, flatten
-
-if TYPE_CHECKING:
-    from tq_service.client import BatchMeta
 
 ProcessBatch = Callable[..., Iterable[Any]]
 """`process_batch_fn(data, meta, micro_batch_size=...)`: returns what the loader yields for one batch."""
@@ -30,13 +30,14 @@ def split_micro_batches(
 ) -> Iterator[tuple[TensorDict, BatchMeta]]:
     """Yield the micro-batches of a batch, each with its part of the meta.
 
-    The cuts are those of the plan (`meta.micro_batches`: the packs of all steps, in order), so that every rank gets
-    the same number of them, empty ones included. A meta without cuts is cut by `micro_batch_size`.
+    The cuts are those of the plan, `meta.steps`: one micro-batch for each pack of each step, in order, so that every
+    rank gets the same number of them, empty ones included. The meta of a micro-batch has its pack as its only step. A
+    meta without steps is cut by `micro_batch_size`.
 
     Args:
         data: the batch, `meta.size` rows.
         meta: what it is.
-        micro_batch_size: samples a micro-batch where the meta has no cuts; None: the batch is one micro-batch.
+        micro_batch_size: samples a micro-batch where the meta has no steps; None: the batch is one micro-batch.
 
     Raises:
         ValueError: the batch has another number of rows than the meta.
@@ -47,17 +48,21 @@ def split_micro_batches(
             f"the batch has {flat.row_count} rows and its meta {meta.size} samples; fetch_batch_fn returns both alike, "
             "or process_batch_fn cuts them"
         )
-    for positions in cuts(meta, micro_batch_size):
-        yield build(select_rows(flat, positions)), meta.select_samples(positions.tolist())
+    for pack in _packs(meta, micro_batch_size):
+        yield build(select_rows(flat, np.asarray(pack.positions, dtype=np.int64))), _part(meta, pack)
 
 
-def cuts(meta: BatchMeta, micro_batch_size: int | None) -> list[Positions]:
-    """Return the positions of each micro-batch in the batch."""
-    if meta.micro_batches:
-        return [np.asarray(positions, dtype=np.int64) for positions in meta.micro_batches]
+def _packs(meta: BatchMeta, micro_batch_size: int | None) -> list[Pack]:
+    if meta.steps:
+        return [pack for step in meta.steps for pack in step.packs]
     size = micro_batch_size or max(meta.size, 1)
-    every = np.arange(meta.size, dtype=np.int64)
-    return [every[start : start + size] for start in range(0, max(meta.size, 1), size)]
+    starts = range(0, max(meta.size, 1), size)
+    return [Pack(positions=tuple(range(start, min(start + size, meta.size)))) for start in starts]
+
+
+def _part(meta: BatchMeta, pack: Pack) -> BatchMeta:
+    whole = replace(pack, positions=tuple(range(len(pack.positions))))
+    return replace(meta.select_samples(pack.positions), steps=(Step(packs=(whole,)),))
 
 
 def take_rows(data: TensorDict, positions: Sequence[int] | Positions) -> TensorDict:

@@ -14,7 +14,8 @@ from tq_service.data.batch import Batch, Life
 from tq_service.schema import BatchUnit
 
 if TYPE_CHECKING:
-    from tq_service.client import BatchMeta, Client
+    from tq_service.client import Client
+    from tq_service.client.batch_meta import BatchMeta
 
 FetchBatch = Callable[..., tuple[Any, Any]]
 """`fetch_batch_fn(**keywords) -> (data, meta)`; see `fetch_batch` for the keywords and the answer."""
@@ -125,7 +126,7 @@ class BatchFetcher:
 
     def __init__(self, source: BatchSource, life: Life | None = None) -> None:
         self._source = source
-        self._client = source.open_client()
+        self._client: Any = None
         self._life = life
 
     def fetch(self, batch_index: int, is_wanted: Callable[[], bool]) -> Batch | None:
@@ -139,6 +140,8 @@ class BatchFetcher:
             StreamClosedError: the batch is not wanted any more.
             TypeError: fetch_batch_fn returned no data for a batch.
         """
+        if self._client is None:
+            self._client = self._source.open_client()
         while is_wanted():
             asked_at = time.monotonic()
             data, meta = self._source.fetch_batch_fn(
@@ -169,7 +172,8 @@ class BatchFetcher:
 
     def close(self) -> None:
         """Close the client; a call in progress in another thread ends. Idempotent."""
-        self._client.close()
+        if self._client is not None:
+            self._client.close()
 
 
 class InlineStream:

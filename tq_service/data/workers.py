@@ -2,9 +2,9 @@
 
 Lifecycle::
 
-    WorkerPool()  ── start(source, 0) ──> workers start;    worker w of W fetches batches w, w+W, w+2W, ...
+    WorkerPool()  ── start(0, ...)    ──> workers start;    worker w of W fetches batches w, w+W, w+2W, ...
                   ── stream.close()   ──> workers stop fetching and idle; what they fetched ahead is dropped
-                  ── start(source, k) ──> the same workers; worker w fetches batches k+w, k+w+W, ...
+                  ── start(k, ...)    ──> the same workers; worker w fetches batches k+w, k+w+W, ...
                   ── close() or garbage collection ──> workers end
 
 Each start is a generation with an assignment that every worker is sent through a pipe of its own. A worker goes on as
@@ -19,6 +19,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
@@ -35,10 +36,10 @@ from tq_service.data.transport import Parcel, pack, unpack
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """What the workers fetch from now on: batches of `source`, from `batch_index`."""
+    """What the workers fetch from now on: batches of the partition, from `batch_index`."""
 
     generation: int
-    source: BatchSource
+    partition_id: str
     batch_index: int
     life: Life | None
 
@@ -62,15 +63,19 @@ class Failure:
 
 
 class WorkerPool:
-    """Worker processes that live until `close`, and the one stream they fetch at a time."""
+    """Worker processes that live until `close`, and the one stream they fetch at a time.
 
-    def __init__(self, num_workers: int, prefetch_factor: int, context: BaseContext) -> None:
+    Workers get the source when they start, so that with fork its functions need not be picklable; of it only the
+    partition changes later.
+    """
+
+    def __init__(self, source: BatchSource, num_workers: int, prefetch_factor: int, context: BaseContext) -> None:
         pipes = [context.Pipe(duplex=False) for _ in range(num_workers)]
         self._outboxes = [sender for _, sender in pipes]
         # Written by the parent only, and read whole: needs no lock, which a killed worker could leave locked.
         self._generation = context.Value("q", 0, lock=False)
         self._loader = _torch_loader(
-            _WorkerDataset([receiver for receiver, _ in pipes], self._generation),
+            _WorkerDataset(source, [receiver for receiver, _ in pipes], self._generation),
             num_workers=num_workers,
             prefetch_factor=prefetch_factor,
             context=context,
@@ -79,15 +84,15 @@ class WorkerPool:
         # Before the workers are joined, those that wait for a batch must learn that nobody wants it.
         weakref.finalize(self, _abandon, self._generation)
 
-    def start(self, source: BatchSource, batch_index: int, life: Life | None) -> Iterator[Parcel | Failure]:
+    def start(self, partition_id: str, batch_index: int, life: Life | None) -> Iterator[Parcel | Failure]:
         """Make the workers fetch from `batch_index` on, and return what they send, in order."""
         self.abandon()
-        assignment = Assignment(generation=self._generation.value, source=source, batch_index=batch_index, life=life)
+        assignment = Assignment(
+            generation=self._generation.value, partition_id=partition_id, batch_index=batch_index, life=life
+        )
         for outbox in self._outboxes:
             outbox.send(assignment)
-        with warnings.catch_warnings():
-            # Workers wait for the network most of the time: more of them than CPUs are fine.
-            warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
+        with _more_workers_than_cpus():
             parcels: Iterator[Parcel | Failure] = iter(self._loader)
         self._iterator = parcels
         return parcels
@@ -110,9 +115,9 @@ class WorkerPool:
 class WorkerStream:
     """The stream that a pool fetches."""
 
-    def __init__(self, pool: WorkerPool, source: BatchSource, batch_index: int, life: Life | None) -> None:
+    def __init__(self, pool: WorkerPool, partition_id: str, batch_index: int, life: Life | None) -> None:
         self._pool = pool
-        self._parcels: Iterator[Parcel | Failure] | None = pool.start(source, batch_index, life)
+        self._parcels: Iterator[Parcel | Failure] | None = pool.start(partition_id, batch_index, life)
         self._next_index = batch_index
 
     @property
@@ -129,7 +134,11 @@ class WorkerStream:
         """Wait for the next batch; None at the end. Raises what a worker raised, and RuntimeError if one died."""
         if self._parcels is None:
             return None
-        arrived = next(self._parcels, None)
+        try:
+            arrived = next(self._parcels, None)
+        except (OSError, EOFError) as error:
+            # Torch notices the death of a worker, unless it is just receiving a tensor of the dead one.
+            raise RuntimeError(f"a worker process died while it handed over batch {self._next_index}") from error
         if arrived is None:
             return None
         if isinstance(arrived, Failure):
@@ -150,7 +159,8 @@ class WorkerStream:
 class _WorkerDataset(IterableDataset[Any]):
     """What runs in the workers: each iteration serves one assignment."""
 
-    def __init__(self, inboxes: list[Connection], generation: Any) -> None:
+    def __init__(self, source: BatchSource, inboxes: list[Connection], generation: Any) -> None:
+        self._source = source
         self._inboxes = inboxes
         self._generation = generation
 
@@ -162,7 +172,7 @@ class _WorkerDataset(IterableDataset[Any]):
         # nothing is read.
         assignment: Assignment = self._inboxes[worker.id].recv()
         return _serve(
-            assignment,
+            BatchFetcher(self._source.of_partition(assignment.partition_id), assignment.life),
             range_start=assignment.batch_index + worker.id,
             range_step=worker.num_workers,
             is_wanted=lambda: self._generation.value == assignment.generation and parent_is_alive(),
@@ -170,11 +180,9 @@ class _WorkerDataset(IterableDataset[Any]):
 
 
 def _serve(
-    assignment: Assignment, *, range_start: int, range_step: int, is_wanted: Callable[[], bool]
+    fetcher: BatchFetcher, *, range_start: int, range_step: int, is_wanted: Callable[[], bool]
 ) -> Iterator[Parcel | Failure]:
-    fetcher: BatchFetcher | None = None
     try:
-        fetcher = BatchFetcher(assignment.source, assignment.life)
         for batch_index in itertools.count(range_start, range_step):
             batch = fetcher.fetch(batch_index, is_wanted)
             if batch is None:
@@ -185,22 +193,30 @@ def _serve(
     except Exception as error:  # whatever it is, it belongs to the reader in the parent
         yield Failure.of(error)
     finally:
-        if fetcher is not None:
-            fetcher.close()
+        fetcher.close()
 
 
 def _torch_loader(
     dataset: IterableDataset[Any], *, num_workers: int, prefetch_factor: int, context: BaseContext
 ) -> DataLoader[Any]:
-    return DataLoader(
-        dataset,
-        batch_size=None,
-        collate_fn=_unchanged,
-        num_workers=num_workers,
-        prefetch_factor=prefetch_factor,
-        multiprocessing_context=context,
-        persistent_workers=True,
-    )
+    with _more_workers_than_cpus():
+        return DataLoader(
+            dataset,
+            batch_size=None,
+            collate_fn=_unchanged,
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor,
+            multiprocessing_context=context,
+            persistent_workers=True,
+        )
+
+
+@contextmanager
+def _more_workers_than_cpus() -> Iterator[None]:
+    """Silence torch's warning: workers wait for the network most of the time, so more of them than CPUs are fine."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
+        yield
 
 
 def _unchanged(item: Any) -> Any:
