@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from tq_service.domain.cells import FreedCells
-from tq_service.domain.partition import Partition, PartitionSettings
+from tq_service.domain.partition import Partition, PartitionSettings, SampleWrite, Written
 from tq_service.domain.planner import Planner, RunsPlans
 from tq_service.domain.task import ClaimRequest
 from tq_service.domain.waiters import Answer, NotYet
@@ -58,7 +58,8 @@ class Catalog:
         """Return the partition with these settings, made if it is not there."""
         partition = self._partitions.get(partition_id)
         if partition is None:
-            return self._make(partition_id, settings)
+            check_name("partition_id", partition_id)
+            return self._add(Partition(partition_id, settings))
         if partition.settings != settings:
             raise AlreadyExistsError(
                 f"partition {partition_id!r} is there with {partition.settings}, got {settings}; create a partition "
@@ -66,17 +67,21 @@ class Catalog:
             )
         return partition
 
-    def get_or_make(self, partition_id: str, incarnation: bytes, *, may_make: bool) -> Partition:
-        """Return the partition that is written to; the first samples make it."""
-        if partition_id in self._partitions or incarnation or not may_make:
-            return self.get(partition_id, incarnation)
-        return self._make(partition_id, PartitionSettings())
-
-    def _make(self, partition_id: str, settings: PartitionSettings) -> Partition:
+    def write(self, partition_id: str, incarnation: bytes, write: SampleWrite) -> tuple[Partition, Written]:
+        """Write samples; the first ones make their partition, and a refused write leaves none behind."""
+        is_for_new = write.global_indexes is None and not (write.keys is not None and write.key_mode == "existing")
+        if partition_id in self._partitions or incarnation or not is_for_new:
+            partition = self.get(partition_id, incarnation)
+            return partition, partition.write(write)
         check_name("partition_id", partition_id)
-        partition = self._partitions[partition_id] = Partition(partition_id, settings)
+        partition = Partition(partition_id, PartitionSettings())
+        written = partition.write(write)
+        return self._add(partition), written
+
+    def _add(self, partition: Partition) -> Partition:
+        self._partitions[partition.partition_id] = partition
         self._planners[partition] = {}
-        for arrival in self._arrivals.pop(partition_id, ()):
+        for arrival in self._arrivals.pop(partition.partition_id, ()):
             if not arrival.done():
                 arrival.set_result(None)
         return partition

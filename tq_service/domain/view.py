@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.domain.custom_meta import Condition, Order
 from tq_service.domain.groups import NO_GROUP
 from tq_service.domain.plan import Groups, Indexes, LengthSource
+from tq_service.domain.readiness import Readiness
 from tq_service.domain.states import CLEARED, HELD, LIVE, STATE_NAMES
 from tq_service.domain.task import UNCLAIMED
 from tq_service.errors import InvalidArgumentError, MissingLengthError
@@ -41,10 +41,7 @@ class PartitionView:
         self._length = length
         self._signature = (binding.data_fields, binding.where, length)
         self.remembers = remembers
-        self._count = partition.table.count
-        self._index: NDArray[np.int64] = partition.table.index.data
-        self._state: NDArray[np.uint8] = partition.state.data
-        self._claim: NDArray[np.int64] = task.claim.data
+        self._rows = Readiness(partition, task, binding, length)
         self._first = partition.table.position_from(task.scan_from.get(self._signature, 0))
         self.no_more = partition.sealed  # no new rows come: groups that declared no size are complete
         self.seen_count = 0  # ready rows seen by the largest scan
@@ -59,8 +56,8 @@ class PartitionView:
         for positions in self._scan(limit):
             if limit is not None and positions.size >= limit:
                 break
-        ordered = self._ordered(positions)
-        return self._index[ordered if limit is None else ordered[:limit]]
+        ordered = self._rows.ordered(positions)
+        return self._rows.index[ordered if limit is None else ordered[:limit]]
 
     def ready_groups(self, limit: int | None = None, *, unit: BatchUnit = "sample", block_size: int | None = None,
                      take_incomplete: bool = False) -> Groups:  # fmt: skip
@@ -69,14 +66,14 @@ class PartitionView:
         self._check_blocks(block_size)
         positions, sizes = np.zeros(0, np.int64), np.zeros(0, np.int64)
         for scanned in self._scan(limit):
-            positions, sizes = self._whole_groups(self._ordered(scanned), block_size, take_incomplete)
+            positions, sizes = self._whole_groups(self._rows.ordered(scanned), block_size, take_incomplete)
             if limit is not None and (int(sizes.sum()) if unit == "sample" else sizes.size) > limit:
                 break
         if limit is not None:
             taken = int(np.searchsorted(np.cumsum(sizes), limit, side="right")) if unit == "sample" else limit
             sizes = sizes[:taken]
             positions = positions[: int(sizes.sum())]
-        return Groups(rows=self._index[positions], sizes=sizes)
+        return Groups(rows=self._rows.index[positions], sizes=sizes)
 
     def _scan(self, limit: int | None) -> Iterator[Indexes]:
         """Yield the positions of ready rows over growing stretches of the table, the last time over all of it."""
@@ -85,15 +82,15 @@ class PartitionView:
         found: list[NDArray[np.int64]] = []
         start = self._first
         while True:
-            end = self._count if whole else min(self._count, start + chunk)
-            found.append(start + np.flatnonzero(self._ready_mask(start, end)))
+            end = self._rows.count if whole else min(self._rows.count, start + chunk)
+            found.append(start + np.flatnonzero(self._rows.ready_mask(start, end)))
             self._remember(found[0], end, is_first=len(found) == 1)
             positions = np.concatenate(found)
             self.seen_count = max(self.seen_count, positions.size)
-            if end == self._count:
+            if end == self._rows.count:
                 self.exhausted = True
             yield positions
-            if end == self._count:
+            if end == self._rows.count:
                 return
             start, chunk = end, chunk * 2
             found = [positions]
@@ -102,89 +99,13 @@ class PartitionView:
         if not (self.remembers and is_first):
             return
         self._first = int(ready[0]) if ready.size else end
-        first = int(self._index[self._first]) if self._first < self._count else self._partition.table.next_index
+        first = (
+            int(self._rows.index[self._first]) if self._first < self._rows.count else self._partition.table.next_index
+        )
         scan_from = self._task.scan_from
         if self._signature not in scan_from and len(scan_from) >= 64:  # ways of asking that nobody uses any more
             scan_from.clear()
         scan_from[self._signature] = first
-
-    def _ready_mask(self, start: int, end: int) -> NDArray[np.bool_]:
-        rows = slice(start, end)
-        mask = self._open_mask(rows) & self._produced(rows) & self._allowed(rows)
-        if self._length is not None:
-            mask &= self._known_lengths(rows) >= 0
-        return mask
-
-    def _open_mask(self, rows: slice) -> NDArray[np.bool_]:
-        return (self._state[rows] == LIVE) & (self._claim[rows] == UNCLAIMED)
-
-    def _produced(self, rows: slice) -> NDArray[np.bool_]:
-        size = rows.stop - rows.start
-        mask = np.ones(size, np.bool_)
-        for name in self._binding.data_fields:
-            field = self._partition.cells.fields.get(name)
-            if field is None:
-                return np.zeros(size, np.bool_)
-            mask &= field.put_slot.data[rows] >= 0
-        return mask
-
-    def _allowed(self, rows: slice) -> NDArray[np.bool_]:
-        """Return where `where` holds; a row without a value does not pass."""
-        mask = np.ones(rows.stop - rows.start, np.bool_)
-        for condition in self._binding.where:
-            holds, present = self._condition(condition, rows)
-            mask &= holds & present
-        return mask
-
-    def _condition(self, condition: Condition, rows: slice) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        arrays = self._partition.meta.arrays(condition.column)
-        if arrays is None:
-            nowhere = np.zeros(rows.stop - rows.start, np.bool_)
-            return nowhere, nowhere
-        values, present = arrays[0][rows], arrays[1][rows]
-        holds = np.zeros(present.size, np.bool_)
-        if present.any():
-            holds[present] = condition.holds(values[present])
-        return holds, present
-
-    def _known_lengths(self, rows: slice | Indexes) -> Indexes:
-        source = self._length or LengthSource()
-        arrays = self._partition.meta.arrays(source.key)
-        lengths = np.full(self._index[rows].size, -1, np.int64)
-        if source.field is not None:
-            field = self._partition.cells.fields.get(source.field)
-            if field is not None and field.length is not None:
-                lengths = np.where(field.put_slot.data[rows] >= 0, field.length.data[rows], -1)
-        if arrays is not None:
-            values, present = arrays[0][rows], arrays[1][rows]
-            if values.dtype.kind not in "iu":
-                raise InvalidArgumentError(
-                    f"custom_meta column {source.key!r} holds {values.dtype} values; token counts must be integers",
-                    field=source.key,
-                )
-            lengths = np.where(present, values, lengths)
-            if bool((values[present] < 0).any()):
-                raise InvalidArgumentError(
-                    f"custom_meta column {source.key!r} holds {int(values[present].min())}; a token count is 0 or more",
-                    field=source.key,
-                )
-        return lengths
-
-    def _ordered(self, positions: Indexes) -> Indexes:
-        if not self._binding.order_by or positions.size == 0:
-            return positions
-        keys = [self._order_key(order, positions) for order in reversed(self._binding.order_by)]
-        return positions[np.lexsort([np.arange(positions.size), *keys])]
-
-    def _order_key(self, order: Order, positions: Indexes) -> Indexes:
-        arrays = self._partition.meta.arrays(order.column)
-        last = np.iinfo(np.int64).max
-        key = np.full(positions.size, last, np.int64)
-        if arrays is not None:
-            values, present = arrays[0][positions], arrays[1][positions]
-            ranks = np.unique(values[present], return_inverse=True)[1].astype(np.int64)
-            key[present] = -ranks if order.descending else ranks
-        return key
 
     # Groups
 
@@ -205,7 +126,7 @@ class PartitionView:
             ids = self._partition.groups.of_rows[positions]
             return np.where(ids == NO_GROUP, -2 - positions, ids)
         if block_size is not None:
-            return self._index[positions] // block_size
+            return self._rows.index[positions] // block_size
         return positions
 
     def _whole_groups(self, positions: Indexes, block_size: int | None, take: bool) -> tuple[Indexes, Indexes]:
@@ -246,7 +167,7 @@ class PartitionView:
 
     def lengths(self, rows: Indexes) -> Indexes:
         """Return token counts, see `View.lengths`."""
-        return self._at(rows, self._known_lengths, -1)
+        return self._at(rows, self._rows.known_lengths, -1)
 
     def field_lengths(self, field: str, rows: Indexes) -> Indexes:
         """Return row lengths of a jagged field, see `View.field_lengths`."""
@@ -272,13 +193,14 @@ class PartitionView:
 
     def states(self, rows: Indexes) -> list[str]:
         """Return the state of each row, see `View.states`."""
-        return [STATE_NAMES[code] for code in self._at(rows, lambda positions: self._state[positions], CLEARED)]
+        return [STATE_NAMES[code] for code in self._at(rows, lambda positions: self._rows.state[positions], CLEARED)]
 
     def rows(self) -> Indexes:
         """Return all rows that are not cleared, see `View.rows`."""
-        return self._index[: self._count][self._state[: self._count] != CLEARED]
+        present: Indexes = self._rows.index[: self._rows.count][self._rows.state[: self._rows.count] != CLEARED]
+        return present
 
-    def _at(self, rows: Indexes, read: Any, missing: int) -> Any:
+    def _at(self, rows: Indexes, read: Callable[[Indexes], NDArray[Any]], missing: int) -> Indexes:
         positions = self._partition.table.find(np.asarray(rows, np.int64))
         found = positions >= 0
         result = np.full(positions.size, missing, np.int64)
@@ -291,9 +213,9 @@ class PartitionView:
         """Whether no row can become ready any more, given that no new rows come."""
         if self.is_plain:
             return self.exhausted and self.unready_count == 0
-        rows = slice(0, self._count)
-        state, open_rows = self._state[rows], self._claim[rows] == UNCLAIMED
-        pending = open_rows & ((state == LIVE) | (state == HELD)) & ~self._ready_mask(0, self._count)
+        rows = slice(0, self._rows.count)
+        state, open_rows = self._rows.state[rows], self._rows.claim[rows] == UNCLAIMED
+        pending = open_rows & ((state == LIVE) | (state == HELD)) & ~self._rows.ready_mask(0, self._rows.count)
         if not pending.any():
             return True
         positions = np.flatnonzero(pending)
@@ -303,10 +225,10 @@ class PartitionView:
 
     def _excluded(self, rows: slice) -> NDArray[np.bool_]:
         """Return the rows that `where` rules out: by a value, or for lack of one when their data is there."""
-        excluded = np.zeros(self._count, np.bool_)
-        produced = self._produced(rows)
+        excluded = np.zeros(self._rows.count, np.bool_)
+        produced = self._rows.produced(rows)
         for condition in self._binding.where:
-            holds, present = self._condition(condition, rows)
+            holds, present = self._rows.condition(condition, rows)
             excluded |= np.where(present, ~holds, produced)
         return excluded
 
@@ -346,8 +268,8 @@ class PartitionView:
         field = self._partition.cells.fields.get(source.field) if source.field else None
         if field is not None and field.length is not None:
             return
-        rows = slice(0, self._count)
-        if (self._open_mask(rows) & self._produced(rows) & self._allowed(rows)).any():
+        rows = slice(0, self._rows.count)
+        if (self._rows.open_mask(rows) & self._rows.produced(rows) & self._rows.allowed(rows)).any():
             raise MissingLengthError(
                 f"no sample has custom_meta[{source.key!r}], which the sampler needs: put "
                 f"custom_meta=[{{{source.key!r}: number of tokens}}, ...] with the samples, or name a "

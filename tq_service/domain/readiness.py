@@ -1,0 +1,116 @@
+"""Which rows are ready for one way of asking: a few vectorised comparisons over a stretch of the table."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tq_service.domain.custom_meta import Condition, Order
+from tq_service.domain.plan import Indexes, LengthSource
+from tq_service.domain.states import LIVE
+from tq_service.domain.task import UNCLAIMED
+from tq_service.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from tq_service.domain.partition import Partition
+    from tq_service.domain.task import Binding, Task
+
+
+class Readiness:
+    """The conditions of one way of asking over the rows of a partition, in the arrays of the moment it was made."""
+
+    def __init__(self, partition: Partition, task: Task, binding: Binding, length: LengthSource | None) -> None:
+        self._partition = partition
+        self._binding = binding
+        self._length = length
+        self.count = partition.table.count
+        self.index: NDArray[np.int64] = partition.table.index.data
+        self.state: NDArray[np.uint8] = partition.state.data
+        self.claim: NDArray[np.int64] = task.claim.data
+
+    def ready_mask(self, start: int, end: int) -> NDArray[np.bool_]:
+        """Return which rows of a stretch are ready `(end - start,)`."""
+        rows = slice(start, end)
+        mask: NDArray[np.bool_] = self.open_mask(rows) & self.produced(rows) & self.allowed(rows)
+        if self._length is not None:
+            mask &= self.known_lengths(rows) >= 0
+        return mask
+
+    def open_mask(self, rows: slice) -> NDArray[np.bool_]:
+        """Return which rows are live and not consumed by the task."""
+        mask: NDArray[np.bool_] = (self.state[rows] == LIVE) & (self.claim[rows] == UNCLAIMED)
+        return mask
+
+    def produced(self, rows: slice) -> NDArray[np.bool_]:
+        """Return which rows have all data fields."""
+        size = rows.stop - rows.start
+        mask = np.ones(size, np.bool_)
+        for name in self._binding.data_fields:
+            field = self._partition.cells.fields.get(name)
+            if field is None:
+                return np.zeros(size, np.bool_)
+            mask &= field.put_slot.data[rows] >= 0
+        return mask
+
+    def allowed(self, rows: slice) -> NDArray[np.bool_]:
+        """Return where `where` holds; a row without a value does not pass."""
+        mask = np.ones(rows.stop - rows.start, np.bool_)
+        for condition in self._binding.where:
+            holds, present = self.condition(condition, rows)
+            mask &= holds & present
+        return mask
+
+    def condition(self, condition: Condition, rows: slice) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Return where a condition holds, and where the row has a value to compare."""
+        arrays = self._partition.meta.arrays(condition.column)
+        if arrays is None:
+            nowhere = np.zeros(rows.stop - rows.start, np.bool_)
+            return nowhere, nowhere
+        values, present = arrays[0][rows], arrays[1][rows]
+        holds = np.zeros(present.size, np.bool_)
+        if present.any():
+            holds[present] = condition.holds(values[present])
+        return holds, present
+
+    def known_lengths(self, rows: slice | Indexes) -> Indexes:
+        """Return token counts by the sampler's length source, -1 where unknown."""
+        source = self._length or LengthSource()
+        arrays = self._partition.meta.arrays(source.key)
+        lengths = np.full(self.index[rows].size, -1, np.int64)
+        if source.field is not None:
+            field = self._partition.cells.fields.get(source.field)
+            if field is not None and field.length is not None:
+                lengths = np.where(field.put_slot.data[rows] >= 0, field.length.data[rows], -1)
+        if arrays is not None:
+            values, present = arrays[0][rows], arrays[1][rows]
+            if values.dtype.kind not in "iu":
+                raise InvalidArgumentError(
+                    f"custom_meta column {source.key!r} holds {values.dtype} values; token counts must be integers",
+                    field=source.key,
+                )
+            lengths = np.where(present, values, lengths)
+            if bool((values[present] < 0).any()):
+                raise InvalidArgumentError(
+                    f"custom_meta column {source.key!r} holds {int(values[present].min())}; a token count is 0 or more",
+                    field=source.key,
+                )
+        return lengths
+
+    def ordered(self, positions: Indexes) -> Indexes:
+        """Return positions in the order that the claim asks for."""
+        if not self._binding.order_by or positions.size == 0:
+            return positions
+        keys = [self._order_key(order, positions) for order in reversed(self._binding.order_by)]
+        return positions[np.lexsort([np.arange(positions.size), *keys])]
+
+    def _order_key(self, order: Order, positions: Indexes) -> Indexes:
+        arrays = self._partition.meta.arrays(order.column)
+        last = np.iinfo(np.int64).max
+        key = np.full(positions.size, last, np.int64)
+        if arrays is not None:
+            values, present = arrays[0][positions], arrays[1][positions]
+            ranks = np.unique(values[present], return_inverse=True)[1].astype(np.int64)
+            key[present] = -ranks if order.descending else ranks
+        return key

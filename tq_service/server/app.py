@@ -1,0 +1,178 @@
+"""Wiring: builds the service from its settings, runs it, and drains it on SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_reflection.v1alpha import reflection
+
+from tq_service.config import ServeSettings, join_address
+from tq_service.domain.catalog import Catalog
+from tq_service.domain.requests import RequestLog
+from tq_service.samplers import PlanRunner, SamplerRegistry
+from tq_service.server.controller_servicer import ControllerServicer
+from tq_service.server.heartbeat import announce_storage
+from tq_service.server.interceptor import ErrorInterceptor
+from tq_service.server.storage_servicer import SERVICE as STORAGE_SERVICE
+from tq_service.server.storage_servicer import StorageServicer
+from tq_service.server.storages import EmbeddedStorage, StorageDirectory
+from tq_service.storage.engine import StorageEngine
+from tq_service.v1.controller_service_pb2_grpc import add_ControllerServiceServicer_to_server
+
+_log = logging.getLogger(__name__)
+CONTROLLER_SERVICE = "tq_service.v1.ControllerService"
+HEARTBEAT_SECONDS = 2.0
+_HOUSEKEEPING_SECONDS = 5.0
+
+
+class App:
+    """One process of the service: the controller, a storage service, or both."""
+
+    def __init__(self, settings: ServeSettings) -> None:
+        self._settings = settings
+        self._health = HealthServicer()
+        self._background: list[asyncio.Task[None]] = []
+        self._registered = asyncio.Event()
+        self._catalog: Catalog | None = None
+        self._storages: StorageDirectory | None = None
+        self._engine: StorageEngine | None = None
+        self._server = grpc.aio.server(
+            interceptors=[ErrorInterceptor()],
+            options=[
+                ("grpc.max_receive_message_length", settings.max_message_bytes),
+                ("grpc.max_send_message_length", -1),
+                ("grpc.so_reuseport", 0),  # a second server on the port is a mistake, not a second worker
+                ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+                ("grpc.keepalive_permit_without_calls", 1),
+            ],
+        )
+        self.port = 0
+
+    async def start(self) -> None:
+        """Listen, and be healthy once everything answers.
+
+        Raises:
+            OSError: the address is taken or cannot be listened on.
+        """
+        settings = self._settings
+        try:
+            self.port = self._server.add_insecure_port(join_address(settings.host, settings.port))
+        except RuntimeError:
+            self.port = 0
+        if self.port == 0:
+            raise OSError(f"cannot listen on {join_address(settings.host, settings.port)}; is the port in use?")
+        services = self._add_services()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        if settings.reflection:
+            names = (*services, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
+            reflection.enable_server_reflection(names, self._server)
+        await self._server.start()
+        for name in ("", *services):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+
+    def _add_services(self) -> list[str]:
+        settings = self._settings
+        services = []
+        address = settings.advertised_address(self.port)
+        if settings.role != "controller":
+            self._engine = StorageEngine(
+                storage_id=settings.storage_name(self.port),
+                max_bytes=settings.max_bytes,
+                put_ttl_seconds=settings.put_ttl_seconds,
+            )
+            self._background.append(asyncio.create_task(self._keep_house(self._engine)))
+            services.append(STORAGE_SERVICE)
+        controller = None
+        if settings.role != "storage":
+            controller = self._controller(address)
+            add_ControllerServiceServicer_to_server(controller, self._server)
+            services.append(CONTROLLER_SERVICE)
+        if self._engine is not None:
+            storage = StorageServicer(
+                self._engine,
+                address=address,
+                commit=None if controller is None else controller.commit,
+                recorded_commit=None if controller is None else controller.recorded_commit,
+            )
+            self._server.add_generic_rpc_handlers((storage.handler(),))
+            if settings.controller is not None:
+                announcing = announce_storage(self._engine, address, settings.controller, self._registered)
+                self._background.append(asyncio.create_task(announcing))
+        return services
+
+    def _controller(self, address: str) -> ControllerServicer:
+        settings = self._settings
+        embedded = None if self._engine is None else EmbeddedStorage(self._engine, address)
+        runner = PlanRunner(max_threads=settings.sampler_threads, timeout_seconds=settings.sampler_timeout_seconds)
+        self._catalog = Catalog(runner)
+        self._storages = StorageDirectory(embedded, HEARTBEAT_SECONDS)
+        return ControllerServicer(
+            catalog=self._catalog,
+            requests=RequestLog(settings.request_record_seconds),
+            registry=SamplerRegistry(allow_import=settings.allow_sampler_import),
+            runner=runner,
+            storages=self._storages,
+            max_wait_cap_seconds=settings.max_wait_cap_seconds,
+        )
+
+    async def _keep_house(self, engine: StorageEngine) -> None:
+        while True:
+            await asyncio.sleep(_HOUSEKEEPING_SECONDS)
+            expired = engine.expire()
+            if expired:
+                _log.warning("%d puts expired without a commit; their producers have probably died", expired)
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Drain: say so to health checks, end the waits, let running calls finish, then stop."""
+        await self._health.enter_graceful_shutdown()
+        if self._catalog is not None:
+            self._catalog.drain()
+        await self._server.stop(grace_seconds)
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        if self._storages is not None:
+            await self._storages.close()
+
+
+async def serve(settings: ServeSettings, *, announce: Callable[[str], None]) -> int:
+    """Run the service until SIGTERM or SIGINT and return the exit code.
+
+    Args:
+        settings: how it runs.
+        announce: gets lines for the person or program that started it, such as where it listens.
+    """
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    app = App(settings)
+    try:
+        await app.start()
+    except OSError as error:
+        _log.error("%s", error)
+        await app.stop(0)
+        return 1
+    announce(f"listening on {join_address(settings.host, app.port)} (role {settings.role})")
+    await stopping.wait()
+    announce(f"draining for up to {settings.grace_seconds:g} s")
+    await app.stop(settings.grace_seconds)
+    return 0
+
+
+@contextlib.asynccontextmanager
+async def running(settings: ServeSettings) -> AsyncIterator[App]:
+    """Run the service inside a program, such as a test, for the time of a `with` block."""
+    app = App(settings)
+    await app.start()
+    try:
+        yield app
+    finally:
+        await app.stop(0)

@@ -1,0 +1,309 @@
+"""The controller's methods: each converts, calls the domain, converts."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import grpc
+import numpy as np
+
+from tq_service.domain.catalog import Catalog
+from tq_service.domain.cells import FreedCells, Put
+from tq_service.domain.partition import Partition, SampleWrite
+from tq_service.domain.plan import Indexes, RankPlan
+from tq_service.domain.requests import RequestLog
+from tq_service.errors import (
+    CellNotFoundError,
+    DeadlineError,
+    FieldNotFoundError,
+    InvalidArgumentError,
+    KeyNotFoundError,
+    nearest,
+)
+from tq_service.samplers import PlanRunner, SamplerRegistry
+from tq_service.server import from_proto, to_proto
+from tq_service.server.storages import Room, StorageDirectory
+from tq_service.v1 import controller_service_pb2 as pb
+from tq_service.v1 import controller_service_pb2_grpc, metadata_pb2
+from tq_service.wire.metadata import decode_meta_columns
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
+    """Implements `ControllerService`; what each method changes and answers stands in its proto."""
+
+    def __init__(
+        self,
+        *,
+        catalog: Catalog,
+        requests: RequestLog,
+        registry: SamplerRegistry,
+        runner: PlanRunner,
+        storages: StorageDirectory,
+        max_wait_cap_seconds: float,
+    ) -> None:
+        self._catalog = catalog
+        self._requests = requests
+        self._registry = registry
+        self._runner = runner
+        self._storages = storages
+        self._max_wait_cap_seconds = max_wait_cap_seconds
+
+    # Partitions
+
+    async def CreatePartition(self, request: pb.CreatePartitionRequest, context: Context) -> pb.CreatePartitionResponse:
+        def change() -> pb.CreatePartitionResponse:
+            partition = self._catalog.create(request.partition_id, from_proto.partition_settings(request))
+            return pb.CreatePartitionResponse(incarnation=partition.incarnation)
+
+        return self._requests.once(request.request_id, change)
+
+    async def SealPartition(self, request: pb.SealPartitionRequest, context: Context) -> pb.SealPartitionResponse:
+        def change() -> pb.SealPartitionResponse:
+            partition = self._catalog.get(request.partition_id, request.incarnation)
+            partition.seal()
+            return pb.SealPartitionResponse(inserted_count=partition.inserted_count)
+
+        return self._requests.once(request.request_id, change)
+
+    async def ClearPartition(self, request: pb.ClearPartitionRequest, context: Context) -> pb.ClearPartitionResponse:
+        def change() -> pb.ClearPartitionResponse:
+            count, freed = self._catalog.remove(request.partition_id, request.incarnation)
+            self._storages.free(freed)
+            return pb.ClearPartitionResponse(cleared_count=count)
+
+        return self._requests.once(request.request_id, change)
+
+    async def ListPartitions(self, request: pb.ListPartitionsRequest, context: Context) -> pb.ListPartitionsResponse:
+        names = sorted(name for name in self._catalog.names() if name.startswith(request.prefix))
+        return pb.ListPartitionsResponse(partitions=[to_proto.summary(self._catalog.get(name)) for name in names])
+
+    async def DescribePartition(
+        self, request: pb.DescribePartitionRequest, context: Context
+    ) -> pb.DescribePartitionResponse:
+        return to_proto.description(self._catalog, self._catalog.get(request.partition_id))
+
+    # Samples
+
+    async def Insert(self, request: pb.InsertRequest, context: Context) -> pb.InsertResponse:
+        def change() -> pb.InsertResponse:
+            meta = self._write(request.write, from_proto.sample_write(request.write))
+            return pb.InsertResponse(meta=meta)
+
+        return self._requests.once(request.request_id, change)
+
+    async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:
+        if not request.HasField("placement"):
+            if request.columns:
+                raise InvalidArgumentError("columns came without a placement; say where the put is", field="placement")
+            return self.commit(request, None)
+        put = from_proto.placement(request.placement)
+        if self._requests.recorded(request.request_id) is None:
+            await self._storages.confirm(put)
+        try:
+            return self.commit(request, put)
+        except BaseException:
+            self._storages.free([FreedCells(put=put)])
+            raise
+
+    def commit(self, request: pb.CommitRequest, put: Put | None) -> pb.CommitResponse:
+        """Make a stored put visible in one step, once for each request_id."""
+
+        def change() -> pb.CommitResponse:
+            columns = from_proto.put_columns(request) if put is not None else ()
+            meta = self._write(request.write, from_proto.sample_write(request.write, put, columns))
+            return pb.CommitResponse(meta=meta)
+
+        return self._requests.once(request.request_id, change)
+
+    def recorded_commit(self, request_id: bytes) -> pb.CommitResponse | None:
+        """Return the answer of a commit that was made under this request_id."""
+        answer = self._requests.recorded(request_id)
+        return answer if isinstance(answer, pb.CommitResponse) else None
+
+    def _write(self, message: pb.SampleWrite, write: SampleWrite) -> metadata_pb2.BatchMeta:
+        partition, written = self._catalog.write(message.partition_id, message.incarnation, write)
+        self._storages.free(written.freed)
+        return to_proto.written_meta(partition, written)
+
+    async def SetCustomMeta(self, request: pb.SetCustomMetaRequest, context: Context) -> pb.SetCustomMetaResponse:
+        def change() -> pb.SetCustomMetaResponse:
+            partition = self._catalog.get(request.partition_id, request.incarnation)
+            indexes = from_proto.indexes(request.global_indexes)
+            if indexes.size == 0:
+                raise InvalidArgumentError("global_indexes is empty; name at least one sample", field="global_indexes")
+            partition.set_meta(indexes, decode_meta_columns(request.custom_meta, indexes.size))
+            return pb.SetCustomMetaResponse()
+
+        return self._requests.once(request.request_id, change)
+
+    async def CloseGroups(self, request: pb.CloseGroupsRequest, context: Context) -> pb.CloseGroupsResponse:
+        def change() -> pb.CloseGroupsResponse:
+            self._catalog.get(request.partition_id, request.incarnation).close_groups(list(request.groups))
+            return pb.CloseGroupsResponse()
+
+        return self._requests.once(request.request_id, change)
+
+    async def ClearSamples(self, request: pb.ClearSamplesRequest, context: Context) -> pb.ClearSamplesResponse:
+        def change() -> pb.ClearSamplesResponse:
+            partition = self._catalog.get(request.partition_id, request.incarnation)
+            indexes = from_proto.indexes(request.global_indexes)
+            if request.keys:
+                known = (partition.key_index.get(key, -1) for key in request.keys)
+                indexes = np.concatenate([indexes, np.fromiter(known, np.int64, len(request.keys))])
+            count, freed = partition.clear(indexes)
+            self._storages.free(freed)
+            return pb.ClearSamplesResponse(cleared_count=count)
+
+        return self._requests.once(request.request_id, change)
+
+    # Finding samples and cells
+
+    async def LookupSamples(self, request: pb.LookupSamplesRequest, context: Context) -> pb.LookupSamplesResponse:
+        partition = self._catalog.get(request.partition_id)
+        found = [(key, partition.key_index.get(key)) for key in request.keys]
+        rows = np.array([index for _, index in found if index is not None], np.int64)
+        fields = list(partition.cells.fields)
+        return pb.LookupSamplesResponse(
+            meta=to_proto.samples_meta(partition, rows, fields, self._storages.addresses),
+            missing_keys=[key for key, index in found if index is None],
+        )
+
+    async def Locate(self, request: pb.LocateRequest, context: Context) -> pb.LocateResponse:
+        partition = self._catalog.get(request.partition_id, request.incarnation)
+        names = list(request.data_fields) or list(partition.cells.fields)
+        _check_fields(partition, names)
+        rows = _rows_to_locate(partition, request)
+        positions = partition.table.find(rows)
+        found = positions >= 0
+        found[found] = partition.produced_mask(names, positions[found])
+        if not found.all() and not request.skip_missing:
+            raise _missing_cell(partition, names, rows[~found])
+        meta = to_proto.samples_meta(partition, rows[found], names, self._storages.addresses)
+        return pb.LocateResponse(meta=meta)
+
+    # Tasks
+
+    async def GetMeta(self, request: pb.GetMetaRequest, context: Context) -> pb.GetMetaResponse:
+        config = from_proto.sampler_config(request.sampler_config)
+        sampler = await self._registry.resolve(request.sampler or from_proto.DEFAULT_SAMPLER, config)
+        claim = from_proto.claim_request(request, sampler)
+        self._runner.check(sampler, claim.plan_request)
+        seconds = from_proto.max_wait(request, self._max_wait_cap_seconds)
+        remaining = context.time_remaining()
+        if remaining is not None and remaining <= 0:  # nobody would get what is handed out now
+            raise DeadlineError("the call's deadline had passed when it arrived")
+        claimed = await self._catalog.claim(request.partition_id, request.incarnation, claim, seconds)
+        meta = to_proto.claim_meta(
+            request.partition_id, claimed, claim.task_name, claim.data_fields, self._storages.addresses
+        )
+        if claim.rank is None and claimed.partition is not None and isinstance(claimed.answer, RankPlan):
+            self._take_back_if_unsent(context, claimed.partition, claim.task_name, claim.request_id)
+        return pb.GetMetaResponse(meta=meta)
+
+    def _take_back_if_unsent(self, context: Context, partition: Partition, task_name: str, request_id: bytes) -> None:
+        """Undo a queue claim when the call turns out to have ended before its answer was sent."""
+
+        def when_done(done: Context) -> None:
+            if done.cancelled():
+                partition.take_back(partition.known_task(task_name), request_id)
+
+        context.add_done_callback(when_done)  # type: ignore[arg-type]  # typed as a class, called as a function
+
+    async def ReleaseClaim(self, request: pb.ReleaseClaimRequest, context: Context) -> pb.ReleaseClaimResponse:
+        def change() -> pb.ReleaseClaimResponse:
+            from_proto.check_request_id(request.claim_request_id, "claim_request_id")
+            if request.partition_id not in self._catalog.names():  # the claim went with its partition
+                return pb.ReleaseClaimResponse()
+            partition = self._catalog.get(request.partition_id)
+            count = partition.release(partition.task(request.task_name), request.claim_request_id)
+            return pb.ReleaseClaimResponse(released_count=count)
+
+        return self._requests.once(request.request_id, change)
+
+    async def CheckConsumption(
+        self, request: pb.CheckConsumptionRequest, context: Context
+    ) -> pb.CheckConsumptionResponse:
+        partition = self._catalog.get(request.partition_id)
+        return to_proto.consumption(partition, partition.known_task(request.task_name))
+
+    async def CheckProduction(self, request: pb.CheckProductionRequest, context: Context) -> pb.CheckProductionResponse:
+        partition = self._catalog.get(request.partition_id)
+        if not request.data_fields:
+            raise InvalidArgumentError("data_fields is empty; name at least one field", field="data_fields")
+        _check_fields(partition, list(request.data_fields))
+        return to_proto.production(partition, list(request.data_fields))
+
+    async def ResetConsumption(
+        self, request: pb.ResetConsumptionRequest, context: Context
+    ) -> pb.ResetConsumptionResponse:
+        def change() -> pb.ResetConsumptionResponse:
+            partition = self._catalog.get(request.partition_id)
+            task = partition.known_task(request.task_name)
+            task.check_epoch(request.epoch)
+            return pb.ResetConsumptionResponse(epoch=partition.reset(task, keep_consumed=request.keep_consumed))
+
+        return self._requests.once(request.request_id, change)
+
+    async def ListSamplers(self, request: pb.ListSamplersRequest, context: Context) -> pb.ListSamplersResponse:
+        return pb.ListSamplersResponse(
+            samplers=[
+                pb.SamplerDescription(name=info.name, summary=info.summary, options=info.options)
+                for info in self._registry.describe()
+            ]
+        )
+
+    # Storage services
+
+    async def PlacePut(self, request: pb.PlacePutRequest, context: Context) -> pb.PlacePutResponse:
+        storage = self._storages.place(request.size_bytes)
+        endpoint = metadata_pb2.StorageEndpoint(
+            storage_id=storage.storage_id, boot_id=storage.boot_id, address=storage.address
+        )
+        return pb.PlacePutResponse(storage=endpoint, embedded=storage is self._storages.embedded)
+
+    async def RegisterStorage(self, request: pb.RegisterStorageRequest, context: Context) -> pb.RegisterStorageResponse:
+        storage = request.storage
+        if not storage.storage_id or not storage.address or len(storage.boot_id) != 16:
+            raise InvalidArgumentError(
+                "a storage service announces itself with a storage_id, an address and a boot_id of 16 bytes",
+                field="storage",
+            )
+        self._storages.register(storage, Room(max_bytes=request.max_bytes or None, used_bytes=request.used_bytes))
+        return pb.RegisterStorageResponse(heartbeat_seconds=self._storages.heartbeat_seconds)
+
+
+def _check_fields(partition: Partition, names: list[str]) -> None:
+    for name in names:
+        if name not in partition.cells.fields:
+            known = nearest(name, partition.cells.fields)
+            raise FieldNotFoundError(f"partition {partition.partition_id!r} has no field {name!r}; {known}")
+
+
+def _rows_to_locate(partition: Partition, request: pb.LocateRequest) -> Indexes:
+    if request.keys and request.global_indexes:
+        raise InvalidArgumentError("samples are named by index or by key, not by both", field="keys")
+    if not request.keys:
+        rows = from_proto.indexes(request.global_indexes)
+        if not request.skip_missing:
+            partition.positions_of(rows)
+        return rows
+    for key in request.keys:
+        if key not in partition.key_index and not request.skip_missing:
+            raise KeyNotFoundError(
+                f"partition {partition.partition_id!r} has no key {key!r}; pass missing='skip' to leave it out"
+            )
+    known = (index for key in request.keys if (index := partition.key_index.get(key)) is not None)
+    return np.fromiter(known, np.int64)
+
+
+def _missing_cell(partition: Partition, names: list[str], rows: Indexes) -> CellNotFoundError:
+    positions = partition.table.find(rows[:1])
+    lacking = [name for name in names if not partition.produced_mask([name], positions)[0]]
+    key = partition.key.data[positions[0]]
+    return CellNotFoundError(
+        f"sample {int(rows[0])}{'' if key is None else f' (key {key!r})'} of partition {partition.partition_id!r} has "
+        f"no {', '.join(map(repr, lacking))} yet ({rows.size} samples lack a field); wait with get_meta, or pass "
+        f"missing='skip'"
+    )

@@ -1,0 +1,281 @@
+"""Requests of the wire as requests of the domain, checked for all that is wrong whatever the state of the service."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.struct_pb2 import Struct
+
+from tq_service.domain.catalog import check_name
+from tq_service.domain.cells import ColumnWrite, Put
+from tq_service.domain.custom_meta import Condition, Operator, Order
+from tq_service.domain.partition import PartitionSettings, SampleWrite
+from tq_service.domain.plan import Indexes
+from tq_service.domain.task import Binding, ClaimRequest, Rank
+from tq_service.errors import InvalidArgumentError
+from tq_service.samplers import Sampler
+from tq_service.schema import BatchUnit, KeyMode, Layout
+from tq_service.v1 import controller_service_pb2 as pb
+from tq_service.v1 import metadata_pb2
+from tq_service.wire.columns import ColumnShape, decode_headers
+from tq_service.wire.metadata import decode_layout, decode_meta_columns, decode_spec, decode_state
+
+DEFAULT_SAMPLER = "sequential"
+_MOST_RANKS = 65_536
+_MOST_SAMPLES = 2**24
+_KEY_MODES: dict[int, KeyMode] = {
+    pb.KEY_MODE_UNSPECIFIED: "upsert",
+    pb.KEY_MODE_UPSERT: "upsert",
+    pb.KEY_MODE_NEW: "new",
+    pb.KEY_MODE_EXISTING: "existing",
+}
+_UNITS: dict[int, BatchUnit] = {
+    pb.BATCH_UNIT_UNSPECIFIED: "sample",
+    pb.BATCH_UNIT_SAMPLE: "sample",
+    pb.BATCH_UNIT_GROUP: "group",
+}
+_OPERATORS: dict[int, Operator] = {
+    pb.OPERATOR_EQ: "==",
+    pb.OPERATOR_NE: "!=",
+    pb.OPERATOR_LT: "<",
+    pb.OPERATOR_LE: "<=",
+    pb.OPERATOR_GT: ">",
+    pb.OPERATOR_GE: ">=",
+    pb.OPERATOR_IN: "in",
+}
+
+
+def indexes(values: Sequence[int]) -> Indexes:
+    """Return global indexes as an array."""
+    return np.fromiter(values, np.int64, len(values))
+
+
+def partition_settings(request: pb.CreatePartitionRequest) -> PartitionSettings:
+    """Return what CreatePartition fixes."""
+    expected = request.expected_samples if request.HasField("expected_samples") else None
+    if expected is not None and expected < 0:
+        raise InvalidArgumentError(f"expected_samples is {expected}; give 0 or more", field="expected_samples")
+    fields = tuple(decode_spec(spec) for spec in request.fields)
+    names = [spec.name for spec in fields]
+    if len(set(names)) != len(names):
+        raise InvalidArgumentError(f"fields name one twice: {names}", field="fields")
+    return PartitionSettings(
+        expected_samples=expected, default_layout=decode_layout(request.default_layout), fields=fields
+    )
+
+
+def sample_write(write: pb.SampleWrite, put: Put | None = None, columns: Sequence[ColumnShape] = ()) -> SampleWrite:
+    """Return what Insert or Commit writes."""
+    if write.global_indexes and not write.incarnation:
+        raise InvalidArgumentError(
+            "global_indexes need the incarnation they belong to; send that of their BatchMeta", field="incarnation"
+        )
+    if write.row_count > _MOST_SAMPLES:
+        raise InvalidArgumentError(
+            f"row_count is {write.row_count}; write at most {_MOST_SAMPLES} samples at once", field="row_count"
+        )
+    if write.key_mode not in _KEY_MODES:
+        raise InvalidArgumentError(f"key_mode {write.key_mode} is unknown", field="key_mode")
+    for column in columns:
+        if column.row_count != write.row_count:
+            raise InvalidArgumentError(
+                f"field {column.spec.name!r} has {column.row_count} rows for {write.row_count} samples; give one row a "
+                f"sample",
+                field=column.spec.name,
+            )
+    return SampleWrite(
+        row_count=write.row_count,
+        global_indexes=indexes(write.global_indexes) if write.global_indexes else None,
+        keys=list(write.keys) or None,
+        key_mode=_KEY_MODES[write.key_mode],
+        groups=list(write.groups) or None,
+        group_size=write.group_size,
+        state=decode_state(write.state),
+        meta=decode_meta_columns(write.custom_meta, write.row_count),
+        put=put,
+        columns=[_column_write(column) for column in columns],
+    )
+
+
+def _column_write(column: ColumnShape) -> ColumnWrite:
+    lengths = None
+    if column.spec.layout is Layout.JAGGED and column.extents is not None:
+        lengths = column.extents[:, 0]
+    return ColumnWrite(spec=column.spec, lengths=lengths)
+
+
+def put_columns(commit: pb.CommitRequest) -> list[ColumnShape]:
+    """Return the columns of a commit that has a placement."""
+    return decode_headers(commit.columns, commit.write.row_count)
+
+
+def sampler_config(message: Struct) -> dict[str, Any]:
+    """Return sampler options as Python values, whole numbers as int."""
+    config: dict[str, Any] = json.loads(_config_json(message.SerializeToString(deterministic=True)))
+    return config
+
+
+@lru_cache(maxsize=1024)
+def _config_json(serialized: bytes) -> str:
+    config = {name: _plain(value) for name, value in MessageToDict(Struct.FromString(serialized)).items()}
+    return json.dumps(config, sort_keys=True)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    return value
+
+
+def claim_request(request: pb.GetMetaRequest, sampler: Sampler) -> ClaimRequest:
+    """Return a GetMeta request as the planner takes it."""
+    check_name("task_name", request.task_name)
+    check_request_id(request.request_id, "request_id")
+    data_fields = _data_fields(request.data_fields)
+    rank = _rank(request)
+    min_batch_size = _sizes(request, rank)
+    return ClaimRequest(
+        request_id=request.request_id,
+        task_name=request.task_name,
+        binding=Binding(
+            batch_size=request.batch_size,
+            batch_unit=_unit(request.batch_unit),
+            micro_batch_size=request.micro_batch_size or None,
+            sampler=request.sampler or DEFAULT_SAMPLER,
+            sampler_config=_config_json(request.sampler_config.SerializeToString(deterministic=True)),
+            where=tuple(_condition(each) for each in request.where),
+            order_by=tuple(Order(each.column, each.descending) for each in request.order_by),
+            data_fields=tuple(sorted(data_fields)),
+            drop_last=request.drop_last,
+            finite=request.finite,
+        ),
+        sampler=sampler,
+        data_fields=data_fields,
+        min_batch_size=min_batch_size,
+        rank=rank,
+        epoch=request.epoch if request.HasField("epoch") else None,
+    )
+
+
+def check_request_id(request_id: bytes, name: str) -> None:
+    """Refuse ids that are not 16 bytes."""
+    if len(request_id) != 16:
+        raise InvalidArgumentError(
+            f"{name} has {len(request_id)} bytes; send 16 random bytes, the same over retries", field=name
+        )
+
+
+def max_wait(request: pb.GetMetaRequest, cap_seconds: float) -> float:
+    """Return how long a claim waits, in seconds."""
+    seconds = request.max_wait_seconds
+    if not math.isfinite(seconds) or seconds < 0:
+        raise InvalidArgumentError(
+            f"max_wait_seconds is {seconds}; give a finite number of 0 or more", field="max_wait_seconds"
+        )
+    return min(seconds, cap_seconds)
+
+
+def _data_fields(names: Sequence[str]) -> tuple[str, ...]:
+    if not names:
+        raise InvalidArgumentError("data_fields is empty; name at least one field", field="data_fields")
+    if len(set(names)) != len(names) or "" in names:
+        raise InvalidArgumentError(f"data_fields is {list(names)}; name each field once", field="data_fields")
+    return tuple(names)
+
+
+def _unit(number: int) -> BatchUnit:
+    if number not in _UNITS:
+        raise InvalidArgumentError(f"batch_unit {number} is unknown; use sample or group", field="batch_unit")
+    return _UNITS[number]
+
+
+def _rank(request: pb.GetMetaRequest) -> Rank | None:
+    names = ("dp_rank", "dp_size", "batch_index")
+    given = [name for name in names if request.HasField(name)]  # type: ignore[arg-type]  # a name is a literal there
+    if not given:
+        return None
+    if len(given) < len(names):
+        missing = [name for name in names if name not in given]
+        raise InvalidArgumentError(
+            f"got {' and '.join(given)} without {' and '.join(missing)}; give all three for a trainer rank, none for a "
+            f"queue worker",
+            field=missing[0],
+        )
+    if not 1 <= request.dp_size <= _MOST_RANKS:
+        raise InvalidArgumentError(f"dp_size is {request.dp_size}; give 1 to {_MOST_RANKS}", field="dp_size")
+    if not 0 <= request.dp_rank < request.dp_size:
+        raise InvalidArgumentError(
+            f"dp_rank is {request.dp_rank}, expected 0 to {request.dp_size - 1} for dp_size {request.dp_size}",
+            field="dp_rank",
+        )
+    if request.batch_index < 0:
+        raise InvalidArgumentError(f"batch_index is {request.batch_index}; count from 0", field="batch_index")
+    return Rank(dp_rank=request.dp_rank, dp_size=request.dp_size, batch_index=request.batch_index)
+
+
+def _sizes(request: pb.GetMetaRequest, rank: Rank | None) -> int:
+    """Check the sizes of a claim and return the least a queue worker takes."""
+    rank_count = 1 if rank is None else rank.dp_size
+    if request.batch_size <= 0 or request.batch_size * rank_count > _MOST_SAMPLES:
+        raise InvalidArgumentError(
+            f"batch_size is {request.batch_size} for {rank_count} ranks; give a positive number, at most "
+            f"{_MOST_SAMPLES} over all ranks",
+            field="batch_size",
+        )
+    if request.micro_batch_size < 0:
+        raise InvalidArgumentError(
+            f"micro_batch_size is {request.micro_batch_size}; give a positive number, or 0 for the whole batch",
+            field="micro_batch_size",
+        )
+    if rank is not None and request.min_batch_size:
+        raise InvalidArgumentError(
+            "min_batch_size is for queue workers; a rank's batch is short only at the end", field="min_batch_size"
+        )
+    least = request.min_batch_size or request.batch_size
+    if not 1 <= least <= request.batch_size:
+        raise InvalidArgumentError(
+            f"min_batch_size is {least}; give 1 to batch_size ({request.batch_size})", field="min_batch_size"
+        )
+    return least
+
+
+def _condition(message: pb.Condition) -> Condition:
+    operator = _OPERATORS.get(message.operator)
+    values = [getattr(value, kind) for value in message.values if (kind := value.WhichOneof("kind")) is not None]
+    if operator is None or not message.column:
+        raise InvalidArgumentError(
+            f"where: {message.column!r} with operator {message.operator}; name a custom_meta column and one of "
+            f"{', '.join(_OPERATORS.values())}",
+            field="where",
+        )
+    if len(values) != len(message.values) or (operator != "in" and len(values) != 1):
+        raise InvalidArgumentError(
+            f"where: column {message.column!r} {operator} got {len(values)} values; give one, or any number with 'in'",
+            field="where",
+        )
+    if len({isinstance(value, str) for value in values}) > 1:
+        raise InvalidArgumentError(
+            f"where: column {message.column!r} is compared with text and numbers; use one type", field="where"
+        )
+    return Condition(message.column, operator, tuple(values))
+
+
+def placement(message: pb.PutPlacement) -> Put:
+    """Return where a commit's put is."""
+    storage: metadata_pb2.StorageEndpoint = message.storage
+    if len(message.put_id) != 16 or len(storage.boot_id) != 16 or not storage.storage_id:
+        raise InvalidArgumentError(
+            "the placement needs a storage_id and 16 bytes each of boot_id and put_id; send what Put answered",
+            field="placement",
+        )
+    return Put(storage.storage_id, storage.boot_id, message.put_id)

@@ -1,0 +1,43 @@
+"""How a storage service that runs alone stays known to its controller."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, cast
+
+import grpc
+
+from tq_service.storage.engine import StorageEngine
+from tq_service.v1 import controller_service_pb2 as pb
+from tq_service.v1 import metadata_pb2
+from tq_service.v1.controller_service_pb2_grpc import ControllerServiceStub
+
+if TYPE_CHECKING:
+    from tq_service.v1.controller_service_pb2_grpc import ControllerServiceAsyncStub  # exists for type checkers only
+
+_log = logging.getLogger(__name__)
+_CALL_SECONDS = 5.0
+_RETRY_SECONDS = 1.0
+
+
+async def announce_storage(engine: StorageEngine, address: str, controller: str, registered: asyncio.Event) -> None:
+    """Announce the storage service to the controller until cancelled; set `registered` after the first time."""
+    endpoint = metadata_pb2.StorageEndpoint(storage_id=engine.storage_id, boot_id=engine.boot_id, address=address)
+    async with grpc.aio.insecure_channel(controller) as channel:
+        stub = cast("ControllerServiceAsyncStub", ControllerServiceStub(channel))
+        while True:
+            stat = engine.stat()
+            request = pb.RegisterStorageRequest(
+                storage=endpoint, max_bytes=stat.max_bytes or 0, used_bytes=stat.used_bytes
+            )
+            try:
+                answer = await stub.RegisterStorage(request, timeout=_CALL_SECONDS)
+            except grpc.aio.AioRpcError as error:
+                _log.warning("the controller at %s does not answer: %s", controller, error.code().name)
+                await asyncio.sleep(_RETRY_SECONDS)
+                continue
+            if not registered.is_set():
+                _log.info("known to the controller at %s as %s", controller, engine.storage_id)
+                registered.set()
+            await asyncio.sleep(answer.heartbeat_seconds)

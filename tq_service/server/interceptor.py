@@ -1,0 +1,115 @@
+"""The one place where errors become statuses, for every method of every service."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeAlias
+
+import grpc
+from google.protobuf.message import DecodeError
+from grpc_status import rpc_status
+
+from tq_service.errors import InternalError, InvalidArgumentError, TqError
+from tq_service.wire.error_table import to_status
+from tq_service.wire.frames import Garbled
+
+_log = logging.getLogger(__name__)
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Turns errors into `google.rpc.Status` and bytes that are no message into INVALID_ARGUMENT.
+
+    Errors of the hierarchy travel with their text; anything else is a fault of ours, logged whole and sent as INTERNAL
+    without its text.
+    """
+
+    def __init__(self) -> None:
+        self._wrapped: dict[str, Handler] = {}
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        """Return the method's handler with errors turned; made once a method."""
+        method = handler_call_details.method
+        wrapped = self._wrapped.get(method)
+        if wrapped is None:
+            handler = await continuation(handler_call_details)
+            if handler is None:
+                return handler
+            wrapped = self._wrapped[method] = _wrap(handler, method)
+        return wrapped
+
+
+def _wrap(handler: Handler, method: str) -> Handler:
+    deserialize = _marking_garbage(handler.request_deserializer)
+    if handler.unary_unary is not None:
+        return grpc.unary_unary_rpc_method_handler(
+            _unary(handler.unary_unary, method), deserialize, handler.response_serializer
+        )
+    if handler.stream_unary is not None:
+        return grpc.stream_unary_rpc_method_handler(
+            _unary(handler.stream_unary, method), deserialize, handler.response_serializer
+        )
+    if handler.unary_stream is not None:
+        return grpc.unary_stream_rpc_method_handler(
+            _streaming(handler.unary_stream, method), deserialize, handler.response_serializer
+        )
+    return handler  # streams both ways: reflection alone, which answers errors in its messages
+
+
+def _marking_garbage(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+    """Return a deserializer that marks garbage: gRPC answers an exception in one with a bare INTERNAL."""
+    if deserialize is None:
+        return None
+
+    def marked(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError:
+            return Garbled(f"{len(data)} bytes that are no message of this method")
+
+    return marked
+
+
+def _unary(behavior: Callable[..., Any], method: str) -> Callable[..., Awaitable[Any]]:
+    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            _refuse_garbage(request)
+            return await behavior(request, context)
+        except (asyncio.CancelledError, grpc.aio.AbortError):
+            raise
+        except Exception as error:
+            return await _abort(context, error, method)
+
+    return call
+
+
+def _streaming(behavior: Callable[..., Any], method: str) -> Callable[..., AsyncIterator[Any]]:
+    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        try:
+            _refuse_garbage(request)
+            async for response in behavior(request, context):
+                yield response
+        except (asyncio.CancelledError, grpc.aio.AbortError):
+            raise
+        except Exception as error:
+            await _abort(context, error, method)
+
+    return call
+
+
+def _refuse_garbage(request: Any) -> None:
+    if isinstance(request, Garbled):
+        raise InvalidArgumentError(f"the request cannot be read: {request.reason}; send what the protos say")
+
+
+async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception, method: str) -> None:
+    if not isinstance(error, TqError):
+        _log.error("%s failed", method, exc_info=error)
+        error = InternalError("the service failed; its log has the details")
+    await context.abort_with_status(rpc_status.to_status(to_status(error)))

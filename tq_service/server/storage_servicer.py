@@ -1,0 +1,196 @@
+"""The storage service's methods: bulk streams in and out of the engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeAlias
+
+import grpc
+
+from tq_service.domain.cells import Put
+from tq_service.errors import DataLossError, InvalidArgumentError
+from tq_service.server import from_proto
+from tq_service.storage.cells import PutCells, ReadRuns
+from tq_service.storage.engine import StorageEngine
+from tq_service.v1 import controller_service_pb2, metadata_pb2
+from tq_service.v1 import storage_service_pb2 as pb
+from tq_service.wire.columns import decode_headers, encode_header
+from tq_service.wire.frames import FrameParts, Garbled, decode_put_request, encode_get_response, iter_frames
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Part = pb.PutHeader | memoryview | Garbled
+Commit = Callable[[controller_service_pb2.CommitRequest, Put], controller_service_pb2.CommitResponse]
+RecordedCommit = Callable[[bytes], controller_service_pb2.CommitResponse | None]
+SERVICE = "tq_service.v1.StorageService"
+
+
+class StorageServicer:
+    """Implements `StorageService`; what each method changes and answers stands in its proto.
+
+    Args:
+        engine: holds the bytes.
+        address: where clients reach this service; empty: at the address they used.
+        commit: makes a put visible, where the controller is in this process.
+        recorded_commit: returns the answer of a commit made earlier under a request_id.
+    """
+
+    def __init__(
+        self,
+        engine: StorageEngine,
+        *,
+        address: str = "",
+        commit: Commit | None = None,
+        recorded_commit: RecordedCommit | None = None,
+    ) -> None:
+        self._engine = engine
+        self._commit = commit
+        self._recorded_commit = recorded_commit
+        self._endpoint = metadata_pb2.StorageEndpoint(
+            storage_id=engine.storage_id, boot_id=engine.boot_id, address=address
+        )
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """Return the handlers: as generated, but for the two bulk methods, whose frames are coded by hand."""
+        unary = grpc.unary_unary_rpc_method_handler
+        return grpc.method_handlers_generic_handler(
+            SERVICE,
+            {
+                "Put": grpc.stream_unary_rpc_method_handler(
+                    self.Put, decode_put_request, pb.PutResponse.SerializeToString
+                ),
+                "Get": grpc.unary_stream_rpc_method_handler(self.Get, pb.GetRequest.FromString, encode_get_response),
+                "Stat": unary(self.Stat, pb.StatRequest.FromString, pb.StatResponse.SerializeToString),
+                "ConfirmPut": unary(
+                    self.ConfirmPut, pb.ConfirmPutRequest.FromString, pb.ConfirmPutResponse.SerializeToString
+                ),
+                "FreeCells": unary(
+                    self.FreeCells, pb.FreeCellsRequest.FromString, pb.FreeCellsResponse.SerializeToString
+                ),
+            },
+        )
+
+    async def Put(self, parts: AsyncIterator[Part], context: Context) -> pb.PutResponse:
+        header = await _read_header(parts)
+        has_commit = header.HasField("commit")
+        if has_commit:
+            answer = self._recorded(header)
+            if answer is not None:
+                return answer
+        columns = decode_headers(header.columns, header.row_count)
+        if header.size_bytes != sum(column.value_bytes for column in columns):
+            raise InvalidArgumentError(
+                f"size_bytes is {header.size_bytes}, but the columns have "
+                f"{sum(column.value_bytes for column in columns)} bytes; declare what is sent",
+                field="size_bytes",
+            )
+        remaining = context.time_remaining()
+        pending = await self._engine.reserve(
+            header.put_id,
+            columns,
+            header.row_count,
+            for_existing_rows=header.for_existing_rows,
+            deadline=None if remaining is None else time.monotonic() + remaining,
+        )
+        try:
+            if not pending.already_complete:
+                async for part in parts:
+                    pending.write(_frame(part))
+                pending.finish()
+            return self._done(header)
+        except BaseException:
+            pending.abort()
+            raise
+
+    def _recorded(self, header: pb.PutHeader) -> pb.PutResponse | None:
+        if self._commit is None or self._recorded_commit is None:
+            raise InvalidArgumentError(
+                "this storage service has no controller in its process; send Commit to the controller after the put",
+                field="commit",
+            )
+        from_proto.check_request_id(header.commit.request_id, "request_id")
+        recorded = self._recorded_commit(header.commit.request_id)
+        return None if recorded is None else pb.PutResponse(storage=self._endpoint, commit=recorded)
+
+    def _done(self, header: pb.PutHeader) -> pb.PutResponse:
+        """Answer a put whose bytes are all there; its commit makes it visible and stay in the same step."""
+        if not header.HasField("commit") or self._commit is None:
+            return pb.PutResponse(storage=self._endpoint)
+        request = header.commit
+        request.columns.extend(header.columns)
+        put = Put(self._engine.storage_id, self._engine.boot_id, header.put_id)
+        self._engine.confirm(header.put_id)
+        return pb.PutResponse(storage=self._endpoint, commit=self._commit(request, put))
+
+    async def Get(self, request: pb.GetRequest, context: Context) -> AsyncIterator[pb.GetHeader | FrameParts]:
+        self._check_boot(request.boot_id)
+        runs = [
+            ReadRuns(
+                field_names=tuple(run.field_names),
+                put_indexes=from_proto.indexes(run.put_indexes),
+                first_rows=from_proto.indexes(run.first_rows),
+                row_counts=from_proto.indexes(run.row_counts),
+            )
+            for run in request.runs
+        ]
+        with self._engine.open_read(runs, list(request.put_ids)) as reading:
+            row_count = reading.headers[0].row_count if reading.headers else 0
+            yield pb.GetHeader(row_count=row_count, columns=map(encode_header, reading.headers))
+            for frame in iter_frames(reading.chunks()):
+                yield frame
+
+    async def Stat(self, request: pb.StatRequest, context: Context) -> pb.StatResponse:
+        stat = self._engine.stat()
+        return pb.StatResponse(
+            storage=self._endpoint,
+            max_bytes=stat.max_bytes or 0,
+            used_bytes=stat.used_bytes,
+            pooled_bytes=stat.pooled_bytes,
+            put_count=stat.put_count,
+            uncommitted_put_count=stat.uncommitted_put_count,
+        )
+
+    async def ConfirmPut(self, request: pb.ConfirmPutRequest, context: Context) -> pb.ConfirmPutResponse:
+        self._check_boot(request.boot_id)
+        self._engine.confirm(request.put_id)
+        return pb.ConfirmPutResponse()
+
+    async def FreeCells(self, request: pb.FreeCellsRequest, context: Context) -> pb.FreeCellsResponse:
+        if request.boot_id == self._engine.boot_id:
+            self._engine.free([_put_cells(cells) for cells in request.cells])
+        return pb.FreeCellsResponse()
+
+    def _check_boot(self, boot_id: bytes) -> None:
+        if boot_id != self._engine.boot_id:
+            raise DataLossError(
+                f"storage service {self._engine.storage_id!r} has restarted since these cells were put, and came back "
+                f"empty; put them again",
+                metadata={"storage_id": self._engine.storage_id},
+            )
+
+
+async def _read_header(parts: AsyncIterator[Part]) -> pb.PutHeader:
+    async for part in parts:
+        if isinstance(part, pb.PutHeader):
+            from_proto.check_request_id(part.put_id, "put_id")
+            return part
+        got = part.reason if isinstance(part, Garbled) else f"a frame of {len(part)} bytes"
+        raise InvalidArgumentError(f"a put must begin with its header, got {got}")
+    raise InvalidArgumentError("a put must begin with its header, got an empty stream")
+
+
+def _frame(part: Part) -> memoryview:
+    if isinstance(part, memoryview):
+        return part
+    got = part.reason if isinstance(part, Garbled) else "a second header"
+    raise InvalidArgumentError(f"after the header of a put come frames, got {got}")
+
+
+def _put_cells(cells: pb.PutCells) -> PutCells:
+    has_rows = len(cells.first_rows) > 0
+    return PutCells(
+        put_id=cells.put_id,
+        field_names=tuple(cells.field_names),
+        first_rows=from_proto.indexes(cells.first_rows) if has_rows else None,
+        row_counts=from_proto.indexes(cells.row_counts) if has_rows else None,
+    )

@@ -1,0 +1,192 @@
+"""Answers of the domain as answers of the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from tq_service.domain.catalog import Catalog, Claimed
+from tq_service.domain.cells import CellRuns, Put
+from tq_service.domain.partition import Partition, Written
+from tq_service.domain.plan import Indexes, RankPlan
+from tq_service.domain.states import FAILED, HELD, LIVE
+from tq_service.domain.task import End, Task
+from tq_service.schema import FieldSpec
+from tq_service.v1 import controller_service_pb2 as pb
+from tq_service.v1 import metadata_pb2
+from tq_service.wire.metadata import encode_meta_columns, encode_spec
+
+
+def written_meta(partition: Partition, written: Written) -> metadata_pb2.BatchMeta:
+    """Return what a write answers: only what the client does not know already."""
+    return metadata_pb2.BatchMeta(
+        status=metadata_pb2.BATCH_STATUS_BATCH,
+        partition_id=partition.partition_id,
+        incarnation=partition.incarnation,
+        global_indexes=written.global_indexes.tolist(),
+        fields=[encode_spec(spec) for spec in written.specs],
+    )
+
+
+def claim_meta(
+    partition_id: str, claimed: Claimed, task_name: str, data_fields: Sequence[str], addresses: Mapping[str, str]
+) -> metadata_pb2.BatchMeta:
+    """Return what a claim answers."""
+    partition, answer = claimed.partition, claimed.answer
+    if partition is None:
+        return metadata_pb2.BatchMeta(status=metadata_pb2.BATCH_STATUS_NOT_YET, partition_id=partition_id)
+    epoch = partition.tasks[task_name].epoch
+    if isinstance(answer, RankPlan):
+        meta = samples_meta(partition, answer.rows, data_fields, addresses)
+        meta.epoch = epoch
+        _add_steps(meta, answer)
+        return meta
+    is_end = isinstance(answer, End)
+    return metadata_pb2.BatchMeta(
+        status=metadata_pb2.BATCH_STATUS_END if is_end else metadata_pb2.BATCH_STATUS_NOT_YET,
+        partition_id=partition_id,
+        incarnation=partition.incarnation,
+        epoch=epoch,
+        skipped=answer.skipped if isinstance(answer, End) else 0,
+    )
+
+
+def samples_meta(
+    partition: Partition, rows: Indexes, data_fields: Sequence[str], addresses: Mapping[str, str]
+) -> metadata_pb2.BatchMeta:
+    """Return what is known of samples that are there, and where those of their fields are that all of them have."""
+    positions = partition.table.find(rows)
+    known = [name for name in data_fields if name in partition.cells.fields]
+    meta = metadata_pb2.BatchMeta(
+        status=metadata_pb2.BATCH_STATUS_BATCH,
+        partition_id=partition.partition_id,
+        incarnation=partition.incarnation,
+        global_indexes=rows.tolist(),
+        keys=_names(partition.key.data[positions].tolist()),
+        groups=_names(partition.groups.names_of(positions)),
+        custom_meta=encode_meta_columns(partition.meta.read_all(positions)),
+        fields=[encode_spec(partition.cells.fields[name].spec) for name in known],
+    )
+    whole = [name for name in known if rows.size and bool(partition.produced_mask([name], positions).all())]
+    _add_locations(meta.locations, partition.cells.locate(whole, positions), addresses)
+    return meta
+
+
+def _names(names: Sequence[str | None]) -> list[str]:
+    return [name or "" for name in names] if any(names) else []
+
+
+def _add_locations(message: metadata_pb2.Locations, runs: Iterable[CellRuns], addresses: Mapping[str, str]) -> None:
+    storage_indexes: dict[tuple[str, bytes], int] = {}
+    put_indexes: dict[Put, int] = {}
+    for run in runs:
+        for put in run.puts:
+            if put in put_indexes:
+                continue
+            storage = (put.storage_id, put.boot_id)
+            if storage not in storage_indexes:
+                storage_indexes[storage] = len(storage_indexes)
+                message.storages.add(
+                    storage_id=put.storage_id, boot_id=put.boot_id, address=addresses.get(put.storage_id, "")
+                )
+            put_indexes[put] = len(put_indexes)
+            message.puts.add(put_id=put.put_id, storage_index=storage_indexes[storage])
+        numbers = np.array([put_indexes[put] for put in run.puts], np.int64)
+        message.runs.add(
+            field_names=run.field_names,
+            put_indexes=numbers[run.put_indexes].tolist() if run.puts else (),
+            first_rows=run.first_rows.tolist(),
+            row_counts=run.row_counts.tolist(),
+        )
+
+
+def _add_steps(meta: metadata_pb2.BatchMeta, part: RankPlan) -> None:
+    for packs in part.steps:
+        step = meta.steps.add()
+        for pack in packs:
+            step.packs.add(
+                rows=pack.positions.tolist(),
+                lengths=() if pack.lengths is None else pack.lengths.tolist(),
+                padding_tokens=pack.padding_tokens,
+            )
+
+
+def specs(fields: Iterable[FieldSpec]) -> list[metadata_pb2.FieldSpec]:
+    """Return field specs."""
+    return [encode_spec(spec) for spec in fields]
+
+
+def consumption(partition: Partition, task: Task) -> pb.CheckConsumptionResponse:
+    """Return what a task has consumed."""
+    return pb.CheckConsumptionResponse(
+        consumed=task.consumed_count,
+        total=partition.inserted_count,
+        skipped=skipped_count(partition, task),
+        sealed=partition.sealed,
+        complete=is_complete(partition, task),
+        epoch=task.epoch,
+    )
+
+
+def skipped_count(partition: Partition, task: Task) -> int:
+    """Return how many samples a task will never get, as far as is known."""
+    if task.end is not None:
+        return task.end.skipped
+    return partition.inserted_count - task.consumed_count - task.open_count
+
+
+def is_complete(partition: Partition, task: Task) -> bool:
+    """Return whether nothing is left for a task."""
+    return task.end is not None or (partition.sealed and task.open_count == 0)
+
+
+def production(partition: Partition, names: Sequence[str]) -> pb.CheckProductionResponse:
+    """Return how many samples have all of some fields."""
+    if len(names) == 1:  # counted as they are written
+        produced = partition.cells.fields[names[0]].produced_count
+    else:
+        produced = int(np.count_nonzero(partition.produced_mask(names, partition.table.present_positions())))
+    total = partition.open_count
+    return pb.CheckProductionResponse(produced=produced, total=total, complete=partition.sealed and produced == total)
+
+
+def summary(partition: Partition) -> pb.PartitionSummary:
+    """Return a partition in short."""
+    return pb.PartitionSummary(
+        partition_id=partition.partition_id,
+        incarnation=partition.incarnation,
+        inserted_count=partition.inserted_count,
+        present_count=partition.table.present_count,
+        sealed=partition.sealed,
+    )
+
+
+def description(catalog: Catalog, partition: Partition) -> pb.DescribePartitionResponse:
+    """Return a partition with its fields and tasks."""
+    return pb.DescribePartitionResponse(
+        summary=summary(partition),
+        expected_samples=partition.settings.expected_samples,
+        live_count=partition.state_counts[LIVE],
+        held_count=partition.state_counts[HELD],
+        failed_count=partition.state_counts[FAILED],
+        group_count=len(partition.groups),
+        fields=[
+            pb.FieldStatus(spec=encode_spec(field.spec), produced_count=field.produced_count)
+            for field in partition.cells.fields.values()
+        ],
+        tasks=[
+            pb.TaskStatus(
+                task_name=task.name,
+                epoch=task.epoch,
+                consumed_count=task.consumed_count,
+                skipped_count=skipped_count(partition, task),
+                planned_batch_count=task.next_batch_index,
+                dp_size=task.dp_size or 0,
+                waiting_count=catalog.waiting_count(partition, task.name),
+                complete=is_complete(partition, task),
+            )
+            for task in partition.tasks.values()
+        ],
+        custom_meta_columns=partition.meta.names(),
+    )
