@@ -92,10 +92,11 @@ def test_a_replay_without_summary_is_an_error() -> None:
 
 
 def test_lines_come_every_few_steps() -> None:
-    lines: list[str] = []
-    with LineProgress("title", lines.append) as progress:
+    out = io.StringIO()
+    with LineProgress("title", Console(file=out, width=40)) as progress:
         for step in _steps(21, rise=1.0):
             progress.show(step)
+    lines = out.getvalue().splitlines()
     assert lines[0] == "title"
     assert [line[:9] for line in lines[1:]] == ["step    0", "step   10", "step   20"]
     assert "imbalance 1.00%" in lines[1]

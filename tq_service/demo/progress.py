@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import pairwise
 from types import TracebackType
@@ -30,15 +30,15 @@ class Progress(AbstractContextManager["Progress"], Protocol):
 def make_progress(title: str, *, plain: bool, console: Console | None = None) -> Progress:
     """Return the display for this console: the table if it is a terminal, unless `plain`."""
     console = console or Console()
-    return TableProgress(title, console) if console.is_terminal and not plain else LineProgress(title, console.print)
+    return TableProgress(title, console) if console.is_terminal and not plain else LineProgress(title, console)
 
 
 class LineProgress:
     """Prints a line every few steps."""
 
-    def __init__(self, title: str, print_line: Callable[[str], object]) -> None:
+    def __init__(self, title: str, console: Console) -> None:
         self._title = title
-        self._print = print_line
+        self._console = console
 
     def __enter__(self) -> LineProgress:
         self._print(self._title)
@@ -53,6 +53,9 @@ class LineProgress:
         """Print the step, if it is one of those that are printed."""
         if step["step"] % STEPS_PER_LINE == 0:
             self._print(line_of(step))
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, soft_wrap=True, highlight=False)
 
 
 class TableProgress:

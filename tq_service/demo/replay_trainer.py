@@ -22,9 +22,10 @@ from tq_service.demo.reports import Reporter
 from tq_service.demo.role import run_role
 from tq_service.demo.settings import REPLAY_PARTITION, TRAINER_RANKS, UPDATE_TASK, DemoSettings
 from tq_service.demo.tally import StepTally, timed
-from tq_service.demo.tensors import rows_of
+from tq_service.demo.tensors import chunks_of_like_length, rows_of
 
 SAMPLES_PER_BATCH = 64
+ROWS_PER_PASS = 8
 BYTE_VALUES = 256
 HIDDEN_SIZE = 64
 FIELDS = ["number", "prompt", "response", "recorded_reward", "checksum", "reward"]
@@ -116,9 +117,7 @@ def consume(settings: DemoSettings, rank: int) -> None:
                 inspector.inspect(batch, meta)
                 tally.add(batch["reward"], tokens=sum(int(row["total_lengths"]) for row in meta.custom_meta))
                 if learns:
-                    advantages = group_advantages(batch["reward"], meta.groups, recording.group_size)
-                    prompts, responses = rows_of(batch["prompt"]), rows_of(batch["response"])
-                    learner.accumulate(prompts, responses, None, advantages)
+                    _learn(learner, batch, meta, recording.group_size)
                 client.clear_samples(meta)
             if learns:
                 learner.update(meta.size)
@@ -130,6 +129,15 @@ def consume(settings: DemoSettings, rank: int) -> None:
         if rank == 0:
             Reporter(client).send("replayed", **asdict(replayed))
     dist.destroy_process_group()
+
+
+def _learn(learner: Learner, batch: Mapping[str, Any], meta: tq.BatchMeta, group_size: int) -> None:
+    """Add the gradient of a batch of whole groups, in parts of like length."""
+    advantages = group_advantages(batch["reward"], meta.groups, group_size)
+    prompts, responses = rows_of(batch["prompt"]), rows_of(batch["response"])
+    sequences = [torch.cat([prompt, response]) for prompt, response in zip(prompts, responses, strict=True)]
+    for part in chunks_of_like_length(sequences, ROWS_PER_PASS):
+        learner.accumulate([prompts[i] for i in part], [responses[i] for i in part], None, advantages[part])
 
 
 def _dataset(settings: DemoSettings, recording: Recording, rank: int) -> StreamingDataset:

@@ -31,5 +31,7 @@ def run_role(role: Callable[[DemoSettings, int], None]) -> None:
 
 
 def _end_with_parent() -> None:
-    sys.stdin.buffer.read()
+    # Not sys.stdin: a thread that holds the lock of its buffer makes the interpreter abort at its end.
+    while os.read(sys.stdin.fileno(), 1024):
+        pass
     os._exit(ORPHANED_EXIT_CODE)
