@@ -90,7 +90,8 @@ def _extension(value: Any, depth: int) -> Any:
         header = [name_of_torch(value.dtype, "a tensor"), list(value.shape), tensor_bytes(value)]
         return msgpack.ExtType(_TENSOR, msgpack.packb(header))
     if isinstance(value, np.generic) and _is_number(value.dtype):
-        return msgpack.ExtType(_NUMPY_SCALAR, msgpack.packb([value.dtype.str, value.tobytes()]))
+        array = np.asarray(value)  # an empty np.str_ has no bytes of its own
+        return msgpack.ExtType(_NUMPY_SCALAR, msgpack.packb([array.dtype.str, array.tobytes()]))
     if kind is np.ndarray and _is_number(value.dtype):
         header = [value.dtype.str, list(value.shape), np.ascontiguousarray(value).tobytes()]
         return msgpack.ExtType(_ARRAY, msgpack.packb(header))

@@ -1,0 +1,64 @@
+"""What the engine tests share: putting, reading and decoding as the services do it."""
+
+import numpy as np
+
+from tq_service.storage.cells import PutCells, ReadRuns
+from tq_service.wire.encoding import encode_columns
+from tq_service.wire.frames import ColumnReceiver, iter_frames
+from tq_service.wire.layouts import decode_columns
+
+
+def put_id(number):
+    return number.to_bytes(16, "big")
+
+
+def indexes(*values):
+    return np.array(values, np.int64)
+
+
+async def begin(engine, number, data, *, existing=False, deadline=None):
+    columns = encode_columns(data)
+    pending = await engine.reserve(
+        put_id(number), columns, columns[0].row_count, for_existing_rows=existing, deadline=deadline
+    )
+    return pending, [chunk for column in columns for chunk in column.chunks]
+
+
+async def put(engine, number, data, *, existing=False, deadline=None, confirm=True):
+    pending, chunks = await begin(engine, number, data, existing=existing, deadline=deadline)
+    for parts in iter_frames(chunks, 1 << 16):
+        pending.write(b"".join(parts))
+    pending.finish()
+    if confirm:
+        engine.confirm(put_id(number))
+
+
+def runs(fields, *triples):
+    puts, firsts, counts = zip(*triples, strict=True) if triples else ((), (), ())
+    return ReadRuns(
+        field_names=tuple(fields), put_indexes=indexes(*puts), first_rows=indexes(*firsts), row_counts=indexes(*counts)
+    )
+
+
+def receive(reading):
+    """Decode what a reading sends, as numpy arrays."""
+    receiver = ColumnReceiver(reading.headers)
+    for parts in iter_frames(reading.chunks(), 1 << 12):
+        receiver.write(memoryview(b"".join(parts)))
+    return decode_columns(reading.headers, receiver.finish(), as_torch=False)
+
+
+def read(engine, puts, *fields):
+    with engine.open_read(list(fields), [put_id(number) for number in puts]) as reading:
+        return receive(reading)
+
+
+def cells(number, *rows, fields=()):
+    if not rows:
+        return PutCells(put_id=put_id(number), field_names=tuple(fields))
+    return PutCells(
+        put_id=put_id(number),
+        field_names=tuple(fields),
+        first_rows=indexes(*rows),
+        row_counts=np.ones(len(rows), np.int64),
+    )

@@ -1,0 +1,344 @@
+import asyncio
+import gc
+
+import numpy as np
+import psutil
+import pytest
+from engine_driver import begin, cells, indexes, put, put_id, read, receive, runs
+
+from tq_service.errors import (
+    CallCancelledError,
+    FieldMismatchError,
+    FieldNotFoundError,
+    InvalidArgumentError,
+    PutNotFoundError,
+)
+from tq_service.schema import FieldSpec, Layout
+from tq_service.storage.cells import PutCells
+from tq_service.storage.engine import StorageEngine
+from tq_service.storage.stored_put import StoredPut
+from tq_service.wire.columns import ColumnShape
+
+DATA = {
+    "dense": np.arange(12, dtype=np.float32).reshape(4, 3),
+    "jagged": [np.arange(n) for n in (2, 0, 3, 1)],
+    "object": ["a", {"b": 1}, None, "d"],
+}
+SMALL = {"x": np.zeros(100, np.uint8)}
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def engine():
+    return StorageEngine(max_bytes=None)
+
+
+def same(got, expected):
+    return all(np.array_equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+async def test_cells_come_back_in_the_order_asked(engine):
+    await put(engine, 1, DATA)
+    back = read(engine, [1], runs(DATA, (0, 3, 1), (0, 0, 2), (0, 3, 1)))
+    order = [3, 0, 1, 3]
+    assert back["dense"].tolist() == DATA["dense"][order].tolist()
+    assert same(back["jagged"], [DATA["jagged"][row] for row in order])
+    assert back["object"] == [DATA["object"][row] for row in order]
+
+
+async def test_columns_of_several_puts_are_mixed(engine):
+    await put(engine, 1, DATA)
+    await put(engine, 2, {"extra": np.arange(4), "dense": -DATA["dense"]})
+    back = read(engine, [1, 2], runs(["dense"], (1, 2, 1), (0, 0, 1), (1, 0, 2)), runs(["extra"], (1, 0, 4)))
+    assert list(back) == ["dense", "extra"]
+    assert back["dense"].tolist() == [
+        *(-DATA["dense"][2:3]).tolist(),
+        *DATA["dense"][:1].tolist(),
+        *(-DATA["dense"][:2]).tolist(),
+    ]
+    assert back["extra"].tolist() == [0, 1, 2, 3]
+
+
+async def test_jagged_rows_of_puts_with_other_fixed_sizes_are_widened(engine):
+    await put(engine, 1, {"x": [np.ones((2, 3)), np.ones((1, 3))]})
+    await put(engine, 2, {"x": [np.ones((2, 5))]})
+    with engine.open_read([runs(["x"], (0, 0, 1), (1, 0, 1), (0, 1, 1))], [put_id(1), put_id(2)]) as reading:
+        assert reading.headers[0].spec.row_shape == (-1, -1)
+        assert [row.shape for row in receive(reading)["x"]] == [(2, 3), (2, 5), (1, 3)]
+
+
+async def test_puts_that_disagree_about_a_field_are_not_mixed(engine):
+    await put(engine, 1, {"x": np.zeros((1, 3))})
+    await put(engine, 2, {"x": np.zeros((1, 4))})
+    with pytest.raises(FieldMismatchError):
+        read(engine, [1, 2], runs(["x"], (0, 0, 1), (1, 0, 1)))
+
+
+@pytest.mark.parametrize("width", [1, 3, 400])
+async def test_scattered_rows_of_two_puts(engine, width):
+    one, two = np.random.default_rng(0).integers(0, 256, (2, 500, width)).astype(np.uint8)
+    lists = [np.arange(n % 7) for n in range(500)]
+    await put(engine, 1, {"pad": np.zeros(500, np.uint8), "x": one, "j": lists})
+    await put(engine, 2, {"x": two, "j": lists[::-1]})
+    rows = np.random.default_rng(1).permutation(500)
+    triples = [(0, int(row), 1) for row in rows[:250]] + [(1, int(row), 1) for row in rows]
+    back = read(engine, [1, 2], runs(["x", "j"], *triples))
+    assert np.array_equal(back["x"], np.concatenate([one[rows[:250]], two[rows]]))
+    assert same(back["j"], [lists[row] for row in rows[:250]] + [lists[499 - row] for row in rows])
+    back = read(engine, [1, 2], runs(["x"], *((row % 2, row, 1) for row in range(500))))
+    assert np.array_equal(back["x"], np.where(np.arange(500)[:, None] % 2, two, one))
+
+
+async def test_neighbouring_rows_are_one_chunk(engine):
+    await put(engine, 1, {"x": np.zeros((100, 8)), "j": [np.ones(3)] * 100})
+    with engine.open_read([runs(["x", "j"], *((0, row, 1) for row in range(10, 60)))], [put_id(1)]) as reading:
+        assert [len(chunk) for chunk in reading.chunks()] == [50 * 64, 50 * 24]
+
+
+async def test_reads_of_what_is_not_there(engine):
+    await put(engine, 1, DATA)
+    with pytest.raises(PutNotFoundError, match=put_id(9).hex()):
+        read(engine, [9], runs(["dense"], (0, 0, 1)))
+    with pytest.raises(FieldNotFoundError, match="'jagged'"):
+        read(engine, [1], runs(["jaged"], (0, 0, 1)))
+    engine.free([cells(1, 2), cells(1, fields=["object"])])
+    with pytest.raises(PutNotFoundError, match="rows in 1-3"):
+        read(engine, [1], runs(["dense"], (0, 0, 1), (0, 1, 3)))
+    with pytest.raises(PutNotFoundError, match="'object'"):
+        read(engine, [1], runs(["object"], (0, 0, 1)))
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        [], [runs(["dense"])], [runs([], (0, 0, 1))], [runs(["dense"], (0, 0, 0))], [runs(["dense"], (0, 0, -1))],
+        [runs(["dense"], (0, -1, 1))], [runs(["dense"], (0, 3, 2))], [runs(["dense"], (0, 2**63 - 1, 1))],
+        [runs(["dense"], (0, 0, 2**63 - 1))], [runs(["dense"], (1, 0, 1))], [runs(["dense"], (-1, 0, 1))],
+        [runs(["dense"], (0, 0, 1)), runs(["jagged"], (0, 0, 2))],
+        [runs(["dense"], (0, 0, 1)), runs(["dense"], (0, 1, 1))],
+        [runs(["dense"], *[(0, 0, 1 << 24)] * 2)],
+    ],
+)  # fmt: skip
+async def test_wrong_reads_are_refused(engine, asked):
+    await put(engine, 1, DATA)
+    with pytest.raises(InvalidArgumentError):
+        engine.open_read(asked, [put_id(1)])
+    assert same([read(engine, [1], runs(["dense"], (0, 0, 4)))["dense"]], [DATA["dense"]])
+
+
+async def test_puts_of_wrong_size_leave_nothing(engine):
+    pending, _ = await begin(engine, 1, SMALL)
+    pending.write(bytes(60))
+    with pytest.raises(InvalidArgumentError, match="ended 40 bytes before"):
+        pending.finish()
+    with pytest.raises(InvalidArgumentError, match="2 bytes more"):
+        pending.write(bytes(42))
+    assert engine.stat().used_bytes == 100
+    pending.abort()
+    pending.abort()
+    assert engine.stat().used_bytes == 0
+    with pytest.raises(CallCancelledError):
+        pending.write(b"x")
+    with pytest.raises(CallCancelledError):
+        pending.finish()
+    with pytest.raises(PutNotFoundError):
+        engine.confirm(put_id(1))
+
+
+async def test_wrong_headers_are_refused(engine):
+    column = ColumnShape(spec=FieldSpec("x", "int8", Layout.DENSE, ()), row_count=2, extents=None, value_bytes=2)
+    for headers, rows, name in ([], 1, b"p"), ([column, column], 2, b"p"), ([column], 3, b"p"), ([column], 2, b""):
+        with pytest.raises(InvalidArgumentError):
+            await engine.reserve(name, headers, rows, for_existing_rows=False, deadline=None)
+    assert engine.stat().used_bytes == 0
+
+
+async def test_a_retry_of_a_complete_put_changes_nothing(engine):
+    await put(engine, 1, SMALL)
+    again, chunks = await begin(engine, 1, SMALL)
+    assert again.already_complete
+    again.write(chunks[0])
+    again.finish()
+    again.abort()
+    assert engine.stat().put_count == 1
+    assert engine.stat().used_bytes == 100
+
+
+async def test_a_retry_takes_over_from_a_broken_stream(engine):
+    older, _ = await begin(engine, 1, SMALL)
+    older.write(b"garbage")
+    await put(engine, 1, {"x": np.full(100, 7, np.uint8)})
+    with pytest.raises(CallCancelledError):
+        older.write(b"more")
+    older.abort()
+    assert engine.stat().used_bytes == 100
+    assert set(read(engine, [1], runs(["x"], (0, 0, 100)))["x"].tolist()) == {7}
+
+
+async def test_unconfirmed_puts_expire_and_confirmed_ones_stay():
+    clock = Clock()
+    engine = StorageEngine(max_bytes=None, put_ttl_seconds=10, clock=clock)
+    await put(engine, 1, SMALL, confirm=False)
+    clock.now += 5
+    await put(engine, 2, SMALL, confirm=False)
+    await put(engine, 3, SMALL)
+    assert engine.stat().uncommitted_put_count == 2
+    clock.now += 5
+    assert engine.expire() == 1
+    with pytest.raises(PutNotFoundError):
+        engine.confirm(put_id(1))
+    engine.confirm(put_id(2))
+    engine.confirm(put_id(2))
+    clock.now += 100
+    assert engine.expire() == 0
+    assert engine.stat().put_count == 2
+
+
+async def test_unknown_cells_are_ignored(engine):
+    await put(engine, 1, DATA)
+    before = engine.stat()
+    wild = PutCells(put_id=put_id(1), first_rows=indexes(-5, 4, 2**62, 1), row_counts=indexes(2, 9, 2**62, -3))
+    engine.free([cells(9), cells(1, fields=["unknown"]), cells(1, 1, fields=["unknown"]), wild])
+    assert engine.stat() == before
+    assert read(engine, [1], runs(DATA, (0, 0, 4)))["object"] == DATA["object"]
+
+
+async def test_freeing_halves_gives_bytes_back(engine):
+    x = np.random.default_rng(0).random((1000, 16))
+    await put(engine, 1, {"x": x, "j": [np.arange(n % 5) for n in range(1000)]})
+    full = engine.stat().used_bytes
+    order = np.random.default_rng(1).permutation(1000).tolist()
+    for count, row in enumerate(order[:-3], 1):
+        engine.free([cells(1, row)])
+        assert engine.stat().used_bytes <= 2.2 * full * (1000 - count) / 1000 + 600
+    left = sorted(order[-3:])
+    back = read(engine, [1], runs(["x", "j"], *((0, row, 1) for row in left)))
+    assert np.array_equal(back["x"], x[left])
+    assert [len(row) for row in back["j"]] == [row % 5 for row in left]
+    engine.free([cells(1, *left)])
+    assert engine.stat().used_bytes == 0
+    assert engine.stat().put_count == 0
+
+
+async def test_freeing_a_field_gives_its_bytes_back(engine):
+    await put(engine, 1, {"big": np.zeros((10, 1000)), "small": np.arange(10)})
+    engine.free([cells(1, fields=["big"])])
+    assert engine.stat().used_bytes <= 200
+    assert read(engine, [1], runs(["small"], (0, 0, 10)))["small"].tolist() == list(range(10))
+    engine.free([cells(1, *range(10), fields=["small"])])
+    assert engine.stat().put_count == 0
+
+
+async def test_readers_keep_what_they_read_through_free_and_reuse(engine):
+    x = np.arange(300_000)
+    await put(engine, 1, {"x": x})
+    reading = engine.open_read([runs(["x"], (0, 0, 300_000))], [put_id(1)])
+    chunks = reading.chunks()
+    engine.free([cells(1)])
+    assert engine.stat().used_bytes == x.nbytes
+    await put(engine, 2, {"x": -x})
+    assert np.array_equal(np.frombuffer(b"".join(chunks), np.int64), x)
+    reading.close()
+    reading.close()
+    assert engine.stat().used_bytes == x.nbytes
+    assert np.array_equal(read(engine, [2], runs(["x"], (0, 0, 300_000)))["x"], -x)
+
+
+async def test_readers_keep_what_they_read_through_compaction(engine):
+    x = np.arange(100_000)
+    await put(engine, 1, {"x": x.reshape(-1, 10)})
+    with engine.open_read([runs(["x"], (0, 0, 10_000))], [put_id(1)]) as reading:
+        engine.free([cells(1, *range(9_000))])
+        assert np.array_equal(read(engine, [1], runs(["x"], (0, 9_000, 1_000)))["x"].reshape(-1), x[90_000:])
+        await put(engine, 2, {"x": -x})
+        assert np.array_equal(np.frombuffer(b"".join(reading.chunks()), np.int64), x)
+    assert engine.stat().used_bytes < x.nbytes * 1.2
+
+
+async def test_a_loop_of_put_and_clear_keeps_memory_flat():
+    engine = StorageEngine(max_bytes=64 << 20)
+    x = np.ones((1000, 4000), np.float32)
+    rss = []
+    for number in range(60):
+        await put(engine, number, {"x": x[: 800 + number % 3 * 100], "j": [x[0], x[1]] * 400}
+                  if number % 3 == 0 else {"x": x[: 800 + number % 3 * 100]})  # fmt: skip
+        engine.free([cells(number)])
+        stat = engine.stat()
+        assert stat.used_bytes == 0
+        assert stat.pooled_bytes <= 36 << 20
+        rss.append(psutil.Process().memory_info().rss)
+    assert max(rss[30:]) - max(rss[:30]) < 20 << 20
+
+
+async def test_pooled_memory_is_given_back_in_time():
+    clock = Clock()
+    engine = StorageEngine(max_bytes=None, clock=clock)
+    await put(engine, 1, {"x": np.ones(4 << 20, np.uint8)})
+    engine.free([cells(1)])
+    assert engine.stat().pooled_bytes == 4 << 20
+    clock.now += 3600
+    engine.expire()
+    assert engine.stat().pooled_bytes == 0
+
+
+async def test_one_row_puts_are_small(engine):
+    data = {"a": np.zeros((1, 8), np.float32), "b": [np.zeros(5)], "c": np.zeros(1), "d": ["xyz"]}
+    gc.collect()
+    before = psutil.Process().memory_info().rss
+    for number in range(5000):
+        await put(engine, number, data)
+    assert psutil.Process().memory_info().rss - before < 5000 * 3000
+    assert engine.stat().put_count == 5000
+
+
+async def test_rows_beyond_4_gib_are_found(engine):
+    """The region is mapped, but only its ends are touched."""
+    row_bytes = 1 << 30
+    column = ColumnShape(
+        spec=FieldSpec("x", "uint8", Layout.DENSE, (row_bytes,)), row_count=6, extents=None, value_bytes=6 * row_bytes
+    )
+    jagged = ColumnShape(
+        spec=FieldSpec("j", "uint8", Layout.JAGGED, (-1,)), row_count=6, extents=np.full((6, 1), row_bytes),
+        value_bytes=6 * row_bytes,
+    )  # fmt: skip
+    pending = await engine.reserve(put_id(1), [column, jagged], 6, for_existing_rows=False, deadline=None)
+    pending._filled += 12 * row_bytes - 3  # as if written
+    pending.write(b"end")
+    pending.finish()
+    with engine.open_read([runs(["x", "j"], (0, 5, 1))], [put_id(1)]) as reading:
+        first, last = reading.chunks()
+        assert len(first) == len(last) == row_bytes
+        assert bytes(last[-3:]) == b"end"
+        assert [header.value_bytes for header in reading.headers] == [row_bytes, row_bytes]
+    assert engine.stat().used_bytes > 12 * row_bytes
+
+
+async def test_concurrent_puts_and_readers(engine):
+    async def produce(number):
+        await put(engine, number, {"x": np.full((100, 50), number)})
+        await asyncio.sleep(0)
+        with engine.open_read([runs(["x"], (0, 10, 80))], [put_id(number)]) as reading:
+            engine.free([cells(number)])
+            await asyncio.sleep(0)
+            assert (receive(reading)["x"] == number).all()
+
+    await asyncio.gather(*map(produce, range(50)))
+    assert engine.stat().used_bytes == 0
+
+
+def test_settings_are_checked():
+    for settings in (
+        {"max_bytes": 0},
+        {"max_bytes": None, "reserve_share": 1.0},
+        {"max_bytes": 1, "put_ttl_seconds": 0},
+    ):
+        with pytest.raises(InvalidArgumentError):
+            StorageEngine(**settings)
+    assert len({StorageEngine(max_bytes=None).boot_id for _ in range(3)}) == 3
+    assert StoredPut.__slots__

@@ -1,0 +1,168 @@
+import asyncio
+
+import numpy as np
+import pytest
+from engine_driver import begin, cells, put
+
+from tq_service.errors import CallCancelledError, QuotaExceededError
+from tq_service.storage.engine import StorageEngine
+
+
+def rows(size):
+    return {"x": np.zeros((size // 10, 10), np.uint8)}
+
+
+@pytest.fixture
+def engine():
+    return StorageEngine(max_bytes=1000)
+
+
+async def settle():
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_a_put_larger_than_the_quota_fails_at_once(engine):
+    for size, existing in ((1010, True), (910, False)):
+        with pytest.raises(QuotaExceededError) as caught:
+            await put(engine, 1, rows(size), existing=existing)
+        assert caught.value.retry_after_seconds is None
+    await put(engine, 1, rows(1000), existing=True)
+    assert engine.stat().used_bytes == 1000
+
+
+async def test_new_rows_leave_the_reserve_to_existing_ones(engine):
+    await put(engine, 1, rows(900))
+    waiting = asyncio.create_task(put(engine, 2, rows(50)))
+    await settle()
+    assert not waiting.done()
+    await put(engine, 3, rows(100), existing=True)
+    engine.free([cells(1)])
+    await waiting
+    assert engine.stat().used_bytes == 150
+
+
+async def test_the_deadline_ends_the_wait_with_a_hint(engine):
+    await put(engine, 1, rows(900))
+    with pytest.raises(QuotaExceededError, match="900 of 1000") as caught:
+        await put(engine, 2, rows(500), deadline=engine._clock() + 0.01)
+    assert caught.value.retry_after_seconds
+    engine.free([cells(1)])
+    assert engine.stat().used_bytes == 0
+
+
+async def test_a_wait_whose_deadline_is_past_ends_at_once(engine):
+    await put(engine, 1, rows(900))
+    with pytest.raises(QuotaExceededError):
+        await put(engine, 2, rows(10), deadline=engine._clock() - 5)
+    await put(engine, 3, rows(10), existing=True, deadline=engine._clock() - 5)
+
+
+async def test_small_puts_do_not_overtake_a_big_one(engine):
+    await put(engine, 1, rows(400))
+    await put(engine, 2, rows(400))
+    order = []
+
+    async def later(number, size):
+        await put(engine, number, rows(size))
+        order.append(number)
+
+    tasks = [asyncio.create_task(later(3, 800))]
+    await settle()
+    tasks += [asyncio.create_task(later(4, 10)), asyncio.create_task(later(5, 10))]
+    await settle()
+    assert order == []
+    engine.free([cells(1)])
+    await settle()
+    assert order == []
+    engine.free([cells(2)])
+    await asyncio.gather(*tasks)
+    assert order == [3, 4, 5]
+
+
+async def test_existing_rows_go_before_new_ones(engine):
+    await put(engine, 1, rows(900))
+    new = asyncio.create_task(put(engine, 2, rows(100)))
+    await settle()
+    existing = asyncio.create_task(put(engine, 3, rows(900), existing=True))
+    await settle()
+    engine.free([cells(1)])
+    await existing
+    assert not new.done()
+    engine.free([cells(3)])
+    await new
+
+
+async def test_cancelled_waiters_leave_no_trace(engine):
+    await put(engine, 1, rows(900))
+    first = asyncio.create_task(put(engine, 2, rows(900)))
+    await settle()
+    second = asyncio.create_task(put(engine, 3, rows(100)))
+    await settle()
+    first.cancel()
+    engine.free([cells(1)])
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    await second
+    assert engine.stat().used_bytes == 100
+
+
+async def test_a_waiter_cancelled_when_room_was_just_granted_gives_it_back(engine):
+    await put(engine, 1, rows(900))
+    waiting = asyncio.create_task(put(engine, 2, rows(500)))
+    await settle()
+    engine.free([cells(1)])
+    assert engine.stat().used_bytes == 500
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert engine.stat().used_bytes == 0
+    assert not engine._pending
+
+
+async def test_a_waiting_put_is_replaced_by_its_retry(engine):
+    await put(engine, 1, rows(900))
+    first = asyncio.create_task(put(engine, 2, rows(500)))
+    await settle()
+    second = asyncio.create_task(put(engine, 2, rows(500)))
+    await settle()
+    engine.free([cells(1)])
+    with pytest.raises(CallCancelledError):
+        await first
+    await second
+    assert engine.stat().used_bytes == 500
+    assert engine.stat().put_count == 1
+
+
+async def test_an_aborted_put_makes_room(engine):
+    pending, _ = await begin(engine, 1, rows(900))
+    waiting = asyncio.create_task(put(engine, 2, rows(100)))
+    await settle()
+    pending.abort()
+    await waiting
+    assert engine.stat().used_bytes == 100
+
+
+async def test_holes_are_closed_for_those_who_wait():
+    engine = StorageEngine(max_bytes=100_000)
+    await put(engine, 1, {"x": np.zeros((90, 1000), np.uint8)})
+    waiting = asyncio.create_task(put(engine, 2, {"x": np.zeros((20, 1000), np.uint8)}))
+    await settle()
+    engine.free([cells(1, *range(0, 60, 3))])
+    await settle()
+    assert not waiting.done() or engine.stat().used_bytes <= 90_000
+    engine.free([cells(1, 1)])
+    await waiting
+    assert engine.stat().used_bytes <= 90_000
+    late = asyncio.create_task(put(engine, 3, {"x": np.zeros((5, 1000), np.uint8)}))
+    await settle()
+    engine.free([cells(1, *range(40, 60))])
+    await late
+
+
+async def test_without_quota_nothing_waits():
+    engine = StorageEngine(max_bytes=None)
+    for number in range(20):
+        await put(engine, number, rows(1000))
+    assert engine.stat().max_bytes is None
+    assert engine.stat().used_bytes == 20_000

@@ -1,0 +1,283 @@
+import math
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import TensorDict, lazy_stack
+
+from tq_service.errors import InvalidArgumentError, UnsupportedObjectError
+from tq_service.schema import DTYPE_SIZES, Layout
+from tq_service.wire.columns import decode_header, encode_header
+from tq_service.wire.frames import ColumnReceiver, iter_frames
+from tq_service.wire.layouts import decode_columns, encode_columns, to_tensordict
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf", "ignore:The PyTorch API of nested tensors")
+
+
+def send(data, declared=None, *, as_torch=True, frame_bytes=7):
+    """Take data through headers and frames as a put and a get would."""
+    columns = encode_columns(data, declared)
+    headers = [decode_header(encode_header(column), column.row_count) for column in columns]
+    receiver = ColumnReceiver(headers)
+    for parts in iter_frames((chunk for column in columns for chunk in column.chunks), frame_bytes):
+        receiver.write(memoryview(b"".join(parts)))
+    return decode_columns(headers, receiver.finish(), as_torch=as_torch)
+
+
+def bits(tensor):
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).tolist() if tensor.numel() else []
+
+
+def random_tensor(dtype, *shape):
+    size = math.prod(shape) * DTYPE_SIZES[dtype]
+    if dtype == "bool":
+        return torch.randint(0, 2, shape).bool()
+    raw = torch.randint(0, 256, (size,), dtype=torch.uint8)
+    return raw.view(getattr(torch, dtype)).reshape(shape) if size else torch.empty(shape, dtype=getattr(torch, dtype))
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPE_SIZES))
+@pytest.mark.parametrize("shape", [(4,), (3, 5), (2, 0), (3, 2, 4), (1, 1, 1, 1)])
+def test_dense_comes_back_bit_for_bit(dtype, shape):
+    tensor = random_tensor(dtype, *shape)
+    back = send({"x": tensor})["x"]
+    assert back.dtype == tensor.dtype
+    assert back.shape == tensor.shape
+    assert bits(back) == bits(tensor)
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPE_SIZES))
+@pytest.mark.parametrize(
+    "shapes", [[(3,), (0,), (5,)], [(2, 3), (1, 3)], [(2, 3), (2, 1)], [(0,), (0,)], [(2, 3), (1, 4), (0, 0)]]
+)
+def test_jagged_comes_back_bit_for_bit(dtype, shapes):
+    rows = [random_tensor(dtype, *shape) for shape in shapes]
+    back = send({"x": rows})["x"]
+    several = (
+        len({shape[-1] for shape in shapes}) > 1 and len({shape[0] for shape in shapes}) > 1 and len(shapes[0]) > 1
+    )
+    assert isinstance(back, list) == several
+    assert several or back.layout is torch.jagged
+    for row, twin in zip(rows, back if several else back.unbind(), strict=True):
+        assert twin.dtype == row.dtype
+        assert twin.shape == row.shape
+        assert bits(twin) == bits(row)
+
+
+def test_nan_payloads_and_negative_zero_survive():
+    raw = torch.tensor([0x7FC00001, 0xFFC12345 - (1 << 32), 0x80000000 - (1 << 32)], dtype=torch.int32)
+    assert torch.equal(send({"x": raw.view(torch.float32)})["x"].view(torch.int32), raw)
+
+
+def test_dense_shares_what_was_received_and_what_is_put():
+    tensor = torch.arange(12.0).reshape(3, 4)
+    (column,) = encode_columns({"x": tensor})
+    tensor[0, 0] = 7.0
+    assert bytes(column.chunks[0][:4]) == np.float32(7).tobytes()
+    buffer = np.zeros(48, np.uint8)
+    back = decode_columns([column], [buffer], as_torch=True)["x"]
+    back.fill_(1.0)
+    assert buffer.any()
+
+
+def test_tensors_that_are_not_plain_memory():
+    base = torch.arange(24.0).reshape(4, 6)
+    complex_base = torch.complex(base, base + 1)
+    data = {
+        "t": base.t(),
+        "grad": base.clone().requires_grad_().t() * 2,
+        "step": base.t()[:, ::2],
+        "conj": complex_base.t().conj(),
+        "neg": complex_base.t().conj().imag,
+        "expand": torch.ones(1, 3).expand(6, 3),
+    }
+    back = send(data)
+    for name, tensor in data.items():
+        assert torch.equal(back[name], tensor.detach()), name
+        assert not back[name].requires_grad
+
+
+def test_fields_with_one_pattern_of_lengths_can_be_added():
+    lengths = [3, 0, 5]
+    back = send(
+        {
+            "a": [torch.full((n,), 1.0) for n in lengths],
+            "b": [torch.full((n,), 2.0) for n in lengths],
+            "c": [torch.ones(1, n) for n in lengths],
+        }
+    )
+    assert (back["a"] + back["b"]).values().tolist() == [3.0] * 8
+    assert back["a"].offsets() is back["c"].offsets()
+
+
+@pytest.mark.parametrize("equal", [False, True])
+def test_lists_of_arrays_are_jagged_whatever_their_lengths(equal):
+    rows = [np.arange(3), np.arange(3 if equal else 4)]
+    assert send({"x": rows})["x"].layout is torch.jagged
+    back = send({"x": rows}, as_torch=False)["x"]
+    assert [row.tolist() for row in back] == [row.tolist() for row in rows]
+
+
+def test_nested_tensors_of_every_form():
+    rows = [torch.arange(6.0).reshape(2, 3), torch.arange(12.0).reshape(4, 3)]
+    jagged = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    forms = {
+        "jagged": (jagged, rows),
+        "strided": (torch.nested.nested_tensor(rows, layout=torch.strided), rows),
+        "transposed": (jagged.transpose(1, 2), [row.t() for row in rows]),
+        "narrow": (
+            torch.nested.narrow(
+                torch.arange(20.0).reshape(2, 10), 1, torch.tensor([1, 4]), torch.tensor([2, 3]), layout=torch.jagged
+            ),
+            [torch.arange(1.0, 3.0), torch.arange(14.0, 17.0)],
+        ),
+        "window": (
+            torch.nested.nested_tensor_from_jagged(torch.arange(10.0), torch.tensor([2, 4, 9])),
+            [torch.arange(2.0, 4.0), torch.arange(4.0, 9.0)],
+        ),
+        "grad": (torch.nested.nested_tensor(rows, layout=torch.jagged, requires_grad=True), rows),
+    }
+    back = send({name: nested for name, (nested, _) in forms.items()})
+    for name, (_, expected) in forms.items():
+        assert all(map(torch.equal, back[name].unbind(), expected)), name
+
+
+def test_nested_tensors_with_equal_rows_stay_jagged():
+    nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(2, 3)], layout=torch.jagged).transpose(1, 2)
+    back = send({"x": nested})["x"]
+    assert back.layout is torch.jagged
+    assert [tuple(row.shape) for row in back.unbind()] == [(3, 2), (3, 2)]
+
+
+def test_large_rows_travel_without_being_put_together():
+    rows = [torch.ones(40_000), torch.ones(30_000)]
+    (column,) = encode_columns({"x": rows})
+    assert len(column.chunks) == 2
+
+
+def test_scalars_numbers_and_mixed_lists():
+    back = send(
+        {
+            "i": [1, 2],
+            "f": [0.1, 2],
+            "b": [True, False],
+            "t": [torch.tensor(1.5), torch.tensor(2.5)],
+            "np": [np.float16(1), np.float16(2)],
+            "big": [1, 2**70],
+            "mixed": [True, 2],
+            "none": [None, 1],
+        }
+    )
+    assert back["i"].dtype is torch.int64
+    assert back["f"].tolist() == [0.1, 2.0]
+    assert back["b"].dtype is torch.bool
+    assert back["t"].tolist() == [1.5, 2.5]
+    assert back["np"].dtype is torch.float16
+    assert back["big"] == [1, 2**70]
+    assert back["mixed"] == [True, 2]
+    assert back["none"] == [None, 1]
+
+
+def test_declared_layouts():
+    dense = torch.arange(12).reshape(2, 3, 2)
+    back = send({"x": dense, "y": ["a", "b"], "z": [1, 2]}, {"x": Layout.JAGGED, "z": Layout.OBJECT})
+    assert [row.tolist() for row in back["x"].unbind()] == dense.tolist()
+    assert back["z"] == [1, 2]
+    for scalars in (torch.zeros(2), [torch.tensor(1.0)] * 2):
+        with pytest.raises(InvalidArgumentError, match="declared jagged"):
+            encode_columns({"x": scalars}, {"x": Layout.JAGGED})
+
+
+def test_tensordict_there_and_back():
+    objects = [{"t": 1, "l": [1, [2]]}, "text", None]
+    data = to_tensordict(
+        send(
+            {
+                "d": torch.ones(3, 2),
+                "s": [1.0, 2.0, 3.0],
+                "j": [torch.ones(1), torch.ones(0), torch.ones(2)],
+                "o": objects,
+                "same": [[1], [1], [1]],
+                "nd": [torch.ones(1, 2), torch.ones(2, 1), torch.ones(0, 0)],
+            }
+        ),
+        3,
+    )
+    assert isinstance(data, TensorDict)
+    assert data.batch_size == torch.Size([3])
+    again = to_tensordict(send(data), 3)
+    for batch in (data, again):
+        assert isinstance(batch["o"], list)
+        assert batch["o"] == objects
+        assert batch["same"] == [[1], [1], [1]]
+        assert batch["j"].layout is torch.jagged
+        assert [tuple(row.shape) for row in batch["nd"]] == [(1, 2), (2, 1), (0, 0)]
+    assert data[1:]["o"] == objects[1:]
+
+
+def test_lazy_stacks_of_rows_of_different_length():
+    stack = lazy_stack([TensorDict({"x": torch.ones(2), "s": "a"}), TensorDict({"x": torch.ones(3), "s": "b"})])
+    back = send(stack)
+    assert [len(row) for row in back["x"].unbind()] == [2, 3]
+    assert back["s"] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({}, "no fields"),
+        (5, "int"),
+        ({"a": torch.zeros(0, 3)}, "0 rows"),
+        ({"a": []}, "0 rows"),
+        ({"a": torch.zeros(2), "b": torch.zeros(3)}, "'a' has 2 rows, field 'b' 3"),
+        ({"a": torch.tensor(1)}, "scalar"),
+        ({"a": "text"}, "str"),
+        ({"": [1]}, "name"),
+        ({1: [1]}, "name"),
+        ({"a": [torch.ones(1), torch.ones(1, 1)]}, "dimensions"),
+        ({"a": [torch.ones(1), torch.ones(1).int()]}, "one dtype"),
+        ({"a": torch.eye(2).to_sparse()}, "to_dense"),
+        ({"a": np.array(["2020-01-01"], "datetime64[D]")}, "datetime64"),
+        ({"a": TensorDict({"b": torch.ones(2)}, batch_size=[2])}, "nested TensorDict"),
+        (TensorDict({"b": torch.ones(2)}, batch_size=[]), "batch_size"),
+    ],
+)
+def test_wrong_data_is_refused(data, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        encode_columns(data)
+
+
+def test_objects_are_refused_with_field_and_row():
+    with pytest.raises(UnsupportedObjectError, match=r"text\[1\]\['meta'\]"):
+        encode_columns({"text": ["a", {"meta": object()}]})
+
+
+def test_numpy_needs_no_torch_and_knows_what_only_torch_has(monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch")
+    data = {
+        "x": np.arange(6, dtype=">f4").reshape(2, 3),
+        "y": [np.ones(1), np.ones(2)],
+        "s": np.array(["a", "b"]),
+        "o": [{"k": np.ones(2)}, 1],
+    }
+    back = send(data, as_torch=False)
+    assert back["x"].tolist() == data["x"].tolist()
+    assert back["s"] == ["a", "b"]
+    monkeypatch.undo()
+    with pytest.raises(InvalidArgumentError, match=r"tq-service\[data\]"):
+        send({"x": torch.zeros(2, dtype=torch.bfloat16)}, as_torch=False)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 2)), min_size=1, max_size=6),
+    st.integers(1, 3),
+)
+def test_rows_of_any_shapes(shapes, dims):
+    rows = [torch.rand(shape[:dims]) for shape in shapes]
+    back = send({"x": rows})["x"]
+    twins = back if isinstance(back, list) else back.unbind()
+    assert all(map(torch.equal, twins, rows))
+    assert all(twin.shape == row.shape for twin, row in zip(twins, rows, strict=True))

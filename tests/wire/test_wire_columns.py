@@ -1,0 +1,101 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tq_service.errors import FieldMismatchError, InvalidArgumentError
+from tq_service.schema import FieldSpec, Layout
+from tq_service.v1.metadata_pb2 import ColumnHeader
+from tq_service.wire.columns import (
+    MAX_ROWS,
+    ColumnShape,
+    decode_header,
+    decode_headers,
+    encode_header,
+    merge_specs,
+    widen_extents,
+)
+from tq_service.wire.metadata import encode_spec
+
+DENSE = FieldSpec("d", dtype="float32", layout=Layout.DENSE, row_shape=(2, 3))
+JAGGED = FieldSpec("j", dtype="int64", layout=Layout.JAGGED, row_shape=(-1, 2))
+RAGGED = FieldSpec("r", dtype="int16", layout=Layout.JAGGED, row_shape=(-1, 3, -1))
+OBJECT = FieldSpec("o", layout=Layout.OBJECT, row_shape=())
+
+
+def shape(spec, rows, extents, value_bytes):
+    extents = None if extents is None else np.array(extents, np.int64).reshape(rows, -1)
+    return ColumnShape(spec=spec, row_count=rows, extents=extents, value_bytes=value_bytes)
+
+
+COLUMNS = [
+    (shape(DENSE, 3, None, 72), [24, 24, 24]),
+    (shape(JAGGED, 3, [1, 0, 2], 48), [16, 0, 32]),
+    (shape(RAGGED, 2, [[2, 1], [1, 4]], 36), [12, 24]),
+    (shape(OBJECT, 2, [5, 0], 5), [5, 0]),
+]
+
+
+@pytest.mark.parametrize(("column", "sizes"), COLUMNS)
+def test_headers_come_back_and_cut_rows(column, sizes):
+    back = decode_header(encode_header(column), column.row_count)
+    assert back.spec == column.spec
+    assert back.value_bytes == column.value_bytes
+    assert back.row_bytes().tolist() == sizes
+    assert back.row_offsets().tolist() == np.cumsum([0, *sizes]).tolist()
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        shape(DENSE, 3, None, 71), shape(DENSE, 3, [1, 1, 1], 72), shape(DENSE, 0, None, 0),
+        shape(DENSE, -1, None, -24), shape(DENSE, MAX_ROWS + 1, None, 24 * (MAX_ROWS + 1)),
+        shape(JAGGED, 2, None, 0), shape(JAGGED, 2, [-1, 2], 16), shape(JAGGED, 2, [[1, 1], [1, 1]], 32),
+        shape(JAGGED, 2, [1, 2], 47), shape(JAGGED, 2, [1 << 62, 1 << 62], 0), shape(JAGGED, 1, [1 << 60], 0),
+        shape(RAGGED, 1, [[1 << 40, 1 << 40]], 0), shape(RAGGED, 1, [[1 << 62, 1 << 62]], 0),
+        shape(OBJECT, 1, [-5], -5),
+        shape(FieldSpec("x"), 1, None, 0), shape(FieldSpec("x", layout=Layout.DENSE, row_shape=()), 1, None, 1),
+        shape(FieldSpec("x", "int64", Layout.DENSE, (-1,)), 1, None, 8),
+        shape(FieldSpec("x", "int64", Layout.JAGGED, (2,)), 1, [2], 16),
+        shape(FieldSpec("x", "int64", Layout.JAGGED, (-2,)), 1, [2], 16),
+        shape(FieldSpec("x", "int64", Layout.DENSE, (1 << 40, 1 << 40)), 1, None, 0),
+        shape(FieldSpec("x", "int64", Layout.DENSE, (1,) * 65), 1, None, 8),
+        shape(FieldSpec("x", "int64", Layout.OBJECT, ()), 1, [1], 1),
+    ],
+)  # fmt: skip
+def test_parts_that_do_not_agree_are_refused(column):
+    with pytest.raises(InvalidArgumentError) as caught:
+        column.validate()
+    assert caught.value.field == "columns"
+
+
+@given(st.binary(max_size=80), st.integers(-5, 5), st.integers(-(1 << 63), (1 << 63) - 1))
+def test_hostile_headers_are_refused_or_sound(extents, rows, value_bytes):
+    for spec in (DENSE, JAGGED, RAGGED, OBJECT):
+        message = ColumnHeader(spec=encode_spec(spec), value_bytes=value_bytes, extents=extents)
+        try:
+            column = decode_header(message, rows)
+        except InvalidArgumentError:
+            continue
+        assert int(column.row_bytes().sum()) == column.value_bytes
+
+
+def test_names_must_be_unique_and_there():
+    header = encode_header(COLUMNS[0][0])
+    assert len(decode_headers([header], 3)) == 1
+    for headers in ([], [header, header]):
+        with pytest.raises(InvalidArgumentError, match="each name once"):
+            decode_headers(headers, 3)
+
+
+def test_jagged_specs_widen_and_others_do_not():
+    twin = FieldSpec("j", dtype="int64", layout=Layout.JAGGED, row_shape=(-1, 5))
+    merged = merge_specs([JAGGED, JAGGED, twin])
+    assert merged.row_shape == (-1, -1)
+    assert widen_extents(np.array([[4], [1]]), twin, merged).tolist() == [[4, 5], [1, 5]]
+    with pytest.raises(FieldMismatchError, match="int64 jagged"):
+        merge_specs([JAGGED, FieldSpec("j", dtype="int32", layout=Layout.JAGGED, row_shape=(-1, 2))])
+    with pytest.raises(FieldMismatchError):
+        merge_specs([JAGGED, FieldSpec("j", dtype="int64", layout=Layout.JAGGED, row_shape=(-1,))])
+    with pytest.raises(FieldMismatchError):
+        merge_specs([DENSE, FieldSpec("d", dtype="float32", layout=Layout.DENSE, row_shape=(2, 4))])
