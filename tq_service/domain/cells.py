@@ -44,7 +44,7 @@ class CellRuns:
 
     field_names: tuple[str, ...]
     puts: tuple[Put, ...]
-    put_indexes: Indexes
+    put_indexes: tuple[int, ...]
     first_rows: Indexes
     row_counts: Indexes
 
@@ -203,11 +203,14 @@ class CellTable:
         return [FreedCells(put=put) for put in self._puts.all()]
 
     def locate(self, names: Sequence[str], positions: Indexes) -> list[CellRuns]:
-        """Return where produced cells are; fields that lie alike share their runs."""
+        """Return where cells are, of those fields that all rows have; fields that lie alike share their runs."""
         alike: dict[tuple[bytes, bytes], list[str]] = {}
         for name in names:
             field = self.fields[name]
-            key = (field.put_slot.data[positions].tobytes(), field.put_row.data[positions].tobytes())
+            slots = field.put_slot.data[positions]
+            if slots.size == 0 or int(slots.min()) == NOT_PRODUCED:
+                continue
+            key = (slots.tobytes(), field.put_row.data[positions].tobytes())
             alike.setdefault(key, []).append(name)
         return [
             self._runs(tuple(fields), np.frombuffer(slots, np.int32), np.frombuffer(rows, np.int64))
@@ -215,15 +218,16 @@ class CellTable:
         ]
 
     def _runs(self, names: tuple[str, ...], slots: NDArray[np.int32], rows: Indexes) -> CellRuns:
-        breaks = np.flatnonzero((np.diff(slots) != 0) | (np.diff(rows) != 1)) + 1
-        starts = np.r_[0, breaks] if slots.size else breaks
-        used, put_indexes = np.unique(slots[starts], return_inverse=True)
+        is_break = (slots[1:] != slots[:-1]) | (rows[1:] != rows[:-1] + 1)
+        starts = np.concatenate(([0], np.flatnonzero(is_break) + 1))
+        used: dict[int, int] = {}
+        put_indexes = tuple(used.setdefault(slot, len(used)) for slot in slots[starts].tolist())
         return CellRuns(
             field_names=names,
-            puts=tuple(self._puts.get(slot) for slot in used.tolist()),
-            put_indexes=put_indexes.astype(np.int64),
+            puts=tuple(map(self._puts.get, used)),
+            put_indexes=put_indexes,
             first_rows=rows[starts],
-            row_counts=np.diff(np.r_[starts, slots.size]),
+            row_counts=np.diff(starts, append=slots.size),
         )
 
 

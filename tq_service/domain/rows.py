@@ -97,9 +97,10 @@ class RowTable:
             positions = indexes - first
         else:
             positions = np.searchsorted(self.index.data[: self.count], indexes)
-        inside = np.clip(positions, 0, self.count - 1)
-        found = (self.index.data[inside] == indexes) & self._present.data[inside]
-        return np.where(found, inside, -1)
+        if int(positions.min()) < 0 or int(positions.max()) >= self.count:
+            positions = np.clip(positions, 0, self.count - 1)
+        found = (self.index.data[positions] == indexes) & self._present.data[positions]
+        return positions if found.all() else np.where(found, positions, -1)
 
     def position_from(self, index: int) -> int:
         """Return the position of the first row whose global index is at least `index`."""

@@ -100,12 +100,13 @@ class ClaimRequest:
 
 @dataclass(slots=True, kw_only=True)
 class Batch:
-    """A recorded plan; `remaining` counts its samples that are not cleared."""
+    """A recorded plan of `size` samples, of which `remaining` are not cleared."""
 
     binding: Binding
     plan: Plan
-    remaining: int
     batch_index: int
+    size: int
+    remaining: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -200,7 +201,7 @@ class Task:
         if differs is not None:
             raise _disagreement(*differs, f"batch_index {rank.batch_index} of task {self.name!r}")
         part = batch.plan.ranks[rank.dp_rank]
-        if batch.remaining < sum(each.rows.size for each in batch.plan.ranks):
+        if batch.remaining < batch.size:
             self._check_present(part, rank.batch_index)
         return part
 
@@ -230,7 +231,13 @@ class Task:
         """Record the plan of the next batch_index and mark its rows at `positions` consumed."""
         if request.rank is None:
             raise ValueError("a queue request has no batch_index; record it with record_queue_claim")
-        batch = Batch(binding=request.binding, plan=plan, remaining=positions.size, batch_index=self.next_batch_index)
+        batch = Batch(
+            binding=request.binding,
+            plan=plan,
+            batch_index=self.next_batch_index,
+            size=positions.size,
+            remaining=positions.size,
+        )
         self._batches[self.next_batch_index] = batch
         self.next_batch_index += 1
         self.dp_size = request.rank.dp_size

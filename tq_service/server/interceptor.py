@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeAlias
@@ -56,8 +57,10 @@ def _wrap(handler: Handler, method: str) -> Handler:
             _unary(handler.stream_unary, method), deserialize, handler.response_serializer
         )
     if handler.unary_stream is not None:
+        # A handler that writes through its context, such as Watch of the health service, is awaited like a unary one.
+        wrap = _streaming if inspect.isasyncgenfunction(handler.unary_stream) else _unary
         return grpc.unary_stream_rpc_method_handler(
-            _streaming(handler.unary_stream, method), deserialize, handler.response_serializer
+            wrap(handler.unary_stream, method), deserialize, handler.response_serializer
         )
     return handler  # streams both ways: reflection alone, which answers errors in its messages
 

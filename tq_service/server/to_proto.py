@@ -68,8 +68,7 @@ def samples_meta(
         custom_meta=encode_meta_columns(partition.meta.read_all(positions)),
         fields=[encode_spec(partition.cells.fields[name].spec) for name in known],
     )
-    whole = [name for name in known if rows.size and bool(partition.produced_mask([name], positions).all())]
-    _add_locations(meta.locations, partition.cells.locate(whole, positions), addresses)
+    _add_locations(meta.locations, partition.cells.locate(known, positions), addresses)
     return meta
 
 
@@ -92,10 +91,10 @@ def _add_locations(message: metadata_pb2.Locations, runs: Iterable[CellRuns], ad
                 )
             put_indexes[put] = len(put_indexes)
             message.puts.add(put_id=put.put_id, storage_index=storage_indexes[storage])
-        numbers = np.array([put_indexes[put] for put in run.puts], np.int64)
+        numbers = [put_indexes[put] for put in run.puts]
         message.runs.add(
             field_names=run.field_names,
-            put_indexes=numbers[run.put_indexes].tolist() if run.puts else (),
+            put_indexes=[numbers[index] for index in run.put_indexes],
             first_rows=run.first_rows.tolist(),
             row_counts=run.row_counts.tolist(),
         )
