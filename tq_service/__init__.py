@@ -1,1 +1,114 @@
-"""The data service for RL post-training of language models."""
+"""The data service for RL post-training of language models.
+
+Samples, columns and balanced batches for data-parallel ranks over gRPC: `Client` and `AsyncClient` talk to the service,
+`tq_service.data` feeds trainers.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+from tq_service.errors import (
+    AlreadyExistsError,
+    CallCancelledError,
+    CellNotFoundError,
+    ClaimReleasedError,
+    DataLossError,
+    DeadlineError,
+    FieldMismatchError,
+    FieldNotFoundError,
+    ForkedClientError,
+    GroupNotFoundError,
+    InternalError,
+    InvalidArgumentError,
+    KeyNotFoundError,
+    MissingLengthError,
+    NotFoundError,
+    PartitionClearedError,
+    PartitionNotFoundError,
+    PartitionSealedError,
+    PreconditionError,
+    PutNotFoundError,
+    QuotaExceededError,
+    RankDisagreementError,
+    ResourceExhaustedError,
+    SampleFailedError,
+    SampleNotFoundError,
+    SamplerError,
+    SamplerTimeoutError,
+    SamplesClearedError,
+    StaleEpochError,
+    StaleIncarnationError,
+    TaskNotFoundError,
+    TqError,
+    UnavailableError,
+    UnknownSamplerError,
+    UnsupportedObjectError,
+)
+from tq_service.schema import FieldSpec, Layout, SampleState
+
+if TYPE_CHECKING:
+    from tq_service.client import AsyncClient, BatchMeta, Client
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AlreadyExistsError",
+    "AsyncClient",
+    "BatchMeta",
+    "CallCancelledError",
+    "CellNotFoundError",
+    "ClaimReleasedError",
+    "Client",
+    "DataLossError",
+    "DeadlineError",
+    "FieldMismatchError",
+    "FieldNotFoundError",
+    "FieldSpec",
+    "ForkedClientError",
+    "GroupNotFoundError",
+    "InternalError",
+    "InvalidArgumentError",
+    "KeyNotFoundError",
+    "Layout",
+    "MissingLengthError",
+    "NotFoundError",
+    "PartitionClearedError",
+    "PartitionNotFoundError",
+    "PartitionSealedError",
+    "PreconditionError",
+    "PutNotFoundError",
+    "QuotaExceededError",
+    "RankDisagreementError",
+    "ResourceExhaustedError",
+    "SampleFailedError",
+    "SampleNotFoundError",
+    "SampleState",
+    "SamplerError",
+    "SamplerTimeoutError",
+    "SamplesClearedError",
+    "StaleEpochError",
+    "StaleIncarnationError",
+    "TaskNotFoundError",
+    "TqError",
+    "UnavailableError",
+    "UnknownSamplerError",
+    "UnsupportedObjectError",
+    "__version__",
+]
+
+# These need grpc, and are imported on first use: domain, samplers and balancing do without it.
+_LAZY: Final = frozenset({"AsyncClient", "BatchMeta", "Client"})
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module("tq_service.client"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -1,0 +1,34 @@
+"""Clients of the service: `AsyncClient`, and `Client` generated from it."""
+
+from __future__ import annotations
+
+from tq_service.client._async.client import AsyncClient
+from tq_service.client._sync.client import Client
+from tq_service.client.batch_meta import BatchMeta
+from tq_service.client.results import (
+    ConsumptionStatus,
+    FieldStatus,
+    PartitionDescription,
+    PartitionSummary,
+    ProductionStatus,
+    SamplerDescription,
+    StorageStat,
+    TaskStatus,
+)
+from tq_service.client.steps import Pack, Step
+
+__all__ = [
+    "AsyncClient",
+    "BatchMeta",
+    "Client",
+    "ConsumptionStatus",
+    "FieldStatus",
+    "Pack",
+    "PartitionDescription",
+    "PartitionSummary",
+    "ProductionStatus",
+    "SamplerDescription",
+    "Step",
+    "StorageStat",
+    "TaskStatus",
+]

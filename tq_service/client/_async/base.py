@@ -1,0 +1,49 @@
+"""What all parts of the client share: address, timeout, calls and their end."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+from tq_service.client._async.calls import AsyncCalls
+from tq_service.client.channel import resolve_address
+from tq_service.client.concurrency import AsyncAftermath
+from tq_service.client.requests import seconds
+from tq_service.client.retry import Deadline
+
+DEFAULT_TIMEOUT_SECONDS = 60.0
+
+
+class AsyncBase:
+    """Holds the calls of a client. See `AsyncClient`."""
+
+    def __init__(self, address: str | None = None, timeout: float = DEFAULT_TIMEOUT_SECONDS) -> None:
+        self.address = resolve_address(address)
+        self.timeout = seconds("timeout", timeout)
+        self._calls = AsyncCalls(self.address)
+        self._aftermath = AsyncAftermath()
+        # Until when small puts go to the controller's own storage without asking.
+        self._embedded_until = 0.0
+
+    def _deadline(self, timeout: float | None, more_seconds: float = 0.0) -> Deadline:
+        span = self.timeout if timeout is None else seconds("timeout", timeout)
+        return Deadline.after(span + more_seconds)
+
+    async def aclose(self) -> None:
+        """Make the calls that are due, such as releasing claims, and close the channels."""
+        await self._aftermath.drain()
+        await self._calls.channels.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.address, self.timeout)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.address!r}, timeout={self.timeout:g})"

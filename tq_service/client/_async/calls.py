@@ -1,0 +1,90 @@
+"""Calls with a deadline, tried again while the service is unavailable, their errors typed."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import grpc
+
+from tq_service.client._async.channels import AsyncChannels, AsyncEndpoint
+from tq_service.client.concurrency import async_sleep
+from tq_service.client.reads import AnswerReader, Received
+from tq_service.client.retry import Backoff, Deadline, error_of
+from tq_service.errors import TqError
+from tq_service.v1.storage_service_pb2 import GetRequest, PutHeader, PutResponse
+from tq_service.wire.columns import Column
+from tq_service.wire.frames import FrameParts, iter_frames
+
+T = TypeVar("T")
+
+if TYPE_CHECKING:
+    Request = TypeVar("Request")
+    Response = TypeVar("Response")
+    Picks = Callable[[AsyncEndpoint], grpc.aio.UnaryUnaryMultiCallable[Request, Response]]
+
+
+class AsyncCalls:
+    """Makes the calls of one client. An address that is empty is the client's own."""
+
+    def __init__(self, address: str) -> None:
+        self.channels = AsyncChannels(address)
+
+    async def retried(self, attempt: Callable[[], Awaitable[T]], deadline: Deadline) -> T:
+        """Return what `attempt` returns, trying again with back-off while it fails with UnavailableError."""
+        backoff = Backoff(deadline)
+        while True:
+            try:
+                return await attempt()
+            except TqError as failure:
+                pause = backoff.after(failure)
+            await async_sleep(pause)
+
+    async def unary(
+        self, pick: Picks[Request, Response], request: Request, deadline: Deadline, address: str = ""
+    ) -> Response:
+        """Make a unary call, tried again until the deadline."""
+        return await self.retried(lambda: self.unary_once(pick, request, deadline, address), deadline)
+
+    async def unary_once(
+        self, pick: Picks[Request, Response], request: Request, deadline: Deadline, address: str = ""
+    ) -> Response:
+        """Make a unary call."""
+        endpoint = self.channels.endpoint(address)
+        try:
+            return await pick(endpoint)(request, timeout=deadline.remaining())
+        except grpc.RpcError as error:
+            raise error_of(error, endpoint.address) from None
+
+    async def put_once(
+        self, header: PutHeader, columns: Sequence[Column], deadline: Deadline, address: str
+    ) -> PutResponse:
+        """Stream a put."""
+        endpoint = self.channels.endpoint(address)
+        try:
+            answer: PutResponse = await endpoint.put(_put_messages(header, columns), timeout=deadline.remaining())
+        except grpc.RpcError as error:
+            raise error_of(error, endpoint.address) from None
+        return answer
+
+    async def get(self, request: GetRequest, row_count: int, deadline: Deadline, address: str) -> list[Received]:
+        """Read cells into fresh memory, from the start again where the service is unavailable in the middle."""
+        return await self.retried(lambda: self._get_once(request, row_count, deadline, address), deadline)
+
+    async def _get_once(self, request: GetRequest, row_count: int, deadline: Deadline, address: str) -> list[Received]:
+        endpoint = self.channels.endpoint(address)
+        reader = AnswerReader(row_count)
+        stream: Any = endpoint.get(request, timeout=deadline.remaining())
+        try:
+            async for part in stream:
+                reader.take(part)
+        except grpc.RpcError as error:
+            raise error_of(error, endpoint.address) from None
+        finally:
+            stream.cancel()
+        return reader.finish()
+
+
+def _put_messages(header: PutHeader, columns: Sequence[Column]) -> Iterator[PutHeader | FrameParts]:
+    yield header
+    yield from iter_frames(chunk for column in columns for chunk in column.chunks)

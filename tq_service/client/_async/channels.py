@@ -1,0 +1,66 @@
+"""The channels of one client: one for each address, opened on first use."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import grpc
+
+from tq_service.client.channel import CHANNEL_OPTIONS, controller_stub, get_call, health_stub, put_call, storage_stub
+from tq_service.client.concurrency import AsyncHome
+from tq_service.errors import PreconditionError
+
+if TYPE_CHECKING:
+    from tq_service.client.channel import AsyncControllerStub, AsyncStorageStub
+
+# Channels of a parent process: closing them in a forked child would hang, and so may their destructors.
+_ABANDONED: Final[list[object]] = []
+
+
+class AsyncEndpoint:
+    """A channel to one address, and the calls on it."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self.controller: AsyncControllerStub = controller_stub(self.channel)
+        self.storage: AsyncStorageStub = storage_stub(self.channel)
+        self.health: Any = health_stub(self.channel)
+        self.put: Any = put_call(self.channel)
+        self.get: Any = get_call(self.channel)
+
+
+class AsyncChannels:
+    """Opens channels where they are first used, and anew where the old ones no longer work."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._home = AsyncHome()
+        self._endpoints: dict[str, AsyncEndpoint] = {}
+        self._closed = False
+
+    def endpoint(self, address: str = "") -> AsyncEndpoint:
+        """Return the channel to an address; an empty one is the client's own.
+
+        Raises:
+            ForkedClientError: the channels belong to another process or event loop and cannot be opened anew.
+            PreconditionError: the client is closed.
+        """
+        if self._closed:
+            raise PreconditionError("the client is closed; make a new one")
+        if self._home.moved():
+            _ABANDONED.append(self._endpoints)
+            self._endpoints = {}
+        target = address or self.address
+        # No lock, which a fork could leave locked: threads that race make two channels, and all use the first stored.
+        return self._endpoints.get(target) or self._endpoints.setdefault(target, AsyncEndpoint(target))
+
+    async def aclose(self) -> None:
+        """Close all channels; calls that are still running are cancelled."""
+        self._closed = True
+        if self._endpoints and self._home.moved():
+            _ABANDONED.append(self._endpoints)
+            self._endpoints = {}
+        while self._endpoints:
+            _, endpoint = self._endpoints.popitem()
+            await endpoint.channel.close()

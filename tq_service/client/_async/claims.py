@@ -1,0 +1,241 @@
+"""Calls of consumers: batches, and what has been consumed and produced."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from tq_service.client._async.base import AsyncBase
+from tq_service.client.batch_meta import BatchMeta
+from tq_service.client.concurrency import async_sleep
+from tq_service.client.requests import get_meta_request, integer, new_id, seconds, text, texts
+from tq_service.client.results import ConsumptionStatus, ProductionStatus
+from tq_service.client.retry import Backoff, Deadline
+from tq_service.errors import CallCancelledError, DeadlineError, InternalError, TqError, UnavailableError
+from tq_service.schema import BatchUnit
+from tq_service.v1 import controller_service_pb2 as pb
+from tq_service.v1.metadata_pb2 import BATCH_STATUS_NOT_YET
+
+DEFAULT_MAX_WAIT_SECONDS: Final = 30.0
+RELEASE_SECONDS: Final = 5.0
+
+# A server that answers "not yet" sooner than this is not waiting on our behalf: pause before asking again.
+_SHORT_POLL_SECONDS: Final = 0.05
+
+# After these the server may have made a claim that never arrived.
+_UNKNOWN_OUTCOMES: Final = (CallCancelledError, DeadlineError, InternalError, UnavailableError)
+
+
+class AsyncClaimCalls(AsyncBase):
+    """The part of the client for consumers. See `AsyncClient`."""
+
+    async def get_meta(
+        self,
+        *,
+        partition_id: str,
+        task_name: str,
+        data_fields: Sequence[str],
+        batch_size: int,
+        min_batch_size: int | None = None,
+        batch_unit: BatchUnit = "sample",
+        micro_batch_size: int | None = None,
+        sampler: str | None = None,
+        sampler_config: Mapping[str, Any] | None = None,
+        dp_rank: int | None = None,
+        dp_size: int | None = None,
+        batch_index: int | None = None,
+        drop_last: bool = False,
+        where: Iterable[tuple[str, str, Any]] = (),
+        order_by: Iterable[str] = (),
+        finite: bool = False,
+        incarnation: bytes = b"",
+        epoch: int | None = None,
+        max_wait: float = DEFAULT_MAX_WAIT_SECONDS,
+        timeout: float | None = None,
+    ) -> BatchMeta:
+        """Ask for a batch: with `dp_rank`, `dp_size` and `batch_index` as a trainer rank, without as a queue worker.
+
+        A rank that asks again gets the same answer. A queue worker's claim is released when its call is cancelled or
+        runs out of time.
+
+        Args:
+            partition_id: the partition; one that is not there yet is waited for.
+            task_name: the consumer.
+            data_fields: fields that make a sample ready.
+            batch_size: samples or groups, for each rank.
+            min_batch_size: queue workers: the least to be handed out; None: `batch_size`.
+            batch_unit: "sample" or "group": what the two count.
+            micro_batch_size: samples a micro-batch; None: the batch is one.
+            sampler: its name; None: "sequential".
+            sampler_config: its options.
+            dp_rank: the rank that asks.
+            dp_size: number of ranks.
+            batch_index: which batch, counted from 0 in the epoch.
+            drop_last: whether the last batch, if short, is left out.
+            where: conditions `(column, operator, value)` on custom_meta, all of which must hold; operators are
+                ==, !=, <, <=, >, >= and "in" with a list of values.
+            order_by: custom_meta columns by which ready samples are ordered, "-column" for largest first.
+            finite: also end when every sample inserted so far is consumed, without waiting for the seal.
+            incarnation: the life of the partition; empty: whichever.
+            epoch: the life of the task's consumption; None: whichever.
+            max_wait: seconds to wait for a batch; then the answer is "not_yet".
+            timeout: seconds beyond `max_wait` until the call fails; None: the client's.
+
+        Returns:
+            The batch; look at its `status` first: "batch", "not_yet" or "end".
+
+        Raises:
+            InvalidArgumentError: an argument is wrong; also UnknownSamplerError, MissingLengthError.
+            PreconditionError: the ranks disagree, the partition was cleared, or the incarnation or epoch is stale.
+            SamplerError: the sampler failed; SamplerTimeoutError: it hung.
+        """
+        request = get_meta_request(
+            partition_id=partition_id,
+            task_name=task_name,
+            data_fields=data_fields,
+            batch_size=batch_size,
+            min_batch_size=min_batch_size,
+            batch_unit=batch_unit,
+            micro_batch_size=micro_batch_size,
+            sampler=sampler,
+            sampler_config=sampler_config,
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+            batch_index=batch_index,
+            drop_last=drop_last,
+            where=where,
+            order_by=order_by,
+            finite=finite,
+            incarnation=incarnation,
+            epoch=epoch,
+        )
+        is_queue = dp_rank is None and dp_size is None and batch_index is None
+        wait = seconds("max_wait", max_wait)
+        try:
+            answer = await self._poll(request, Deadline.after(wait), self._deadline(timeout, wait))
+        except BaseException as error:
+            if is_queue and (isinstance(error, _UNKNOWN_OUTCOMES) or not isinstance(error, TqError)):
+                self._aftermath.run(lambda: self._release(request))
+            raise
+        return BatchMeta.from_proto(answer.meta, claim_id=request.request_id if is_queue else b"")
+
+    async def _poll(self, request: pb.GetMetaRequest, wait: Deadline, deadline: Deadline) -> pb.GetMetaResponse:
+        """Ask until there is an answer or the wait is spent: the server may cap how long one call waits."""
+        backoff = Backoff(deadline)
+
+        async def attempt() -> pb.GetMetaResponse:
+            request.max_wait_seconds = wait.remaining()
+            return await self._calls.unary_once(lambda to: to.controller.GetMeta, request, deadline)
+
+        while True:
+            asked = time.monotonic()
+            answer = await self._calls.retried(attempt, deadline)
+            if answer.meta.status != BATCH_STATUS_NOT_YET or not wait.remaining():
+                return answer
+            if time.monotonic() - asked < _SHORT_POLL_SECONDS:
+                await async_sleep(min(backoff.pause(), wait.remaining()))
+
+    async def _release(self, claim: pb.GetMetaRequest) -> None:
+        request = pb.ReleaseClaimRequest(
+            request_id=new_id(),
+            partition_id=claim.partition_id,
+            task_name=claim.task_name,
+            claim_request_id=claim.request_id,
+        )
+        deadline = Deadline.after(RELEASE_SECONDS)
+        await self._calls.unary_once(lambda to: to.controller.ReleaseClaim, request, deadline)
+
+    async def release_claim(self, metadata: BatchMeta, task_name: str, *, timeout: float | None = None) -> int:
+        """Give back a batch that a queue worker got and will not process: its samples are claimable again.
+
+        Args:
+            metadata: the batch, as `get_meta` answered it.
+            task_name: the consumer that claimed it.
+            timeout: seconds until the call fails; None: the client's.
+
+        Returns:
+            The number of samples that are claimable again; 0 where `metadata` is no queue claim.
+        """
+        if not metadata.claim_id:
+            return 0
+        request = pb.ReleaseClaimRequest(
+            request_id=new_id(),
+            partition_id=metadata.partition_id,
+            task_name=text("task_name", task_name),
+            claim_request_id=metadata.claim_id,
+        )
+        answer = await self._calls.unary(lambda to: to.controller.ReleaseClaim, request, self._deadline(timeout))
+        return answer.released_count
+
+    async def check_consumption(
+        self, partition_id: str, task_name: str, *, timeout: float | None = None
+    ) -> ConsumptionStatus:
+        """Return how many samples a task has consumed, and whether anything is left for it.
+
+        Raises:
+            PartitionNotFoundError: there is no such partition.
+            TaskNotFoundError: the task has not asked for anything yet.
+        """
+        request = pb.CheckConsumptionRequest(
+            partition_id=text("partition_id", partition_id), task_name=text("task_name", task_name)
+        )
+        answer = await self._calls.unary(lambda to: to.controller.CheckConsumption, request, self._deadline(timeout))
+        return ConsumptionStatus(
+            consumed=answer.consumed,
+            total=answer.total,
+            skipped=answer.skipped,
+            sealed=answer.sealed,
+            complete=answer.complete,
+            epoch=answer.epoch,
+        )
+
+    async def check_production(
+        self, partition_id: str, data_fields: Sequence[str], *, timeout: float | None = None
+    ) -> ProductionStatus:
+        """Return how many samples have all of these fields.
+
+        Raises:
+            PartitionNotFoundError: there is no such partition.
+            FieldNotFoundError: there is no such field.
+        """
+        request = pb.CheckProductionRequest(
+            partition_id=text("partition_id", partition_id), data_fields=texts("data_fields", data_fields)
+        )
+        answer = await self._calls.unary(lambda to: to.controller.CheckProduction, request, self._deadline(timeout))
+        return ProductionStatus(produced=answer.produced, total=answer.total, complete=answer.complete)
+
+    async def reset_consumption(
+        self,
+        partition_id: str,
+        task_name: str,
+        epoch: int,
+        *,
+        keep_consumed: bool = False,
+        timeout: float | None = None,
+    ) -> int:
+        """Start the next epoch of a task: its samples are claimable again, batches count from 0.
+
+        Args:
+            partition_id: the partition.
+            task_name: the consumer.
+            epoch: the epoch that ends: of many ranks that reset it, one does.
+            keep_consumed: keep what is consumed, and only count batches from 0 again.
+            timeout: seconds until the call fails; None: the client's.
+
+        Returns:
+            The new epoch.
+
+        Raises:
+            StaleEpochError: the task is at another epoch.
+            PartitionNotFoundError: there is no such partition; TaskNotFoundError: no such task.
+        """
+        request = pb.ResetConsumptionRequest(
+            request_id=new_id(),
+            partition_id=text("partition_id", partition_id),
+            task_name=text("task_name", task_name),
+            epoch=integer("epoch", epoch),
+            keep_consumed=bool(keep_consumed),
+        )
+        answer = await self._calls.unary(lambda to: to.controller.ResetConsumption, request, self._deadline(timeout))
+        return answer.epoch

@@ -1,0 +1,24 @@
+"""The client: every call of the service, for producers and consumers."""
+
+from __future__ import annotations
+
+from tq_service.client._async.claims import AsyncClaimCalls
+from tq_service.client._async.fetches import AsyncFetchCalls
+from tq_service.client._async.partitions import AsyncPartitionCalls
+from tq_service.client._async.samples import AsyncSampleCalls
+
+
+class AsyncClient(AsyncPartitionCalls, AsyncSampleCalls, AsyncFetchCalls, AsyncClaimCalls):
+    """A client of the service at one address. Use it in a `with` block, or close it.
+
+    Every call has a deadline of `timeout` seconds (`get_meta`: beyond its `max_wait`), and is tried again with back-off
+    under one request id while the service is unavailable, so that a client may start before its service. Errors derive
+    from `TqError`, see docs/errors.md. Pickled, it is its address and timeout.
+
+    `Client` is for threads; it opens its channels on first use, and new ones after a fork. `AsyncClient` is for one
+    event loop, which it binds to on first use; in a forked child it raises ForkedClientError: start processes by spawn.
+
+    Args:
+        address: "host:port"; None: the environment variable TQ_ADDRESS, else localhost:50051.
+        timeout: default deadline of the calls, in seconds.
+    """

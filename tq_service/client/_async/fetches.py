@@ -1,0 +1,157 @@
+"""Getting data: located, read from the storage services at the same time, put back in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any, Literal
+
+from tq_service.client._async.base import AsyncBase
+from tq_service.client.batch_meta import BatchMeta
+from tq_service.client.batches import lost_samples, to_batch
+from tq_service.client.concurrency import async_gather
+from tq_service.client.reads import Received, StorageRead, empty_columns, merge_answers, plan_reads
+from tq_service.client.requests import integers, partition_of, texts
+from tq_service.client.retry import Deadline
+from tq_service.client.written import check_is_batch
+from tq_service.errors import (
+    CellNotFoundError,
+    DataLossError,
+    FieldNotFoundError,
+    InternalError,
+    InvalidArgumentError,
+    PutNotFoundError,
+    nearest,
+)
+from tq_service.v1 import controller_service_pb2 as pb
+from tq_service.wire.metadata import decode_spec
+
+
+class AsyncFetchCalls(AsyncBase):
+    """The part of the client that gets data. See `AsyncClient`."""
+
+    async def get_data(
+        self,
+        metadata: BatchMeta | None = None,
+        *,
+        partition_id: str | None = None,
+        keys: Iterable[str] | None = None,
+        global_indexes: Iterable[int] | None = None,
+        data_fields: Sequence[str] | None = None,
+        missing: Literal["error", "skip"] = "error",
+        timeout: float | None = None,
+    ) -> Any:
+        """Get the data of samples, in their order.
+
+        Args:
+            metadata: the samples; an empty batch gives empty columns without a call.
+            partition_id: or the partition,
+            keys: with keys of samples,
+            global_indexes: or their indexes.
+            data_fields: the fields; None: those of `metadata`, or all of the partition.
+            missing: "error", or "skip" to leave out samples that are unknown or lack one of the fields.
+            timeout: seconds until the call fails; None: the client's.
+
+        Returns:
+            A TensorDict of batch size `[n]`; a dict of numpy arrays where torch is not installed. Jagged fields are
+            nested tensors, with several ragged dimensions lists of tensors; objects are lists.
+
+        Raises:
+            PartitionNotFoundError, FieldNotFoundError, KeyNotFoundError, SampleNotFoundError: nothing has this name.
+            CellNotFoundError: a sample lacks one of the fields.
+            StaleIncarnationError: the partition of `metadata` has been made anew.
+            DataLossError: the storage service that held them came back empty; names the samples.
+        """
+        deadline = self._deadline(timeout)
+        fields = None if data_fields is None else texts("data_fields", data_fields)
+        request = _locate_request(
+            metadata=metadata,
+            partition_id=partition_id,
+            keys=keys,
+            global_indexes=global_indexes,
+            data_fields=fields,
+            missing=missing,
+        )
+        if not request.global_indexes and not request.keys:
+            return await self._empty_batch(request, metadata, deadline)
+        if metadata is not None and missing == "error" and _is_located(metadata, request.data_fields):
+            located = metadata
+        else:
+            located = await self._locate(request, deadline)
+        try:
+            return await self._fetch(located, fields, deadline)
+        except (PutNotFoundError, CellNotFoundError, DataLossError):
+            # Overwritten since it was located: the cells are elsewhere now. Or lost, then the second try says so again.
+            return await self._fetch(await self._locate(request, deadline), fields, deadline)
+
+    async def _locate(self, request: pb.LocateRequest, deadline: Deadline) -> BatchMeta:
+        answer = await self._calls.unary(lambda to: to.controller.Locate, request, deadline)
+        return BatchMeta.from_proto(answer.meta)
+
+    async def _fetch(self, located: BatchMeta, fields: Sequence[str] | None, deadline: Deadline) -> Any:
+        wanted = located.data_fields if fields is None else list(fields)
+        specs = {spec.name: spec for spec in located.fields}
+        if not located.size:
+            return to_batch(empty_columns([specs[name] for name in wanted if name in specs]), 0)
+        if located.locations is None or not located.locations.covers(wanted):
+            raise InternalError(f"the controller did not say where the fields {', '.join(wanted)} are")
+        reads = plan_reads(located.locations, wanted)
+        answers = await async_gather([partial(self._read, located, read, deadline) for read in reads])
+        return to_batch(merge_answers(reads, answers, wanted, specs), located.size)
+
+    async def _read(self, located: BatchMeta, read: StorageRead, deadline: Deadline) -> list[Received]:
+        try:
+            return await self._calls.get(read.request, read.positions.size, deadline, read.storage.address)
+        except DataLossError as error:
+            raise lost_samples(located, read.positions, error) from None
+
+    async def _empty_batch(self, request: pb.LocateRequest, metadata: BatchMeta | None, deadline: Deadline) -> Any:
+        """Return columns without rows; the partition is asked only for fields that the batch does not describe."""
+        specs = {} if metadata is None else {spec.name: spec for spec in metadata.fields}
+        wanted = list(request.data_fields) or list(specs)
+        if not wanted or any(name not in specs for name in wanted):
+            ask = pb.DescribePartitionRequest(partition_id=request.partition_id)
+            answer = await self._calls.unary(lambda to: to.controller.DescribePartition, ask, deadline)
+            specs = {field.spec.name: decode_spec(field.spec) for field in answer.fields} | specs
+            wanted = wanted or list(specs)
+        for name in wanted:
+            if name not in specs:
+                raise FieldNotFoundError(
+                    f"partition {request.partition_id!r} has no field {name!r}; {nearest(name, specs)}"
+                )
+        return to_batch(empty_columns([specs[name] for name in wanted]), 0)
+
+
+def _is_located(metadata: BatchMeta, wanted: Iterable[str]) -> bool:
+    return bool(wanted) and metadata.locations is not None and metadata.locations.covers(wanted)
+
+
+def _locate_request(
+    *,
+    metadata: BatchMeta | None,
+    partition_id: str | None,
+    keys: Iterable[str] | None,
+    global_indexes: Iterable[int] | None,
+    data_fields: Sequence[str] | None,
+    missing: str,
+) -> pb.LocateRequest:
+    if missing not in ("error", "skip"):
+        raise InvalidArgumentError(f"missing is {missing!r}, expected 'error' or 'skip'", field="missing")
+    named = {"metadata": metadata, "keys": keys, "global_indexes": global_indexes}
+    given = [name for name, value in named.items() if value is not None]
+    if len(given) != 1:
+        raise InvalidArgumentError(
+            f"samples are named by {' and '.join(given) or 'nothing'}; give one of metadata, keys or global_indexes",
+            field="metadata",
+        )
+    if metadata is not None:
+        check_is_batch(metadata)
+    indexes = integers("global_indexes", () if global_indexes is None else global_indexes)
+    return pb.LocateRequest(
+        partition_id=partition_of(partition_id, metadata),
+        incarnation=b"" if metadata is None else metadata.incarnation,
+        global_indexes=indexes if metadata is None else metadata.global_indexes,
+        keys=texts("keys", keys),
+        data_fields=data_fields if data_fields is not None else metadata.data_fields if metadata is not None else (),
+        skip_missing=missing == "skip",
+    )

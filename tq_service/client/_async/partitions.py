@@ -1,0 +1,155 @@
+"""Calls about partitions, and about the services."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+
+from tq_service.client._async.base import AsyncBase
+from tq_service.client.requests import field_specs, integer, layout_number, new_id, text, texts
+from tq_service.client.results import PartitionDescription, PartitionSummary, SamplerDescription, StorageStat
+from tq_service.schema import FieldSpec, Layout
+from tq_service.v1 import controller_service_pb2 as pb
+from tq_service.v1.storage_service_pb2 import StatRequest
+
+
+class AsyncPartitionCalls(AsyncBase):
+    """The part of the client about partitions. See `AsyncClient`."""
+
+    async def create_partition(
+        self,
+        partition_id: str,
+        *,
+        expected_samples: int | None = None,
+        default_layout: Layout | str | None = None,
+        fields: Iterable[FieldSpec] = (),
+        timeout: float | None = None,
+    ) -> bytes:
+        """Make a partition, or confirm that it is there as asked. Optional: its first samples make it too.
+
+        Args:
+            partition_id: its name.
+            expected_samples: number of samples that will be inserted: reaching it seals the partition. None: sealed
+                by `seal_partition`.
+            default_layout: "dense" or "jagged", for fields that are not declared; None: that of their first put.
+            fields: fields known beforehand; dtype, layout and row shape may be left to the first put.
+            timeout: seconds until the call fails; None: the client's.
+
+        Returns:
+            The incarnation of the partition (16 bytes).
+
+        Raises:
+            AlreadyExistsError: it is there with other settings.
+        """
+        request = pb.CreatePartitionRequest(
+            request_id=new_id(),
+            partition_id=text("partition_id", partition_id),
+            expected_samples=None if expected_samples is None else integer("expected_samples", expected_samples),
+            default_layout=layout_number("default_layout", default_layout),
+            fields=field_specs(fields),
+        )
+        answer = await self._calls.unary(lambda to: to.controller.CreatePartition, request, self._deadline(timeout))
+        return answer.incarnation
+
+    async def seal_partition(self, partition_id: str, *, incarnation: bytes = b"", timeout: float | None = None) -> int:
+        """Say that no new samples will come; columns for existing ones still may.
+
+        Args:
+            partition_id: the partition.
+            incarnation: its life; empty: whichever.
+            timeout: seconds until the call fails; None: the client's.
+
+        Returns:
+            The number of samples ever inserted.
+
+        Raises:
+            PartitionNotFoundError: there is no such partition.
+            StaleIncarnationError: it has been made anew.
+        """
+        request = pb.SealPartitionRequest(
+            request_id=new_id(), partition_id=text("partition_id", partition_id), incarnation=incarnation
+        )
+        answer = await self._calls.unary(lambda to: to.controller.SealPartition, request, self._deadline(timeout))
+        return answer.inserted_count
+
+    async def clear_partition(
+        self, partition_id: str, *, incarnation: bytes = b"", timeout: float | None = None
+    ) -> int:
+        """Remove a partition with all it holds; its name may be used again. Calls that wait on it end.
+
+        Args:
+            partition_id: the partition.
+            incarnation: its life; empty: whichever.
+            timeout: seconds until the call fails; None: the client's.
+
+        Returns:
+            The number of samples removed.
+
+        Raises:
+            PartitionNotFoundError: there is no such partition.
+            StaleIncarnationError: it has been made anew.
+        """
+        request = pb.ClearPartitionRequest(
+            request_id=new_id(), partition_id=text("partition_id", partition_id), incarnation=incarnation
+        )
+        answer = await self._calls.unary(lambda to: to.controller.ClearPartition, request, self._deadline(timeout))
+        return answer.cleared_count
+
+    async def close_groups(
+        self, partition_id: str, groups: Iterable[str], *, incarnation: bytes = b"", timeout: float | None = None
+    ) -> None:
+        """Say that no further members of these groups will come: they are complete as they are.
+
+        Raises:
+            PartitionNotFoundError: there is no such partition.
+            GroupNotFoundError: there is no such group.
+        """
+        request = pb.CloseGroupsRequest(
+            request_id=new_id(),
+            partition_id=text("partition_id", partition_id),
+            incarnation=incarnation,
+            groups=texts("groups", groups),
+        )
+        await self._calls.unary(lambda to: to.controller.CloseGroups, request, self._deadline(timeout))
+
+    async def list_partitions(self, prefix: str = "", *, timeout: float | None = None) -> list[PartitionSummary]:
+        """Return the partitions whose names begin with `prefix`, in the order of their names."""
+        request = pb.ListPartitionsRequest(prefix=text("prefix", prefix))
+        answer = await self._calls.unary(lambda to: to.controller.ListPartitions, request, self._deadline(timeout))
+        return [PartitionSummary.from_proto(one) for one in answer.partitions]
+
+    async def describe_partition(self, partition_id: str, *, timeout: float | None = None) -> PartitionDescription:
+        """Return samples by state, fields and tasks of a partition.
+
+        Raises:
+            PartitionNotFoundError: there is no such partition.
+        """
+        request = pb.DescribePartitionRequest(partition_id=text("partition_id", partition_id))
+        answer = await self._calls.unary(lambda to: to.controller.DescribePartition, request, self._deadline(timeout))
+        return PartitionDescription.from_proto(answer)
+
+    async def list_samplers(self, *, timeout: float | None = None) -> list[SamplerDescription]:
+        """Return the samplers that `get_meta` takes, with their options."""
+        request = pb.ListSamplersRequest()
+        answer = await self._calls.unary(lambda to: to.controller.ListSamplers, request, self._deadline(timeout))
+        return [
+            SamplerDescription(name=one.name, summary=one.summary, options=tuple(one.options))
+            for one in answer.samplers
+        ]
+
+    async def storage_stat(self, address: str | None = None, *, timeout: float | None = None) -> StorageStat:
+        """Return sizes and counts of the storage service at an address; None: the client's own."""
+        deadline = self._deadline(timeout)
+        answer = await self._calls.unary(lambda to: to.storage.Stat, StatRequest(), deadline, address or "")
+        return StorageStat.from_proto(answer)
+
+    async def health(self, *, timeout: float | None = None) -> bool:
+        """Return whether the service answers that it is serving. One try: a service that is down raises at once.
+
+        Raises:
+            UnavailableError: nobody answers at the address.
+        """
+        request = HealthCheckRequest()
+        answer = await self._calls.unary_once(lambda to: to.health.Check, request, self._deadline(timeout))
+        return bool(answer.status == HealthCheckResponse.SERVING)

@@ -1,0 +1,72 @@
+"""The way of a put: placed, streamed to a storage service, committed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from tq_service.client._async.base import AsyncBase
+from tq_service.client.requests import new_id
+from tq_service.client.retry import Deadline
+from tq_service.errors import UnavailableError
+from tq_service.v1 import controller_service_pb2 as pb
+from tq_service.v1.storage_service_pb2 import PutHeader
+from tq_service.wire.columns import Column, encode_header
+
+# A put of less than this goes where the last one was told to go, saving a round trip; larger ones are always placed, so
+# that several storage services fill evenly.
+_SMALL_PUT_BYTES: Final = 1 << 20
+_REMEMBERED_SECONDS: Final = 10.0
+
+
+class AsyncPuts(AsyncBase):
+    """Streams puts. See `AsyncClient.put`."""
+
+    async def _put_columns(
+        self, request: pb.CommitRequest, columns: Sequence[Column], deadline: Deadline
+    ) -> pb.CommitResponse:
+        """Put columns and commit them, all again under the same ids where a service is unavailable in the middle."""
+        header = PutHeader(
+            put_id=new_id(),
+            row_count=columns[0].row_count,
+            columns=[encode_header(column) for column in columns],
+            size_bytes=sum(column.value_bytes for column in columns),
+            for_existing_rows=bool(request.write.global_indexes) or request.write.key_mode == pb.KEY_MODE_EXISTING,
+        )
+
+        async def attempt() -> pb.CommitResponse:
+            try:
+                return await self._put_where_told(header, request, columns, deadline)
+            except UnavailableError:
+                self._embedded_until = 0.0
+                raise
+
+        return await self._calls.retried(attempt, deadline)
+
+    async def _put_where_told(
+        self, header: PutHeader, request: pb.CommitRequest, columns: Sequence[Column], deadline: Deadline
+    ) -> pb.CommitResponse:
+        place = await self._place(header.size_bytes, deadline)
+        if place.embedded:
+            header.commit.CopyFrom(request)
+            answer = await self._calls.put_once(header, columns, deadline, "")
+            return answer.commit
+        header.ClearField("commit")
+        answer = await self._calls.put_once(header, columns, deadline, place.storage.address)
+        commit = pb.CommitRequest(
+            request_id=request.request_id,
+            write=request.write,
+            placement=pb.PutPlacement(storage=answer.storage, put_id=header.put_id),
+            columns=header.columns,
+        )
+        return await self._calls.unary(lambda to: to.controller.Commit, commit, deadline)
+
+    async def _place(self, size_bytes: int, deadline: Deadline) -> pb.PlacePutResponse:
+        """Return the storage service for a put of this size."""
+        if size_bytes < _SMALL_PUT_BYTES and time.monotonic() < self._embedded_until:
+            return pb.PlacePutResponse(embedded=True)
+        request = pb.PlacePutRequest(size_bytes=size_bytes)
+        answer = await self._calls.unary_once(lambda to: to.controller.PlacePut, request, deadline)
+        self._embedded_until = time.monotonic() + _REMEMBERED_SECONDS if answer.embedded else 0.0
+        return answer

@@ -1,0 +1,212 @@
+"""Calls of producers: samples, their data and their metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from tq_service.client._async.puts import AsyncPuts
+from tq_service.client.batch_meta import BatchMeta
+from tq_service.client.requests import check_meta_count, integers, new_id, partition_of, sample_write, text, texts
+from tq_service.client.written import check_is_batch, declared_layouts, put_nothing, written_meta
+from tq_service.schema import KeyMode, MetaValue, SampleState
+from tq_service.v1 import controller_service_pb2 as pb
+from tq_service.wire.layouts import encode_columns
+from tq_service.wire.metadata import encode_meta_columns, rows_to_meta_columns
+
+
+class AsyncSampleCalls(AsyncPuts):
+    """The part of the client for producers. See `AsyncClient`."""
+
+    async def put(
+        self,
+        data: Any = None,
+        *,
+        partition_id: str | None = None,
+        metadata: BatchMeta | None = None,
+        keys: Sequence[str] | None = None,
+        key_mode: KeyMode | None = None,
+        groups: Sequence[str | None] | None = None,
+        group_size: int | None = None,
+        custom_meta: Sequence[Mapping[str, MetaValue]] | None = None,
+        state: SampleState | str | None = None,
+        timeout: float | None = None,
+    ) -> BatchMeta:
+        """Put columns of `n` samples, with their metadata, in one step: visible whole or not at all.
+
+        The samples are new ones, those of `metadata`, or those of `keys`. Columns that are there already are
+        overwritten, which does not touch what has been consumed.
+
+        Args:
+            data: a TensorDict, or a dict of columns: a dense tensor or array `(n, ...)`; a jagged nested tensor or a
+                list of tensors of one or more dimensions (jagged); a list of strings, bytes, None, JSON-like values or
+                dicts with tensors (objects). None: metadata or state only.
+            partition_id: the partition; made on first use.
+            metadata: existing samples, instead of `partition_id`.
+            keys: `n` unique names of the samples.
+            key_mode: "upsert" (default): known keys name their sample, unknown ones make one; "new": every key makes a
+                sample; "existing": every key names one.
+            groups: `n` groups of new samples, None for a sample without.
+            group_size: number of members that completes each of these groups.
+            custom_meta: `n` mappings of names to bool, int, float or str; they merge with what is there.
+            state: "live" (default for new samples), "held" or "failed".
+            timeout: seconds until the call fails; None: the client's. A put that finds no room waits until then.
+
+        Returns:
+            The samples, with the keys, groups and custom_meta that were given. `get_data` takes it.
+
+        Raises:
+            InvalidArgumentError: row counts differ, keys come twice, an empty put; FieldMismatchError: a field has
+                another dtype, layout or row shape.
+            UnsupportedObjectError: a Python object that only pickle could carry; nothing was sent.
+            KeyNotFoundError, AlreadyExistsError: a key does not fit `key_mode`.
+            PartitionSealedError: new samples for a sealed partition.
+            StaleIncarnationError: the partition of `metadata` has been cleared.
+            QuotaExceededError: no room until the deadline, or more than the quota.
+        """
+        if metadata is not None:
+            check_is_batch(metadata)
+            if not metadata.size:
+                return put_nothing(data, metadata)
+        columns = encode_columns(data, declared_layouts(metadata)) if data is not None else []
+        write, meta_columns = sample_write(
+            partition_id=partition_id,
+            metadata=metadata,
+            row_count=columns[0].row_count if columns else None,
+            keys=keys,
+            key_mode=key_mode,
+            groups=groups,
+            group_size=group_size,
+            custom_meta=custom_meta,
+            state=state,
+        )
+        request = pb.CommitRequest(request_id=new_id(), write=write)
+        deadline = self._deadline(timeout)
+        if columns:
+            answer = await self._put_columns(request, columns, deadline)
+        else:
+            answer = await self._calls.unary(lambda to: to.controller.Commit, request, deadline)
+        return written_meta(answer.meta, write, metadata, meta_columns)
+
+    async def insert(
+        self,
+        partition_id: str,
+        row_count: int | None = None,
+        *,
+        keys: Sequence[str] | None = None,
+        groups: Sequence[str | None] | None = None,
+        group_size: int | None = None,
+        custom_meta: Sequence[Mapping[str, MetaValue]] | None = None,
+        state: SampleState | str | None = None,
+        timeout: float | None = None,
+    ) -> BatchMeta:
+        """Make `row_count` samples without data; `put(..., metadata=...)` adds columns.
+
+        Args:
+            partition_id: the partition; made on first use.
+            row_count: number of samples; None: as many as there are keys, custom_meta or groups.
+            keys: their unique names.
+            groups: their groups, None for a sample without.
+            group_size: number of members that completes each of these groups.
+            custom_meta: mappings of names to bool, int, float or str.
+            state: "live" (default), "held" or "failed".
+            timeout: seconds until the call fails; None: the client's.
+
+        Raises:
+            AlreadyExistsError: a key is known.
+            PartitionSealedError: the partition is sealed.
+        """
+        write, meta_columns = sample_write(
+            partition_id=partition_id,
+            metadata=None,
+            row_count=row_count,
+            keys=keys,
+            key_mode="new" if keys is not None else None,
+            groups=groups,
+            group_size=group_size,
+            custom_meta=custom_meta,
+            state=state,
+        )
+        request = pb.InsertRequest(request_id=new_id(), write=write)
+        answer = await self._calls.unary(lambda to: to.controller.Insert, request, self._deadline(timeout))
+        return written_meta(answer.meta, write, None, meta_columns)
+
+    async def set_custom_meta(
+        self, metadata: BatchMeta, custom_meta: Sequence[Mapping[str, MetaValue]], *, timeout: float | None = None
+    ) -> None:
+        """Write custom_meta of samples; values merge with what is there.
+
+        Args:
+            metadata: the samples.
+            custom_meta: a mapping of names to bool, int, float or str for each of them.
+            timeout: seconds until the call fails; None: the client's.
+
+        Raises:
+            InvalidArgumentError: a column has values of another type.
+            SampleNotFoundError: a sample was cleared.
+            StaleIncarnationError: the partition has been made anew.
+        """
+        check_is_batch(metadata)
+        check_meta_count(len(custom_meta), metadata.size)
+        if not metadata.size:
+            return
+        request = pb.SetCustomMetaRequest(
+            request_id=new_id(),
+            partition_id=metadata.partition_id,
+            incarnation=metadata.incarnation,
+            global_indexes=metadata.global_indexes,
+            custom_meta=encode_meta_columns(rows_to_meta_columns(custom_meta)),
+        )
+        await self._calls.unary(lambda to: to.controller.SetCustomMeta, request, self._deadline(timeout))
+
+    async def lookup_samples(
+        self, partition_id: str, keys: Iterable[str], *, timeout: float | None = None
+    ) -> tuple[BatchMeta, list[str]]:
+        """Return the samples of known keys, in the order asked, and the keys that no sample has.
+
+        Raises:
+            PartitionNotFoundError: there is no such partition.
+        """
+        request = pb.LookupSamplesRequest(partition_id=text("partition_id", partition_id), keys=texts("keys", keys))
+        answer = await self._calls.unary(lambda to: to.controller.LookupSamples, request, self._deadline(timeout))
+        return BatchMeta.from_proto(answer.meta), list(answer.missing_keys)
+
+    async def clear_samples(
+        self,
+        metadata: BatchMeta | None = None,
+        *,
+        partition_id: str | None = None,
+        keys: Iterable[str] | None = None,
+        global_indexes: Iterable[int] | None = None,
+        timeout: float | None = None,
+    ) -> int:
+        """Remove samples; unknown keys and indexes are ignored.
+
+        Args:
+            metadata: the samples.
+            partition_id: or the partition,
+            keys: with keys of samples,
+            global_indexes: or their indexes.
+            timeout: seconds until the call fails; None: the client's.
+
+        Returns:
+            The number of samples removed.
+
+        Raises:
+            PartitionNotFoundError: there is no such partition.
+            StaleIncarnationError: the partition of `metadata` has been made anew.
+        """
+        if metadata is not None:
+            check_is_batch(metadata)
+        indexes = integers("global_indexes", () if global_indexes is None else global_indexes)
+        request = pb.ClearSamplesRequest(
+            request_id=new_id(),
+            partition_id=partition_of(partition_id, metadata),
+            incarnation=b"" if metadata is None else metadata.incarnation,
+            global_indexes=indexes if metadata is None else metadata.global_indexes,
+            keys=texts("keys", keys),
+        )
+        if not request.global_indexes and not request.keys:
+            return 0
+        answer = await self._calls.unary(lambda to: to.controller.ClearSamples, request, self._deadline(timeout))
+        return answer.cleared_count

@@ -1,0 +1,258 @@
+"""BatchMeta: names samples, says where they are and how they are to be used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tq_service.client.columns import concat_columns, concat_names, same_columns, select_columns
+from tq_service.client.locations import CellLocations
+from tq_service.client.steps import Step, select_steps, shift_steps, steps_from_proto
+from tq_service.errors import InvalidArgumentError
+from tq_service.schema import FieldSpec, MetaColumn, MetaValue
+from tq_service.v1 import metadata_pb2 as pb
+from tq_service.wire.metadata import decode_meta_columns, decode_spec, meta_columns_to_rows
+
+Status = Literal["batch", "not_yet", "end"]
+
+_STATUSES: Final[dict[int, Status]] = {
+    pb.BATCH_STATUS_UNSPECIFIED: "batch",
+    pb.BATCH_STATUS_BATCH: "batch",
+    pb.BATCH_STATUS_NOT_YET: "not_yet",
+    pb.BATCH_STATUS_END: "end",
+}
+_NO_INDEXES: Final = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class BatchMeta:
+    """Samples of one partition, in order, and what is known about them. Immutable, comparable, picklable.
+
+    Equality is about the samples and their use: two answers are equal when they name the same samples with the same
+    metadata, fields and steps, wherever the bytes are.
+
+    Attributes:
+        status: "batch"; "not_yet": nothing to hand out in time, ask again; "end": no further batch will come.
+        partition_id: the partition.
+        incarnation: its life, 16 bytes.
+        epoch: the life of the task's consumption; 0 where no task asked.
+        indexes: `(size,)` int64, the `global_indexes` as a read-only array.
+        fields: specs of the fields.
+        steps: how the samples are to be used; plain micro-batches are one step.
+        skipped: with "end": how many samples the task will never get.
+        locations: where the cells are; None where not known, then `get_data` asks.
+        claim_id: the claim of a queue worker, for `release_claim`; empty otherwise.
+    """
+
+    status: Status = "batch"
+    partition_id: str = ""
+    incarnation: bytes = b""
+    epoch: int = 0
+    indexes: NDArray[np.int64] = field(default_factory=_NO_INDEXES.copy)
+    fields: tuple[FieldSpec, ...] = ()
+    steps: tuple[Step, ...] = ()
+    skipped: int = 0
+    locations: CellLocations | None = None
+    claim_id: bytes = b""
+    # "" for a sample without; empty where none has one.
+    key_column: tuple[str, ...] = ()
+    group_column: tuple[str, ...] = ()
+    meta_columns: tuple[MetaColumn, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.indexes.setflags(write=False)
+
+    @classmethod
+    def from_proto(cls, message: pb.BatchMeta, *, claim_id: bytes = b"") -> BatchMeta:
+        """Return the batch of a message."""
+        indexes = np.array(message.global_indexes, np.int64)
+        return cls(
+            status=_STATUSES.get(message.status, "batch"),
+            partition_id=message.partition_id,
+            incarnation=message.incarnation,
+            epoch=message.epoch,
+            indexes=indexes,
+            fields=tuple(map(decode_spec, message.fields)),
+            steps=steps_from_proto(message.steps),
+            skipped=message.skipped,
+            locations=CellLocations.from_proto(message.locations) if message.HasField("locations") else None,
+            claim_id=claim_id,
+            key_column=tuple(message.keys),
+            group_column=tuple(message.groups),
+            meta_columns=tuple(decode_meta_columns(message.custom_meta, indexes.size)),
+        )
+
+    @property
+    def size(self) -> int:
+        """Number of samples; a rank's batch may have none."""
+        return int(self.indexes.size)
+
+    def __len__(self) -> int:
+        return self.size
+
+    @property
+    def global_indexes(self) -> list[int]:
+        """The samples."""
+        indexes: list[int] = self.indexes.tolist()
+        return indexes
+
+    @property
+    def keys(self) -> list[str | None]:
+        """The key of each sample, None for one without."""
+        return [key or None for key in self.key_column] if self.key_column else [None] * self.size
+
+    @property
+    def groups(self) -> list[str | None]:
+        """The group of each sample, None for one without."""
+        return [group or None for group in self.group_column] if self.group_column else [None] * self.size
+
+    @property
+    def custom_meta(self) -> list[dict[str, MetaValue]]:
+        """The custom_meta of each sample; made anew at every access."""
+        return meta_columns_to_rows(self.meta_columns, self.size)
+
+    @property
+    def data_fields(self) -> list[str]:
+        """Names of the fields."""
+        return [spec.name for spec in self.fields]
+
+    @property
+    def micro_batches(self) -> list[list[int]]:
+        """Positions of the samples of each pack, of all steps in order; packs without samples are empty lists."""
+        return [list(pack.positions) for step in self.steps for pack in step.packs]
+
+    def select_samples(self, positions: Sequence[int] | NDArray[Any]) -> BatchMeta:
+        """Return the batch of the samples at `positions`, in this order; steps keep what is left of them.
+
+        Raises:
+            InvalidArgumentError: a position is outside the batch or comes twice.
+        """
+        chosen = np.asarray(positions, dtype=np.int64 if len(positions) == 0 else None)
+        if chosen.ndim != 1 or chosen.dtype.kind not in "iu":
+            raise InvalidArgumentError(
+                f"positions are {chosen.dtype} of shape {chosen.shape}, expected a list of integers", field="positions"
+            )
+        chosen = chosen.astype(np.int64)
+        if chosen.size and (chosen.min() < 0 or chosen.max() >= self.size):
+            raise InvalidArgumentError(
+                f"positions go from {chosen.min()} to {chosen.max()}, expected 0 to {self.size - 1}; give "
+                "positions in the batch, not global indexes",
+                field="positions",
+            )
+        new_position = np.full(self.size, -1, np.int64)
+        new_position[chosen] = np.arange(chosen.size)
+        if np.count_nonzero(new_position >= 0) != chosen.size:
+            raise InvalidArgumentError("a position comes twice; select each sample once", field="positions")
+        places = chosen.tolist()
+        return replace(
+            self,
+            indexes=self.indexes[chosen],
+            steps=select_steps(self.steps, new_position),
+            locations=None if self.locations is None else self.locations.select(chosen),
+            key_column=tuple(self.key_column[place] for place in places) if self.key_column else (),
+            group_column=tuple(self.group_column[place] for place in places) if self.group_column else (),
+            meta_columns=select_columns(self.meta_columns, chosen),
+        )
+
+    def select_fields(self, data_fields: Iterable[str]) -> BatchMeta:
+        """Return the batch with these fields only, in this order.
+
+        Raises:
+            InvalidArgumentError: the batch has no such field.
+        """
+        names = [data_fields] if isinstance(data_fields, str) else list(dict.fromkeys(data_fields))
+        by_name = {spec.name: spec for spec in self.fields}
+        unknown = [name for name in names if name not in by_name]
+        if unknown:
+            raise InvalidArgumentError(
+                f"the batch has no field {unknown[0]!r}, it has {', '.join(map(repr, by_name)) or 'none'}",
+                field="data_fields",
+            )
+        return replace(
+            self,
+            fields=tuple(by_name[name] for name in names),
+            locations=None if self.locations is None else self.locations.select_fields(names),
+        )
+
+    def chunk(self, count: int) -> list[BatchMeta]:
+        """Return `count` batches of neighbouring samples, as equal in size as can be; some are empty if `count` > size.
+
+        Raises:
+            InvalidArgumentError: `count` is less than 1.
+        """
+        if count < 1:
+            raise InvalidArgumentError(f"count is {count}, expected at least 1", field="count")
+        return [self.select_samples(part) for part in np.array_split(np.arange(self.size), count)]
+
+    @staticmethod
+    def concat(parts: Sequence[BatchMeta]) -> BatchMeta:
+        """Return one batch of the samples of several, one after the other.
+
+        Raises:
+            InvalidArgumentError: no parts, parts of different partitions, lives, epochs or fields, one that is not a
+                batch, or a sample that comes twice.
+        """
+        if not parts:
+            raise InvalidArgumentError("no batches to concatenate; give at least one", field="parts")
+        first = parts[0]
+        for part in parts:
+            _check_concat(first, part)
+        indexes = np.concatenate([part.indexes for part in parts])
+        if np.unique(indexes).size != indexes.size:
+            raise InvalidArgumentError("a sample is in two of the batches; concatenate distinct ones", field="parts")
+        located = [part.locations for part in parts if part.locations is not None and part.size]
+        starts = np.cumsum([0, *(part.size for part in parts[:-1])]).tolist()
+        sizes = [part.size for part in parts]
+        return replace(
+            first,
+            indexes=indexes,
+            steps=tuple(
+                step for part, start in zip(parts, starts, strict=True) for step in shift_steps(part.steps, start)
+            ),
+            locations=CellLocations.concat(located) if located and len(located) == sum(map(bool, sizes)) else None,
+            claim_id=b"",
+            key_column=concat_names([part.key_column for part in parts], sizes),
+            group_column=concat_names([part.group_column for part in parts], sizes),
+            meta_columns=concat_columns([part.meta_columns for part in parts], sizes),
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, BatchMeta):
+            return NotImplemented
+        return (
+            self._identity() == other._identity()
+            and np.array_equal(self.indexes, other.indexes)
+            and self.keys == other.keys
+            and self.groups == other.groups
+            and same_columns(self.meta_columns, other.meta_columns)
+        )
+
+    def _identity(self) -> tuple[object, ...]:
+        return (
+            self.status, self.partition_id, self.incarnation, self.epoch, self.fields, self.steps, self.skipped
+        )  # fmt: skip
+
+    def __hash__(self) -> int:
+        return hash((self._identity(), self.indexes.tobytes()))
+
+    def __repr__(self) -> str:
+        return (
+            f"BatchMeta(status={self.status!r}, partition_id={self.partition_id!r}, size={self.size}, "
+            f"epoch={self.epoch}, data_fields={self.data_fields})"
+        )
+
+
+def _check_concat(first: BatchMeta, part: BatchMeta) -> None:
+    for name in ("partition_id", "incarnation", "epoch", "fields"):
+        if getattr(part, name) != getattr(first, name):
+            raise InvalidArgumentError(
+                f"batches differ in {name}: {getattr(first, name)!r} and {getattr(part, name)!r}; concatenate batches "
+                "of one partition, life and epoch with the same fields (select_fields)",
+                field="parts",
+            )
+    if part.status != "batch":
+        raise InvalidArgumentError(f"a part has status {part.status!r}, expected 'batch'", field="parts")

@@ -1,0 +1,78 @@
+"""Channels: their options, the address, and the stubs and bulk calls on them."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, Final
+
+from grpc_health.v1.health_pb2_grpc import HealthStub
+
+from tq_service.v1.controller_service_pb2_grpc import ControllerServiceStub
+from tq_service.v1.storage_service_pb2 import GetRequest, PutResponse
+from tq_service.v1.storage_service_pb2_grpc import StorageServiceStub
+from tq_service.wire.frames import decode_get_response, encode_put_request
+
+if TYPE_CHECKING:
+    from tq_service.v1.controller_service_pb2_grpc import ControllerServiceAsyncStub
+    from tq_service.v1.storage_service_pb2_grpc import StorageServiceAsyncStub
+
+    AsyncControllerStub = ControllerServiceAsyncStub
+    AsyncStorageStub = StorageServiceAsyncStub
+    ControllerStub = ControllerServiceStub
+    StorageStub = StorageServiceStub
+
+ADDRESS_VARIABLE: Final = "TQ_ADDRESS"
+DEFAULT_ADDRESS: Final = "localhost:50051"
+MAX_MESSAGE_BYTES: Final = 256 << 20
+
+CHANNEL_OPTIONS: Final = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # A peer that vanished without closing is noticed within 80 s while calls wait on it.
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    # A service that starts late is found at once; the calls' own back-off paces the tries.
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # Connections of a parent process must not serve its forked children.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+def resolve_address(address: str | None) -> str:
+    """Return the address to use: the given one, `TQ_ADDRESS`, or localhost:50051."""
+    return address or os.environ.get(ADDRESS_VARIABLE) or DEFAULT_ADDRESS
+
+
+def controller_stub(channel: Any) -> Any:
+    """Return the controller's calls on a channel, sync or asyncio."""
+    return ControllerServiceStub(channel)
+
+
+def storage_stub(channel: Any) -> Any:
+    """Return the storage service's unary calls on a channel, sync or asyncio."""
+    return StorageServiceStub(channel)
+
+
+def health_stub(channel: Any) -> Any:
+    """Return the health service's calls on a channel, sync or asyncio."""
+    return HealthStub(channel)
+
+
+def put_call(channel: Any) -> Any:
+    """Return StorageService.Put with frames encoded by hand, see `tq_service.wire.frames`."""
+    return channel.stream_unary(
+        "/tq_service.v1.StorageService/Put",
+        request_serializer=encode_put_request,
+        response_deserializer=PutResponse.FromString,
+    )
+
+
+def get_call(channel: Any) -> Any:
+    """Return StorageService.Get with frames decoded by hand, see `tq_service.wire.frames`."""
+    return channel.unary_stream(
+        "/tq_service.v1.StorageService/Get",
+        request_serializer=GetRequest.SerializeToString,
+        response_deserializer=decode_get_response,
+    )

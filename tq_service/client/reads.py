@@ -1,0 +1,241 @@
+"""Reads of a batch: which storage service is asked for what, and how the answers become one batch again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tq_service.client.locations import CellLocations, FieldRuns, Indexes, StorageRef
+from tq_service.errors import InternalError, InvalidArgumentError
+from tq_service.schema import FieldSpec, Layout
+from tq_service.v1 import metadata_pb2
+from tq_service.v1.storage_service_pb2 import GetHeader, GetRequest
+from tq_service.wire.columns import ColumnShape, decode_headers, merge_specs, widen_extents
+from tq_service.wire.dtypes import Bytes
+from tq_service.wire.frames import ColumnReceiver, Garbled
+
+T = TypeVar("T")
+
+Received = tuple[ColumnShape, Bytes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StorageRead:
+    """What one storage service is asked for.
+
+    Attributes:
+        storage: the storage service and its life.
+        positions: `(n,)`, which samples of the batch, ascending.
+        request: the cells.
+    """
+
+    storage: StorageRef
+    positions: Indexes
+    request: GetRequest
+
+
+def plan_reads(locations: CellLocations, data_fields: Sequence[str]) -> list[StorageRead]:
+    """Return the reads that fetch these fields: one for each storage service and set of samples it has fields of."""
+    groups: dict[tuple[StorageRef, bytes], tuple[Indexes, list[FieldRuns]]] = {}
+    for runs in locations.select_fields(data_fields).runs:
+        for storage, positions, part in _split_by_storage(locations, runs):
+            groups.setdefault((storage, positions.tobytes()), (positions, []))[1].append(part)
+    return [
+        StorageRead(storage=storage, positions=positions, request=_request(locations, storage, parts))
+        for (storage, _), (positions, parts) in groups.items()
+    ]
+
+
+def _split_by_storage(locations: CellLocations, runs: FieldRuns) -> list[tuple[StorageRef, Indexes, FieldRuns]]:
+    storages = list(dict.fromkeys(locations.puts[put].storage for put in runs.put_indexes.tolist()))
+    if len(storages) == 1:
+        return [(storages[0], np.arange(runs.row_count), runs)]
+    number = {storage: position for position, storage in enumerate(storages)}
+    of_put = np.array([number.get(put.storage, -1) for put in locations.puts], np.int64)
+    puts, rows = runs.expand()
+    owners = of_put[puts]
+    parts = []
+    for storage, position in number.items():
+        mine = np.flatnonzero(owners == position)
+        parts.append((storage, mine, FieldRuns.of_rows(runs.field_names, puts[mine], rows[mine])))
+    return parts
+
+
+def _request(locations: CellLocations, storage: StorageRef, parts: Sequence[FieldRuns]) -> GetRequest:
+    used = np.unique(np.concatenate([part.put_indexes for part in parts]))
+    return GetRequest(
+        boot_id=storage.boot_id,
+        put_ids=[locations.puts[put].put_id for put in used.tolist()],
+        runs=[
+            metadata_pb2.CellRuns(
+                field_names=part.field_names,
+                put_indexes=np.searchsorted(used, part.put_indexes).tolist(),
+                first_rows=part.first_rows.tolist(),
+                row_counts=part.row_counts.tolist(),
+            )
+            for part in parts
+        ],
+    )
+
+
+class AnswerReader:
+    """Takes the messages of one get, frame by frame into the memory that the caller's tensors will share."""
+
+    def __init__(self, expected_rows: int) -> None:
+        self._expected_rows = expected_rows
+        self._columns: list[ColumnShape] = []
+        self._receiver: ColumnReceiver | None = None
+
+    def take(self, part: GetHeader | memoryview | Garbled) -> None:
+        """Take the next message.
+
+        Raises:
+            InternalError: it is not what a storage service may send.
+        """
+        if isinstance(part, Garbled):
+            raise InternalError(f"a storage service sent what cannot be read: {part.reason}")
+        if isinstance(part, memoryview):
+            self._checked(lambda: self._started().write(part))
+        else:
+            self._checked(lambda: self._start(part))
+
+    def finish(self) -> list[Received]:
+        """Return the columns with their bytes, in the order of the request.
+
+        Raises:
+            InternalError: bytes are missing.
+        """
+        buffers = self._checked(lambda: self._started().finish())
+        return list(zip(self._columns, buffers, strict=True))
+
+    def _start(self, header: GetHeader) -> None:
+        if header.row_count != self._expected_rows:
+            raise InternalError(f"a storage service sent {header.row_count} rows, expected {self._expected_rows}")
+        self._columns = decode_headers(header.columns, header.row_count)
+        self._receiver = ColumnReceiver(self._columns)
+
+    def _started(self) -> ColumnReceiver:
+        if self._receiver is None:
+            raise InternalError("a storage service sent no header")
+        return self._receiver
+
+    @staticmethod
+    def _checked(action: Callable[[], T]) -> T:
+        try:
+            return action()
+        except InvalidArgumentError as error:
+            raise InternalError(f"a storage service sent what does not agree: {error}") from None
+
+
+def merge_answers(
+    reads: Sequence[StorageRead],
+    answers: Sequence[Sequence[Received]],
+    data_fields: Sequence[str],
+    specs: Mapping[str, FieldSpec],
+) -> list[Received]:
+    """Return one column for each field, its rows in the order of the batch.
+
+    Args:
+        reads: what was asked for.
+        answers: for each read its columns.
+        data_fields: the fields, in the order wanted.
+        specs: what is known of the fields: rows put dense into a field that is jagged come back jagged.
+
+    Raises:
+        InternalError: an answer lacks a field.
+        FieldMismatchError: storage services hold different kinds of one field.
+    """
+    parts: dict[str, list[tuple[Indexes, Received]]] = {name: [] for name in data_fields}
+    for read, answer in zip(reads, answers, strict=True):
+        for column, buffer in answer:
+            if column.spec.name in parts:
+                parts[column.spec.name].append((read.positions, (column, buffer)))
+    missing = [name for name, pieces in parts.items() if not pieces]
+    if missing:
+        raise InternalError(f"no storage service sent field {missing[0]!r}")
+    return [_merge(pieces, specs.get(name)) for name, pieces in parts.items()]
+
+
+def _merge(pieces: Sequence[tuple[Indexes, Received]], declared: FieldSpec | None) -> Received:
+    shapes = [column for _, (column, _) in pieces]
+    if any(column.spec.layout is Layout.JAGGED for column in shapes) or _is_jagged(declared):
+        shapes = [as_jagged(column) for column in shapes]
+    known = [declared] if declared is not None and _is_jagged(declared) and declared.row_shape else []
+    spec = merge_specs([*(column.spec for column in shapes), *known])
+    shapes = [_widen(column, spec) for column in shapes]
+    if len(pieces) == 1:
+        return shapes[0], pieces[0][1][1]
+    return _gather([(positions, shape, buffer) for (positions, (_, buffer)), shape in zip(pieces, shapes, strict=True)])
+
+
+def _is_jagged(spec: FieldSpec | None) -> bool:
+    return spec is not None and spec.layout is Layout.JAGGED
+
+
+def as_jagged(column: ColumnShape) -> ColumnShape:
+    """Return a dense column as a jagged one, ragged in its first dimension; a jagged one as it is."""
+    shape = column.spec.row_shape
+    if column.spec.layout is not Layout.DENSE or not shape:
+        return column
+    return replace(
+        column,
+        spec=replace(column.spec, layout=Layout.JAGGED, row_shape=(-1, *shape[1:])),
+        extents=np.full((column.row_count, 1), shape[0], np.int64),
+    )
+
+
+def _widen(column: ColumnShape, spec: FieldSpec) -> ColumnShape:
+    if column.spec == spec:
+        return column
+    return replace(column, spec=spec, extents=widen_extents(column.extents, column.spec, spec))
+
+
+def _gather(pieces: Sequence[tuple[Indexes, ColumnShape, Bytes]]) -> Received:
+    """Return the rows of several columns of one spec in the order of the batch."""
+    first = pieces[0][1]
+    row_count = sum(positions.size for positions, _, _ in pieces)
+    extents = None if first.extents is None else np.empty((row_count, first.extents.shape[1]), np.int64)
+    sizes = np.empty(row_count, np.int64)
+    for positions, column, _ in pieces:
+        sizes[positions] = column.row_bytes()
+        if extents is not None and column.extents is not None:
+            extents[positions] = column.extents
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+    values = np.empty(int(offsets[-1]), np.uint8)
+    for positions, column, buffer in pieces:
+        _place(values, offsets, positions, column.row_offsets(), buffer)
+    column = ColumnShape(spec=first.spec, row_count=row_count, extents=extents, value_bytes=values.size)
+    return column, values
+
+
+def _place(values: Bytes, offsets: Indexes, positions: Indexes, starts: Indexes, buffer: NDArray[np.uint8]) -> None:
+    """Copy the rows of one part to their places, neighbouring rows together."""
+    bounds = [0, *(np.flatnonzero(np.diff(positions) != 1) + 1).tolist(), positions.size]
+    for begin, end in pairwise(bounds):
+        target = int(offsets[positions[begin]])
+        part = buffer[int(starts[begin]) : int(starts[end])]
+        values[target : target + part.size] = part
+
+
+def empty_columns(specs: Sequence[FieldSpec]) -> list[Received]:
+    """Return columns without rows, typed by their specs; what no put has fixed yet is dense float32 scalars."""
+    nothing = np.empty(0, np.uint8)
+    return [(_empty_column(spec), nothing) for spec in specs]
+
+
+def _empty_column(spec: FieldSpec) -> ColumnShape:
+    layout = spec.layout or Layout.DENSE
+    shape = spec.row_shape or ()
+    if layout is Layout.OBJECT:
+        known = FieldSpec(spec.name, layout=layout, row_shape=())
+        return ColumnShape(spec=known, row_count=0, extents=np.empty((0, 1), np.int64), value_bytes=0)
+    if layout is Layout.JAGGED and not any(size < 0 for size in shape):
+        shape = (-1, *shape[1:])
+    known = FieldSpec(spec.name, dtype=spec.dtype or "float32", layout=layout, row_shape=shape)
+    extents = np.empty((0, len(known.ragged_dims)), np.int64) if layout is Layout.JAGGED else None
+    return ColumnShape(spec=known, row_count=0, extents=extents, value_bytes=0)

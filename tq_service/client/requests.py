@@ -1,0 +1,268 @@
+"""Arguments of Python as messages. Refused here is only what cannot be sent; the server judges the rest."""
+
+from __future__ import annotations
+
+import math
+import operator
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from google.protobuf.struct_pb2 import Struct
+
+from tq_service.client.batch_meta import BatchMeta
+from tq_service.errors import InvalidArgumentError
+from tq_service.schema import BatchUnit, FieldSpec, KeyMode, Layout, MetaColumn, MetaValue, SampleState
+from tq_service.v1 import controller_service_pb2 as pb
+from tq_service.wire.metadata import encode_layout, encode_meta_columns, encode_spec, encode_state, rows_to_meta_columns
+
+_KEY_MODES: Final[dict[str, pb.KeyMode.ValueType]] = {
+    "upsert": pb.KEY_MODE_UPSERT,
+    "new": pb.KEY_MODE_NEW,
+    "existing": pb.KEY_MODE_EXISTING,
+}
+_BATCH_UNITS: Final[dict[str, pb.BatchUnit.ValueType]] = {
+    "sample": pb.BATCH_UNIT_SAMPLE,
+    "group": pb.BATCH_UNIT_GROUP,
+}
+_OPERATORS: Final[dict[str, pb.Operator.ValueType]] = {
+    "==": pb.OPERATOR_EQ,
+    "!=": pb.OPERATOR_NE,
+    "<": pb.OPERATOR_LT,
+    "<=": pb.OPERATOR_LE,
+    ">": pb.OPERATOR_GT,
+    ">=": pb.OPERATOR_GE,
+    "in": pb.OPERATOR_IN,
+}
+_LAYOUTS: Final = {layout.value: layout for layout in Layout}
+_STATES: Final = {state.value: state for state in SampleState}
+
+
+def new_id() -> bytes:
+    """Return a request or put id: 16 random bytes."""
+    return secrets.token_bytes(16)
+
+
+def seconds(name: str, value: float) -> float:
+    """Return a time span that is sane: finite and not negative."""
+    try:
+        span = float(value)
+    except (TypeError, ValueError):
+        span = math.nan
+    if not (math.isfinite(span) and span >= 0):
+        raise InvalidArgumentError(f"{name} is {value!r}, expected a finite number of seconds, 0 or more", field=name)
+    return span
+
+
+def integer(name: str, value: Any, bits: int = 64) -> int:
+    """Return an integer that fits into `bits`."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise InvalidArgumentError(f"{name} is {value!r}, expected an integer", field=name) from None
+    if not -(1 << bits - 1) <= number < 1 << bits - 1:
+        raise InvalidArgumentError(f"{name} is {number}, expected an integer of {bits} bits", field=name)
+    return number
+
+
+def integers(name: str, values: Any) -> list[int]:
+    """Return a list of integers, also of an array or tensor."""
+    plain = values.tolist() if hasattr(values, "tolist") else values
+    if isinstance(plain, str | bytes) or not isinstance(plain, Iterable):
+        raise InvalidArgumentError(f"{name} is {type(values).__name__}, expected a list of integers", field=name)
+    return [integer(name, value) for value in plain]
+
+
+def text(name: str, value: Any) -> str:
+    """Return a string that can be sent."""
+    if not isinstance(value, str):
+        raise InvalidArgumentError(f"{name} is {type(value).__name__}, expected a string", field=name)
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InvalidArgumentError(f"{name} is {value!r}, which is not valid Unicode", field=name) from None
+    return str(value)
+
+
+def texts(name: str, values: Iterable[str] | None) -> list[str]:
+    """Return a list of strings; a single string is refused, since its letters are hardly meant."""
+    if isinstance(values, str | bytes) or not (values is None or isinstance(values, Iterable)):
+        raise InvalidArgumentError(f"{name} is {values!r}, expected a list of strings such as [{values!r}]", field=name)
+    return [text(f"{name}[{position}]", value) for position, value in enumerate(values or ())]
+
+
+def _choice(name: str, value: Any, numbers: Mapping[str, Any]) -> Any:
+    if value not in numbers:
+        raise InvalidArgumentError(f"{name} is {value!r}, expected one of {', '.join(numbers)}", field=name)
+    return numbers[value]
+
+
+def layout_number(name: str, layout: Layout | str | None) -> Any:
+    """Return the enum number of a layout."""
+    return encode_layout(None if layout is None else _choice(name, layout, _LAYOUTS))
+
+
+def field_specs(fields: Iterable[FieldSpec]) -> list[Any]:
+    """Return field specs as messages."""
+    specs = list(fields)
+    for spec in specs:
+        if not isinstance(spec, FieldSpec):
+            raise InvalidArgumentError(f"fields has a {type(spec).__name__}, expected FieldSpec", field="fields")
+    return [encode_spec(spec) for spec in specs]
+
+
+def sample_write(
+    *,
+    partition_id: str | None,
+    metadata: BatchMeta | None,
+    row_count: int | None,
+    keys: Sequence[str] | None,
+    key_mode: KeyMode | None,
+    groups: Sequence[str | None] | None,
+    group_size: int | None,
+    custom_meta: Sequence[Mapping[str, MetaValue]] | None,
+    state: SampleState | str | None,
+) -> tuple[pb.SampleWrite, list[MetaColumn]]:
+    """Return which samples are written and their metadata, and custom_meta in columns.
+
+    `row_count` None stands for as many rows as `metadata`, else `keys`, `custom_meta` or `groups` have.
+    """
+    names = texts("keys", keys)
+    group_names = texts("groups", None if groups is None else [group or "" for group in groups])
+    meta_columns = rows_to_meta_columns(custom_meta or ())
+    counts = (row_count, metadata, keys, custom_meta, group_names)
+    rows = next(count if isinstance(count, int) else len(count) for count in counts if count is not None)
+    if custom_meta is not None:
+        check_meta_count(len(custom_meta), rows)
+    write = pb.SampleWrite(
+        partition_id=partition_of(partition_id, metadata),
+        incarnation=b"" if metadata is None else metadata.incarnation,
+        row_count=integer("row_count", rows),
+        global_indexes=[] if metadata is None else metadata.global_indexes,
+        keys=names,
+        key_mode=pb.KEY_MODE_UNSPECIFIED if key_mode is None else _choice("key_mode", key_mode, _KEY_MODES),
+        groups=group_names,
+        group_size=0 if group_size is None else integer("group_size", group_size),
+        state=encode_state(None if state is None else _choice("state", state, _STATES)),
+        custom_meta=encode_meta_columns(meta_columns),
+    )
+    return write, meta_columns
+
+
+def check_meta_count(meta_count: int, row_count: int) -> None:
+    """Raise InvalidArgumentError where custom_meta is for another number of samples."""
+    if meta_count != row_count:
+        raise InvalidArgumentError(
+            f"custom_meta is for {meta_count} samples, expected {row_count}: one mapping for each sample",
+            field="custom_meta",
+        )
+
+
+def partition_of(partition_id: str | None, metadata: BatchMeta | None) -> str:
+    """Return the partition that is meant, by name or by a batch of it."""
+    if metadata is None:
+        if partition_id is None:
+            raise InvalidArgumentError("neither partition_id nor metadata is given; give one", field="partition_id")
+        return text("partition_id", partition_id)
+    if partition_id is not None and partition_id != metadata.partition_id:
+        raise InvalidArgumentError(
+            f"partition_id is {partition_id!r}, but metadata is of {metadata.partition_id!r}; leave partition_id out",
+            field="partition_id",
+        )
+    return metadata.partition_id
+
+
+def get_meta_request(
+    *,
+    partition_id: str,
+    task_name: str,
+    data_fields: Sequence[str],
+    batch_size: int,
+    min_batch_size: int | None,
+    batch_unit: BatchUnit,
+    micro_batch_size: int | None,
+    sampler: str | None,
+    sampler_config: Mapping[str, Any] | None,
+    dp_rank: int | None,
+    dp_size: int | None,
+    batch_index: int | None,
+    drop_last: bool,
+    where: Iterable[tuple[str, str, Any]],
+    order_by: Iterable[str],
+    finite: bool,
+    incarnation: bytes,
+    epoch: int | None,
+) -> pb.GetMetaRequest:
+    """Return the request for a batch; `max_wait_seconds` is set at each poll."""
+    return pb.GetMetaRequest(
+        request_id=new_id(),
+        partition_id=text("partition_id", partition_id),
+        task_name=text("task_name", task_name),
+        data_fields=texts("data_fields", data_fields),
+        batch_size=integer("batch_size", batch_size),
+        min_batch_size=0 if min_batch_size is None else integer("min_batch_size", min_batch_size),
+        batch_unit=_choice("batch_unit", batch_unit, _BATCH_UNITS),
+        micro_batch_size=0 if micro_batch_size is None else integer("micro_batch_size", micro_batch_size),
+        sampler="" if sampler is None else text("sampler", sampler),
+        sampler_config=_struct("sampler_config", sampler_config or {}),
+        dp_rank=None if dp_rank is None else integer("dp_rank", dp_rank, 32),
+        dp_size=None if dp_size is None else integer("dp_size", dp_size, 32),
+        batch_index=None if batch_index is None else integer("batch_index", batch_index),
+        drop_last=bool(drop_last),
+        where=[_condition(position, condition) for position, condition in enumerate(where)],
+        order_by=[
+            pb.Order(column=column.removeprefix("-"), descending=column.startswith("-"))
+            for column in texts("order_by", order_by)
+        ],
+        incarnation=incarnation,
+        epoch=None if epoch is None else integer("epoch", epoch),
+        finite=bool(finite),
+    )
+
+
+def _condition(position: int, condition: Any) -> pb.Condition:
+    name = f"where[{position}]"
+    if not isinstance(condition, tuple | list) or len(condition) != 3:
+        raise InvalidArgumentError(
+            f"{name} is {condition!r}, expected (column, operator, value) such as ('version', '>=', 3)", field="where"
+        )
+    column, comparison, value = condition
+    values = value if comparison == "in" else [value]
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise InvalidArgumentError(f"{name}: 'in' takes a list of values, got {value!r}", field="where")
+    return pb.Condition(
+        column=text(name, column),
+        operator=_choice(name, comparison, _OPERATORS),
+        values=[_meta_value(name, one) for one in values],
+    )
+
+
+def _meta_value(name: str, value: Any) -> pb.MetaValue:
+    plain = _plain(value)
+    if isinstance(plain, bool):
+        return pb.MetaValue(bool_value=plain)
+    if isinstance(plain, int):
+        return pb.MetaValue(int64_value=integer(name, plain))
+    if isinstance(plain, float):
+        return pb.MetaValue(double_value=plain)
+    return pb.MetaValue(string_value=text(name, plain))
+
+
+def _struct(name: str, mapping: Mapping[str, Any]) -> Struct:
+    message = Struct()
+    try:
+        message.update({text(name, key): _plain(value) for key, value in mapping.items()})
+    except (TypeError, ValueError, AttributeError) as error:
+        raise InvalidArgumentError(
+            f"{name} cannot be sent ({error}); it takes a mapping of strings to JSON-like values", field=name
+        ) from None
+    return message
+
+
+def _plain(value: Any) -> Any:
+    """Return scalars of numpy and torch as Python's, tuples and arrays as lists, to any depth."""
+    if isinstance(value, Mapping):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return value.tolist() if hasattr(value, "tolist") else value

@@ -1,0 +1,210 @@
+"""What the calls about partitions, tasks and services answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tq_service.schema import FieldSpec
+from tq_service.v1 import controller_service_pb2 as controller_pb
+from tq_service.v1 import storage_service_pb2 as storage_pb
+from tq_service.wire.metadata import decode_spec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConsumptionStatus:
+    """What a task has consumed of a partition.
+
+    Attributes:
+        consumed: samples consumed in this epoch, cleared ones included.
+        total: samples ever inserted.
+        skipped: samples the task will never get.
+        sealed: whether no new samples will come.
+        complete: whether nothing is left for the task.
+        epoch: the life of the task's consumption.
+    """
+
+    consumed: int
+    total: int
+    skipped: int
+    sealed: bool
+    complete: bool
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProductionStatus:
+    """How many samples have all of some fields.
+
+    Attributes:
+        produced: samples that have them.
+        total: samples that can have them: not cleared, not failed.
+        complete: whether all have them and no new samples will come.
+    """
+
+    produced: int
+    total: int
+    complete: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionSummary:
+    """A partition in short.
+
+    Attributes:
+        partition_id: its name.
+        incarnation: its life, 16 bytes.
+        inserted_count: samples ever inserted.
+        present_count: samples not cleared.
+        sealed: whether no new samples will come.
+    """
+
+    partition_id: str
+    incarnation: bytes
+    inserted_count: int
+    present_count: int
+    sealed: bool
+
+    @classmethod
+    def from_proto(cls, message: controller_pb.PartitionSummary) -> PartitionSummary:
+        """Return the summary of a message."""
+        return cls(
+            partition_id=message.partition_id,
+            incarnation=message.incarnation,
+            inserted_count=message.inserted_count,
+            present_count=message.present_count,
+            sealed=message.sealed,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FieldStatus:
+    """A field in a partition, and the number of samples that have it."""
+
+    spec: FieldSpec
+    produced_count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskStatus:
+    """A task in a partition.
+
+    Attributes:
+        task_name: its name.
+        epoch: the life of its consumption.
+        consumed_count: samples consumed in this epoch.
+        skipped_count: samples it will never get.
+        planned_batch_count: batches planned in this epoch (ranked consumers).
+        dp_size: number of ranks, once bound; 0 before.
+        waiting_count: calls that wait.
+        complete: whether nothing is left for it.
+    """
+
+    task_name: str
+    epoch: int
+    consumed_count: int
+    skipped_count: int
+    planned_batch_count: int
+    dp_size: int
+    waiting_count: int
+    complete: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionDescription:
+    """A partition: its samples by state, fields and tasks.
+
+    Attributes:
+        summary: the partition in short.
+        expected_samples: number of samples that will be inserted, where declared.
+        live_count: samples that are live.
+        held_count: samples that are held.
+        failed_count: samples that failed.
+        group_count: groups with members in the partition.
+        fields: its fields.
+        tasks: its tasks.
+        custom_meta_columns: names of its custom_meta columns.
+    """
+
+    summary: PartitionSummary
+    expected_samples: int | None
+    live_count: int
+    held_count: int
+    failed_count: int
+    group_count: int
+    fields: tuple[FieldStatus, ...]
+    tasks: tuple[TaskStatus, ...]
+    custom_meta_columns: tuple[str, ...]
+
+    @classmethod
+    def from_proto(cls, message: controller_pb.DescribePartitionResponse) -> PartitionDescription:
+        """Return the description of a message."""
+        return cls(
+            summary=PartitionSummary.from_proto(message.summary),
+            expected_samples=message.expected_samples if message.HasField("expected_samples") else None,
+            live_count=message.live_count,
+            held_count=message.held_count,
+            failed_count=message.failed_count,
+            group_count=message.group_count,
+            fields=tuple(
+                FieldStatus(spec=decode_spec(one.spec), produced_count=one.produced_count) for one in message.fields
+            ),
+            tasks=tuple(
+                TaskStatus(
+                    task_name=task.task_name,
+                    epoch=task.epoch,
+                    consumed_count=task.consumed_count,
+                    skipped_count=task.skipped_count,
+                    planned_batch_count=task.planned_batch_count,
+                    dp_size=task.dp_size,
+                    waiting_count=task.waiting_count,
+                    complete=task.complete,
+                )
+                for task in message.tasks
+            ),
+            custom_meta_columns=tuple(message.custom_meta_columns),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerDescription:
+    """A sampler: the name `get_meta` takes, what it does, and the names of its options."""
+
+    name: str
+    summary: str
+    options: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageStat:
+    """Sizes and counts of a storage service.
+
+    Attributes:
+        storage_id: its name.
+        boot_id: its life, 16 bytes.
+        max_bytes: its quota; None: none.
+        used_bytes: bytes stored and reserved.
+        pooled_bytes: bytes of memory held for reuse, besides `used_bytes`.
+        put_count: puts held.
+        uncommitted_put_count: puts not yet committed.
+    """
+
+    storage_id: str
+    boot_id: bytes
+    max_bytes: int | None
+    used_bytes: int
+    pooled_bytes: int
+    put_count: int
+    uncommitted_put_count: int
+
+    @classmethod
+    def from_proto(cls, message: storage_pb.StatResponse) -> StorageStat:
+        """Return the sizes and counts of a message."""
+        return cls(
+            storage_id=message.storage.storage_id,
+            boot_id=message.storage.boot_id,
+            max_bytes=message.max_bytes or None,
+            used_bytes=message.used_bytes,
+            pooled_bytes=message.pooled_bytes,
+            put_count=message.put_count,
+            uncommitted_put_count=message.uncommitted_put_count,
+        )

@@ -1,0 +1,77 @@
+"""The batch that a write answers: what the server says, filled up with what was sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from tq_service.client.batch_meta import BatchMeta
+from tq_service.client.columns import merge_columns
+from tq_service.errors import InvalidArgumentError
+from tq_service.schema import Layout, MetaColumn
+from tq_service.v1 import metadata_pb2
+from tq_service.v1.controller_service_pb2 import SampleWrite
+
+
+def written_meta(
+    answer: metadata_pb2.BatchMeta,
+    write: SampleWrite,
+    metadata: BatchMeta | None,
+    meta_columns: Sequence[MetaColumn],
+) -> BatchMeta:
+    """Return the samples of a write.
+
+    Args:
+        answer: what the server said: partition, incarnation, indexes and the fields of the put.
+        write: what was sent.
+        metadata: the batch that was written to; None: new samples, or samples named by key.
+        meta_columns: the custom_meta that was sent.
+    """
+    told = BatchMeta.from_proto(answer)
+    keys = tuple(write.keys)
+    groups = tuple(write.groups) if any(write.groups) else ()
+    if metadata is None:
+        return replace(
+            told,
+            status="batch",
+            key_column=told.key_column or keys,
+            group_column=told.group_column or groups,
+            meta_columns=told.meta_columns or tuple(meta_columns),
+        )
+    fields = {spec.name: spec for spec in (*metadata.fields, *told.fields)}
+    return replace(
+        metadata,
+        fields=tuple(fields.values()),
+        # The put has moved some cells; `get_data` asks where they are now.
+        locations=None if told.fields else metadata.locations,
+        key_column=keys or metadata.key_column,
+        group_column=groups or metadata.group_column,
+        meta_columns=merge_columns(metadata.meta_columns, meta_columns),
+    )
+
+
+def check_is_batch(metadata: BatchMeta) -> None:
+    """Raise InvalidArgumentError where metadata is "not_yet" or "end", which name no samples."""
+    if metadata.status != "batch":
+        raise InvalidArgumentError(
+            f"metadata has status {metadata.status!r}, expected 'batch'; look at the status before using its samples",
+            field="metadata",
+        )
+
+
+def declared_layouts(metadata: BatchMeta | None) -> dict[str, Layout]:
+    """Return the layouts that are known of the fields of a batch."""
+    specs = () if metadata is None else metadata.fields
+    return {spec.name: spec.layout for spec in specs if spec.layout is not None}
+
+
+def put_nothing(data: Any, metadata: BatchMeta) -> BatchMeta:
+    """Return the empty batch of a rank, to which nothing can be put: without a call, so that all ranks run one program.
+
+    Raises:
+        InvalidArgumentError: there are rows to put.
+    """
+    if data is not None and any(len(column) for column in data.values()):
+        raise InvalidArgumentError("data has rows, but metadata names no samples; put one row for each", field="data")
+    return metadata
