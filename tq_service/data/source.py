@@ -82,7 +82,7 @@ def fetch_batch(
     A function that takes its place is called with keywords only and should accept `**others`, since keywords may be
     added: `client` (a sync client of the calling thread or worker), `batch_index`, `partition_id`, `task_name`,
     `data_fields`, `batch_size`, `micro_batch_size`, `dp_rank`, `dp_size`, `sampler`, `sampler_config`, `where`,
-    `order_by`, `drop_last`, `batch_unit`, `finite`, `max_wait`, `timeout`, `incarnation`, `epoch` (the last two None
+    `order_by`, `drop_last`, `batch_unit`, `finite`, `max_wait`, `timeout`, `incarnation`, `epoch` (b"" and None
     until the first batch has come).
 
     Returns:
@@ -147,7 +147,7 @@ class BatchFetcher:
             data, meta = self._source.fetch_batch_fn(
                 client=self._client,
                 batch_index=batch_index,
-                incarnation=self._life.incarnation if self._life else None,
+                incarnation=self._life.incarnation if self._life else b"",
                 epoch=self._life.epoch if self._life else None,
                 **self._source.request.keywords(),
             )

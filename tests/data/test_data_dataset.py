@@ -238,7 +238,7 @@ def test_a_custom_fetch_function_is_called_with_keywords(service: FakeService, l
     assert {name: calls[0][name] for name in expected} == expected
     assert [call["batch_index"] for call in calls] == [0, 0, 1, 2]
     assert calls[2]["incarnation"] == b"life 0"
-    assert calls[0]["incarnation"] is None
+    assert (calls[0]["incarnation"], calls[0]["epoch"]) == (b"", None)
 
 
 def test_a_fetch_function_that_swallows_an_empty_batch_is_told(service: FakeService) -> None:
