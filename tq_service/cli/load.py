@@ -127,6 +127,8 @@ async def measure_bulk(client: AsyncClient, seconds: float, size_bytes: int) -> 
     column = np.random.default_rng(0).random((rows, _ROW_BYTES // 4), dtype=np.float32)
     puts: list[float] = []
     gets: list[float] = []
+    async with _partition(client) as partition_id:  # the first get imports torch, where it is installed
+        await client.get_data(await client.put({"column": column[:1]}, partition_id=partition_id))
     until = time.perf_counter() + seconds
     while not gets or time.perf_counter() < until:
         async with _partition(client) as partition_id:
