@@ -163,9 +163,7 @@ def merge_answers(
 
 def _merge(pieces: Sequence[tuple[Indexes, Received]], declared: FieldSpec | None) -> Received:
     shapes = [column for _, (column, _) in pieces]
-    if any(column.spec.layout is Layout.JAGGED for column in shapes) or _is_jagged(declared):
-        shapes = [as_jagged(column) for column in shapes]
-    known = [declared] if declared is not None and _is_jagged(declared) and declared.row_shape else []
+    known = [declared] if declared is not None and declared.row_shape and declared.layout is Layout.JAGGED else []
     spec = merge_specs([*(column.spec for column in shapes), *known])
     shapes = [_widen(column, spec) for column in shapes]
     if len(pieces) == 1:
@@ -173,26 +171,10 @@ def _merge(pieces: Sequence[tuple[Indexes, Received]], declared: FieldSpec | Non
     return _gather([(positions, shape, buffer) for (positions, (_, buffer)), shape in zip(pieces, shapes, strict=True)])
 
 
-def _is_jagged(spec: FieldSpec | None) -> bool:
-    return spec is not None and spec.layout is Layout.JAGGED
-
-
-def as_jagged(column: ColumnShape) -> ColumnShape:
-    """Return a dense column as a jagged one, ragged in its first dimension; a jagged one as it is."""
-    shape = column.spec.row_shape
-    if column.spec.layout is not Layout.DENSE or not shape:
-        return column
-    return replace(
-        column,
-        spec=replace(column.spec, layout=Layout.JAGGED, row_shape=(-1, *shape[1:])),
-        extents=np.full((column.row_count, 1), shape[0], np.int64),
-    )
-
-
 def _widen(column: ColumnShape, spec: FieldSpec) -> ColumnShape:
     if column.spec == spec:
         return column
-    return replace(column, spec=spec, extents=widen_extents(column.extents, column.spec, spec))
+    return replace(column, spec=spec, extents=widen_extents(column.extents, column.spec, spec, column.row_count))
 
 
 def _gather(pieces: Sequence[tuple[Indexes, ColumnShape, Bytes]]) -> Received:

@@ -227,14 +227,16 @@ class _Resolver:
             if row_bytes is not None:
                 starts[some] = column.values_at + positions * row_bytes
                 sizes[some] = counts * row_bytes
-                continue
-            offsets = column.offsets(region)
-            firsts = offsets[positions]
-            starts[some] = column.values_at + firsts
-            sizes[some] = offsets[positions + counts] - firsts
-            if extents is not None:
+                found = None
+            else:
+                offsets = column.offsets(region)
+                firsts = offsets[positions]
+                starts[some] = column.values_at + firsts
+                sizes[some] = offsets[positions + counts] - firsts
                 found = _extents_of(column.extents(region), positions, counts)
-                self._place(extents, some, counts, widen_extents(found, column.spec, merged))
+            found = widen_extents(found, column.spec, merged, int(counts.sum()))
+            if extents is not None and found is not None:
+                self._place(extents, some, counts, found)
         shape = ColumnShape(spec=merged, row_count=self._row_count, extents=extents, value_bytes=int(sizes.sum()))
         return _Spans(shape, self._fields.put_indexes, starts, sizes)
 

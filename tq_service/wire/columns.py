@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -210,6 +210,8 @@ def decode_headers(messages: Iterable[metadata_pb2.ColumnHeader], row_count: int
 def merge_specs(specs: Sequence[FieldSpec]) -> FieldSpec:
     """Return the spec that covers rows of several puts of one field: jagged sizes that differ become ragged.
 
+    Dense rows beside jagged ones are jagged: they were put into a field that is declared so.
+
     Raises:
         FieldMismatchError: dtype, layout or number of dimensions differ, or the row shape of a dense field does.
     """
@@ -222,22 +224,32 @@ def merge_specs(specs: Sequence[FieldSpec]) -> FieldSpec:
 
 def _merge_two(one: FieldSpec, other: FieldSpec) -> FieldSpec:
     left, right = one.row_shape or (), other.row_shape or ()
-    alike = one.dtype == other.dtype and one.layout is other.layout and len(left) == len(right)
-    if not alike or (one.layout is not Layout.JAGGED and left != right):
+    is_jagged = Layout.JAGGED in (one.layout, other.layout)
+    is_one_layout = one.layout is other.layout or (is_jagged and Layout.OBJECT not in (one.layout, other.layout))
+    alike = one.dtype == other.dtype and is_one_layout and len(left) == len(right)
+    if not alike or (not is_jagged and left != right):
         raise FieldMismatchError(
             f"field {one.name!r} is {one.describe()} in one put and {other.describe()} in another; put one kind only",
             field=one.name,
         )
     shape = tuple(size if size == twin else -1 for size, twin in zip(left, right, strict=True))
-    return FieldSpec(one.name, dtype=one.dtype, layout=one.layout, row_shape=shape)
+    return FieldSpec(one.name, dtype=one.dtype, layout=Layout.JAGGED if is_jagged else one.layout, row_shape=shape)
 
 
-def widen_extents(extents: Any, spec: FieldSpec, merged: FieldSpec) -> Any:
-    """Return extents `(n, ragged dims of spec)` as those of a merged spec, `(n, ragged dims of merged)`."""
-    if spec.ragged_dims == merged.ragged_dims or spec.layout is not Layout.JAGGED:
+def widen_extents(extents: Extents | None, spec: FieldSpec, merged: FieldSpec, row_count: int) -> Extents | None:
+    """Return the extents of rows put as `spec`, None where it is dense, as those of a merged spec.
+
+    Args:
+        extents: `(row_count, ragged dims of spec)`, or None.
+        spec: how the rows were put.
+        merged: covers `spec`.
+        row_count: number of rows.
+    """
+    if spec.ragged_dims == merged.ragged_dims or merged.layout is not Layout.JAGGED:
         return extents
     own = {dim: position for position, dim in enumerate(spec.ragged_dims)}
-    widened = np.empty((len(extents), len(merged.ragged_dims)), np.int64)
+    widened = np.empty((row_count, len(merged.ragged_dims)), np.int64)
     for position, dim in enumerate(merged.ragged_dims):
-        widened[:, position] = extents[:, own[dim]] if dim in own else (spec.row_shape or ())[dim]
+        own_extents = extents[:, own[dim]] if extents is not None and dim in own else None
+        widened[:, position] = (spec.row_shape or ())[dim] if own_extents is None else own_extents
     return widened

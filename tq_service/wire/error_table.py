@@ -115,7 +115,7 @@ def to_status(error: errors.TqError) -> Status:
 
 
 def status_from_trailers(trailers: Iterable[Any] | None) -> Status | None:
-    """Return the `google.rpc.Status` in the trailing metadata of a call (pairs of key and value), or None where there is none to be read."""
+    """Return the `google.rpc.Status` in the trailing metadata of a call, None where there is none to be read."""
     for key, value in trailers or ():
         if key == STATUS_TRAILER and isinstance(value, bytes):
             try:
