@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,3 +46,11 @@ def trace_file(tmp_path: Path) -> Path:
     rows = [f"2023-11-16 18:15:{i // 4:02d}.6805900,{50 + 37 * i % 400},{1 + 13 * i % 90}" for i in range(40)]
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(rows) + "\n", encoding="utf-8")
     return path
+
+
+@pytest.fixture
+def unused_address() -> str:
+    """An address of this host where nothing listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"

@@ -27,6 +27,7 @@ from tq_service.errors import TqError
 
 READ_SECONDS = 0.5
 FINISH_SECONDS = 10.0
+CONNECT_SECONDS = 5.0
 INTERRUPTED_EXIT_CODE = 130
 TRAINING_ROLES = ("rollout_worker", "trainer")
 REPLAY_ROLES = ("replay_worker", "replay_trainer")
@@ -35,7 +36,7 @@ NEEDED_MODULES = {"torch": "data", "tensordict": "data", "matplotlib": "demo"}  
 
 def run_demo(
     *,
-    steps: Annotated[int, typer.Option(help="Optimizer steps of the training run.")] = 240,
+    steps: Annotated[int, typer.Option(help="Optimizer steps of the training run.")] = 300,
     seconds: Annotated[float, typer.Option(help="End the training after so many seconds, whatever the step.")] = 75.0,
     output: Annotated[Path, typer.Option(help="Folder for the curves, the history and the logs.")] = Path(
         "demo-output"
@@ -160,9 +161,8 @@ def _check_modules() -> None:
 
 def _clear_partitions(client: tq.Client) -> None:
     """Clear what an earlier run left in a service that is not the demo's own."""
-    for partition in client.list_partitions():
-        if partition.partition_id.startswith(PARTITION_PREFIX):
-            client.clear_partition(partition.partition_id)
+    for partition in client.list_partitions(PARTITION_PREFIX, timeout=CONNECT_SECONDS):
+        client.clear_partition(partition.partition_id)
 
 
 @contextmanager

@@ -32,7 +32,12 @@ class ReportReader:
     def read(self, max_wait: float) -> list[Report]:
         """Wait up to `max_wait` seconds for reports, return those that came and clear them."""
         meta = self._client.get_meta(
-            partition_id=REPORTS_PARTITION, task_name=TASK, data_fields=[FIELD], batch_size=256, max_wait=max_wait
+            partition_id=REPORTS_PARTITION,
+            task_name=TASK,
+            data_fields=[FIELD],
+            batch_size=256,
+            min_batch_size=1,
+            max_wait=max_wait,
         )
         if meta.status != "batch":
             return []

@@ -39,7 +39,7 @@ class DemoSettings:
 
     address: str
     output: str
-    steps: int = 240
+    steps: int = 300
     seconds: float = 75.0
     seed: int = 0
     prompts_per_step: int = 24

@@ -79,6 +79,7 @@ class WeightSubscriber:
             task_name=self._task,
             data_fields=[FIELD],
             batch_size=DRAIN_COUNT,
+            min_batch_size=1,
             max_wait=max_wait,
         )
         if meta.status != "batch":
