@@ -37,7 +37,6 @@ def lost_samples(metadata: BatchMeta, positions: Indexes, error: DataLossError) 
     keys = [key for key in part.keys if key]
     facts = {"global_indexes": ",".join(map(str, part.global_indexes))} | ({"keys": ",".join(keys)} if keys else {})
     return DataLossError(
-        f"samples {', '.join(names)}{more} of partition {metadata.partition_id!r} are lost: {error.message}; put them "
-        "again, or clear them",
+        f"samples {', '.join(names)}{more} of partition {metadata.partition_id!r} are lost: {error.message}",
         metadata={**error.metadata, **facts},
     )

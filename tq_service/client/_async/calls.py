@@ -9,6 +9,7 @@ import grpc
 
 from tq_service.client._async.channels import AsyncChannels, AsyncEndpoint
 from tq_service.client.concurrency import async_sleep
+from tq_service.client.heap import keep_frame_buffers
 from tq_service.client.reads import AnswerReader, Received
 from tq_service.client.retry import Backoff, Deadline, error_of
 from tq_service.errors import TqError
@@ -72,6 +73,7 @@ class AsyncCalls:
         return await self.retried(lambda: self._get_once(request, row_count, deadline, address), deadline)
 
     async def _get_once(self, request: GetRequest, row_count: int, deadline: Deadline, address: str) -> list[Received]:
+        keep_frame_buffers()
         endpoint = self.channels.endpoint(address)
         reader = AnswerReader(row_count)
         stream: Any = endpoint.get(request, timeout=deadline.remaining())

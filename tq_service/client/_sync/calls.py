@@ -10,6 +10,7 @@ import grpc
 
 from tq_service.client._sync.channels import Channels, Endpoint
 from tq_service.client.concurrency import sleep
+from tq_service.client.heap import keep_frame_buffers
 from tq_service.client.reads import AnswerReader, Received
 from tq_service.client.retry import Backoff, Deadline, error_of
 from tq_service.errors import TqError
@@ -71,6 +72,7 @@ class Calls:
         return self.retried(lambda: self._get_once(request, row_count, deadline, address), deadline)
 
     def _get_once(self, request: GetRequest, row_count: int, deadline: Deadline, address: str) -> list[Received]:
+        keep_frame_buffers()
         endpoint = self.channels.endpoint(address)
         reader = AnswerReader(row_count)
         stream: Any = endpoint.get(request, timeout=deadline.remaining())

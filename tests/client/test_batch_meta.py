@@ -1,0 +1,179 @@
+"""BatchMeta: selecting, cutting and joining keep every sample together with all that is known about it."""
+
+import pickle
+from dataclasses import FrozenInstanceError
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tq_service.client.batch_meta import BatchMeta
+from tq_service.errors import InvalidArgumentError
+from tq_service.v1 import metadata_pb2 as pb
+from tq_service.wire.metadata import encode_meta_columns, rows_to_meta_columns
+
+
+def make(size=6, first=10, keyed=True, micro_batch=2, **changes):
+    rows = [{"total_lengths": first + i, **({"tag": f"t{i}"} if i % 2 else {})} for i in range(size)]
+    message = pb.BatchMeta(
+        status=pb.BATCH_STATUS_BATCH,
+        partition_id="train@0",
+        incarnation=b"i" * 16,
+        global_indexes=range(first, first + size),
+        keys=[f"k{first + i}" for i in range(size)] if keyed else [],
+        groups=[f"g{i // 2}" if i < 4 else "" for i in range(size)],
+        custom_meta=encode_meta_columns(rows_to_meta_columns(rows)),
+        fields=[
+            pb.FieldSpec(name="a", dtype="int64", layout=pb.LAYOUT_DENSE, row_shape_known=True),
+            pb.FieldSpec(name="b", dtype="float32", layout=pb.LAYOUT_JAGGED, row_shape=[-1], row_shape_known=True),
+        ],
+        locations=pb.Locations(
+            storages=[pb.StorageEndpoint(storage_id="s", boot_id=b"b" * 16)],
+            puts=[pb.StoredPut(put_id=b"p" * 16), pb.StoredPut(put_id=b"q" * 16)],
+            runs=[
+                pb.CellRuns(field_names=["a"], put_indexes=[0], first_rows=[first], row_counts=[size]),
+                pb.CellRuns(field_names=["b"], put_indexes=[1], first_rows=[0], row_counts=[size]),
+            ],
+        ),
+        steps=[
+            pb.Step(
+                packs=[
+                    pb.Pack(rows=range(start, min(start + micro_batch, size)), padding_tokens=3)
+                    for start in range(0, size, micro_batch)
+                ]
+            )
+        ],
+    )
+    for name, value in changes.items():
+        setattr(message, name, value)
+    return BatchMeta.from_proto(message)
+
+
+def facts(meta):
+    """Everything known of each sample, by its index."""
+    cells = {}
+    for runs in meta.locations.runs:
+        puts, rows = runs.expand()
+        for name in runs.field_names:
+            cells[name] = [
+                (meta.locations.puts[put], row) for put, row in zip(puts.tolist(), rows.tolist(), strict=True)
+            ]
+    return {
+        index: (meta.keys[at], meta.groups[at], meta.custom_meta[at], *(cells[name][at] for name in sorted(cells)))
+        for at, index in enumerate(meta.global_indexes)
+    }
+
+
+def test_what_a_message_says():
+    meta = make()
+    assert (meta.status, meta.size, len(meta), meta.partition_id) == ("batch", 6, 6, "train@0")
+    assert meta.global_indexes == [10, 11, 12, 13, 14, 15]
+    assert meta.keys[0] == "k10"
+    assert meta.groups == ["g0", "g0", "g1", "g1", None, None]
+    assert meta.custom_meta[:2] == [{"total_lengths": 10}, {"total_lengths": 11, "tag": "t1"}]
+    assert meta.data_fields == ["a", "b"]
+    assert meta.micro_batches == [[0, 1], [2, 3], [4, 5]]
+    assert make(keyed=False).keys == [None] * 6
+
+
+@given(st.permutations(range(6)), st.integers(0, 6))
+def test_selection_takes_all_facts_along(order, count):
+    meta = make()
+    chosen = meta.select_samples(order[:count])
+    assert chosen.global_indexes == [10 + at for at in order[:count]]
+    known = facts(meta)
+    assert facts(chosen) == {index: known[index] for index in chosen.global_indexes}
+    packed = [chosen.global_indexes[at] for pack in chosen.micro_batches for at in pack]
+    assert sorted(packed) == sorted(chosen.global_indexes)
+    for step in chosen.steps:
+        for pack in step.packs:
+            assert pack.positions
+            assert pack.padding_tokens == (3 if len(pack.positions) == 2 else 0)
+
+
+@given(st.integers(0, 9), st.integers(1, 12))
+def test_chunks_join_to_the_whole(size, count):
+    meta = make(size=size)
+    parts = meta.chunk(count)
+    sizes = [part.size for part in parts]
+    assert len(parts) == count
+    assert max(sizes) - min(sizes) <= 1
+    whole = BatchMeta.concat(parts)
+    assert whole.global_indexes == meta.global_indexes
+    assert whole.custom_meta == meta.custom_meta
+    assert whole.groups == meta.groups
+    if size:
+        assert facts(whole) == facts(meta)
+    assert sorted(at for pack in whole.micro_batches for at in pack) == list(range(size))
+
+
+def test_selecting_everything_changes_nothing():
+    meta = make()
+    assert meta.select_samples(range(6)) == meta
+    assert meta.select_samples(np.arange(6)) == meta
+
+
+def test_packs_without_samples_stay_so_that_ranks_agree():
+    empty = BatchMeta.from_proto(pb.BatchMeta(steps=[pb.Step(packs=[pb.Pack(), pb.Pack()])]))
+    assert empty.status == "batch"
+    assert empty.micro_batches == [[], []]
+    assert empty.select_samples([]) == empty
+
+
+def test_joining_different_batches():
+    joined = BatchMeta.concat([make(size=2), make(size=3, first=50, keyed=False)])
+    assert joined.keys == ["k10", "k11", None, None, None]
+    assert joined.global_indexes == [10, 11, 50, 51, 52]
+    assert joined.micro_batches == [[0, 1], [2, 3], [4]]
+    assert facts(joined)[50][3:] == facts(make(size=3, first=50))[50][3:]
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ([], "at least one"),
+        ([make(), make(partition_id="other", first=50)], "differ in partition_id"),
+        ([make(), make(epoch=2, first=50)], "differ in epoch"),
+        ([make(), make()], "in two of the batches"),
+        ([make(status=pb.BATCH_STATUS_END)], "status 'end'"),
+        ([make(), make(first=50).select_fields(["a"])], "differ in fields"),
+    ],
+)
+def test_batches_that_cannot_be_joined(parts, words):
+    with pytest.raises(InvalidArgumentError, match=words):
+        BatchMeta.concat(parts)
+
+
+@pytest.mark.parametrize("positions", [[6], [-1], [0, 0], [0.5], [[0]], ["a"]])
+def test_positions_are_checked(positions):
+    with pytest.raises(InvalidArgumentError, match="position"):
+        make().select_samples(positions)
+
+
+def test_select_fields():
+    meta = make().select_fields(["b"])
+    assert meta.data_fields == ["b"]
+    assert meta.locations.field_names == {"b"}
+    with pytest.raises(InvalidArgumentError, match=r"no field 'c'.*'a', 'b'"):
+        make().select_fields(["c"])
+
+
+def test_equality_is_about_the_samples_not_where_they_are():
+    meta = make()
+    elsewhere = pickle.loads(pickle.dumps(meta.select_samples(range(6))))
+    assert meta == elsewhere
+    assert hash(meta) == hash(elsewhere)
+    for other in (make(size=5), make(epoch=1), make(keyed=False), make(first=11), make().select_fields(["a"])):
+        assert meta != other
+    assert meta != "meta"
+
+
+def test_it_is_pickled_whole_and_immutable():
+    meta = make()
+    back = pickle.loads(pickle.dumps(meta))
+    assert facts(back) == facts(meta)
+    with pytest.raises(FrozenInstanceError):
+        meta.epoch = 3
+    with pytest.raises(ValueError, match="read-only"):
+        meta.indexes[0] = 3

@@ -1,0 +1,300 @@
+"""Servers that are down, slow, draining or empty: retries under one id, deadlines, released claims, lost bytes."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from client_support import make_client
+from fake_server import FakeController, FakeStorage, Script, serving
+
+import tq_service as tq
+from tq_service.client.retry import Backoff, Deadline
+from tq_service.v1 import controller_service_pb2 as pb
+from tq_service.v1 import metadata_pb2
+from tq_service.v1 import storage_service_pb2 as storage_pb
+
+DRAINING = tq.UnavailableError("the server is draining")
+BATCH = pb.GetMetaResponse(meta=metadata_pb2.BatchMeta(status=metadata_pb2.BATCH_STATUS_BATCH, global_indexes=[4]))
+NOT_YET = pb.GetMetaResponse(meta=metadata_pb2.BatchMeta(status=metadata_pb2.BATCH_STATUS_NOT_YET))
+QUEUE = {"partition_id": "p", "task_name": "t", "data_fields": ["x"], "batch_size": 1}
+
+
+def endpoint(name, address="", boot=b"b" * 16):
+    return metadata_pb2.StorageEndpoint(storage_id=name, boot_id=boot, address=address)
+
+
+def answer_of(values, name="x"):
+    values = np.asarray(values, np.int64)
+    spec = metadata_pb2.FieldSpec(name=name, dtype="int64", layout=metadata_pb2.LAYOUT_DENSE, row_shape_known=True)
+    header = metadata_pb2.ColumnHeader(spec=spec, value_bytes=values.nbytes)
+    return [
+        storage_pb.GetResponse(header=storage_pb.GetHeader(row_count=values.size, columns=[header])),
+        storage_pb.GetResponse(frame=values.tobytes()),
+    ]
+
+
+def located(storages, owners):
+    """A batch of which sample i is in storage `owners[i]`, each storage holding one put with its samples in order."""
+    owners = np.asarray(owners)
+    rows = [int(np.count_nonzero(owners[:at] == owner)) for at, owner in enumerate(owners)]
+    return metadata_pb2.BatchMeta(
+        status=metadata_pb2.BATCH_STATUS_BATCH,
+        partition_id="p",
+        incarnation=b"i" * 16,
+        global_indexes=range(10, 10 + len(owners)),
+        keys=[f"k{at}" for at in range(len(owners))],
+        fields=[metadata_pb2.FieldSpec(name="x", dtype="int64", layout=metadata_pb2.LAYOUT_DENSE)],
+        locations=metadata_pb2.Locations(
+            storages=storages,
+            puts=[metadata_pb2.StoredPut(put_id=bytes([at]) * 16, storage_index=at) for at in range(len(storages))],
+            runs=[
+                metadata_pb2.CellRuns(
+                    field_names=["x"], put_indexes=owners.tolist(), first_rows=rows, row_counts=[1] * len(owners)
+                )
+            ],
+        ),
+    )
+
+
+async def test_a_call_is_tried_again_under_one_request_id(kind):
+    script = Script(DRAINING, DRAINING, pb.SealPartitionResponse(inserted_count=3))
+    async with serving(FakeController(SealPartition=script)) as address:
+        client = make_client(kind, address, timeout=20)
+        assert await client.seal_partition("p") == 3
+        await client.aclose()
+    assert len(script.requests) == 3
+    assert len({request.request_id for request in script.requests}) == 1
+
+
+async def test_a_service_that_starts_after_its_client_is_found(kind):
+    async with serving() as address:
+        pass
+    client = make_client(kind, address, timeout=30)
+    call = asyncio.ensure_future(client.list_partitions())
+    done, _ = await asyncio.wait([call], timeout=0.2)
+    assert not done
+    port = int(address.rpartition(":")[2])
+    async with serving(FakeController(ListPartitions=Script(pb.ListPartitionsResponse())), port=port):
+        assert await call == []
+        await client.aclose()
+
+
+async def test_a_service_that_stays_down_is_an_error_at_the_deadline(kind):
+    client = make_client(kind, "127.0.0.1:1", timeout=0.3)
+    with pytest.raises(tq.UnavailableError, match=r"127\.0\.0\.1:1.*timeout of 0\.3 s") as raised:
+        await client.list_partitions()
+    assert isinstance(raised.value, ConnectionError)
+    with pytest.raises(tq.UnavailableError):
+        await client.health()
+    await client.aclose()
+
+
+async def test_a_hung_service_is_an_error_at_the_deadline(kind):
+    async with serving(FakeController(ListPartitions=Script(asyncio.Event()))) as address:
+        client = make_client(kind, address)
+        with pytest.raises(tq.DeadlineError) as raised:
+            await client.list_partitions(timeout=0.2)
+        assert isinstance(raised.value, TimeoutError)
+        await client.aclose()
+
+
+async def test_another_service_at_the_address_is_named(kind):
+    async with serving() as address:
+        client = make_client(kind, address, timeout=5)
+        with pytest.raises(tq.InternalError, match="versions"):
+            await client.list_partitions()
+        await client.aclose()
+
+
+async def test_long_polls_go_on_under_one_request_id_until_the_wait_is_spent(kind):
+    script = Script(NOT_YET, DRAINING, NOT_YET, BATCH)
+    async with serving(FakeController(GetMeta=script)) as address:
+        client = make_client(kind, address, timeout=20)
+        meta = await client.get_meta(**QUEUE, max_wait=20)
+        assert (meta.status, meta.global_indexes) == ("batch", [4])
+        script.answers = [NOT_YET]
+        assert (await client.get_meta(**QUEUE, max_wait=0.2)).status == "not_yet"
+        await client.aclose()
+    first, rest = script.requests[:4], script.requests[4:]
+    assert len({request.request_id for request in first}) == 1
+    waits = [request.max_wait_seconds for request in first]
+    assert waits == sorted(waits, reverse=True)
+    assert waits[0] <= 20
+    assert len({request.request_id for request in rest}) == 1
+    assert rest[0].request_id != first[0].request_id
+    assert len(rest) < 10
+
+
+async def test_a_cancelled_queue_claim_is_released():
+    asked, released = Script(asyncio.Event(), BATCH), Script(pb.ReleaseClaimResponse())
+    async with serving(FakeController(GetMeta=asked, ReleaseClaim=released)) as address:
+        client = tq.AsyncClient(address, timeout=20)
+        call = asyncio.ensure_future(client.get_meta(**QUEUE))
+        await asyncio.wait_for(asked.entered.wait(), 20)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await client.aclose()
+    assert [request.claim_request_id for request in released.requests] == [asked.requests[0].request_id]
+    assert released.requests[0].task_name == "t"
+
+
+async def test_a_queue_claim_that_ran_out_of_time_is_released(kind):
+    asked, released = Script(asyncio.Event()), Script(pb.ReleaseClaimResponse())
+    async with serving(FakeController(GetMeta=asked, ReleaseClaim=released)) as address:
+        client = make_client(kind, address)
+        with pytest.raises(tq.DeadlineError):
+            await client.get_meta(**QUEUE, max_wait=0.1, timeout=0.1)
+        await client.aclose()
+    assert [request.claim_request_id for request in released.requests] == [asked.requests[0].request_id]
+
+
+async def test_an_interrupted_sync_claim_is_released(monkeypatch):
+    released = Script(pb.ReleaseClaimResponse())
+    async with serving(FakeController(GetMeta=Script(BATCH), ReleaseClaim=released)) as address:
+        client = make_client("sync", address, timeout=20)
+
+        def interrupt(*_arguments):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(client.client, "_poll", interrupt)
+
+        def claim():
+            with pytest.raises(KeyboardInterrupt):
+                client.client.get_meta(**QUEUE)
+
+        await asyncio.to_thread(claim)
+        await client.aclose()
+    assert len(released.requests) == 1
+
+
+async def test_refused_claims_and_ranks_release_nothing(kind):
+    refused = Script(tq.StaleEpochError("epoch 1, expected 2"), DRAINING)
+    released = Script(pb.ReleaseClaimResponse())
+    async with serving(FakeController(GetMeta=refused, ReleaseClaim=released)) as address:
+        client = make_client(kind, address, timeout=0.2)
+        with pytest.raises(tq.StaleEpochError):
+            await client.get_meta(**QUEUE)
+        with pytest.raises(tq.UnavailableError):
+            await client.get_meta(**QUEUE, dp_rank=0, dp_size=1, batch_index=0, max_wait=0)
+        await client.aclose()
+    assert released.requests == []
+
+
+async def test_an_interrupted_put_is_sent_whole_again_under_its_ids(kind):
+    data = torch.arange(1 << 19)
+    commit = pb.CommitResponse(meta=metadata_pb2.BatchMeta(partition_id="p", global_indexes=[0]))
+    storage = FakeStorage([DRAINING], storage_pb.PutResponse(commit=commit))
+    controller = FakeController(PlacePut=Script(pb.PlacePutResponse(embedded=True)))
+    async with serving(controller, storage) as address:
+        client = make_client(kind, address, timeout=20)
+        meta = await client.put({"x": data.reshape(1, -1)}, partition_id="p", keys=["k"])
+        await client.aclose()
+    assert meta.keys == ["k"]
+    assert storage.put_sizes == [data.nbytes]
+    first, second = storage.put_headers
+    assert first.put_id == second.put_id
+    assert first.commit.request_id == second.commit.request_id
+    assert first.size_bytes == data.nbytes
+
+
+async def test_small_puts_into_the_controllers_own_storage_take_one_call(kind):
+    place = Script(pb.PlacePutResponse(embedded=True))
+    storage = FakeStorage(put_answer=storage_pb.PutResponse(commit=pb.CommitResponse()))
+    async with serving(FakeController(PlacePut=place), storage) as address:
+        client = make_client(kind, address, timeout=20)
+        for _ in range(3):
+            await client.put({"x": torch.zeros(4)}, partition_id="p")
+        await client.aclose()
+    assert len(place.requests) == 1
+    assert len(storage.put_headers) == 3
+
+
+async def test_a_put_into_another_storage_is_committed_after_it(kind):
+    remote = FakeStorage(put_answer=storage_pb.PutResponse(storage=endpoint("two", boot=b"2" * 16)))
+    async with serving(storage=remote) as remote_address:
+        place = Script(pb.PlacePutResponse(storage=endpoint("two", remote_address)))
+        commit = Script(pb.CommitResponse(), tq.PutNotFoundError("the put has expired"))
+        async with serving(FakeController(PlacePut=place, Commit=commit)) as address:
+            client = make_client(kind, address, timeout=20)
+            await client.put({"x": torch.zeros(4)}, partition_id="p")
+            with pytest.raises(tq.PutNotFoundError, match="expired"):
+                await client.put({"x": torch.zeros(4)}, partition_id="p")
+            await client.aclose()
+    request = commit.requests[0]
+    assert request.placement.storage.boot_id == b"2" * 16
+    assert request.placement.put_id == remote.put_headers[0].put_id
+    assert request.columns[0].spec.name == "x"
+    assert not remote.put_headers[0].HasField("commit")
+    assert request.write.row_count == 4
+
+
+async def test_a_batch_in_two_storages_comes_back_in_order(kind):
+    one, two = FakeStorage(get_answers=[answer_of([0, 3])]), FakeStorage(get_answers=[answer_of([1, 2, 4])])
+    async with serving(storage=two) as other:
+        meta = located([endpoint("one"), endpoint("two", other)], [0, 1, 1, 0, 1])
+        controller = FakeController(Locate=Script(pb.LocateResponse(meta=meta)))
+        async with serving(controller, one) as address:
+            client = make_client(kind, address, timeout=20)
+            batch = await client.get_data(partition_id="p", global_indexes=range(10, 15), data_fields=["x"])
+            await client.aclose()
+    assert batch["x"].tolist() == [0, 1, 2, 3, 4]
+    assert list(one.get_requests[0].put_ids) == [b"\0" * 16]
+    assert list(two.get_requests[0].runs[0].row_counts) == [3]
+
+
+async def test_cells_that_moved_are_located_again_once(kind):
+    storage = FakeStorage(get_answers=[tq.PutNotFoundError("compacted away"), answer_of([7])])
+    locate = Script(pb.LocateResponse(meta=located([endpoint("one")], [0])))
+    async with serving(FakeController(Locate=locate), storage) as address:
+        client = make_client(kind, address, timeout=20)
+        assert (await client.get_data(partition_id="p", keys=["k"], data_fields=["x"]))["x"].tolist() == [7]
+        storage.get_answers = [tq.PutNotFoundError("gone for good")]
+        with pytest.raises(tq.PutNotFoundError, match="for good"):
+            await client.get_data(partition_id="p", keys=["k"], data_fields=["x"])
+        await client.aclose()
+    assert len(locate.requests) == 4
+
+
+async def test_lost_bytes_name_the_samples_that_were_there(kind):
+    one = FakeStorage(get_answers=[answer_of([0, 3])])
+    two = FakeStorage(get_answers=[tq.DataLossError("storage two came back empty")])
+    async with serving(storage=two) as other:
+        meta = located([endpoint("one"), endpoint("two", other)], [0, 1, 1, 0])
+        async with serving(FakeController(Locate=Script(pb.LocateResponse(meta=meta))), one) as address:
+            client = make_client(kind, address, timeout=20)
+            with pytest.raises(tq.DataLossError, match=r"11 \(k1\), 12 \(k2\) of partition 'p'") as raised:
+                await client.get_data(partition_id="p", global_indexes=range(10, 14), data_fields=["x"])
+            await client.aclose()
+    assert raised.value.metadata["global_indexes"] == "11,12"
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ([], "no header"),
+        (answer_of([1, 2])[:1], "8 bytes|16 bytes|before"),
+        (answer_of([1, 2])[1:], "no header"),
+        (answer_of([1, 2, 3]), "3 rows, expected 2"),
+        ([*answer_of([1, 2]), storage_pb.GetResponse(frame=b"x")], "more bytes"),
+        ([storage_pb.GetResponse()], "cannot be read"),
+        (answer_of([1, 2], name="y"), "no storage service sent field 'x'"),
+    ],
+)
+async def test_answers_that_do_not_agree_are_errors(kind, parts, words):
+    storage = FakeStorage(get_answers=[parts])
+    locate = Script(pb.LocateResponse(meta=located([endpoint("one")], [0, 0])))
+    async with serving(FakeController(Locate=locate), storage) as address:
+        client = make_client(kind, address, timeout=20)
+        with pytest.raises(tq.InternalError, match=words):
+            await client.get_data(partition_id="p", keys=["a", "b"], data_fields=["x"])
+        await client.aclose()
+
+
+def test_pauses_double_to_a_bound_and_only_for_unavailable():
+    backoff = Backoff(Deadline.after(3600), draw=lambda: 1.0)
+    assert [round(backoff.after(DRAINING), 3) for _ in range(8)] == [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0]
+    assert Backoff(Deadline.after(3600), draw=lambda: 0.0).pause() == 0.025
+    with pytest.raises(tq.KeyNotFoundError):
+        backoff.after(tq.KeyNotFoundError("no"))

@@ -1,0 +1,82 @@
+"""Clients in forked processes, in programs of their own so that the tests' own threads play no part."""
+
+import asyncio
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+import tq_service as tq
+
+if sys.platform == "win32":
+    pytest.skip("there is no fork", allow_module_level=True)
+
+SYNC_PROGRAM = """
+    import os, sys
+    import tq_service as tq
+
+    client = tq.Client(sys.argv[1], timeout=20)
+    client.create_partition("parent")
+    child = os.fork()
+    if child == 0:
+        client.create_partition("child")
+        client.close()
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    print([partition.partition_id for partition in client.list_partitions()])
+    client.close()
+"""
+
+ASYNC_PROGRAM = """
+    import asyncio, os, sys
+    import tq_service as tq
+
+    async def use(client):
+        return await client.list_partitions()
+
+    def in_child(client):
+        for candidate in (client, tq.AsyncClient(sys.argv[1], timeout=20)):
+            try:
+                asyncio.run(use(candidate))
+            except tq.ForkedClientError as error:
+                assert "spawn" in str(error)
+            else:
+                os._exit(1)
+        with tq.Client(sys.argv[1], timeout=20) as sync:
+            sync.create_partition("child")
+        os._exit(0)
+
+    client = tq.AsyncClient(sys.argv[1], timeout=20)
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(use(client))
+    child = os.fork()
+    if child == 0:
+        asyncio.set_event_loop(None)
+        in_child(client)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    print([partition.partition_id for partition in loop.run_until_complete(use(client))])
+    loop.run_until_complete(client.aclose())
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "partitions"), [(SYNC_PROGRAM, ["child", "parent"]), (ASYNC_PROGRAM, ["child"])], ids=["sync", "async"]
+)
+async def test_clients_after_a_fork(service, program, partitions):
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", textwrap.dedent(program), service, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    output, errors = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 0, errors.decode()
+    assert output.decode().strip() == str(partitions)
+
+
+async def test_an_async_client_belongs_to_its_loop(service):
+    client = tq.AsyncClient(service, timeout=20)
+    await client.list_partitions()
+    with pytest.raises(tq.ForkedClientError, match="another one"):
+        await asyncio.to_thread(asyncio.run, client.list_partitions())
+    await client.aclose()

@@ -1,0 +1,72 @@
+"""The two clients are one: generated, with the same methods; and no call of the service is without a method."""
+
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tq_service as tq
+from tq_service import errors
+from tq_service.v1 import controller_service_pb2, storage_service_pb2
+from tq_service.wire.error_table import ERROR_TABLE
+
+ROOT = Path(__file__).parents[2]
+
+# Between services only.
+INTERNAL_CALLS = {"RegisterStorage", "ConfirmPut", "FreeCells"}
+
+
+def public_methods(kind):
+    return {
+        name: method
+        for name, method in inspect.getmembers(kind, inspect.isfunction)
+        if not name.startswith("_") and name not in ("close", "aclose")
+    }
+
+
+def test_signatures_agree():
+    sync, asynchronous = public_methods(tq.Client), public_methods(tq.AsyncClient)
+    assert sync.keys() == asynchronous.keys()
+    for name, method in sync.items():
+        assert inspect.signature(method) == inspect.signature(asynchronous[name]), name
+        assert not inspect.iscoroutinefunction(method)
+        assert inspect.iscoroutinefunction(asynchronous[name])
+    assert inspect.signature(tq.Client) == inspect.signature(tq.AsyncClient)
+
+
+@pytest.mark.parametrize("kind", [tq.Client, tq.AsyncClient])
+def test_every_method_takes_a_timeout_and_says_what_it_does(kind):
+    for name, method in public_methods(kind).items():
+        assert inspect.signature(method).parameters["timeout"].default is None, name
+        assert method.__doc__, name
+
+
+def test_every_call_of_the_service_has_a_method():
+    services = [
+        controller_service_pb2.DESCRIPTOR.services_by_name["ControllerService"],
+        storage_service_pb2.DESCRIPTOR.services_by_name["StorageService"],
+    ]
+    calls = {method.name for service in services for method in service.methods} - INTERNAL_CALLS
+    source = "".join(path.read_text() for path in (ROOT / "tq_service/client/_sync").glob("*.py"))
+    unary = set(re.findall(r"to\.(?:controller|storage)\.(\w+)", source))
+    streamed = {name.title() for name in re.findall(r"endpoint\.(put|get)\(", source)}
+    assert unary | streamed == calls
+
+
+def test_the_sync_client_is_current():
+    check = subprocess.run(
+        [sys.executable, "scripts/unasync.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert check.returncode == 0, check.stdout + check.stderr
+
+
+def test_the_package_exports_every_error():
+    for kind in ERROR_TABLE:
+        assert getattr(tq, kind.__name__) is getattr(errors, kind.__name__)
+        assert kind.__name__ in tq.__all__
+    assert {"Client", "AsyncClient", "BatchMeta"} <= set(dir(tq))
+    with pytest.raises(AttributeError, match="Klient"):
+        _ = tq.Klient
