@@ -84,13 +84,12 @@ class StorageServicer:
                 f"{sum(column.value_bytes for column in columns)} bytes; declare what is sent",
                 field="size_bytes",
             )
-        remaining = context.time_remaining()
         pending = await self._engine.reserve(
             header.put_id,
             columns,
             header.row_count,
             for_existing_rows=header.for_existing_rows,
-            deadline=None if remaining is None else time.monotonic() + remaining,
+            deadline=_wait_until(context),
         )
         try:
             if not pending.already_complete:
@@ -100,6 +99,7 @@ class StorageServicer:
             return self._done(header)
         except BaseException:
             pending.abort()
+            self._engine.discard(header.put_id)
             raise
 
     def _recorded(self, header: pb.PutHeader) -> pb.PutResponse | None:
@@ -119,8 +119,9 @@ class StorageServicer:
         request = header.commit
         request.columns.extend(header.columns)
         put = Put(self._engine.storage_id, self._engine.boot_id, header.put_id)
+        answer = self._commit(request, put)
         self._engine.confirm(header.put_id)
-        return pb.PutResponse(storage=self._endpoint, commit=self._commit(request, put))
+        return pb.PutResponse(storage=self._endpoint, commit=answer)
 
     async def Get(self, request: pb.GetRequest, context: Context) -> AsyncIterator[pb.GetHeader | FrameParts]:
         self._check_boot(request.boot_id)
@@ -164,9 +165,15 @@ class StorageServicer:
         if boot_id != self._engine.boot_id:
             raise DataLossError(
                 f"storage service {self._engine.storage_id!r} has restarted since these cells were put, and came back "
-                f"empty; put them again",
+                f"empty; put them again, or clear them",
                 metadata={"storage_id": self._engine.storage_id},
             )
+
+
+def _wait_until(context: Context) -> float | None:
+    """Return until when a put may wait for room, so that its refusal still arrives before the call's deadline."""
+    remaining = context.time_remaining()
+    return None if remaining is None else time.monotonic() + remaining - min(1.0, remaining / 4)
 
 
 async def _read_header(parts: AsyncIterator[Part]) -> pb.PutHeader:

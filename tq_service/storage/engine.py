@@ -149,6 +149,11 @@ class StorageEngine:
             )
         self._expiries.pop(put_id, None)
 
+    def discard(self, put_id: bytes) -> None:
+        """Drop a complete put whose commit was refused; one that is confirmed, or not here, stays as it is."""
+        if put_id in self._expiries:
+            self._drop(put_id)
+
     def expire(self) -> int:
         """Drop puts whose confirmation is overdue, and return pooled memory that was not needed; call it regularly.
 
