@@ -74,7 +74,7 @@ def _by_key(partition: Partition, write: SampleWrite) -> Indexes:
     if write.key_mode == "existing" and bool((known < 0).any()):
         key = keys[int(np.argmax(known < 0))]
         raise KeyNotFoundError(
-            f"partition {partition.partition_id!r} has no key {key!r}; {nearest(key, _some(index_of))}; use "
+            f"partition {partition.partition_id!r} has no key {key!r}; {nearest(key, some(index_of))}; use "
             f"key_mode='upsert' to add it"
         )
     positions = partition.table.find(known)
@@ -82,6 +82,6 @@ def _by_key(partition: Partition, write: SampleWrite) -> Indexes:
     return positions
 
 
-def _some(keys: dict[str, int]) -> list[str]:
+def some(keys: dict[str, int]) -> list[str]:
     """Return a bounded number of keys: a message must not cost what a partition costs."""
     return [key for key, _ in zip(keys, range(1000), strict=False)]

@@ -12,6 +12,7 @@ from tq_service.domain.cells import FreedCells, Put
 from tq_service.domain.partition import Partition, SampleWrite
 from tq_service.domain.plan import Indexes, RankPlan
 from tq_service.domain.requests import RequestLog
+from tq_service.domain.resolve import some
 from tq_service.errors import (
     CellNotFoundError,
     DeadlineError,
@@ -292,7 +293,8 @@ def _rows_to_locate(partition: Partition, request: pb.LocateRequest) -> Indexes:
     for key in request.keys:
         if key not in partition.key_index and not request.skip_missing:
             raise KeyNotFoundError(
-                f"partition {partition.partition_id!r} has no key {key!r}; pass missing='skip' to leave it out"
+                f"partition {partition.partition_id!r} has no key {key!r}; {nearest(key, some(partition.key_index))}; "
+                f"pass missing='skip' to leave it out"
             )
     known = (index for key in request.keys if (index := partition.key_index.get(key)) is not None)
     return np.fromiter(known, np.int64)
