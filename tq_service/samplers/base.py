@@ -20,6 +20,12 @@ class Sampler(ABC):
 
     name: ClassVar[str] = ""
 
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        """Name a sampler by its class where it says no name itself, so that messages can name it."""
+        super().__init_subclass__(**kwargs)
+        if not cls.__dict__.get("name"):
+            cls.name = cls.__name__
+
     @property
     def length(self) -> LengthSource | None:
         """The length that a sample must have to be ready; None: needs none."""
