@@ -1,0 +1,43 @@
+"""Fixtures for tests that talk to a real server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+from live_server import CLIENT_KINDS, AnyClient, ClientKind, LiveServer, LoopThread, StartServer
+
+
+@pytest.fixture(scope="session")
+def loop_thread() -> Iterator[LoopThread]:
+    """The loop of all servers and async clients of this process."""
+    thread = LoopThread()
+    yield thread
+    thread.stop()
+
+
+@pytest.fixture
+def start_server(loop_thread: LoopThread) -> Iterator[StartServer]:
+    """Start servers with settings of their own."""
+    with ExitStack() as stack:
+        yield lambda **flags: stack.enter_context(LiveServer(loop_thread, **flags))
+
+
+@pytest.fixture
+def server(start_server: StartServer) -> LiveServer:
+    """A server with default settings."""
+    return start_server()
+
+
+@pytest.fixture(params=CLIENT_KINDS)
+def client_kind(request: pytest.FixtureRequest) -> ClientKind:
+    """Each test runs with the sync client and with the async one."""
+    kind: ClientKind = request.param
+    return kind
+
+
+@pytest.fixture
+def client(client_kind: ClientKind, server: LiveServer) -> AnyClient:
+    """A client of `server`, of either kind."""
+    return server.client(client_kind)
