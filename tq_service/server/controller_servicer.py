@@ -165,6 +165,8 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
         partition = self._catalog.get(request.partition_id)
         found = [(key, partition.key_index.get(key)) for key in request.keys]
         rows = np.array([index for _, index in found if index is not None], np.int64)
+        if request.all_samples:
+            rows = partition.table.index.data[partition.table.present_positions()]
         fields = list(partition.cells.fields)
         return pb.LookupSamplesResponse(
             meta=to_proto.samples_meta(partition, rows, fields, self._storages.addresses),

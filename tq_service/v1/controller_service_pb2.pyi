@@ -936,8 +936,11 @@ class LookupSamplesRequest(google.protobuf.message.Message):
 
     PARTITION_ID_FIELD_NUMBER: builtins.int
     KEYS_FIELD_NUMBER: builtins.int
+    ALL_SAMPLES_FIELD_NUMBER: builtins.int
     partition_id: builtins.str
     """The partition."""
+    all_samples: builtins.bool
+    """Every sample of the partition instead, held and failed ones too."""
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """The keys."""
@@ -947,8 +950,9 @@ class LookupSamplesRequest(google.protobuf.message.Message):
         *,
         partition_id: builtins.str = ...,
         keys: collections.abc.Iterable[builtins.str] | None = ...,
+        all_samples: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["keys", b"keys", "partition_id", b"partition_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["all_samples", b"all_samples", "keys", b"keys", "partition_id", b"partition_id"]) -> None: ...
 
 global___LookupSamplesRequest = LookupSamplesRequest
 
@@ -962,7 +966,7 @@ class LookupSamplesResponse(google.protobuf.message.Message):
     MISSING_KEYS_FIELD_NUMBER: builtins.int
     @property
     def meta(self) -> tq_service.v1.metadata_pb2.BatchMeta:
-        """The samples of known keys, in the order asked, with keys, groups and custom_meta."""
+        """The samples of known keys in the order asked, or all in the order of insertion; with keys, groups and custom_meta."""
 
     @property
     def missing_keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:

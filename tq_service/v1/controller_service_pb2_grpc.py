@@ -228,7 +228,7 @@ class ControllerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def LookupSamples(self, request, context):
-        """Finds samples by key. Changes nothing, does not block. Errors: NOT_FOUND (partition).
+        """Finds samples by key, or lists them all. Changes nothing, does not block. Errors: NOT_FOUND (partition).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -126,7 +126,7 @@ class ControllerServiceStub:
         tq_service.v1.controller_service_pb2.LookupSamplesRequest,
         tq_service.v1.controller_service_pb2.LookupSamplesResponse,
     ]
-    """Finds samples by key. Changes nothing, does not block. Errors: NOT_FOUND (partition)."""
+    """Finds samples by key, or lists them all. Changes nothing, does not block. Errors: NOT_FOUND (partition)."""
 
     Locate: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.LocateRequest,
@@ -296,7 +296,7 @@ class ControllerServiceAsyncStub:
         tq_service.v1.controller_service_pb2.LookupSamplesRequest,
         tq_service.v1.controller_service_pb2.LookupSamplesResponse,
     ]
-    """Finds samples by key. Changes nothing, does not block. Errors: NOT_FOUND (partition)."""
+    """Finds samples by key, or lists them all. Changes nothing, does not block. Errors: NOT_FOUND (partition)."""
 
     Locate: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.LocateRequest,
@@ -490,7 +490,7 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.LookupSamplesRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.LookupSamplesResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.LookupSamplesResponse]]:
-        """Finds samples by key. Changes nothing, does not block. Errors: NOT_FOUND (partition)."""
+        """Finds samples by key, or lists them all. Changes nothing, does not block. Errors: NOT_FOUND (partition)."""
 
     @abc.abstractmethod
     def Locate(

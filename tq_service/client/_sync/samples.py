@@ -161,14 +161,23 @@ class SampleCalls(Puts):
         self._calls.unary(lambda to: to.controller.SetCustomMeta, request, self._deadline(timeout))
 
     def lookup_samples(
-        self, partition_id: str, keys: Iterable[str], *, timeout: float | None = None
+        self, partition_id: str, keys: Iterable[str] | None = None, *, timeout: float | None = None
     ) -> tuple[BatchMeta, list[str]]:
         """Return the samples of known keys, in the order asked, and the keys that no sample has.
+
+        Args:
+            partition_id: the partition.
+            keys: the keys; None: every sample of the partition, in the order of insertion, held and failed ones too.
+            timeout: seconds until the call fails; None: the client's.
 
         Raises:
             PartitionNotFoundError: there is no such partition.
         """
-        request = pb.LookupSamplesRequest(partition_id=text("partition_id", partition_id), keys=texts("keys", keys))
+        request = pb.LookupSamplesRequest(
+            partition_id=text("partition_id", partition_id),
+            keys=() if keys is None else texts("keys", keys),
+            all_samples=keys is None,
+        )
         answer = self._calls.unary(lambda to: to.controller.LookupSamples, request, self._deadline(timeout))
         return BatchMeta.from_proto(answer.meta), list(answer.missing_keys)
 
