@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tq_service.client.locations import CellLocations, FieldRuns, PutRef, StorageRef
-from tq_service.client.reads import as_jagged, empty_columns, merge_answers, plan_reads
+from tq_service.client.reads import empty_columns, merge_answers, plan_reads
 from tq_service.errors import FieldMismatchError
 from tq_service.schema import FieldSpec, Layout
 from tq_service.wire.columns import ColumnShape
@@ -77,12 +77,23 @@ def test_fields_of_one_storage_and_the_same_samples_take_one_read():
     assert read.storage is STORAGES[0]
 
 
-def test_a_dense_part_of_a_jagged_field_is_jagged():
-    (column,) = encode_columns({"x": torch.zeros(2, 3, 4)})
-    jagged = as_jagged(column)
-    assert jagged.spec == FieldSpec("x", dtype="float32", layout=Layout.JAGGED, row_shape=(-1, 4))
-    assert jagged.extents.tolist() == [[3], [3]]
-    jagged.validate()
+@pytest.mark.parametrize(
+    "declared", [{}, {"x": FieldSpec("x", dtype="float32", layout=Layout.JAGGED, row_shape=(-1,))}]
+)
+def test_a_dense_part_of_a_jagged_field_comes_back_jagged(declared):
+    locations = CellLocations(
+        puts=tuple(PutRef(storage, b"p") for storage in STORAGES[:2]),
+        runs=(FieldRuns.of_rows(("x",), np.array([0, 1, 0]), np.array([0, 0, 1])),),
+    )
+    reads = plan_reads(locations, ["x"])
+    answers = []
+    for rows in (torch.tensor([[1.0, 2.0], [4.0, 5.0]]), [torch.tensor([3.0])]):
+        (column,) = encode_columns({"x": rows})
+        answers.append([(column, column_bytes(column))])
+    ((column, buffer),) = merge_answers(reads, answers, ["x"], declared)
+    assert column.spec.layout is Layout.JAGGED
+    rows = decode_columns([column], [buffer], as_torch=False)["x"]
+    assert [row.tolist() for row in rows] == [[1, 2], [3], [4, 5]]
 
 
 def test_storages_that_hold_different_kinds_of_a_field_are_an_error():
@@ -95,7 +106,7 @@ def test_storages_that_hold_different_kinds_of_a_field_are_an_error():
     for dtype in (torch.int64, torch.float32):
         (column,) = encode_columns({"x": torch.zeros(1, dtype=dtype)})
         answers.append([(column, column_bytes(column))])
-    with pytest.raises(FieldMismatchError, match="int64.*float32"):
+    with pytest.raises(FieldMismatchError, match=r"int64.*float32"):
         merge_answers(reads, answers, ["x"], {})
 
 
