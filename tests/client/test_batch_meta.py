@@ -5,7 +5,7 @@ from dataclasses import FrozenInstanceError
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tq_service.client.batch_meta import BatchMeta
@@ -77,6 +77,7 @@ def test_what_a_message_says():
     assert make(keyed=False).keys == [None] * 6
 
 
+@settings(deadline=None)
 @given(st.permutations(range(6)), st.integers(0, 6))
 def test_selection_takes_all_facts_along(order, count):
     meta = make()
@@ -92,6 +93,7 @@ def test_selection_takes_all_facts_along(order, count):
             assert pack.padding_tokens == (3 if len(pack.positions) == 2 else 0)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 9), st.integers(1, 12))
 def test_chunks_join_to_the_whole(size, count):
     meta = make(size=size)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tq_service.client.locations import CellLocations, FieldRuns, PutRef, StorageRef
@@ -35,6 +35,7 @@ def serve(read, puts):
     return answer
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_rows_come_back_in_order(data):
     size = data.draw(st.integers(1, 12), label="samples")

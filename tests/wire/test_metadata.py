@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tq_service.errors import InvalidArgumentError
@@ -52,6 +52,7 @@ def test_enums_round_trip():
             decode(77)
 
 
+@settings(deadline=None)
 @given(ROWS)
 def test_rows_round_trip(rows):
     messages = [
