@@ -23,7 +23,7 @@ class Sampler(ABC):
     def __init_subclass__(cls, **kwargs: object) -> None:
         """Name a sampler by its class where it says no name itself, so that messages can name it."""
         super().__init_subclass__(**kwargs)
-        if not cls.__dict__.get("name"):
+        if not cls.name:
             cls.name = cls.__name__
 
     @property
