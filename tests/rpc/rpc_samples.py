@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterable
 from typing import Any
 
 import grpc
 import torch
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
-from live_server import AnyClient
+from live_server import AnyClient, LiveServer
 
 import tq_service as tq
 from tq_service.wire.error_table import code_of, status_from_trailers
@@ -92,3 +93,23 @@ def violations_of(call: Any) -> list[str]:
 def has_retry_info(call: Any) -> bool:
     """Whether a call's error says when to try again."""
     return any(detail.Is(RetryInfo.DESCRIPTOR) for detail in status_of(call).details)
+
+
+def call_raw(server: LiveServer, method: str, messages: Iterable[bytes], timeout: float = 20.0) -> bytes:
+    """Send bytes as the messages of a call."""
+    channel = server.channel
+    if method == "/tq_service.v1.StorageService/Put":
+        return channel.stream_unary(method)(iter(messages), timeout=timeout)
+    (message,) = messages
+    if method == "/tq_service.v1.StorageService/Get":
+        return b"".join(channel.unary_stream(method)(message, timeout=timeout))
+    return channel.unary_unary(method)(message, timeout=timeout)
+
+
+def still_works(client: AnyClient) -> None:
+    """Check that put, claim, get and clear work."""
+    meta = client.put({"x": torch.arange(3)}, partition_id="after")
+    got = client.get_meta(partition_id="after", task_name="t", data_fields=["x"], batch_size=3)
+    assert got.global_indexes == meta.global_indexes
+    assert client.get_data(got)["x"].tolist() == [0, 1, 2]
+    client.clear_partition("after")

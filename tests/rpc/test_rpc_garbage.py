@@ -1,0 +1,206 @@
+"""Garbage on every RPC: the right error, nothing visible, bytes freed, and the service goes on."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.message import Message
+from live_server import LiveServer
+from rpc_samples import call_raw, new_id, put_train, reason_of, snapshot, still_works
+
+import tq_service as tq
+from tq_service.v1 import controller_service_pb2 as controller_pb
+from tq_service.v1 import metadata_pb2, storage_service_pb2
+
+CODE = grpc.StatusCode
+CONTROLLER = controller_pb.DESCRIPTOR.services_by_name["ControllerService"]
+STORAGE = storage_service_pb2.DESCRIPTOR.services_by_name["StorageService"]
+METHODS = [f"/{service.full_name}/{method.name}" for service in (CONTROLLER, STORAGE) for method in service.methods]
+GARBAGE = [
+    b"\xff" * 40,
+    b"\x0a\xff\xff\xff\xff\x0f",
+    b"\x12\x03abc\x80",
+    bytes(range(256)) * 4,
+    b"\x0a\x02\xc3\x28\x07",
+]
+
+# What may come of bytes that happen to be a message: refusals whose cause is the caller.
+REFUSALS = {CODE.INVALID_ARGUMENT, CODE.NOT_FOUND, CODE.FAILED_PRECONDITION, CODE.DATA_LOSS, CODE.ALREADY_EXISTS}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_bytes_that_are_no_message_are_an_invalid_argument(server: LiveServer, method: str) -> None:
+    client = server.client()
+    put_train(client)
+    before = snapshot(client)
+    for garbage in GARBAGE:
+        with pytest.raises(grpc.RpcError) as caught:
+            call_raw(server, method, [garbage])
+        call: Any = caught.value
+        assert call.code() == CODE.INVALID_ARGUMENT
+        assert reason_of(call) == "INVALID_ARGUMENT"
+        assert "cannot be read" in call.details() or "begin with its header" in call.details()
+    assert snapshot(client) == before
+    still_works(client)
+
+
+def requests_of_all_methods(meta: tq.BatchMeta) -> dict[str, Message]:
+    """Return a well-formed request for each unary method, to be garbled."""
+    write = controller_pb.SampleWrite(partition_id="train", row_count=2, keys=["a", "b"], groups=["g", "g"])
+    write.custom_meta.add(name="version").int64_values.values.extend([1, 2])
+    ids = {"request_id": new_id(), "partition_id": "train"}
+    endpoint = metadata_pb2.StorageEndpoint(storage_id="other", boot_id=new_id(), address="127.0.0.1:1")
+    column = metadata_pb2.ColumnHeader(
+        spec=metadata_pb2.FieldSpec(name="score", dtype="float32", layout=metadata_pb2.LAYOUT_DENSE, row_shape=[3],
+                                    row_shape_known=True), value_bytes=24)  # fmt: skip
+    placement = controller_pb.PutPlacement(storage=endpoint, put_id=new_id())
+    runs = metadata_pb2.CellRuns(field_names=["score"], put_indexes=[0], first_rows=[0], row_counts=[1])
+    return {
+        "CreatePartition": controller_pb.CreatePartitionRequest(**ids, expected_samples=3, fields=[column.spec]),
+        "SealPartition": controller_pb.SealPartitionRequest(**ids, incarnation=meta.incarnation),
+        "Insert": controller_pb.InsertRequest(request_id=new_id(), write=write),
+        "Commit": controller_pb.CommitRequest(request_id=new_id(), write=write, placement=placement, columns=[column]),
+        "GetMeta": controller_pb.GetMetaRequest(
+            **ids, task_name="t", data_fields=["score"], batch_size=1, dp_rank=0, dp_size=1, batch_index=0
+        ),
+        "ReleaseClaim": controller_pb.ReleaseClaimRequest(**ids, task_name="t", claim_request_id=new_id()),
+        "CheckConsumption": controller_pb.CheckConsumptionRequest(partition_id="train", task_name="t"),
+        "CheckProduction": controller_pb.CheckProductionRequest(partition_id="train", data_fields=["score"]),
+        "ResetConsumption": controller_pb.ResetConsumptionRequest(**ids, task_name="t", epoch=0),
+        "SetCustomMeta": controller_pb.SetCustomMetaRequest(
+            **ids, incarnation=meta.incarnation, global_indexes=[0, 1], custom_meta=write.custom_meta
+        ),
+        "CloseGroups": controller_pb.CloseGroupsRequest(**ids, groups=["g0"]),
+        "LookupSamples": controller_pb.LookupSamplesRequest(partition_id="train", keys=["k0"]),
+        "Locate": controller_pb.LocateRequest(partition_id="train", global_indexes=[0, 1], data_fields=["score"]),
+        "ClearSamples": controller_pb.ClearSamplesRequest(**ids, global_indexes=[0]),
+        "ClearPartition": controller_pb.ClearPartitionRequest(**ids),
+        "ListPartitions": controller_pb.ListPartitionsRequest(prefix="t"),
+        "DescribePartition": controller_pb.DescribePartitionRequest(partition_id="train"),
+        "ListSamplers": controller_pb.ListSamplersRequest(),
+        "PlacePut": controller_pb.PlacePutRequest(size_bytes=100),
+        "Stat": storage_service_pb2.StatRequest(),
+        "ConfirmPut": storage_service_pb2.ConfirmPutRequest(boot_id=new_id(), put_id=new_id()),
+        "FreeCells": storage_service_pb2.FreeCellsRequest(boot_id=new_id()),
+        "Get": storage_service_pb2.GetRequest(boot_id=new_id(), put_ids=[new_id()], runs=[runs]),
+    }
+
+
+def garbled(random_: random.Random, data: bytes) -> bytes:
+    """Return bytes with some of them changed, dropped or added."""
+    changed = bytearray(data)
+    for _ in range(random_.randint(1, 6)):
+        place = random_.randrange(len(changed) + 1)
+        match random_.randrange(3):
+            case 0 if place < len(changed):
+                changed[place] = random_.randrange(256)
+            case 1:
+                del changed[place : place + random_.randint(1, 4)]
+            case _:
+                changed[place:place] = random_.randbytes(random_.randint(1, 4))
+    return bytes(changed)
+
+
+def test_garbled_requests_never_end_in_an_internal_error(server: LiveServer) -> None:
+    client = server.client()
+    random_ = random.Random(7)
+    for name in ["RegisterStorage", *requests_of_all_methods(put_train(client))]:
+        if name == "RegisterStorage":  # a garbled one may announce a storage service, to which puts would go
+            continue
+        service = STORAGE if name in STORAGE.methods_by_name else CONTROLLER
+        for _ in range(25):
+            meta = client.lookup_samples("train", ["k0"])[0] if client.list_partitions("train") else put_train(client)
+            message = garbled(random_, requests_of_all_methods(meta)[name].SerializeToString())
+            try:
+                call_raw(server, f"/{service.full_name}/{name}", [message])
+            except grpc.RpcError as error:
+                call: Any = error
+                assert call.code() in REFUSALS, f"{name}: {call.code()} {call.details()}"
+                assert reason_of(call)
+    still_works(client)
+
+
+EXTREME_WRITES: list[dict[str, Any]] = [
+    {"row_count": 2**62},
+    {"row_count": -1},
+    {"partition_id": "x" * 9999},
+    {"partition_id": "a\nb"},
+    {"partition_id": ""},
+    {"row_count": 2, "global_indexes": [0, 0]},
+    {"row_count": 2, "global_indexes": [0, -5]},
+    {"global_indexes": [0], "incarnation": b""},
+    {"global_indexes": [0], "keys": ["k0"]},
+    {"group_size": -5, "groups": ["n"]},
+    {"key_mode": 77, "keys": ["n"]},
+    {"keys": [""]},
+    {"custom_meta": [metadata_pb2.MetaColumn(name="version")]},
+    {"custom_meta": [metadata_pb2.MetaColumn(name="", int64_values=metadata_pb2.Int64Values(values=[1]))]},
+    {"custom_meta": [metadata_pb2.MetaColumn(name="n", int64_values=metadata_pb2.Int64Values(values=[1, 2]))]},
+    {"custom_meta": [metadata_pb2.MetaColumn(name="n", present=b"\1\1", bool_values=metadata_pb2.BoolValues())]},
+]
+EXTREME_CLAIMS: list[dict[str, Any]] = [
+    {"batch_size": 2**62},
+    {"min_batch_size": -1},
+    {"micro_batch_size": -(2**62)},
+    {"max_wait_seconds": float("nan")},
+    {"max_wait_seconds": float("inf")},
+    {"max_wait_seconds": -1.0},
+    {"dp_rank": 0, "dp_size": 2**31 - 1, "batch_index": 0},
+    {"dp_rank": 0, "dp_size": 1, "batch_index": -(2**62)},
+    {"batch_unit": 77},
+    {"request_id": b""},
+    {"request_id": bytes(17)},
+    {"task_name": "x" * 9999},
+    {"data_fields": [""]},
+    {"where": [controller_pb.Condition(column="version")]},
+    {"where": [controller_pb.Condition(operator=1, values=[controller_pb.MetaValue(int64_value=1)])]},
+    {"where": [controller_pb.Condition(column="version", operator=1, values=[controller_pb.MetaValue()])]},
+    {"sampler": "os:system"},
+]
+TRAIN_IDS = {"request_id": bytes(16), "partition_id": "train"}
+EXTREME_REQUESTS: list[tuple[str, Message]] = [
+    ("CreatePartition", controller_pb.CreatePartitionRequest(**{**TRAIN_IDS, "partition_id": ""})),
+    (
+        "CreatePartition",
+        controller_pb.CreatePartitionRequest(**{**TRAIN_IDS, "partition_id": "n"}, expected_samples=-1),
+    ),
+    ("SealPartition", controller_pb.SealPartitionRequest(partition_id="train")),
+    ("ClearPartition", controller_pb.ClearPartitionRequest(partition_id="train", request_id=b"short")),
+    ("ClearSamples", controller_pb.ClearSamplesRequest(partition_id="train", global_indexes=[0])),
+    ("SetCustomMeta", controller_pb.SetCustomMetaRequest(**TRAIN_IDS)),
+    ("SetCustomMeta", controller_pb.SetCustomMetaRequest(**TRAIN_IDS, global_indexes=[0, 0])),
+    ("Locate", controller_pb.LocateRequest(partition_id="train", global_indexes=[0], keys=["k0"])),
+    ("Locate", controller_pb.LocateRequest(partition_id="train", global_indexes=[1, 1])),
+    ("Locate", controller_pb.LocateRequest(partition_id="train", global_indexes=[-(2**63), 2**63 - 1])),
+    ("CheckProduction", controller_pb.CheckProductionRequest(partition_id="train")),
+    ("ReleaseClaim", controller_pb.ReleaseClaimRequest(**TRAIN_IDS, task_name="t")),
+    ("RegisterStorage", controller_pb.RegisterStorageRequest()),
+    ("PlacePut", controller_pb.PlacePutRequest(size_bytes=-1)),
+]
+
+
+def test_requests_of_extreme_values_are_refused(server: LiveServer) -> None:
+    client = server.client()
+    meta = put_train(client)
+    write = {"partition_id": "train", "row_count": 1, "incarnation": meta.incarnation}
+    claim = {**TRAIN_IDS, "task_name": "t", "data_fields": ["score"], "batch_size": 1}
+    requests: list[tuple[str, Message]] = [
+        *(
+            (name, kind(request_id=new_id(), write=controller_pb.SampleWrite(**{**write, **changes})))
+            for changes in EXTREME_WRITES
+            for name, kind in (("Insert", controller_pb.InsertRequest), ("Commit", controller_pb.CommitRequest))
+        ),
+        *(("GetMeta", controller_pb.GetMetaRequest(**{**claim, **changes})) for changes in EXTREME_CLAIMS),
+        *EXTREME_REQUESTS,
+    ]
+    before = snapshot(client)
+    for name, request in requests:
+        with pytest.raises(grpc.RpcError) as caught:
+            pytest.fail(f"{name} {request} was answered: {getattr(server.controller, name)(request, timeout=20)}")
+        call: Any = caught.value
+        assert call.code() in {CODE.INVALID_ARGUMENT, CODE.NOT_FOUND}, f"{request}: {call.code()} {call.details()}"
+        assert snapshot(client) == before, str(request)
+    still_works(client)
