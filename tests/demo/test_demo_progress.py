@@ -71,13 +71,19 @@ def test_no_step_at_all_is_an_error() -> None:
 
 
 def _replayed(**changes: int) -> dict[str, int]:
-    whole = {"expected": 36, "received": 36, "missing": 0, "repeated": 0, "corrupt": 0, "groups": 12,
+    whole = {"expected": 36, "received": 36, "missing": 0, "repeated": 0, "corrupt": 0, "has_text": True, "groups": 12,
              "whole_groups": 12, "reward_differences": 0}  # fmt: skip
     return {**whole, **changes}
 
 
 def test_a_whole_replay_is_good() -> None:
-    assert judge_replay(_replayed()).is_good
+    verdict = judge_replay(_replayed())
+    assert verdict.is_good
+    assert "12 of 12 groups whole" in verdict.text
+
+
+def test_a_replayed_trace_claims_nothing_about_groups() -> None:
+    assert "groups" not in judge_replay(_replayed(has_text=False)).text
 
 
 @pytest.mark.parametrize(

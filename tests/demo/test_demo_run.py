@@ -42,6 +42,7 @@ def test_recorded_trace(tmp_path: Path, trace_file: Path) -> None:
     history = json.loads((tmp_path / "history.json").read_text(encoding="utf-8"))
     assert history["replayed"]["received"] == 40
     assert sum(step["samples"] for step in history["steps"]) == 40
+    assert history["outcome"]["seconds"] > 9 / 50  # the last request came 9 s after the first, 50 times faster
 
 
 def test_a_service_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str], unused_address: str) -> None:

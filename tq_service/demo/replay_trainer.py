@@ -21,6 +21,7 @@ from tq_service.demo.recorded import Recording, checksum_of, open_recording
 from tq_service.demo.reports import Reporter
 from tq_service.demo.role import run_role
 from tq_service.demo.settings import REPLAY_PARTITION, TRAINER_RANKS, UPDATE_TASK, DemoSettings
+from tq_service.demo.start_line import report_ready
 from tq_service.demo.tally import StepTally, timed
 from tq_service.demo.tensors import chunks_of_like_length, rows_of
 
@@ -41,6 +42,7 @@ class ReplaySummary:
         missing: samples that never came.
         repeated: samples that came more than once.
         corrupt: samples whose tokens do not match their checksum.
+        has_text: whether there are groups of responses and recorded rewards, which a trace has not.
         groups: groups in the recording.
         whole_groups: groups that came whole, in one batch of one rank.
         reward_differences: samples whose reward differs from the recorded one.
@@ -51,6 +53,7 @@ class ReplaySummary:
     missing: int
     repeated: int
     corrupt: int
+    has_text: bool
     groups: int
     whole_groups: int
     reward_differences: int
@@ -92,6 +95,7 @@ class Inspector:
             missing=int((self._seen == 0).sum().item()),
             repeated=int((self._seen > 1).sum().item()),
             corrupt=corrupt,
+            has_text=self._recording.has_text,
             groups=self._recording.group_count,
             whole_groups=whole_groups,
             reward_differences=reward_differences,
@@ -109,6 +113,7 @@ def consume(settings: DemoSettings, rank: int) -> None:
     loader = StreamingDataLoader(_dataset(settings, recording, rank), num_workers=0)
     with ExitStack() as stack:
         client = stack.enter_context(tq.Client(settings.address))
+        report_ready(client, rank)
         begun = time.monotonic()
         tally = StepTally()
         for step, ((batch, meta), waited) in enumerate(timed(loader)):

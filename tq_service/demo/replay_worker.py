@@ -12,6 +12,7 @@ import tq_service as tq
 from tq_service.demo.recorded import RecordedGroup, open_recording
 from tq_service.demo.role import run_role
 from tq_service.demo.settings import REPLAY_PARTITION, ROLLOUT_WORKERS, DemoSettings
+from tq_service.demo.start_line import wait_for_ranks
 
 MAX_GROUPS_PER_PUT = 32
 
@@ -22,6 +23,7 @@ def replay(settings: DemoSettings, worker: int) -> None:
     own = (group for i, group in enumerate(recording.groups()) if i % ROLLOUT_WORKERS == worker)
     with tq.Client(settings.address) as client:
         client.create_partition(REPLAY_PARTITION, expected_samples=recording.sample_count)
+        wait_for_ranks(client, worker)
         for groups in _as_they_arrive(own, settings.speed):
             _put(client, groups)
 

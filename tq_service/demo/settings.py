@@ -14,6 +14,7 @@ PARTITION_PREFIX = "demo/"
 RENDEZVOUS_FILE = "rendezvous"  # in the output folder, where the trainer ranks find each other
 REPLAY_PARTITION = f"{PARTITION_PREFIX}replay"
 REPORTS_PARTITION = f"{PARTITION_PREFIX}reports"
+START_PARTITION = f"{PARTITION_PREFIX}start"
 WEIGHTS_PARTITION = f"{PARTITION_PREFIX}weights"
 
 

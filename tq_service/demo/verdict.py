@@ -40,10 +40,13 @@ def judge_replay(replayed: Mapping[str, Any] | None) -> Verdict:
     text = (
         f"{replayed['received']:,} of {replayed['expected']:,} recorded samples received, "
         f"{replayed['missing']} missing, {replayed['repeated']} repeated, "
-        f"{replayed['corrupt']} with a wrong checksum, "
-        f"{replayed['whole_groups']:,} of {replayed['groups']:,} groups whole, "
-        f"{replayed['reward_differences']} rewards that differ from the recorded"
+        f"{replayed['corrupt']} with a wrong checksum"
     )
+    if replayed["has_text"]:
+        text += (
+            f", {replayed['whole_groups']:,} of {replayed['groups']:,} groups whole, "
+            f"{replayed['reward_differences']} rewards that differ from the recorded"
+        )
     faults = replayed["missing"] + replayed["repeated"] + replayed["corrupt"] + replayed["reward_differences"]
     is_good = faults == 0 and replayed["whole_groups"] == replayed["groups"]
     return Verdict(is_good=is_good, text=text if is_good else f"error: {text}")
