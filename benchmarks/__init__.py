@@ -1,0 +1,1 @@
+"""Programs that measure the service, one file a question; see README.md."""

@@ -1,0 +1,180 @@
+"""How many batches a second can ranks claim, as a share of what a gRPC echo reaches?
+
+One client process with one event loop plays all ranks: each asks for its batches one after the other, all ranks at the
+same time. The echo gets the same load with messages of the same sizes; it knows no protobuf and keeps no state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import sys
+import time
+from collections.abc import Awaitable, Callable
+
+import grpc
+import numpy as np
+
+import tq_service as tq
+from benchmarks.echo_server import echo_call, request_of
+from benchmarks.harness import Options, echo_server, interleave_async, main, median, run_async, service
+from benchmarks.report import Aim, Plot, Report
+from tq_service.v1.controller_service_pb2 import GetMetaRequest
+from tq_service.v1.controller_service_pb2_grpc import ControllerServiceStub
+
+SAMPLE_COUNT = 32_768
+BATCH_SIZE = 8
+RANK_COUNTS = (1, 8, 64, 512)
+_MOST_CLAIMS_OF_ONE_RANK = 1_024
+
+Call = Callable[[int, int], Awaitable[object]]
+
+
+async def _rate(rank_count: int, claim_count: int, call: Call) -> float:
+    """Return calls a second of `rank_count` ranks that make `claim_count` calls together."""
+    batch_count = claim_count // rank_count
+
+    async def consume(rank: int) -> None:
+        for batch_index in range(batch_count):
+            await call(rank, batch_index)
+
+    started = time.perf_counter()
+    await asyncio.gather(*(consume(rank) for rank in range(rank_count)))
+    return batch_count * rank_count / (time.perf_counter() - started)
+
+
+class _Load:
+    """The three ways to make the same load."""
+
+    def __init__(self, address: str, echo_address: str) -> None:
+        self._channel = grpc.aio.insecure_channel(address)
+        self._echo_channel = grpc.aio.insecure_channel(echo_address)
+        self._stub = ControllerServiceStub(self._channel)
+        self._echo = echo_call(self._echo_channel)
+        self._client = tq.AsyncClient(address)
+        self.message_sizes = (0, 0)
+
+    async def start(self) -> None:
+        await self._client.put({"x": np.arange(SAMPLE_COUNT)}, partition_id="claims")
+        request = self._request("sizes", 1, 0, 0)
+        answer = await self._stub.GetMeta(request)
+        self.message_sizes = (request.ByteSize(), answer.ByteSize())
+
+    async def stop(self) -> None:
+        await self._client.aclose()
+        await self._channel.close()
+        await self._echo_channel.close()
+
+    @staticmethod
+    def _request(task: str, rank_count: int, rank: int, batch_index: int) -> GetMetaRequest:
+        return GetMetaRequest(
+            request_id=os.urandom(16),
+            partition_id="claims",
+            task_name=task,
+            data_fields=["x"],
+            batch_size=BATCH_SIZE,
+            dp_rank=rank,
+            dp_size=rank_count,
+            batch_index=batch_index,
+            max_wait_seconds=30,
+        )
+
+    async def stubs(self, rank_count: int, claim_count: int) -> float:
+        """Claim through the generated stubs."""
+        task = secrets.token_hex(8)
+
+        async def call(rank: int, batch_index: int) -> None:
+            answer = await self._stub.GetMeta(self._request(task, rank_count, rank, batch_index))
+            if len(answer.meta.global_indexes) != BATCH_SIZE:
+                raise RuntimeError(f"got {len(answer.meta.global_indexes)} samples, expected {BATCH_SIZE}")
+
+        return await _rate(rank_count, claim_count, call)
+
+    async def client(self, rank_count: int, claim_count: int) -> float:
+        """Claim through `tq.AsyncClient`."""
+        task = secrets.token_hex(8)
+
+        async def call(rank: int, batch_index: int) -> None:
+            await self._client.get_meta(
+                partition_id="claims",
+                task_name=task,
+                data_fields=["x"],
+                batch_size=BATCH_SIZE,
+                dp_rank=rank,
+                dp_size=rank_count,
+                batch_index=batch_index,
+                max_wait=30.0,
+            )
+
+        return await _rate(rank_count, claim_count, call)
+
+    async def echo(self, rank_count: int, claim_count: int) -> float:
+        """Make the same number of echo calls."""
+        request = request_of(*self.message_sizes)
+
+        async def call(_rank: int, _batch_index: int) -> None:
+            await self._echo(request)
+
+        return await _rate(rank_count, claim_count, call)
+
+
+async def _measure(options: Options, address: str, echo_address: str) -> Report:
+    load = _Load(address, echo_address)
+    await load.start()
+    rows = []
+    for rank_count in RANK_COUNTS:
+        claim_count = SAMPLE_COUNT // BATCH_SIZE if rank_count > 1 else _MOST_CLAIMS_OF_ONE_RANK
+        claim_count = max(claim_count // 8, rank_count) if options.quick else claim_count
+        cases = {
+            name: lambda call=call, ranks=rank_count, claims=claim_count: call(ranks, claims)
+            for name, call in (("stubs", load.stubs), ("client", load.client), ("echo", load.echo))
+        }
+        rates = await interleave_async(cases, options.repeats)
+        stubs, client, echo = (median(rates[name]) for name in ("stubs", "client", "echo"))
+        ratio = median([one / other for one, other in zip(rates["stubs"], rates["echo"], strict=True)])
+        rows.append([rank_count, stubs, client, echo, ratio])
+    await load.stop()
+    return _report(rows, load.message_sizes)
+
+
+def _report(rows: list[list[float]], message_sizes: tuple[int, int]) -> Report:
+    at_64 = next(row for row in rows if row[0] == 64)
+    series = {
+        name: [(row[0], row[column]) for row in rows]
+        for column, name in ((1, "GetMeta, generated stubs"), (2, "GetMeta, tq.AsyncClient"), (3, "grpc.aio echo"))
+    }
+    return Report(
+        name="claims_per_second",
+        question="How many batches a second can ranks claim, as a share of what a gRPC echo reaches?",
+        columns=["ranks", "stubs, claims/s", "AsyncClient, claims/s", "echo, calls/s", "stubs / echo"],
+        rows=rows,
+        notes=[
+            f"{SAMPLE_COUNT:,} samples, batches of {BATCH_SIZE}, one client process with one event loop",
+            f"request of {message_sizes[0]} bytes, answer of {message_sizes[1]} bytes",
+        ],
+        aims=[
+            Aim(what="claims/s of 64 ranks", measured=at_64[1], wanted=2_000),
+            Aim(what="claims/s of 64 ranks / echo", measured=at_64[4], wanted=0.6),
+        ],
+        plots=[
+            Plot(
+                name="claims_per_second",
+                title="Claims per second",
+                x_label="ranks",
+                y_label="calls/s",
+                series=series,
+                log_x=True,
+            )
+        ],
+    )
+
+
+def run(options: Options) -> Report:
+    """Measure."""
+    with service() as server, echo_server() as echo:
+        return run_async(_measure(options, server.address, echo.address))
+
+
+if __name__ == "__main__":
+    sys.exit(main(run))

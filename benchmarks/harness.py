@@ -1,0 +1,149 @@
+"""What every benchmark uses: processes, repeats, interleaving, medians, and the command line."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import re
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from benchmarks.report import Report
+
+T = TypeVar("T")
+
+ROOT = Path(__file__).resolve().parent.parent
+_LISTENING = re.compile(r"listening on (\S+)")
+_STOP_SECONDS = 10.0
+_LEAST_REPEATS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How much to measure.
+
+    Attributes:
+        repeats: how often each case is measured; the table has medians.
+        quick: whether to measure as little as shows that the benchmark works.
+    """
+
+    repeats: int = _LEAST_REPEATS
+    quick: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningProcess:
+    """A server in a process of its own.
+
+    Attributes:
+        address: where it listens, "host:port".
+        pid: its process.
+    """
+
+    address: str
+    pid: int
+
+    @property
+    def port(self) -> int:
+        """The port it listens on."""
+        return int(self.address.rpartition(":")[2])
+
+
+@contextmanager
+def running(module: str, *arguments: str) -> Iterator[RunningProcess]:
+    """Run `python -m module` until the block ends; it must print a line with "listening on host:port"."""
+    command = [sys.executable, "-m", module, *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        try:
+            yield RunningProcess(address=_address(process), pid=process.pid)
+        finally:
+            process.terminate()
+            try:
+                process.wait(_STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _address(process: subprocess.Popen[str]) -> str:
+    for line in process.stdout or ():
+        if match := _LISTENING.search(line):
+            return match[1]
+    raise RuntimeError(f"{process.args} ended with exit code {process.wait()} before it listened; its log is above")
+
+
+def service(*flags: str) -> Any:
+    """Run the service, controller and storage in one process; see `running`."""
+    listen = ("--host", "127.0.0.1", "--port", "0", "--log-level", "warning")
+    return running("tq_service.cli", "serve", *listen, *flags)
+
+
+def echo_server() -> Any:
+    """Run the gRPC echo; see `running` and `benchmarks.echo_server`."""
+    return running("benchmarks.echo_server")
+
+
+def interleave(cases: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, list[T]]:
+    """Measure all cases in turn, `repeats` times after one round that does not count.
+
+    Returns:
+        For each case what it returned, so that what disturbs the machine disturbs all of them.
+    """
+    results: dict[str, list[T]] = {name: [] for name in cases}
+    for round_number in range(repeats + 1):
+        for name, case in cases.items():
+            result = case()
+            if round_number:
+                results[name].append(result)
+    return results
+
+
+async def interleave_async(cases: Mapping[str, Callable[[], Awaitable[T]]], repeats: int) -> dict[str, list[T]]:
+    """Measure all cases in turn; see `interleave`."""
+    results: dict[str, list[T]] = {name: [] for name in cases}
+    for round_number in range(repeats + 1):
+        for name, case in cases.items():
+            result = await case()
+            if round_number:
+                results[name].append(result)
+    return results
+
+
+def run_async(main: Coroutine[Any, Any, T]) -> T:
+    """Run on uvloop where it is installed."""
+    try:
+        import uvloop
+    except ModuleNotFoundError:
+        return asyncio.run(main)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main)
+
+
+def median(values: Sequence[float]) -> float:
+    """Return the median."""
+    return float(np.median(np.asarray(values)))
+
+
+def p50_p99(seconds: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """Return p50 and p99 in milliseconds of latencies in seconds, each the median over the repeats."""
+    quantiles = np.array([np.percentile(np.asarray(repeat), [50, 99]) for repeat in seconds]) * 1e3
+    p50, p99 = np.median(quantiles, axis=0)
+    return float(p50), float(p99)
+
+
+def main(run: Callable[[Options], Report]) -> int:
+    """Run a benchmark as a program: print its table, or its JSON."""
+    parser = argparse.ArgumentParser(description=(sys.modules[run.__module__].__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--repeats", type=int, default=_LEAST_REPEATS, help="how often each case is measured")
+    parser.add_argument("--quick", action="store_true", help="little of everything, to see that it works")
+    given = parser.parse_args()
+    report = run(Options(repeats=2 if given.quick else given.repeats, quick=given.quick))
+    print(report.to_json() if given.json else report.to_text())
+    return 0

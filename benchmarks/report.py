@@ -1,0 +1,131 @@
+"""What a benchmark finds: a table with its aims and plots, as text, as JSON and as Markdown."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+Cell = str | float | int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aim:
+    """A figure that is asked for.
+
+    Attributes:
+        what: the figure, with its unit.
+        measured: what it is now.
+        wanted: what it should be.
+        at_least: whether more is better; False: `wanted` is the most.
+    """
+
+    what: str
+    measured: float
+    wanted: float
+    at_least: bool = True
+
+    @property
+    def met(self) -> bool:
+        """Whether the figure is as wanted."""
+        return self.measured >= self.wanted if self.at_least else self.measured <= self.wanted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plot:
+    """Lines or bars.
+
+    Attributes:
+        name: file name without its ending.
+        title: what is shown.
+        x_label: label of the x axis; with bars "".
+        y_label: label of the y axis.
+        series: for each label its points `(x, y)`; with bars x is text.
+        log_x: whether the x axis is logarithmic.
+        bars: whether to draw bars instead of lines.
+    """
+
+    name: str
+    title: str
+    x_label: str
+    y_label: str
+    series: Mapping[str, Sequence[tuple[Any, float]]]
+    log_x: bool = False
+    bars: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """The result of one benchmark.
+
+    Attributes:
+        name: of the benchmark, its module's.
+        question: what it answers.
+        columns: headings of the table, units included.
+        rows: the table.
+        notes: how it was measured, as far as a reader needs it.
+        aims: figures asked for.
+        plots: pictures of the table.
+    """
+
+    name: str
+    question: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    notes: Sequence[str] = ()
+    aims: Sequence[Aim] = ()
+    plots: Sequence[Plot] = ()
+
+    def to_json(self) -> str:
+        """Return it as one JSON object."""
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """Return what `to_json` wrote."""
+        fields = json.loads(text)
+        fields["aims"] = [Aim(**aim) for aim in fields["aims"]]
+        fields["plots"] = [Plot(**plot) for plot in fields["plots"]]
+        return cls(**fields)
+
+    def to_text(self) -> str:
+        """Return it as a table for a terminal."""
+        cells = [list(self.columns), *([format_cell(cell) for cell in row] for row in self.rows)]
+        widths = [max(len(row[column]) for row in cells) for column in range(len(self.columns))]
+        lines = [self.question, ""]
+        for row in cells:
+            first, *others = (
+                cell.ljust(width) if not i else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
+            lines.append("  ".join([first, *others]).rstrip())
+        lines += ["", *(f"- {note}" for note in self.notes), *(f"- {aim_text(aim)}" for aim in self.aims)]
+        return "\n".join(lines)
+
+    def to_markdown(self, plot_folder: str) -> str:
+        """Return it as a section; its plots are linked as `<plot_folder>/<name>.png`."""
+        lines = [f"## {self.name}", "", self.question, "", "| " + " | ".join(self.columns) + " |"]
+        lines.append("|---" + "|--:" * (len(self.columns) - 1) + "|")
+        lines += ["| " + " | ".join(map(format_cell, row)) + " |" for row in self.rows]
+        lines += ["", *(f"- {note}" for note in self.notes), *(f"- {aim_text(aim)}" for aim in self.aims)]
+        lines += [line for plot in self.plots for line in ("", f"![{plot.title}]({plot_folder}/{plot.name}.png)")]
+        return "\n".join([*lines, ""])
+
+
+def aim_text(aim: Aim) -> str:
+    """Return one line about an aim."""
+    bound = "at least" if aim.at_least else "at most"
+    verdict = "met" if aim.met else "**missed**"
+    return f"{aim.what}: {format_cell(aim.measured)}, {bound} {format_cell(aim.wanted)} wanted: {verdict}"
+
+
+def format_cell(cell: Cell) -> str:
+    """Return a cell as text: three significant digits, thousands with commas."""
+    if cell is None:
+        return "-"
+    if isinstance(cell, str):
+        return cell
+    if isinstance(cell, int) or abs(cell) >= 100:
+        return f"{cell:,.0f}"
+    return f"{cell:.3g}"
