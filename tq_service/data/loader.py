@@ -116,11 +116,11 @@ class StreamingDataLoader:
         )
 
     def _end_workers(self) -> None:
-        if self._pool is not None:
+        pool, self._pool = self._pool, None
+        if pool is not None:
             if self._stream is not None:
                 self._stream.close()
-            self._pool.close()
-            self._pool = None
+            pool.close()
 
     def reset(self) -> None:
         """Start from the first batch again: the same batches, out of the buffer or fetched again."""

@@ -15,6 +15,7 @@ that nobody wants.
 from __future__ import annotations
 
 import itertools
+import time
 import traceback
 import warnings
 import weakref
@@ -32,6 +33,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from tq_service.data.batch import Batch, Life
 from tq_service.data.source import BatchFetcher, BatchSource, StreamClosedError, parent_is_alive
 from tq_service.data.transport import Parcel, pack, unpack
+
+_DEATH_NOTICE_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,10 +107,10 @@ class WorkerPool:
     def close(self) -> None:
         """End the workers. Idempotent."""
         self.abandon()
-        if self._iterator is not None:
+        iterator, self._iterator = self._iterator, None
+        if iterator is not None:
             # Torch would end them when the iterator is garbage, but the traceback of an error may keep it alive.
-            self._iterator._shutdown_workers()
-            self._iterator = None
+            iterator._shutdown_workers()
         for outbox in self._outboxes:
             outbox.close()
 
@@ -137,7 +140,9 @@ class WorkerStream:
         try:
             arrived = next(self._parcels, None)
         except (OSError, EOFError) as error:
-            # Torch notices the death of a worker, unless it is just receiving a tensor of the dead one.
+            # A tensor of a dead worker was being received. Torch's handler of SIGCHLD is about to raise, wherever the
+            # main thread is: better here than while the other workers are ended.
+            time.sleep(_DEATH_NOTICE_SECONDS)
             raise RuntimeError(f"a worker process died while it handed over batch {self._next_index}") from error
         if arrived is None:
             return None
