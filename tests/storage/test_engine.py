@@ -73,9 +73,17 @@ async def test_jagged_rows_of_puts_with_other_fixed_sizes_are_widened(engine):
         assert [row.shape for row in receive(reading)["x"]] == [(2, 3), (2, 5), (1, 3)]
 
 
-async def test_puts_that_disagree_about_a_field_are_not_mixed(engine):
+async def test_dense_rows_of_other_shapes_are_of_a_jagged_field(engine):
     await put(engine, 1, {"x": np.zeros((1, 3))})
     await put(engine, 2, {"x": np.zeros((1, 4))})
+    with engine.open_read([runs(["x"], (0, 0, 1), (1, 0, 1))], [put_id(1), put_id(2)]) as reading:
+        assert reading.headers[0].spec.row_shape == (-1,)
+        assert [row.shape for row in receive(reading)["x"]] == [(3,), (4,)]
+
+
+async def test_puts_that_disagree_about_a_field_are_not_mixed(engine):
+    await put(engine, 1, {"x": np.zeros((1, 3))})
+    await put(engine, 2, {"x": np.zeros((1, 3, 1))})
     with pytest.raises(FieldMismatchError):
         read(engine, [1, 2], runs(["x"], (0, 0, 1), (1, 0, 1)))
 

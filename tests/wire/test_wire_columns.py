@@ -98,4 +98,7 @@ def test_jagged_specs_widen_and_others_do_not():
     with pytest.raises(FieldMismatchError):
         merge_specs([JAGGED, FieldSpec("j", dtype="int64", layout=Layout.JAGGED, row_shape=(-1,))])
     with pytest.raises(FieldMismatchError):
-        merge_specs([DENSE, FieldSpec("d", dtype="float32", layout=Layout.DENSE, row_shape=(2, 4))])
+        merge_specs([DENSE, FieldSpec("d", dtype="float32", layout=Layout.DENSE, row_shape=(2,))])
+    # Only a field that is declared jagged takes dense rows of two shapes.
+    other = merge_specs([DENSE, FieldSpec("d", dtype="float32", layout=Layout.DENSE, row_shape=(2, 4))])
+    assert (other.layout, other.row_shape) == (Layout.JAGGED, (2, -1))

@@ -208,12 +208,13 @@ def decode_headers(messages: Iterable[metadata_pb2.ColumnHeader], row_count: int
 
 
 def merge_specs(specs: Sequence[FieldSpec]) -> FieldSpec:
-    """Return the spec that covers rows of several puts of one field: jagged sizes that differ become ragged.
+    """Return the spec that covers rows of several puts of one field: sizes that differ become ragged.
 
-    Dense rows beside jagged ones are jagged: they were put into a field that is declared so.
+    Dense rows beside jagged ones, or beside dense ones of another shape, are jagged: they were put into a field that is
+    declared so.
 
     Raises:
-        FieldMismatchError: dtype, layout or number of dimensions differ, or the row shape of a dense field does.
+        FieldMismatchError: dtype, number of dimensions, or tensors and objects differ.
     """
     merged = specs[0]
     for spec in specs:
@@ -224,10 +225,9 @@ def merge_specs(specs: Sequence[FieldSpec]) -> FieldSpec:
 
 def _merge_two(one: FieldSpec, other: FieldSpec) -> FieldSpec:
     left, right = one.row_shape or (), other.row_shape or ()
-    is_jagged = Layout.JAGGED in (one.layout, other.layout)
-    is_one_layout = one.layout is other.layout or (is_jagged and Layout.OBJECT not in (one.layout, other.layout))
-    alike = one.dtype == other.dtype and is_one_layout and len(left) == len(right)
-    if not alike or (not is_jagged and left != right):
+    is_jagged = Layout.JAGGED in (one.layout, other.layout) or left != right
+    is_one_kind = one.layout is other.layout or Layout.OBJECT not in (one.layout, other.layout)
+    if one.dtype != other.dtype or not is_one_kind or len(left) != len(right):
         raise FieldMismatchError(
             f"field {one.name!r} is {one.describe()} in one put and {other.describe()} in another; put one kind only",
             field=one.name,
