@@ -15,7 +15,6 @@ from tq_service.client.requests import integers, partition_of, texts
 from tq_service.client.retry import Deadline
 from tq_service.client.written import check_is_batch
 from tq_service.errors import (
-    CellNotFoundError,
     DataLossError,
     FieldNotFoundError,
     InternalError,
@@ -78,11 +77,15 @@ class AsyncFetchCalls(AsyncBase):
             located = metadata
         else:
             located = await self._locate(request, deadline)
-        try:
-            return await self._fetch(located, fields, deadline)
-        except (PutNotFoundError, CellNotFoundError, DataLossError):
-            # Overwritten since it was located: the cells are elsewhere now. Or lost, then the second try says so again.
-            return await self._fetch(await self._locate(request, deadline), fields, deadline)
+        stale = None
+        while True:
+            try:
+                return await self._fetch(located, fields, deadline)
+            except (PutNotFoundError, DataLossError):
+                # Overwritten since it was located: the cells are elsewhere now. Where they are not, they are lost.
+                if stale is not None and not _has_moved(stale, located):
+                    raise
+                stale, located = located, await self._locate(request, deadline)
 
     async def _locate(self, request: pb.LocateRequest, deadline: Deadline) -> BatchMeta:
         answer = await self._calls.unary(lambda to: to.controller.Locate, request, deadline)
@@ -124,6 +127,10 @@ class AsyncFetchCalls(AsyncBase):
 
 def _is_located(metadata: BatchMeta, wanted: Iterable[str]) -> bool:
     return bool(wanted) and metadata.locations is not None and metadata.locations.covers(wanted)
+
+
+def _has_moved(stale: BatchMeta, located: BatchMeta) -> bool:
+    return stale.locations is None or located.locations is None or stale.locations.puts != located.locations.puts
 
 
 def _locate_request(

@@ -16,7 +16,6 @@ from tq_service.client.requests import integers, partition_of, texts
 from tq_service.client.retry import Deadline
 from tq_service.client.written import check_is_batch
 from tq_service.errors import (
-    CellNotFoundError,
     DataLossError,
     FieldNotFoundError,
     InternalError,
@@ -79,11 +78,15 @@ class FetchCalls(Base):
             located = metadata
         else:
             located = self._locate(request, deadline)
-        try:
-            return self._fetch(located, fields, deadline)
-        except (PutNotFoundError, CellNotFoundError, DataLossError):
-            # Overwritten since it was located: the cells are elsewhere now. Or lost, then the second try says so again.
-            return self._fetch(self._locate(request, deadline), fields, deadline)
+        stale = None
+        while True:
+            try:
+                return self._fetch(located, fields, deadline)
+            except (PutNotFoundError, DataLossError):
+                # Overwritten since it was located: the cells are elsewhere now. Where they are not, they are lost.
+                if stale is not None and not _has_moved(stale, located):
+                    raise
+                stale, located = located, self._locate(request, deadline)
 
     def _locate(self, request: pb.LocateRequest, deadline: Deadline) -> BatchMeta:
         answer = self._calls.unary(lambda to: to.controller.Locate, request, deadline)
@@ -125,6 +128,10 @@ class FetchCalls(Base):
 
 def _is_located(metadata: BatchMeta, wanted: Iterable[str]) -> bool:
     return bool(wanted) and metadata.locations is not None and metadata.locations.covers(wanted)
+
+
+def _has_moved(stale: BatchMeta, located: BatchMeta) -> bool:
+    return stale.locations is None or located.locations is None or stale.locations.puts != located.locations.puts
 
 
 def _locate_request(
