@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeAlias
@@ -9,7 +10,7 @@ from typing import Any, TypeAlias
 import grpc
 
 from tq_service.domain.cells import Put
-from tq_service.errors import DataLossError, InvalidArgumentError
+from tq_service.errors import DataLossError, InvalidArgumentError, PutNotFoundError
 from tq_service.server import from_proto
 from tq_service.storage.cells import PutCells, ReadRuns
 from tq_service.storage.engine import StorageEngine
@@ -120,7 +121,8 @@ class StorageServicer:
         request.columns.extend(header.columns)
         put = Put(self._engine.storage_id, self._engine.boot_id, header.put_id)
         answer = self._commit(request, put)
-        self._engine.confirm(header.put_id)
+        with contextlib.suppress(PutNotFoundError):  # all its samples have failed, and the commit freed it
+            self._engine.confirm(header.put_id)
         return pb.PutResponse(storage=self._endpoint, commit=answer)
 
     async def Get(self, request: pb.GetRequest, context: Context) -> AsyncIterator[pb.GetHeader | FrameParts]:
