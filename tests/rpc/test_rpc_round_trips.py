@@ -1,0 +1,236 @@
+"""What was put comes back bit for bit through a real server, in the same layout, dtype, shape and order."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from live_server import AnyClient, LiveServer
+
+import tq_service as tq
+from tq_service.schema import DTYPE_SIZES
+
+DTYPES = sorted(name for name in DTYPE_SIZES if hasattr(torch, name))
+
+
+def random_rows(dtype: str, *shape: int) -> torch.Tensor:
+    """Return a tensor of random bits, so of NaNs and denormals too."""
+    raw = torch.randint(0, 2 if dtype == "bool" else 256, (*shape, DTYPE_SIZES[dtype]), dtype=torch.uint8)
+    return raw.view(getattr(torch, dtype)).reshape(shape)
+
+
+def bits(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
+    """Return what must be the same of two tensors."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    return tensor.dtype, tuple(tensor.shape), bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
+
+
+def rows_of(column: Any) -> list[torch.Tensor]:
+    return list(column.unbind()) if isinstance(column, torch.Tensor) else list(column)
+
+
+def assert_same_rows(got: Any, expected: Any) -> None:
+    assert [bits(row) for row in rows_of(got)] == [bits(row) for row in rows_of(expected)]
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_every_dtype_in_both_layouts(client: AnyClient) -> None:
+    dense = {f"dense_{name}": random_rows(name, 5, 3) for name in DTYPES}
+    jagged = {f"jagged_{name}": [random_rows(name, length) for length in (4, 0, 7, 1, 2)] for name in DTYPES}
+    meta = client.put({**dense, **jagged}, partition_id="dtypes")
+    order = [3, 0, 4, 1, 2]
+    batch = client.get_data(meta.select_samples(order))
+    for name, values in {**dense, **jagged}.items():
+        assert_same_rows(batch[name], [values[position] for position in order])
+        assert (batch[name].layout is torch.jagged) == name.startswith("jagged")
+    assert {len(DTYPES)} == {len(dense), len(jagged)}
+    assert {"bfloat16", "float8_e4m3fn", "float8_e5m2", "complex64", "uint64", "bool"} <= set(DTYPES)
+
+
+DENSE = {
+    "scalars": torch.arange(6),
+    "rows": torch.randn(6, 5),
+    "n-d rows": torch.randn(6, 2, 3, 4),
+    "rows without elements": torch.zeros(6, 0, 3),
+    "not contiguous": torch.randn(5, 6).t(),
+    "expanded": torch.randn(1, 4).expand(6, 4),
+    "numpy": np.arange(12, dtype=np.float32).reshape(6, 2),
+    "list of ints": [1, 2, 3, 4, 5, 2**62],
+    "list of bools": [True, False] * 3,
+    "list of floats": [0.1, float("inf"), -0.0, 1e-320, 5.0, 1e300],
+    "list of scalars": [torch.tensor(float(value)) for value in range(6)],
+}
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_dense_columns(client: AnyClient, name: str) -> None:
+    values = DENSE[name]
+    meta = client.put({"x": values}, partition_id="dense")
+    expected = torch.stack(values) if name == "list of scalars" else torch.as_tensor(values)
+    if name == "list of floats":
+        expected = torch.tensor(values, dtype=torch.float64)
+    got = client.get_data(meta)["x"]
+    assert bits(got) == bits(expected)
+    picked = [5, 1, 1 + 1, 0]
+    assert bits(client.get_data(meta.select_samples(picked))["x"]) == bits(expected[picked])
+
+
+JAGGED = {
+    "lengths differ": [torch.arange(length) for length in (3, 1, 9, 2)],
+    "lengths equal": [torch.randn(4) for _ in range(4)],
+    "zero-length rows": [torch.randn(length) for length in (0, 3, 0, 0)],
+    "only zero-length rows": [torch.zeros(0) for _ in range(4)],
+    "sizes very different": [torch.randn(length) for length in (1, 700_000, 0, 13)],
+    "first of two dims ragged": [torch.randn(length, 3) for length in (3, 1, 0, 2)],
+    "second of two dims ragged": [torch.randn(3, length) for length in (3, 1, 0, 2)],
+    "two dims ragged": [torch.randn(a, 2, b) for a, b in ((3, 1), (0, 5), (2, 2), (1, 0))],
+    "nested": torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(5, 3)] * 2, layout=torch.jagged),
+}
+
+
+@pytest.mark.parametrize("name", JAGGED)
+def test_jagged_columns(client: AnyClient, name: str) -> None:
+    values = JAGGED[name]
+    meta = client.put({"x": values}, partition_id="jagged")
+    got = client.get_data(meta)["x"]
+    assert_same_rows(got, values)
+    assert isinstance(got, torch.Tensor) == (name != "two dims ragged")
+    assert not isinstance(got, torch.Tensor) or got.layout is torch.jagged
+    assert_same_rows(client.get_data(meta.select_samples([3, 1]))["x"], [rows_of(values)[3], rows_of(values)[1]])
+
+
+def test_objects(client: AnyClient) -> None:
+    values: list[Any] = [
+        "text",
+        b"\x00bytes",
+        None,
+        {"messages": [{"role": "user", "content": "Grüße"}], "turns": (1, 2.5), 7: True},
+        [2**80, -(2**70), 1e-300, float("inf")],
+        {"image": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3), "mask": np.array([[True], [False]])},
+        np.float32(0.1),
+        "",
+    ]
+    meta = client.put({"o": values}, partition_id="objects")
+    got = client.get_data(meta.select_samples(range(7, -1, -1)))["o"]
+    back = list(got)[::-1]
+    assert back[:5] == values[:5]
+    assert isinstance(back[3]["turns"], tuple)
+    assert bits(back[5]["image"]) == bits(values[5]["image"])
+    assert np.asarray(back[5]["mask"]).tolist() == [[True], [False]]
+    assert back[6] == values[6]
+    assert back[7] == ""
+
+
+def test_fields_with_one_pattern_share_their_offsets(client: AnyClient) -> None:
+    rows = [torch.randn(length) for length in (3, 1, 4)]
+    meta = client.put({"a": rows, "b": [row * 2 for row in rows], "c": rows[::-1]}, partition_id="offsets")
+    batch = client.get_data(meta)
+    assert batch["a"].offsets() is batch["b"].offsets()
+    assert (batch["a"] * batch["b"]).unbind()[2].shape == (4,)
+
+
+def test_dense_rows_in_a_field_declared_jagged_come_back_jagged(client: AnyClient) -> None:
+    client.create_partition("declared", fields=[tq.FieldSpec("x", dtype="int64", layout="jagged")])
+    meta = client.put({"x": torch.arange(8).reshape(2, 4)}, partition_id="declared")
+    got = client.get_data(meta)["x"]
+    assert got.layout is torch.jagged
+    assert_same_rows(got, torch.arange(8).reshape(2, 4))
+    by_index = client.get_data(partition_id="declared", global_indexes=[1, 0])["x"]
+    assert by_index.layout is torch.jagged
+    assert_same_rows(by_index, torch.arange(8).reshape(2, 4).flip(0))
+
+
+def test_dense_rows_in_a_partition_of_jagged_layout_come_back_jagged(client: AnyClient) -> None:
+    client.create_partition("declared", default_layout="jagged")
+    meta = client.put({"x": torch.zeros(3, 2), "text": ["a", "b", "c"]}, partition_id="declared")
+    assert client.get_data(meta)["x"].layout is torch.jagged
+
+
+def test_mixed_puts_of_a_jagged_field(client: AnyClient) -> None:
+    client.create_partition("mixed", fields=[tq.FieldSpec("x", layout="jagged")])
+    parts: list[Any] = [
+        [torch.randn(2, 3), torch.randn(5, 3)],
+        torch.randn(2, 4, 3),
+        [torch.randn(4, 7), torch.randn(4, 1)],
+        torch.randn(1, 0, 3),
+    ]
+    for part in parts:
+        client.put({"x": part}, partition_id="mixed")
+    expected = [row for part in parts for row in rows_of(part)]
+    order = [6, 2, 0, 5, 3, 1, 4]
+    got = client.get_data(partition_id="mixed", global_indexes=order)["x"]
+    assert_same_rows(got, [expected[index] for index in order])
+    (field,) = client.describe_partition("mixed").fields
+    assert field.spec.row_shape == (-1, -1)
+    claimed = client.get_meta(partition_id="mixed", task_name="t", data_fields=["x"], batch_size=7)
+    assert_same_rows(client.get_data(claimed)["x"], expected)
+    assert_same_rows(client.get_data(claimed.select_samples([2, 3]))["x"], expected[2:4])
+
+
+def test_columns_of_several_puts_make_one_batch(client: AnyClient) -> None:
+    meta = client.put({"a": torch.arange(6)}, partition_id="columns")
+    client.put({"b": torch.arange(3) * 10}, metadata=meta.select_samples([5, 3, 1]))
+    client.put({"b": torch.arange(3) * 100}, metadata=meta.select_samples([0, 2, 4]))
+    batch = client.get_data(partition_id="columns", global_indexes=range(6))
+    assert batch["a"].tolist() == list(range(6))
+    assert batch["b"].tolist() == [0, 20, 100, 10, 200, 0]
+    assert client.get_data(meta, data_fields=["b"])["b"].tolist() == [0, 20, 100, 10, 200, 0]
+
+
+def test_tensordicts_go_in_and_out(client: AnyClient) -> None:
+    from tensordict import TensorDict
+
+    data = TensorDict({"a": torch.arange(3), "n": torch.randn(3, 2)}, batch_size=[3])
+    meta = client.put(data, partition_id="tensordict")
+    batch = client.get_data(meta)
+    assert isinstance(batch, TensorDict)
+    assert batch.batch_size == (3,)
+    assert bits(batch["n"]) == bits(data["n"])
+    again = client.put(batch, partition_id="again")
+    assert bits(client.get_data(again)["n"]) == bits(data["n"])
+
+
+def test_a_column_of_many_frames(client: AnyClient) -> None:
+    large = torch.randint(-(2**62), 2**62, (3, 900_001))
+    meta = client.put({"large": large, "after": torch.arange(3)}, partition_id="frames")
+    batch = client.get_data(meta.select_samples([2, 0]))
+    assert bits(batch["large"]) == bits(large[[2, 0]])
+    assert batch["after"].tolist() == [2, 0]
+
+
+def test_an_overwrite_is_a_swap_for_those_who_read(server: LiveServer, client: AnyClient) -> None:
+    """Readers see one version of each row of a put, never a mix of two; consumption stays as it is."""
+    width = 40_000
+    meta = client.put({"x": torch.zeros(4, width, dtype=torch.int64)}, partition_id="swap")
+    claimed = client.get_meta(partition_id="swap", task_name="t", data_fields=["x"], batch_size=4)
+    writer = server.client("sync")
+    stop = threading.Event()
+
+    def write() -> int:
+        version = 0
+        while not stop.is_set():
+            version += 1
+            writer.put({"x": torch.full((4, width), version, dtype=torch.int64)}, metadata=meta)
+        return version
+
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(write)
+        try:
+            seen = set()
+            while len(seen) < 5:
+                for batch in (claimed, meta):
+                    got = client.get_data(batch)["x"]
+                    versions = got.unique().tolist()
+                    assert len(versions) == 1
+                    seen.update(versions)
+        finally:
+            stop.set()
+        last = writing.result()
+    assert client.get_data(claimed)["x"].unique().tolist() == [last]
+    assert client.storage_stat().used_bytes == 4 * width * 8
+    assert client.storage_stat().put_count == 1
+    assert client.check_consumption("swap", "t").consumed == 4
