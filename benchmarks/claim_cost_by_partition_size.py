@@ -1,0 +1,186 @@
+"""Does a claim cost more in a large partition, or in one that has lived long, than in a small new one?
+
+One client makes claims of 8 samples, one after the other, as a queue worker and as the only rank of a task.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+import tq_service as tq
+from benchmarks.harness import Options, interleave_async, main, median, p50_p99, run_async, service
+from benchmarks.report import Aim, Plot, Report
+
+SAMPLE_COUNTS = (1_024, 65_536, 1_000_000)
+BATCH_SIZE = 8
+MODES = ("queue", "ranked")
+
+_CLAIMS_A_REPEAT = 1_024 // BATCH_SIZE
+_LIVED = "lived"
+_LIVE_COUNT = 1_024
+_PUT_COUNT = 65_536
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Times:
+    """Seconds of the claims of one repeat; the first of a new task apart."""
+
+    first: float | None
+    others: list[float]
+
+
+class _Consumer:
+    """One task of one partition."""
+
+    def __init__(self, client: tq.AsyncClient, partition_id: str, mode: str) -> None:
+        self._client = client
+        self._partition_id = partition_id
+        self._task = secrets.token_hex(8)
+        self._is_ranked = mode == "ranked"
+        self._batch_indexes = itertools.count()
+
+    async def claim(self, batch_size: int = BATCH_SIZE) -> float:
+        """Claim a batch; return the seconds it took."""
+        rank = {"dp_rank": 0, "dp_size": 1, "batch_index": next(self._batch_indexes)} if self._is_ranked else {}
+        started = time.perf_counter()
+        meta = await self._client.get_meta(
+            partition_id=self._partition_id,
+            task_name=self._task,
+            data_fields=["x"],
+            batch_size=batch_size,
+            max_wait=0.0,
+            **rank,
+        )
+        elapsed = time.perf_counter() - started
+        if meta.size != batch_size:
+            raise RuntimeError(f"got {meta.size} samples, expected {batch_size}")
+        return elapsed
+
+    async def claims(self, count: int) -> list[float]:
+        return [await self.claim() for _ in range(count)]
+
+
+async def _fill(client: tq.AsyncClient, partition_id: str, count: int) -> None:
+    for start in range(0, count, _PUT_COUNT):
+        await client.put({"x": np.arange(start, min(start + _PUT_COUNT, count))}, partition_id=partition_id)
+
+
+async def _in_new_task(client: tq.AsyncClient, partition_id: str, mode: str) -> _Times:
+    consumer = _Consumer(client, partition_id, mode)
+    return _Times(first=await consumer.claim(), others=await consumer.claims(_CLAIMS_A_REPEAT - 1))
+
+
+async def _in_old_task(consumer: _Consumer) -> _Times:
+    return _Times(first=None, others=await consumer.claims(_CLAIMS_A_REPEAT - 1))
+
+
+class _LivedPartition:
+    """A partition in which 1,024 samples are live and many more have been: put, claimed by two tasks and cleared."""
+
+    def __init__(self, client: tq.AsyncClient) -> None:
+        self._client = client
+        self._consumers = {mode: _Consumer(client, _LIVED, mode) for mode in MODES}
+
+    async def live(self, sample_count: int) -> None:
+        for _ in range(sample_count // _LIVE_COUNT):
+            meta = await self._put()
+            for consumer in self._consumers.values():
+                await consumer.claim(_LIVE_COUNT)
+            await self._client.clear_samples(meta)
+
+    async def times(self, mode: str) -> _Times:
+        meta = await self._put()
+        times = await self._consumers[mode].claims(_CLAIMS_A_REPEAT)
+        for other, consumer in self._consumers.items():
+            if other != mode:
+                await consumer.claim(_LIVE_COUNT)
+        await self._client.clear_samples(meta)
+        return _Times(first=None, others=times[1:])
+
+    async def _put(self) -> tq.BatchMeta:
+        return await self._client.put({"x": np.arange(_LIVE_COUNT)}, partition_id=_LIVED)
+
+
+async def _measure(options: Options, address: str) -> Report:
+    counts = SAMPLE_COUNTS[:2] if options.quick else SAMPLE_COUNTS
+    gone_count = counts[-1]
+    rows: list[list[str | float | None]] = []
+    async with tq.AsyncClient(address, timeout=120.0) as client:
+        for count in counts:
+            await _fill(client, str(count), count)
+        lived = _LivedPartition(client)
+        await lived.live(gone_count)
+        for mode in MODES:
+            cases: dict[str, Callable[[], Awaitable[_Times]]] = {
+                f"{count:,} samples": partial(_in_new_task, client, str(count), mode) for count in counts
+            }
+            consumed_count = counts[-1] // 2
+            consumer = _Consumer(client, str(counts[-1]), mode)
+            await consumer.claim(consumed_count)
+            cases[f"{counts[-1]:,} samples, half of them consumed"] = partial(_in_old_task, consumer)
+            cases[f"{_LIVE_COUNT:,} samples, {gone_count:,} cleared before"] = partial(lived.times, mode)
+            times = await interleave_async(cases, options.repeats)
+            rows += _rows(mode, times)
+    return _report(rows, counts)
+
+
+def _rows(mode: str, times: dict[str, list[_Times]]) -> list[list[str | float | None]]:
+    rows: list[list[str | float | None]] = []
+    small = [median(repeat.others) for repeat in next(iter(times.values()))]
+    for label, repeats in times.items():
+        p50, p99 = p50_p99([repeat.others for repeat in repeats])
+        ratio = median([median(repeat.others) / base for repeat, base in zip(repeats, small, strict=True)])
+        firsts = [repeat.first * 1e3 for repeat in repeats if repeat.first is not None]
+        rows.append([mode, label, p50, p99, ratio, median(firsts) if firsts else None])
+    return rows
+
+
+def _report(rows: list[list[str | float | None]], counts: tuple[int, ...]) -> Report:
+    largest = f"{counts[-1]:,} samples"
+    series = {
+        mode: [(count, row[2]) for count in counts for row in rows if row[:2] == [mode, f"{count:,} samples"]]
+        for mode in MODES
+    }
+    return Report(
+        name="claim_cost_by_partition_size",
+        question="Does a claim cost more in a large partition, or in one that has lived long, than in a small new one?",
+        columns=["mode", "partition", "p50, ms", "p99, ms", "p50 / that at 1,024", "first claim of a task, ms"],
+        rows=rows,
+        notes=[
+            f"claims of {BATCH_SIZE} samples by one client, one after the other, {_CLAIMS_A_REPEAT} a repeat",
+            "the first claim of a task, which sets it up, is not in p50 and p99",
+        ],
+        aims=[
+            Aim(what=f"{row[0]}, {row[1]}: ratio", measured=float(row[4] or 0), wanted=1.5, at_least=False)
+            for row in rows
+            if row[1] != f"{counts[0]:,} samples" and str(row[1]).startswith((largest, f"{_LIVE_COUNT:,} samples,"))
+        ],
+        plots=[
+            Plot(
+                name="claim_cost_by_partition_size",
+                title="Latency of a claim, p50",
+                x_label="samples in the partition",
+                y_label="ms",
+                series=series,
+                log_x=True,
+            )
+        ],
+    )
+
+
+def run(options: Options) -> Report:
+    """Measure."""
+    with service() as server:
+        return run_async(_measure(options, server.address))
+
+
+if __name__ == "__main__":
+    sys.exit(main(run))
