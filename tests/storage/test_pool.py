@@ -67,3 +67,14 @@ def test_trim_gives_memory_back_by_and_by():
     assert pool.pooled_bytes == 4 << 20
     pool.trim(3600.0)
     assert pool.pooled_bytes == 0
+
+
+def test_a_size_class_that_was_used_up_does_not_hinder_the_others() -> None:
+    pool = RegionPool()
+    large, small = pool.take(1 << 20), pool.take(100_000)
+    pool.release(large)
+    pool.release(small)
+    pool.take(1 << 20)  # the last kept one of its class
+    region = pool.take(300_000)  # makes the pool give memory back, from the classes that have some
+    assert len(region.view()) == 300_000
+    assert pool.pooled_bytes <= 100_000 * 9 // 8

@@ -81,6 +81,8 @@ class RegionPool:
         if kept:
             self.pooled_bytes -= capacity
             memory = kept.pop()
+            if not kept:
+                del self._free[capacity]
         else:
             self._shrink()
             memory = self._map(capacity)
