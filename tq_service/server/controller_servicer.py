@@ -101,20 +101,25 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
             return self.commit(request, None)
         put = from_proto.placement(request.placement)
         if self._requests.recorded(request.request_id) is None:
+            self._storages.check_uncommitted(put)
             await self._storages.confirm(put)
         try:
             return self.commit(request, put)
         except BaseException:
-            self._storages.free([FreedCells(put=put)])
+            if not self._storages.is_committed(put):
+                self._storages.free([FreedCells(put=put)])
             raise
 
     def commit(self, request: pb.CommitRequest, put: Put | None) -> pb.CommitResponse:
         """Make a stored put visible in one step, once for each request_id."""
 
         def change() -> pb.CommitResponse:
-            columns = from_proto.put_columns(request) if put is not None else ()
-            meta = self._write(request.write, from_proto.sample_write(request.write, put, columns))
-            return pb.CommitResponse(meta=meta)
+            if put is None:
+                return pb.CommitResponse(meta=self._write(request.write, from_proto.sample_write(request.write)))
+            self._storages.check_uncommitted(put)
+            write = from_proto.sample_write(request.write, put, from_proto.put_columns(request))
+            with self._storages.committing(put):
+                return pb.CommitResponse(meta=self._write(request.write, write))
 
         return self._requests.once(request.request_id, change)
 

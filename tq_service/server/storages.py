@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -13,7 +14,7 @@ import grpc
 import numpy as np
 
 from tq_service.domain.cells import FreedCells, Put
-from tq_service.errors import DataLossError, PutNotFoundError, QuotaExceededError, UnavailableError
+from tq_service.errors import AlreadyExistsError, DataLossError, PutNotFoundError, QuotaExceededError, UnavailableError
 from tq_service.storage.cells import PutCells
 from tq_service.storage.engine import StorageEngine
 from tq_service.v1 import metadata_pb2
@@ -166,6 +167,7 @@ class StorageDirectory:
         self.heartbeat_seconds = heartbeat_seconds
         self._storages: dict[str, Storage] = {} if embedded is None else {embedded.storage_id: embedded}
         self._closing: set[asyncio.Task[None]] = set()
+        self._committed: set[Put] = set()
 
     @property
     def addresses(self) -> dict[str, str]:
@@ -208,10 +210,33 @@ class StorageDirectory:
             raise DataLossError(f"storage service {put.storage_id!r} has restarted since the put; put the data again")
         await storage.confirm(put.put_id)
 
+    def is_committed(self, put: Put) -> bool:
+        """Whether some samples have their cells in this put."""
+        return put in self._committed
+
+    def check_uncommitted(self, put: Put) -> None:
+        """Refuse a second commit of a put: its cells would be freed with the samples of either."""
+        if put in self._committed:
+            raise AlreadyExistsError(
+                f"put {put.put_id.hex()} is committed already under another request_id; put data once for each commit"
+            )
+
+    @contextlib.contextmanager
+    def committing(self, put: Put) -> Iterator[None]:
+        """Take note that a put is committed by what is done in the `with`, unless it raises."""
+        self._committed.add(put)
+        try:
+            yield
+        except BaseException:
+            self._committed.discard(put)
+            raise
+
     def free(self, freed: Iterable[FreedCells]) -> None:
         """Give cells back, each to the storage service that holds it; a life that is over has nothing to free."""
         cells_of: dict[str, list[PutCells]] = {}
         for each in freed:
+            if each.rows is None:
+                self._committed.discard(each.put)
             storage = self._storages.get(each.put.storage_id)
             if storage is not None and storage.boot_id == each.put.boot_id:
                 cells_of.setdefault(each.put.storage_id, []).append(_put_cells(each))
