@@ -1,0 +1,246 @@
+"""A repeat of a mutating request under its request_id has one effect and gets the recorded answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from google.protobuf.message import Message
+from live_server import LiveServer, StartServer
+from rpc_samples import new_id, put_train, reason_of, snapshot
+
+import tq_service as tq
+from tq_service.v1 import controller_service_pb2 as pb
+from tq_service.v1 import metadata_pb2, storage_service_pb2
+from tq_service.wire.columns import encode_header
+from tq_service.wire.layouts import encode_columns
+
+CLAIM: dict[str, Any] = {"partition_id": "train", "task_name": "t", "data_fields": ["score"]}
+WRITE = pb.SampleWrite(partition_id="train", row_count=2, keys=["a", "b"], key_mode=pb.KEY_MODE_NEW)
+
+
+def ids(request_id: bytes, **more: Any) -> dict[str, Any]:
+    return {"request_id": request_id, "partition_id": "train", **more}
+
+
+def mutating_requests(meta: tq.BatchMeta, request_id: bytes) -> dict[str, Message]:
+    column = metadata_pb2.MetaColumn(name="version", int64_values=metadata_pb2.Int64Values(values=[8, 9]))
+    return {
+        "CreatePartition": pb.CreatePartitionRequest(request_id=request_id, partition_id="new", expected_samples=5),
+        "SealPartition": pb.SealPartitionRequest(**ids(request_id)),
+        "Insert": pb.InsertRequest(request_id=request_id, write=WRITE),
+        "Commit": pb.CommitRequest(request_id=request_id, write=WRITE),
+        "GetMeta": pb.GetMetaRequest(**CLAIM, request_id=request_id, batch_size=2),
+        "ReleaseClaim": pb.ReleaseClaimRequest(**ids(request_id, task_name="held", claim_request_id=bytes(16))),
+        "ResetConsumption": pb.ResetConsumptionRequest(**ids(request_id, task_name="held", epoch=0)),
+        "SetCustomMeta": pb.SetCustomMetaRequest(**ids(request_id, global_indexes=[0, 2], custom_meta=[column])),
+        "CloseGroups": pb.CloseGroupsRequest(**ids(request_id, groups=["g0"])),
+        "ClearSamples": pb.ClearSamplesRequest(**ids(request_id, keys=["k0", "k3"])),
+        "ClearPartition": pb.ClearPartitionRequest(**ids(request_id, incarnation=meta.incarnation)),
+    }
+
+
+CHANGED_NOTHING_SEEN = {"SetCustomMeta", "CloseGroups"}  # by what DescribePartition tells
+
+
+@pytest.mark.parametrize("name", mutating_requests(tq.BatchMeta(), b""))
+def test_a_repeat_has_one_effect_and_the_same_answer(server: LiveServer, name: str) -> None:
+    client = server.client()
+    meta = put_train(client)
+    held = pb.GetMetaRequest(**{**CLAIM, "task_name": "held"}, request_id=bytes(16), batch_size=2)
+    server.controller.GetMeta(held)
+    before = snapshot(client)
+    request = mutating_requests(meta, new_id())[name]
+    call = getattr(server.controller, name)
+    first = call(request)
+    after = snapshot(client)
+    assert (after != before) == (name not in CHANGED_NOTHING_SEEN)
+    for _ in range(3):
+        assert call(request) == first
+    assert snapshot(client) == after
+
+
+@pytest.mark.parametrize("name", ["Insert", "ClearPartition", "ResetConsumption", "ClearSamples"])
+def test_a_repeat_under_another_id_is_another_request(server: LiveServer, name: str) -> None:
+    client = server.client()
+    meta = put_train(client)
+    server.controller.GetMeta(pb.GetMetaRequest(**{**CLAIM, "task_name": "held"}, request_id=bytes(16), batch_size=2))
+    call = getattr(server.controller, name)
+    call(mutating_requests(meta, new_id())[name])
+    after = snapshot(client)
+    if name == "ClearSamples":  # idempotent whatever the id: what is gone is ignored
+        assert call(mutating_requests(meta, new_id())[name]).cleared_count == 0
+    else:
+        with pytest.raises(grpc.RpcError):
+            call(mutating_requests(meta, new_id())[name])
+    assert snapshot(client) == after
+
+
+def test_a_refused_request_is_not_recorded(server: LiveServer) -> None:
+    client = server.client()
+    put_train(client)
+    write = pb.SampleWrite(partition_id="train", row_count=1, keys=["k1"], key_mode=pb.KEY_MODE_NEW)
+    request = pb.InsertRequest(request_id=new_id(), write=write)
+    with pytest.raises(grpc.RpcError):
+        server.controller.Insert(request)
+    client.clear_samples(partition_id="train", keys=["k1"])
+    assert server.controller.Insert(request).meta.global_indexes == [4]
+
+
+def test_a_released_claim_refuses_its_retry(server: LiveServer) -> None:
+    put_train(server.client())
+    claim = pb.GetMetaRequest(**CLAIM, request_id=new_id(), batch_size=3)
+    assert list(server.controller.GetMeta(claim).meta.global_indexes) == [0, 1, 2]
+    release = pb.ReleaseClaimRequest(request_id=new_id(), partition_id="train", task_name="t",
+                                     claim_request_id=claim.request_id)  # fmt: skip
+    assert server.controller.ReleaseClaim(release).released_count == 3
+    with pytest.raises(grpc.RpcError) as caught:
+        server.controller.GetMeta(claim)
+    call: Any = caught.value
+    assert (call.code(), reason_of(call)) == (grpc.StatusCode.FAILED_PRECONDITION, "CLAIM_RELEASED")
+    # A claim that is released before it was made is refused too: its client has left already.
+    early = pb.GetMetaRequest(**CLAIM, request_id=new_id(), batch_size=3)
+    release = pb.ReleaseClaimRequest(request_id=new_id(), partition_id="train", task_name="t",
+                                     claim_request_id=early.request_id)  # fmt: skip
+    assert server.controller.ReleaseClaim(release).released_count == 0
+    with pytest.raises(grpc.RpcError):
+        server.controller.GetMeta(early)
+    assert server.client().check_consumption("train", "t").consumed == 0
+
+
+def put_stream(*, commit: pb.CommitRequest | None = None, put_id: bytes = b"") -> list[storage_service_pb2.PutRequest]:
+    """Return the messages of a put of four samples."""
+    columns = encode_columns({"x": torch.arange(4), "j": [torch.arange(n) for n in (2, 0, 3, 1)]})
+    header = storage_service_pb2.PutHeader(
+        put_id=put_id or new_id(),
+        row_count=4,
+        columns=[encode_header(column) for column in columns],
+        size_bytes=sum(column.value_bytes for column in columns),
+        commit=commit,
+    )
+    data = b"".join(bytes(chunk) for column in columns for chunk in column.chunks)
+    frames = [data[:7], data[7:8], data[8:]]
+    return [
+        storage_service_pb2.PutRequest(header=header),
+        *(storage_service_pb2.PutRequest(frame=frame) for frame in frames),
+    ]
+
+
+def commit_of_four(request_id: bytes) -> pb.CommitRequest:
+    return pb.CommitRequest(request_id=request_id, write=pb.SampleWrite(partition_id="train", row_count=4))
+
+
+def test_a_repeated_put_with_its_commit_is_one_put(server: LiveServer) -> None:
+    client = server.client()
+    messages = put_stream(commit=commit_of_four(new_id()))
+    first = server.storage.Put(iter(messages))
+    after = snapshot(client)
+    assert server.storage.Put(iter(messages)) == first
+    assert snapshot(client) == after
+    assert client.get_data(partition_id="train", global_indexes=range(4))["x"].tolist() == [0, 1, 2, 3]
+
+
+def test_a_repeated_put_without_a_commit_is_one_put(server: LiveServer) -> None:
+    client = server.client()
+    messages = put_stream()
+    first = server.storage.Put(iter(messages))
+    assert client.list_partitions() == []  # not visible before its commit
+    assert client.storage_stat().uncommitted_put_count == 1
+    after = snapshot(client)
+    assert server.storage.Put(iter(messages)) == first
+    assert snapshot(client) == after
+    commit = commit_of_four(new_id())
+    commit.placement.storage.CopyFrom(first.storage)
+    commit.placement.put_id = messages[0].header.put_id
+    commit.columns.extend(messages[0].header.columns)
+    answer = server.controller.Commit(commit)
+    assert client.storage_stat().uncommitted_put_count == 0
+    after = snapshot(client)
+    assert server.controller.Commit(commit) == answer
+    assert snapshot(client) == after
+    rows = client.get_data(partition_id="train", global_indexes=range(4))["j"].unbind()
+    assert [row.tolist() for row in rows] == [[0, 1], [], [0, 1, 2], [0]]
+
+
+def test_a_put_is_committed_once(server: LiveServer) -> None:
+    """A second commit of a put, and a refused one, leave the first as it is."""
+    client = server.client()
+    messages = put_stream(commit=commit_of_four(new_id()))
+    stored = server.storage.Put(iter(messages))
+    after = snapshot(client)
+    second = commit_of_four(new_id())
+    second.placement.storage.CopyFrom(stored.storage)
+    second.placement.put_id = messages[0].header.put_id
+    second.columns.extend(messages[0].header.columns)
+    again = put_stream(commit=commit_of_four(new_id()), put_id=messages[0].header.put_id)
+    for call in (lambda: server.controller.Commit(second), lambda: server.storage.Put(iter(again))):
+        with pytest.raises(grpc.RpcError) as caught:
+            call()
+        error: Any = caught.value
+        assert error.code() == grpc.StatusCode.ALREADY_EXISTS
+        assert snapshot(client) == after
+    assert client.get_data(partition_id="train", global_indexes=range(4))["x"].tolist() == [0, 1, 2, 3]
+
+
+def test_puts_without_a_commit_expire(start_server: StartServer) -> None:
+    server = start_server(put_ttl_seconds=0.01)
+    client = server.client()
+    messages = put_stream()
+    stored = server.storage.Put(iter(messages))
+    engine = server.app._engine
+    assert engine is not None
+
+    async def expire() -> int:
+        return engine.expire()
+
+    while not server.loop.run(expire()):
+        pass
+    assert client.storage_stat().used_bytes == 0
+    commit = commit_of_four(new_id())
+    commit.placement.storage.CopyFrom(stored.storage)
+    commit.placement.put_id = messages[0].header.put_id
+    commit.columns.extend(messages[0].header.columns)
+    with pytest.raises(grpc.RpcError) as caught:
+        server.controller.Commit(commit)
+    call: Any = caught.value
+    assert (call.code(), reason_of(call)) == (grpc.StatusCode.NOT_FOUND, "PUT_NOT_FOUND")
+    assert client.list_partitions() == []
+
+
+def test_confirming_and_freeing_again_changes_nothing(server: LiveServer) -> None:
+    client = server.client()
+    messages = put_stream()
+    stored = server.storage.Put(iter(messages))
+    confirm = storage_service_pb2.ConfirmPutRequest(boot_id=stored.storage.boot_id, put_id=messages[0].header.put_id)
+    for _ in range(2):
+        server.storage.ConfirmPut(confirm)
+    assert client.storage_stat().put_count == 1
+    cells = storage_service_pb2.PutCells(put_id=messages[0].header.put_id)
+    other_boot = storage_service_pb2.FreeCellsRequest(boot_id=new_id(), cells=[cells])
+    server.storage.FreeCells(other_boot)
+    assert client.storage_stat().put_count == 1
+    for _ in range(2):
+        server.storage.FreeCells(storage_service_pb2.FreeCellsRequest(boot_id=stored.storage.boot_id, cells=[cells]))
+        assert client.storage_stat().used_bytes == 0
+    with pytest.raises(grpc.RpcError) as caught:
+        server.storage.ConfirmPut(confirm)
+    call: Any = caught.value
+    assert call.code() == grpc.StatusCode.NOT_FOUND
+
+
+def test_placing_and_announcing_change_nothing_that_is_stored(server: LiveServer) -> None:
+    client = server.client()
+    put_train(client)
+    before = snapshot(client)
+    placed = server.controller.PlacePut(pb.PlacePutRequest(size_bytes=100))
+    assert placed.embedded
+    assert placed.storage.boot_id == client.storage_stat().boot_id
+    endpoint = metadata_pb2.StorageEndpoint(storage_id="other", boot_id=new_id(), address="127.0.0.1:1")
+    announced = pb.RegisterStorageRequest(storage=endpoint, max_bytes=1 << 50)
+    answers = [server.controller.RegisterStorage(announced) for _ in range(2)]
+    assert answers[0] == answers[1]
+    assert answers[0].heartbeat_seconds > 0
+    assert server.controller.PlacePut(pb.PlacePutRequest(size_bytes=100)).storage == endpoint  # it has more room
+    assert snapshot(client) == before
