@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.client.locations import CellLocations, FieldRuns, Indexes, StorageRef
+from tq_service.client.receive_buffers import RECEIVE_BUFFERS
 from tq_service.errors import InternalError, InvalidArgumentError
 from tq_service.schema import FieldSpec, Layout
 from tq_service.v1 import metadata_pb2
@@ -117,7 +118,7 @@ class AnswerReader:
         if header.row_count != self._expected_rows:
             raise InternalError(f"a storage service sent {header.row_count} rows, expected {self._expected_rows}")
         self._columns = decode_headers(header.columns, header.row_count)
-        self._receiver = ColumnReceiver(self._columns)
+        self._receiver = ColumnReceiver(self._columns, RECEIVE_BUFFERS.take)
 
     def _started(self) -> ColumnReceiver:
         if self._receiver is None:

@@ -9,7 +9,7 @@ gRPC turns an exception of a deserializer into INTERNAL without a word; so decod
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -114,14 +114,22 @@ def iter_frames(chunks: Iterable[memoryview], frame_bytes: int = DEFAULT_FRAME_B
         yield parts
 
 
+def _fresh(size: int) -> Bytes:
+    return np.empty(size, np.uint8)
+
+
 class ColumnReceiver:
     """Takes the frames of a get and puts their bytes into one buffer for each column.
 
     Every column has a buffer of its own, so that each is aligned and lives as long as its own tensor.
+
+    Args:
+        columns: what comes in the frames.
+        allocate: returns memory of so many bytes, to be written and then shared by tensors.
     """
 
-    def __init__(self, columns: Sequence[ColumnShape]) -> None:
-        self.buffers: list[Bytes] = [np.empty(column.value_bytes, np.uint8) for column in columns]
+    def __init__(self, columns: Sequence[ColumnShape], allocate: Callable[[int], Bytes] = _fresh) -> None:
+        self.buffers: list[Bytes] = [allocate(column.value_bytes) for column in columns]
         self._views = [buffer.data for buffer in self.buffers if buffer.size]
         self._current = 0
         self._filled = 0
