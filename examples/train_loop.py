@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import random
 import threading
+import uuid
 
 import torch
 from torch import nn
@@ -18,11 +19,12 @@ from tq_service.data import StreamingDataLoader, StreamingDataset
 
 VOCABULARY_SIZE = 32
 SAMPLES_PER_STEP = 64
+RUN = uuid.uuid4().hex[:8]  # so that what an aborted run left behind is in nobody's way
 
 
 def partition_of(step: int) -> str:
     """Return the partition that holds the samples of a step."""
-    return f"train_loop@{step}"
+    return f"train_loop_{RUN}@{step}"
 
 
 def produce(address: str | None, steps: int) -> None:

@@ -16,11 +16,12 @@ from tq_service.data import StreamingDataLoader, StreamingDataset, fetch_batch
 from tq_service.data.batch import Batch
 from tq_service.data.columns import object_stack
 from tq_service.data.transport import pack, unpack
+from tq_service.data.workers import worker_context
 from tq_service.errors import QuotaExceededError
 
 
 def loader_of(
-    row_count: int, *, num_workers: int = 2, context: str = "fork", persistent: bool = True, **changes: Any
+    row_count: int, *, num_workers: int = 2, context: str | None = "fork", persistent: bool = True, **changes: Any
 ) -> StreamingDataLoader:
     options: dict[str, Any] = {
         "batch_size": 4, "micro_batch_size": 2, "data_fields": FIELDS, "partition_id": "train@0", "task_name": "t",
@@ -39,9 +40,9 @@ def worker_pids() -> set[int]:
 
 
 @pytest.mark.parametrize(
-    ("context", "num_workers"), [("fork", 1), ("fork", 2), ("fork", 3), ("spawn", 2), ("spawn", 3)]
+    ("context", "num_workers"), [("fork", 1), ("fork", 2), ("fork", 3), ("spawn", 2), ("spawn", 3), (None, 2)]
 )
-def test_workers_share_the_batches_in_order(context: str, num_workers: int) -> None:
+def test_workers_share_the_batches_in_order(context: str | None, num_workers: int) -> None:
     with loader_of(30, context=context, num_workers=num_workers) as loader:
         seen = list(loader)
         assert indexes(seen) == list(range(30))
@@ -108,6 +109,15 @@ def test_functions_need_no_pickling_with_fork() -> None:
 
     with loader_of(12, fetch_batch_fn=fetch) as loader:
         assert indexes(loader) == list(range(12))
+
+
+def test_the_default_is_a_fork_server_where_functions_can_be_pickled() -> None:
+    picklable, bound = loader_of(4).dataset.source, loader_of(4, fetch_batch_fn=lambda **_: (None, None)).dataset.source
+    assert worker_context(None, picklable).get_start_method() == "forkserver"
+    assert worker_context(None, bound).get_start_method() == "fork"
+    assert worker_context("spawn", picklable).get_start_method() == "spawn"
+    chosen = multiprocessing.get_context("fork")
+    assert worker_context(chosen, picklable) is chosen
 
 
 def test_an_error_in_a_worker_keeps_its_type() -> None:

@@ -164,10 +164,10 @@ def test_columns_can_be_put_for_a_micro_batch(address: str, partition: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("context", "num_workers"), [("fork", 1), ("fork", 2), ("fork", 3), ("spawn", 2), ("spawn", 3)]
+    ("context", "num_workers"), [("fork", 1), ("fork", 2), ("fork", 3), ("spawn", 2), ("spawn", 3), (None, 2)]
 )
 async def test_workers_with_live_clients_in_the_parent(
-    address: str, partition: str, context: str, num_workers: int
+    address: str, partition: str, context: str | None, num_workers: int
 ) -> None:
     async with tq.AsyncClient(address) as async_client:
         await async_client.list_partitions()

@@ -51,7 +51,7 @@ class StreamingDataset(IterableDataset[Any]):
         should_check_consumption_status: finite mode: end also when everything inserted so far is consumed. Otherwise
             (streaming mode) batches are waited for until the partition is sealed.
         fetch_batch_fn: fetches a batch instead of `fetch_batch`, whose docstring has the keywords; runs in the
-            prefetching thread or worker, which it must be picklable for with spawn.
+            prefetching thread or worker, which it must be picklable for with spawn and forkserver.
         process_batch_fn: called as `process_batch_fn(data, meta, micro_batch_size=...)` in the consumer's thread and
             process instead of `split_micro_batches`; what it returns, an iterable, is yielded item by item.
         start_batch_index: the first batch, for a rank that is restarted in the middle.
@@ -134,6 +134,11 @@ class StreamingDataset(IterableDataset[Any]):
         self._life: Life | None = None
         # Counts reset() and step(), so that a live iterator notices them.
         self._moves = 0
+
+    @property
+    def source(self) -> BatchSource:
+        """Whom it asks for what."""
+        return self._source
 
     @property
     def batch_index(self) -> int:

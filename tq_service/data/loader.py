@@ -36,8 +36,9 @@ class StreamingDataLoader:
         num_workers: worker processes that share the batches of the rank; 0: a thread of this process.
         prefetch_factor: batches fetched ahead, by each worker or by the thread. 0 with `num_workers=0` fetches in the
             consumer's thread: for a fetch_batch_fn that takes part in collectives.
-        multiprocessing_context: how workers are started: "fork", "spawn", "forkserver", a context, or None for torch's
-            default. Workers use a sync client of their own, so fork works with any live client in this process.
+        multiprocessing_context: how workers are started: "fork", "spawn", "forkserver" or a context; None: forkserver,
+            or fork where fetch_batch_fn cannot be pickled. Workers use a sync client of their own. Fork works with live
+            clients in this process, as long as no other thread is inside a call when the workers start.
         prefetch_bytes: the thread fetches nothing further while it holds so many bytes; with workers the number of
             batches is the only bound.
         persistent_workers: keep the worker processes between iterators.
@@ -70,7 +71,7 @@ class StreamingDataLoader:
         self.dataset = dataset
         self.num_workers = num_workers
         self.prefetch_factor = prefetch_factor
-        self._context = worker_context(multiprocessing_context) if num_workers else None
+        self._context = worker_context(multiprocessing_context, dataset.source) if num_workers else None
         self._prefetch_bytes = prefetch_bytes
         self._persistent_workers = persistent_workers
         self._stream: BatchStream | None = None

@@ -15,6 +15,7 @@ that nobody wants.
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import time
 import traceback
 import warnings
@@ -232,8 +233,28 @@ def _abandon(generation: Any) -> None:
     generation.value += 1
 
 
-def worker_context(name: str | BaseContext | None) -> BaseContext:
-    """Return the way worker processes are started: "fork", "spawn", "forkserver", or torch's default for None."""
-    if name is None or isinstance(name, str):
-        return torch.multiprocessing.get_context(name)
-    return name
+def worker_context(name: str | BaseContext | None, source: BatchSource) -> BaseContext:
+    """Return the way worker processes are started.
+
+    Args:
+        name: "fork", "spawn", "forkserver", or a context. None: forkserver, and fork where it is not available or the
+            functions of the source cannot be pickled. A fork while another thread is inside a gRPC call, of whatever
+            client, leaves gRPC broken in the child; the children of a fork server have nothing of this process.
+        source: what the workers fetch from.
+    """
+    if isinstance(name, BaseContext):
+        return name
+    if name is None:
+        name = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() and _pickles(source) else "fork"
+    context: BaseContext = torch.multiprocessing.get_context(name)
+    if name == "forkserver":
+        context.set_forkserver_preload(["tq_service.data.workers"])
+    return context
+
+
+def _pickles(source: BatchSource) -> bool:
+    try:
+        ForkingPickler.dumps(source)
+    except Exception:  # whatever a function's own pickling may raise
+        return False
+    return True
