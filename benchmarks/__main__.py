@@ -1,0 +1,92 @@
+"""Runs all benchmarks, each in a process of its own, and writes `benchmarks/results/<date>.md` with its plots."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.harness import ROOT
+from benchmarks.machine import describe_machine
+from benchmarks.plots import draw
+from benchmarks.report import Report, aim_text
+
+BENCHMARKS = (
+    "claims_per_second",
+    "claim_cost_by_partition_size",
+    "wake_latency",
+    "insert_rate",
+    "bulk_throughput",
+    "idle_server",
+)
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def _run(name: str, flags: Sequence[str]) -> Report:
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--json", *flags]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    return Report.from_json(done.stdout)
+
+
+def _commit() -> str:
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _write(reports: Sequence[Report], machine: dict[str, str], flags: Sequence[str], folder: Path, date: str) -> Path:
+    plots = folder / date
+    plots.mkdir(parents=True, exist_ok=True)
+    lines = [f"# Benchmarks of {date}", "", "Each section can be run alone: `python -m benchmarks.<its name>`.", ""]
+    lines += ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in machine.items()), ""]
+    lines += [f"Command: `{' '.join(['python -m benchmarks', *flags])}`", ""]
+    missed = [f"- {report.name}: {aim_text(aim)}" for report in reports for aim in report.aims if not aim.met]
+    lines += [*(["Missed aims:", "", *missed] if missed else ["All aims are met."]), ""]
+    for report in reports:
+        for plot in report.plots:
+            draw(plot, plots)
+        lines.append(report.to_markdown(date))
+    path = folder / f"{date}.md"
+    path.write_text("\n".join(lines).rstrip() + "\n")
+    return path
+
+
+def main() -> int:
+    """Run the benchmarks that are named, or all of them."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=(__doc__ or "").split("\n", maxsplit=1)[0]
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which ones: {', '.join(BENCHMARKS)}; default: all")
+    parser.add_argument("--quick", action="store_true", help="little of everything, to see that it works")
+    parser.add_argument("--repeats", type=int, help="how often each case is measured")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the table and the plots")
+    given = parser.parse_args()
+    if unknown := set(given.names) - set(BENCHMARKS):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
+    flags = [*(["--quick"] if given.quick else []), *(["--repeats", str(given.repeats)] if given.repeats else [])]
+    machine = {**describe_machine(), "commit": _commit()}
+    reports, failed = [], []
+    for name in given.names or BENCHMARKS:
+        started = time.monotonic()
+        try:
+            report = _run(name, flags)
+        except subprocess.CalledProcessError as error:
+            print(f"{name} failed with exit code {error.returncode}", file=sys.stderr)
+            failed.append(name)
+            continue
+        print(f"{report.to_text()}\n({name}: {time.monotonic() - started:.0f} s)\n", flush=True)
+        reports.append(report)
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    if reports:
+        print(f"written: {_write(reports, machine, [*flags, *given.names], given.results, date)}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
