@@ -1,5 +1,6 @@
 import math
 import sys
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -269,6 +270,12 @@ def test_numpy_needs_no_torch_and_knows_what_only_torch_has(monkeypatch):
     monkeypatch.undo()
     with pytest.raises(InvalidArgumentError, match=r"tq-service\[data\]"):
         send({"x": torch.zeros(2, dtype=torch.bfloat16)}, as_torch=False)
+
+
+def test_arrays_are_put_while_another_thread_imports_torch(monkeypatch):
+    for name in ("torch", "tensordict"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    assert [column.spec.name for column in encode_columns({"x": np.arange(2), "o": ["a", {}]})] == ["x", "o"]
 
 
 @given(

@@ -27,7 +27,9 @@ _NUMPY_NAMES: Final = frozenset({
 
 def loaded_torch() -> ModuleType | None:
     """Return torch where this process has imported it; nothing can be a tensor otherwise."""
-    return sys.modules.get("torch")
+    torch = sys.modules.get("torch")
+    # Where another thread is still importing it, it has no Tensor yet, and nobody has a tensor.
+    return torch if hasattr(torch, "Tensor") else None
 
 
 def has_torch() -> bool:

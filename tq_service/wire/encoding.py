@@ -61,14 +61,19 @@ def _checked_name(name: Any) -> str:
 
 
 def _fields_of(data: Any) -> list[tuple[Any, Any]]:
-    tensordict = sys.modules.get("tensordict")
-    if tensordict is not None and tensordict.is_tensor_collection(data):
+    if _is_tensordict(data):
         return _fields_of_tensordict(data)
     if not isinstance(data, Mapping):
         raise InvalidArgumentError(
             f"data is a {type(data).__name__}; put a TensorDict or a dict of columns", field="data"
         )
     return list(data.items())
+
+
+def _is_tensordict(value: Any) -> bool:
+    # Where another thread is still importing it, it has no such function yet, and nobody has a TensorDict.
+    is_tensor_collection = getattr(sys.modules.get("tensordict"), "is_tensor_collection", None)
+    return is_tensor_collection is not None and bool(is_tensor_collection(value))
 
 
 def _fields_of_tensordict(data: Any) -> list[tuple[Any, Any]]:
@@ -104,10 +109,9 @@ def _encode_column(name: str, values: Any, declared: Layout | None) -> Column:
 
 def _unwrap(name: str, values: Any) -> Any:
     """Return the list behind what a TensorDict wraps objects in."""
-    tensordict = sys.modules.get("tensordict")
-    if tensordict is None or not tensordict.is_tensor_collection(values):
+    if not _is_tensordict(values):
         return values
-    if not tensordict.is_non_tensor(values):
+    if not sys.modules["tensordict"].is_non_tensor(values):
         raise InvalidArgumentError(
             f"field {name!r} is a nested TensorDict; put its columns as fields of their own", field="data"
         )
