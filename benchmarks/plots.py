@@ -17,7 +17,7 @@ def draw(plot: Plot, folder: Path) -> Path:
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(figsize=_SIZE_INCHES)
+    figure, axes = plt.subplots(figsize=_SIZE_INCHES, layout="constrained")
     if plot.bars:
         _draw_bars(plot, axes)
     else:
@@ -33,8 +33,7 @@ def draw(plot: Plot, folder: Path) -> Path:
     axes.set_title(plot.title)
     axes.grid(alpha=0.3)
     if len(plot.series) > 1:
-        axes.legend()
-    figure.tight_layout()
+        figure.legend(loc="outside lower center", ncols=len(plot.series), frameon=False)
     path = folder / f"{plot.name}.png"
     figure.savefig(path, dpi=110)
     plt.close(figure)

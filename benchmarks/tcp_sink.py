@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 
 BLOCK_BYTES = 64 << 20
-_BUFFER_BYTES = 8 << 20
+_BUFFER_BYTES = 1 << 20
 
 
 def connect(address: str) -> socket.socket:
