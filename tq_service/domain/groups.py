@@ -24,12 +24,15 @@ class GroupTable:
     - dead: it can no longer be whole.
     """
 
-    __slots__ = ("_free", "_members", "_names", "_slots", "cleared", "closed", "declared", "failed", "held", "members")
+    __slots__ = (
+        "_free", "_members", "_names", "_slots", "cleared", "closed", "declared", "failed", "held", "in_use", "members",
+    )  # fmt: skip
 
     def __init__(self, table: RowTable) -> None:
         self._slots: dict[str, int] = {}
         self._names: list[str | None] = []
         self._free: list[int] = []
+        self.in_use = False  # from the first named group on, also when all have been cleared
         self._members: Column = table.add_column(np.int64, NO_GROUP)
         self.declared: NDArray[np.int64] = np.zeros(0, np.int64)
         self.members: NDArray[np.int64] = np.zeros(0, np.int64)
@@ -142,6 +145,7 @@ class GroupTable:
                     self._grow(max(64, 2 * self.members.size))
             self._names[slot] = name
             self._slots[name] = slot
+            self.in_use = True
         return slot
 
     def _grow(self, capacity: int) -> None:

@@ -17,11 +17,11 @@ from typing import Protocol
 import numpy as np
 
 from tq_service.domain.partition import Partition
-from tq_service.domain.plan import Indexes, Pack, Plan, PlanRequest, PlansBatches, View
+from tq_service.domain.plan import Indexes, Pack, Plan, PlanRequest, PlansBatches, RankPlan, View
 from tq_service.domain.task import ClaimRequest, End, Task
 from tq_service.domain.view import PartitionView
 from tq_service.domain.waiters import Answer, Waiter, WaitingLine
-from tq_service.errors import InternalError, SamplerError, TqError
+from tq_service.errors import InternalError, SamplerError, SamplesClearedError, TqError
 
 _log = logging.getLogger(__name__)
 _MOST_REPLANS = 8
@@ -42,9 +42,14 @@ class _Attempt:
 
     event_count: int
     touched_count: int
+    consumed_count: int | None  # where what others of the task consume may bring the end nearer
 
-    def is_in_vain(self, partition: Partition) -> bool:
-        return partition.event_count == self.event_count and partition.touched_count < self.touched_count
+    def is_in_vain(self, partition: Partition, task: Task) -> bool:
+        return (
+            partition.event_count == self.event_count
+            and partition.touched_count < self.touched_count
+            and self.consumed_count in (None, task.consumed_count)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +98,11 @@ class Planner:
         else:  # one look, which the pump takes as soon as it can
             timer = loop.call_soon(self._end_with_pump, waiter)
         try:
-            return await waiter.answer
-        except asyncio.CancelledError:
+            answer = await waiter.answer
+            if isinstance(answer, RankPlan):
+                self._task.check_present(answer)
+            return answer
+        except (asyncio.CancelledError, SamplesClearedError):
             self._take_back(waiter)
             raise
         finally:
@@ -130,10 +138,10 @@ class Planner:
             self._queues.remove(request.signature, waiter)
 
     def _take_back(self, waiter: Waiter) -> None:
-        """Release what a queue worker was given in the moment it left."""
+        """Release what a queue worker was given and will not get."""
         answer = waiter.answer
-        was_given = answer.done() and not answer.cancelled() and answer.exception() is None
-        if waiter.request.rank is None and was_given:
+        is_over = answer.done() and not answer.cancelled() and answer.exception() is None
+        if waiter.request.rank is None and is_over and isinstance(answer.result(), RankPlan):
             self._partition.take_back(self._task, waiter.request.request_id)
 
     def _end_with_pump(self, waiter: Waiter) -> None:
@@ -260,9 +268,11 @@ class Planner:
         planned = await self._plan(request, request.plan_request)
         if planned is None or isinstance(planned, End):
             return planned
+        self._task.recorded(request)  # refuses what was released while the plan was made
         part = cut_micro_batches(planned.plan, request.binding.micro_batch_size).ranks[0]
         if waiter.is_waiting:  # else it left while its plan was made, and nothing is consumed
             self._task.record_queue_claim(request.request_id, part, planned.positions)
+            self._is_dirty = True  # this may have been the last that others waited for
         return part
 
     async def _plan(self, request: ClaimRequest, wanted: PlanRequest) -> _Planned | End | None:
@@ -271,26 +281,27 @@ class Planner:
         There is no await between the check of a plan's rows and the return, so that the caller can record it.
         """
         attempt = self._attempts.get(request.signature)
-        if attempt is not None and attempt.is_in_vain(self._partition):
+        if attempt is not None and attempt.is_in_vain(self._partition, self._task):
             return None
         for _ in range(_MOST_REPLANS):
-            epoch, event_count = self._task.epoch, self._partition.event_count
-            touched_count = self._partition.touched_count
+            if self._epoch != self._task.epoch:
+                return None  # the pump looks again, once it has ended the calls of the old epoch
+            counts = self._partition.change_counts
             view, plan = await self._run_sampler(request, wanted)
-            if plan is None and epoch == self._task.epoch:
-                if not self._nothing_more_comes(request, view):
-                    self._remember_attempt(request, wanted, view)
+            if plan is None:
+                if not self._nothing_more_comes(request, view, counts):
+                    self._remember_attempt(request, wanted, view, counts)
                     return None
                 least = wanted.total_size if request.binding.drop_last else 1
                 view, plan = await self._run_sampler(request, replace(wanted, min_size=least), no_more=True)
-                has_changed = (event_count, touched_count) != self._partition.change_counts
-                if plan is None and not has_changed:
-                    return End(self._partition.inserted_count - self._task.consumed_count)
-            if plan is not None and epoch == self._task.epoch:
+            has_changed = counts != self._partition.change_counts
+            if plan is None:  # after a change the pump looks again
+                return None if has_changed else End(self._partition.inserted_count - self._task.consumed_count)
+            if self._epoch == self._task.epoch:
                 positions = view.still_ready(np.concatenate([part.rows for part in plan.ranks]))
                 if positions is not None:
                     return _Planned(plan, positions)
-                if event_count == self._partition.event_count:
+                if counts[0] == self._partition.event_count:
                     raise _foreign_rows(request.sampler)
         raise SamplerError(
             f"sampler {request.sampler.name!r}: samples of {_MOST_REPLANS} plans in a row were cleared, failed or "
@@ -313,25 +324,32 @@ class Planner:
         finally:
             table.pin_count -= 1
 
-    def _nothing_more_comes(self, request: ClaimRequest, view: PartitionView) -> bool:
-        """Whether what is ready now is all there will be: the partition is at its end, and no row can become ready."""
-        return self._is_closed(request) and view.is_settled()
+    def _nothing_more_comes(self, request: ClaimRequest, view: PartitionView, counts: tuple[int, int]) -> bool:
+        """Whether what is ready now is all there will be: the partition is at its end, and no row can become ready.
+
+        Not so where it has changed since the view was made, at `counts`.
+        """
+        return counts == self._partition.change_counts and self._is_closed(request) and view.is_settled()
 
     def _is_closed(self, request: ClaimRequest) -> bool:
         return self._partition.sealed or (request.binding.finite and self._partition.inserted_count > 0)
 
-    def _remember_attempt(self, request: ClaimRequest, wanted: PlanRequest, view: PartitionView) -> None:
-        """Note how many rows must be written before another attempt can find more."""
+    def _remember_attempt(
+        self, request: ClaimRequest, wanted: PlanRequest, view: PartitionView, counts: tuple[int, int]
+    ) -> None:
+        """Note how many rows must be written, after the view was made at `counts`, before there can be more to find."""
         view.check_lengths()
-        missing = 1
+        missing, is_closed = 1, self._partition.sealed or request.binding.finite  # or soon closed, by a first sample
         if view.exhausted and wanted.batch_unit == "sample":
             missing = wanted.min_size - view.seen_count
-            if self._is_closed(request):  # the last, short batch takes less
+            if is_closed:  # the last, short batch takes less
                 missing = min(missing, view.unready_count) if view.is_plain else 1
         if len(self._attempts) >= _MOST_ATTEMPTS:
             self._attempts.clear()
-        attempt = _Attempt(self._partition.event_count, self._partition.touched_count + max(1, missing))
-        self._attempts[request.signature] = attempt
+        event_count, touched_count = counts
+        self._attempts[request.signature] = _Attempt(
+            event_count, touched_count + max(1, missing), self._task.consumed_count if is_closed else None
+        )
 
 
 def cut_micro_batches(plan: Plan, micro_batch_size: int | None) -> Plan:

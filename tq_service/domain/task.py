@@ -196,32 +196,36 @@ class Task:
             return self.end
         batch = self._batches.get(rank.batch_index)
         if batch is None:
-            raise self._cleared(rank.batch_index)
+            raise self._cleared()
         differs = request.binding.disagreement(batch.binding)
         if differs is not None:
             raise _disagreement(*differs, f"batch_index {rank.batch_index} of task {self.name!r}")
         part = batch.plan.ranks[rank.dp_rank]
         if batch.remaining < batch.size:
-            self._check_present(part, rank.batch_index)
+            self.check_present(part)
         return part
 
     def _recorded_queue(self, request: ClaimRequest) -> RankPlan | End | None:
         claim = self._queue_claims.get(request.request_id)
         if claim is not None:
+            if claim.remaining < claim.part.rows.size:
+                self.check_present(claim.part)
             claim.given_count += 1
             return claim.part
         if request.request_id in self.released:
             raise ClaimReleasedError(f"this claim of task {self.name!r} was released; ask again under a new request_id")
         return None
 
-    def _check_present(self, part: RankPlan, batch_index: int) -> None:
+    def check_present(self, part: RankPlan) -> None:
+        """Refuse an answer of which samples have been cleared since it was planned."""
         if bool((self._table.find(part.rows) < 0).any()):
-            raise self._cleared(batch_index)
+            raise self._cleared()
 
-    def _cleared(self, batch_index: int) -> SamplesClearedError:
+    def _cleared(self) -> SamplesClearedError:
         return SamplesClearedError(
-            f"batch_index {batch_index} of task {self.name!r} was planned, but samples of it have been cleared since; "
-            f"go on with a later batch_index (the next to be planned is {self.next_batch_index})",
+            f"what task {self.name!r} was to get here was planned, but samples of it have been cleared since; go on "
+            f"with a later batch_index (the next to be planned is {self.next_batch_index}), a queue worker under a new "
+            f"request_id",
             metadata={"next_batch_index": str(self.next_batch_index)},
         )
 

@@ -30,7 +30,8 @@ class PartitionView:
     while the table is pinned; which is why a plan is checked again when it is recorded.
 
     A scan starts where this way of asking last found its first ready row, so that it costs what the batch costs. Only
-    a view on the event loop (`remembers`) may move that start: one on a thread could step over a row made ready since.
+    a view on the event loop (`remembers`) that nothing has changed since may move that start: another could step over a
+    row made ready meanwhile.
     """
 
     def __init__(self, partition: Partition, task: Task, binding: Binding, length: LengthSource | None,
@@ -41,6 +42,7 @@ class PartitionView:
         self._length = length
         self._signature = (binding.data_fields, binding.where, length)
         self.remembers = remembers
+        self._made_at = partition.change_counts
         self._rows = Readiness(partition, task, binding, length)
         self._first = partition.table.position_from(task.scan_from.get(self._signature, 0))
         self.no_more = partition.sealed  # no new rows come: groups that declared no size are complete
@@ -96,7 +98,7 @@ class PartitionView:
             found = [positions]
 
     def _remember(self, ready: Indexes, end: int, *, is_first: bool) -> None:
-        if not (self.remembers and is_first):
+        if not (self.remembers and is_first) or self._made_at != self._partition.change_counts:
             return
         self._first = int(ready[0]) if ready.size else end
         first = (
@@ -110,7 +112,7 @@ class PartitionView:
     # Groups
 
     def _check_blocks(self, block_size: int | None) -> None:
-        if block_size is None or len(self._partition.groups):
+        if block_size is None or self._partition.groups.in_use:
             return
         step = self._partition.insert_step
         if step % block_size:
@@ -122,7 +124,7 @@ class PartitionView:
 
     def _group_ids(self, positions: Indexes, block_size: int | None) -> Indexes:
         """Return one id a group; a row outside of any group is a group of one."""
-        if len(self._partition.groups):
+        if self._partition.groups.in_use:
             ids = self._partition.groups.of_rows[positions]
             return np.where(ids == NO_GROUP, -2 - positions, ids)
         if block_size is not None:
@@ -147,7 +149,7 @@ class PartitionView:
     def _needed_counts(self, ids: Indexes, block_size: int | None, take: bool) -> Indexes:
         """Return how many members must be ready for each group to be handed out; -1: it cannot be."""
         groups = self._partition.groups
-        if len(groups):
+        if groups.in_use:
             explicit = ids >= 0
             slots = np.where(explicit, ids, 0)
             left = groups.members[slots] - groups.failed[slots] - groups.cleared[slots]
@@ -211,8 +213,8 @@ class PartitionView:
 
     def is_settled(self) -> bool:
         """Whether no row can become ready any more, given that no new rows come."""
-        if self.is_plain:
-            return self.exhausted and self.unready_count == 0
+        if self.is_plain and self.exhausted:
+            return self.unready_count == 0
         rows = slice(0, self._rows.count)
         state, open_rows = self._rows.state[rows], self._rows.claim[rows] == UNCLAIMED
         pending = open_rows & ((state == LIVE) | (state == HELD)) & ~self._rows.ready_mask(0, self._rows.count)
@@ -239,7 +241,7 @@ class PartitionView:
         block_size, take = self.grouping
         ids = self._group_ids(positions, block_size)
         groups = self._partition.groups
-        if len(groups):
+        if groups.in_use:
             slots = np.where(ids >= 0, ids, 0)
             is_broken = (groups.failed[slots] + groups.cleared[slots]) > 0
             is_short = ~groups.is_complete(slots, block_size, no_more=True)

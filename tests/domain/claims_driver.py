@@ -1,0 +1,425 @@
+"""Drives a real partition and its model side by side, and compares them after every step."""
+
+import asyncio
+from collections import Counter
+from contextlib import suppress
+
+import numpy as np
+from claims_model import BlocksError, Model, RefusedError
+from claims_model import End as ModelEnd
+from domain_support import SlowSampler, asks, meta, new_id, new_write
+
+from tq_service.domain.catalog import Catalog
+from tq_service.domain.custom_meta import Condition, Order
+from tq_service.domain.partition import PartitionSettings
+from tq_service.domain.plan import RankPlan
+from tq_service.domain.states import STATE_NAMES
+from tq_service.domain.task import End
+from tq_service.errors import (
+    ClaimReleasedError,
+    InvalidArgumentError,
+    MissingLengthError,
+    PartitionClearedError,
+    RankDisagreementError,
+    SamplesClearedError,
+    StaleEpochError,
+    TqError,
+)
+from tq_service.samplers import (
+    GRPOGroupNSampler,
+    PlanRunner,
+    RankAwareSampler,
+    SeqlenBalancedSampler,
+    SequentialSampler,
+)
+
+NAME = "train"
+FOREVER = 1e6
+
+
+def sampler_of(asking):
+    policy = "take" if asking.take else "skip"
+    match asking.sampler:
+        case "sequential":
+            sampler = SequentialSampler()
+        case "rank_aware":
+            sampler = RankAwareSampler(n_samples_per_prompt=asking.block_size, incomplete_groups=policy)
+        case "grpo_group_n":
+            sampler = GRPOGroupNSampler(n_samples_per_prompt=asking.block_size, incomplete_groups=policy)
+        case _:
+            sampler = SeqlenBalancedSampler(n_samples_per_prompt=asking.block_size, incomplete_groups=policy)
+    return SlowSampler(sampler, turns=4, turns_before=4) if asking.slow else sampler
+
+
+class Call:
+    """One GetMeta call and what became of it."""
+
+    def __init__(self, driver, task, asking, *, rank, request_id, epoch, max_wait):
+        self.driver, self.task, self.asking, self.rank, self.request_id = driver, task, asking, rank, request_id
+        self.epoch = epoch
+        self.life = driver.life
+        self.may_disagree = False
+        self.answer_epoch = None
+        self.answer = None
+        self.error = None
+        where = () if asking.least_version is None else (Condition("version", ">=", (asking.least_version,)),)
+        self.request = asks(
+            rank,
+            task=task,
+            sampler=driver.sampler(asking),
+            least=asking.min_size,
+            request_id=request_id,
+            epoch=epoch,
+            batch_size=asking.batch_size,
+            batch_unit=asking.unit,
+            micro_batch_size=asking.micro_batch_size,
+            where=where,
+            order_by=(Order("version", descending=True),) if asking.newest_first else (),
+            data_fields=asking.fields,
+            drop_last=asking.drop_last,
+            finite=asking.finite,
+        )
+        self.future = asyncio.ensure_future(self._run(max_wait))
+
+    async def _run(self, max_wait):
+        driver = self.driver
+        try:
+            claimed = await driver.catalog.claim(NAME, b"", self.request, max_wait)
+        except TqError as error:
+            self.error = error
+            self.had_lengths = driver.model.had_lengths
+            self.error_epoch = driver.model.task(self.task).epoch
+            return
+        self.answer = claimed.answer
+        self.answer_epoch = driver.model.task(self.task).epoch
+        if isinstance(self.answer, RankPlan):
+            driver.given.append((driver.life, self.task, self.answer.rows.tolist()))
+            if self.rank is None:
+                driver.receivers[driver.life, self.task, self.request_id] += 1
+        elif isinstance(self.answer, End):
+            driver.check_end(self.task, self.asking, self.answer, ranked=self.rank is not None)
+        elif claimed.partition is not None and not self.asking.slow:
+            driver.check_nothing_to_give(self.task, self.asking)
+
+
+class Driver:
+    """Owns the catalog, the model, and the calls under way."""
+
+    def __init__(self, tasks, expected):
+        self.tasks = tasks  # name -> the ways in which it asks
+        self.expected = expected
+        self.catalog = Catalog(PlanRunner(timeout_seconds=FOREVER))
+        self.samplers = {}
+        self.calls = []
+        self.given = []
+        self.receivers = Counter()
+        self.life = 0
+        self.model = self.partition = None
+        self.open_life()
+
+    def open_life(self):
+        self.life += 1
+        self.model = Model(self.expected)
+        self.partition = self.catalog.create(NAME, PartitionSettings(expected_samples=self.expected))
+        for name in self.tasks:
+            self.model.task(name)
+            self._watch(self.partition.task(name), name, self.partition)
+
+    def _watch(self, task, name, partition):
+        """Have the model look at every record in the moment it is made."""
+        record_batch, record_end = task.record_batch, task.record_end
+        record_queue_claim, release = task.record_queue_claim, task.release
+
+        def batch(request, plan, positions):
+            if partition is self.partition:
+                self.on_batch(name, request, plan)
+            record_batch(request, plan, positions)
+
+        def end(dp_size, end):
+            if partition is self.partition:
+                self.model.task(name).end = end
+                self.model.task(name).dp_size = dp_size
+                self.check_end(name, self.tasks[name][0], end, ranked=False)
+            record_end(dp_size, end)
+
+        def queue_claim(request_id, part, positions):
+            if partition is self.partition:
+                self.on_queue_claim(name, request_id, part)
+            record_queue_claim(request_id, part, positions)
+
+        def released(request_id):
+            if partition is self.partition:
+                self.model.release(self.model.task(name), request_id)
+            return release(request_id)
+
+        task.record_batch, task.record_end = batch, end
+        task.record_queue_claim, task.release = queue_claim, released
+
+    def sampler(self, asking):
+        return self.samplers.setdefault(asking, sampler_of(asking))
+
+    # Writing to both
+
+    def write(self, count, *, fields=(), meta_entries=None, **arguments):
+        """Write to the partition; return whether it was accepted."""
+        write = new_write(count, fields, meta=meta_entries, **arguments)
+        try:
+            self.partition.write(write)
+        except TqError:
+            return False
+        return True
+
+    def insert(self, count, **arguments):
+        model_arguments = dict(arguments)
+        model_arguments["meta"] = model_arguments.pop("meta_entries", None)
+        try:
+            self.model.insert(count, **model_arguments)
+            accepted = True
+        except RefusedError:
+            accepted = False
+        groups = arguments.get("groups")
+        arguments["groups"] = [group or "" for group in groups] if groups else None
+        assert self.write(count, **arguments) == accepted
+
+    def update(self, indexes, *, by_key=False, **arguments):
+        keys = [self.model.rows[index].key for index in indexes]
+        try:
+            self.model.update(
+                indexes,
+                state=arguments.get("state"),
+                fields=arguments.get("fields", ()),
+                meta=arguments.get("meta_entries"),
+            )
+            accepted = True
+        except RefusedError:
+            accepted = False
+        named = {"keys": keys, "key_mode": "existing"} if by_key and all(keys) else {"indexes": indexes}
+        assert self.write(len(indexes), **named, **arguments) == accepted
+
+    def set_meta(self, indexes, entries):
+        self.model.update(indexes, meta=entries)
+        self.partition.set_meta(np.array(indexes, np.int64), meta(entries))
+
+    # Records, as they are made
+
+    def on_batch(self, name, request, plan):
+        task, asking = self.model.task(name), self.tasks[name][0]
+        assert len(plan.ranks) == request.rank.dp_size == asking.dp_size
+        assert request.epoch in (None, task.epoch)
+        assert task.end is None
+        parts = [part.rows.tolist() for part in plan.ranks]
+        self._check_packs(asking, plan)
+        self._check_taken(task, asking, [row for part in parts for row in part])
+        self._check_shares(asking, parts)
+        self.model.consume(task, [row for part in parts for row in part])
+        task.batches.append(parts)
+        task.dp_size = asking.dp_size
+
+    def on_queue_claim(self, name, request_id, part):
+        task = self.model.task(name)
+        rows = part.rows.tolist()
+        assert request_id not in task.claims
+        assert request_id not in task.released
+        if len(self.tasks[name]) == 1:
+            self._check_taken(task, self.tasks[name][0], rows)
+        self.model.consume(task, rows)
+        task.claims[request_id] = rows
+
+    def _check_packs(self, asking, plan):
+        shapes = {tuple(len(step) for step in part.steps) for part in plan.ranks}
+        assert len(shapes) == 1
+        assert len(next(iter(shapes))) == 1
+        for part in plan.ranks:
+            positions = [int(position) for step in part.steps for pack in step for position in pack.positions]
+            assert positions == list(range(part.rows.size))
+            size = asking.micro_batch_size or max(1, part.rows.size)
+            assert all(pack.positions.size <= size for step in part.steps for pack in step)
+
+    def _check_taken(self, task, asking, taken):
+        rows = [self.model.rows[index] for index in taken]
+        if asking.slow:
+            # Planned a while ago: still to be had, and whole by what is known now.
+            assert all(row.state == "live" and row.fields >= set(asking.fields) for row in rows)
+            assert not task.consumed & set(taken)
+            self._check_units_are_whole(asking, rows)
+            return
+        expected = self.model.answer(task, asking)
+        assert not isinstance(expected, ModelEnd)
+        assert expected is not None
+        assert sorted(taken) == sorted(row.index for unit in expected for row in unit)
+
+    def _check_units_are_whole(self, asking, rows):
+        if not asking.grouped:
+            return
+        for unit in {self.model.unit_of(asking, row) for row in rows}:
+            if unit[0] == "group" and not self.model.groups[unit[1]].declared:
+                continue  # may have got members since
+            members = self.model.members(asking, unit)
+            left = [row for row in members if row is not None and row.state not in ("failed", "cleared")]
+            assert asking.take or len(left) == len(members)
+            assert {row.index for row in left} <= {row.index for row in rows}
+
+    def _check_shares(self, asking, parts):
+        if not asking.grouped:
+            sizes = [len(part) for part in parts]
+            assert max(sizes) - min(sizes) <= 1
+            assert asking.slow or max(sizes) <= asking.batch_size
+            return
+        units = [{self.model.unit_of(asking, self.model.rows[index]) for index in part} for part in parts]
+        for number, unit in enumerate(units):
+            for other in units[number + 1 :]:
+                assert not unit & other  # a group is with one rank
+        if asking.sampler == "seqlen_balanced" or asking.unit == "group":
+            counts = [len(unit) for unit in units]
+            assert max(counts) - min(counts) <= 1
+
+    def check_end(self, name, asking, end, *, ranked):
+        """Check an end in the moment it is given; a recorded one is given again whatever came after."""
+        task = self.model.task(name)
+        if ranked:
+            assert task.end == end
+            return
+        answer = self.model.answer(task, asking)
+        assert isinstance(answer, ModelEnd)
+        if len(self.tasks[name]) == 1:  # else the other way may have consumed since
+            assert answer.skipped == end.skipped
+
+    def check_nothing_to_give(self, name, asking):
+        task = self.model.task(name)
+        if self.model.lacks_lengths(task, asking):
+            return
+        with suppress(BlocksError):
+            assert self.model.answer(task, asking) is None
+
+    # Calls
+
+    def ask(self, name, asking, rank=None, *, request_id=None, epoch=None, max_wait=FOREVER):
+        call = Call(self, name, asking, rank=rank, request_id=request_id or new_id(), epoch=epoch, max_wait=max_wait)
+        self.calls.append(call)
+        return call
+
+    async def settle(self):
+        """Let the loop turn until no planner works and every answer has arrived."""
+        quiet = 0
+        for _ in range(5000):
+            await asyncio.sleep(0)
+            planners = self.catalog._planners.get(self.partition, {}).values()
+            quiet = quiet + 1 if all(planner._pump is None for planner in planners) else 0
+            if quiet > 6:
+                return
+        raise AssertionError("the planners do not come to rest")
+
+    async def check(self):
+        """Compare everything, with the loop at rest."""
+        await self.settle()
+        waiting = []
+        for call in self.calls:
+            if not call.future.done():
+                self._check_waits_rightly(call)
+                waiting.append(call)
+            elif not call.future.cancelled():
+                call.future.result()
+                self._check_error(call)
+                self._check_replay(call)
+        self.calls = waiting
+        self._check_rows()
+        for name in self.tasks:
+            self._check_task(name)
+
+    def _check_waits_rightly(self, call):
+        task = self.model.task(call.task)
+        if call.rank is not None:
+            assert task.end is None
+            assert call.rank[2] >= len(task.batches)
+            assert call.rank[1] == task.dp_size or task.dp_size is None
+        assert call.epoch in (None, task.epoch)
+        with suppress(BlocksError):  # is refused when its sampler looks again, which need not be yet
+            assert self.model.answer(task, call.asking) is None
+
+    def _check_replay(self, call):
+        """A rank is told what is recorded; a record may have changed its epoch since."""
+        if call.rank is None or not isinstance(call.answer, RankPlan):
+            return
+        task = self.model.task(call.task)
+        dp_rank, _, batch_index = call.rank
+        if call.life == self.life and call.answer_epoch == task.epoch:
+            assert call.answer.rows.tolist() == task.batches[batch_index][dp_rank]
+
+    def _check_error(self, call):
+        error = call.error
+        if error is None:
+            assert call.answer is not None
+            return
+        task = self.model.task(call.task)
+        if call.life != self.life:
+            assert isinstance(error, PartitionClearedError | InvalidArgumentError | RankDisagreementError)
+        elif isinstance(error, StaleEpochError):
+            assert call.epoch is not None
+            assert call.epoch != task.epoch
+        elif isinstance(error, RankDisagreementError):
+            assert call.may_disagree
+        elif isinstance(error, ClaimReleasedError):
+            assert call.request_id in task.released
+        elif isinstance(error, SamplesClearedError) and call.error_epoch == task.epoch:
+            parts = task.batches[call.rank[2]] if call.rank else [task.claims.get(call.request_id, [-1])]
+            rows = [row for part in parts for row in part]
+            assert any(row not in self.model.rows for row in rows)
+        elif isinstance(error, MissingLengthError):
+            assert call.asking.needs_length
+            assert call.asking.slow or not call.had_lengths  # lengths may come just after a slow plan
+        elif not isinstance(error, SamplesClearedError):
+            assert isinstance(error, InvalidArgumentError), error
+            assert call.asking.grouped
+
+    def _check_rows(self):
+        model, partition = self.model, self.partition
+        table = partition.table
+        assert table.present_count == len(model.rows)
+        assert partition.inserted_count == model.inserted
+        assert partition.insert_step == model.insert_step
+        assert partition.sealed == model.sealed
+        assert partition.key_index == {row.key: row.index for row in model.rows.values() if row.key}
+        indexes = np.array(sorted(model.rows), np.int64)
+        positions = table.find(indexes)
+        rows = [model.rows[index] for index in indexes.tolist()]
+        assert [STATE_NAMES[code] for code in partition.state.data[positions]] == [row.state for row in rows]
+        assert partition.groups.names_of(positions) == [row.group for row in rows]
+        states = Counter(row.state for row in rows)
+        assert partition.state_counts == [states[name] for name in STATE_NAMES]
+        for name, field in partition.cells.fields.items():
+            produced = [name in row.fields for row in rows]
+            assert (field.put_slot.data[positions] >= 0).tolist() == produced
+            assert field.produced_count == sum(produced)
+        self._check_groups()
+
+    def _check_groups(self):
+        groups = self.partition.groups
+        assert set(groups._slots) == set(self.model.groups)
+        for name, group in self.model.groups.items():
+            slot = groups._slots[name]
+            states = Counter(row.state for row in group.members)
+            counted = (groups.members[slot], groups.failed[slot], groups.cleared[slot], groups.held[slot])
+            assert counted == (len(group.members), states["failed"], states["cleared"], states["held"])
+            assert (groups.declared[slot], groups.closed[slot]) == (group.declared, group.closed)
+
+    def _check_task(self, name):
+        task, real = self.model.task(name), self.partition.tasks[name]
+        assert real.epoch == task.epoch
+        assert real.consumed_count == task.consumed_count
+        assert real.open_count == sum(self.model.is_open(task, row) for row in self.model.rows.values())
+        assert real.next_batch_index == len(task.batches)
+        assert real.dp_size == task.dp_size
+        assert real.end == task.end
+        table = self.partition.table
+        claims = table.index.data[: table.count][real.claim.data[: table.count] >= 0]
+        assert set(claims.tolist()) == task.consumed
+        kept = {
+            index: parts
+            for index, parts in enumerate(task.batches)
+            if any(row in self.model.rows for part in parts for row in part)
+        }
+        assert set(real._batches) == set(kept)
+        assert {key: claim.part.rows.tolist() for key, claim in real._queue_claims.items()} == task.claims
+        assert len(real._by_serial) == len(kept) + len(task.claims)
+        for request_id in task.claims:
+            assert self.receivers[self.life, name, request_id], "nobody has this claim"

@@ -1,0 +1,324 @@
+"""A partition and its tasks in plain lists and dicts: what the domain should hold and answer."""
+
+from dataclasses import dataclass, field
+from math import gcd
+
+
+class RefusedError(Exception):
+    """The model refuses what the domain must refuse."""
+
+
+class BlocksError(RefusedError):
+    """Samples were not put in multiples of the blocks that a sampler takes."""
+
+
+@dataclass
+class Row:
+    index: int
+    state: str
+    key: str | None = None
+    group: str | None = None
+    fields: set = field(default_factory=set)
+    meta: dict = field(default_factory=dict)
+
+
+@dataclass
+class Group:
+    """`members` has every row that ever joined, as long as one of them is still there."""
+
+    declared: int = 0
+    closed: bool = False
+    members: list = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Asking:
+    """How a task asks: what a binding fixes, in plain words.
+
+    `grouped` tells samplers that keep groups whole; `block_size` is their `n_samples_per_prompt`.
+    """
+
+    sampler: str
+    fields: tuple
+    batch_size: int
+    min_size: int
+    dp_size: int = 0  # 0: a queue worker
+    unit: str = "sample"
+    grouped: bool = False
+    block_size: int | None = None
+    take: bool = False
+    needs_length: bool = False
+    least_version: int | None = None
+    newest_first: bool = False
+    drop_last: bool = False
+    finite: bool = False
+    micro_batch_size: int | None = None
+    slow: bool = False
+
+    @property
+    def total(self):
+        return self.batch_size * (self.dp_size or 1)
+
+    @property
+    def least(self):
+        return self.total if self.dp_size else self.min_size
+
+
+@dataclass
+class End:
+    skipped: int
+
+
+@dataclass
+class TaskModel:
+    epoch: int = 0
+    dp_size: int | None = None
+    consumed: set = field(default_factory=set)  # rows that are there and consumed
+    consumed_count: int = 0
+    batches: list = field(default_factory=list)  # of each batch_index: the rows of each rank
+    end: End | None = None
+    claims: dict = field(default_factory=dict)  # request_id -> rows
+    released: set = field(default_factory=set)
+
+
+class Model:
+    """One life of a partition."""
+
+    def __init__(self, expected=None):
+        self.rows = {}
+        self.inserted = 0
+        self.insert_step = 0
+        self.expected = expected
+        self.sealed = expected == 0
+        self.groups = {}
+        self.had_groups = False
+        self.had_lengths = False
+        self.tasks = {}
+
+    def task(self, name):
+        return self.tasks.setdefault(name, TaskModel())
+
+    # Writing
+
+    def insert(self, count, *, state="live", keys=None, groups=None, group_size=0, fields=(), meta=None):
+        groups = groups or [None] * count
+        if self.sealed and count:
+            raise RefusedError("sealed")
+        self._check_groups(groups, group_size)
+        added = []
+        for i in range(count):
+            row = Row(self.inserted, state, keys[i] if keys else None, groups[i])
+            self.inserted += 1
+            self.rows[row.index] = row
+            added.append(row)
+            if row.group:
+                self.had_groups = True
+                group = self.groups.setdefault(row.group, Group())
+                group.members.append(row)
+                group.declared = group_size or group.declared
+        if count:
+            self.insert_step = gcd(self.insert_step, count)
+        self._fill(added, fields, meta)
+        if self.expected is not None and self.inserted >= self.expected:
+            self.sealed = True
+        return [row.index for row in added]
+
+    def _check_groups(self, names, group_size):
+        for name in {name for name in names if name}:
+            group = self.groups.get(name, Group())
+            limit = group.declared or group_size
+            if group.closed or (group.declared and group_size and group.declared != group_size):
+                raise RefusedError("group")
+            if limit and len(group.members) + names.count(name) > limit:
+                raise RefusedError("group is full")
+
+    def update(self, indexes, *, state=None, fields=(), meta=None):
+        rows = [self.rows[index] for index in indexes]
+        if state not in (None, "failed") and any(row.state == "failed" for row in rows):
+            raise RefusedError("failed is final")
+        for row in rows:
+            row.state = state or row.state
+        self._fill(rows, fields, meta)
+
+    def _fill(self, rows, fields, meta):
+        for position, row in enumerate(rows):
+            row.fields |= set(fields)
+            if row.state == "failed":
+                row.fields.clear()
+            if meta:
+                row.meta.update(meta[position])
+                self.had_lengths |= "total_lengths" in meta[position]
+
+    def seal(self):
+        self.sealed = True
+
+    def close_group(self, name):
+        self.groups[name].closed = True
+
+    def clear(self, indexes):
+        gone = [self.rows.pop(index) for index in indexes if index in self.rows]
+        for row in gone:
+            row.state = "cleared"
+            for task in self.tasks.values():
+                task.consumed.discard(row.index)
+        for task in self.tasks.values():  # a record goes with the last of its rows
+            task.claims = {
+                request_id: rows for request_id, rows in task.claims.items() if any(row in self.rows for row in rows)
+            }
+        for name in {row.group for row in gone if row.group}:
+            if all(row.state == "cleared" for row in self.groups[name].members):
+                del self.groups[name]
+        return len(gone)
+
+    def reset(self, name, *, keep_consumed):
+        task = self.task(name)
+        if not keep_consumed:
+            task.consumed, task.consumed_count = set(), 0
+        task.epoch += 1
+        task.dp_size, task.batches, task.end, task.claims = None, [], None, {}
+
+    # What is ready
+
+    def is_open(self, task, row):
+        return row.state in ("live", "held") and row.index not in task.consumed
+
+    def is_ready(self, task, asking, row):
+        return (
+            row.state == "live"
+            and row.index not in task.consumed
+            and row.fields >= set(asking.fields)
+            and self.passes(asking, row)
+            and (not asking.needs_length or "total_lengths" in row.meta)
+        )
+
+    def passes(self, asking, row):
+        return asking.least_version is None or row.meta.get("version", -1) >= asking.least_version
+
+    def is_excluded(self, asking, row):
+        """By its value, or for want of one although all data is there."""
+        if asking.least_version is None:
+            return False
+        if "version" in row.meta:
+            return not self.passes(asking, row)
+        return row.fields >= set(asking.fields)
+
+    def in_order(self, asking, rows):
+        rows = sorted(rows, key=lambda row: row.index)
+        if asking.newest_first:
+            rows.sort(key=lambda row: (0, -row.meta["version"]) if "version" in row.meta else (1, 0))
+        return rows
+
+    def ready_units(self, task, asking, *, no_more):
+        """Return what may be handed out: lists of rows that stay together, in order of their first member."""
+        ready = self.in_order(asking, [row for row in self.rows.values() if self.is_ready(task, asking, row)])
+        together = {}
+        for row in ready:
+            together.setdefault(self.unit_of(asking, row), []).append(row)
+        return [rows for unit, rows in together.items() if self.is_whole(asking, unit, rows, no_more=no_more)]
+
+    def unit_of(self, asking, row):
+        if not asking.grouped:
+            return "row", row.index
+        if self.had_groups:
+            return ("group", row.group) if row.group else ("row", row.index)
+        return ("block", row.index // asking.block_size) if asking.block_size else ("row", row.index)
+
+    def members(self, asking, unit):
+        """Return all members a unit ever had, None for rows of a block that are gone."""
+        kind, name = unit
+        if kind == "group":
+            return self.groups[name].members
+        if kind == "block":
+            return [self.rows.get(name * asking.block_size + i) for i in range(asking.block_size)]
+        return [self.rows[name]]
+
+    def is_whole(self, asking, unit, ready_rows, *, no_more):
+        members = self.members(asking, unit)
+        left = [row for row in members if row is not None and row.state not in ("failed", "cleared")]
+        if unit[0] == "group" and not self.is_complete(asking, unit[1], no_more=no_more):
+            return False
+        if len(left) < len(members) and not asking.take:
+            return False
+        return len(left) == len(ready_rows)
+
+    def is_complete(self, asking, name, *, no_more):
+        group = self.groups[name]
+        size = group.declared or asking.block_size or 0
+        return group.closed or 0 < size <= len(group.members) or (group.declared == 0 and no_more)
+
+    def is_dead(self, asking, row):
+        """Whether the row's group can no longer be whole, given that no new rows come."""
+        unit = self.unit_of(asking, row)
+        members = self.members(asking, unit)
+        broken = any(member is None or member.state in ("failed", "cleared") for member in members)
+        short = unit[0] == "group" and not self.is_complete(asking, unit[1], no_more=True)
+        return short or (broken and not asking.take)
+
+    # What a task is to get
+
+    def is_closed(self, asking):
+        return self.sealed or (asking.finite and self.inserted > 0)
+
+    def pending(self, task, asking):
+        """Return the rows that may still become ready, given that no new rows come."""
+        return [
+            row
+            for row in self.rows.values()
+            if self.is_open(task, row)
+            and not self.is_ready(task, asking, row)
+            and not self.is_dead(asking, row)
+            and not self.is_excluded(asking, row)
+        ]
+
+    def answer(self, task, asking):
+        """Return the units of the next batch, an End, or None for not yet."""
+        taken = self.take(task, asking, asking.least, no_more=self.sealed)
+        if taken is None and self.is_closed(asking) and not self.pending(task, asking):
+            least = asking.total if asking.drop_last else 1
+            taken = self.take(task, asking, least, no_more=True)
+            return taken or End(self.inserted - task.consumed_count)
+        return taken
+
+    def take(self, task, asking, least, *, no_more):
+        self.check_blocks(asking)
+        units = self.ready_units(task, asking, no_more=no_more)
+        taken, size = [], 0
+        for unit in units:
+            cost = 1 if asking.unit == "group" else len(unit)
+            if size + cost > asking.total:
+                if not taken:
+                    raise RefusedError("the group is larger than the batch")
+                return taken
+            taken.append(unit)
+            size += cost
+        return taken if size >= max(least, 1) else None
+
+    def check_blocks(self, asking):
+        if asking.grouped and asking.block_size and not self.had_groups and self.insert_step % asking.block_size:
+            raise BlocksError
+
+    def lacks_lengths(self, task, asking):
+        return (
+            asking.needs_length
+            and not self.had_lengths
+            and any(
+                row.state == "live"
+                and row.index not in task.consumed
+                and row.fields >= set(asking.fields)
+                and self.passes(asking, row)
+                for row in self.rows.values()
+            )
+        )
+
+    # Claims
+
+    def consume(self, task, indexes):
+        assert len(set(indexes)) == len(indexes)
+        assert not task.consumed & set(indexes)
+        task.consumed |= set(indexes)
+        task.consumed_count += len(indexes)
+
+    def release(self, task, request_id):
+        rows = task.claims.pop(request_id, [])
+        task.consumed -= set(rows)
+        task.consumed_count -= len(rows)

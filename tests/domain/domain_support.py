@@ -1,0 +1,140 @@
+"""Short ways to write to a partition and to ask for its samples."""
+
+import asyncio
+import itertools
+
+import numpy as np
+
+from tq_service.domain.cells import ColumnWrite, Put
+from tq_service.domain.partition import Partition, PartitionSettings, SampleWrite
+from tq_service.domain.task import Binding, ClaimRequest, Rank
+from tq_service.samplers import Sampler, SequentialSampler
+from tq_service.schema import FieldSpec, Layout, MetaColumn, SampleState
+
+BOOT = b"b" * 16
+_numbers = itertools.count(1)
+
+
+def new_id():
+    """Return 16 bytes that were not returned before."""
+    return next(_numbers).to_bytes(16, "big")
+
+
+def partition(**settings):
+    return Partition("train", PartitionSettings(**settings))
+
+
+def dense(name, *shape, dtype="float32"):
+    return ColumnWrite(spec=FieldSpec(name, dtype=dtype, layout=Layout.DENSE, row_shape=shape))
+
+
+def jagged(name, lengths, *, dtype="int64"):
+    spec = FieldSpec(name, dtype=dtype, layout=Layout.JAGGED, row_shape=(-1,))
+    return ColumnWrite(spec=spec, lengths=np.array(lengths, np.int64))
+
+
+def meta(entries):
+    """Return custom_meta entries, one dict a sample, as columns."""
+    columns = []
+    for name in dict.fromkeys(name for entry in entries for name in entry):
+        values = [entry.get(name) for entry in entries]
+        present = np.array([value is not None for value in values])
+        filler = next(value for value in values if value is not None)
+        kind = object if isinstance(filler, str) else type(filler)
+        values = np.array([filler if value is None else value for value in values], dtype=kind)
+        columns.append(MetaColumn(name=name, values=values, present=present))
+    return columns
+
+
+def new_write(count, fields=(), **arguments):
+    """Return a write of `count` rows with dense columns `fields`, or any columns."""
+    columns = [dense(name) if isinstance(name, str) else name for name in fields]
+    entries = arguments.pop("meta", None)
+    state = arguments.pop("state", None)
+    indexes = arguments.pop("indexes", None)
+    return SampleWrite(
+        row_count=count,
+        global_indexes=None if indexes is None else np.array(indexes, np.int64),
+        state=None if state is None else SampleState(state),
+        meta=meta(entries) if entries else (),
+        put=Put("s0", BOOT, new_id()) if columns else None,
+        columns=columns,
+        **arguments,
+    )
+
+
+def insert(target, count, fields=("x",), **arguments):
+    """Add rows; return their indexes."""
+    return target.write(new_write(count, fields, **arguments)).global_indexes.tolist()
+
+
+def update(target, indexes, fields=(), **arguments):
+    """Write to rows; return what that freed."""
+    return target.write(new_write(len(indexes), fields, indexes=indexes, **arguments)).freed
+
+
+def binding(**arguments):
+    defaults = {
+        "batch_size": 2,
+        "batch_unit": "sample",
+        "micro_batch_size": None,
+        "sampler": "sequential",
+        "sampler_config": "{}",
+        "where": (),
+        "order_by": (),
+        "data_fields": ("x",),
+        "drop_last": False,
+        "finite": False,
+    }
+    return Binding(**{**defaults, **arguments})
+
+
+def asks(rank=None, *, task="t", sampler=None, least=None, request_id=None, epoch=None, **bound):
+    """Return a claim; `rank` is (dp_rank, dp_size, batch_index), None for a queue worker."""
+    sampler = sampler or SequentialSampler()
+    fixed = binding(sampler=sampler.name, **bound)
+    return ClaimRequest(
+        request_id=request_id or new_id(),
+        task_name=task,
+        binding=fixed,
+        sampler=sampler,
+        data_fields=fixed.data_fields,
+        min_batch_size=least or fixed.batch_size,
+        rank=None if rank is None else Rank(dp_rank=rank[0], dp_size=rank[1], batch_index=rank[2]),
+        epoch=epoch,
+    )
+
+
+class SlowSampler(Sampler):
+    """Plans as another sampler does, some turns of the event loop before its answer, or when it is let go."""
+
+    name = "slow"
+
+    def __init__(self, inner, turns=0, turns_before=0):
+        self.inner = inner
+        self.turns = turns
+        self.turns_before = turns_before
+        self.started = asyncio.Event()
+        self.go = asyncio.Event()
+        self.call_count = 0
+
+    @property
+    def length(self):
+        return self.inner.length
+
+    async def plan(self, view, request):
+        self.call_count += 1
+        await turns(self.turns_before)
+        plan = self.inner.plan(view, request)
+        self.started.set()
+        if self.turns:
+            await turns(self.turns)
+        else:
+            await self.go.wait()
+        return plan
+
+
+async def turns(count=5):
+    """Let the event loop turn."""
+    for _ in range(count):
+        await asyncio.sleep(0)

@@ -1,0 +1,353 @@
+"""Random interleavings of producers, ranks, replicas, retries, leavers, failures, seals, resets and clears.
+
+A step is a name and a seed. Each is done to a real partition and to the model; records are judged in the moment they
+are made, everything else when the loop has come to rest.
+"""
+
+import asyncio
+import os
+import random
+
+import numpy as np
+from claims_driver import NAME, Driver
+from claims_model import Asking
+from domain_support import new_id, turns
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tq_service.domain.plan import RankPlan
+from tq_service.domain.task import End
+
+STEPS = (
+    *["insert"] * 6, *["columns"] * 5, *["ask"] * 8, "ask_ahead", "replay", "retry", "leave", "leave_late", "look",
+    "disagree", "release", "fail", "hold", "free", "set_meta", "seal", "close_group", "reset", "clear", "clear_all",
+    "overwrite", "turn", "turn",
+)  # fmt: skip
+GROUPS = ("a", "b", "c", "d")
+
+
+def asking_for(rng, *, ranked):
+    """Return one way of asking."""
+    sampler = rng.choice(["sequential", "grpo_group_n", "seqlen_balanced", "rank_aware" if ranked else "sequential"])
+    unit = rng.choice(["sample", "sample", "group"])
+    block_size = rng.choice([2, 3]) if sampler == "grpo_group_n" else None
+    if sampler in ("rank_aware", "seqlen_balanced") and rng.random() < 0.5:
+        block_size = 2
+    grouped = sampler in ("grpo_group_n", "seqlen_balanced") or unit == "group" or block_size is not None
+    batch_size = rng.choice([1, 2, 4] if block_size is None or unit == "group" else [block_size, 2 * block_size])
+    finite = rng.random() < 0.2
+    return Asking(
+        sampler=sampler,
+        fields=rng.choice([("x",), ("x", "y")]),
+        batch_size=batch_size,
+        min_size=batch_size if ranked else rng.randint(1, batch_size),
+        dp_size=rng.choice([1, 2, 3]) if ranked else 0,
+        unit=unit,
+        grouped=grouped,
+        block_size=block_size,
+        take=sampler != "sequential" and rng.random() < 0.3,
+        needs_length=sampler == "seqlen_balanced",
+        least_version=1 if rng.random() < 0.3 else None,
+        newest_first=rng.random() < 0.2,
+        drop_last=rng.random() < 0.2,
+        finite=finite,
+        micro_batch_size=rng.choice([None, 1, 3]),
+        slow=not finite and rng.random() < 0.25,
+    )
+
+
+class Interleaving:
+    """The steps, each with a random choice of its own."""
+
+    def __init__(self, seed):
+        rng = random.Random(seed)
+        ways = {"trainer": [asking_for(rng, ranked=True)], "reward": [asking_for(rng, ranked=False)]}
+        if rng.random() < 0.5:
+            ways["critic"] = [asking_for(rng, ranked=True)]
+        if rng.random() < 0.3:  # workers of one task that ask in two ways
+            ways["mixed"] = [asking_for(rng, ranked=False), asking_for(rng, ranked=False)]
+        self.in_groups = rng.random() < 0.7
+        self.driver = Driver(ways, expected=rng.choice([None, None, 20]))
+        self.key_count = 0
+
+    async def step(self, name, seed):
+        await getattr(self, name)(random.Random(seed))
+        await turns(3)
+
+    # Producers
+
+    async def insert(self, rng):
+        count = rng.choice([1, 2, 2, 4, 6])
+        keys = None
+        if rng.random() < 0.5:
+            keys = [f"k{self.key_count + i}" for i in range(count)]
+            self.key_count += count
+        groups, group_size = None, 0
+        if self.in_groups and rng.random() < 0.9:
+            groups = [rng.choice(GROUPS)] * count if rng.random() < 0.7 else rng.choices((*GROUPS, None), k=count)
+            group_size = rng.choice([0, 2, 2, 3, 4])
+        self.driver.insert(
+            count,
+            state=rng.choice(["live", "live", "live", "held", "failed"]),
+            keys=keys,
+            groups=groups,
+            group_size=group_size,
+            fields=rng.choice([(), ("x",), ("x", "y"), ("x", "y")]),
+            meta_entries=self._entries(rng, count),
+        )
+
+    def _entries(self, rng, count):
+        if rng.random() < 0.2:
+            return None
+        return [
+            {
+                **({"total_lengths": rng.randint(0, 50)} if rng.random() < 0.9 else {}),
+                **({"version": rng.randint(0, 3)} if rng.random() < 0.8 else {}),
+            }
+            for _ in range(count)
+        ]
+
+    def _some(self, rng, matches=lambda row: True, most=4):
+        rows = [index for index, row in self.driver.model.rows.items() if matches(row)]
+        return rng.sample(rows, min(len(rows), rng.randint(1, most)))
+
+    async def columns(self, rng):
+        fields = rng.choice([("x",), ("y",), ("x", "y")])
+        indexes = self._some(rng, lambda row: not row.fields >= set(fields), most=6)
+        if indexes:
+            self.driver.update(indexes, fields=fields, by_key=rng.random() < 0.5)
+
+    async def overwrite(self, rng):
+        indexes = self._some(rng)
+        if indexes:
+            self.driver.update(indexes, fields=("x",), meta_entries=self._entries(rng, len(indexes)))
+
+    async def _set_state(self, rng, state, matches):
+        indexes = self._some(rng, matches)
+        if indexes:
+            self.driver.update(indexes, state=state, fields=rng.choice([(), (), ("y",)]))
+
+    async def fail(self, rng):
+        await self._set_state(rng, "failed", lambda row: True)
+
+    async def hold(self, rng):
+        await self._set_state(rng, "held", lambda row: rng.random() < 0.9 or row.state == "live")
+
+    async def free(self, rng):
+        await self._set_state(rng, "live", lambda row: row.state == "held")
+
+    async def set_meta(self, rng):
+        indexes = self._some(rng)
+        entries = self._entries(rng, len(indexes))
+        if indexes and entries and any(entries):
+            self.driver.set_meta(indexes, entries)
+
+    async def seal(self, rng):
+        if rng.random() < 0.5:
+            self.driver.model.seal()
+            self.driver.partition.seal()
+
+    async def close_group(self, rng):
+        if self.driver.model.groups:
+            name = rng.choice(sorted(self.driver.model.groups))
+            self.driver.model.close_group(name)
+            self.driver.partition.close_groups([name])
+
+    async def clear(self, rng):
+        indexes = self._some(rng, most=8)
+        if indexes:
+            count, _ = self.driver.partition.clear(np.array([*indexes, 10_000], np.int64))
+            assert count == self.driver.model.clear(indexes)
+
+    async def clear_all(self, rng):
+        if rng.random() < 0.5:
+            return await self.clear(rng)
+        if rng.random() < 0.5:
+            await self.driver.check()
+            count, _ = self.driver.catalog.remove(NAME, self.driver.partition.incarnation)
+            assert count == len(self.driver.model.rows)
+            self.driver.open_life()
+            return None
+        rows = list(self.driver.model.rows)
+        if rows:
+            self.driver.partition.clear(np.array(rows, np.int64))
+            self.driver.model.clear(rows)
+        return None
+
+    # Consumers
+
+    def _task(self, rng, *, ranked=None):
+        names = [name for name, ways in self.driver.tasks.items() if ranked is None or (ways[0].dp_size > 0) == ranked]
+        name = rng.choice(names)
+        return name, rng.choice(self.driver.tasks[name]), self.driver.model.task(name)
+
+    async def ask(self, rng, *, ahead=0, max_wait=1e6):
+        name, asking, task = self._task(rng)
+        epoch = rng.choice([None, task.epoch])
+        if not asking.dp_size:
+            self.driver.ask(name, asking, epoch=epoch, max_wait=max_wait)
+            return
+        index = len(task.batches) + rng.randint(0, ahead)
+        ranks = rng.choices(range(asking.dp_size), k=rng.randint(1, asking.dp_size + 1))
+        for dp_rank in ranks:
+            self.driver.ask(name, asking, (dp_rank, asking.dp_size, index), epoch=epoch, max_wait=max_wait)
+
+    async def ask_ahead(self, rng):
+        await self.ask(rng, ahead=3)
+
+    async def look(self, rng):
+        await self.ask(rng, max_wait=0)
+
+    async def replay(self, rng):
+        name, asking, task = self._task(rng, ranked=True)
+        if task.batches:
+            for dp_rank in range(asking.dp_size):
+                index = rng.randrange(len(task.batches))
+                self.driver.ask(name, asking, (dp_rank, asking.dp_size, index), max_wait=0)
+
+    async def disagree(self, rng):
+        name, asking, task = self._task(rng, ranked=True)
+        if task.batches:
+            index = rng.randrange(len(task.batches))
+            other = Asking(**{**_facts(asking), "batch_size": asking.batch_size * 2, "min_size": 8})
+            self.driver.ask(name, other, (0, asking.dp_size, index), max_wait=0).may_disagree = True
+        if task.dp_size is not None:
+            size = asking.dp_size + 1
+            other = Asking(**{**_facts(asking), "dp_size": size})
+            call = self.driver.ask(name, other, (asking.dp_size, size, len(task.batches)), max_wait=0)
+            call.may_disagree = True
+
+    async def retry(self, rng):
+        name, asking, task = self._task(rng, ranked=False)
+        waiting = [call for call in self.driver.calls if call.task == name and not call.future.done()]
+        if task.claims and rng.random() < 0.6:
+            request_id = rng.choice(sorted(task.claims))
+            rows = task.claims[request_id]
+            call = self.driver.ask(name, asking, request_id=request_id, max_wait=0)
+            await turns(3)
+            if call.error is None:
+                assert call.answer.rows.tolist() == rows
+        elif waiting:
+            call = rng.choice(waiting)
+            self.driver.ask(name, call.asking, request_id=call.request_id)
+
+    async def leave(self, rng):
+        waiting = [call for call in self.driver.calls if not call.future.done()]
+        if waiting:
+            for call in rng.sample(waiting, rng.randint(1, len(waiting))):
+                call.future.cancel()
+
+    async def leave_late(self, rng):
+        """Leave in the moment the answer comes."""
+        name, asking, _ = self._task(rng, ranked=False)
+        request_id = new_id()
+        calls = [self.driver.ask(name, asking, request_id=request_id) for _ in range(rng.randint(1, 2))]
+        await turns(rng.randint(0, 5))
+        calls[0].future.cancel()
+
+    async def release(self, rng):
+        name, asking, task = self._task(rng, ranked=False)
+        known = [*sorted(task.claims), *[call.request_id for call in self.driver.calls if call.task == name]]
+        if not known:
+            return
+        request_id = rng.choice(known)
+        task.released.add(request_id)
+        real = self.driver.partition.tasks[name]
+        rows = [self.driver.model.rows[row] for row in task.claims.get(request_id, []) if row in self.driver.model.rows]
+        assert self.driver.partition.release(real, request_id) == sum(row.state == "live" for row in rows)
+        self.driver.ask(name, asking, request_id=request_id, max_wait=0)
+
+    async def reset(self, rng):
+        name = rng.choice(list(self.driver.tasks))
+        keep_consumed = rng.random() < 0.5
+        self.driver.model.reset(name, keep_consumed=keep_consumed)
+        self.driver.partition.reset(self.driver.partition.tasks[name], keep_consumed=keep_consumed)
+
+    async def turn(self, rng):
+        await turns(rng.randint(0, 3))
+
+    # The end
+
+    async def finish(self):
+        """Produce what is missing; then every task comes to its end, and nothing is left when all is cleared."""
+        driver = self.driver
+        for call in driver.calls:
+            call.future.cancel()
+        await driver.check()
+        model = driver.model
+        held = [index for index, row in model.rows.items() if row.state == "held"]
+        if held:
+            driver.update(held, state="live")
+        rows = [index for index, row in model.rows.items() if row.state == "live"]
+        if rows:
+            driver.update(rows, fields=("x", "y"), meta_entries=[{"total_lengths": 1}] * len(rows))
+        model.seal()
+        driver.partition.seal()
+        for name, ways in driver.tasks.items():
+            for asking in ways:
+                await self._consume_to_the_end(name, asking)
+        await driver.check()
+        self._clear_and_look_for_leftovers()
+
+    async def _consume_to_the_end(self, name, asking):
+        driver, task = self.driver, self.driver.model.task(name)
+        for _ in range(len(driver.model.rows) + 2):
+            index = len(task.batches)
+            ranks = [(dp_rank, asking.dp_size, index) for dp_rank in range(asking.dp_size)] or [None]
+            calls = [driver.ask(name, asking, rank) for rank in ranks]
+            await driver.settle()
+            assert all(call.future.done() for call in calls), "a wait that does not end"
+            kinds = {type(call.error or call.answer) for call in calls}
+            assert len(kinds) == 1, "ranks got answers of different kinds"
+            if kinds != {RankPlan}:
+                break
+        await driver.check()
+        assert all(isinstance(call.answer, End) or driver_refuses(call) for call in calls)
+
+    def _clear_and_look_for_leftovers(self):
+        partition = self.driver.partition
+        rows = np.array(list(self.driver.model.rows), np.int64)
+        if rows.size:
+            partition.clear(rows)
+        self.driver.model.clear(rows.tolist())
+        assert not partition.key_index
+        assert not list(partition.cells._puts.all())
+        assert len(partition.groups) == 0
+        assert partition.state_counts == [0, 0, 0, 0]
+        assert partition.groups.members.sum() == 0
+        for task in partition.tasks.values():
+            assert not (task._by_serial or task._batches or task._queue_claims)
+            assert task.open_count == 0
+        for planner in self.driver.catalog._planners[partition].values():
+            assert planner.waiting_count == 0
+
+
+def driver_refuses(call):
+    """Blocks that do not fit, or a group that no batch holds: an error, and not silence."""
+    return call.error is not None and call.asking.grouped
+
+
+def _facts(asking):
+    return {name: getattr(asking, name) for name in Asking.__dataclass_fields__}
+
+
+async def interleave(seed, steps):
+    interleaving = Interleaving(seed)
+    for name, step_seed in steps:
+        await interleaving.step(name, step_seed)
+        if step_seed % 3:  # else the next step comes while plans are being made
+            await interleaving.driver.check()
+    await interleaving.finish()
+
+
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+@settings(
+    max_examples=int(os.environ.get("TQ_CLAIMS_EXAMPLES", "120")),
+    deadline=None,
+    derandomize="TQ_CLAIMS_EXAMPLES" not in os.environ,
+)
+@given(SEEDS, st.lists(st.tuples(st.sampled_from(STEPS), SEEDS), min_size=1, max_size=80))
+def test_claims_are_what_the_model_says(seed, steps):
+    asyncio.run(interleave(seed, steps))

@@ -1,0 +1,589 @@
+"""The planner: who waits, who is served, and what happens while a plan is made."""
+
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+from domain_support import SlowSampler, asks, insert, new_id, partition, turns, update
+
+from tq_service.domain.custom_meta import Condition
+from tq_service.domain.plan import Plan, RankPlan
+from tq_service.domain.planner import Planner, cut_micro_batches
+from tq_service.domain.task import End
+from tq_service.domain.waiters import NotYet
+from tq_service.errors import (
+    ClaimReleasedError,
+    InvalidArgumentError,
+    MissingLengthError,
+    PartitionClearedError,
+    RankDisagreementError,
+    SamplerError,
+    SamplerTimeoutError,
+    SamplesClearedError,
+    StaleEpochError,
+)
+from tq_service.samplers import (
+    GRPOGroupNSampler,
+    PlanRunner,
+    RankAwareSampler,
+    Sampler,
+    SeqlenBalancedSampler,
+    SequentialSampler,
+)
+
+LONG = 1e6
+
+
+class Bench:
+    """A partition with one task and its planner, on the running loop."""
+
+    def __init__(self, *, timeout=LONG, **settings):
+        self.partition = partition(**settings)
+        self.task = self.partition.task("t")
+        self.planner = Planner(self.partition, self.task, PlanRunner(timeout_seconds=timeout))
+
+    def ask(self, rank=None, *, wait=LONG, **arguments):
+        return asyncio.ensure_future(self.planner.claim(asks(rank, **arguments), wait))
+
+    async def until_consumed(self, count):
+        """Return in the moment in which so many are consumed, before those who asked hear of it."""
+        for _ in range(100):
+            if self.task.consumed_count == count:
+                return
+            await asyncio.sleep(0)
+        raise AssertionError(f"{self.task.consumed_count} are consumed")
+
+    def insert(self, count, fields=("x",), **arguments):
+        return insert(self.partition, count, fields, **arguments)
+
+
+@pytest.fixture
+async def bench():
+    return Bench()
+
+
+class Whenever(Sampler):
+    """Answers what it is told."""
+
+    name = "whenever"
+
+    def __init__(self, behave, *, quick=True):
+        self.behave = behave
+        self.quick = quick
+
+    def is_quick(self, request):
+        return self.quick
+
+    def plan(self, view, request):
+        return self.behave(view, request)
+
+
+def rows(call):
+    return call.result().rows.tolist()
+
+
+# Waiting
+
+
+async def test_all_ranks_get_their_parts_of_one_plan_and_the_same_again(bench):
+    calls = [bench.ask((rank, 2, 0)) for rank in (1, 0, 1)]
+    await turns()
+    assert not any(call.done() for call in calls)
+    bench.insert(4)
+    await turns()
+    assert [rows(call) for call in calls] == [[2, 3], [0, 1], [2, 3]]
+    assert rows(await finished(bench.ask((1, 2, 0), wait=0))) == [2, 3]
+
+
+async def finished(call):
+    await asyncio.wait([call])
+    return call
+
+
+async def test_who_asks_ahead_causes_the_batches_before_to_be_planned(bench):
+    bench.insert(6)
+    assert rows(await finished(bench.ask((0, 1, 2)))) == [4, 5]
+    assert rows(await finished(bench.ask((0, 1, 0)))) == [0, 1]
+    assert rows(await finished(bench.ask((0, 1, 1)))) == [2, 3]
+
+
+async def test_the_deadline_ends_a_wait_with_not_yet_and_leaves_nothing(bench):
+    for wait in (0, 0.001):
+        assert await bench.ask((0, 1, 0), wait=wait) == NotYet()
+        assert await bench.ask(wait=wait) == NotYet()
+    assert bench.planner.waiting_count == 0
+    bench.insert(2)
+    await turns()
+    assert bench.task.consumed_count == 0
+
+
+async def test_one_look_takes_what_is_ready(bench):
+    bench.insert(2)
+    assert rows(await finished(bench.ask(wait=0))) == [0, 1]
+
+
+async def test_those_who_leave_leave_nothing_claimed(bench):
+    calls = [bench.ask() for _ in range(50)]
+    await turns()
+    for call in calls:
+        call.cancel()
+    await asyncio.wait(calls)
+    assert bench.planner.waiting_count == 0
+    bench.insert(100)
+    await turns()
+    assert bench.task.consumed_count == 0
+
+
+async def test_a_worker_that_leaves_as_its_answer_comes_gives_it_back(bench):
+    call = bench.ask()
+    await turns()
+    bench.insert(2)
+    await bench.until_consumed(2)
+    assert not call.done()
+    call.cancel()
+    await asyncio.wait([call])
+    assert (bench.task.consumed_count, bench.task.open_count) == (0, 2)
+    assert rows(await finished(bench.ask())) == [0, 1]
+
+
+async def test_a_retry_keeps_the_claim_of_a_call_that_left(bench):
+    request_id = new_id()
+    first, second = bench.ask(request_id=request_id), bench.ask(request_id=request_id)
+    await turns()
+    bench.insert(4)
+    await bench.until_consumed(2)
+    first.cancel()
+    await asyncio.wait([first, second])
+    assert rows(second) == [0, 1]
+    assert bench.task.consumed_count == 2
+
+
+async def test_a_call_that_got_not_yet_takes_nothing_back_when_it_leaves(bench):
+    request_id = new_id()
+    first = bench.ask(request_id=request_id)
+    await turns()
+    (waiter,) = bench.planner._queues
+    waiter.time_is_over()
+    bench.insert(2)
+    second = asks(request_id=request_id)
+    bench.task.record_queue_claim(request_id, RankPlan(rows=np.array([0, 1])), np.array([0, 1]))
+    first.cancel()
+    await asyncio.wait([first])
+    assert bench.task.recorded(second).rows.tolist() == [0, 1]
+
+
+async def test_queue_workers_are_served_in_order_of_arrival_and_none_twice(bench):
+    calls = [bench.ask(batch_size=1) for _ in range(5000)]
+    await turns()
+    bench.insert(3000)
+    await turns()
+    bench.insert(2500)
+    await turns()
+    assert [rows(call) for call in calls] == [[index] for index in range(5000)]
+    assert bench.planner.waiting_count == 0
+
+
+async def test_one_way_of_asking_does_not_hold_up_another(bench):
+    large = bench.ask(batch_size=8)
+    small = bench.ask(batch_size=2)
+    bench.insert(3)
+    await turns()
+    assert rows(small) == [0, 1]
+    assert not large.done()
+    bench.insert(7)
+    await turns()
+    assert rows(large) == list(range(2, 10))
+
+
+# Disagreement and epochs
+
+
+@pytest.mark.parametrize(
+    ("field", "other"),
+    [
+        ("batch_size", 4),
+        ("batch_unit", "group"),
+        ("micro_batch_size", 2),
+        ("sampler_config", '{"a": 1}'),
+        ("where", (Condition("v", ">=", (1,)),)),
+        ("data_fields", ("y",)),
+        ("drop_last", True),
+        ("finite", True),
+    ],
+)
+async def test_a_rank_that_disagrees_changes_nothing(bench, field, other):
+    bench.insert(8)
+    first = rows(await finished(bench.ask((0, 2, 0))))
+    call = await finished(bench.ask((1, 2, 0), **{field: other}))
+    error = call.exception()
+    assert isinstance(error, RankDisagreementError)
+    assert error.metadata["field"] == field
+    assert error.metadata["got"] == repr(other)
+    assert (bench.task.consumed_count, bench.task.next_batch_index) == (4, 1)
+    assert rows(await finished(bench.ask((0, 2, 0)))) == first
+
+
+async def test_a_rank_that_asks_for_too_much_does_not_keep_others_waiting(bench):
+    greedy = bench.ask((0, 2, 0), batch_size=100)
+    modest = bench.ask((1, 2, 0))
+    bench.insert(4)
+    await turns()
+    assert rows(modest) == [2, 3]
+    assert isinstance(greedy.exception(), RankDisagreementError)
+
+
+async def test_dp_size_holds_for_the_epoch(bench):
+    bench.insert(8)
+    await bench.ask((0, 2, 0))
+    with pytest.raises(RankDisagreementError, match="dp_size"):
+        await bench.ask((0, 3, 1))
+    bench.partition.reset(bench.task, keep_consumed=True)
+    assert rows(await finished(bench.ask((1, 4, 0), batch_size=1))) == [5]
+
+
+async def test_calls_of_an_old_epoch_end_with_a_reset(bench):
+    stale, whichever = bench.ask((0, 1, 0), epoch=0), bench.ask((0, 1, 0))
+    await turns()
+    bench.partition.reset(bench.task, keep_consumed=False)
+    await turns()
+    assert isinstance(stale.exception(), StaleEpochError)
+    assert not whichever.done()
+    bench.insert(2)
+    await turns()
+    assert rows(whichever) == [0, 1]
+
+
+async def test_a_reset_while_a_plan_is_made_ends_the_calls_of_the_old_epoch(bench):
+    slow = SlowSampler(SequentialSampler())
+    bench.insert(2)
+    stale, whichever = bench.ask((0, 1, 0), sampler=slow, epoch=0), bench.ask((0, 1, 0), sampler=slow)
+    await slow.started.wait()
+    bench.partition.reset(bench.task, keep_consumed=False)
+    slow.go.set()
+    await asyncio.wait([stale, whichever])
+    assert isinstance(stale.exception(), StaleEpochError)
+    assert rows(whichever) == [0, 1]
+
+
+# The end
+
+
+async def test_the_end_counts_the_skipped_and_is_the_same_for_all_ranks(bench):
+    bench.insert(5)
+    bench.insert(1, state="failed")
+    bench.partition.seal()
+    assert rows(await finished(bench.ask((0, 2, 0)))) == [0, 1]
+    short = [bench.ask((rank, 2, 1)) for rank in (1, 0)]
+    await turns()
+    assert [rows(call) for call in short] == [[], [4]]
+    assert [len(call.result().steps[0]) for call in short] == [1, 1]
+    for index in (2, 5):
+        assert await bench.ask((1, 2, index)) == End(1)
+    assert await bench.ask(batch_size=2) == End(1)
+
+
+async def test_drop_last_leaves_the_rest(bench):
+    bench.insert(5)
+    bench.partition.seal()
+    assert rows(await finished(bench.ask((0, 2, 0), drop_last=True))) == [0, 1]
+    assert await bench.ask((0, 2, 1), drop_last=True) == End(1)
+
+
+async def test_held_rows_block_the_end(bench):
+    bench.insert(2)
+    bench.insert(1, state="held")
+    bench.partition.seal()
+    await bench.ask((0, 1, 0))
+    last = bench.ask((0, 1, 1))
+    await turns()
+    assert not last.done()
+    update(bench.partition, [2], state="live")
+    await turns()
+    assert rows(last) == [2]
+
+
+@pytest.mark.parametrize("change", ["clear", "fail"])
+async def test_the_end_comes_when_the_last_row_is_gone(bench, change):
+    bench.insert(1, ())
+    bench.partition.seal()
+    calls = [bench.ask((0, 1, 0)), bench.ask()]
+    await turns()
+    assert not any(call.done() for call in calls)
+    if change == "clear":
+        bench.partition.clear(np.array([0]))
+    else:
+        update(bench.partition, [0], state="failed")
+    await turns()
+    assert [call.result() for call in calls] == [End(1), End(1)]
+
+
+async def test_what_another_way_of_asking_consumes_may_bring_the_end(bench):
+    """Who waits for a second column sees the end when those who need only one take the rows."""
+    bench.insert(2)
+    bench.partition.seal()
+    waiting = bench.ask(data_fields=("x", "y"))
+    await turns()
+    assert not waiting.done()
+    assert rows(await finished(bench.ask(data_fields=("x",)))) == [0, 1]
+    await turns()
+    assert waiting.result() == End(0)
+
+
+async def test_finite_waits_for_a_first_sample_and_ends_with_what_there_is(bench):
+    call = bench.ask((0, 1, 0), batch_size=8, finite=True)
+    await turns()
+    assert not call.done()
+    bench.insert(3)
+    await turns()
+    assert rows(call) == [0, 1, 2]
+    assert await bench.ask((0, 1, 1), batch_size=8, finite=True) == End(0)
+    bench.insert(3)
+    assert await bench.ask((0, 1, 1), batch_size=8, finite=True) == End(0)  # decided once for all ranks
+
+
+async def test_a_sampler_that_looks_at_rows_by_itself_comes_to_an_end(bench):
+    """It never asks what is ready, so no scan tells that nothing is."""
+
+    def first_live(view, request):
+        live = [row for row in view.rows().tolist() if view.states([row]) == ["live"] and row not in taken]
+        taken.extend(live[:1])
+        return Plan.of([np.array(live[:1])]) if live else None
+
+    taken = []
+    bench.insert(2)
+    bench.partition.seal()
+    sampler = Whenever(first_live)
+    assert [rows(await finished(bench.ask(batch_size=1, sampler=sampler))) for _ in range(2)] == [[0], [1]]
+    assert await bench.ask(batch_size=1, sampler=sampler) == End(0)
+
+
+# Groups
+
+
+async def test_groups_all_cleared_leave_the_partition_one_of_groups(bench):
+    """Rows put one by one are no blocks; while no group is there, who asks for groups waits."""
+    for _ in range(2):
+        bench.insert(1, groups=["a"], group_size=2)
+    sampler = GRPOGroupNSampler(n_samples_per_prompt=2)
+    assert rows(await finished(bench.ask((0, 1, 0), sampler=sampler))) == [0, 1]
+    bench.partition.clear(np.array([0, 1]))
+    call = bench.ask((0, 1, 1), sampler=sampler)
+    await turns()
+    assert not call.done()
+    for _ in range(2):
+        bench.insert(1, groups=["b"], group_size=2)
+    await turns()
+    assert rows(call) == [2, 3]
+
+
+async def test_a_group_that_can_no_longer_be_whole_does_not_block_the_end(bench):
+    bench.insert(3, groups=["a"] * 3, group_size=3)
+    bench.insert(2, groups=["b"] * 2, group_size=3)
+    update(bench.partition, [1], state="failed")
+    sampler = GRPOGroupNSampler(n_samples_per_prompt=3)
+    call = bench.ask((0, 1, 0), sampler=sampler, batch_size=3)
+    await turns()
+    assert not call.done()
+    bench.partition.seal()
+    await turns()
+    assert call.result() == End(5)
+
+
+async def test_the_rest_of_a_broken_group_is_taken_where_the_task_says_so(bench):
+    bench.insert(3, groups=["a"] * 3, group_size=3)
+    update(bench.partition, [1], state="failed")
+    bench.partition.seal()
+    sampler = GRPOGroupNSampler(n_samples_per_prompt=3, incomplete_groups="take")
+    assert rows(await finished(bench.ask((0, 1, 0), sampler=sampler, batch_size=3))) == [0, 2]
+    assert await bench.ask((0, 1, 1), sampler=sampler, batch_size=3) == End(1)
+
+
+async def test_blocks_are_refused_where_puts_do_not_fit_them(bench):
+    bench.insert(4)
+    sampler = GRPOGroupNSampler(n_samples_per_prompt=2)
+    assert rows(await finished(bench.ask((0, 1, 0), sampler=sampler))) == [0, 1]
+    bench.insert(3)
+    with pytest.raises(InvalidArgumentError, match="steps of 1"):
+        await bench.ask((0, 1, 1), sampler=sampler)
+
+
+# Samplers off the loop, and those that misbehave
+
+
+async def test_a_row_put_while_a_plan_is_made_wakes_its_waiter(bench):
+    """The plan saw nothing; that it is to be made again must not be forgotten with it."""
+    slow = SlowSampler(SequentialSampler())
+    call = bench.ask((0, 1, 0), sampler=slow)
+    await slow.started.wait()
+    bench.insert(2)
+    slow.go.set()
+    await turns(20)
+    assert rows(call) == [0, 1]
+
+
+async def test_rows_put_while_a_plan_is_made_make_no_short_batch(bench):
+    """Grouped, so that the end is judged by rows and not by counts."""
+    slow = SlowSampler(GRPOGroupNSampler(n_samples_per_prompt=2))
+    bench.insert(2, groups=["a"] * 2, group_size=2)
+    call = bench.ask((0, 1, 0), sampler=slow, batch_size=4)
+    await slow.started.wait()
+    bench.insert(2, (), groups=["b"] * 2, group_size=2)
+    bench.partition.seal()
+    slow.go.set()
+    await turns(20)
+    assert not call.done()
+    update(bench.partition, [2, 3], ("x",))
+    await turns(20)
+    assert rows(call) == [0, 1, 2, 3]
+
+
+async def test_an_async_sampler_that_calls_itself_quick_steps_over_no_row(bench):
+    class Quick(SlowSampler):
+        def is_quick(self, request):
+            return True
+
+        async def plan(self, view, request):
+            if not self.go.is_set():
+                self.started.set()
+                await self.go.wait()
+            return self.inner.plan(view, request)
+
+    quick = Quick(SequentialSampler())
+    call = bench.ask((0, 1, 0), sampler=quick)
+    await quick.started.wait()
+    bench.insert(2)
+    quick.go.set()
+    await turns(20)
+    assert rows(call) == [0, 1]
+
+
+async def test_rows_cleared_while_they_are_planned_are_planned_again(bench):
+    slow = SlowSampler(SequentialSampler())
+    bench.insert(6)
+    call = bench.ask((0, 1, 0), sampler=slow)
+    await slow.started.wait()
+    bench.partition.clear(np.array([1]))
+    slow.go.set()
+    assert rows(await finished(call)) == [0, 2]
+    assert slow.call_count == 2
+
+
+async def test_commits_and_replays_go_on_while_a_plan_is_made_on_a_thread(bench):
+    started, go = threading.Event(), threading.Event()
+
+    def plan(view, request):
+        started.set()
+        go.wait(30)
+        return SequentialSampler().plan(view, request)
+
+    bench.insert(4)
+    await bench.ask((0, 1, 0))
+    call = bench.ask((0, 1, 1), sampler=Whenever(plan, quick=False))
+    await asyncio.to_thread(started.wait)
+    try:
+        bench.insert(2000)
+        assert rows(await finished(bench.ask((0, 1, 0)))) == [0, 1]
+        bench.partition.clear(np.arange(100, 2004))
+        assert not call.done()
+    finally:
+        go.set()
+    assert rows(await finished(call)) == [2, 3]
+    assert bench.partition.table.pin_count == 0
+
+
+@pytest.mark.parametrize("where", ["ranks", "queue"])
+async def test_a_sampler_that_raises_harms_its_own_request_only(bench, where):
+    def fail(view, request):
+        raise RuntimeError("no luck")
+
+    rank = (0, 1, 0) if where == "ranks" else None
+    bench.insert(2)
+    bad, good = bench.ask(rank, sampler=Whenever(fail)), bench.ask(rank)
+    await asyncio.wait([bad, good])
+    assert isinstance(bad.exception(), SamplerError)
+    assert rows(good) == [0, 1]
+
+
+@pytest.mark.parametrize("foreign", [[0, 7], [0, 1], [0, -1]])
+async def test_a_sampler_that_returns_rows_it_was_not_given_consumes_nothing(bench, foreign):
+    bench.insert(1)
+    bench.insert(1, state="held")
+    call = await finished(bench.ask(sampler=Whenever(lambda view, request: Plan.of([np.array(foreign)]))))
+    assert isinstance(call.exception(), SamplerError)
+    assert "not ready" in str(call.exception())
+    assert bench.task.consumed_count == 0
+
+
+async def test_a_sampler_that_hangs_ends_with_its_time(bench):
+    bench = Bench(timeout=0.01)
+    bench.insert(2)
+    call = await finished(bench.ask((0, 1, 0), sampler=SlowSampler(SequentialSampler())))
+    assert isinstance(call.exception(), SamplerTimeoutError)
+    assert rows(await finished(bench.ask((0, 1, 0)))) == [0, 1]
+
+
+async def test_lengths_that_no_sample_has_are_an_error_and_missing_ones_wait(bench):
+    sampler = SeqlenBalancedSampler()
+    call = bench.ask((0, 1, 0), sampler=sampler, batch_size=1)
+    await turns()
+    assert not call.done()
+    bench.insert(1)
+    await turns()
+    assert isinstance(call.exception(), MissingLengthError)
+    bench.insert(1, meta=[{"total_lengths": 3}])
+    assert rows(await finished(bench.ask((0, 1, 0), sampler=sampler, batch_size=1))) == [1]
+    bench.partition.seal()
+    last = bench.ask((0, 1, 1), sampler=sampler, batch_size=1)
+    await turns()
+    assert not last.done()
+
+
+# Claims whose rows go
+
+
+async def test_a_claim_released_while_it_is_planned_is_not_given(bench):
+    slow, request_id = SlowSampler(SequentialSampler()), new_id()
+    bench.insert(2)
+    call = bench.ask(sampler=slow, request_id=request_id)
+    await slow.started.wait()
+    assert bench.partition.release(bench.task, request_id) == 0
+    slow.go.set()
+    await asyncio.wait([call])
+    assert isinstance(call.exception(), ClaimReleasedError)
+    assert bench.task.consumed_count == 0
+
+
+async def test_rows_cleared_before_the_answer_arrives_are_not_given(bench):
+    call, rank = bench.ask(), bench.ask((0, 1, 0), sampler=RankAwareSampler())
+    await turns()
+    bench.insert(4)
+    await bench.until_consumed(4)
+    bench.partition.clear(np.array([0, 2]))
+    await asyncio.wait([call, rank])
+    assert isinstance(call.exception(), SamplesClearedError)
+    assert isinstance(rank.exception(), SamplesClearedError)
+    assert not bench.task._queue_claims  # the rest of it is claimable again
+    assert bench.task.open_count == 1
+
+
+async def test_waits_end_when_the_partition_is_cleared(bench):
+    calls = [bench.ask(), bench.ask((0, 1, 0))]
+    await turns()
+    bench.planner.end(lambda: PartitionClearedError("gone"))
+    await asyncio.wait(calls)
+    assert all(isinstance(call.exception(), PartitionClearedError) for call in calls)
+    with pytest.raises(PartitionClearedError):
+        await bench.ask()
+
+
+# Micro-batches
+
+
+def test_micro_batches_are_as_many_on_every_rank():
+    plan = cut_micro_batches(Plan.of([np.arange(5), np.arange(5, 7), np.zeros(0, np.int64)]), 2)
+    packs = [[pack.positions.tolist() for pack in part.steps[0]] for part in plan.ranks]
+    assert packs == [[[0, 1], [2, 3], [4]], [[0, 1], [], []], [[], [], []]]
+    assert cut_micro_batches(plan, 1) is plan
+    whole = cut_micro_batches(Plan.of([np.arange(3)]), None)
+    assert [pack.positions.tolist() for pack in whole.ranks[0].steps[0]] == [[0, 1, 2]]
