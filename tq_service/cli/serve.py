@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 from typing import Annotated
 
@@ -53,4 +54,5 @@ def _run(settings: ServeSettings) -> int:
 
 
 def _announce(line: str) -> None:
-    print(line, flush=True)
+    with contextlib.suppress(OSError):  # whoever read our output may have left before we drain
+        print(line, flush=True)

@@ -30,6 +30,7 @@ _log = logging.getLogger(__name__)
 CONTROLLER_SERVICE = "tq_service.v1.ControllerService"
 HEARTBEAT_SECONDS = 2.0
 _HOUSEKEEPING_SECONDS = 5.0
+_MOST_PENDING_CALLS = 100_000
 
 
 class App:
@@ -49,6 +50,9 @@ class App:
                 ("grpc.max_receive_message_length", settings.max_message_bytes),
                 ("grpc.max_send_message_length", -1),
                 ("grpc.so_reuseport", 0),  # a second server on the port is a mistake, not a second worker
+                # Thousands of ranks may ask in one moment; gRPC drops calls beyond 1,000 that wait to be accepted.
+                ("grpc.server.max_pending_requests", _MOST_PENDING_CALLS),
+                ("grpc.server.max_pending_requests_hard_limit", _MOST_PENDING_CALLS),
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
                 ("grpc.keepalive_permit_without_calls", 1),
             ],
