@@ -151,15 +151,14 @@ class CellTable:
             field.spec = spec
             replaced.append(field)
         freed = self.forget(positions, replaced)
-        for column, field in zip(columns, replaced, strict=True):
+        for column, field, spec in zip(columns, replaced, specs, strict=True):
             field.put_slot.data[positions] = slot
             field.put_row.data[positions] = rows
             field.produced_count += positions.size
             if field.spec.layout is Layout.JAGGED:
                 if field.length is None:
                     field.length = self._table.add_column(np.int64, -1)
-                lengths = column.lengths
-                field.length.data[positions] = (column.spec.row_shape or (0,))[0] if lengths is None else lengths[rows]
+                field.length.data[positions] = _ragged_lengths(column, spec, rows)
         return freed
 
     def forget(self, positions: Indexes, fields: Iterable[Field]) -> list[FreedCells]:
@@ -229,6 +228,12 @@ class CellTable:
             first_rows=rows[starts],
             row_counts=np.diff(starts, append=slots.size),
         )
+
+
+def _ragged_lengths(column: ColumnWrite, merged: FieldSpec, rows: Indexes) -> Indexes | int:
+    """Return the sizes of rows in the first ragged dimension of the field, in which a put may have rows all alike."""
+    size = (column.spec.row_shape or ())[merged.ragged_dims[0]]
+    return size if size >= 0 or column.lengths is None else column.lengths[rows]
 
 
 def merge_specs(known: FieldSpec, new: FieldSpec) -> FieldSpec:

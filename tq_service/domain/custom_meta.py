@@ -106,6 +106,8 @@ class CustomMeta:
     def write(self, columns: Sequence[MetaColumn], positions: Indexes) -> None:
         """Write values of samples at `positions`; samples without a value keep theirs."""
         for column in columns:
+            if not column.present.any():
+                continue
             kind = column.values.dtype.kind
             stored = self._columns.get(column.name)
             if stored is None:

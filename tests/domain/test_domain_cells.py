@@ -1,0 +1,218 @@
+"""Cells: specs that merge, where cells are, and what becomes of those that are overwritten or cleared."""
+
+import numpy as np
+import pytest
+from domain_support import dense, insert, jagged, new_write, partition, update
+
+from tq_service.domain.cells import ColumnWrite, merge_specs
+from tq_service.errors import FieldMismatchError
+from tq_service.schema import FieldSpec, Layout
+
+D, J, OBJECT = Layout.DENSE, Layout.JAGGED, Layout.OBJECT
+
+
+def spec(layout=None, shape=None, dtype="int64"):
+    return FieldSpec("x", dtype=dtype, layout=layout, row_shape=shape)
+
+
+@pytest.mark.parametrize(
+    ("known", "new", "layout", "shape"),
+    [
+        (FieldSpec("x"), spec(D, (3,)), D, (3,)),
+        (FieldSpec("x"), spec(D, ()), D, ()),
+        (FieldSpec("x"), spec(J, (-1, 4)), J, (-1, 4)),
+        (FieldSpec("x"), spec(OBJECT, (), ""), OBJECT, ()),
+        (spec(D, (3,)), spec(D, (3,)), D, (3,)),
+        (spec(D), spec(D, (3,)), D, (3,)),
+        (FieldSpec("x", layout=J), spec(D, (5,)), J, (-1,)),
+        (spec(J, (-1,)), spec(D, (5,)), J, (-1,)),
+        (spec(J, (-1, 4)), spec(D, (5, 6)), J, (-1, -1)),
+        (spec(J, (3, -1)), spec(D, (3, 7)), J, (3, -1)),
+        (spec(J, (-1, 4)), spec(J, (-1, 4)), J, (-1, 4)),
+        (spec(J, (-1, 4)), spec(J, (-1, 5)), J, (-1, -1)),
+        (spec(J, (3, -1)), spec(J, (-1, 3)), J, (-1, -1)),
+    ],
+)
+def test_specs_that_merge(known, new, layout, shape):
+    merged = merge_specs(known, new)
+    assert (merged.name, merged.dtype, merged.layout, merged.row_shape) == ("x", new.dtype, layout, shape)
+
+
+@pytest.mark.parametrize(
+    ("known", "new"),
+    [
+        (spec(D, (3,)), spec(D, (4,))),
+        (spec(D, (3,)), spec(D, (3, 1))),
+        (spec(D, (3,)), spec(D, (3,), "int32")),
+        (spec(D, (3,)), spec(J, (-1,))),
+        (spec(J, (-1,)), spec(J, (-1, 2))),
+        (spec(J, (-1,)), spec(D, ())),
+        (FieldSpec("x", layout=J), spec(D, ())),
+        (spec(J, (-1,)), spec(OBJECT, (), "")),
+        (spec(OBJECT, (), ""), spec(D, (3,))),
+        (FieldSpec("x"), spec(D, None)),
+    ],
+)
+def test_specs_that_do_not_merge(known, new):
+    with pytest.raises(FieldMismatchError, match=r"is .* got .*declare"):
+        merge_specs(known, new)
+
+
+def test_the_default_layout_holds_for_fields_nobody_declared():
+    train = partition(default_layout=J, fields=(FieldSpec("d", layout=D),))
+    insert(train, 2, [dense("x", 5), dense("d", 5)])
+    assert train.cells.fields["x"].spec.row_shape == (-1,)
+    assert train.cells.fields["d"].spec.row_shape == (5,)
+    text = ColumnWrite(spec=FieldSpec("text", layout=OBJECT, row_shape=()))
+    update(train, [0], [text])
+    assert train.cells.fields["text"].spec.layout is OBJECT
+
+
+def test_a_refused_column_leaves_nothing():
+    train = partition()
+    insert(train, 2, [dense("x", 3)])
+    with pytest.raises(FieldMismatchError):
+        insert(train, 2, [dense("new", 3), dense("x", 4)])
+    assert list(train.cells.fields) == ["x"]
+    assert train.inserted_count == 2
+
+
+# Where cells are
+
+
+def where(train, names, indexes):
+    """Return (fields, [(put, first row, count), ...]) of each set of runs."""
+    runs = train.cells.locate(names, train.table.find(np.array(indexes)))
+    return [
+        (
+            each.field_names,
+            [
+                (each.puts[put].put_id[-1], first, count)
+                for put, first, count in zip(
+                    each.put_indexes, each.first_rows.tolist(), each.row_counts.tolist(), strict=True
+                )
+            ],
+        )
+        for each in runs
+    ]
+
+
+def put(train, number, count, fields, **arguments):
+    write = new_write(count, fields, **arguments)
+    write = type(write)(**{**{name: getattr(write, name) for name in write.__slots__}, "put": _put(number)})
+    return train.write(write)
+
+
+def _put(number):
+    return type(new_write(1, ("x",)).put)("s0", b"b" * 16, bytes(15) + bytes([number]))
+
+
+def test_cells_are_runs_of_neighbouring_rows():
+    train = partition()
+    put(train, 1, 4, ("x", "y"))
+    put(train, 2, 4, ("x",))
+    put(train, 3, 4, ("y",), indexes=[4, 5, 7, 6])
+    assert where(train, ["x", "y"], [0, 1, 2, 3]) == [(("x", "y"), [(1, 0, 4)])]
+    assert where(train, ["x", "y"], range(8)) == [
+        (("x",), [(1, 0, 4), (2, 0, 4)]),
+        (("y",), [(1, 0, 4), (3, 0, 2), (3, 3, 1), (3, 2, 1)]),
+    ]
+    assert where(train, ["x"], [3, 4, 1, 2]) == [(("x",), [(1, 3, 1), (2, 0, 1), (1, 1, 2)])]
+    assert where(train, ["x"], []) == []
+
+
+def test_fields_that_some_rows_lack_are_left_out():
+    train = partition()
+    put(train, 1, 2, ("x", "y"))
+    put(train, 2, 1, ("x",))
+    assert where(train, ["x", "y"], [0, 1, 2]) == [(("x",), [(1, 0, 2), (2, 0, 1)])]
+
+
+# Cells that go
+
+
+def freed(cells):
+    return sorted(
+        (each.put.put_id[-1], sorted(each.field_names), None if each.rows is None else each.rows.tolist())
+        for each in cells
+    )
+
+
+def test_overwriting_frees_the_cells_it_replaces():
+    train = partition()
+    put(train, 1, 3, ("x", "y"))
+    assert freed(put(train, 2, 2, ("x",), indexes=[2, 0]).freed) == [(1, ["x"], [2, 0])]
+    assert freed(put(train, 3, 2, ("x", "y"), indexes=[0, 1]).freed) == [
+        (1, ["x"], [1]), (1, ["y"], [0, 1]), (2, ["x"], [1]),
+    ]  # fmt: skip
+    assert freed(put(train, 4, 3, ("y",), indexes=[0, 1, 2]).freed) == [(1, [], None), (3, ["y"], [0, 1])]
+    assert where(train, ["x", "y"], [0, 1, 2]) == [(("x",), [(3, 0, 2), (2, 0, 1)]), (("y",), [(4, 0, 3)])]
+    assert [train.cells.fields[name].produced_count for name in "xy"] == [3, 3]
+
+
+def test_clearing_frees_cells_and_whole_puts():
+    train = partition()
+    put(train, 1, 2, ("x", "y"))
+    put(train, 2, 2, ("x",))
+    count, cells = train.clear(np.array([3, 1, 1, 99]))
+    assert (count, freed(cells)) == (2, [(1, ["x", "y"], [1]), (2, ["x"], [1])])
+    assert freed(train.clear(np.array([0, 2]))[1]) == [(1, [], None), (2, [], None)]
+    assert train.clear(np.array([0, 2])) == (0, [])
+    assert train.cells.fields["x"].produced_count == 0
+    assert train.cells.forget_all() == []
+
+
+def test_failing_frees_cells_and_takes_no_new_ones():
+    train = partition()
+    put(train, 1, 3, ("x",))
+    assert freed(update(train, [0, 2], state="failed")) == [(1, ["x"], [0, 2])]
+    assert freed(put(train, 2, 2, ("x", "y"), indexes=[1, 2]).freed) == [(1, [], None), (2, ["x", "y"], [1])]
+    assert freed(put(train, 3, 2, ("x",), indexes=[0, 2]).freed) == [(3, [], None)]
+    assert freed(put(train, 4, 1, ("x",), state="failed").freed) == [(4, [], None)]
+    assert where(train, ["x", "y"], [1]) == [(("x", "y"), [(2, 0, 1)])]
+    assert [each.put.put_id[-1] for each in train.cells.forget_all()] == [2]
+
+
+def test_slots_of_puts_that_are_gone_are_used_again():
+    train = partition()
+    for number in range(1, 100):
+        put(train, number, 2, ("x", "y"))
+        train.clear(np.array([2 * number - 2, 2 * number - 1]))
+    for number in range(100, 150):  # a column overwritten again and again
+        put(train, number, 1, ("x",), **({"indexes": [198]} if number > 100 else {}))
+    assert len(train.cells._puts._puts) <= 2
+    assert len(list(train.cells._puts.all())) == 1
+    with pytest.raises(LookupError):
+        train.cells._puts.get(1 - train.cells.fields["x"].put_slot.data[train.table.find(np.array([198]))][0])
+
+
+# Lengths of jagged rows
+
+
+def lengths(train, name="x"):
+    return train.cells.fields[name].length.data[: train.table.count].tolist()
+
+
+def test_lengths_of_jagged_rows_follow_their_cells():
+    train = partition(fields=(FieldSpec("x", layout=J),))
+    insert(train, 3, [jagged("x", [4, 0, 9])])
+    insert(train, 2, [dense("x", 5, dtype="int64")])
+    update(train, [1, 3], [jagged("x", [7, 8])])
+    assert lengths(train) == [4, 7, 9, 8, 5]
+    update(train, [0], state="failed")
+    update(train, [0, 2], [jagged("x", [1, 2])])
+    assert lengths(train)[2] == 2
+
+
+def test_lengths_are_those_of_the_first_ragged_dimension():
+    """Also of rows that come dense, and where that dimension became ragged only with a later put."""
+    train = partition()
+    shape = (3, -1)
+    second = ColumnWrite(spec=spec(J, shape), lengths=np.array([5, 6]))
+    insert(train, 2, [second])
+    insert(train, 1, [dense("x", 3, 7, dtype="int64")])
+    assert lengths(train) == [5, 6, 7]
+    insert(train, 2, [ColumnWrite(spec=spec(J, (-1, 4)), lengths=np.array([1, 2]))])
+    insert(train, 2, [second])
+    assert train.cells.fields["x"].spec.row_shape == (-1, -1)
+    assert lengths(train)[3:] == [1, 2, 3, 3]
