@@ -1,0 +1,60 @@
+"""Recorded answers of mutating requests."""
+
+import pytest
+from domain_support import new_id
+
+from tq_service.domain import requests
+from tq_service.domain.requests import RequestLog
+from tq_service.errors import InvalidArgumentError
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def monotonic(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(requests, "time", clock)
+    return clock
+
+
+def test_a_repeat_has_one_effect_and_gets_the_recorded_answer(clock):
+    log, made = RequestLog(60), []
+    first, second = new_id(), new_id()
+    assert [log.once(first, lambda: made.append(1) or len(made)) for _ in range(3)] == [1, 1, 1]
+    assert log.once(second, lambda: made.append(2) or len(made)) == 2
+    assert made == [1, 2]
+    assert (log.recorded(first), log.recorded(new_id())) == (1, None)
+
+
+def test_a_refused_request_may_be_right_the_next_time(clock):
+    log, request_id = RequestLog(60), new_id()
+
+    def refuse():
+        raise KeyError("no")
+
+    with pytest.raises(KeyError):
+        log.once(request_id, refuse)
+    assert log.once(request_id, lambda: "yes") == "yes"
+
+
+def test_answers_are_forgotten_when_nobody_can_be_retrying(clock):
+    log, old = RequestLog(60), new_id()
+    log.once(old, lambda: "old")
+    clock.now += 59
+    log.once(new_id(), lambda: "young")
+    assert log.once(old, lambda: "again") == "old"
+    clock.now += 2
+    assert log.once(old, lambda: "again") == "again"
+    assert len(log) == 2
+
+
+@pytest.mark.parametrize("size", [0, 15, 17])
+def test_ids_are_16_bytes(size):
+    with pytest.raises(InvalidArgumentError, match=f"{size} bytes"):
+        RequestLog(60).once(bytes(size), lambda: None)
