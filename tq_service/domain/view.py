@@ -81,13 +81,14 @@ class PartitionView:
         """Yield the positions of ready rows over growing stretches of the table, the last time over all of it."""
         whole = limit is None or bool(self._binding.order_by)
         chunk = max(_LEAST_CHUNK, 2 * (limit or 0))
-        found: list[NDArray[np.int64]] = []
+        positions = np.zeros(0, np.int64)
         start = self._first
         while True:
             end = self._rows.count if whole else min(self._rows.count, start + chunk)
-            found.append(start + np.flatnonzero(self._rows.ready_mask(start, end)))
-            self._remember(found[0], end, is_first=len(found) == 1)
-            positions = np.concatenate(found)
+            found = start + np.flatnonzero(self._rows.ready_mask(start, end))
+            if positions.size == 0:
+                self._remember(found, end)
+            positions = np.concatenate([positions, found])
             self.seen_count = max(self.seen_count, positions.size)
             if end == self._rows.count:
                 self.exhausted = True
@@ -95,10 +96,10 @@ class PartitionView:
             if end == self._rows.count:
                 return
             start, chunk = end, chunk * 2
-            found = [positions]
 
-    def _remember(self, ready: Indexes, end: int, *, is_first: bool) -> None:
-        if not (self.remembers and is_first) or self._made_at != self._partition.change_counts:
+    def _remember(self, ready: Indexes, end: int) -> None:
+        """Have later scans start at the first ready row, or at the end of a stretch that has none."""
+        if not self.remembers or self._made_at != self._partition.change_counts:
             return
         self._first = int(ready[0]) if ready.size else end
         first = (

@@ -1,0 +1,342 @@
+"""The view of a sampler: what is ready, in which groups and order, scanned no further than needed."""
+
+import numpy as np
+import pytest
+from domain_support import asks, binding, dense, insert, jagged, partition, update
+
+from tq_service.domain.custom_meta import Condition, Order
+from tq_service.domain.plan import LengthSource, Plan, RankPlan
+from tq_service.domain.view import PartitionView
+from tq_service.errors import InvalidArgumentError, MissingLengthError
+
+
+@pytest.fixture
+def train():
+    return partition()
+
+
+def view_of(train, *, length=None, remembers=True, **bound):
+    return PartitionView(train, train.task("t"), binding(**bound), length, remembers=remembers)
+
+
+def ready(train, limit=None, **bound):
+    return view_of(train, **bound).ready(limit).tolist()
+
+
+def groups(train, limit=None, *, no_more=False, unit="sample", block_size=None, take_incomplete=False, **bound):
+    view = view_of(train, **bound)
+    view.no_more = view.no_more or no_more
+    found = view.ready_groups(limit, unit=unit, block_size=block_size, take_incomplete=take_incomplete)
+    return [part.tolist() for part in np.split(found.rows, found.starts[1:])] if len(found) else []
+
+
+def consume(train, *indexes):
+    task = train.task("t")
+    rows = np.array(indexes, np.int64)
+    task.record_queue_claim(asks().request_id, RankPlan(rows=rows), train.table.find(rows))
+
+
+# Ready rows
+
+
+def test_ready_rows_are_live_produced_and_not_consumed(train):
+    insert(train, 6, ("x", "y"))
+    insert(train, 2, ("x",))
+    insert(train, 1, ("x", "y"), state="held")
+    update(train, [0], state="failed")
+    train.clear(np.array([2]))
+    consume(train, 4)
+    assert ready(train) == [1, 3, 5, 6, 7]
+    assert ready(train, data_fields=("x", "y")) == [1, 3, 5]
+    assert ready(train, data_fields=("x", "unknown")) == []
+    assert ready(train, 2) == [1, 3]
+    assert ready(train, 0) == []
+
+
+def test_where_needs_a_value_that_passes(train):
+    insert(train, 4, meta=[{"v": 1, "w": "a"}, {"v": 2}, {"w": "b"}, {"v": 3, "w": "b"}])
+    assert ready(train, where=(Condition("v", ">=", (2,)),)) == [1, 3]
+    assert ready(train, where=(Condition("v", ">=", (2,)), Condition("w", "in", ("b",)))) == [3]
+    assert ready(train, where=(Condition("none", "!=", (0,)),)) == []
+
+
+def test_order_by_puts_missing_values_last_and_keeps_ties_in_order(train):
+    insert(train, 6, meta=[{"v": 2, "w": "b"}, {"v": 1}, {}, {"v": 2, "w": "a"}, {"v": 1}, {}])
+    assert ready(train, order_by=(Order("v"),)) == [1, 4, 0, 3, 2, 5]
+    assert ready(train, order_by=(Order("v", descending=True),)) == [0, 3, 1, 4, 2, 5]
+    assert ready(train, 3, order_by=(Order("v", descending=True), Order("w"))) == [3, 0, 1]
+    assert ready(train, order_by=(Order("none"),)) == [0, 1, 2, 3, 4, 5]
+
+
+# Groups
+
+
+def test_whole_groups_come_in_the_order_of_their_first_member(train):
+    insert(train, 5, groups=["a", "b", "a", "b", "c"], group_size=2)
+    insert(train, 2, ("y",), groups=["c", "d"], group_size=2)
+    insert(train, 1)
+    assert groups(train) == [[0, 2], [1, 3], [7]]
+    update(train, [5], ("x",))
+    assert groups(train) == [[0, 2], [1, 3], [4, 5], [7]]
+    assert groups(train, 5) == [[0, 2], [1, 3]]
+    assert groups(train, 3, unit="group") == [[0, 2], [1, 3], [4, 5]]
+    assert groups(train, order_by=(Order("v"),)) == [[0, 2], [1, 3], [4, 5], [7]]
+
+
+def test_a_group_with_a_held_failed_or_cleared_member_is_skipped(train):
+    insert(train, 8, groups=list("aabbccdd"), group_size=2)
+    update(train, [1], state="held")
+    update(train, [3], state="failed")
+    train.clear(np.array([5]))
+    assert groups(train) == [[6, 7]]
+    assert groups(train, take_incomplete=True) == [[2], [4], [6, 7]]
+    update(train, [1], state="live")
+    assert groups(train) == [[0, 1], [6, 7]]
+
+
+def test_a_group_of_which_a_member_is_consumed_or_excluded_is_not_whole(train):
+    insert(train, 6, groups=list("aabbcc"), meta=[{"v": 1}] * 5 + [{"v": 0}])
+    consume(train, 0)
+    assert groups(train, block_size=2, where=(Condition("v", "==", (1,)),)) == [[2, 3]]
+
+
+def test_groups_of_unknown_size(train):
+    insert(train, 3, groups=["a", "a", "b"])
+    assert groups(train) == []
+    assert groups(train, block_size=2) == [[0, 1]]
+    assert groups(train, no_more=True) == [[0, 1], [2]]
+    train.close_groups(["b"])
+    assert groups(train) == [[2]]
+    train.seal()
+    assert groups(train) == [[0, 1], [2]]
+
+
+def test_blocks_stand_in_where_there_are_no_groups(train):
+    insert(train, 8)
+    update(train, [2], state="held")
+    update(train, [5], state="failed")
+    assert groups(train) == [[index] for index in (0, 1, 3, 4, 6, 7)]
+    assert groups(train, block_size=2) == [[0, 1], [6, 7]]
+    assert groups(train, block_size=2, take_incomplete=True) == [[0, 1], [4], [6, 7]]
+    train.clear(np.array([6]))
+    assert groups(train, block_size=2, take_incomplete=True) == [[0, 1], [4], [7]]
+    assert groups(train, block_size=4) == []
+    with pytest.raises(InvalidArgumentError, match="steps of 8") as caught:
+        groups(train, block_size=3)
+    assert caught.value.field == "n_samples_per_prompt"
+
+
+# Scanning
+
+
+def test_rows_far_behind_are_found_over_growing_stretches(train):
+    insert(train, 120_000, ())
+    insert(train, 10)
+    insert(train, 100_000, ())
+    insert(train, 10)
+    view = view_of(train)
+    assert view.ready(12).tolist() == [*range(120_000, 120_010), 220_010, 220_011]
+    assert view.exhausted
+    first = view_of(train)
+    assert first.ready(10).tolist() == list(range(120_000, 120_010))
+    assert not first.exhausted
+
+
+def test_groups_are_whole_across_stretches(train):
+    names = [f"g{index % 60_000}" for index in range(120_000)]
+    insert(train, 120_000, groups=names, group_size=2)
+    assert groups(train, 4) == [[0, 60_000], [1, 60_001]]
+    consume(train, *range(59_999), *range(60_000, 119_999))
+    assert groups(train, 4) == [[59_999, 119_999]]
+
+
+def test_a_scan_starts_at_the_first_row_that_may_be_ready(train):
+    insert(train, 5000, ())
+    insert(train, 3)
+    task = train.task("t")
+    assert ready(train, 1) == [5000]
+    assert set(task.scan_from.values()) == {5000}  # also past stretches that have nothing at all
+    consume(train, 5000, 5001)
+    assert ready(train, 1) == [5002]
+    assert set(task.scan_from.values()) == {5002}
+    consume(train, 5002)
+    assert ready(train, 1) == []
+    assert set(task.scan_from.values()) == {5003}
+
+
+def test_the_start_is_lowered_when_an_early_row_becomes_ready(train):
+    insert(train, 3000, ())
+    task = train.task("t")
+    where = (Condition("v", "==", (1,)),)
+    for change, expected in [
+        (lambda: update(train, [2000], ("x",), meta=[{"v": 1}]), [2000]),
+        (lambda: update(train, [1000], ("x",), meta=[{"v": 1}], state="held"), [2000]),
+        (lambda: update(train, [1000], state="live"), [1000, 2000]),
+        (lambda: update(train, [500], ("x",)), [1000, 2000]),
+        (lambda: update(train, [500], meta=[{"v": 1}]), [500, 1000, 2000]),
+        (lambda: consume(train, 500, 1000), [2000]),
+        (lambda: train.reset(task, keep_consumed=True), [2000]),
+        (lambda: train.reset(task, keep_consumed=False), [500, 1000, 2000]),
+        (lambda: train.clear(np.arange(400, 2000)), [2000]),
+        (lambda: insert(train, 1, meta=[{"v": 1}]), [2000, 3000]),
+    ]:
+        change()
+        for _ in range(2):
+            assert ready(train, 8, where=where) == expected
+
+
+def test_a_released_claim_is_found_again(train):
+    insert(train, 4)
+    request, task = asks(), train.task("t")
+    task.record_queue_claim(request.request_id, RankPlan(rows=np.array([0, 1])), np.array([0, 1]))
+    assert ready(train, 1) == [2]
+    train.release(task, request.request_id)
+    assert ready(train) == [0, 1, 2, 3]
+
+
+def test_a_view_that_was_overtaken_moves_no_start(train):
+    view = view_of(train)
+    insert(train, 2)
+    assert view.ready().tolist() == []
+    assert ready(train) == [0, 1]
+    off_the_loop = view_of(train, remembers=False)
+    consume(train, 0)
+    off_the_loop.ready()
+    assert set(train.task("t").scan_from.values()) == {0}
+
+
+def test_ways_of_asking_that_are_forgotten_cost_no_memory(train):
+    insert(train, 1)
+    for number in range(500):
+        ready(train, where=(Condition("v", "==", (number,)),))
+    assert len(train.task("t").scan_from) <= 64
+
+
+def test_consumed_rows_are_compacted_away_under_a_running_task(train):
+    taken = []
+    for _ in range(50):
+        insert(train, 100)
+        rows = ready(train, 100)
+        consume(train, *rows)
+        taken += rows
+        train.clear(np.array(rows[:90]))
+    assert taken == list(range(5000))
+    assert train.table.count < 2500
+
+
+# Lengths and the rest
+
+
+def test_lengths_come_from_custom_meta_or_a_jagged_field(train):
+    insert(train, 3, [dense("x"), jagged("ids", [4, 5, 6])], meta=[{"n": 40}, {}, {}])
+    insert(train, 1, [dense("x")])
+    source = LengthSource(key="n", field="ids")
+    view = view_of(train, length=source)
+    assert view.lengths(np.array([3, 0, 1, 99])).tolist() == [-1, 40, 5, -1]
+    assert view.field_lengths("ids", np.array([0, 2, 3, 99])).tolist() == [4, 6, -1, -1]
+    assert view.field_lengths("x", np.array([0])).tolist() == view.field_lengths("none", np.array([0])).tolist() == [-1]
+    assert ready(train, length=source) == [0, 1, 2]
+    assert ready(train, length=LengthSource(key="n")) == [0]
+
+
+@pytest.mark.parametrize("value", [-1, 0.5, "long"])
+def test_lengths_must_be_counts(train, value):
+    insert(train, 1, meta=[{"n": value}])
+    with pytest.raises(InvalidArgumentError, match="token count"):
+        ready(train, length=LengthSource(key="n"))
+
+
+def test_lengths_that_nobody_gives_are_an_error_only_where_rows_wait_for_them(train):
+    length = LengthSource(key="n", field="ids")
+    insert(train, 1, ())
+    view_of(train, length=length).check_lengths()
+    update(train, [0], ("x",))
+    with pytest.raises(MissingLengthError, match="custom_meta"):
+        view_of(train, length=length).check_lengths()
+    consume(train, 0)
+    view_of(train, length=length).check_lengths()
+    insert(train, 1, ("x", jagged("ids", [3])))
+    insert(train, 1)
+    view_of(train, length=length).check_lengths()
+
+
+def test_anything_else_about_rows(train):
+    insert(train, 2, groups=["a", ""], meta=[{"v": 7, "s": "t"}, {}])
+    insert(train, 2, state="held")
+    update(train, [1], state="failed")
+    train.clear(np.array([3]))
+    view = view_of(train)
+    every = np.array([0, 1, 2, 3, 9])
+    assert view.states(every) == ["live", "failed", "held", "cleared", "cleared"]
+    assert view.group_names(every) == ["a", None, None, None, None]
+    assert view.rows().tolist() == [0, 1, 2]
+    values, present = view.values("v", every)
+    assert present.tolist() == [True, False, False, False, False]
+    assert values[0] == 7
+    assert not view.values("none", every)[1].any()
+
+
+# Settled
+
+
+def settled(train, *, call="ready", **bound):
+    view = view_of(train, **bound)
+    view.ready() if call == "ready" else view.ready_groups(block_size=2)
+    return view.is_settled()
+
+
+def test_plain_rows_are_settled_when_all_are_ready_or_done(train):
+    insert(train, 4)
+    insert(train, 1, ())
+    assert not settled(train)
+    update(train, [4], state="failed")
+    consume(train, 0)
+    assert settled(train)
+    update(train, [1], state="held")
+    assert not settled(train)
+    train.clear(np.array([1]))
+    assert settled(train)
+
+
+def test_excluded_rows_are_settled(train):
+    where = (Condition("v", ">=", (2,)),)
+    insert(train, 1, (), meta=[{"v": 1}])
+    insert(train, 1)  # all its data is there, and no value
+    assert settled(train, where=where)
+    insert(train, 1, ())
+    assert not settled(train, where=where)
+    update(train, [2], ("x",))
+    assert settled(train, where=where)
+    insert(train, 1, (), meta=[{"v": 2}])
+    assert not settled(train, where=where)
+
+
+def test_groups_are_settled_when_dead_or_ready(train):
+    insert(train, 2, groups=["a", "a"], group_size=2)
+    insert(train, 1, (), groups=["short"], group_size=2)
+    assert settled(train, call="groups")
+    insert(train, 2, (), groups=["b", "b"], group_size=2)
+    assert not settled(train, call="groups")
+    update(train, [4], state="failed")
+    assert settled(train, call="groups")
+
+
+def test_blocks_are_settled_when_dead_or_ready(train):
+    insert(train, 4)
+    insert(train, 2, ())
+    assert not settled(train, call="groups")
+    train.clear(np.array([5]))
+    assert settled(train, call="groups")
+
+
+def test_planned_rows_are_looked_at_again(train):
+    insert(train, 3, ("x", "y"))
+    view = view_of(train, data_fields=("x", "y"))
+    assert view.still_ready(np.array([2, 0])).tolist() == [2, 0]
+    assert view.still_ready(np.array([2, 9])) is None
+    assert view_of(train, data_fields=("z",)).still_ready(np.array([0])) is None
+    consume(train, 0)
+    update(train, [1], state="held")
+    assert view.still_ready(np.array([0])) is None
+    assert view.still_ready(np.array([1])) is None
+    assert Plan.of([[2]]).ranks[0].rows.dtype == np.int64
