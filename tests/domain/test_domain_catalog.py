@@ -1,0 +1,175 @@
+"""The catalog: partitions by name and life, and those who wait for one to appear."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from domain_support import asks, new_write, turns
+
+from tq_service.domain.catalog import Catalog
+from tq_service.domain.partition import PartitionSettings
+from tq_service.domain.task import End
+from tq_service.domain.waiters import NotYet
+from tq_service.errors import (
+    AlreadyExistsError,
+    InvalidArgumentError,
+    PartitionClearedError,
+    PartitionNotFoundError,
+    StaleIncarnationError,
+    UnavailableError,
+)
+from tq_service.samplers import PlanRunner
+from tq_service.schema import FieldSpec, Layout
+
+
+@pytest.fixture
+async def catalog():
+    return Catalog(PlanRunner())
+
+
+def claim(catalog, rank=None, *, incarnation=b"", wait=1e6, name="train", **arguments):
+    return asyncio.ensure_future(catalog.claim(name, incarnation, asks(rank, **arguments), wait))
+
+
+async def test_the_first_samples_make_their_partition(catalog):
+    partition, written = catalog.write("train", b"", new_write(2, ("x",)))
+    assert catalog.get("train") is partition
+    assert written.global_indexes.tolist() == [0, 1]
+    assert catalog.write("train", partition.incarnation, new_write(1))[0] is partition
+    assert list(catalog.names()) == ["train"]
+
+
+@pytest.mark.parametrize(
+    ("write", "error"),
+    [
+        (new_write(1, keys=["a"], key_mode="existing"), PartitionNotFoundError),
+        (new_write(1, indexes=[0]), PartitionNotFoundError),
+        (new_write(0), InvalidArgumentError),
+        (new_write(2, keys=["a", "a"]), InvalidArgumentError),
+    ],
+)
+async def test_a_refused_write_leaves_no_partition(catalog, write, error):
+    with pytest.raises(error):
+        catalog.write("train", b"", write)
+    with pytest.raises(PartitionNotFoundError):
+        catalog.write("train", b"i" * 16, new_write(1))
+    assert not list(catalog.names())
+
+
+async def test_create_is_idempotent_and_refuses_other_settings(catalog):
+    settings = PartitionSettings(expected_samples=4, fields=(FieldSpec("x", layout=Layout.JAGGED),))
+    partition = catalog.create("train", settings)
+    assert catalog.create("train", PartitionSettings(expected_samples=4, fields=settings.fields)) is partition
+    with pytest.raises(AlreadyExistsError, match="expected_samples"):
+        catalog.create("train", PartitionSettings(expected_samples=5))
+
+
+@pytest.mark.parametrize("name", ["", "a\n", "x" * 513])
+async def test_names_can_be_typed_and_printed(catalog, name):
+    with pytest.raises(InvalidArgumentError, match="printable"):
+        catalog.create(name, PartitionSettings())
+    with pytest.raises(InvalidArgumentError, match="printable"):
+        catalog.write(name, b"", new_write(1))
+
+
+async def test_unknown_partitions_name_the_nearest(catalog):
+    catalog.create("train@12", PartitionSettings())
+    with pytest.raises(PartitionNotFoundError, match="known: 'train@12'"):
+        catalog.get("train@13")
+
+
+async def test_a_name_may_be_used_again_and_lives_are_told_apart(catalog):
+    first, _ = catalog.write("train", b"", new_write(3, ("x",)))
+    count, freed = catalog.remove("train", first.incarnation)
+    assert (count, [each.rows for each in freed]) == (3, [None])
+    second, _ = catalog.write("train", b"", new_write(1))
+    assert second.incarnation != first.incarnation
+    for call in (catalog.get, catalog.remove):
+        with pytest.raises(StaleIncarnationError):
+            call("train", first.incarnation)
+    assert catalog.get("train", second.incarnation).inserted_count == 1
+
+
+async def test_a_trainer_may_start_before_its_partition(catalog):
+    early = claim(catalog, (0, 1, 0))
+    await turns()
+    catalog.write("other", b"", new_write(2, ("x",)))
+    catalog.create("train", PartitionSettings())
+    await turns()
+    assert not early.done()
+    partition, _ = catalog.write("train", b"", new_write(2, ("x",)))
+    claimed = await early
+    assert claimed.partition is partition
+    assert claimed.answer.rows.tolist() == [0, 1]
+    assert not catalog._arrivals
+
+
+async def test_waiting_for_a_partition_ends_in_time_and_leaves_nothing(catalog):
+    for wait in (0, 0.001):
+        claimed = await claim(catalog, wait=wait)
+        assert (claimed.partition, claimed.answer) == (None, NotYet())
+    leaver, stayer = claim(catalog), claim(catalog)
+    await turns()
+    leaver.cancel()
+    await asyncio.wait([leaver])
+    assert len(catalog._arrivals["train"]) == 1
+    catalog.write("train", b"", new_write(2, ("x",)))
+    assert (await stayer).answer.rows.tolist() == [0, 1]
+    assert not catalog._arrivals
+
+
+async def test_a_partition_gone_before_its_waiter_wakes_is_waited_for_again(catalog):
+    call = claim(catalog)
+    await turns()
+    first, _ = catalog.write("train", b"", new_write(2, ("x",)))
+    catalog.remove("train", first.incarnation)
+    await turns()
+    assert not call.done()
+    second, _ = catalog.write("train", b"", new_write(2, ("x",)))
+    assert (await call).partition is second
+
+
+async def test_a_claim_on_an_earlier_life_is_refused(catalog):
+    first, _ = catalog.write("train", b"", new_write(2, ("x",)))
+    catalog.remove("train", b"")
+    with pytest.raises(StaleIncarnationError):
+        await claim(catalog, incarnation=first.incarnation)
+    catalog.write("train", b"", new_write(2, ("x",)))
+    with pytest.raises(StaleIncarnationError):
+        await claim(catalog, incarnation=first.incarnation)
+
+
+async def test_clearing_ends_the_waits_on_a_partition(catalog):
+    catalog.create("train", PartitionSettings())
+    calls = [claim(catalog), claim(catalog, (0, 1, 0)), claim(catalog, task="other")]
+    await turns()
+    partition = catalog.get("train")
+    assert (catalog.waiting_count(partition, "t"), catalog.waiting_count(partition, "none")) == (2, 0)
+    catalog.remove("train", b"")
+    await asyncio.wait(calls)
+    assert all(isinstance(call.exception(), PartitionClearedError) for call in calls)
+    assert not catalog._planners
+
+
+async def test_tasks_consume_independently(catalog):
+    partition, _ = catalog.write("train", b"", new_write(2, ("x",)))
+    partition.seal()
+    for task in ("a", "b"):
+        assert (await claim(catalog, task=task)).answer.rows.tolist() == [0, 1]
+        assert (await claim(catalog, task=task)).answer == End(0)
+    partition.clear(np.array([0, 1]))
+    assert {name: each.consumed_count for name, each in partition.tasks.items()} == {"a": 2, "b": 2}
+
+
+async def test_draining_answers_those_who_wait_and_those_who_come(catalog):
+    catalog.write("train", b"", new_write(2, ("x",)))
+    batch = (await claim(catalog, (0, 1, 0))).answer
+    calls = [claim(catalog, (0, 1, 1)), claim(catalog), claim(catalog, name="elsewhere")]
+    await turns()
+    catalog.drain()
+    await asyncio.wait(calls)
+    assert all(isinstance(call.exception(), UnavailableError) for call in calls)
+    for name in ("train", "elsewhere"):
+        with pytest.raises(UnavailableError):
+            await claim(catalog, (0, 1, 1), name=name)
+    assert batch.rows.tolist() == [0, 1]

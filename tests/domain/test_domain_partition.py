@@ -1,0 +1,238 @@
+"""A partition: states, what held and failed rows may become, sealing, and counters that agree with a recount."""
+
+import numpy as np
+import pytest
+from domain_support import insert, new_id, new_write, partition, update
+
+from tq_service.domain.plan import Plan, RankPlan
+from tq_service.domain.states import CLEARED, FAILED, HELD, LIVE
+from tq_service.errors import (
+    InvalidArgumentError,
+    PartitionSealedError,
+    SampleFailedError,
+    SampleNotFoundError,
+    StaleIncarnationError,
+    TaskNotFoundError,
+)
+
+
+def recount(train):
+    states = train.state.data[train.table.present_positions()]
+    return [int((states == code).sum()) for code in (CLEARED, LIVE, HELD, FAILED)]
+
+
+def open_rows(train, task):
+    states = train.state.data[: train.table.count]
+    return int((((states == LIVE) | (states == HELD)) & (task.claim.data[: train.table.count] < 0)).sum())
+
+
+def claim(train, task, indexes, request_id=None):
+    rows = np.array(indexes, np.int64)
+    request_id = request_id or new_id()
+    task.record_queue_claim(request_id, RankPlan(rows=rows), train.table.find(rows))
+    return request_id
+
+
+def test_states_and_their_counts():
+    train = partition()
+    insert(train, 3)
+    insert(train, 2, state="held")
+    insert(train, 1, state="failed")
+    assert train.state_counts == recount(train) == [0, 3, 2, 1]
+    update(train, [3], state="live")
+    update(train, [0, 1], state="held")
+    update(train, [1, 2], state="failed")
+    assert train.state_counts == recount(train) == [0, 1, 2, 3]
+    assert train.open_count == 3
+    train.clear(np.array([0, 1, 5]))
+    assert train.state_counts == recount(train) == [0, 1, 1, 1]
+    assert (train.inserted_count, train.table.present_count) == (6, 3)
+
+
+def test_a_failed_sample_cannot_come_back():
+    train = partition()
+    insert(train, 2)
+    update(train, [1], state="failed")
+    before = train.change_counts
+    for state in ("live", "held"):
+        with pytest.raises(SampleFailedError, match="sample 1 "):
+            update(train, [0, 1], state=state, meta=[{"v": 1}, {"v": 2}])
+    assert train.change_counts == before
+    assert not train.meta.has("v")
+    update(train, [1], state="failed")
+
+
+def test_open_rows_of_a_task_are_counted_through_all_that_happens():
+    train = partition()
+    insert(train, 4)
+    task = train.task("t")
+    assert task.open_count == open_rows(train, task) == 4
+    insert(train, 4, state="held")
+    insert(train, 2, state="failed")
+    first = claim(train, task, [0, 1, 2])
+    second = claim(train, task, [3])
+    late = train.task("late")
+    for change in (
+        lambda: update(train, [0, 4], state="failed"),  # one consumed, one open
+        lambda: update(train, [1, 5], state="held"),
+        lambda: train.clear(np.array([1, 5, 9])),
+        lambda: train.release(task, first),
+        lambda: train.clear(np.array([2, 0])),
+        lambda: train.release(task, second),
+        lambda: train.release(task, second),
+        lambda: claim(train, task, [3]),
+        lambda: train.reset(task, keep_consumed=True),
+        lambda: train.reset(task, keep_consumed=False),
+    ):
+        change()
+        assert task.open_count == open_rows(train, task)
+        assert late.open_count == open_rows(train, late) == train.open_count
+    assert (task.epoch, task.consumed_count) == (2, 0)
+
+
+def test_releasing_counts_the_samples_that_are_claimable_again():
+    train = partition()
+    insert(train, 4)
+    task = train.task("t")
+    request_id = claim(train, task, [0, 1, 2, 3])
+    update(train, [1], state="failed")
+    update(train, [2], state="held")
+    train.clear(np.array([3]))
+    assert train.release(task, request_id) == 1
+    assert (task.consumed_count, task.open_count) == (0, 2)
+    assert request_id in task.released
+
+
+@pytest.mark.parametrize("expected", [0, 3])
+def test_reaching_the_expected_number_seals(expected):
+    train = partition(expected_samples=expected)
+    assert train.sealed == (expected == 0)
+    if expected:
+        insert(train, 2)
+        assert not train.sealed
+        insert(train, 2)
+    assert train.sealed
+    with pytest.raises(PartitionSealedError):
+        insert(train, 1)
+
+
+def test_cleared_samples_count_as_inserted():
+    train = partition(expected_samples=3)
+    insert(train, 2)
+    train.clear(np.array([0, 1]))
+    assert insert(train, 1) == [2]
+    assert train.sealed
+
+
+def test_the_insert_step_divides_every_put_of_new_rows():
+    train = partition()
+    assert train.insert_step == 0
+    insert(train, 8, keys=[f"k{i}" for i in range(8)])
+    insert(train, 12)
+    assert train.insert_step == 4
+    insert(train, 4, keys=["k0", "k1", "new", "newer"])
+    assert train.insert_step == 2
+    update(train, [0])
+    assert train.insert_step == 2
+
+
+def test_keys_go_with_their_samples():
+    train = partition()
+    insert(train, 3, keys=["a", "b", "c"])
+    train.clear(np.array([1]))
+    assert train.key_index == {"a": 0, "c": 2}
+    assert insert(train, 1, keys=["b"]) == [3]
+
+
+def test_samples_are_named_once_and_must_be_there():
+    train = partition()
+    insert(train, 3)
+    train.clear(np.array([1]))
+    assert train.positions_of(np.array([2, 0])).tolist() == [2, 0]
+    with pytest.raises(SampleNotFoundError, match=r"no sample 1 \(2 of 3 are missing\)"):
+        train.positions_of(np.array([0, 1, 7]))
+    with pytest.raises(InvalidArgumentError, match="twice"):
+        train.positions_of(np.array([0, 0]))
+
+
+def test_set_meta_writes_all_or_nothing():
+    train = partition()
+    insert(train, 2)
+    columns = new_write(2, meta=[{"v": 1}, {"v": 2}]).meta
+    train.set_meta(np.array([1, 0]), columns)
+    assert train.meta.read("v", np.array([0, 1])).values.tolist() == [2, 1]
+    with pytest.raises(SampleNotFoundError):
+        train.set_meta(np.array([1, 5]), columns)
+    with pytest.raises(InvalidArgumentError):
+        train.set_meta(np.array([0, 1]), new_write(2, meta=[{"v": "a"}, {"v": "b"}]).meta)
+    assert train.meta.read("v", np.array([0, 1])).values.tolist() == [2, 1]
+
+
+def test_every_change_is_told_and_counted():
+    train = partition()
+    told = []
+    train.on_change.append(lambda: told.append(train.change_counts))
+    insert(train, 2, groups=["a", "a"])
+    task = train.task("t")
+    request_id = claim(train, task, [0])
+    changes = [
+        lambda: update(train, [0]),
+        lambda: update(train, [0], state="held"),
+        lambda: train.set_meta(np.array([0]), new_write(1, meta=[{"v": 1}]).meta),
+        lambda: train.close_groups(["a"]),
+        lambda: train.release(task, request_id),
+        lambda: train.reset(task, keep_consumed=True),
+        train.seal,
+        lambda: train.clear(np.array([0])),
+    ]
+    for change in changes:
+        before, count = train.change_counts, len(told)
+        change()
+        assert len(told) == count + 1
+        assert told[-1] == train.change_counts != before
+    train.clear(np.array([0]))
+    train.seal()
+    assert train.change_counts == told[-1]
+
+
+def test_blocks_count_rows_that_are_live_or_held():
+    train = partition()
+    insert(train, 9)
+    update(train, [0], state="failed")
+    update(train, [3], state="held")
+    train.clear(np.array([7, 8]))
+    assert train.block_counts(np.array([2, 0, 1, 3]), 3).tolist() == [1, 2, 3, 0]
+
+
+def test_lives_and_tasks_are_told_apart():
+    train, other = partition(), partition()
+    train.check_incarnation(b"")
+    train.check_incarnation(train.incarnation)
+    with pytest.raises(StaleIncarnationError) as caught:
+        train.check_incarnation(other.incarnation)
+    assert caught.value.metadata["got"] == other.incarnation.hex()
+    train.task("update_actor")
+    with pytest.raises(TaskNotFoundError, match="update_actor"):
+        train.known_task("update_actr")
+
+
+def test_a_partition_that_lives_for_weeks_stays_small():
+    """Puts, claims by ranks and by workers, and clears, again and again: nothing grows but the counters."""
+    from domain_support import asks
+
+    train = partition()
+    trainer, reward = train.task("trainer"), train.task("reward")
+    for step in range(300):
+        keys, groups = [f"{step}/{i}" for i in range(16)], [f"{step}"] * 16
+        fresh = insert(train, 16, ("x", "y"), keys=keys, groups=groups, group_size=16, meta=[{"v": step}] * 16)
+        rows = np.array(fresh)
+        claim(train, reward, fresh)
+        request = asks((0, 1, step), task="trainer")
+        trainer.record_batch(request, Plan.of([rows]), train.table.find(rows))
+        train.clear(rows)
+    assert train.inserted_count == 4800
+    assert train.table.index.data.size <= 2400
+    assert (train.key_index, len(train.groups), list(train.cells._puts.all())) == ({}, 0, [])
+    for task in (trainer, reward):
+        assert not (task._by_serial or task._batches or task._queue_claims)
+        assert (task.consumed_count, task.open_count) == (4800, 0)

@@ -1,0 +1,195 @@
+"""A task: bindings, replays, epochs, and records that go with their rows."""
+
+import numpy as np
+import pytest
+from domain_support import asks, binding, insert, new_id, partition, update
+
+from tq_service.domain import task as task_module
+from tq_service.domain.custom_meta import Order
+from tq_service.domain.plan import Plan, RankPlan
+from tq_service.domain.task import End, Released
+from tq_service.errors import (
+    ClaimReleasedError,
+    RankDisagreementError,
+    SamplesClearedError,
+    StaleEpochError,
+)
+
+
+@pytest.fixture
+def train():
+    train = partition()
+    insert(train, 12)
+    return train
+
+
+def record(train, *parts, index=None, **bound):
+    task = train.task("t")
+    request = asks((0, len(parts), task.next_batch_index), **bound)
+    rows = np.array([row for part in parts for row in part], np.int64)
+    task.record_batch(request, Plan.of(parts), train.table.find(rows))
+    return task
+
+
+def replay(task, dp_rank, dp_size, index, **bound):
+    answer = task.recorded(asks((dp_rank, dp_size, index), **bound))
+    return answer.rows.tolist() if isinstance(answer, RankPlan) else answer
+
+
+def test_a_recorded_batch_is_the_answer_for_every_rank_and_again(train):
+    task = record(train, [0, 1], [2, 3])
+    record(train, [4], [])
+    for _ in range(2):
+        assert [replay(task, rank, 2, 0) for rank in (0, 1)] == [[0, 1], [2, 3]]
+        assert [replay(task, rank, 2, 1) for rank in (0, 1)] == [[4], []]
+    assert replay(task, 0, 2, 2) is None
+    assert (task.consumed_count, task.open_count, task.dp_size, task.next_batch_index) == (5, 7, 2, 2)
+
+
+def test_the_end_is_recorded_for_all_that_follows(train):
+    task = record(train, [0], [1])
+    task.record_end(2, End(10))
+    assert replay(task, 1, 2, 0) == [1]
+    assert replay(task, 1, 2, 1) == replay(task, 0, 2, 9) == End(10)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"batch_size": 3},
+        {"batch_unit": "group"},
+        {"micro_batch_size": 1},
+        {"data_fields": ("x", "y")},
+        {"drop_last": True},
+        {"finite": True},
+        {"order_by": (Order("v"),)},
+    ],
+)
+def test_what_the_first_plan_binds(train, other):
+    task = record(train, [0], [1])
+    with pytest.raises(RankDisagreementError) as caught:
+        replay(task, 1, 2, 0, **other)
+    ((name, value),) = other.items()
+    assert caught.value.metadata["field"] == name
+    assert (caught.value.metadata["got"], caught.value.metadata["expected"]) == (
+        repr(value),
+        repr(getattr(binding(), name)),
+    )
+    assert replay(task, 1, 2, 1, **other) is None  # a later batch may be asked for otherwise
+
+
+def test_dp_size_is_bound_for_the_epoch(train):
+    task = record(train, [0], [1])
+    for index in (0, 1, 7):
+        with pytest.raises(RankDisagreementError, match="dp_size"):
+            replay(task, 0, 4, index)
+
+
+def test_a_batch_with_cleared_samples_is_not_given_as_if_whole(train):
+    task = record(train, [0, 1], [2, 3])
+    train.clear(np.array([1]))
+    with pytest.raises(SamplesClearedError) as caught:
+        replay(task, 0, 2, 0)
+    assert caught.value.metadata["next_batch_index"] == "1"
+    assert replay(task, 1, 2, 0) == [2, 3]
+    train.clear(np.array([0, 2, 3]))
+    with pytest.raises(SamplesClearedError):
+        replay(task, 1, 2, 0)
+
+
+def test_a_queue_claim_with_cleared_samples_is_not_given_as_if_whole(train):
+    task, request = train.task("t"), asks()
+    task.record_queue_claim(request.request_id, RankPlan(rows=np.array([0, 1])), np.array([0, 1]))
+    assert task.recorded(request).rows.tolist() == [0, 1]
+    train.clear(np.array([1]))
+    with pytest.raises(SamplesClearedError):
+        task.recorded(request)
+
+
+def test_a_failed_sample_stays_in_its_batch(train):
+    task = record(train, [0, 1], [2, 3])
+    update(train, [1], state="failed")
+    assert replay(task, 0, 2, 0) == [0, 1]
+
+
+def test_records_go_with_the_last_of_their_rows(train):
+    task = record(train, [0, 1], [2, 3])
+    record(train, [4], [5])
+    request_id = new_id()
+    task.record_queue_claim(request_id, RankPlan(rows=np.array([6, 7])), np.array([6, 7]))
+    assert len(list(task.records())) == 3
+    train.clear(np.array([0, 1, 2, 4, 6]))
+    assert len(list(task.records())) == 3
+    train.clear(np.array([3, 5]))
+    assert len(list(task.records())) == 1
+    train.clear(np.array([7]))
+    assert not list(task.records())
+    assert not (task._batches or task._queue_claims)
+    assert train.release(task, request_id) == 0
+    assert task.consumed_count == 8
+
+
+@pytest.mark.parametrize("keep_consumed", [False, True])
+def test_a_reset_starts_an_epoch(train, keep_consumed):
+    task = record(train, [0, 1], [2, 3])
+    task.record_queue_claim(new_id(), RankPlan(rows=np.array([4])), np.array([4]))
+    task.record_end(2, End(7))
+    assert train.reset(task, keep_consumed=keep_consumed) == 1
+    task.check_epoch(1)
+    task.check_epoch(None)
+    with pytest.raises(StaleEpochError) as caught:
+        task.check_epoch(0)
+    assert caught.value.metadata == {"got": "0", "expected": "1"}
+    assert replay(task, 0, 4, 0) is None
+    assert not list(task.records())
+    assert (task.consumed_count, task.open_count) == ((5, 7) if keep_consumed else (0, 12))
+    train.clear(np.array([0, 5]))
+    assert task.open_count == (6 if keep_consumed else 10)
+
+
+def test_a_released_claim_is_claimable_again_and_refused(train):
+    task, request = train.task("t"), asks()
+    task.record_queue_claim(request.request_id, RankPlan(rows=np.array([3, 4])), np.array([3, 4]))
+    assert train.release(task, request.request_id) == 2
+    assert (task.consumed_count, task.open_count) == (0, 12)
+    with pytest.raises(ClaimReleasedError):
+        task.recorded(request)
+    assert train.release(task, new_id()) == 0
+
+
+def test_a_claim_is_taken_back_only_when_nobody_else_has_it(train):
+    task, request = train.task("t"), asks()
+    task.record_queue_claim(request.request_id, RankPlan(rows=np.array([0])), np.array([0]))
+    task.recorded(request)  # a retry is given the same
+    train.take_back(task, request.request_id)
+    assert task.consumed_count == 1
+    train.take_back(task, request.request_id)
+    train.take_back(task, request.request_id)
+    assert task.consumed_count == 0
+    assert task.recorded(request) is None  # not refused: the caller may ask again
+
+
+def test_released_ids_are_forgotten_in_time(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(task_module, "time", type("Clock", (), {"monotonic": staticmethod(lambda: now[0])}))
+    released, old, young = Released(), new_id(), new_id()
+    released.add(old)
+    now[0] = 800.0
+    released.add(young)
+    assert old in released
+    now[0] = 1000.0
+    released.add(new_id())
+    assert old not in released
+    assert young in released
+
+
+def test_a_rank_request_counts_units_over_all_ranks():
+    request = asks((0, 3, 0), batch_size=4, batch_unit="group").plan_request
+    assert (request.total_size, request.min_size, request.rank_count, request.ranked) == (12, 12, 3, True)
+    request = asks(batch_size=4, least=1).plan_request
+    assert (request.total_size, request.min_size, request.rank_count, request.ranked) == (4, 1, 1, False)
+
+
+def test_a_queue_request_is_no_batch(train):
+    with pytest.raises(ValueError, match="batch_index"):
+        train.task("t").record_batch(asks(), Plan.of([[0]]), np.array([0]))
