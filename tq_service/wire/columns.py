@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -115,6 +116,7 @@ class Column(ColumnShape):
     chunks: tuple[memoryview, ...]
 
 
+@lru_cache(maxsize=1024)
 def _validate_spec(spec: FieldSpec) -> None:
     shape = spec.row_shape
     if spec.layout is None or shape is None:
@@ -143,6 +145,7 @@ def _validate_spec(spec: FieldSpec) -> None:
         raise InvalidArgumentError(f"field {spec.name!r} has rows of over {_MAX_BYTES} bytes", field="columns")
 
 
+@lru_cache(maxsize=1024)
 def _fixed_part(spec: FieldSpec) -> int:
     """Return the bytes of a row of which every ragged dimension has size 1."""
     return math.prod(size for size in spec.row_shape or () if size >= 0) * spec.itemsize

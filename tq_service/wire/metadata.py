@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -30,6 +31,8 @@ _STATES: Final[dict[SampleState, pb.SampleState.ValueType]] = {
     SampleState.FAILED: pb.SAMPLE_STATE_FAILED,
 }
 _STATES_BACK: Final = {number: state for state, number in _STATES.items()}
+
+_REMEMBERED_SPEC_BYTES: Final = 256
 
 _NO_VALUE: Final = object()
 _INT64: Final = np.iinfo(np.int64)
@@ -94,6 +97,17 @@ def decode_spec(message: pb.FieldSpec) -> FieldSpec:
     Raises:
         InvalidArgumentError: an empty name, an unknown dtype or layout.
     """
+    serialized = message.SerializeToString(deterministic=True)
+    return _remembered_spec(serialized) if len(serialized) <= _REMEMBERED_SPEC_BYTES else _read_spec(message)
+
+
+@lru_cache(maxsize=1024)
+def _remembered_spec(serialized: bytes) -> FieldSpec:
+    """Return a spec read before: every claim, put and get brings the same few."""
+    return _read_spec(pb.FieldSpec.FromString(serialized))
+
+
+def _read_spec(message: pb.FieldSpec) -> FieldSpec:
     return FieldSpec(
         name=message.name,
         dtype=message.dtype,
