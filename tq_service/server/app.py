@@ -40,7 +40,6 @@ class App:
         self._settings = settings
         self._health = HealthServicer()
         self._background: list[asyncio.Task[None]] = []
-        self._registered = asyncio.Event()
         self._catalog: Catalog | None = None
         self._storages: StorageDirectory | None = None
         self._engine: StorageEngine | None = None
@@ -107,7 +106,7 @@ class App:
             )
             self._server.add_generic_rpc_handlers((storage.handler(),))
             if settings.controller is not None:
-                announcing = announce_storage(self._engine, address, settings.controller, self._registered)
+                announcing = announce_storage(self._engine, address, settings.controller)
                 self._background.append(asyncio.create_task(announcing))
         return services
 

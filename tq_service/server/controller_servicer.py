@@ -281,7 +281,9 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
                 field="storage",
             )
         self._storages.register(storage, Room(max_bytes=request.max_bytes or None, used_bytes=request.used_bytes))
-        return pb.RegisterStorageResponse(heartbeat_seconds=self._storages.heartbeat_seconds)
+        return pb.RegisterStorageResponse(
+            heartbeat_seconds=self._storages.heartbeat_seconds, controller_boot_id=self._storages.boot_id
+        )
 
 
 def _check_fields(partition: Partition, names: list[str]) -> None:

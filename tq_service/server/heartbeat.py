@@ -21,11 +21,15 @@ _CALL_SECONDS = 5.0
 _RETRY_SECONDS = 1.0
 
 
-async def announce_storage(engine: StorageEngine, address: str, controller: str, registered: asyncio.Event) -> None:
-    """Announce the storage service to the controller until cancelled; set `registered` after the first time."""
+async def announce_storage(engine: StorageEngine, address: str, controller: str) -> None:
+    """Announce the storage service to the controller until cancelled.
+
+    A controller that has restarted has forgotten what is stored here; that memory is freed.
+    """
     endpoint = metadata_pb2.StorageEndpoint(storage_id=engine.storage_id, boot_id=engine.boot_id, address=address)
     async with grpc.aio.insecure_channel(controller) as channel:
         stub = cast("ControllerServiceAsyncStub", ControllerServiceStub(channel))
+        known_boot_id = b""
         while True:
             stat = engine.stat()
             request = pb.RegisterStorageRequest(
@@ -37,7 +41,10 @@ async def announce_storage(engine: StorageEngine, address: str, controller: str,
                 _log.warning("the controller at %s does not answer: %s", controller, error.code().name)
                 await asyncio.sleep(_RETRY_SECONDS)
                 continue
-            if not registered.is_set():
+            if answer.controller_boot_id != known_boot_id:
+                dropped = engine.drop_confirmed() if known_boot_id else 0
+                known_boot_id = answer.controller_boot_id
                 _log.info("known to the controller at %s as %s", controller, engine.storage_id)
-                registered.set()
+                if dropped:
+                    _log.warning("the controller has restarted: dropped %d puts that nobody can find any more", dropped)
             await asyncio.sleep(answer.heartbeat_seconds)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, cast
 
 import grpc
@@ -56,6 +57,10 @@ class Storage(Protocol):
         """Return its bytes, None where it should get no puts now."""
         ...
 
+    def expect(self, size_bytes: int) -> None:
+        """Count a put that is about to come."""
+        ...
+
     async def confirm(self, put_id: bytes) -> None:
         """Make an uncommitted put stay."""
         ...
@@ -85,6 +90,9 @@ class EmbeddedStorage:
         stat = self._engine.stat()
         return Room(max_bytes=stat.max_bytes, used_bytes=stat.used_bytes)
 
+    def expect(self, size_bytes: int) -> None:
+        """Do nothing: the room is always that of the moment."""
+
     async def confirm(self, put_id: bytes) -> None:
         """Make an uncommitted put stay."""
         self._engine.confirm(put_id)
@@ -106,6 +114,7 @@ class RemoteStorage:
         self.address = endpoint.address
         self._silence_seconds = silence_seconds
         self._room = room
+        self._placed_bytes = 0  # sent there since it last told of its room
         self._heard_at = time.monotonic()
         self._channel = grpc.aio.insecure_channel(endpoint.address)
         self._stub = cast("StorageServiceAsyncStub", StorageServiceStub(self._channel))
@@ -115,12 +124,17 @@ class RemoteStorage:
     def hear(self, room: Room) -> None:
         """Take note of a heartbeat."""
         self._room = room
+        self._placed_bytes = 0
         self._heard_at = time.monotonic()
+
+    def expect(self, size_bytes: int) -> None:
+        """Count a put that is about to come, so that those of one heartbeat don't all go to one service."""
+        self._placed_bytes += size_bytes
 
     def room(self) -> Room | None:
         """Return the bytes it last told of, None when it has been silent for too long."""
         is_silent = time.monotonic() - self._heard_at > self._silence_seconds
-        return None if is_silent else self._room
+        return None if is_silent else replace(self._room, used_bytes=self._room.used_bytes + self._placed_bytes)
 
     async def confirm(self, put_id: bytes) -> None:
         """Make an uncommitted put stay."""
@@ -163,6 +177,7 @@ class StorageDirectory:
     """All storage services of a controller by name."""
 
     def __init__(self, embedded: EmbeddedStorage | None, heartbeat_seconds: float) -> None:
+        self.boot_id = os.urandom(16)
         self.embedded = embedded
         self.heartbeat_seconds = heartbeat_seconds
         self._storages: dict[str, Storage] = {} if embedded is None else {embedded.storage_id: embedded}
@@ -199,7 +214,9 @@ class StorageDirectory:
                 f"a put of {size_bytes} bytes is larger than the largest quota, {largest} bytes; split it, or raise "
                 f"max_bytes"
             )
-        return max(fitting, key=lambda each: each[1].free_bytes)[0]
+        storage, _ = max(fitting, key=lambda each: (each[1].free_bytes, -each[1].used_bytes))
+        storage.expect(size_bytes)
+        return storage
 
     async def confirm(self, put: Put) -> None:
         """Make an uncommitted put stay."""

@@ -154,6 +154,13 @@ class StorageEngine:
         if put_id in self._expiries:
             self._drop(put_id)
 
+    def drop_confirmed(self) -> int:
+        """Drop every put that was confirmed, because whoever knew of them is gone; return how many there were."""
+        confirmed = [put_id for put_id in self._puts if put_id not in self._expiries]
+        for put_id in confirmed:
+            self._drop(put_id)
+        return len(confirmed)
+
     def expire(self) -> int:
         """Drop puts whose confirmation is overdue, and return pooled memory that was not needed; call it regularly.
 

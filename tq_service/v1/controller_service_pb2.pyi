@@ -1508,13 +1508,19 @@ class RegisterStorageResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     HEARTBEAT_SECONDS_FIELD_NUMBER: builtins.int
+    CONTROLLER_BOOT_ID_FIELD_NUMBER: builtins.int
     heartbeat_seconds: builtins.float
     """When to announce itself again, in seconds; after three missed times it gets no more puts."""
+    controller_boot_id: builtins.bytes
+    """Random 16 bytes, new at every start of the controller: puts that were committed with another are out of reach, and
+    the storage service drops them.
+    """
     def __init__(
         self,
         *,
         heartbeat_seconds: builtins.float = ...,
+        controller_boot_id: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["heartbeat_seconds", b"heartbeat_seconds"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["controller_boot_id", b"controller_boot_id", "heartbeat_seconds", b"heartbeat_seconds"]) -> None: ...
 
 global___RegisterStorageResponse = RegisterStorageResponse

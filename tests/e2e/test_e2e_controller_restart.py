@@ -1,0 +1,26 @@
+"""A storage service outlives its controller."""
+
+from __future__ import annotations
+
+import torch
+from live_server import server_process
+
+import tq_service as tq
+
+
+def test_a_storage_service_drops_what_a_former_controller_committed() -> None:
+    with (
+        server_process("--role", "controller") as controller,
+        server_process("--role", "storage", "--controller", controller.address) as storage,
+        tq.Client(controller.address, timeout=30.0) as client,
+    ):
+        client.put({"x": torch.zeros(1000)}, partition_id="train")
+        assert client.storage_stat(storage.address).put_count == 1
+
+        controller.restart()
+        # Waits, with the retries of the client, until the storage service is known to the new controller.
+        meta = client.put({"x": torch.ones(10)}, partition_id="train")
+
+        assert client.storage_stat(storage.address).put_count == 1
+        assert client.get_data(meta)["x"].tolist() == [1.0] * 10
+        assert meta.global_indexes == list(range(10))
