@@ -11,6 +11,7 @@ from tq_service.v1 import storage_service_pb2
 from tq_service.v1.controller_service_pb2_grpc import ControllerServiceServicer, add_ControllerServiceServicer_to_server
 from tq_service.v1.storage_service_pb2_grpc import StorageServiceServicer, add_StorageServiceServicer_to_server
 from tq_service.wire.error_table import STATUS_TRAILER, code_of, to_status
+from tq_service.wire.frames import ROOM_KEY
 
 
 async def abort_with(context, error):
@@ -63,6 +64,7 @@ class FakeStorage(StorageServiceServicer):
         async for part in request_iterator:
             if part.HasField("header"):
                 self.put_headers.append(part.header)
+                await context.send_initial_metadata(((ROOM_KEY, "reserved"),))
             size += len(part.frame)
             if self.put_failures and size:
                 await abort_with(context, self.put_failures.pop(0))

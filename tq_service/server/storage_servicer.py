@@ -17,7 +17,15 @@ from tq_service.storage.engine import StorageEngine
 from tq_service.v1 import controller_service_pb2, metadata_pb2
 from tq_service.v1 import storage_service_pb2 as pb
 from tq_service.wire.columns import decode_headers, encode_header
-from tq_service.wire.frames import FrameParts, Garbled, decode_put_request, encode_get_response, iter_frames
+from tq_service.wire.frames import (
+    ROOM_KEY,
+    UNASKED_PUT_BYTES,
+    FrameParts,
+    Garbled,
+    decode_put_request,
+    encode_get_response,
+    iter_frames,
+)
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Part = pb.PutHeader | memoryview | Garbled
@@ -94,6 +102,8 @@ class StorageServicer:
         )
         try:
             if not pending.already_complete:
+                if header.size_bytes > UNASKED_PUT_BYTES:
+                    await context.send_initial_metadata(((ROOM_KEY, "reserved"),))
                 async for part in parts:
                     pending.write(_frame(part))
                 pending.finish()

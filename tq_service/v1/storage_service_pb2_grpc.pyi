@@ -29,9 +29,10 @@ class StorageServiceStub:
     header one after the other. Changes: reserves `size_bytes` before the first frame is read and stores the bytes;
     they are visible only after the commit, which is part of this call where the header carries one, and expire
     without it. Idempotent under `put_id` and the commit's `request_id`. Blocks until there is room, at most until the
-    call's deadline. Errors: INVALID_ARGUMENT (stream shorter, longer or other than declared, every row of Commit's
-    table), RESOURCE_EXHAUSTED (no room; with RetryInfo unless the put is larger than the quota). After an error
-    nothing is stored.
+    call's deadline; then it sends initial metadata with the key `tq-room`, for which clients may wait with the frames
+    of puts of over 32 KiB (where the put is there already, the answer comes instead). Errors: INVALID_ARGUMENT (stream
+    shorter, longer or other than declared, every row of Commit's table), RESOURCE_EXHAUSTED (no room; with RetryInfo
+    unless the put is larger than the quota). After an error nothing is stored.
     """
 
     Get: grpc.UnaryStreamMultiCallable[
@@ -77,9 +78,10 @@ class StorageServiceAsyncStub:
     header one after the other. Changes: reserves `size_bytes` before the first frame is read and stores the bytes;
     they are visible only after the commit, which is part of this call where the header carries one, and expire
     without it. Idempotent under `put_id` and the commit's `request_id`. Blocks until there is room, at most until the
-    call's deadline. Errors: INVALID_ARGUMENT (stream shorter, longer or other than declared, every row of Commit's
-    table), RESOURCE_EXHAUSTED (no room; with RetryInfo unless the put is larger than the quota). After an error
-    nothing is stored.
+    call's deadline; then it sends initial metadata with the key `tq-room`, for which clients may wait with the frames
+    of puts of over 32 KiB (where the put is there already, the answer comes instead). Errors: INVALID_ARGUMENT (stream
+    shorter, longer or other than declared, every row of Commit's table), RESOURCE_EXHAUSTED (no room; with RetryInfo
+    unless the put is larger than the quota). After an error nothing is stored.
     """
 
     Get: grpc.aio.UnaryStreamMultiCallable[
@@ -127,9 +129,10 @@ class StorageServiceServicer(metaclass=abc.ABCMeta):
         header one after the other. Changes: reserves `size_bytes` before the first frame is read and stores the bytes;
         they are visible only after the commit, which is part of this call where the header carries one, and expire
         without it. Idempotent under `put_id` and the commit's `request_id`. Blocks until there is room, at most until the
-        call's deadline. Errors: INVALID_ARGUMENT (stream shorter, longer or other than declared, every row of Commit's
-        table), RESOURCE_EXHAUSTED (no room; with RetryInfo unless the put is larger than the quota). After an error
-        nothing is stored.
+        call's deadline; then it sends initial metadata with the key `tq-room`, for which clients may wait with the frames
+        of puts of over 32 KiB (where the put is there already, the answer comes instead). Errors: INVALID_ARGUMENT (stream
+        shorter, longer or other than declared, every row of Commit's table), RESOURCE_EXHAUSTED (no room; with RetryInfo
+        unless the put is larger than the quota). After an error nothing is stored.
         """
 
     @abc.abstractmethod

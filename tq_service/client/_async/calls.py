@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
@@ -10,12 +10,13 @@ import grpc
 from tq_service.client._async.channels import AsyncChannels, AsyncEndpoint
 from tq_service.client.concurrency import async_sleep
 from tq_service.client.heap import keep_frame_buffers
+from tq_service.client.put_streams import async_send_put
 from tq_service.client.reads import AnswerReader, Received
 from tq_service.client.retry import Backoff, Deadline, error_of
 from tq_service.errors import TqError
 from tq_service.v1.storage_service_pb2 import GetRequest, PutHeader, PutResponse
 from tq_service.wire.columns import Column
-from tq_service.wire.frames import FrameParts, iter_frames
+from tq_service.wire.frames import iter_frames
 
 T = TypeVar("T")
 
@@ -62,11 +63,11 @@ class AsyncCalls:
     ) -> PutResponse:
         """Stream a put."""
         endpoint = self.channels.endpoint(address)
+        frames = iter_frames(chunk for column in columns for chunk in column.chunks)
         try:
-            answer: PutResponse = await endpoint.put(_put_messages(header, columns), timeout=deadline.remaining())
+            return await async_send_put(endpoint.put, header, frames, deadline)
         except grpc.RpcError as error:
             raise error_of(error, endpoint.address) from None
-        return answer
 
     async def get(self, request: GetRequest, row_count: int, deadline: Deadline, address: str) -> list[Received]:
         """Read cells into fresh memory, from the start again where the service is unavailable in the middle."""
@@ -85,8 +86,3 @@ class AsyncCalls:
         finally:
             stream.cancel()
         return reader.finish()
-
-
-def _put_messages(header: PutHeader, columns: Sequence[Column]) -> Iterator[PutHeader | FrameParts]:
-    yield header
-    yield from iter_frames(chunk for column in columns for chunk in column.chunks)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
@@ -11,12 +11,13 @@ import grpc
 from tq_service.client._sync.channels import Channels, Endpoint
 from tq_service.client.concurrency import sleep
 from tq_service.client.heap import keep_frame_buffers
+from tq_service.client.put_streams import send_put
 from tq_service.client.reads import AnswerReader, Received
 from tq_service.client.retry import Backoff, Deadline, error_of
 from tq_service.errors import TqError
 from tq_service.v1.storage_service_pb2 import GetRequest, PutHeader, PutResponse
 from tq_service.wire.columns import Column
-from tq_service.wire.frames import FrameParts, iter_frames
+from tq_service.wire.frames import iter_frames
 
 T = TypeVar("T")
 
@@ -61,11 +62,11 @@ class Calls:
     def put_once(self, header: PutHeader, columns: Sequence[Column], deadline: Deadline, address: str) -> PutResponse:
         """Stream a put."""
         endpoint = self.channels.endpoint(address)
+        frames = iter_frames(chunk for column in columns for chunk in column.chunks)
         try:
-            answer: PutResponse = endpoint.put(_put_messages(header, columns), timeout=deadline.remaining())
+            return send_put(endpoint.put, header, frames, deadline)
         except grpc.RpcError as error:
             raise error_of(error, endpoint.address) from None
-        return answer
 
     def get(self, request: GetRequest, row_count: int, deadline: Deadline, address: str) -> list[Received]:
         """Read cells into fresh memory, from the start again where the service is unavailable in the middle."""
@@ -84,8 +85,3 @@ class Calls:
         finally:
             stream.cancel()
         return reader.finish()
-
-
-def _put_messages(header: PutHeader, columns: Sequence[Column]) -> Iterator[PutHeader | FrameParts]:
-    yield header
-    yield from iter_frames(chunk for column in columns for chunk in column.chunks)
