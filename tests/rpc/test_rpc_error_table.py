@@ -13,7 +13,7 @@ import grpc
 import pytest
 import rpc_faulty_samplers
 import torch
-from live_server import AnyClient, ClientKind, LiveServer, StartServer
+from live_server import AnyClient, ClientKind, LiveServer, LoopThread, StartServer, server_process
 from rpc_samples import (
     TRAIN,
     has_retry_info,
@@ -384,6 +384,22 @@ def test_a_put_that_finds_no_room_waits_then_is_refused(start_server: StartServe
     assert "clear" in str(caught.value)
     assert snapshot(client) == before
     assert client.get_data(meta.select_samples([0]))["x"].tolist() == [0]
+
+
+def test_a_large_put_that_finds_no_room_is_refused_as_a_small_one(
+    client_kind: ClientKind, loop_thread: LoopThread
+) -> None:
+    """Its frames do not fit into what the network takes unread, in a process of its own."""
+    with server_process("--max-bytes", "24MiB") as server:
+        client = AnyClient(client_kind, server.address, loop_thread)
+        half = torch.zeros(1, 15 << 20, dtype=torch.uint8)
+        client.put({"x": half}, partition_id="full")
+        before = snapshot(client)
+        for _ in range(3):
+            with pytest.raises(tq.QuotaExceededError):
+                client.put({"x": half}, partition_id="full", timeout=0.4)
+        assert snapshot(client) == before
+        client.close()
 
 
 def test_a_put_that_waits_for_room_goes_on_when_there_is_some(
