@@ -5,9 +5,9 @@ from collections import Counter
 from contextlib import suppress
 
 import numpy as np
-from claims_model import BlocksError, Model, RefusedError
-from claims_model import End as ModelEnd
 from domain_support import SlowSampler, asks, meta, new_id, new_write
+from model import BlocksError, Model, RefusedError
+from model import End as ModelEnd
 
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.custom_meta import Condition, Order
@@ -93,7 +93,6 @@ class Call:
         self.answer = claimed.answer
         self.answer_epoch = driver.model.task(self.task).epoch
         if isinstance(self.answer, RankPlan):
-            driver.given.append((driver.life, self.task, self.answer.rows.tolist()))
             if self.rank is None:
                 driver.receivers[driver.life, self.task, self.request_id] += 1
         elif isinstance(self.answer, End):
@@ -111,7 +110,6 @@ class Driver:
         self.catalog = Catalog(PlanRunner(timeout_seconds=FOREVER))
         self.samplers = {}
         self.calls = []
-        self.given = []
         self.receivers = Counter()
         self.life = 0
         self.model = self.partition = None

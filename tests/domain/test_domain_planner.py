@@ -1,86 +1,31 @@
-"""The planner: who waits, who is served, and what happens while a plan is made."""
+"""The planner: who waits, who is served, and when the end comes."""
 
 import asyncio
-import threading
 
 import numpy as np
 import pytest
-from domain_support import SlowSampler, asks, insert, new_id, partition, turns, update
+from domain_support import SlowSampler, asks, new_id, turns, update
+from planner_bench import Bench, Whenever, finished, rows
 
 from tq_service.domain.custom_meta import Condition
 from tq_service.domain.plan import Plan, RankPlan
-from tq_service.domain.planner import Planner, cut_micro_batches
+from tq_service.domain.planner import cut_micro_batches
 from tq_service.domain.task import End
 from tq_service.domain.waiters import NotYet
 from tq_service.errors import (
-    ClaimReleasedError,
     InvalidArgumentError,
-    MissingLengthError,
-    PartitionClearedError,
     RankDisagreementError,
-    SamplerError,
-    SamplerTimeoutError,
-    SamplesClearedError,
     StaleEpochError,
 )
 from tq_service.samplers import (
     GRPOGroupNSampler,
-    PlanRunner,
-    RankAwareSampler,
-    Sampler,
-    SeqlenBalancedSampler,
     SequentialSampler,
 )
-
-LONG = 1e6
-
-
-class Bench:
-    """A partition with one task and its planner, on the running loop."""
-
-    def __init__(self, *, timeout=LONG, **settings):
-        self.partition = partition(**settings)
-        self.task = self.partition.task("t")
-        self.planner = Planner(self.partition, self.task, PlanRunner(timeout_seconds=timeout))
-
-    def ask(self, rank=None, *, wait=LONG, **arguments):
-        return asyncio.ensure_future(self.planner.claim(asks(rank, **arguments), wait))
-
-    async def until_consumed(self, count):
-        """Return in the moment in which so many are consumed, before those who asked hear of it."""
-        for _ in range(100):
-            if self.task.consumed_count == count:
-                return
-            await asyncio.sleep(0)
-        raise AssertionError(f"{self.task.consumed_count} are consumed")
-
-    def insert(self, count, fields=("x",), **arguments):
-        return insert(self.partition, count, fields, **arguments)
 
 
 @pytest.fixture
 async def bench():
     return Bench()
-
-
-class Whenever(Sampler):
-    """Answers what it is told."""
-
-    name = "whenever"
-
-    def __init__(self, behave, *, quick=True):
-        self.behave = behave
-        self.quick = quick
-
-    def is_quick(self, request):
-        return self.quick
-
-    def plan(self, view, request):
-        return self.behave(view, request)
-
-
-def rows(call):
-    return call.result().rows.tolist()
 
 
 # Waiting
@@ -94,11 +39,6 @@ async def test_all_ranks_get_their_parts_of_one_plan_and_the_same_again(bench):
     await turns()
     assert [rows(call) for call in calls] == [[2, 3], [0, 1], [2, 3]]
     assert rows(await finished(bench.ask((1, 2, 0), wait=0))) == [2, 3]
-
-
-async def finished(call):
-    await asyncio.wait([call])
-    return call
 
 
 async def test_who_asks_ahead_causes_the_batches_before_to_be_planned(bench):
@@ -406,175 +346,6 @@ async def test_blocks_are_refused_where_puts_do_not_fit_them(bench):
     bench.insert(3)
     with pytest.raises(InvalidArgumentError, match="steps of 1"):
         await bench.ask((0, 1, 1), sampler=sampler)
-
-
-# Samplers off the loop, and those that misbehave
-
-
-async def test_a_row_put_while_a_plan_is_made_wakes_its_waiter(bench):
-    """The plan saw nothing; that it is to be made again must not be forgotten with it."""
-    slow = SlowSampler(SequentialSampler())
-    call = bench.ask((0, 1, 0), sampler=slow)
-    await slow.started.wait()
-    bench.insert(2)
-    slow.go.set()
-    await turns(20)
-    assert rows(call) == [0, 1]
-
-
-async def test_rows_put_while_a_plan_is_made_make_no_short_batch(bench):
-    """Grouped, so that the end is judged by rows and not by counts."""
-    slow = SlowSampler(GRPOGroupNSampler(n_samples_per_prompt=2))
-    bench.insert(2, groups=["a"] * 2, group_size=2)
-    call = bench.ask((0, 1, 0), sampler=slow, batch_size=4)
-    await slow.started.wait()
-    bench.insert(2, (), groups=["b"] * 2, group_size=2)
-    bench.partition.seal()
-    slow.go.set()
-    await turns(20)
-    assert not call.done()
-    update(bench.partition, [2, 3], ("x",))
-    await turns(20)
-    assert rows(call) == [0, 1, 2, 3]
-
-
-async def test_an_async_sampler_that_calls_itself_quick_steps_over_no_row(bench):
-    class Quick(SlowSampler):
-        def is_quick(self, request):
-            return True
-
-        async def plan(self, view, request):
-            if not self.go.is_set():
-                self.started.set()
-                await self.go.wait()
-            return self.inner.plan(view, request)
-
-    quick = Quick(SequentialSampler())
-    call = bench.ask((0, 1, 0), sampler=quick)
-    await quick.started.wait()
-    bench.insert(2)
-    quick.go.set()
-    await turns(20)
-    assert rows(call) == [0, 1]
-
-
-async def test_rows_cleared_while_they_are_planned_are_planned_again(bench):
-    slow = SlowSampler(SequentialSampler())
-    bench.insert(6)
-    call = bench.ask((0, 1, 0), sampler=slow)
-    await slow.started.wait()
-    bench.partition.clear(np.array([1]))
-    slow.go.set()
-    assert rows(await finished(call)) == [0, 2]
-    assert slow.call_count == 2
-
-
-async def test_commits_and_replays_go_on_while_a_plan_is_made_on_a_thread(bench):
-    started, go = threading.Event(), threading.Event()
-
-    def plan(view, request):
-        started.set()
-        go.wait(30)
-        return SequentialSampler().plan(view, request)
-
-    bench.insert(4)
-    await bench.ask((0, 1, 0))
-    call = bench.ask((0, 1, 1), sampler=Whenever(plan, quick=False))
-    await asyncio.to_thread(started.wait)
-    try:
-        bench.insert(2000)
-        assert rows(await finished(bench.ask((0, 1, 0)))) == [0, 1]
-        bench.partition.clear(np.arange(100, 2004))
-        assert not call.done()
-    finally:
-        go.set()
-    assert rows(await finished(call)) == [2, 3]
-    assert bench.partition.table.pin_count == 0
-
-
-@pytest.mark.parametrize("where", ["ranks", "queue"])
-async def test_a_sampler_that_raises_harms_its_own_request_only(bench, where):
-    def fail(view, request):
-        raise RuntimeError("no luck")
-
-    rank = (0, 1, 0) if where == "ranks" else None
-    bench.insert(2)
-    bad, good = bench.ask(rank, sampler=Whenever(fail)), bench.ask(rank)
-    await asyncio.wait([bad, good])
-    assert isinstance(bad.exception(), SamplerError)
-    assert rows(good) == [0, 1]
-
-
-@pytest.mark.parametrize("foreign", [[0, 7], [0, 1], [0, -1]])
-async def test_a_sampler_that_returns_rows_it_was_not_given_consumes_nothing(bench, foreign):
-    bench.insert(1)
-    bench.insert(1, state="held")
-    call = await finished(bench.ask(sampler=Whenever(lambda view, request: Plan.of([np.array(foreign)]))))
-    assert isinstance(call.exception(), SamplerError)
-    assert "not ready" in str(call.exception())
-    assert bench.task.consumed_count == 0
-
-
-async def test_a_sampler_that_hangs_ends_with_its_time(bench):
-    bench = Bench(timeout=0.01)
-    bench.insert(2)
-    call = await finished(bench.ask((0, 1, 0), sampler=SlowSampler(SequentialSampler())))
-    assert isinstance(call.exception(), SamplerTimeoutError)
-    assert rows(await finished(bench.ask((0, 1, 0)))) == [0, 1]
-
-
-async def test_lengths_that_no_sample_has_are_an_error_and_missing_ones_wait(bench):
-    sampler = SeqlenBalancedSampler()
-    call = bench.ask((0, 1, 0), sampler=sampler, batch_size=1)
-    await turns()
-    assert not call.done()
-    bench.insert(1)
-    await turns()
-    assert isinstance(call.exception(), MissingLengthError)
-    bench.insert(1, meta=[{"total_lengths": 3}])
-    assert rows(await finished(bench.ask((0, 1, 0), sampler=sampler, batch_size=1))) == [1]
-    bench.partition.seal()
-    last = bench.ask((0, 1, 1), sampler=sampler, batch_size=1)
-    await turns()
-    assert not last.done()
-
-
-# Claims whose rows go
-
-
-async def test_a_claim_released_while_it_is_planned_is_not_given(bench):
-    slow, request_id = SlowSampler(SequentialSampler()), new_id()
-    bench.insert(2)
-    call = bench.ask(sampler=slow, request_id=request_id)
-    await slow.started.wait()
-    assert bench.partition.release(bench.task, request_id) == 0
-    slow.go.set()
-    await asyncio.wait([call])
-    assert isinstance(call.exception(), ClaimReleasedError)
-    assert bench.task.consumed_count == 0
-
-
-async def test_rows_cleared_before_the_answer_arrives_are_not_given(bench):
-    call, rank = bench.ask(), bench.ask((0, 1, 0), sampler=RankAwareSampler())
-    await turns()
-    bench.insert(4)
-    await bench.until_consumed(4)
-    bench.partition.clear(np.array([0, 2]))
-    await asyncio.wait([call, rank])
-    assert isinstance(call.exception(), SamplesClearedError)
-    assert isinstance(rank.exception(), SamplesClearedError)
-    assert not bench.task._queue_claims  # the rest of it is claimable again
-    assert bench.task.open_count == 1
-
-
-async def test_waits_end_when_the_partition_is_cleared(bench):
-    calls = [bench.ask(), bench.ask((0, 1, 0))]
-    await turns()
-    bench.planner.end(lambda: PartitionClearedError("gone"))
-    await asyncio.wait(calls)
-    assert all(isinstance(call.exception(), PartitionClearedError) for call in calls)
-    with pytest.raises(PartitionClearedError):
-        await bench.ask()
 
 
 # Micro-batches

@@ -10,10 +10,10 @@ import random
 
 import numpy as np
 from claims_driver import NAME, Driver
-from claims_model import Asking
 from domain_support import new_id, turns
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from model import Asking
 
 from tq_service.domain.plan import RankPlan
 from tq_service.domain.task import End
@@ -52,7 +52,7 @@ def asking_for(rng, *, ranked):
         drop_last=rng.random() < 0.2,
         finite=finite,
         micro_batch_size=rng.choice([None, 1, 3]),
-        slow=not finite and rng.random() < 0.25,
+        slow=rng.random() < 0.3,
     )
 
 
@@ -344,7 +344,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 
 @settings(
-    max_examples=int(os.environ.get("TQ_CLAIMS_EXAMPLES", "120")),
+    max_examples=int(os.environ.get("TQ_CLAIMS_EXAMPLES", "500")),
     deadline=None,
     derandomize="TQ_CLAIMS_EXAMPLES" not in os.environ,
 )
