@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import grpc
@@ -26,6 +27,7 @@ from tq_service.server import from_proto, to_proto
 from tq_service.server.storages import Room, StorageDirectory
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import controller_service_pb2_grpc, metadata_pb2
+from tq_service.wire.columns import ColumnShape
 from tq_service.wire.metadata import decode_meta_columns
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -98,26 +100,26 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
         if not request.HasField("placement"):
             if request.columns:
                 raise InvalidArgumentError("columns came without a placement; say where the put is", field="placement")
-            return self.commit(request, None)
+            return self.commit(request, None, ())
         put = from_proto.placement(request.placement)
         if self._requests.recorded(request.request_id) is None:
             self._storages.check_uncommitted(put)
             await self._storages.confirm(put)
         try:
-            return self.commit(request, put)
+            return self.commit(request, put, from_proto.put_columns(request))
         except BaseException:
             if not self._storages.is_committed(put):
                 self._storages.free([FreedCells(put=put)])
             raise
 
-    def commit(self, request: pb.CommitRequest, put: Put | None) -> pb.CommitResponse:
-        """Make a stored put visible in one step, once for each request_id."""
+    def commit(self, request: pb.CommitRequest, put: Put | None, columns: Sequence[ColumnShape]) -> pb.CommitResponse:
+        """Make the columns of a stored put visible in one step, once for each request_id."""
 
         def change() -> pb.CommitResponse:
             if put is None:
                 return pb.CommitResponse(meta=self._write(request.write, from_proto.sample_write(request.write)))
             self._storages.check_uncommitted(put)
-            write = from_proto.sample_write(request.write, put, from_proto.put_columns(request))
+            write = from_proto.sample_write(request.write, put, columns)
             with self._storages.committing(put):
                 return pb.CommitResponse(meta=self._write(request.write, write))
 

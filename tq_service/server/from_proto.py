@@ -117,8 +117,13 @@ def put_columns(commit: pb.CommitRequest) -> list[ColumnShape]:
 
 def sampler_config(message: Struct) -> dict[str, Any]:
     """Return sampler options as Python values, whole numbers as int."""
-    config: dict[str, Any] = json.loads(_config_json(message.SerializeToString(deterministic=True)))
+    config: dict[str, Any] = json.loads(_config_text(message))
     return config
+
+
+def _config_text(message: Struct) -> str:
+    """Return sampler options as canonical JSON, by which those of ranks are compared."""
+    return _config_json(message.SerializeToString(deterministic=True)) if message.fields else "{}"
 
 
 @lru_cache(maxsize=1024)
@@ -152,7 +157,7 @@ def claim_request(request: pb.GetMetaRequest, sampler: Sampler) -> ClaimRequest:
             batch_unit=_unit(request.batch_unit),
             micro_batch_size=request.micro_batch_size or None,
             sampler=request.sampler or DEFAULT_SAMPLER,
-            sampler_config=_config_json(request.sampler_config.SerializeToString(deterministic=True)),
+            sampler_config=_config_text(request.sampler_config),
             where=tuple(_condition(each) for each in request.where),
             order_by=tuple(Order(each.column, each.descending) for each in request.order_by),
             data_fields=tuple(sorted(data_fields)),

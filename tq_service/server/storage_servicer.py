@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, TypeAlias
 
 import grpc
@@ -16,7 +16,7 @@ from tq_service.storage.cells import PutCells, ReadRuns
 from tq_service.storage.engine import StorageEngine
 from tq_service.v1 import controller_service_pb2, metadata_pb2
 from tq_service.v1 import storage_service_pb2 as pb
-from tq_service.wire.columns import decode_headers, encode_header
+from tq_service.wire.columns import ColumnShape, decode_headers, encode_header
 from tq_service.wire.frames import (
     ROOM_KEY,
     UNASKED_PUT_BYTES,
@@ -29,7 +29,9 @@ from tq_service.wire.frames import (
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Part = pb.PutHeader | memoryview | Garbled
-Commit = Callable[[controller_service_pb2.CommitRequest, Put], controller_service_pb2.CommitResponse]
+Commit = Callable[
+    [controller_service_pb2.CommitRequest, Put, Sequence[ColumnShape]], controller_service_pb2.CommitResponse
+]
 RecordedCommit = Callable[[bytes], controller_service_pb2.CommitResponse | None]
 SERVICE = "tq_service.v1.StorageService"
 
@@ -107,7 +109,7 @@ class StorageServicer:
                 async for part in parts:
                     pending.write(_frame(part))
                 pending.finish()
-            return self._done(header)
+            return self._done(header, columns)
         except BaseException:
             pending.abort()
             self._engine.discard(header.put_id)
@@ -123,14 +125,12 @@ class StorageServicer:
         recorded = self._recorded_commit(header.commit.request_id)
         return None if recorded is None else pb.PutResponse(storage=self._endpoint, commit=recorded)
 
-    def _done(self, header: pb.PutHeader) -> pb.PutResponse:
+    def _done(self, header: pb.PutHeader, columns: Sequence[ColumnShape]) -> pb.PutResponse:
         """Answer a put whose bytes are all there; its commit makes it visible and stay in the same step."""
         if not header.HasField("commit") or self._commit is None:
             return pb.PutResponse(storage=self._endpoint)
-        request = header.commit
-        request.columns.extend(header.columns)
         put = Put(self._engine.storage_id, self._engine.boot_id, header.put_id)
-        answer = self._commit(request, put)
+        answer = self._commit(header.commit, put, columns)
         with contextlib.suppress(PutNotFoundError):  # all its samples have failed, and the commit freed it
             self._engine.confirm(header.put_id)
         return pb.PutResponse(storage=self._endpoint, commit=answer)
