@@ -1,0 +1,58 @@
+"""The examples run as programs and print what they say."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from live_server import ServerProcess, server_process
+
+import tq_service as tq
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+EXPECTED = {
+    "quickstart.py": [
+        "put samples [0, 1, 2, 3, 4, 5, 6, 7]",
+        "rank 0: ",
+        "rank 1: ",
+        "consumed 8 of 8, complete: True",
+    ],
+    "async_reward_worker.py": ["scored by each worker: ", "rewards of "],
+    "custom_sampler.py": ["batch 0: versions [3, 3]", "batch 1: versions [2, 2]", "batch 2: versions [1, 1]"],
+    "train_loop.py": [],
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(EXAMPLES))  # where the service imports the custom sampler from
+        with server_process() as process:
+            yield process
+
+
+def test_every_example_is_tested() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py")} == set(EXPECTED)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_the_example_runs(server: ServerProcess, name: str) -> None:
+    run = subprocess.run(
+        [sys.executable, str(EXAMPLES / name)],
+        env={**os.environ, "TQ_ADDRESS": server.address},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout
+    for line in EXPECTED[name]:
+        assert line in run.stdout
+    with tq.Client(server.address) as client:  # each clears up behind itself
+        assert client.list_partitions() == []

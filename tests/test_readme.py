@@ -1,0 +1,50 @@
+"""README.md: its programs run against a service, and what it links to is there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from live_server import server_process
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+DEFAULT_ADDRESS = "localhost:50051"
+
+
+def test_the_programs_run() -> None:
+    """Blocks marked `python` are programs; those marked `py` are parts of one."""
+    programs = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+    assert programs
+    with server_process() as server:
+        for program in programs:
+            run = subprocess.run(
+                [sys.executable, "-c", program.replace(DEFAULT_ADDRESS, server.address)],
+                env={**os.environ, "TQ_ADDRESS": server.address},
+                capture_output=True,
+                text=True,
+                timeout=100,
+                check=False,
+            )
+            assert run.returncode == 0, run.stderr
+
+
+def test_parts_of_programs_are_python() -> None:
+    for part in re.findall(r"^```py\n(.*?)^```$", README, re.DOTALL | re.MULTILINE):
+        compile(part, "README.md", "exec")
+
+
+def test_what_it_links_to_is_there() -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)", README)
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_the_verbs_it_names_are_in_the_makefile() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    verbs = set(re.findall(r"(?:^|`)make ([a-z]+)", README, re.MULTILINE))
+    assert verbs
+    assert [verb for verb in sorted(verbs) if not re.search(rf"^{verb}:", makefile, re.MULTILINE)] == []
