@@ -117,11 +117,22 @@ async def test_queue_workers_are_served_in_order_of_arrival_and_none_twice(bench
     calls = [bench.ask(batch_size=1) for _ in range(5000)]
     await turns()
     bench.insert(3000)
-    await turns()
+    await asyncio.wait(calls[:3000])
     bench.insert(2500)
-    await turns()
+    await asyncio.wait(calls)
     assert [rows(call) for call in calls] == [[index] for index in range(5000)]
     assert bench.planner.waiting_count == 0
+
+
+async def test_the_loop_turns_while_many_are_served(bench):
+    calls = [bench.ask(batch_size=1) for _ in range(200)]
+    await turns()
+    bench.insert(200)
+    served = []
+    while not calls[-1].done():
+        await turns(1)
+        served.append(sum(call.done() for call in calls))
+    assert len(set(served)) > 8
 
 
 async def test_one_way_of_asking_does_not_hold_up_another(bench):

@@ -9,6 +9,7 @@ loop. It is recorded on the loop, after checking in the same step that all its r
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from tq_service.errors import InternalError, SamplerError, SamplesClearedError, 
 
 _log = logging.getLogger(__name__)
 _MOST_REPLANS = 8
+_CLAIMS_A_TURN = 16
 _MOST_ATTEMPTS = 256
 
 
@@ -232,7 +234,12 @@ class Planner:
     async def _serve_queues(self) -> None:
         """Serve queue workers in order of arrival, for each way of asking until one gets nothing."""
         for signature in self._queues.names():
-            while (waiter := self._queues.first(signature)) is not None:
+            for turn in itertools.count(1):
+                if turn % _CLAIMS_A_TURN == 0:  # commits and status go on while thousands are served
+                    await asyncio.sleep(0)
+                waiter = self._queues.first(signature)
+                if waiter is None:
+                    break
                 try:
                     answer = await self._plan_queue(waiter)
                 except TqError as error:
