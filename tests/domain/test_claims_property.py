@@ -316,7 +316,8 @@ class Interleaving:
         assert partition.state_counts == [0, 0, 0, 0]
         assert partition.groups.members.sum() == 0
         for task in partition.tasks.values():
-            assert not (task._by_serial or task._batches or task._queue_claims)
+            assert not (task._by_serial or task._queue_claims)
+            assert all(any(not part.rows.size for part in batch.plan.ranks) for batch in task._batches.values())
             assert task.open_count == 0
         for planner in self.driver.catalog._planners[partition].values():
             assert planner.waiting_count == 0

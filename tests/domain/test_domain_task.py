@@ -193,3 +193,21 @@ def test_a_rank_request_counts_units_over_all_ranks():
 def test_a_queue_request_is_no_batch(train):
     with pytest.raises(ValueError, match="batch_index"):
         train.task("t").record_batch(asks(), Plan.of([[0]]), np.array([0]))
+
+
+def test_a_rank_without_rows_gets_its_empty_batch_when_the_rows_of_the_others_are_cleared(train):
+    task = record(train, [0, 1], [])
+    train.clear(np.array([0, 1]))
+    assert replay(task, 1, 2, 0) == []
+    with pytest.raises(SamplesClearedError):
+        replay(task, 0, 2, 0)
+
+
+def test_few_batches_are_kept_without_rows(train):
+    task = train.task("trainer")
+    for step in range(40):
+        rows = np.array(insert(train, 1))
+        task.record_batch(asks((0, 2, step), task="trainer"), Plan.of([rows, rows[:0]]), train.table.find(rows))
+        train.clear(rows)
+    assert len(task._batches) == 16
+    assert min(task._batches) == 24

@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from tq_service.domain.partition import Partition
-from tq_service.domain.plan import Indexes, Pack, Plan, PlanRequest, PlansBatches, RankPlan, View
+from tq_service.domain.plan import Indexes, LengthSource, Pack, Plan, PlanRequest, PlansBatches, RankPlan, View
 from tq_service.domain.task import ClaimRequest, End, Task
 from tq_service.domain.view import PartitionView
 from tq_service.domain.waiters import Answer, Waiter, WaitingLine
@@ -318,8 +318,8 @@ class Planner:
     async def _run_sampler(
         self, request: ClaimRequest, wanted: PlanRequest, *, no_more: bool = False
     ) -> tuple[PartitionView, Plan | None]:
-        is_quick = request.sampler.is_quick(wanted)
-        view = PartitionView(self._partition, self._task, request.binding, request.sampler.length, remembers=True)
+        is_quick, length = _needs(request.sampler, wanted)
+        view = PartitionView(self._partition, self._task, request.binding, length, remembers=True)
         if not is_quick:  # move the start of the scan here on the loop, where it may be moved
             view.ready(1)
             view.remembers = False
@@ -372,6 +372,19 @@ def cut_micro_batches(plan: Plan, micro_batch_size: int | None) -> Plan:
         packs = tuple(Pack(positions=positions[start : start + size]) for start in starts)
         ranks.append(replace(part, steps=(packs,)))
     return Plan(ranks=tuple(ranks))
+
+
+def _needs(sampler: PlansBatches, wanted: PlanRequest) -> tuple[bool, LengthSource | None]:
+    """Return whether a sampler is quick, and the length it needs; the runner guards `plan` only."""
+    try:
+        return sampler.is_quick(wanted), sampler.length
+    except (TqError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # a sampler may raise anything, also SystemExit
+        raise SamplerError(
+            f"sampler {sampler.name!r} raised {type(error).__name__}: {error}; nothing was consumed",
+            metadata={"sampler": sampler.name, "exception": type(error).__name__},
+        ) from error
 
 
 def _foreign_rows(sampler: PlansBatches) -> SamplerError:

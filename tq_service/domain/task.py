@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 
@@ -24,6 +24,7 @@ from tq_service.schema import BatchUnit
 UNCLAIMED = -1
 _KEPT = 0  # consumed in an earlier epoch: no record goes with it
 _RELEASED_SECONDS = 900.0
+_MOST_ROWLESS_BATCHES = 16  # short batches come at the end of an epoch, so there is rarely more than one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +154,8 @@ class Task:
     """Consumption of one partition by one named consumer.
 
     `claim` holds for each row the serial of the claim that consumed it. Records of claims are dropped with the last of
-    their rows, so what a task keeps is bounded by what is stored.
+    their rows, so what a task keeps is bounded by what is stored. A short batch in which some ranks have no rows
+    outlives those of the others, since these ranks may come late.
     """
 
     def __init__(self, name: str, table: RowTable, *, open_count: int) -> None:
@@ -173,6 +175,7 @@ class Task:
         self._batches: dict[int, Batch] = {}
         self._queue_claims: dict[bytes, QueueClaim] = {}
         self._by_serial: dict[int, Batch | QueueClaim] = {}
+        self._rowless: deque[int] = deque()  # batches kept though their rows are gone
 
     # Replays
 
@@ -294,6 +297,7 @@ class Task:
         self.end = None
         self.scan_from.clear()
         self._batches.clear()
+        self._rowless.clear()
         self._queue_claims.clear()
         self._by_serial.clear()
         claims = self.claim.data[: self._table.count]
@@ -326,9 +330,19 @@ class Task:
             if record.remaining == 0:
                 del self._by_serial[serial]
                 if isinstance(record, Batch):
-                    del self._batches[record.batch_index]
+                    self._forget_batch(record)
                 else:
                     del self._queue_claims[record.request_id]
+
+    def _forget_batch(self, batch: Batch) -> None:
+        """Drop a batch whose rows are gone, but for the last few in which a rank had none: it still gets its answer."""
+        if any(part.rows.size == 0 for part in batch.plan.ranks):
+            self._rowless.append(batch.batch_index)
+            if len(self._rowless) <= _MOST_ROWLESS_BATCHES:
+                return
+            del self._batches[self._rowless.popleft()]
+        else:
+            del self._batches[batch.batch_index]
 
     def records(self) -> Iterator[Batch | QueueClaim]:
         """Return what is recorded."""
