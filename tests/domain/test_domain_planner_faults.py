@@ -20,6 +20,7 @@ from tq_service.errors import (
 from tq_service.samplers import (
     GRPOGroupNSampler,
     RankAwareSampler,
+    Sampler,
     SeqlenBalancedSampler,
     SequentialSampler,
 )
@@ -125,6 +126,44 @@ async def test_a_sampler_that_raises_harms_its_own_request_only(bench, where):
     await asyncio.wait([bad, good])
     assert isinstance(bad.exception(), SamplerError)
     assert rows(good) == [0, 1]
+
+
+class RaisesBeforePlanning(Sampler):
+    """Raises where the planner asks what it needs."""
+
+    name = "raises_before_planning"
+
+    def __init__(self, error, where):
+        self.error = error
+        self.where = where
+
+    def is_quick(self, request):
+        self._raise("is_quick")
+        return True
+
+    @property
+    def length(self):
+        self._raise("length")
+
+    def _raise(self, where):
+        if self.where == where:
+            raise self.error
+
+    def plan(self, view, request):
+        raise AssertionError("is not reached")
+
+
+@pytest.mark.parametrize("where", ["is_quick", "length"])
+@pytest.mark.parametrize("error", [RuntimeError("no luck"), SystemExit(3)], ids=["error", "exit"])
+@pytest.mark.parametrize("rank", [None, (0, 1, 0)], ids=["queue", "ranks"])
+async def test_a_sampler_that_raises_before_it_plans_harms_its_own_request_only(bench, where, error, rank):
+    waiting = bench.ask(rank)
+    bad = await finished(bench.ask(rank, sampler=RaisesBeforePlanning(error, where)))
+    assert isinstance(bad.exception(), SamplerError)
+    assert "raises_before_planning" in str(bad.exception())
+    assert not waiting.done()
+    bench.insert(2)
+    assert rows(await finished(waiting)) == [0, 1]
 
 
 @pytest.mark.parametrize("foreign", [[0, 7], [0, 1], [0, -1]])
