@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from tq_service.balancing.costs import Cost, get_costs
 from tq_service.balancing.lengths import Lengths, check_lengths, check_partition_count
 from tq_service.balancing.refine import refine_partitions
 
@@ -44,31 +45,53 @@ def karmarkar_karp(seqlen_list: Lengths, k_partitions: int, equal_size: bool) ->
     return _as_lists(_partition(lengths, k, equal_size))
 
 
-def get_seqlen_balanced_partitions(seqlen_list: Lengths, k_partitions: int, equal_size: bool) -> list[list[int]]:
-    """Split items into partitions of nearly equal total length: `karmarkar_karp`, then refined by moves and swaps.
+def get_seqlen_balanced_partitions(
+    seqlen_list: Lengths, k_partitions: int, equal_size: bool, *, cost: Cost | None = None
+) -> list[list[int]]:
+    """Split items into partitions of nearly equal total cost: `karmarkar_karp`, then refined by moves and swaps.
 
     Arguments, result and errors are those of `karmarkar_karp`, but for the order of the partitions, which is that of
-    the sums before the refinement.
+    the sums before the refinement, and `cost`: what is balanced, see `get_costs`; None: the lengths.
     """
     lengths, k = _check(seqlen_list, k_partitions, equal_size)
-    return _as_lists(refine_partitions(lengths, _partition(lengths, k, equal_size), equal_size=equal_size))
+    costs = get_costs(lengths, cost)
+    return _as_lists(refine_partitions(costs, _partition(costs, k, equal_size), equal_size=equal_size))
 
 
 def get_even_partitions(seqlen_list: Lengths, k_partitions: int) -> list[list[int]]:
     """Split items into partitions of nearly equal total length whose sizes are equal, or differ by at most one.
 
-    Serves any number of items, also fewer than partitions: items of length 0 fill the number up to a multiple of
-    `k_partitions`, no two of them get into one partition, and they are left out of the result.
+    Serves any number of items, also fewer than partitions.
 
     Raises:
         ValueError: as `karmarkar_karp`, without its conditions on the number of items.
     """
+    return _padded_partitions(seqlen_list, k_partitions, equal_size=True)
+
+
+def get_free_partitions(seqlen_list: Lengths, k_partitions: int) -> list[list[int]]:
+    """Split items into partitions of nearly equal total length, of any sizes.
+
+    Serves any number of items, also fewer than partitions; partitions may be empty.
+
+    Raises:
+        ValueError: as `karmarkar_karp`, without its conditions on the number of items.
+    """
+    return _padded_partitions(seqlen_list, k_partitions, equal_size=False)
+
+
+def _padded_partitions(seqlen_list: Lengths, k_partitions: int, *, equal_size: bool) -> list[list[int]]:
+    """Fill the number of items up with items of length 0, which are left out of the result.
+
+    With equal sizes no two of them get into one partition.
+    """
     lengths, k = check_lengths(seqlen_list), check_partition_count(k_partitions)
-    padded = np.concatenate([lengths, np.zeros(-lengths.size % k, np.int64)])
+    missing = -lengths.size % k if equal_size else max(k - lengths.size, 0)
+    padded = np.concatenate([lengths, np.zeros(missing, np.int64)])
     if not padded.size:
         return [[] for _ in range(k)]
-    parts = [part[part < lengths.size] for part in _partition(padded, k, equal_size=True)]
-    return _as_lists(refine_partitions(lengths, parts, equal_size=True))
+    parts = [part[part < lengths.size] for part in _partition(padded, k, equal_size)]
+    return _as_lists(refine_partitions(lengths, parts, equal_size=equal_size))
 
 
 def _check(seqlen_list: Lengths, k_partitions: int, equal_size: bool) -> tuple[Int64s, int]:
