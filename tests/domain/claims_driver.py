@@ -11,10 +11,10 @@ from model import End as ModelEnd
 
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.custom_meta import Condition, Order
-from tq_service.domain.partition import PartitionSettings
 from tq_service.domain.plan import RankPlan
 from tq_service.domain.states import STATE_NAMES
 from tq_service.domain.task import End
+from tq_service.domain.writes import PartitionSettings
 from tq_service.errors import (
     ClaimReleasedError,
     InvalidArgumentError,

@@ -6,8 +6,9 @@ import itertools
 import numpy as np
 
 from tq_service.domain.cells import ColumnWrite, Put
-from tq_service.domain.partition import Partition, PartitionSettings, SampleWrite
+from tq_service.domain.partition import Partition
 from tq_service.domain.task import Binding, ClaimRequest, Rank
+from tq_service.domain.writes import PartitionSettings, SampleWrite
 from tq_service.samplers import Sampler, SequentialSampler
 from tq_service.schema import FieldSpec, Layout, MetaColumn, SampleState
 

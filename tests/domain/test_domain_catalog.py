@@ -7,9 +7,9 @@ import pytest
 from domain_support import asks, new_write, turns
 
 from tq_service.domain.catalog import Catalog
-from tq_service.domain.partition import PartitionSettings
 from tq_service.domain.task import End
 from tq_service.domain.waiters import NotYet
+from tq_service.domain.writes import PartitionSettings
 from tq_service.errors import (
     AlreadyExistsError,
     InvalidArgumentError,

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from tq_service.domain.cells import FreedCells
-from tq_service.domain.partition import Partition, PartitionSettings, SampleWrite, Written
+from tq_service.domain.partition import Partition
 from tq_service.domain.planner import Planner, RunsPlans
 from tq_service.domain.task import ClaimRequest
 from tq_service.domain.waiters import Answer, NotYet
+from tq_service.domain.writes import PartitionSettings, SampleWrite, Written
 from tq_service.errors import (
     AlreadyExistsError,
     InvalidArgumentError,

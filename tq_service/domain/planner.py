@@ -17,8 +17,10 @@ from typing import Protocol
 
 import numpy as np
 
+from tq_service.domain.attempts import Attempts
+from tq_service.domain.micro_batches import cut_micro_batches
 from tq_service.domain.partition import Partition
-from tq_service.domain.plan import Indexes, LengthSource, Pack, Plan, PlanRequest, PlansBatches, RankPlan, View
+from tq_service.domain.plan import Indexes, LengthSource, Plan, PlanRequest, PlansBatches, RankPlan, View
 from tq_service.domain.task import ClaimRequest, End, Task
 from tq_service.domain.view import PartitionView
 from tq_service.domain.waiters import Answer, Waiter, WaitingLine
@@ -27,7 +29,6 @@ from tq_service.errors import InternalError, SamplerError, SamplesClearedError, 
 _log = logging.getLogger(__name__)
 _MOST_REPLANS = 8
 _CLAIMS_A_TURN = 16
-_MOST_ATTEMPTS = 256
 
 
 class RunsPlans(Protocol):
@@ -36,22 +37,6 @@ class RunsPlans(Protocol):
     async def run(self, sampler: PlansBatches, view: View, request: PlanRequest) -> Plan | None:
         """Return a well-formed plan or None; raises TqError only."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Attempt:
-    """A plan that found too little: trying again is of no use before the partition has changed so far."""
-
-    event_count: int
-    touched_count: int
-    consumed_count: int | None  # where what others of the task consume may bring the end nearer
-
-    def is_in_vain(self, partition: Partition, task: Task) -> bool:
-        return (
-            partition.event_count == self.event_count
-            and partition.touched_count < self.touched_count
-            and self.consumed_count in (None, task.consumed_count)
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +56,7 @@ class Planner:
         self._runner = runner
         self._ranks: WaitingLine[int] = WaitingLine()  # by batch_index
         self._queues: WaitingLine[object] = WaitingLine()  # by what they ask for
-        self._attempts: dict[object, _Attempt] = {}
+        self._attempts = Attempts(partition, task)
         self._pump: asyncio.Task[None] | None = None
         self._is_dirty = False
         self._epoch = task.epoch
@@ -287,8 +272,7 @@ class Planner:
 
         There is no await between the check of a plan's rows and the return, so that the caller can record it.
         """
-        attempt = self._attempts.get(request.signature)
-        if attempt is not None and attempt.is_in_vain(self._partition, self._task):
+        if self._attempts.is_in_vain(request):
             return None
         for _ in range(_MOST_REPLANS):
             if self._epoch != self._task.epoch:
@@ -297,7 +281,8 @@ class Planner:
             view, plan = await self._run_sampler(request, wanted)
             if plan is None:
                 if not self._nothing_more_comes(request, view, counts):
-                    self._remember_attempt(request, wanted, view, counts)
+                    view.check_lengths()
+                    self._attempts.remember(request, wanted, view, counts)
                     return None
                 least = wanted.total_size if request.binding.drop_last else 1
                 view, plan = await self._run_sampler(request, replace(wanted, min_size=least), no_more=True)
@@ -340,38 +325,6 @@ class Planner:
 
     def _is_closed(self, request: ClaimRequest) -> bool:
         return self._partition.sealed or (request.binding.finite and self._partition.inserted_count > 0)
-
-    def _remember_attempt(
-        self, request: ClaimRequest, wanted: PlanRequest, view: PartitionView, counts: tuple[int, int]
-    ) -> None:
-        """Note how many rows must be written, after the view was made at `counts`, before there can be more to find."""
-        view.check_lengths()
-        missing, is_closed = 1, self._partition.sealed or request.binding.finite  # or soon closed, by a first sample
-        if view.exhausted and wanted.batch_unit == "sample":
-            missing = wanted.min_size - view.seen_count
-            if is_closed:  # the last, short batch takes less
-                missing = min(missing, view.unready_count) if view.is_plain else 1
-        if len(self._attempts) >= _MOST_ATTEMPTS:
-            self._attempts.clear()
-        event_count, touched_count = counts
-        self._attempts[request.signature] = _Attempt(
-            event_count, touched_count + max(1, missing), self._task.consumed_count if is_closed else None
-        )
-
-
-def cut_micro_batches(plan: Plan, micro_batch_size: int | None) -> Plan:
-    """Give plain batches their micro-batches: one step, of as many packs on every rank, empty ones included."""
-    if any(part.steps for part in plan.ranks):
-        return plan
-    largest = max(part.rows.size for part in plan.ranks)
-    size = micro_batch_size or max(1, largest)
-    starts = range(0, max(1, largest), size)
-    ranks = []
-    for part in plan.ranks:
-        positions = np.arange(part.rows.size)
-        packs = tuple(Pack(positions=positions[start : start + size]) for start in starts)
-        ranks.append(replace(part, steps=(packs,)))
-    return Plan(ranks=tuple(ranks))
 
 
 def _needs(sampler: PlansBatches, wanted: PlanRequest) -> tuple[bool, LengthSource | None]:

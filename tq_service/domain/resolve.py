@@ -12,7 +12,8 @@ from tq_service.domain.plan import Indexes
 from tq_service.errors import AlreadyExistsError, InvalidArgumentError, KeyNotFoundError, PartitionSealedError, nearest
 
 if TYPE_CHECKING:
-    from tq_service.domain.partition import Partition, SampleWrite
+    from tq_service.domain.partition import Partition
+    from tq_service.domain.writes import SampleWrite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

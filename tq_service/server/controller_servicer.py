@@ -10,10 +10,11 @@ import numpy as np
 
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.cells import FreedCells, Put
-from tq_service.domain.partition import Partition, SampleWrite
+from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes, RankPlan
 from tq_service.domain.requests import RequestLog
 from tq_service.domain.resolve import some
+from tq_service.domain.writes import SampleWrite
 from tq_service.errors import (
     CellNotFoundError,
     DeadlineError,

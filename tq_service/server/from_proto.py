@@ -15,9 +15,9 @@ from google.protobuf.struct_pb2 import Struct
 from tq_service.domain.catalog import check_name
 from tq_service.domain.cells import ColumnWrite, Put
 from tq_service.domain.custom_meta import Condition, Operator, Order
-from tq_service.domain.partition import PartitionSettings, SampleWrite
 from tq_service.domain.plan import Indexes
 from tq_service.domain.task import Binding, ClaimRequest, Rank
+from tq_service.domain.writes import PartitionSettings, SampleWrite
 from tq_service.errors import InvalidArgumentError
 from tq_service.samplers import Sampler
 from tq_service.schema import BatchUnit, KeyMode, Layout

@@ -8,10 +8,11 @@ import numpy as np
 
 from tq_service.domain.catalog import Catalog, Claimed
 from tq_service.domain.cells import CellRuns, Put
-from tq_service.domain.partition import Partition, Written
+from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes, RankPlan
 from tq_service.domain.states import FAILED, HELD, LIVE
 from tq_service.domain.task import End, Task
+from tq_service.domain.writes import Written
 from tq_service.schema import FieldSpec
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import metadata_pb2

@@ -1,0 +1,53 @@
+"""What is written to a partition, and what a write did."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tq_service.domain.cells import ColumnWrite, FreedCells, Put
+from tq_service.domain.plan import Indexes
+from tq_service.schema import FieldSpec, KeyMode, Layout, MetaColumn, SampleState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionSettings:
+    """What CreatePartition fixes."""
+
+    expected_samples: int | None = None
+    default_layout: Layout | None = None
+    fields: tuple[FieldSpec, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleWrite:
+    """What Insert and Commit write.
+
+    Attributes:
+        row_count: number of samples.
+        global_indexes: existing samples `(n,)`; None: new ones, or those of `keys`.
+        keys: unique names, in order.
+        groups: groups of new samples in order, "" for none.
+        put: where the columns are, None for metadata and state only.
+        columns: the columns of the put.
+    """
+
+    row_count: int
+    global_indexes: Indexes | None = None
+    keys: Sequence[str] | None = None
+    key_mode: KeyMode = "upsert"
+    groups: Sequence[str] | None = None
+    group_size: int = 0
+    state: SampleState | None = None
+    meta: Sequence[MetaColumn] = ()
+    put: Put | None = None
+    columns: Sequence[ColumnWrite] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """What a write did: the samples, the specs of the fields written, and the cells it replaced."""
+
+    global_indexes: Indexes
+    specs: tuple[FieldSpec, ...] = ()
+    freed: list[FreedCells] = field(default_factory=list)
