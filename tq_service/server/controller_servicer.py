@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import grpc
 import numpy as np
 
-from tq_service.domain.catalog import Catalog
+from tq_service.domain.catalog import Catalog, check_name
 from tq_service.domain.cells import FreedCells, Put
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes, RankPlan
@@ -225,6 +225,7 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
     async def ReleaseClaim(self, request: pb.ReleaseClaimRequest, context: Context) -> pb.ReleaseClaimResponse:
         def change() -> pb.ReleaseClaimResponse:
             from_proto.check_request_id(request.claim_request_id, "claim_request_id")
+            check_name("task_name", request.task_name)
             if request.partition_id not in self._catalog.names():  # the claim went with its partition
                 return pb.ReleaseClaimResponse()
             partition = self._catalog.get(request.partition_id)
