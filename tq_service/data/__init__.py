@@ -3,6 +3,21 @@
 from tq_service.data.dataset import StreamingDataset
 from tq_service.data.loader import StreamingDataLoader
 from tq_service.data.micro_batches import split_micro_batches, take_rows
+from tq_service.data.pack_options import PackOptions
+from tq_service.data.packed_batches import PackedMicroBatch, split_packs
+from tq_service.data.packs import PackedSequences, pack_sequences, unpack_sequences
 from tq_service.data.source import fetch_batch
 
-__all__ = ["StreamingDataLoader", "StreamingDataset", "fetch_batch", "split_micro_batches", "take_rows"]
+__all__ = [
+    "PackOptions",
+    "PackedMicroBatch",
+    "PackedSequences",
+    "StreamingDataLoader",
+    "StreamingDataset",
+    "fetch_batch",
+    "pack_sequences",
+    "split_micro_batches",
+    "split_packs",
+    "take_rows",
+    "unpack_sequences",
+]

@@ -10,6 +10,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 from tq_service.data.batch import Batch, BatchStream, Life
 from tq_service.data.buffer import ReplayBuffer
 from tq_service.data.micro_batches import ProcessBatch, split_micro_batches
+from tq_service.data.pack_options import PackOptions
+from tq_service.data.packed_batches import PackBatches
 from tq_service.data.source import BatchRequest, BatchSource, ClientFactory, FetchBatch, InlineStream, fetch_batch
 from tq_service.errors import InvalidArgumentError, StaleEpochError, StaleIncarnationError
 from tq_service.schema import BatchUnit
@@ -54,6 +56,8 @@ class StreamingDataset(IterableDataset[Any]):
             prefetching thread or worker, which it must be picklable for with spawn and forkserver.
         process_batch_fn: called as `process_batch_fn(data, meta, micro_batch_size=...)` in the consumer's thread and
             process instead of `split_micro_batches`; what it returns, an iterable, is yielded item by item.
+        pack: yield a `PackedMicroBatch` for each pack of the plan, one sequence of `pack.pack_max_length` tokens, as
+            `split_packs` makes it; for the sampler `packed`.
         start_batch_index: the first batch, for a rank that is restarted in the middle.
         where: conditions on custom_meta, such as `("version", ">=", 3)`, all of which must hold.
         order_by: custom_meta columns that order ready samples.
@@ -85,6 +89,7 @@ class StreamingDataset(IterableDataset[Any]):
         should_check_consumption_status: bool = False,
         fetch_batch_fn: FetchBatch | None = None,
         process_batch_fn: ProcessBatch | None = None,
+        pack: PackOptions | None = None,
         start_batch_index: int = 0,
         where: Sequence[tuple[str, str, Any]] = (),
         order_by: Sequence[Any] = (),
@@ -128,7 +133,7 @@ class StreamingDataset(IterableDataset[Any]):
             fetch_batch_fn=fetch_batch_fn or fetch_batch,
             client_factory=client_factory,
         )
-        self._process_batch = process_batch_fn or split_micro_batches
+        self._process_batch = _processing(process_batch_fn, pack, sampler_config)
         self._buffer = ReplayBuffer(max_buffered_batches)
         self._batch_index = start_batch_index
         self._life: Life | None = None
@@ -244,6 +249,22 @@ _NOTHING = object()
 def _require(holds: bool, name: str, got: object, expected: str) -> None:
     if not holds:
         raise InvalidArgumentError(f"{name}: got {got}; expected {expected}", field=name)
+
+
+def _processing(
+    process_batch_fn: ProcessBatch | None, pack: PackOptions | None, sampler_config: Mapping[str, Any] | None
+) -> ProcessBatch:
+    if pack is None:
+        return process_batch_fn or split_micro_batches
+    _require(process_batch_fn is None, "pack", "a process_batch_fn as well", "one of the two")
+    planned = (sampler_config or {}).get("pack_max_length", pack.pack_max_length)
+    _require(
+        planned == pack.pack_max_length,
+        "pack",
+        f"pack_max_length {pack.pack_max_length}",
+        f"{planned} as the sampler has",
+    )
+    return PackBatches(pack)
 
 
 def _require_fields(data_fields: Sequence[str]) -> None:

@@ -48,21 +48,25 @@ def split_micro_batches(
             f"the batch has {flat.row_count} rows and its meta {meta.size} samples; fetch_batch_fn returns both alike, "
             "or process_batch_fn cuts them"
         )
-    for pack in _packs(meta, micro_batch_size):
-        yield build(select_rows(flat, np.asarray(pack.positions, dtype=np.int64))), _part(meta, pack)
+    for step in steps_of(meta, micro_batch_size):
+        for pack in step.packs:
+            yield build(select_rows(flat, np.asarray(pack.positions, dtype=np.int64))), part_of(meta, pack)
 
 
-def _packs(meta: BatchMeta, micro_batch_size: int | None) -> list[Pack]:
+def steps_of(meta: BatchMeta, micro_batch_size: int | None) -> tuple[Step, ...]:
+    """Return the steps of a batch; where its plan has none, one of micro-batches of `micro_batch_size` samples."""
     if meta.steps:
-        return [pack for step in meta.steps for pack in step.packs]
+        return meta.steps
     size = micro_batch_size or max(meta.size, 1)
     starts = range(0, max(meta.size, 1), size)
-    return [Pack(positions=tuple(range(start, min(start + size, meta.size)))) for start in starts]
+    return (Step(packs=tuple(Pack(positions=tuple(range(at, min(at + size, meta.size)))) for at in starts)),)
 
 
-def _part(meta: BatchMeta, pack: Pack) -> BatchMeta:
+def part_of(meta: BatchMeta, pack: Pack) -> BatchMeta:
+    """Return the meta of the samples of one pack, with the pack as its only step."""
     whole = replace(pack, positions=tuple(range(len(pack.positions))))
-    return replace(meta.select_samples(pack.positions), steps=(Step(packs=(whole,)),))
+    # The steps go first: selecting from all of them for each pack would cost the square of their number.
+    return replace(replace(meta, steps=()).select_samples(pack.positions), steps=(Step(packs=(whole,)),))
 
 
 def take_rows(data: TensorDict, positions: Sequence[int] | Positions) -> TensorDict:

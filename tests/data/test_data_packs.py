@@ -1,0 +1,214 @@
+"""Packs of samples as tensors, taken apart again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pack_samples import OPTIONS, TOKEN_DIMS, check_fields, check_layout, jagged, random_samples, same_bits
+from tensordict import TensorDict
+
+from tq_service.data import PackOptions, pack_sequences, unpack_sequences
+from tq_service.data.columns import object_stack
+from tq_service.data.padding import padding_sequences
+from tq_service.errors import InvalidArgumentError
+from tq_service.schema import DTYPE_SIZES
+
+
+def tokens_of(*rows: list[int], **others: Any) -> TensorDict:
+    """Return a batch of token rows and further fields."""
+    ids = jagged([torch.tensor(row, dtype=torch.int64) for row in rows], 0, torch.zeros(1, dtype=torch.int64))
+    return TensorDict({"input_ids": ids, **others}, batch_size=[len(rows)])
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), lengths=st.lists(st.integers(0, 9), max_size=8), sequence_length=st.integers(1, 12))
+def test_every_value_is_found_bit_for_bit(data: st.DataObject, lengths: list[int], sequence_length: int) -> None:
+    positions = data.draw(st.permutations(range(len(lengths)))) if lengths else []
+    positions = positions[: data.draw(st.integers(0, len(positions)))]
+    taken = [lengths[position] for position in positions]
+    size = max(1, sum(taken)) + data.draw(st.integers(0, 40))
+    samples = random_samples(lengths, seed=len(lengths))
+    options = PackOptions(pack_max_length=size, padding_sequence_length=sequence_length, **OPTIONS)
+    packed = pack_sequences(samples.batch, taken, options, positions=positions)
+    check_layout(packed, taken, options)
+    check_fields(packed, samples, positions)
+    if 0 in taken:
+        with pytest.raises(ValueError, match="without tokens"):
+            unpack_sequences(packed)
+        return
+    rows = unpack_sequences(packed)
+    assert rows.batch_size == (len(positions),)
+    assert set(rows.keys()) == set(samples.rows)
+    for name, column in samples.rows.items():
+        got = list(rows[name].unbind()) if positions else []
+        assert len(got) == len(positions)
+        assert all(same_bits(row, column[position]) for row, position in zip(got, positions, strict=True)), name
+
+
+def test_a_pack_written_out() -> None:
+    batch = tokens_of(
+        [5, 6, 7], [8], labels=jagged([torch.tensor([6, 7, -100]), torch.tensor([9])], 0, torch.arange(1))
+    )
+    packed = pack_sequences(batch, [3, 1], PackOptions(pack_max_length=9, pad_token_id=1, padding_sequence_length=3))
+    assert packed["input_ids"].tolist() == [5, 6, 7, 8, 1, 1, 1, 1, 1]
+    assert packed["labels"].tolist() == [6, 7, -100, 9, -100, -100, -100, -100, -100]
+    assert packed["position_ids"].tolist() == [0, 1, 2, 0, 0, 1, 2, 0, 1]
+    assert packed["cu_seqlens"].tolist() == [0, 3, 4, 7, 9]
+    assert packed.max_seqlen == 3
+    assert packed.num_padding == 5
+    assert packed.sample_count == 2
+    assert packed.token_count == 4
+    assert set(packed.as_dict()) == {
+        "input_ids", "labels", "position_ids", "cu_seqlens", "padding_mask", "max_seqlen", "num_padding"
+    }  # fmt: skip
+    assert unpack_sequences(packed)["labels"].unbind()[1].tolist() == [9]
+
+
+def test_padding_is_laid_out_as_sequences_of_1024_by_default() -> None:
+    assert padding_sequences(2500) == [1024, 1024, 452]
+    assert padding_sequences(2048) == [1024, 1024]
+    assert padding_sequences(0) == []
+    packed = pack_sequences(tokens_of([1]), None, PackOptions(pack_max_length=4000))
+    assert packed["cu_seqlens"].tolist() == [0, 1, 1025, 2049, 3073, 4000]
+    assert packed.max_seqlen == 1024
+
+
+def test_an_empty_pack_is_typed_like_the_others() -> None:
+    options = PackOptions(pack_max_length=20, padding_sequence_length=8, **OPTIONS)
+    full = pack_sequences(random_samples([4, 5]).batch, [4, 5], options)
+    for batch in (random_samples([4, 5]).batch, random_samples([]).batch):
+        for lengths in ([], None):
+            empty = pack_sequences(batch, lengths, options, positions=[])
+            check_layout(empty, [], options)
+            check_fields(empty, random_samples([]), [])
+            assert set(empty.tensors.keys()) == set(full.tensors.keys())
+            for name, tensor in full.tensors.items():
+                assert empty[name].dtype is tensor.dtype, name
+                assert empty[name].ndim == tensor.ndim, name
+            for name in TOKEN_DIMS:
+                assert empty[name].shape == full[name].shape
+            assert unpack_sequences(empty).batch_size == (0,)
+
+
+@pytest.mark.parametrize(("dim", "shape"), [(0, (8, 3)), (1, (3, 8))])
+def test_three_rows_of_positions_are_kept_and_restart_in_the_padding(dim: int, shape: tuple[int, int]) -> None:
+    rows = [torch.arange(6).reshape(3, 2) + 50, torch.arange(3).reshape(3, 1) + 90]
+    given_rows = rows if dim else [row.T.contiguous() for row in rows]
+    batch = tokens_of([5, 6], [7], position_ids=jagged(given_rows, dim, given_rows[0]))
+    packed = pack_sequences(batch, [2, 1], PackOptions(pack_max_length=8, padding_sequence_length=3))
+    positions = packed["position_ids"]
+    assert tuple(positions.shape) == shape
+    expected = [[50, 51, 90, 0, 1, 2, 0, 1], [52, 53, 91, 0, 1, 2, 0, 1], [54, 55, 92, 0, 1, 2, 0, 1]]
+    assert (positions if dim else positions.T).tolist() == expected
+    got = unpack_sequences(packed)["position_ids"].unbind()
+    assert all(torch.equal(row, expected_row) for row, expected_row in zip(got, given_rows, strict=True))
+
+
+def test_long_samples_are_cut_where_asked() -> None:
+    batch = tokens_of([1, 2, 3, 4, 5, 6])
+    packed = pack_sequences(batch, [4], PackOptions(pack_max_length=4, overlong="truncate"))
+    assert packed["input_ids"].tolist() == [1, 2, 3, 4]
+    assert packed.num_padding == 0
+    assert packed["cu_seqlens"].tolist() == [0, 4]
+    assert unpack_sequences(packed)["input_ids"].unbind()[0].tolist() == [1, 2, 3, 4]
+    assert pack_sequences(batch, None, PackOptions(pack_max_length=4, overlong="truncate")).lengths == (4,)
+    with pytest.raises(ValueError, match="got length 4 of sample 0 of the pack; expected 6"):
+        pack_sequences(batch, [4], PackOptions(pack_max_length=4))
+    with pytest.raises(ValueError, match="got length 3 of sample 0 of the pack; expected 4"):
+        pack_sequences(batch, [3], PackOptions(pack_max_length=4, overlong="truncate"))
+
+
+def test_a_pack_owns_its_memory() -> None:
+    batch = tokens_of([1, 2, 3], [4], score=torch.ones(2))
+    packed = pack_sequences(batch, None, PackOptions(pack_max_length=3), positions=[0])
+    packed["input_ids"].zero_()
+    packed["score"].zero_()
+    assert batch["input_ids"].values().tolist() == [1, 2, 3, 4]
+    assert batch["score"].tolist() == [1, 1]
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("name", sorted(DTYPE_SIZES))
+def test_every_dtype_can_be_packed(name: str) -> None:
+    dtype = getattr(torch, name)
+    raw = torch.arange(3 * dtype.itemsize, dtype=torch.uint8) % (2 if name == "bool" else 255)
+    values = raw.view(dtype)
+    batch = tokens_of([1, 2], [3], field=jagged([values[:2], values[2:]], 0, values), scalar=values[:2])
+    packed = pack_sequences(batch, None, PackOptions(pack_max_length=5, repeat_fields=["scalar"]))
+    expected = torch.cat([raw, torch.zeros(2 * dtype.itemsize, dtype=torch.uint8)])
+    assert packed["field"].dtype is packed["scalar"].dtype is dtype
+    assert torch.equal(packed["field"].view(torch.uint8), expected)
+    size = dtype.itemsize
+    repeated = torch.cat([raw[:size], raw[:size], raw[size : 2 * size], torch.zeros(2 * size, dtype=torch.uint8)])
+    assert torch.equal(packed["scalar"].view(torch.uint8), repeated)
+
+
+def test_it_moves_to_a_device_whole() -> None:
+    options = PackOptions(pack_max_length=9, **OPTIONS)
+    packed = pack_sequences(random_samples([3, 4]).batch, None, options)
+    moved = packed.to("meta")
+    assert {tensor.device.type for tensor in moved.tensors.values()} == {"meta"}
+    assert moved.lengths == packed.lengths
+
+
+def test_parts_of_model_outputs() -> None:
+    packed = pack_sequences(tokens_of([1, 2], [], [3]), None, PackOptions(pack_max_length=5))
+    assert [part.tolist() for part in packed.split_tokens(torch.arange(5.0))] == [[0, 1], [], [2]]
+    assert [tuple(part.shape) for part in packed.split_tokens(torch.zeros(1, 5), dim=1)] == [(1, 2), (1, 0), (1, 1)]
+    with pytest.raises(ValueError, match="got 4 values in dimension 0; expected 5"):
+        packed.split_tokens(torch.arange(4))
+
+
+LONG = jagged([torch.arange(3), torch.arange(1)], 0, torch.arange(1))
+
+
+@pytest.mark.parametrize(
+    ("fields", "options", "lengths", "message"),
+    [
+        ({}, {}, [2, 2], "got length 2 of sample 1 of the pack; expected 1"),
+        ({}, {}, [2], "got 1 lengths; expected 2"),
+        ({}, {"pack_max_length": 2}, None, "got 3 tokens in 2 samples; expected at most pack_max_length = 2"),
+        ({"text": object_stack(["a", "b"])}, {}, None, "field 'text' holds objects"),
+        ({"prompt": LONG}, {}, None, "field 'prompt' has 3 values in sample 0 of the pack; expected 2"),
+        ({"input_ids": torch.zeros(2, 4)}, {}, None, "field 'input_ids' is dense, with rows of shape"),
+        ({"position_ids": torch.zeros(2, 4)}, {}, None, "field 'position_ids' is dense"),
+        ({}, {"input_field": "tokens"}, None, "no field 'tokens', only 'input_ids'"),
+        ({}, {"keep_fields": ["prompt"]}, None, "no field 'prompt'"),
+        ({"prompt": LONG}, {"repeat_fields": ["prompt"]}, None, "'prompt' of repeat_fields is jagged"),
+        ({"cu_seqlens": torch.zeros(2)}, {}, None, "a field 'cu_seqlens', which packing makes itself"),
+        ({"num_padding": torch.zeros(2)}, {}, None, "a field 'num_padding'"),
+        ({"position_ids": LONG}, {"keep_fields": ["position_ids"]}, None, "keep_fields has 'position_ids'"),
+        ({"score": torch.zeros(2, dtype=torch.uint8)}, {"repeat_fields": ["score"], "pad_values": {"score": -1}}, None,
+         "field 'score' is torch.uint8 and cannot hold the padding value -1"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(
+    fields: dict[str, Any], options: dict[str, Any], lengths: list[int] | None, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        pack_sequences(tokens_of([1, 2], [3], **fields), lengths, PackOptions(**{"pack_max_length": 8, **options}))
+
+
+def test_positions_outside_the_batch_are_refused() -> None:
+    with pytest.raises(IndexError, match="got positions 0 to 2 of a batch of 2 rows"):
+        pack_sequences(tokens_of([1, 2], [3]), None, PackOptions(pack_max_length=8), positions=[0, 2])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pack_max_length": 0}, "pack_max_length: got 0"),
+        ({"padding_sequence_length": 0}, "padding_sequence_length: got 0"),
+        ({"overlong": "drop"}, "overlong: got 'drop'; expected 'error' or 'truncate'"),
+        ({"repeat_fields": "score"}, "repeat_fields: got 'score'; expected a list"),
+        ({"repeat_fields": ["x"], "keep_fields": ["x"]}, "got 'x' twice"),
+        ({"label_fields": ["input_ids"]}, "got 'input_ids' twice"),
+    ],
+)
+def test_options_that_cannot_be_right(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        PackOptions(**{"pack_max_length": 8, **options})
