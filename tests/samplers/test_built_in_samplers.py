@@ -173,6 +173,16 @@ def test_seqlen_balanced_refuses_negative_lengths():
         SeqlenBalancedSampler().plan(view_of_samples(2, lengths=[5, -3]), ranked(1, 2))
 
 
+def test_seqlen_balanced_by_attention_gives_the_longest_less_company():
+    view = view_of_groups([1, 4, 1, 4], lengths=[40_000, *[10_000] * 4, 20_000, *[6_000] * 4])
+    request = ranked(2, 2, unit="group")
+    assert sorted(parts(SeqlenBalancedSampler().plan(view, request))) == [[0, 5], [1, 2, 3, 4, 6, 7, 8, 9]]
+    by_attention = parts(SeqlenBalancedSampler(cost="attention").plan(view, request))
+    assert sorted(by_attention) == [[0, 6, 7, 8, 9], [1, 2, 3, 4, 5]]
+    with pytest.raises(ValueError, match="cost: got 'flops', expected one of 'tokens', 'attention'"):
+        SeqlenBalancedSampler(cost="flops")
+
+
 def test_seqlen_balanced_names_its_length():
     sampler = SeqlenBalancedSampler(length_key="tokens", length_field="input_ids")
     assert sampler.length == LengthSource(key="tokens", field="input_ids")

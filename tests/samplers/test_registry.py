@@ -215,7 +215,8 @@ async def test_a_broken_entry_point_harms_only_its_own_name(entry_point):
 
 def test_descriptions_are_sorted_and_complete():
     infos = SamplerRegistry().describe()
-    assert [info.name for info in infos] == ["grpo_group_n", "rank_aware", "seqlen_balanced", "sequential"]
+    names = ["grpo_group_n", "packed", "rank_aware", "seqlen_balanced", "sequential", "token_budget"]
+    assert [info.name for info in infos] == names
     assert infos[0].options == ("n_samples_per_prompt", "incomplete_groups")
     assert all(info.summary.endswith(".") for info in infos)
 

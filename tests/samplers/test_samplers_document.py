@@ -8,11 +8,13 @@ from fake_view import FakeView, Row, parts, view_of_groups, view_of_samples
 
 from tq_service.samplers import (
     GRPOGroupNSampler,
+    PackedSampler,
     PlanRequest,
     RankAwareSampler,
     SamplerRegistry,
     SeqlenBalancedSampler,
     SequentialSampler,
+    TokenBudgetSampler,
 )
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "samplers.md").read_text()
@@ -46,3 +48,12 @@ def test_the_worked_examples():
     tokens = view_of_groups([2, 2, 2, 2], lengths=[500, 400, 500, 300, 100, 200, 150, 50])
     balanced = SeqlenBalancedSampler(n_samples_per_prompt=2).plan(tokens, request(4))
     assert parts(balanced) == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    view = view_of_samples(7, lengths=[700, 300, 400, 500, 200, 600, 100])
+    budget = TokenBudgetSampler(tokens_per_rank=1000).plan(view, request(8))
+    assert parts(budget) == [[0, 1], [2, 3]]
+    view = view_of_samples(6, lengths=[900, 800, 300, 250, 150, 100])
+    packed = PackedSampler(optimizer_steps=1, pack_max_length=1000).plan(view, request(3))
+    assert [[rank.rows[pack.positions].tolist() for pack in rank.steps[0]] for rank in packed.ranks] == [
+        [[1, 4], [2]],
+        [[0, 5], [3]],
+    ]

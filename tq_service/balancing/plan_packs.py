@@ -9,7 +9,8 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.balancing.bin_packing import Bins, best_fit_decreasing, count_bins_at_least, fit_into
+from tq_service.balancing.alike import pack_alike
+from tq_service.balancing.bin_packing import Bins, count_bins_at_least
 from tq_service.balancing.costs import Cost, get_costs
 from tq_service.balancing.karmarkar_karp import get_even_partitions, get_free_partitions
 from tq_service.balancing.lengths import Lengths, check_lengths
@@ -142,30 +143,10 @@ def _spread_over_steps(samples: Int64s, lengths: Int64s, optimizer_steps: int) -
 
 def _pack_step(of_ranks: Sequence[Int64s], lengths: Int64s, pack_max_length: int) -> list[Bins]:
     """Return the packs of every rank in one step, as many for each."""
-    sizes = [lengths[samples] for samples in of_ranks]
-    bins = [best_fit_decreasing(of_rank, pack_max_length) for of_rank in sizes]
-    bounds = [count_bins_at_least(of_rank, pack_max_length) for of_rank in sizes]
-    _try_fewer(bins, sizes, pack_max_length, at_least=max(1, *bounds))
-    count = max(1, *map(len, bins))
-    packs = []
-    for samples, of_rank, found in zip(of_ranks, sizes, bins, strict=True):
-        heaviest_first = sorted(found, key=lambda pack: -int(of_rank[pack].sum()))
-        packs.append([np.sort(samples[pack]).tolist() for pack in heaviest_first] + [[]] * (count - len(found)))
-    return [[list(pack) for pack in of_rank] for of_rank in packs]
-
-
-def _try_fewer(bins: list[Bins], sizes: list[Int64s], pack_max_length: int, *, at_least: int) -> None:
-    """Replace the bins of the ranks that need the most, for as long as all of them can do with one less."""
-    while (count := max(map(len, bins))) > at_least:
-        fewer: dict[int, Bins] = {}
-        for rank, found in enumerate(bins):
-            if len(found) == count:
-                better = fit_into(sizes[rank], pack_max_length, count - 1)
-                if better is None:
-                    return
-                fewer[rank] = better
-        for rank, better in fewer.items():
-            bins[rank] = better
+    packed = pack_alike([lengths[samples] for samples in of_ranks], pack_max_length)
+    return [
+        [np.sort(samples[pack]).tolist() for pack in packs] for samples, packs in zip(of_ranks, packed, strict=True)
+    ]
 
 
 def _pack_count_at_least(lengths: Int64s, dp_size: int, optimizer_steps: int, pack_max_length: int) -> int:

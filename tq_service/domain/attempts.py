@@ -48,7 +48,9 @@ class Attempts:
     ) -> None:
         """Note how many rows must be written, after the view was made at `counts`, before there can be more to find."""
         missing, is_closed = 1, self._partition.sealed or request.binding.finite  # or soon closed, by a first sample
-        if view.exhausted and wanted.batch_unit == "sample":
+        # Of the class, where reading it runs no code of the sampler.
+        needs_min_size = type(request.sampler).plans_below_min_size is not True
+        if needs_min_size and view.exhausted and wanted.batch_unit == "sample":
             missing = wanted.min_size - view.seen_count
             if is_closed:  # the last, short batch takes less
                 missing = min(missing, view.unready_count) if view.is_plain else 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -177,7 +177,14 @@ class View(Protocol):
 
 
 class PlansBatches(Protocol):
-    """The one method of a sampler, as the planner calls it; `tq_service.samplers.Sampler` is its base class."""
+    """The one method of a sampler, as the planner calls it; `tq_service.samplers.Sampler` is its base class.
+
+    Attributes:
+        plans_below_min_size: whether `plan` may make a batch of fewer than `request.min_size` units although more can
+            come, so that it must be asked after each change.
+    """
+
+    plans_below_min_size: ClassVar[bool]
 
     @property
     def name(self) -> str:

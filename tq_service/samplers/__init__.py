@@ -13,11 +13,13 @@ from tq_service.samplers.base import (
 )
 from tq_service.samplers.grpo_group_n import GRPOGroupNSampler
 from tq_service.samplers.options import SamplerInfo
+from tq_service.samplers.packed import PackedSampler
 from tq_service.samplers.plan_runner import PlanRunner
 from tq_service.samplers.rank_aware import RankAwareSampler
 from tq_service.samplers.registry import SamplerRegistry
 from tq_service.samplers.seqlen_balanced import SeqlenBalancedSampler
 from tq_service.samplers.sequential import SequentialSampler
+from tq_service.samplers.token_budget import TokenBudgetSampler
 
 __all__ = [
     "GRPOGroupNSampler",
@@ -25,6 +27,7 @@ __all__ = [
     "Indexes",
     "LengthSource",
     "Pack",
+    "PackedSampler",
     "Plan",
     "PlanRequest",
     "PlanRunner",
@@ -35,5 +38,6 @@ __all__ = [
     "SamplerRegistry",
     "SeqlenBalancedSampler",
     "SequentialSampler",
+    "TokenBudgetSampler",
     "View",
 ]

@@ -19,6 +19,11 @@ class Sampler(ABC):
     """
 
     name: ClassVar[str] = ""
+    plans_below_min_size: ClassVar[bool] = False
+    """Whether `plan` may make a batch of fewer than `request.min_size` units although more can come.
+
+    Such a sampler is asked after each change; others once so many rows are ready that they may have a plan.
+    """
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         """Name a sampler by its class where it says no name itself, so that messages can name it."""

@@ -19,12 +19,21 @@ from tq_service.samplers.base import Sampler
 from tq_service.samplers.daemon_threads import run_in_daemon_thread
 from tq_service.samplers.grpo_group_n import GRPOGroupNSampler
 from tq_service.samplers.options import SamplerInfo, build_sampler, describe_sampler
+from tq_service.samplers.packed import PackedSampler
 from tq_service.samplers.rank_aware import RankAwareSampler
 from tq_service.samplers.seqlen_balanced import SeqlenBalancedSampler
 from tq_service.samplers.sequential import SequentialSampler
+from tq_service.samplers.token_budget import TokenBudgetSampler
 
 ENTRY_POINT_GROUP = "tq_service.samplers"
-BUILT_IN: tuple[type[Sampler], ...] = (SequentialSampler, GRPOGroupNSampler, RankAwareSampler, SeqlenBalancedSampler)
+BUILT_IN: tuple[type[Sampler], ...] = (
+    SequentialSampler,
+    GRPOGroupNSampler,
+    RankAwareSampler,
+    SeqlenBalancedSampler,
+    TokenBudgetSampler,
+    PackedSampler,
+)
 
 
 class SamplerRegistry:

@@ -1,0 +1,87 @@
+"""Dealing groups to ranks within a budget of tokens: as many as fit, in order, balanced."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tq_service.balancing import get_even_partitions, get_free_partitions
+from tq_service.domain.plan import Indexes
+from tq_service.samplers.whole_groups import Deal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a rank may get.
+
+    Attributes:
+        rank_count: number of ranks.
+        tokens: the most tokens of a rank.
+        units: the most samples or groups of a rank.
+    """
+
+    rank_count: int
+    tokens: int
+    units: int
+
+
+def deal_within(limits: Limits, tokens: Indexes, units: Indexes) -> Deal:
+    """Deal the first groups, as many as can be found to fit, with token totals as equal as can be.
+
+    One by one to the emptiest rank tells how many surely fit; between that and what the budget of all ranks together
+    would hold, the largest number is searched that still fits when it is balanced.
+
+    Args:
+        limits: what a rank may get.
+        tokens: tokens of each group, `(n,)`, none above the limit.
+        units: samples or groups (1) that each counts as, `(n,)`.
+
+    Returns:
+        Positions of the groups of each rank, ascending; together 0 to some number.
+    """
+    fits = np.cumsum(tokens) <= limits.tokens * limits.rank_count
+    fits &= np.cumsum(units) <= limits.units * limits.rank_count
+    most = int(fits.sum())
+    best: Deal = _one_by_one(limits, tokens[:most], units[:most])
+    least = sum(part.size for part in best)
+    balanced = _balanced(limits, tokens[:least], units[:least])
+    best = balanced or best
+    low, high = least + 1, most
+    count = most  # nearly always the answer
+    while low <= high:
+        found = _balanced(limits, tokens[:count], units[:count])
+        if found is None:
+            high = count - 1
+        else:
+            best, low = found, count + 1
+        count = (low + high) // 2
+    return best
+
+
+def _one_by_one(limits: Limits, tokens: Indexes, units: Indexes) -> list[Indexes]:
+    """Deal each group to the rank with the fewest tokens, until one does not fit there."""
+    ranks: list[list[int]] = [[] for _ in range(limits.rank_count)]
+    loads = [(0, 0, rank) for rank in range(limits.rank_count)]
+    for position, (size, count) in enumerate(zip(tokens.tolist(), units.tolist(), strict=True)):
+        load, used, rank = loads[0]
+        if load + size > limits.tokens or used + count > limits.units:
+            break
+        ranks[rank].append(position)
+        heapq.heapreplace(loads, (load + size, used + count, rank))
+    return [np.array(part, np.int64) for part in ranks]
+
+
+def _balanced(limits: Limits, tokens: Indexes, units: Indexes) -> Deal | None:
+    """Deal all groups, evenly by tokens; None where a rank would get more than it may."""
+    for split in (get_free_partitions, get_even_partitions):
+        deal = [np.array(part, np.int64) for part in split(tokens, limits.rank_count)]
+        if _is_within(limits, deal, tokens, units):
+            return deal
+    return None
+
+
+def _is_within(limits: Limits, deal: Sequence[Indexes], tokens: Indexes, units: Indexes) -> bool:
+    return all(tokens[part].sum() <= limits.tokens and units[part].sum() <= limits.units for part in deal)

@@ -1,0 +1,167 @@
+"""Batches measured in tokens: each rank gets as many ready samples as its budget holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tq_service.balancing.alike import pack_alike
+from tq_service.balancing.plan_packs import check_count
+from tq_service.errors import InvalidArgumentError
+from tq_service.samplers.base import Groups, Indexes, LengthSource, Pack, Plan, PlanRequest, RankPlan, Sampler, View
+from tq_service.samplers.budget_deal import Limits, deal_within
+from tq_service.samplers.token_lengths import check_length_key, read_lengths, refuse_micro_batch_size
+from tq_service.samplers.whole_groups import IncompleteGroups, check_group_options, rows_of_ranks, take_groups
+
+# Dealing up to so many groups takes less than a millisecond; larger batches are planned off the event loop.
+_QUICK_GROUPS = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenBudgetSampler(Sampler):
+    """Gives each rank as many ready samples, in whole groups, as its token budget holds.
+
+    Groups are taken in the order of their first members, up to the first that no longer fits beside the others, and
+    spread so that token totals are as equal as can be. `batch_size` is the most samples (or groups) that a rank gets. A
+    batch is made when the next ready group would not fit, or `batch_size` is reached; until then it is waited for
+    more, unless nothing more can come.
+
+    Attributes:
+        tokens_per_rank: the most tokens that a rank gets.
+        tokens_per_micro_batch: cut each rank's part into micro-batches of at most so many tokens, as many for every
+            rank, and spread it evenly over them; None: no limit.
+        n_samples_per_prompt: members of a group that declared no size, and without explicit groups the length of the
+            blocks of consecutive indexes; None: explicit groups, or else single samples.
+        length_key: custom_meta column with the token count of a sample.
+        length_field: jagged field whose row length stands in where the column has no value.
+        incomplete_groups: what to do with a group of which members failed or were cleared: "skip" it, or "take" the
+            rest.
+    """
+
+    name: ClassVar[str] = "token_budget"
+    plans_below_min_size: ClassVar[bool] = True
+
+    tokens_per_rank: int
+    tokens_per_micro_batch: int | None = None
+    n_samples_per_prompt: int | None = None
+    length_key: str = "total_lengths"
+    length_field: str | None = None
+    incomplete_groups: IncompleteGroups = "skip"
+
+    def __post_init__(self) -> None:
+        check_count("tokens_per_rank", self.tokens_per_rank)
+        if self.tokens_per_micro_batch is not None:
+            check_count("tokens_per_micro_batch", self.tokens_per_micro_batch)
+        check_group_options(self.n_samples_per_prompt, self.incomplete_groups)
+        check_length_key(self.length_key)
+
+    @property
+    def length(self) -> LengthSource:
+        """The token count of a sample."""
+        return LengthSource(key=self.length_key, field=self.length_field)
+
+    def check(self, request: PlanRequest) -> None:
+        """Raise InvalidArgumentError where micro-batches are limited by samples and by tokens."""
+        if self.tokens_per_micro_batch is not None:
+            refuse_micro_batch_size(self.name, request, "tokens_per_micro_batch")
+
+    def is_quick(self, request: PlanRequest) -> bool:
+        """Whether few groups are to be dealt."""
+        return self.tokens_per_micro_batch is None and request.total_size <= _QUICK_GROUPS
+
+    def plan(self, view: View, request: PlanRequest) -> Plan | None:
+        """Return each rank's samples, or None where the budget is not used up and more may come.
+
+        Raises:
+            InvalidArgumentError: a length is negative, or the first group alone is more than a rank or, in one of its
+                samples, a micro-batch may have.
+        """
+        self.check(request)
+        groups, is_full = self._take(view, request)
+        if not groups.rows.size:
+            return None
+        lengths = read_lengths(view, groups.rows, self.length_key)
+        units = np.ones(len(groups), np.int64) if request.batch_unit == "group" else groups.sizes
+        fitting = self._fitting_count(groups, lengths, units <= request.batch_size)
+        if not fitting:
+            raise self._oversized(groups, lengths, request.batch_size)
+        limits = Limits(
+            rank_count=request.rank_count,
+            tokens=self.tokens_per_rank,
+            units=request.batch_size,
+        )
+        deal = deal_within(limits, np.add.reduceat(lengths, groups.starts)[:fitting], units[:fitting])
+        is_full |= sum(part.size for part in deal) < len(groups)
+        is_full |= int(lengths.sum()) >= self.tokens_per_rank * request.rank_count
+        if not is_full and int(units.sum()) < request.min_size:
+            return None
+        plan = Plan.of(rows_of_ranks(groups, deal))
+        if self.tokens_per_micro_batch is None:
+            return plan
+        return _cut(plan, [lengths[_members(groups, part)] for part in deal], self.tokens_per_micro_batch)
+
+    def _take(self, view: View, request: PlanRequest) -> tuple[Groups, bool]:
+        """Return the next whole groups, and whether they are all that `batch_size` allows."""
+        full = take_groups(
+            view,
+            replace(request, min_size=request.total_size),
+            block_size=self.n_samples_per_prompt,
+            incomplete_groups=self.incomplete_groups,
+        )
+        if full is not None:
+            return full, True
+        take_incomplete = self.incomplete_groups == "take"
+        unit, block_size = request.batch_unit, self.n_samples_per_prompt
+        ready = view.ready_groups(request.total_size, unit=unit, block_size=block_size, take_incomplete=take_incomplete)
+        return ready, False
+
+    def _fitting_count(self, groups: Groups, lengths: Indexes, is_few: NDArray[np.bool_]) -> int:
+        """Return how many groups come before the first that fits no rank, or whose samples fit no micro-batch."""
+        too_large = ~is_few | (np.add.reduceat(lengths, groups.starts) > self.tokens_per_rank)
+        if self.tokens_per_micro_batch is not None:
+            too_large |= np.maximum.reduceat(lengths, groups.starts) > self.tokens_per_micro_batch
+        return int(too_large.argmax()) if too_large.any() else len(groups)
+
+    def _oversized(self, groups: Groups, lengths: Indexes, batch_size: int) -> InvalidArgumentError:
+        """Return the error of a first group that no rank can have."""
+        size = int(groups.sizes[0])
+        total, longest = int(lengths[:size].sum()), int(lengths[:size].max())
+        within_tokens = total <= self.tokens_per_rank and longest <= (self.tokens_per_micro_batch or longest)
+        if within_tokens:
+            return InvalidArgumentError(
+                f"batch_size: got {batch_size} samples, expected at least {size}: the group of sample {groups.rows[0]} "
+                "has so many and stays whole; raise batch_size or count groups with batch_unit='group'",
+                field="batch_size",
+            )
+        if total > self.tokens_per_rank:
+            what = f"got {total} tokens in the group of" if size > 1 else f"got {total} tokens for"
+            limit = f"tokens_per_rank ({self.tokens_per_rank})"
+        else:
+            what = f"got {longest} tokens for a sample in the group of" if size > 1 else f"got {longest} tokens for"
+            limit = f"tokens_per_micro_batch ({self.tokens_per_micro_batch})"
+        return InvalidArgumentError(
+            f"{self.length_key}: {what} sample {groups.rows[0]}, expected at most {limit}; raise it, or clear the "
+            "sample",
+            field=self.length_key,
+        )
+
+
+def _members(groups: Groups, part: Indexes) -> Indexes:
+    """Return the positions in `groups.rows` of the members of these groups."""
+    starts = groups.starts
+    empty = np.zeros(0, np.int64)
+    members = (np.arange(starts[at], starts[at] + groups.sizes[at]) for at in part.tolist())
+    return np.concatenate([empty, *members])
+
+
+def _cut(plan: Plan, of_ranks: list[Indexes], tokens_per_micro_batch: int) -> Plan:
+    packed = pack_alike(of_ranks, tokens_per_micro_batch, spread=True)
+    ranks = []
+    for part, lengths, bins in zip(plan.ranks, of_ranks, packed, strict=True):
+        positions = (np.array(sorted(items), np.int64) for items in bins)
+        packs = tuple(Pack(positions=members, lengths=lengths[members]) for members in positions)
+        ranks.append(RankPlan(rows=part.rows, steps=(packs,)))
+    return Plan(ranks=tuple(ranks))
