@@ -239,11 +239,16 @@ def test_lengths_come_from_custom_meta_or_a_jagged_field(train):
     assert ready(train, length=LengthSource(key="n")) == [0]
 
 
-@pytest.mark.parametrize("value", [-1, 0.5, "long"])
+@pytest.mark.parametrize("value", [-1, 0.5, float("inf"), float("nan"), "long"])
 def test_lengths_must_be_counts(train, value):
     insert(train, 1, meta=[{"n": value}])
     with pytest.raises(InvalidArgumentError, match="token count"):
         ready(train, length=LengthSource(key="n"))
+
+
+def test_whole_numbers_do_as_doubles(train):
+    insert(train, 2, ("x",), meta=[{"n": 3.0}, {"n": 4.0}])
+    assert view_of(train, length=LengthSource(key="n")).lengths(np.array([0, 1])).tolist() == [3, 4]
 
 
 def test_lengths_that_nobody_gives_are_an_error_only_where_rows_wait_for_them(train):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,17 +85,7 @@ class Readiness:
                 lengths = np.where(field.put_slot.data[rows] >= 0, field.length.data[rows], -1)
         if arrays is not None:
             values, present = arrays[0][rows], arrays[1][rows]
-            if values.dtype.kind not in "iu":
-                raise InvalidArgumentError(
-                    f"custom_meta column {source.key!r} holds {values.dtype} values; token counts must be integers",
-                    field=source.key,
-                )
-            lengths = np.where(present, values, lengths)
-            if bool((values[present] < 0).any()):
-                raise InvalidArgumentError(
-                    f"custom_meta column {source.key!r} holds {int(values[present].min())}; a token count is 0 or more",
-                    field=source.key,
-                )
+            lengths[present] = _token_counts(source.key, values[present])
         return lengths
 
     def ordered(self, positions: Indexes) -> Indexes:
@@ -114,3 +104,18 @@ class Readiness:
             ranks = np.unique(values[present], return_inverse=True)[1].astype(np.int64)
             key[present] = -ranks if order.descending else ranks
         return key
+
+
+def _token_counts(column: str, values: NDArray[Any]) -> Indexes:
+    """Return the values of a custom_meta column as token counts; whole numbers do as doubles too."""
+    is_number = values.dtype.kind in "if"
+    wrong = ~(values >= 0) if is_number else np.ones(values.size, np.bool_)
+    if values.dtype.kind == "f":
+        wrong |= ~np.isfinite(values) | (values != np.floor(values))
+    if wrong.any():
+        raise InvalidArgumentError(
+            f"custom_meta column {column!r} holds {values[wrong][0]!r}; a token count is a whole number of 0 or more: "
+            f"put or set another value, or clear the sample",
+            field=column,
+        )
+    return values.astype(np.int64)
