@@ -66,6 +66,8 @@ def test_the_default_layout_holds_for_fields_nobody_declared():
     text = ColumnWrite(spec=FieldSpec("text", layout=OBJECT, row_shape=()))
     update(train, [0], [text])
     assert train.cells.fields["text"].spec.layout is OBJECT
+    update(train, [0], [dense("reward")])  # a scalar has no side that could be ragged
+    assert train.cells.fields["reward"].spec.layout is D
 
 
 def test_a_refused_column_leaves_nothing():

@@ -133,10 +133,15 @@ class CellTable:
         for column in columns:
             field = self.fields.get(column.spec.name)
             known = field.spec if field is not None else FieldSpec(column.spec.name)
-            if known.layout is None and column.spec.layout is not Layout.OBJECT:
-                known = replace(known, layout=self.default_layout)
+            if known.layout is None:
+                known = replace(known, layout=self._default_for(column.spec))
             merged.append(merge_specs(known, column.spec))
         return merged
+
+    def _default_for(self, spec: FieldSpec) -> Layout | None:
+        """Return the layout of a field that was not declared: objects have no other, nor have scalars a ragged side."""
+        is_scalar = spec.layout is Layout.DENSE and not spec.row_shape
+        return None if spec.layout is Layout.OBJECT or is_scalar else self.default_layout
 
     def write(self, put: Put, columns: Sequence[ColumnWrite], specs: Sequence[FieldSpec], positions: Indexes,
               rows: Indexes) -> list[FreedCells]:  # fmt: skip
