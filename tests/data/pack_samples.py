@@ -68,8 +68,9 @@ def batch_of(rows: dict[str, list[torch.Tensor]]) -> TensorDict:
     return TensorDict(fields, batch_size=[count])
 
 
-def jagged(rows: list[torch.Tensor], dim: int, like: torch.Tensor) -> torch.Tensor:
-    """Return a nested tensor of rows that differ in `dim`."""
+def jagged(rows: list[torch.Tensor], dim: int = 0, like: torch.Tensor | None = None) -> torch.Tensor:
+    """Return a nested tensor of rows that differ in `dim`; without rows it is typed as `like` is."""
+    like = rows[0] if like is None else like
     offsets = torch.tensor([0, *(row.shape[dim] for row in rows)]).cumsum(0)
     values = torch.cat([like.narrow(dim, 0, 0), *rows], dim=dim)
     bound = None if rows else 0

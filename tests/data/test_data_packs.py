@@ -173,6 +173,7 @@ LONG = jagged([torch.arange(3), torch.arange(1)], 0, torch.arange(1))
         ({}, {}, [2], "got 1 lengths; expected 2"),
         ({}, {"pack_max_length": 2}, None, "got 3 tokens in 2 samples; expected at most pack_max_length = 2"),
         ({"text": object_stack(["a", "b"])}, {}, None, "field 'text' holds objects"),
+        ({"image": object_stack([torch.ones(2, 2), torch.ones(3, 1)])}, {}, None, "rows that differ in several"),
         ({"prompt": LONG}, {}, None, "field 'prompt' has 3 values in sample 0 of the pack; expected 2"),
         ({"input_ids": torch.zeros(2, 4)}, {}, None, "field 'input_ids' is dense, with rows of shape"),
         ({"position_ids": torch.zeros(2, 4)}, {}, None, "field 'position_ids' is dense"),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from tq_service.data.columns import Column, FieldKey, FlatBatch, JaggedColumn, ObjectColumn
@@ -101,10 +102,7 @@ def _taken_lengths(
 
 def _use(key: FieldKey, column: Column, options: PackOptions) -> FieldUse:
     if isinstance(column, ObjectColumn):
-        raise ValueError(
-            f"field {key!r} holds objects, or rows that differ in several dimensions, which no pack can hold; leave it "
-            "out of data_fields, and fetch it by the pack's meta where it is needed"
-        )
+        raise ValueError(_why_no_objects(key, column))
     if isinstance(column, JaggedColumn):
         if key in options.repeat_fields:
             raise ValueError(f"field {key!r} of repeat_fields is jagged; expected a dense one, of one value a sample")
@@ -132,3 +130,15 @@ def _check_names(uses: Mapping[FieldKey, FieldUse], options: PackOptions) -> Non
         raise ValueError(
             f"keep_fields has {POSITIONS!r}, which has a value for each token; leave it out of keep_fields"
         )
+
+
+def _why_no_objects(key: FieldKey, column: ObjectColumn) -> str:
+    if column.rows and all(isinstance(row, torch.Tensor) for row in column.rows):
+        return (
+            f"field {key!r} has rows that differ in several dimensions, or did so in some put; expected one ragged "
+            "dimension: put rows (length, 3), or a nested tensor that says which dimension is ragged (jagged_dim=2)"
+        )
+    return (
+        f"field {key!r} holds objects, which no pack can hold; leave it out of data_fields, and fetch it by the pack's "
+        "meta where it is needed"
+    )

@@ -1,0 +1,135 @@
+"""Packs planned by a real service."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pack_samples import jagged
+
+import tq_service as tq
+from tq_service.data import PackedMicroBatch, PackOptions, StreamingDataLoader, StreamingDataset, unpack_sequences
+
+SIZE = 64
+OPTIONS = PackOptions(
+    pack_max_length=SIZE, padding_sequence_length=16, repeat_fields=("advantage",), keep_fields=("prompt",)
+)
+FIELDS = ["index", "input_ids", "labels", "logprobs", "position_ids", "advantage", "prompt"]
+LENGTHS = np.random.default_rng(3).integers(1, 40, 50).tolist()
+
+
+def columns(first: int, lengths: list[int]) -> dict[str, Any]:
+    """Return samples told apart by their index, from `first` on."""
+    indexes = range(first, first + len(lengths))
+    counted = list(zip(indexes, lengths, strict=True))
+    return {
+        "index": torch.tensor(list(indexes)),
+        "input_ids": [index * 100 + torch.arange(length) for index, length in counted],
+        "labels": [index * 100 + 1 + torch.arange(length) for index, length in counted],
+        "logprobs": [torch.full((length,), index, dtype=torch.bfloat16) for index, length in counted],
+        "position_ids": jagged([torch.arange(length).expand(3, length) + index for index, length in counted], 1),
+        "advantage": torch.tensor([float(index) for index in indexes]),
+        "prompt": [torch.full((1 + index % 3,), index) for index in indexes],
+    }
+
+
+@pytest.fixture
+def partition(request: pytest.FixtureRequest, address: str) -> Iterator[str]:
+    name = request.node.name
+    yield name
+    with tq.Client(address) as client:
+        client.clear_partition(name)
+
+
+def fill(address: str, partition: str, lengths: list[int]) -> None:
+    with tq.Client(address) as client:
+        for first in range(0, len(lengths), 8):
+            part = lengths[first : first + 8]
+            meta = [{"total_lengths": length} for length in part]
+            client.put(columns(first, part), partition_id=partition, custom_meta=meta)
+        client.seal_partition(partition)
+
+
+def dataset_of(address: str, partition: str, rank: int = 0, dp_size: int = 1, **changes: Any) -> StreamingDataset:
+    options: dict[str, Any] = {
+        "batch_size": 16, "data_fields": FIELDS, "partition_id": partition, "task_name": "update_actor",
+        "dp_rank": rank, "dp_size": dp_size, "sampler": "packed", "max_wait": 0.5, "pack": OPTIONS,
+        "sampler_config": {"optimizer_steps": 3, "pack_max_length": SIZE},
+    }  # fmt: skip
+    return StreamingDataset(address, **{**options, **changes})
+
+
+def check(pack: PackedMicroBatch, size: int = SIZE) -> list[int]:
+    """Assert that a pack holds what was put, and return the indexes of its samples."""
+    assert pack["input_ids"].shape == pack["labels"].shape == pack["advantage"].shape == (size,)
+    assert pack["position_ids"].shape == (3, size)
+    assert int(pack["padding_mask"].sum()) == pack.num_padding == size - pack.token_count
+    assert bool((pack["labels"][pack["padding_mask"]] == -100).all())
+    indexes: list[int] = pack["index"].tolist()
+    assert indexes == pack.meta.global_indexes
+    expected = columns(0, LENGTHS)
+    rows = unpack_sequences(pack)
+    for name in FIELDS[1:]:
+        assert rows[name].dtype is expected[name][0].dtype
+        for row, index, length in zip(rows[name].unbind() if indexes else (), indexes, pack.lengths, strict=True):
+            whole = expected[name][index]
+            assert torch.equal(row, whole[..., :length] if name not in ("advantage", "prompt") else whole), name
+    return indexes
+
+
+@pytest.mark.parametrize(("count", "num_workers"), [(50, 0), (50, 2), (3, 0), (33, 0)])
+def test_two_ranks_train_the_same_number_of_packs(address: str, partition: str, count: int, num_workers: int) -> None:
+    fill(address, partition, LENGTHS[:count])
+    places, seen = [], []
+    for rank in range(2):
+        with StreamingDataLoader(dataset_of(address, partition, rank, 2), num_workers, 2, "fork") as loader:
+            packs = list(loader)
+        places.append([(pack.step, pack.step_count, pack.pack, pack.ends_step) for pack in packs])
+        seen += [index for pack in packs for index in check(pack)]
+    assert places[0] == places[1]
+    assert sorted(seen) == list(range(count))
+    steps = Counter(ends for _, _, _, ends in places[0])[True]
+    assert steps == 3 * -(-count // 32)
+    assert {step_count for _, step_count, _, _ in places[0]} == {3}
+
+
+def test_a_restart_and_a_reset_give_the_same_packs(address: str, partition: str) -> None:
+    fill(address, partition, LENGTHS)
+    with StreamingDataLoader(dataset_of(address, partition, max_buffered_batches=1)) as loader:
+        first = [pack.meta for pack in loader]
+        loader.reset()
+        assert [pack.meta for pack in loader] == first
+    restarted = [pack.meta for pack in StreamingDataLoader(dataset_of(address, partition, start_batch_index=1))]
+    assert restarted == first[-len(restarted) :]
+    assert 0 < len(restarted) < len(first)
+
+
+def test_a_plan_that_truncates_is_packed_truncated(address: str, partition: str) -> None:
+    fill(address, partition, LENGTHS)
+    config = {"optimizer_steps": 1, "pack_max_length": 24, "overlong": "truncate"}
+    options = {"repeat_fields": ("advantage",), "keep_fields": ("prompt",), "pack_max_length": 24}
+    truncating = PackOptions(**options, overlong="truncate")
+    packs = list(StreamingDataLoader(dataset_of(address, partition, sampler_config=config, pack=truncating)))
+    lengths = {index: length for pack in packs for index, length in zip(check(pack, 24), pack.lengths, strict=True)}
+    assert lengths == {index: min(length, 24) for index, length in enumerate(LENGTHS)}
+    with pytest.raises(ValueError, match='pack with overlong="truncate" too'):
+        list(dataset_of(address, partition, sampler_config=config, pack=PackOptions(**options)))
+
+
+def test_what_a_model_says_of_tokens_goes_back_to_the_samples(address: str, partition: str) -> None:
+    fill(address, partition, LENGTHS)
+    with tq.Client(address) as client, StreamingDataLoader(dataset_of(address, partition)) as loader:
+        for pack in loader:
+            doubled = pack["input_ids"] * 2
+            if pack.meta.size:
+                client.put({"doubled": pack.split_tokens(doubled)}, metadata=pack.meta)
+        found = client.get_meta(
+            partition_id=partition, task_name="read", data_fields=["doubled", "input_ids"], batch_size=len(LENGTHS)
+        )
+        batch = client.get_data(found)
+    assert batch["doubled"].offsets().diff().tolist() == LENGTHS
+    assert torch.equal(batch["doubled"].values(), batch["input_ids"].values() * 2)
