@@ -12,7 +12,14 @@ import torch
 from pack_samples import jagged
 
 import tq_service as tq
-from tq_service.data import PackedMicroBatch, PackOptions, StreamingDataLoader, StreamingDataset, unpack_sequences
+from tq_service.data import (
+    PackedMicroBatch,
+    PackOptions,
+    StreamingDataLoader,
+    StreamingDataset,
+    split_packs,
+    unpack_sequences,
+)
 
 SIZE = 64
 OPTIONS = PackOptions(
@@ -86,7 +93,7 @@ def test_two_ranks_train_the_same_number_of_packs(address: str, partition: str, 
     fill(address, partition, LENGTHS[:count])
     places, seen = [], []
     for rank in range(2):
-        with StreamingDataLoader(dataset_of(address, partition, rank, 2), num_workers, 2, "fork") as loader:
+        with StreamingDataLoader(dataset_of(address, partition, rank, 2), num_workers) as loader:
             packs = list(loader)
         places.append([(pack.step, pack.step_count, pack.pack, pack.ends_step) for pack in packs])
         seen += [index for pack in packs for index in check(pack)]
@@ -116,8 +123,38 @@ def test_a_plan_that_truncates_is_packed_truncated(address: str, partition: str)
     packs = list(StreamingDataLoader(dataset_of(address, partition, sampler_config=config, pack=truncating)))
     lengths = {index: length for pack in packs for index, length in zip(check(pack, 24), pack.lengths, strict=True)}
     assert lengths == {index: min(length, 24) for index, length in enumerate(LENGTHS)}
-    with pytest.raises(ValueError, match='pack with overlong="truncate" too'):
-        list(dataset_of(address, partition, sampler_config=config, pack=PackOptions(**options)))
+
+
+def test_what_the_sampler_drops_is_in_no_pack(address: str, partition: str) -> None:
+    fill(address, partition, LENGTHS)
+    config = {"optimizer_steps": 2, "pack_max_length": 24, "overlong": "drop"}
+    options = PackOptions(repeat_fields=("advantage",), keep_fields=("prompt",), pack_max_length=24)
+    packs = list(StreamingDataLoader(dataset_of(address, partition, sampler_config=config, pack=options)))
+    seen = sorted(index for pack in packs for index in check(pack, 24))
+    assert seen == [index for index, length in enumerate(LENGTHS) if length <= 24]
+
+
+def test_micro_batches_of_a_token_budget_are_packs_too(address: str, partition: str) -> None:
+    fill(address, partition, LENGTHS)
+    config = {"tokens_per_rank": 200, "tokens_per_micro_batch": SIZE}
+    places, seen = [], []
+    for rank in range(2):
+        packs = list(dataset_of(address, partition, rank, 2, sampler="token_budget", sampler_config=config))
+        seen += [index for pack in packs for index in check(pack)]
+        places.append([pack.ends_step for pack in packs])
+    assert places[0] == places[1]
+    assert sorted(seen) == list(range(len(LENGTHS)))
+
+
+def test_the_claim_of_a_queue_worker_can_be_packed(address: str, partition: str) -> None:
+    fill(address, partition, LENGTHS)
+    with tq.Client(address) as client:
+        meta = client.get_meta(
+            partition_id=partition, task_name="score", data_fields=FIELDS, batch_size=20, sampler="packed",
+            sampler_config={"optimizer_steps": 1, "pack_max_length": SIZE},
+        )  # fmt: skip
+        packs = list(split_packs(client.get_data(meta), meta, OPTIONS))
+    assert sorted(index for pack in packs for index in check(pack)) == list(range(20))
 
 
 def test_what_a_model_says_of_tokens_goes_back_to_the_samples(address: str, partition: str) -> None:
