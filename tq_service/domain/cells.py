@@ -223,6 +223,11 @@ class CellTable:
 
     def _runs(self, names: tuple[str, ...], slots: NDArray[np.int32], rows: Indexes) -> CellRuns:
         is_break = (slots[1:] != slots[:-1]) | (rows[1:] != rows[:-1] + 1)
+        if not is_break.any():  # most claims: samples that were put together
+            put = self._puts.get(int(slots[0]))
+            return CellRuns(
+                field_names=names, puts=(put,), put_indexes=(0,), first_rows=rows[:1], row_counts=np.array([rows.size])
+            )
         starts = np.concatenate(([0], np.flatnonzero(is_break) + 1))
         used: dict[int, int] = {}
         put_indexes = tuple(used.setdefault(slot, len(used)) for slot in slots[starts].tolist())
