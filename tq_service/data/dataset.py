@@ -257,13 +257,12 @@ def _processing(
     if pack is None:
         return process_batch_fn or split_micro_batches
     _require(process_batch_fn is None, "pack", "a process_batch_fn as well", "one of the two")
-    planned = (sampler_config or {}).get("pack_max_length", pack.pack_max_length)
-    _require(
-        planned == pack.pack_max_length,
-        "pack",
-        f"pack_max_length {pack.pack_max_length}",
-        f"{planned} as the sampler has",
-    )
+    for name in ("pack_max_length", "overlong"):
+        ours = getattr(pack, name)
+        planned = (sampler_config or {}).get(name, ours)
+        # What the sampler drops is in no pack, and what it refuses neither.
+        if name == "pack_max_length" or "truncate" in (ours, planned):
+            _require(planned == ours, "pack", f"{name} {ours!r}", f"{planned!r}, as the sampler has")
     return PackBatches(pack)
 
 
