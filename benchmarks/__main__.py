@@ -22,6 +22,8 @@ BENCHMARKS = (
     "insert_rate",
     "bulk_throughput",
     "idle_server",
+    "balancing",
+    "packing",
 )
 RESULTS = ROOT / "benchmarks" / "results"
 

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from tq_service.balancing import get_costs, plan_packs
 
 CAP = 100
-shapes = st.fixed_dictionaries({"dp_size": st.integers(1, 5), "optimizer_steps": st.integers(1, 4)})
+shapes = st.fixed_dictionaries(
+    {"dp_size": st.integers(1, 5), "optimizer_steps": st.integers(1, 4), "even_steps": st.booleans()}
+)
 lengths_lists = st.lists(st.integers(0, CAP), max_size=60)
 
 
@@ -128,6 +130,18 @@ def test_nothing_is_a_plan_of_padding():
     assert plan.packs == [[[[]]] * 3] * 2
     assert plan.padding_tokens == 6 * CAP
     assert plan.fill_ratio == plan.imbalance == plan.step_imbalance == 0.0
+
+
+def test_uneven_steps_take_no_more_packs_than_the_tokens_need():
+    """Tokens for 2.2 packs in each step of each rank: 3 packs where steps are even, else 9 for a rank's 4 steps."""
+    lengths = np.random.default_rng(2).integers(1, 40, 400)
+    lengths = lengths[: int(np.searchsorted(lengths.cumsum(), 220 * 4 * 8))]
+    shape = {"dp_size": 8, "optimizer_steps": 4, "pack_max_length": CAP}
+    even, uneven = plan_packs(lengths, **shape), plan_packs(lengths, even_steps=False, **shape)
+    assert even.packs_by_step == [3, 3, 3, 3]
+    assert uneven.packs_by_step == [3, 2, 2, 2]
+    assert uneven.pack_count == uneven.pack_count_lower_bound
+    check(uneven, lengths.tolist())
 
 
 def test_a_large_batch_is_packed_tightly_and_evenly():

@@ -115,12 +115,13 @@ def test_options_that_mean_nothing_are_refused(options, message):
     steps=st.integers(1, 3),
     overlong=st.sampled_from(["truncate", "drop"]),
     cost=st.sampled_from(["tokens", "attention"]),
+    even=st.booleans(),
     data=st.data(),
 )
-def test_ranks_agree_groups_stay_whole_and_packs_hold(*, sizes, ranks, steps, overlong, cost, data):
+def test_ranks_agree_groups_stay_whole_and_packs_hold(*, sizes, ranks, steps, overlong, cost, even, data):
     lengths = data.draw(st.lists(st.integers(0, 130), min_size=sum(sizes), max_size=sum(sizes)))
     view, request = view_of_groups(sizes, lengths=lengths), ranked(16, ranks, unit="group")
-    sampler = PackedSampler(optimizer_steps=steps, pack_max_length=CAP, overlong=overlong, cost=cost)
+    sampler = PackedSampler(optimizer_steps=steps, pack_max_length=CAP, overlong=overlong, cost=cost, even_steps=even)
     plan = check_plan(sampler.name, sampler.plan(view, request), request)
     assert sorted(itertools.chain(*parts(plan))) == list(range(sum(sizes)))
     for rank in plan.ranks:

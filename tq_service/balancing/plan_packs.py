@@ -29,6 +29,7 @@ def plan_packs(
     groups: Sequence[Hashable | None] | None = None,
     overlong: Overlong = "error",
     cost: Cost | None = None,
+    even_steps: bool = True,
 ) -> PackPlan:
     """Plan the packs of a batch for all ranks, such that no rank ever waits for a pack that another has not.
 
@@ -51,6 +52,9 @@ def plan_packs(
         overlong: what to do with a sample longer than `pack_max_length`: refuse it, cut it to `pack_max_length`, or
             leave it out; the plan says which were cut and left out.
         cost: what is evened out over the ranks, see `get_costs`; None: tokens.
+        even_steps: whether the steps of a rank get as equal numbers of tokens as can be. Where a step of each rank
+            would fill few packs that may cost much padding: tokens for 2.1 packs take 3. False: all samples of a rank
+            are packed first and its packs are dealt to the steps, whose numbers of packs then differ by at most one.
 
     Returns:
         The plan with its figures. The same arguments give the same packs.
@@ -74,10 +78,15 @@ def plan_packs(
     costs = get_costs(lengths, cost)
     units = _units(groups, lengths.size, kept)
     ranks = _spread_over_ranks(units, costs, dp_size)
-    cells = [_spread_over_steps(samples, lengths, optimizer_steps) for samples in ranks]
-    steps = [_pack_step(of_ranks, lengths, pack_max_length) for of_ranks in zip(*cells, strict=True)]
+    if even_steps:
+        cells = [_spread_over_steps(samples, lengths, optimizer_steps) for samples in ranks]
+        steps = [_pack(of_ranks, lengths, pack_max_length) for of_ranks in zip(*cells, strict=True)]
+        packs = [[step[rank] for step in steps] for rank in range(dp_size)]
+    else:
+        packed = _pack(ranks, lengths, pack_max_length, spread=True)
+        packs = [_deal_to_steps(of_rank, optimizer_steps) for of_rank in packed]
     return PackPlan(
-        packs=[[step[rank] for step in steps] for rank in range(dp_size)],
+        packs=packs,
         lengths=lengths,
         pack_max_length=pack_max_length,
         truncated=truncated,
@@ -141,12 +150,18 @@ def _spread_over_steps(samples: Int64s, lengths: Int64s, optimizer_steps: int) -
     return sorted(parts, key=lambda part: -int(lengths[part].sum()))
 
 
-def _pack_step(of_ranks: Sequence[Int64s], lengths: Int64s, pack_max_length: int) -> list[Bins]:
-    """Return the packs of every rank in one step, as many for each."""
-    packed = pack_alike([lengths[samples] for samples in of_ranks], pack_max_length)
+def _pack(of_ranks: Sequence[Int64s], lengths: Int64s, pack_max_length: int, *, spread: bool = False) -> list[Bins]:
+    """Return the packs of the samples of every rank, as many for each."""
+    packed = pack_alike([lengths[samples] for samples in of_ranks], pack_max_length, spread=spread)
     return [
         [np.sort(samples[pack]).tolist() for pack in packs] for samples, packs in zip(of_ranks, packed, strict=True)
     ]
+
+
+def _deal_to_steps(packs: Bins, optimizer_steps: int) -> list[Bins]:
+    """Deal packs, fullest first, to the steps in turn, so that numbers differ by at most one, each at least one."""
+    filled = packs + [[] for _ in range(optimizer_steps - len(packs))]
+    return [filled[step::optimizer_steps] for step in range(optimizer_steps)]
 
 
 def _pack_count_at_least(lengths: Int64s, dp_size: int, optimizer_steps: int, pack_max_length: int) -> int:

@@ -47,6 +47,8 @@ class PackedSampler(Sampler):
             for its first `pack_max_length` tokens (`Pack.lengths` says so), "drop" consumes it with the batch without
             putting it into any pack.
         cost: what is evened out over the ranks: "tokens", or their cost with "attention".
+        even_steps: whether the steps of a rank get as equal numbers of tokens as can be; False: the fewest packs, whose
+            numbers differ by at most one between steps.
     """
 
     name: ClassVar[str] = "packed"
@@ -59,6 +61,7 @@ class PackedSampler(Sampler):
     incomplete_groups: IncompleteGroups = "skip"
     overlong: Overlong = "error"
     cost: CostName = "tokens"
+    even_steps: bool = True
 
     def __post_init__(self) -> None:
         check_count("optimizer_steps", self.optimizer_steps)
@@ -109,6 +112,7 @@ class PackedSampler(Sampler):
             groups=group_of.tolist(),
             overlong=self.overlong,
             cost=self.cost,
+            even_steps=self.even_steps,
         )
         return _as_plan(groups, group_of, packs)
 
