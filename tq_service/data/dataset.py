@@ -257,12 +257,21 @@ def _processing(
     if pack is None:
         return process_batch_fn or split_micro_batches
     _require(process_batch_fn is None, "pack", "a process_batch_fn as well", "one of the two")
-    for name in ("pack_max_length", "overlong"):
-        ours = getattr(pack, name)
-        planned = (sampler_config or {}).get(name, ours)
-        # What the sampler drops is in no pack, and what it refuses neither.
-        if name == "pack_max_length" or "truncate" in (ours, planned):
-            _require(planned == ours, "pack", f"{name} {ours!r}", f"{planned!r}, as the sampler has")
+    config = sampler_config or {}
+    planned = config.get("pack_max_length", pack.pack_max_length)
+    _require(
+        planned == pack.pack_max_length,
+        "pack",
+        f"pack_max_length {pack.pack_max_length}",
+        f"{planned}, as the sampler has",
+    )
+    truncates = config.get("overlong", pack.overlong) == "truncate"
+    _require(
+        truncates == (pack.overlong == "truncate"),
+        "pack",
+        f"overlong {pack.overlong!r}",
+        f"{'truncate' if truncates else 'error'!r}, as the sampler has",
+    )
     return PackBatches(pack)
 
 

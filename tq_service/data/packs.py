@@ -132,9 +132,13 @@ def pack_rows(
         elif use.kind == "repeated" and isinstance(column, DenseColumn):
             fields[key] = _repeated(key, column.values[torch.from_numpy(positions)], layout, options)
     fields |= _kept(flat, uses, positions)
-    fields.setdefault(POSITIONS, layout.position_ids())
-    fields["cu_seqlens"] = layout.cu_seqlens()
-    fields["padding_mask"] = layout.padding_mask()
+    made = {
+        POSITIONS: layout.position_ids(),
+        "cu_seqlens": layout.cu_seqlens(),
+        "padding_mask": layout.padding_mask(),
+    }
+    device = fields[options.input_field].device
+    fields |= {name: tensor.to(device) for name, tensor in made.items() if name not in fields}
     return PackedSequences(
         tensors=TensorDict(fields, batch_size=[]),
         lengths=tuple(taken.tolist()),
