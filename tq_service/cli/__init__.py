@@ -18,6 +18,7 @@ _COMMANDS = {
     "health": "Print the health of a service; exit code 0 when it is SERVING.",
     "status": "Show partitions, fields and tasks of a service.",
     "samplers": "List the samplers of a service, with their options.",
+    "plan": "Show what each sampler would do with the samples of a file of lengths.",
     "bench": "Measure claims, puts and gets against a service for a few seconds.",
     "demo": "Train a tiny policy through a service of its own, about a minute.",
 }

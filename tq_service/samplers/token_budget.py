@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from tq_service.balancing.alike import pack_alike
 from tq_service.balancing.plan_packs import check_count
+from tq_service.balancing.token_budget import Limits, deal_within
 from tq_service.errors import InvalidArgumentError
 from tq_service.samplers.base import Groups, Indexes, LengthSource, Pack, Plan, PlanRequest, RankPlan, Sampler, View
-from tq_service.samplers.budget_deal import Limits, deal_within
 from tq_service.samplers.token_lengths import check_length_key, read_lengths, refuse_micro_batch_size
 from tq_service.samplers.whole_groups import IncompleteGroups, check_group_options, rows_of_ranks, take_groups
 

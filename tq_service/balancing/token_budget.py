@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from tq_service.balancing import get_even_partitions, get_free_partitions
-from tq_service.domain.plan import Indexes
-from tq_service.samplers.whole_groups import Deal
+from tq_service.balancing.karmarkar_karp import get_even_partitions, get_free_partitions
+
+Int64s = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +29,7 @@ class Limits:
     units: int
 
 
-def deal_within(limits: Limits, tokens: Indexes, units: Indexes) -> Deal:
+def deal_within(limits: Limits, tokens: Int64s, units: Int64s) -> list[Int64s]:
     """Deal the first groups, as many as can be found to fit, with token totals as equal as can be.
 
     One by one to the emptiest rank tells how many surely fit; between that and what the budget of all ranks together
@@ -45,7 +46,7 @@ def deal_within(limits: Limits, tokens: Indexes, units: Indexes) -> Deal:
     fits = np.cumsum(tokens) <= limits.tokens * limits.rank_count
     fits &= np.cumsum(units) <= limits.units * limits.rank_count
     most = int(fits.sum())
-    best: Deal = _one_by_one(limits, tokens[:most], units[:most])
+    best: list[Int64s] = _one_by_one(limits, tokens[:most], units[:most])
     least = sum(part.size for part in best)
     balanced = _balanced(limits, tokens[:least], units[:least])
     best = balanced or best
@@ -61,7 +62,7 @@ def deal_within(limits: Limits, tokens: Indexes, units: Indexes) -> Deal:
     return best
 
 
-def _one_by_one(limits: Limits, tokens: Indexes, units: Indexes) -> list[Indexes]:
+def _one_by_one(limits: Limits, tokens: Int64s, units: Int64s) -> list[Int64s]:
     """Deal each group to the rank with the fewest tokens, until one does not fit there."""
     ranks: list[list[int]] = [[] for _ in range(limits.rank_count)]
     loads = [(0, 0, rank) for rank in range(limits.rank_count)]
@@ -74,7 +75,7 @@ def _one_by_one(limits: Limits, tokens: Indexes, units: Indexes) -> list[Indexes
     return [np.array(part, np.int64) for part in ranks]
 
 
-def _balanced(limits: Limits, tokens: Indexes, units: Indexes) -> Deal | None:
+def _balanced(limits: Limits, tokens: Int64s, units: Int64s) -> list[Int64s] | None:
     """Deal all groups, evenly by tokens; None where a rank would get more than it may."""
     for split in (get_free_partitions, get_even_partitions):
         deal = [np.array(part, np.int64) for part in split(tokens, limits.rank_count)]
@@ -83,5 +84,5 @@ def _balanced(limits: Limits, tokens: Indexes, units: Indexes) -> Deal | None:
     return None
 
 
-def _is_within(limits: Limits, deal: Sequence[Indexes], tokens: Indexes, units: Indexes) -> bool:
+def _is_within(limits: Limits, deal: Sequence[Int64s], tokens: Int64s, units: Int64s) -> bool:
     return all(tokens[part].sum() <= limits.tokens and units[part].sum() <= limits.units for part in deal)
