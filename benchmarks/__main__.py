@@ -24,6 +24,7 @@ BENCHMARKS = (
     "idle_server",
     "balancing",
     "packing",
+    "planning_delay",
 )
 RESULTS = ROOT / "benchmarks" / "results"
 

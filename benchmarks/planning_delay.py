@@ -1,0 +1,107 @@
+"""Do other requests wait while the controller plans large batches?
+
+One process asks for a batch of 16,384 samples for 8 ranks after the other, each a new plan; another makes claims of 8
+samples on another partition and takes their latency.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+
+import numpy as np
+
+import tq_service as tq
+from benchmarks.harness import ROOT, Options, interleave_async, main, median, p50_p99, run_async, service
+from benchmarks.lengths import lognormal_lengths
+from benchmarks.report import Aim, Cell, Report
+
+_SAMPLES, _RANKS, _CAP = 16_384, 8, 32_768
+_CLAIMS_A_REPEAT = 400
+_BATCH_SIZE = 8
+_MOST_MS = 5.0
+
+LOADS: Mapping[str, Mapping[str, object] | None] = {
+    "nothing": None,
+    "sequential": {},
+    "seqlen_balanced": {},
+    "token_budget": {"tokens_per_rank": 16 * _CAP, "tokens_per_micro_batch": _CAP},
+    "packed": {"optimizer_steps": 4, "pack_max_length": _CAP},
+}
+
+
+@contextmanager
+def _load(address: str, sampler: str, config: Mapping[str, object] | None) -> Iterator[None]:
+    """Have large batches planned until the block ends."""
+    if config is None:
+        yield
+        return
+    arguments = [address, "large", sampler, json.dumps(config), str(_SAMPLES // _RANKS), str(_RANKS)]
+    command = [sys.executable, "-m", "benchmarks.planning_load", *arguments]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            if process.stdout is None or not process.stdout.readline():
+                raise RuntimeError(f"the load ended with exit code {process.wait()}")
+            yield
+        finally:
+            process.kill()
+
+
+async def _latencies(client: tq.AsyncClient, address: str, sampler: str) -> list[float]:
+    task = secrets.token_hex(8)
+    latencies = []
+    with _load(address, sampler, LOADS[sampler]):
+        for _ in range(_CLAIMS_A_REPEAT):
+            started = time.perf_counter()
+            await client.get_meta(partition_id="small", task_name=task, data_fields=["x"], batch_size=_BATCH_SIZE)
+            latencies.append(time.perf_counter() - started)
+    return latencies
+
+
+async def _measure(options: Options, address: str) -> Report:
+    lengths = lognormal_lengths(_SAMPLES)
+    async with tq.AsyncClient(address, timeout=60.0) as client:
+        for start in range(0, _SAMPLES, 4_096):
+            meta = [{"total_lengths": length} for length in lengths[start : start + 4_096].tolist()]
+            await client.put({"x": np.arange(len(meta))}, partition_id="large", custom_meta=meta)
+        await client.put({"x": np.arange(_CLAIMS_A_REPEAT * _BATCH_SIZE)}, partition_id="small")
+        cases = {sampler: partial(_latencies, client, address, sampler) for sampler in LOADS}
+        found = await interleave_async(cases, options.repeats)
+    rows: list[list[Cell]] = []
+    for sampler, repeats in found.items():
+        p50, p99 = p50_p99(repeats)
+        rows.append([sampler, p50, p99, 1e3 * median([max(repeat) for repeat in repeats])])
+    others = float(rows[1][2] or 0)
+    return Report(
+        name="planning_delay",
+        question="Do other requests wait while the controller plans large batches?",
+        columns=["planned meanwhile", "p50, ms", "p99, ms", "longest, ms"],
+        rows=rows,
+        notes=[
+            f"latency of claims of {_BATCH_SIZE} samples, {_CLAIMS_A_REPEAT} a repeat, while batches of {_SAMPLES:,} "
+            f"samples are planned for {_RANKS} ranks, one after the other, each for a new task",
+            "sequential plans nothing: what it costs is to set up tasks, to record batches and to answer",
+            "the longest has a full garbage collection in it, over the plans of all the tasks that the load leaves behind",
+        ],
+        aims=[
+            Aim(what=f"{row[0]}: p99 above that of sequential, ms", measured=float(row[2] or 0) - others,
+                wanted=_MOST_MS, at_least=False)
+            for row in rows[2:]
+        ],
+    )  # fmt: skip
+
+
+def run(options: Options) -> Report:
+    """Measure."""
+    with service() as server:
+        return run_async(_measure(options, server.address))
+
+
+if __name__ == "__main__":
+    sys.exit(main(run))
