@@ -39,9 +39,15 @@ def _ours(lengths: Int64s, k_partitions: int, equal_size: bool) -> tuple[float, 
 
 
 @contextmanager
-def _peer() -> Iterator[Balance]:
-    """Run the peer until the block ends."""
-    command = [str(peer_python()), str(ROOT / "benchmarks" / "balancing_peer.py")]
+def _peer() -> Iterator[Balance | None]:
+    """Run the peer until the block ends; None where it cannot be installed."""
+    try:
+        python = peer_python()
+    except RuntimeError as error:
+        print(f"without the peer: {error}", file=sys.stderr)
+        yield None
+        return
+    command = [str(python), str(ROOT / "benchmarks" / "balancing_peer.py")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         if process.stdin is None or process.stdout is None:
             raise RuntimeError("the peer has no pipes")
@@ -64,15 +70,17 @@ def _above_bound(lengths: Int64s, partitions: list[list[int]]) -> float:
     return 100 * (max(int(lengths[part].sum()) for part in partitions) / bound - 1)
 
 
-def _measure(lengths: Int64s, case: tuple[int, int, bool], peer: Balance, repeats: int) -> list[Cell]:
-    """Return the cells of one row: heaviest rank of both, seconds of both, and their ratio."""
+def _measure(lengths: Int64s, case: tuple[int, int, bool], peer: Balance | None, repeats: int) -> list[Cell]:
+    """Return the cells of one row: heaviest rank of both, milliseconds of both, and their ratio."""
     _, k_partitions, equal_size = case
-    sides: dict[str, Callable[[], tuple[float, list[list[int]]]]] = {
-        name: partial(balance, lengths, k_partitions, equal_size) for name, balance in (("ours", _ours), ("peer", peer))
-    }
+    methods = {"ours": _ours} if peer is None else {"ours": _ours, "peer": peer}
+    sides = {name: partial(balance, lengths, k_partitions, equal_size) for name, balance in methods.items()}
     results = {name: [side()] for name, side in sides.items()} if case == _SLOW_CASE else interleave(sides, repeats)
     above = {name: _above_bound(lengths, runs[0][1]) for name, runs in results.items()}
-    ours, theirs = ([seconds for seconds, _ in results[name]] for name in ("ours", "peer"))
+    ours = [seconds for seconds, _ in results["ours"]]
+    if peer is None:
+        return [above["ours"], None, 1e3 * median(ours), None, None]
+    theirs = [seconds for seconds, _ in results["peer"]]
     ratio = median([slow / fast for slow, fast in zip(theirs, ours, strict=True)])
     return [above["ours"], above["peer"], 1e3 * median(ours), 1e3 * median(theirs), ratio]
 
@@ -100,7 +108,7 @@ def run(options: Options) -> Report:
                 if case[:2] != (4_096, 512):
                     aims.append(Aim(what=f"{label}: above the bound, %", measured=above,
                                     wanted=_MOST_ABOVE_PERCENT, at_least=False))  # fmt: skip
-                if not case[2]:
+                if not case[2] and peer is not None:
                     aims.append(Aim(what=f"{label}: times faster", measured=ratio, wanted=_LEAST_SPEEDUP))
     return _report(rows, aims)
 

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tq_service.balancing.bin_packing import best_fit_decreasing, count_bins_at_least, fit_into
@@ -39,11 +39,13 @@ def fewest_bins(sizes) -> int:
     return best
 
 
+@settings(deadline=None)
 @given(sizes=item_sizes)
 def test_best_fit_packs_every_item_once(sizes):
     check(best_fit_decreasing(np.array(sizes, np.int64), CAPACITY), sizes)
 
 
+@settings(deadline=None)
 @given(sizes=few_sizes)
 def test_the_lower_bound_holds_and_the_search_finds_the_fewest(sizes):
     items, fewest = np.array(sizes, np.int64), fewest_bins(sizes)
@@ -53,6 +55,7 @@ def test_the_lower_bound_holds_and_the_search_finds_the_fewest(sizes):
         assert fit_into(items, CAPACITY, fewest - 1) is None
 
 
+@settings(deadline=None)
 @given(sizes=item_sizes.filter(any), fewer=st.integers(0, 3))
 def test_what_the_search_finds_is_a_packing(sizes, fewer):
     items = np.array(sizes, np.int64)

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 from fake_view import parts, view_of_groups, view_of_samples
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tq_service.errors import InvalidArgumentError
@@ -109,6 +109,7 @@ def test_options_that_mean_nothing_are_refused(options, message):
         PackedSampler(**{"optimizer_steps": 1, "pack_max_length": 1, **options})
 
 
+@settings(deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 4), min_size=1, max_size=16),
     ranks=st.integers(1, 4),

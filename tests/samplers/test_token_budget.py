@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 from fake_view import parts, view_of_groups, view_of_samples
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tq_service.errors import InvalidArgumentError
@@ -123,6 +123,7 @@ def test_options_that_mean_nothing_are_refused(options, message):
         TokenBudgetSampler(**options)
 
 
+@settings(deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 4), max_size=24),
     ranks=st.integers(1, 4),
@@ -162,6 +163,7 @@ def test_budgets_hold_groups_stay_whole_and_ranks_agree(*, sizes, ranks, batch, 
     assert parts(again) == parts(plan)
 
 
+@settings(deadline=None)
 @given(lengths=st.lists(st.integers(1, 20), min_size=30, max_size=60), ranks=st.integers(1, 4))
 def test_budgets_are_used_well(lengths, ranks):
     """What is left of all budgets together is less than two samples a rank."""
