@@ -31,7 +31,7 @@ def dense(name, *shape, dtype="float32"):
 
 def jagged(name, lengths, *, dtype="int64"):
     spec = FieldSpec(name, dtype=dtype, layout=Layout.JAGGED, row_shape=(-1,))
-    return ColumnWrite(spec=spec, lengths=np.array(lengths, np.int64))
+    return ColumnWrite(spec=spec, extents=np.array(lengths, np.int64)[:, None])
 
 
 def meta(entries):

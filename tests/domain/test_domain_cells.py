@@ -34,7 +34,7 @@ def spec(layout=None, shape=None, dtype="int64"):
     ],
 )
 def test_specs_that_merge(known, new, layout, shape):
-    merged = merge_specs(known, new)
+    merged = merge_specs(known, ColumnWrite(spec=new))
     assert (merged.name, merged.dtype, merged.layout, merged.row_shape) == ("x", new.dtype, layout, shape)
 
 
@@ -55,7 +55,7 @@ def test_specs_that_merge(known, new, layout, shape):
 )
 def test_specs_that_do_not_merge(known, new):
     with pytest.raises(FieldMismatchError, match=r"is .* got .*declare"):
-        merge_specs(known, new)
+        merge_specs(known, ColumnWrite(spec=new))
 
 
 def test_the_default_layout_holds_for_fields_nobody_declared():
@@ -210,11 +210,24 @@ def test_lengths_are_those_of_the_first_ragged_dimension():
     """Also of rows that come dense, and where that dimension became ragged only with a later put."""
     train = partition()
     shape = (3, -1)
-    second = ColumnWrite(spec=spec(J, shape), lengths=np.array([5, 6]))
+    second = ColumnWrite(spec=spec(J, shape), extents=np.array([[5], [6]]))
     insert(train, 2, [second])
     insert(train, 1, [dense("x", 3, 7, dtype="int64")])
     assert lengths(train) == [5, 6, 7]
-    insert(train, 2, [ColumnWrite(spec=spec(J, (-1, 4)), lengths=np.array([1, 2]))])
+    insert(train, 2, [ColumnWrite(spec=spec(J, (-1, 4)), extents=np.array([[1], [2]]))])
     insert(train, 2, [second])
     assert train.cells.fields["x"].spec.row_shape == (-1, -1)
     assert lengths(train)[3:] == [1, 2, 3, 3]
+
+
+def test_rows_of_one_size_fit_a_field_that_is_fixed_in_that_dimension():
+    train = partition(fields=(FieldSpec("ids", layout=J, row_shape=(3, -1)),))
+    first = ColumnWrite(spec=FieldSpec("ids", dtype="int64", layout=J, row_shape=(-1, 4)), extents=np.array([[3]]))
+    second = ColumnWrite(spec=FieldSpec("ids", dtype="int64", layout=J, row_shape=(-1, 7)), extents=np.array([[3]]))
+    insert(train, 1, [first])
+    insert(train, 1, [second])
+    assert train.cells.fields["ids"].spec.row_shape == (3, -1)
+    assert train.cells.fields["ids"].length.data[:2].tolist() == [4, 7]
+    other = ColumnWrite(spec=FieldSpec("ids", dtype="int64", layout=J, row_shape=(-1, 7)), extents=np.array([[2]]))
+    insert(train, 1, [other])
+    assert train.cells.fields["ids"].spec.row_shape == (-1, -1)

@@ -234,3 +234,20 @@ def test_an_overwrite_is_a_swap_for_those_who_read(server: LiveServer, client: A
     assert client.storage_stat().used_bytes == 4 * width * 8
     assert client.storage_stat().put_count == 1
     assert client.check_consumption("swap", "t").consumed == 4
+
+
+def test_rows_put_one_by_one_keep_the_declared_ragged_dimension(client: AnyClient) -> None:
+    """Three rows of position ids a sample, as vision-language models have: every put alone is of one size."""
+    client.create_partition("train", fields=[tq.FieldSpec("position_ids", layout="jagged", row_shape=(3, -1))])
+    rows = [torch.arange(3 * length).reshape(3, length) for length in (4, 2, 7)]
+    metas = [client.put({"position_ids": [row]}, partition_id="train") for row in rows]
+    field = client.describe_partition("train").fields[0]
+    assert field.spec.row_shape == (3, -1)
+    batch = client.get_data(tq.BatchMeta.concat(metas))
+    assert batch["position_ids"].is_nested
+    assert batch["position_ids"].layout is torch.jagged
+    for got, row in zip(batch["position_ids"].unbind(), rows, strict=True):
+        assert torch.equal(got, row)
+    alone = client.get_data(metas[1])
+    assert alone["position_ids"].layout is torch.jagged
+    assert torch.equal(alone["position_ids"].unbind()[0], rows[1])

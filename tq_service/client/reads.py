@@ -164,12 +164,34 @@ def merge_answers(
 
 def _merge(pieces: Sequence[tuple[Indexes, Received]], declared: FieldSpec | None) -> Received:
     shapes = [column for _, (column, _) in pieces]
-    known = [declared] if declared is not None and declared.row_shape and declared.layout is Layout.JAGGED else []
-    spec = merge_specs([*(column.spec for column in shapes), *known])
+    if declared is not None and declared.layout is Layout.JAGGED and declared.row_shape is not None:
+        shapes = [_narrow(column, declared) for column in shapes]
+        spec = merge_specs([*(column.spec for column in shapes), declared])
+    else:
+        spec = merge_specs([column.spec for column in shapes])
     shapes = [_widen(column, spec) for column in shapes]
     if len(pieces) == 1:
         return shapes[0], pieces[0][1][1]
     return _gather([(positions, shape, buffer) for (positions, (_, buffer)), shape in zip(pieces, shapes, strict=True)])
+
+
+def _narrow(column: ColumnShape, declared: FieldSpec) -> ColumnShape:
+    """Return a jagged column without the ragged dimensions in which all rows have the size that the field declares."""
+    if column.extents is None or column.spec.layout is not Layout.JAGGED:
+        return column
+    shape = list(column.spec.row_shape or ())
+    fixed = declared.row_shape or ()
+    kept = []
+    for position, dim in enumerate(column.spec.ragged_dims):
+        if len(fixed) == len(shape) and fixed[dim] >= 0 and bool((column.extents[:, position] == fixed[dim]).all()):
+            shape[dim] = fixed[dim]
+        else:
+            kept.append(position)
+    if len(kept) == len(column.spec.ragged_dims):
+        return column
+    layout = Layout.JAGGED if kept else Layout.DENSE
+    spec = replace(column.spec, layout=layout, row_shape=tuple(shape))
+    return replace(column, spec=spec, extents=column.extents[:, kept] if kept else None)
 
 
 def _widen(column: ColumnShape, spec: FieldSpec) -> ColumnShape:

@@ -136,7 +136,7 @@ def _why_no_objects(key: FieldKey, column: ObjectColumn) -> str:
     if column.rows and all(isinstance(row, torch.Tensor) for row in column.rows):
         return (
             f"field {key!r} has rows that differ in several dimensions, or did so in some put; expected one ragged "
-            "dimension: put rows (length, 3), or a nested tensor that says which dimension is ragged (jagged_dim=2)"
+            "dimension: declare it before the first put, such as FieldSpec(name, layout='jagged', row_shape=(3, -1))"
         )
     return (
         f"field {key!r} holds objects, which no pack can hold; leave it out of data_fields, and fetch it by the pack's "

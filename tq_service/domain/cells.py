@@ -31,11 +31,28 @@ class ColumnWrite:
 
     Attributes:
         spec: dtype, layout and row shape of the column.
-        lengths: size of the first ragged dimension of each row `(n,)`, None where the column is not jagged.
+        extents: size of each row in each ragged dimension of `spec` `(n, ragged dims)`; None where it is not jagged.
     """
 
     spec: FieldSpec
-    lengths: Indexes | None = None
+    extents: Indexes | None = None
+
+    @property
+    def fitting_shape(self) -> tuple[int, ...]:
+        """The row shape with -1 only where rows of this put differ: rows of one size fit a field of that size."""
+        shape = list(self.spec.row_shape or ())
+        if self.extents is not None and self.extents.size:
+            for column, dim in enumerate(self.spec.ragged_dims):
+                sizes = self.extents[:, column]
+                if sizes.min() == sizes.max():
+                    shape[dim] = int(sizes[0])
+        return tuple(shape)
+
+    def sizes(self, dim: int) -> Indexes | int:
+        """Return the size of the rows in one dimension: of each `(n,)`, or of all."""
+        if self.extents is not None and dim in self.spec.ragged_dims:
+            return self.extents[:, self.spec.ragged_dims.index(dim)]
+        return (self.spec.row_shape or ())[dim]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +152,7 @@ class CellTable:
             known = field.spec if field is not None else FieldSpec(column.spec.name)
             if known.layout is None:
                 known = replace(known, layout=self._default_for(column.spec))
-            merged.append(merge_specs(known, column.spec))
+            merged.append(merge_specs(known, column))
         return merged
 
     def _default_for(self, spec: FieldSpec) -> Layout | None:
@@ -163,7 +180,8 @@ class CellTable:
             if field.spec.layout is Layout.JAGGED:
                 if field.length is None:
                     field.length = self._table.add_column(np.int64, -1)
-                field.length.data[positions] = _ragged_lengths(column, spec, rows)
+                sizes = column.sizes(spec.ragged_dims[0])
+                field.length.data[positions] = sizes if isinstance(sizes, int) else sizes[rows]
         return freed
 
     def forget(self, positions: Indexes, fields: Iterable[Field]) -> list[FreedCells]:
@@ -240,14 +258,9 @@ class CellTable:
         )
 
 
-def _ragged_lengths(column: ColumnWrite, merged: FieldSpec, rows: Indexes) -> Indexes | int:
-    """Return the sizes of rows in the first ragged dimension of the field, in which a put may have rows all alike."""
-    size = (column.spec.row_shape or ())[merged.ragged_dims[0]]
-    return size if size >= 0 or column.lengths is None else column.lengths[rows]
-
-
-def merge_specs(known: FieldSpec, new: FieldSpec) -> FieldSpec:
-    """Return the spec of a field that holds rows of both, or raise FieldMismatchError with both."""
+def merge_specs(known: FieldSpec, column: ColumnWrite) -> FieldSpec:
+    """Return the spec of a field that holds the rows of a column too, or raise FieldMismatchError with both."""
+    new = column.spec
     layout = known.layout or new.layout
     dtype = known.dtype or new.dtype
     if dtype != new.dtype or not _takes(layout, new.layout) or new.row_shape is None:
@@ -261,7 +274,8 @@ def merge_specs(known: FieldSpec, new: FieldSpec) -> FieldSpec:
         if shape != new.row_shape:
             raise _mismatch(known, new)
         return replace(new, layout=layout)
-    widened = tuple(a if a == b else -1 for a, b in zip(shape, new.row_shape, strict=True))
+    given = new.row_shape if known.row_shape is None else column.fitting_shape
+    widened = tuple(a if a == b else -1 for a, b in zip(shape, given, strict=True))
     if all(size >= 0 for size in widened):
         widened = (-1, *widened[1:])
     return replace(new, layout=layout, row_shape=widened)

@@ -104,10 +104,8 @@ def sample_write(write: pb.SampleWrite, put: Put | None = None, columns: Sequenc
 
 
 def _column_write(column: ColumnShape) -> ColumnWrite:
-    lengths = None
-    if column.spec.layout is Layout.JAGGED and column.extents is not None:
-        lengths = column.extents[:, 0]
-    return ColumnWrite(spec=column.spec, lengths=lengths)
+    extents = column.extents if column.spec.layout is Layout.JAGGED else None
+    return ColumnWrite(spec=column.spec, extents=extents)
 
 
 def put_columns(commit: pb.CommitRequest) -> list[ColumnShape]:
