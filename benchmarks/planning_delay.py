@@ -87,7 +87,6 @@ async def _measure(options: Options, address: str) -> Report:
             f"latency of claims of {_BATCH_SIZE} samples, {_CLAIMS_A_REPEAT} a repeat, while batches of {_SAMPLES:,} "
             f"samples are planned for {_RANKS} ranks, one after the other, each for a new task",
             "sequential plans nothing: what it costs is to set up tasks, to record batches and to answer",
-            "the longest has a full garbage collection in it, over the plans of the many tasks that the load leaves",
         ],
         aims=[
             Aim(what=f"{row[0]}: p99 above that of sequential, ms", measured=float(row[2] or 0) - others,

@@ -1,6 +1,7 @@
 """What the server process is set up with."""
 
 import asyncio
+import gc
 import json
 import logging
 import platform
@@ -9,7 +10,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from tq_service.cli.process import configure_logging, keep_freed_memory, loop_factory, shorten_switch_interval
+from tq_service.cli.process import (
+    collect_garbage_rarely,
+    configure_logging,
+    keep_freed_memory,
+    loop_factory,
+    shorten_switch_interval,
+)
 from tq_service.errors import InvalidArgumentError
 
 
@@ -36,6 +43,17 @@ def test_memory_stays_as_it_is_without_glibc(monkeypatch: pytest.MonkeyPatch) ->
 def test_other_threads_give_way_sooner() -> None:
     shorten_switch_interval()
     assert sys.getswitchinterval() == pytest.approx(0.0005)
+
+
+def test_full_collections_are_rare_and_spare_what_was_imported() -> None:
+    thresholds, frozen = gc.get_threshold(), gc.get_freeze_count()
+    try:
+        collect_garbage_rarely()
+        assert all(now >= before for now, before in zip(gc.get_threshold(), thresholds, strict=True))
+        assert gc.get_freeze_count() > frozen
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*thresholds)
 
 
 def test_event_loops(monkeypatch: pytest.MonkeyPatch) -> None:

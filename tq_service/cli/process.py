@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import json
 import logging
 import sys
@@ -24,6 +25,9 @@ _LARGEST_HEAP_BUFFER_BYTES = 128 * 2**20
 
 # A thread that plans in pure Python holds the event loop up for this long at a time; Python's default is ten times it.
 _SWITCH_INTERVAL_SECONDS = 0.0005
+
+# Allocations before a young collection, young before a middle one, middle before a full one; Python's are 700, 10, 10.
+_COLLECTION_THRESHOLDS = (50_000, 20, 50)
 
 
 def keep_freed_memory() -> bool:
@@ -48,6 +52,16 @@ def keep_freed_memory() -> bool:
 def shorten_switch_interval() -> None:
     """Let the event loop have its turn sooner while another thread computes."""
     sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
+
+
+def collect_garbage_rarely() -> None:
+    """Leave what was imported out of garbage collections, and start them later.
+
+    The service makes few cycles, while a full collection goes over all recorded plans and holds the event loop up.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_COLLECTION_THRESHOLDS)
 
 
 def loop_factory(mode: str) -> Callable[[], asyncio.AbstractEventLoop] | None:

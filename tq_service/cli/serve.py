@@ -9,7 +9,13 @@ from typing import Annotated
 
 import typer
 
-from tq_service.cli.process import configure_logging, keep_freed_memory, loop_factory, shorten_switch_interval
+from tq_service.cli.process import (
+    collect_garbage_rarely,
+    configure_logging,
+    keep_freed_memory,
+    loop_factory,
+    shorten_switch_interval,
+)
 from tq_service.cli.settings_options import show_settings, with_setting_flags
 from tq_service.config import CONFIG_VARIABLE, ServeSettings, load_settings
 
@@ -49,6 +55,7 @@ def _run(settings: ServeSettings) -> int:
     factory = loop_factory(settings.uvloop)
     from tq_service.server.app import serve  # noqa: PLC0415  (--show-config and --help do without the server)
 
+    collect_garbage_rarely()  # after the server is imported
     with asyncio.Runner(loop_factory=factory) as runner:
         return runner.run(serve(settings, announce=_announce))
 
