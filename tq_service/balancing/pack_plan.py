@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,7 @@ class PackPlan:
         seconds: what the planning took.
     """
 
-    packs: list[list[list[list[int]]]]
+    packs: list[list[list[list[int]]]] = field(repr=False)
     lengths: Int64s
     pack_max_length: int
     truncated: Int64s
