@@ -33,7 +33,9 @@ def test_the_programs_run() -> None:
 
 
 def test_parts_of_programs_are_python() -> None:
-    for part in re.findall(r"^```py\n(.*?)^```$", README, re.DOTALL | re.MULTILINE):
+    parts = re.findall(r"^```py\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+    assert parts
+    for part in parts:
         compile(part, "README.md", "exec")
 
 

@@ -1,5 +1,4 @@
 import collections
-import contextlib
 import datetime
 import enum
 import math
@@ -172,5 +171,10 @@ def test_garbage_is_an_error(blob):
 
 @given(st.binary(max_size=60))
 def test_random_bytes_never_do_worse_than_an_error(data):
-    with contextlib.suppress(InvalidArgumentError):
-        decode_object(bytes((VERSION,)) + data)
+    blob = bytes((VERSION,)) + data
+    try:
+        value = decode_object(blob)
+    except InvalidArgumentError as error:
+        assert error.message
+    else:
+        assert repr(decode_object(blob)) == repr(value)

@@ -15,7 +15,7 @@ from tq_service.errors import TqError
 
 @dataclass(frozen=True, slots=True)
 class NotYet:
-    """Nothing to hand out for now; never recorded."""
+    """Nothing to hand out within the wait; never recorded."""
 
 
 Answer = RankPlan | End | NotYet

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -64,36 +64,31 @@ def encode_get_response(part: GetHeader | FrameParts) -> bytes:
 
 def decode_put_request(data: bytes) -> PutHeader | memoryview | Garbled:
     """Deserialize a message of a put stream: its header, a view on its frame, or why it is neither."""
-    frame = _plain_frame(data)
-    if frame is not None:
-        return frame
-    try:
-        message = PutRequest.FromString(data)
-    except DecodeError as error:
-        return Garbled(f"a message of {len(data)} bytes is no PutRequest: {error}")
-    match message.WhichOneof("part"):
-        case "header":
-            return message.header
-        case "frame":
-            return memoryview(message.frame)
-    return Garbled("a PutRequest has neither header nor frame")
+    part: PutHeader | memoryview | Garbled = _decode(data, PutRequest)
+    return part
 
 
 def decode_get_response(data: bytes) -> GetHeader | memoryview | Garbled:
     """Deserialize a message of a get stream: its header, a view on its frame, or why it is neither."""
+    part: GetHeader | memoryview | Garbled = _decode(data, GetResponse)
+    return part
+
+
+def _decode(data: bytes, kind: type[PutRequest] | type[GetResponse]) -> Any:
     frame = _plain_frame(data)
     if frame is not None:
         return frame
+    name = kind.DESCRIPTOR.name
     try:
-        message = GetResponse.FromString(data)
+        message = kind.FromString(data)
     except DecodeError as error:
-        return Garbled(f"a message of {len(data)} bytes is no GetResponse: {error}")
+        return Garbled(f"a message of {len(data)} bytes is no {name}: {error}")
     match message.WhichOneof("part"):
         case "header":
             return message.header
         case "frame":
             return memoryview(message.frame)
-    return Garbled("a GetResponse has neither header nor frame")
+    return Garbled(f"a {name} has neither header nor frame")
 
 
 def iter_frames(chunks: Iterable[memoryview], frame_bytes: int = DEFAULT_FRAME_BYTES) -> Iterator[list[memoryview]]:
