@@ -3,6 +3,7 @@
 import numpy as np
 
 from tq_service.storage.cells import PutCells, ReadRuns
+from tq_service.wire import shared_memory
 from tq_service.wire.encoding import encode_columns
 from tq_service.wire.frames import ColumnReceiver, iter_frames
 from tq_service.wire.layouts import decode_columns
@@ -22,6 +23,21 @@ async def begin(engine, number, data, *, existing=False, deadline=None):
         put_id(number), columns, columns[0].row_count, for_existing_rows=existing, deadline=deadline
     )
     return pending, [chunk for column in columns for chunk in column.chunks]
+
+
+async def begin_shared(engine, number, data, *, deadline=None):
+    columns = encode_columns(data)
+    pending = await engine.reserve(
+        put_id(number), columns, columns[0].row_count, for_existing_rows=False, deadline=deadline, shared=True
+    )
+    return pending, columns
+
+
+async def put_shared(engine, number, data):
+    pending, columns = await begin_shared(engine, number, data)
+    pending.adopt(shared_memory.write_columns(columns))
+    pending.finish()
+    engine.confirm(put_id(number))
 
 
 async def put(engine, number, data, *, existing=False, deadline=None, confirm=True):

@@ -4,7 +4,7 @@ import asyncio
 
 import numpy as np
 import pytest
-from engine_driver import cells, put, read, runs
+from engine_driver import cells, put, put_shared, read, runs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -36,7 +36,7 @@ class Model:
             "object": [rng.integers(0, 9, int(n)).tolist() for n in rng.integers(0, 40, rows)],
             "empty": np.zeros((rows, 0)),
         }
-        await put(self.engine, self.put_count, data)
+        await (put_shared if rng.random() < 0.4 else put)(self.engine, self.put_count, data)
         for field, values in data.items():
             for row in range(rows):
                 self.cells[field, self.put_count, row] = values[row]

@@ -20,8 +20,10 @@ from tq_service.storage.compaction import compact
 from tq_service.storage.pending_put import PendingPut
 from tq_service.storage.pool import RegionPool
 from tq_service.storage.reading import Reading, open_reading
-from tq_service.storage.stored_put import StoredPut, stored_bytes
+from tq_service.storage.shared_region import SharedRegion
+from tq_service.storage.stored_put import StoredPut, stored_bytes, tables_size
 from tq_service.wire.columns import ColumnShape
+from tq_service.wire.shared_memory import place_columns
 
 _KNOWN_SPECS: Final = 4096
 
@@ -100,6 +102,7 @@ class StorageEngine:
         *,
         for_existing_rows: bool,
         deadline: float | None,
+        shared: bool = False,
     ) -> PendingPut:
         """Reserve room for a put, waiting for it in order of arrival.
 
@@ -110,6 +113,7 @@ class StorageEngine:
             row_count: rows of every column.
             for_existing_rows: whether the put may use the reserve.
             deadline: until when to wait, by the engine's clock; None: for as long as the caller is not cancelled.
+            shared: whether the bytes come as shared memory, to be adopted, instead of being written.
 
         Raises:
             InvalidArgumentError: headers are wrong.
@@ -125,7 +129,7 @@ class StorageEngine:
             stale.abort()
         pending = PendingPut(put_id, on_finish=self._finish, on_abort=self._abort)
         self._pending[put_id] = pending
-        size = stored_bytes(headers)
+        size = stored_bytes(headers, shared=shared)
         try:
             await self._admission.reserve(size, for_existing_rows=for_existing_rows, deadline=deadline)
         except BaseException:
@@ -134,7 +138,7 @@ class StorageEngine:
         if pending.is_aborted:
             self._admission.release(size)
             pending.check_open()
-        self._begin(pending, size, headers, row_count)
+        self._begin(pending, size, headers, row_count, shared)
         return pending
 
     def confirm(self, put_id: bytes) -> None:
@@ -207,6 +211,11 @@ class StorageEngine:
         """
         return open_reading(self._pool, self._puts, runs, put_ids)
 
+    @property
+    def shared_put_count(self) -> int:
+        """Number of puts in shared memory; each takes a file descriptor."""
+        return self._pool.shared_count
+
     def stat(self) -> EngineStat:
         """Return sizes and counts."""
         return EngineStat(
@@ -217,9 +226,11 @@ class StorageEngine:
             uncommitted_put_count=len(self._expiries),
         )
 
-    def _begin(self, pending: PendingPut, size: int, headers: Sequence[ColumnShape], row_count: int) -> None:
+    def _begin(
+        self, pending: PendingPut, size: int, headers: Sequence[ColumnShape], row_count: int, shared: bool
+    ) -> None:
         try:
-            region = self._pool.take(size)
+            region = self._shared_region(headers) if shared else self._pool.take(size)
         except (OSError, MemoryError) as error:
             self._admission.release(size)
             pending.abort()
@@ -234,6 +245,9 @@ class StorageEngine:
             if column is not None:
                 column.spec = self._specs.setdefault(column.spec, column.spec)
         pending.begin(stored)
+
+    def _shared_region(self, headers: Sequence[ColumnShape]) -> SharedRegion:
+        return self._pool.take_shared(tables_size(headers), place_columns(headers)[1])
 
     def _finish(self, pending: PendingPut, stored: StoredPut) -> None:
         del self._pending[pending.put_id]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from enum import Enum, auto
 
 from tq_service.errors import CallCancelledError, InvalidArgumentError
+from tq_service.storage.shared_region import SharedRegion
 from tq_service.storage.stored_put import StoredPut
 
 
@@ -17,7 +19,7 @@ class _Stage(Enum):
 
 
 class PendingPut:
-    """Takes the bytes of a put: `write` as they come, then `finish`, or `abort`.
+    """Takes the bytes of a put: `write` as they come, or `adopt` of all at once; then `finish`, or `abort`.
 
     Waiting for room → open → done, or aborted from any but done. Whoever reserved it aborts it unless it finished; an
     older stream of the same put is aborted by the newer one and learns it from its next call.
@@ -76,6 +78,8 @@ class PendingPut:
         if self.already_complete:
             return
         self.check_open()
+        if self.is_shared:
+            raise InvalidArgumentError("frames came for a put whose bytes are in shared memory", field="frame")
         end = self._filled + len(data)
         if end > len(self._view):
             raise InvalidArgumentError(
@@ -83,6 +87,29 @@ class PendingPut:
             )
         self._view[self._filled : end] = data
         self._filled = end
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether its bytes are to come as shared memory."""
+        return self._stored is not None and isinstance(self._stored.region, SharedRegion)
+
+    def adopt(self, fd: int) -> None:
+        """Take all bytes at once, as a file descriptor of shared memory, which is closed when it is not needed.
+
+        Raises:
+            InvalidArgumentError: it is not sealed memory of the size declared, or the put is not to be shared.
+            CallCancelledError: a retry took over.
+            OSError: the system refuses to map it.
+        """
+        region = None if self._stored is None else self._stored.region
+        if self._stage is not _Stage.OPEN or not isinstance(region, SharedRegion):
+            os.close(fd)
+            self.check_open()
+            raise InvalidArgumentError(
+                "shared memory came for a put whose bytes are to come in frames", field="deposit"
+            )
+        region.adopt(fd)
+        self._filled = len(self._view)
 
     def finish(self) -> None:
         """Make the put complete.

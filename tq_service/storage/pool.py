@@ -6,8 +6,8 @@ import mmap
 from collections.abc import Callable
 from typing import Final
 
-import numpy as np
-from numpy.typing import NDArray
+from tq_service.storage.region import Region
+from tq_service.storage.shared_region import SharedRegion
 
 _SMALL_BYTES: Final = 64 << 10
 _HUGE_PAGES_FROM_BYTES: Final = 4 << 20
@@ -19,38 +19,6 @@ def size_class(size: int) -> int:
     """Return the capacity of the region that holds `size` bytes: at most an eighth larger."""
     step = 1 << max((size - 1).bit_length() - _CLASSES_PER_DOUBLING.bit_length(), 12)
     return -(-size // step) * step
-
-
-class Region:
-    """Memory for one put.
-
-    A region is pinned by those who read it and returns to its pool when it is released and no longer pinned.
-
-    Attributes:
-        size: bytes asked for.
-        capacity: bytes held.
-    """
-
-    __slots__ = ("_memory", "_pin_count", "_released", "capacity", "size")
-
-    def __init__(self, memory: bytearray | mmap.mmap, size: int, capacity: int) -> None:
-        self._memory = memory
-        self.size = size
-        self.capacity = capacity
-        self._pin_count = 0
-        self._released = False
-
-    def view(self) -> memoryview:
-        """Return its `size` bytes, writable."""
-        return memoryview(self._memory)[: self.size]
-
-    def array(self) -> NDArray[np.uint8]:
-        """Return its `size` bytes as an array, writable."""
-        return np.frombuffer(self._memory, np.uint8, self.size)
-
-    def words(self, start: int, count: int) -> NDArray[np.int64]:
-        """Return `count` int64 from byte `start` on, writable."""
-        return np.frombuffer(self._memory, np.int64, count, start)
 
 
 class RegionPool:
@@ -69,6 +37,7 @@ class RegionPool:
         self._high_water_bytes = 0
         self.mapped_bytes = 0
         self.pooled_bytes = 0
+        self.shared_count = 0
 
     def take(self, size: int) -> Region:
         """Return a region of `size` bytes; what they are is not defined."""
@@ -87,6 +56,12 @@ class RegionPool:
             self._shrink()
             memory = self._map(capacity)
         return Region(memory, size, capacity)
+
+    def take_shared(self, table_bytes: int, value_bytes: int) -> SharedRegion:
+        """Return a region for shared memory that is yet to be handed over."""
+        region = SharedRegion(table_bytes, value_bytes)
+        self.shared_count += 1
+        return region
 
     def release(self, region: Region) -> None:
         """Take a region back, at once or when its last reader is done; a second call does nothing."""
@@ -118,12 +93,14 @@ class RegionPool:
         return memory
 
     def _return(self, region: Region) -> None:
-        if isinstance(region._memory, mmap.mmap):
+        if isinstance(region, SharedRegion):
+            self.shared_count -= 1
+        elif isinstance(region._memory, mmap.mmap):
             self.mapped_bytes -= region.capacity
             self.pooled_bytes += region.capacity
             self._free.setdefault(region.capacity, []).append(region._memory)
             self._shrink()
-        region._memory = bytearray()
+        region.close()
         if self._on_return is not None:
             self._on_return(region.size)
 

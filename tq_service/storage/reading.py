@@ -11,7 +11,8 @@ import numpy as np
 
 from tq_service.errors import InvalidArgumentError, PutNotFoundError
 from tq_service.storage.cells import ReadRuns, Rows, expand_runs
-from tq_service.storage.pool import Region, RegionPool
+from tq_service.storage.pool import RegionPool
+from tq_service.storage.region import Region
 from tq_service.storage.stored_put import StoredColumn, StoredPut
 from tq_service.wire.columns import (
     MAX_ROWS,

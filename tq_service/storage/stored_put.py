@@ -3,11 +3,13 @@
 The region holds, in this order: the int64 tables that cut columns into rows (extents and row offsets of jagged and
 object columns; after compaction the original numbers of the rows kept), then the values, column after column as they
 came. So one put is one piece of memory and a small object for each column, and a frame is received with one copy.
+Values in memory shared with their client lie as `tq_service.wire.shared_memory` places them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +17,10 @@ from numpy.typing import NDArray
 from tq_service.errors import FieldNotFoundError, PutNotFoundError, nearest
 from tq_service.schema import FieldSpec
 from tq_service.storage.cells import Rows, expand_runs
-from tq_service.storage.pool import Region
+from tq_service.storage.region import Region
+from tq_service.storage.shared_region import SharedRegion, shared_region_start
 from tq_service.wire.columns import ColumnShape, extent_count, fixed_row_bytes
+from tq_service.wire.shared_memory import place_columns
 
 
 class RowSet:
@@ -134,15 +138,26 @@ def table_bytes(spec: FieldSpec) -> int:
     return 0 if fixed_row_bytes(spec) is not None else 8 * (extent_count(spec) + 1)
 
 
-def stored_bytes(columns: Sequence[ColumnShape]) -> int:
+def stored_bytes(columns: Sequence[ColumnShape], *, shared: bool = False) -> int:
     """Return the size of the region that a put needs: its values and the tables that cut them into rows."""
-    return sum(column.value_bytes for column in columns) + _tables_size(columns)
+    if shared:
+        return shared_region_start(tables_size(columns)) + place_columns(columns)[1]
+    return sum(column.value_bytes for column in columns) + tables_size(columns)
 
 
-def _tables_size(columns: Sequence[ColumnShape]) -> int:
+def tables_size(columns: Sequence[ColumnShape]) -> int:
+    """Return the bytes of the tables that cut columns into rows."""
     return sum(
         column.row_count * table_bytes(column.spec) + 8 for column in columns if fixed_row_bytes(column.spec) is None
     )
+
+
+def _values_places(region: Region, columns: Sequence[ColumnShape]) -> list[int]:
+    """Return where the values of each column start in a region."""
+    if isinstance(region, SharedRegion):
+        return [region.shared_at + start for start in place_columns(columns)[0]]
+    sizes = [column.value_bytes for column in columns]
+    return list(accumulate(sizes[:-1], initial=tables_size(columns)))
 
 
 class StoredPut:
@@ -169,15 +184,14 @@ class StoredPut:
     def of(cls, region: Region, columns: Sequence[ColumnShape], row_count: int) -> StoredPut:
         """Lay out a put in its region, of `stored_bytes`: tables are written, values are to come after them."""
         row_set = RowSet(row_count)
-        table_at, values_at = 0, _tables_size(columns)
+        table_at = 0
         stored: dict[str, StoredColumn | None] = {}
-        for column in columns:
+        for column, values_at in zip(columns, _values_places(region, columns), strict=True):
             placed = StoredColumn(column.spec, row_set, table_at, values_at)
             if column.extents is not None:
                 placed.offsets(region)[:] = column.row_offsets()
                 placed.extents(region)[:] = column.extents
                 table_at += row_count * table_bytes(column.spec) + 8
-            values_at += column.value_bytes
             stored[column.spec.name] = placed
         return cls(region, stored, row_count, region.size)
 

@@ -1,0 +1,126 @@
+"""Puts whose bytes came as shared memory: stored, read, freed and compacted like any other."""
+
+import gc
+
+import numpy as np
+import psutil
+import pytest
+from engine_driver import begin_shared, cells, put, put_id, put_shared, read, runs
+
+from tq_service.errors import CallCancelledError, InvalidArgumentError, QuotaExceededError
+from tq_service.storage.engine import StorageEngine
+from tq_service.wire import shared_memory
+from tq_service.wire.encoding import encode_columns
+
+DATA = {
+    "odd": np.arange(1001, dtype=np.uint8),
+    "jagged": [np.arange(row % 7, dtype=np.float32) for row in range(1001)],
+    "object": [{"row": row} for row in range(1001)],
+    "wide": np.arange(1001 * 40, dtype=np.int64).reshape(1001, 40),
+}
+
+
+@pytest.fixture
+def engine():
+    return StorageEngine(max_bytes=None)
+
+
+def open_fd_count():
+    return psutil.Process().num_fds()
+
+
+def check(back, rows):
+    assert back["odd"].tolist() == DATA["odd"][rows].tolist()
+    assert back["wide"].tolist() == DATA["wide"][rows].tolist()
+    assert back["object"] == [DATA["object"][row] for row in rows]
+    assert [values.tolist() for values in back["jagged"]] == [DATA["jagged"][row].tolist() for row in rows]
+
+
+async def test_it_is_read_like_any_other(engine):
+    await put_shared(engine, 1, DATA)
+    check(read(engine, [1], runs(DATA, (0, 0, 1001))), range(1001))
+    check(read(engine, [1], runs(DATA, (0, 900, 3), (0, 5, 1))), [900, 901, 902, 5])
+
+
+async def test_rows_of_both_kinds_of_puts_are_mixed(engine):
+    await put_shared(engine, 1, DATA)
+    await put(engine, 2, DATA)
+    check(read(engine, [1, 2], runs(DATA, (1, 3, 1), (0, 4, 2), (1, 5, 1))), [3, 4, 5, 5])
+
+
+async def test_its_memory_and_file_descriptor_go_when_it_is_freed(engine):
+    before = open_fd_count()
+    await put_shared(engine, 1, DATA)
+    assert engine.shared_put_count == 1
+    assert open_fd_count() == before + 1
+    assert engine.stat().used_bytes >= sum(column.value_bytes for column in encode_columns(DATA))
+    engine.free([cells(1)])
+    gc.collect()
+    assert (engine.shared_put_count, engine.stat().used_bytes, engine.stat().pooled_bytes) == (0, 0, 0)
+    assert open_fd_count() == before
+
+
+async def test_what_is_being_read_stays(engine):
+    before = open_fd_count()
+    await put_shared(engine, 1, DATA)
+    with engine.open_read([runs(["odd"], (0, 0, 1001))], [put_id(1)]) as reading:
+        engine.free([cells(1)])
+        assert b"".join(bytes(chunk) for chunk in reading.chunks()) == DATA["odd"].tobytes()
+        assert engine.stat().used_bytes > 0
+    del reading
+    gc.collect()
+    assert engine.stat().used_bytes == 0
+    assert open_fd_count() == before
+
+
+async def test_compaction_moves_it_into_memory_of_the_service(engine):
+    await put_shared(engine, 1, DATA)
+    was = engine.stat().used_bytes
+    engine.free([cells(1, *range(600))])
+    assert engine.shared_put_count == 0
+    assert engine.stat().used_bytes < was / 2
+    check(read(engine, [1], runs(DATA, (0, 600, 401))), range(600, 1001))
+
+
+async def test_the_quota_counts_it_before_it_comes():
+    engine = StorageEngine(max_bytes=1 << 20)
+    big = {"x": np.zeros((100, 8192), np.uint8)}
+    pending, _ = await begin_shared(engine, 1, big)
+    assert engine.stat().used_bytes >= 100 * 8192
+    with pytest.raises(QuotaExceededError, match="no room"):
+        await begin_shared(engine, 2, big, deadline=0)
+    pending.abort()
+    assert engine.stat().used_bytes == 0
+    await put_shared(engine, 2, big)
+    assert np.array_equal(read(engine, [2], runs(["x"], (0, 0, 100)))["x"], big["x"])
+
+
+async def test_memory_of_another_size_is_refused_and_closed(engine):
+    before = open_fd_count()
+    pending, columns = await begin_shared(engine, 1, DATA)
+    with pytest.raises(InvalidArgumentError, match="was handed over; expected"):
+        pending.adopt(shared_memory.write_columns(columns[:2]))
+    assert open_fd_count() == before
+    with pytest.raises(InvalidArgumentError, match="before what its header declared"):
+        pending.finish()
+    pending.abort()
+    assert engine.stat().used_bytes == 0
+
+
+async def test_frames_for_a_shared_put_are_refused(engine):
+    pending, _ = await begin_shared(engine, 1, DATA)
+    with pytest.raises(InvalidArgumentError, match="shared memory"):
+        pending.write(b"x")
+    pending.abort()
+
+
+async def test_shared_memory_for_other_puts_is_refused_and_closed(engine):
+    columns = encode_columns(DATA)
+    pending = await engine.reserve(put_id(1), columns, 1001, for_existing_rows=False, deadline=None)
+    before = open_fd_count()
+    with pytest.raises(InvalidArgumentError, match="come in frames"):
+        pending.adopt(shared_memory.write_columns(columns))
+    pending.abort()
+    with pytest.raises(CallCancelledError):
+        pending.adopt(shared_memory.write_columns(columns))
+    assert open_fd_count() == before

@@ -1,0 +1,195 @@
+"""Sealed memory: what is written is what is read, and no process can change it for another."""
+
+import fcntl
+import gc
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from tq_service.errors import InvalidArgumentError
+from tq_service.wire import shared_memory
+from tq_service.wire.encoding import encode_columns
+
+SIZE = 1 << 20
+WRITE_SEAL = 0x0008
+
+
+@pytest.fixture
+def columns():
+    return encode_columns(
+        {
+            "odd": np.arange(1001, dtype=np.uint8),
+            "jagged": [np.arange(count, dtype=np.int64) for count in [2000, 0, *[1] * 999]],
+            "wide": np.arange(1001 * 300, dtype=np.float32).reshape(1001, 300),
+        }
+    )
+
+
+@pytest.fixture
+def memory(columns):
+    fd = shared_memory.write_columns(columns)
+    yield fd
+    os.close(fd)
+
+
+def open_fd_count():
+    return psutil.Process().num_fds()
+
+
+def test_columns_lie_one_after_the_other_each_aligned(columns, memory):
+    starts, size = shared_memory.place_columns(columns)
+    assert starts[0] == 0
+    assert all(start % 64 == 0 for start in starts)
+    shared_memory.check(memory, size)
+    for start, column in zip(starts, columns, strict=True):
+        expected = b"".join(bytes(chunk) for chunk in column.chunks)
+        assert bytes(shared_memory.map_private(memory, start, column.value_bytes)) == expected
+        target = np.empty(column.value_bytes, np.uint8)
+        shared_memory.read_into(memory, start, target)
+        assert bytes(target) == expected
+
+
+def test_more_chunks_than_one_system_call_takes():
+    rows = [np.full(3, row, np.int16) for row in range(5000)]
+    column = encode_columns({"x": rows})
+    fd = shared_memory.write_columns(column)
+    values = shared_memory.map_private(fd, 0, 5000 * 6).view(np.int16)
+    assert values.tolist() == np.repeat(np.arange(5000), 3).tolist()
+    os.close(fd)
+
+
+def test_a_part_is_mapped_wherever_it_starts(memory):
+    whole = np.empty(1001, np.uint8)
+    shared_memory.read_into(memory, 0, whole)
+    for start in (1, 63, 500, 1000):
+        assert shared_memory.map_private(memory, start, 1001 - start).tolist() == whole[start:].tolist()
+
+
+def test_writing_to_a_mapping_changes_only_this_mapping(memory):
+    mine, other = (shared_memory.map_private(memory, 0, 1001) for _ in range(2))
+    before = other.copy()
+    mine[:] = 7
+    assert mine.tolist() == [7] * 1001
+    assert other.tolist() == before.tolist()
+    assert shared_memory.map_private(memory, 0, 1001).tolist() == before.tolist()
+
+
+def test_nobody_can_change_the_memory(memory):
+    size = os.fstat(memory).st_size
+    with pytest.raises(PermissionError):
+        os.pwrite(memory, b"x", 0)
+    for changed in (0, size // 2, size * 2):
+        with pytest.raises(PermissionError):
+            os.ftruncate(memory, changed)
+    with pytest.raises(PermissionError):
+        mmap.mmap(memory, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
+    again = os.open(f"/proc/self/fd/{memory}", os.O_RDWR)
+    with pytest.raises(PermissionError):
+        os.pwrite(again, b"x", 0)
+    os.close(again)
+
+
+def test_a_mapping_outlives_its_file_descriptor_and_needs_none(columns):
+    before = open_fd_count()
+    fd = shared_memory.write_columns(columns)
+    array = shared_memory.map_private(fd, 0, 1001)
+    os.close(fd)
+    assert open_fd_count() == before
+    gc.collect()
+    assert array[:256].tolist() == list(range(256))
+
+
+def test_the_memory_goes_with_the_last_view(columns):
+    def mapped():
+        return Path("/proc/self/maps").read_text().count("memfd:tq_service")
+
+    fd = shared_memory.write_columns(columns)
+    before = mapped()
+    array = shared_memory.map_private(fd, 0, 1000)
+    view = array[10:20].view(np.int16)
+    os.close(fd)
+    assert mapped() == before + 1
+    del array
+    gc.collect()
+    assert mapped() == before + 1
+    assert view[0] == 10 + 256 * 11
+    del view
+    gc.collect()
+    assert mapped() == before
+
+
+def unsealed():
+    fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.write(fd, bytes(SIZE))
+    return fd
+
+
+def sealed(seals):
+    fd = unsealed()
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+def holed():
+    fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, SIZE)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, 0xF)
+    return fd
+
+
+def a_file(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(SIZE))
+    return os.open(path, os.O_RDONLY)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda _: unsealed(), "sealed against"),
+        (lambda _: sealed(fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL), "sealed against"),
+        (lambda _: sealed(WRITE_SEAL | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL), "sealed against"),
+        (lambda _: holed(), "write all of it"),
+        (a_file, "sealed against"),
+        (lambda _: os.open("/dev/null", os.O_RDONLY), "sealed against"),
+    ],
+    ids=["unsealed", "writable", "shrinkable", "hole", "file", "device"],
+)
+def test_what_could_harm_a_reader_is_refused(make, reason, tmp_path):
+    fd = make(tmp_path)
+    try:
+        with pytest.raises(InvalidArgumentError, match=reason):
+            shared_memory.check(fd, SIZE)
+    finally:
+        os.close(fd)
+
+
+def test_another_size_is_refused():
+    fd = sealed(0xF)
+    for size in (SIZE - 1, SIZE + 1):
+        with pytest.raises(InvalidArgumentError, match=f"of {SIZE} bytes was handed over; expected {size}"):
+            shared_memory.check(fd, size)
+    shared_memory.check(fd, SIZE)
+    os.close(fd)
+
+
+def test_a_failure_leaves_no_file_descriptor(columns, monkeypatch):
+    def fail(*_):
+        raise OSError("no memory")
+
+    before = open_fd_count()
+    monkeypatch.setattr(os, "pwritev", fail)
+    with pytest.raises(OSError, match="no memory"):
+        shared_memory.write_columns(columns)
+    assert open_fd_count() == before
+
+
+def test_reading_behind_the_end_fails(memory):
+    with pytest.raises(OSError, match="ends 10 bytes before"):
+        shared_memory.read_into(memory, os.fstat(memory).st_size - 5, np.empty(15, np.uint8))

@@ -1,0 +1,215 @@
+"""Memory shared by processes of one host: sealed memfds, whose file descriptors are handed over a Unix socket.
+
+A put's columns are written into a memfd, one after the other, each at a multiple of 64 bytes. Then it is sealed: no
+process, its writer included, can write, shrink or grow it any more, so readers may map it without being harmed by
+others, and a private mapping may be written to without changing what others see. The kernel frees the memory with the
+last file descriptor and mapping, however their processes end.
+
+The memory is filled by `write`, not through a mapping: whole pages are then neither zeroed nor faulted in first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import socket
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from tq_service.errors import InvalidArgumentError
+from tq_service.wire.columns import Column, ColumnShape
+from tq_service.wire.dtypes import Bytes
+
+if sys.platform == "linux":
+    import fcntl
+
+    _SEALS: Final = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+
+PAGE_BYTES: Final = mmap.PAGESIZE
+
+_ALIGNMENT_BYTES: Final = 64
+_MOST_BUFFERS_OF_A_WRITE: Final = 1024  # IOV_MAX of Linux
+_MAP_FAILED: Final = ctypes.c_void_p(-1).value
+_MAP_FIXED: Final = 0x10
+_MAP_NORESERVE: Final = 0x4000
+_STAT_BLOCK_BYTES: Final = 512  # the unit of st_blocks, whatever the file system
+
+
+def is_supported() -> bool:
+    """Whether this system has memfds with seals, and sockets that carry file descriptors."""
+    return sys.platform == "linux" and hasattr(os, "memfd_create") and hasattr(socket, "recv_fds")
+
+
+def place_columns(columns: Sequence[ColumnShape]) -> tuple[list[int], int]:
+    """Return where the values of each column start in the memory of a put, and the size of that memory in bytes."""
+    starts, end = [], 0
+    for column in columns:
+        starts.append(end)
+        end += -(-column.value_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    return starts, end
+
+
+def write_columns(columns: Sequence[Column]) -> int:
+    """Return a file descriptor of new, sealed memory that has the columns as `place_columns` says.
+
+    Raises:
+        OSError: the system has no memory, or no file descriptor, left.
+    """
+    fd = os.memfd_create("tq_service", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        starts, size = place_columns(columns)
+        for start, column in zip(starts, columns, strict=True):
+            _write(fd, column.chunks, start)
+        _fill_up(fd, size)
+        _seal(fd)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _write(fd: int, chunks: Iterable[memoryview], start: int) -> None:
+    waiting = [chunk for chunk in chunks if len(chunk)]
+    first = 0
+    while first < len(waiting):
+        written = os.pwritev(fd, waiting[first : first + _MOST_BUFFERS_OF_A_WRITE], start)
+        start += written
+        while first < len(waiting) and written >= len(waiting[first]):
+            written -= len(waiting[first])
+            first += 1
+        if written:
+            waiting[first] = waiting[first][written:]
+
+
+def _fill_up(fd: int, size: int) -> None:
+    """Write the bytes behind the last column: a file that is made longer has a hole there, which `check` refuses."""
+    missing = size - os.fstat(fd).st_size
+    if missing > 0:
+        os.pwrite(fd, bytes(missing), size - missing)
+
+
+def _seal(fd: int) -> None:
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+
+
+def check(fd: int, size: int) -> None:
+    """Check that a file descriptor is memory of `size` bytes that nobody can change and that is there to be read.
+
+    Raises:
+        InvalidArgumentError: it is something else.
+    """
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
+        seals = 0
+    if seals & _SEALS != _SEALS:
+        raise InvalidArgumentError(
+            f"a file descriptor with seals {seals:#x} was handed over; expected a memfd sealed against writing, "
+            f"shrinking, growing and further seals ({_SEALS:#x})"
+        )
+    status = os.fstat(fd)
+    if status.st_size != size:
+        raise InvalidArgumentError(f"shared memory of {status.st_size} bytes was handed over; expected {size}")
+    if status.st_blocks * _STAT_BLOCK_BYTES < size:
+        # A hole takes memory of whoever reads it first, who may have none left.
+        raise InvalidArgumentError(
+            f"shared memory of {size} bytes was handed over, of which {status.st_blocks * _STAT_BLOCK_BYTES} are "
+            "there; write all of it before it is sealed"
+        )
+
+
+def map_private(fd: int, start: int, size: int) -> Bytes:
+    """Return `size` > 0 bytes of shared memory from `start` on, without a copy.
+
+    Writing to the array changes only this process's view. The memory lives as long as the array or a tensor on it; the
+    file descriptor is not needed any more.
+
+    Raises:
+        OSError: the system refuses the mapping.
+    """
+    return np.asarray(_PrivateMapping(fd, start, size))
+
+
+def map_over(memory: mmap.mmap, start: int, fd: int, size: int) -> None:
+    """Put shared memory in the place of the part of an anonymous mapping that begins at `start`, a multiple of a page.
+
+    From then on that part can only be read. It is unmapped with the rest.
+
+    Raises:
+        OSError: the system refuses the mapping.
+    """
+    whole = (ctypes.c_char * len(memory)).from_buffer(memory)
+    _map(fd, 0, size, protection=mmap.PROT_READ, flags=_MAP_FIXED, address=ctypes.addressof(whole) + start)
+
+
+def read_into(fd: int, start: int, target: Bytes) -> None:
+    """Copy bytes of shared memory from `start` on until `target` is full.
+
+    Raises:
+        OSError: they cannot be read, or the memory ends before.
+    """
+    view, filled = target.data, 0
+    while filled < len(view):
+        count = os.preadv(fd, [view[filled:]], start + filled)
+        if not count:
+            raise OSError(f"shared memory ends {len(view) - filled} bytes before what was asked for")
+        filled += count
+
+
+class _PrivateMapping:
+    """A part of a memfd, mapped until the last array on it is gone.
+
+    Python's own mmap objects keep a file descriptor open each; a process that keeps thousands of tensors has not that
+    many.
+    """
+
+    def __init__(self, fd: int, start: int, size: int) -> None:
+        before = start % PAGE_BYTES
+        self._size = before + size
+        self._address: int | None = None
+        self._unmap = _libc().munmap
+        self._address = _map(fd, start - before, self._size, protection=mmap.PROT_READ | mmap.PROT_WRITE)
+        self.__array_interface__ = {
+            "data": (self._address + before, False),
+            "shape": (size,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+    def __del__(self) -> None:
+        if self._address is not None:
+            self._unmap(self._address, self._size)
+
+
+def _map(fd: int, start: int, size: int, *, protection: int, flags: int = 0, address: int | None = None) -> int:
+    flags |= mmap.MAP_PRIVATE | _MAP_NORESERVE
+    found: int | None = _libc().mmap(address, size, protection, flags, fd, start)
+    if found is None or found == _MAP_FAILED:
+        error = ctypes.get_errno()
+        raise OSError(error, f"{size} bytes of shared memory cannot be mapped: {os.strerror(error)}")
+    return found
+
+
+_library: Any = None
+
+
+def _libc() -> Any:
+    global _library  # noqa: PLW0603  (loaded once for the process)
+    if _library is None:
+        library = ctypes.CDLL(None, use_errno=True)
+        library.mmap.restype = ctypes.c_void_p
+        library.mmap.argtypes = (
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+            ctypes.c_int,
+            ctypes.c_int,
+            ctypes.c_int,
+            ctypes.c_long,
+        )
+        library.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+        _library = library
+    return _library
