@@ -57,6 +57,7 @@ class FakeStorage(StorageServiceServicer):
         self.get_answers = get_answers or []
         self.put_headers = []
         self.put_sizes = []
+        self.whole_put_count = 0
         self.get_requests = []
 
     async def Put(self, request_iterator, context):  # noqa: N802  (the name of the rpc)
@@ -70,6 +71,14 @@ class FakeStorage(StorageServiceServicer):
                 await abort_with(context, self.put_failures.pop(0))
         self.put_sizes.append(size)
         return self.put_answer
+
+    async def PutSmall(self, request, context):  # noqa: N802  (the name of the rpc)
+        self.whole_put_count += 1
+        self.put_headers.append(request.header)
+        if self.put_failures:
+            await abort_with(context, self.put_failures.pop(0))
+        self.put_sizes.append(len(request.values))
+        return storage_service_pb2.PutSmallResponse(put=self.put_answer)
 
     async def Get(self, request, context):  # noqa: N802  (the name of the rpc)
         self.get_requests.append(request)

@@ -13,6 +13,7 @@ from tq_service.client.retry import Backoff, Deadline
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import metadata_pb2
 from tq_service.v1 import storage_service_pb2 as storage_pb
+from tq_service.wire.frames import SMALL_PUT_BYTES
 
 DRAINING = tq.UnavailableError("the server is draining")
 BATCH = pb.GetMetaResponse(meta=metadata_pb2.BatchMeta(status=metadata_pb2.BATCH_STATUS_BATCH, global_indexes=[4]))
@@ -182,8 +183,9 @@ async def test_refused_claims_and_ranks_release_nothing(kind):
     assert released.requests == []
 
 
-async def test_an_interrupted_put_is_sent_whole_again_under_its_ids(kind):
-    data = torch.arange(1 << 19)
+@pytest.mark.parametrize("row_count", [4, 1 << 19])
+async def test_an_interrupted_put_is_sent_whole_again_under_its_ids(kind, row_count):
+    data = torch.arange(row_count)
     commit = pb.CommitResponse(meta=metadata_pb2.BatchMeta(partition_id="p", global_indexes=[0]))
     storage = FakeStorage([DRAINING], storage_pb.PutResponse(commit=commit))
     controller = FakeController(PlacePut=Script(pb.PlacePutResponse(embedded=True)))
@@ -199,6 +201,19 @@ async def test_an_interrupted_put_is_sent_whole_again_under_its_ids(kind):
     assert first.size_bytes == data.nbytes
 
 
+@pytest.mark.parametrize("more_bytes", [0, 1])
+async def test_puts_up_to_a_limit_are_one_message(kind, more_bytes):
+    storage = FakeStorage(put_answer=storage_pb.PutResponse(commit=pb.CommitResponse()))
+    controller = FakeController(PlacePut=Script(pb.PlacePutResponse(embedded=True)))
+    data = torch.zeros(1, SMALL_PUT_BYTES - 8 + more_bytes, dtype=torch.uint8)
+    async with serving(controller, storage) as address:
+        client = make_client(kind, address, timeout=20)
+        await client.put({"x": data, "y": torch.arange(1)}, partition_id="p")
+        await client.aclose()
+    assert storage.put_sizes == [SMALL_PUT_BYTES + more_bytes]
+    assert storage.whole_put_count == (0 if more_bytes else 1)
+
+
 async def test_small_puts_into_the_controllers_own_storage_take_one_call(kind):
     place = Script(pb.PlacePutResponse(embedded=True))
     storage = FakeStorage(put_answer=storage_pb.PutResponse(commit=pb.CommitResponse()))
@@ -208,7 +223,7 @@ async def test_small_puts_into_the_controllers_own_storage_take_one_call(kind):
             await client.put({"x": torch.zeros(4)}, partition_id="p")
         await client.aclose()
     assert len(place.requests) == 1
-    assert len(storage.put_headers) == 3
+    assert len(storage.put_headers) == storage.whole_put_count == 3
 
 
 async def test_a_put_into_another_storage_is_committed_after_it(kind):

@@ -402,18 +402,19 @@ def test_a_large_put_that_finds_no_room_is_refused_as_a_small_one(
         client.close()
 
 
+@pytest.mark.parametrize("size", [40_000, 4_000_000])
 def test_a_put_that_waits_for_room_goes_on_when_there_is_some(
-    start_server: StartServer, client_kind: ClientKind
+    start_server: StartServer, client_kind: ClientKind, size: int
 ) -> None:
-    server = start_server(max_bytes=100_000)
+    server = start_server(max_bytes=5 * size // 2)
     client, other = server.client(client_kind), server.client()
-    client.put({"x": torch.zeros(80_000, dtype=torch.uint8)}, partition_id="full")
+    client.put({"x": torch.zeros(2 * size, dtype=torch.uint8)}, partition_id="full")
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(client.put, {"x": torch.ones(40_000, dtype=torch.uint8)}, partition_id="next")
+        waiting = pool.submit(client.put, {"x": torch.ones(size, dtype=torch.uint8)}, partition_id="next")
         server.settle()
         other.clear_partition("full")
         assert client.get_data(waiting.result(20).select_samples([7]))["x"].tolist() == [1]
-    assert other.storage_stat().used_bytes == 40_000
+    assert other.storage_stat().used_bytes == size
 
 
 def test_columns_of_existing_rows_may_use_the_reserve(start_server: StartServer, client_kind: ClientKind) -> None:

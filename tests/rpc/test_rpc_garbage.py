@@ -85,6 +85,16 @@ def requests_of_all_methods(meta: tq.BatchMeta) -> dict[str, Message]:
         "Stat": storage_service_pb2.StatRequest(),
         "ConfirmPut": storage_service_pb2.ConfirmPutRequest(boot_id=new_id(), put_id=new_id()),
         "FreeCells": storage_service_pb2.FreeCellsRequest(boot_id=new_id()),
+        "PutSmall": storage_service_pb2.PutSmallRequest(
+            header=storage_service_pb2.PutHeader(
+                put_id=new_id(),
+                row_count=2,
+                columns=[column],
+                size_bytes=24,
+                commit=controller_pb.CommitRequest(request_id=new_id(), write=write),
+            ),
+            values=bytes(24),
+        ),
         "Get": storage_service_pb2.GetRequest(boot_id=new_id(), put_ids=[new_id()], runs=[runs]),
     }
 

@@ -10,11 +10,13 @@ from typing import Any
 import grpc
 import pytest
 import torch
+from google.protobuf.message import DecodeError
 from live_server import LiveServer, StartServer
 from rpc_samples import call_raw, new_id, put_train, reason_of, snapshot, still_works
 
 from tq_service.v1 import controller_service_pb2 as controller_pb
 from tq_service.v1 import metadata_pb2, storage_service_pb2
+from tq_service.wire.frames import SMALL_PUT_BYTES
 
 CODE = grpc.StatusCode
 
@@ -140,6 +142,60 @@ def test_a_bad_put_stream_is_refused_and_leaves_nothing(server: LiveServer, name
     assert reason_of(call) == "INVALID_ARGUMENT"
     assert snapshot(client) == before
     still_works(client)
+
+
+def small_put(messages: list[bytes]) -> bytes | None:
+    """Return the same put in one message; None where it is no header with frames after it."""
+    request = storage_service_pb2.PutSmallRequest()
+    for position, data in enumerate(messages):
+        try:
+            part = storage_service_pb2.PutRequest.FromString(data)
+        except DecodeError:
+            return None
+        if part.WhichOneof("part") != ("frame" if position else "header"):
+            return None
+        if not position:
+            request.header.CopyFrom(part.header)
+        request.values += part.frame
+    return request.SerializeToString() if messages else None
+
+
+BAD_SMALL_PUTS: dict[str, bytes] = {
+    name: message for name, messages in BAD_STREAMS.items() if (message := small_put(messages)) is not None
+} | {
+    "no header": storage_service_pb2.PutSmallRequest(values=bytes(32)).SerializeToString(),
+    "nothing": b"",
+    "too large for one message": small_put(
+        [
+            header(column(value_bytes=SMALL_PUT_BYTES + 4, row_shape=[SMALL_PUT_BYTES // 4 + 1], dtype="uint8")),
+            frame(bytes(SMALL_PUT_BYTES + 4)),
+        ]
+    )
+    or b"",
+}
+
+
+@pytest.mark.parametrize("name", BAD_SMALL_PUTS)
+def test_a_bad_small_put_is_refused_and_leaves_nothing(server: LiveServer, name: str) -> None:
+    client = server.client()
+    put_train(client)
+    before = snapshot(client)
+    with pytest.raises(grpc.RpcError) as caught:
+        call_raw(server, "/tq_service.v1.StorageService/PutSmall", [BAD_SMALL_PUTS[name]])
+    call: Any = caught.value
+    assert call.code() == CODE.INVALID_ARGUMENT, call.details()
+    assert reason_of(call) == "INVALID_ARGUMENT"
+    assert ("Put" in call.details()) == (name == "too large for one message")
+    assert snapshot(client) == before
+    still_works(client)
+
+
+def test_the_bad_small_puts_are_bad_for_one_reason_each(server: LiveServer) -> None:
+    good = small_put([header(), GOOD])
+    assert good is not None
+    call_raw(server, "/tq_service.v1.StorageService/PutSmall", [good])
+    assert len(BAD_SMALL_PUTS) > 40
+    assert server.client().describe_partition("garbage").live_count == 4
 
 
 def test_random_put_streams_leave_nothing(server: LiveServer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -128,28 +129,51 @@ def put_stream(*, commit: pb.CommitRequest | None = None, put_id: bytes = b"") -
     ]
 
 
+def stream_put(server: LiveServer, messages: list[storage_service_pb2.PutRequest]) -> storage_service_pb2.PutResponse:
+    return server.storage.Put(iter(messages))
+
+
+def send_small_put(
+    server: LiveServer, messages: list[storage_service_pb2.PutRequest]
+) -> storage_service_pb2.PutResponse:
+    values = b"".join(message.frame for message in messages)
+    request = storage_service_pb2.PutSmallRequest(header=messages[0].header, values=values)
+    return server.storage.PutSmall(request).put
+
+
+SendPut = Callable[[LiveServer, list[storage_service_pb2.PutRequest]], storage_service_pb2.PutResponse]
+WAYS: list[SendPut] = [stream_put, send_small_put]
+
+
+@pytest.fixture(params=WAYS)
+def send_put(request: pytest.FixtureRequest) -> SendPut:
+    """Each test of a put runs with a stream and with one message."""
+    way: SendPut = request.param
+    return way
+
+
 def commit_of_four(request_id: bytes) -> pb.CommitRequest:
     return pb.CommitRequest(request_id=request_id, write=pb.SampleWrite(partition_id="train", row_count=4))
 
 
-def test_a_repeated_put_with_its_commit_is_one_put(server: LiveServer) -> None:
+def test_a_repeated_put_with_its_commit_is_one_put(server: LiveServer, send_put: SendPut) -> None:
     client = server.client()
     messages = put_stream(commit=commit_of_four(new_id()))
-    first = server.storage.Put(iter(messages))
+    first = send_put(server, messages)
     after = snapshot(client)
-    assert server.storage.Put(iter(messages)) == first
+    assert send_put(server, messages) == first
     assert snapshot(client) == after
     assert client.get_data(partition_id="train", global_indexes=range(4))["x"].tolist() == [0, 1, 2, 3]
 
 
-def test_a_repeated_put_without_a_commit_is_one_put(server: LiveServer) -> None:
+def test_a_repeated_put_without_a_commit_is_one_put(server: LiveServer, send_put: SendPut) -> None:
     client = server.client()
     messages = put_stream()
-    first = server.storage.Put(iter(messages))
+    first = send_put(server, messages)
     assert client.list_partitions() == []  # not visible before its commit
     assert client.storage_stat().uncommitted_put_count == 1
     after = snapshot(client)
-    assert server.storage.Put(iter(messages)) == first
+    assert send_put(server, messages) == first
     assert snapshot(client) == after
     commit = commit_of_four(new_id())
     commit.placement.storage.CopyFrom(first.storage)
@@ -164,18 +188,28 @@ def test_a_repeated_put_without_a_commit_is_one_put(server: LiveServer) -> None:
     assert [row.tolist() for row in rows] == [[0, 1], [], [0, 1, 2], [0]]
 
 
-def test_a_put_is_committed_once(server: LiveServer) -> None:
+@pytest.mark.parametrize("first_way", WAYS)
+def test_a_put_may_be_repeated_the_other_way(server: LiveServer, send_put: SendPut, first_way: SendPut) -> None:
+    client = server.client()
+    for messages in (put_stream(), put_stream(commit=commit_of_four(new_id()))):
+        first = first_way(server, messages)
+        after = snapshot(client)
+        assert send_put(server, messages) == first
+        assert snapshot(client) == after
+
+
+def test_a_put_is_committed_once(server: LiveServer, send_put: SendPut) -> None:
     """A second commit of a put, and a refused one, leave the first as it is."""
     client = server.client()
     messages = put_stream(commit=commit_of_four(new_id()))
-    stored = server.storage.Put(iter(messages))
+    stored = send_put(server, messages)
     after = snapshot(client)
     second = commit_of_four(new_id())
     second.placement.storage.CopyFrom(stored.storage)
     second.placement.put_id = messages[0].header.put_id
     second.columns.extend(messages[0].header.columns)
     again = put_stream(commit=commit_of_four(new_id()), put_id=messages[0].header.put_id)
-    for call in (lambda: server.controller.Commit(second), lambda: server.storage.Put(iter(again))):
+    for call in (lambda: server.controller.Commit(second), lambda: send_put(server, again)):
         with pytest.raises(grpc.RpcError) as caught:
             call()
         error: Any = caught.value
@@ -184,11 +218,11 @@ def test_a_put_is_committed_once(server: LiveServer) -> None:
     assert client.get_data(partition_id="train", global_indexes=range(4))["x"].tolist() == [0, 1, 2, 3]
 
 
-def test_puts_without_a_commit_expire(start_server: StartServer) -> None:
+def test_puts_without_a_commit_expire(start_server: StartServer, send_put: SendPut) -> None:
     server = start_server(put_ttl_seconds=0.01)
     client = server.client()
     messages = put_stream()
-    stored = server.storage.Put(iter(messages))
+    stored = send_put(server, messages)
     engine = server.app._engine
     assert engine is not None
 
@@ -209,10 +243,10 @@ def test_puts_without_a_commit_expire(start_server: StartServer) -> None:
     assert client.list_partitions() == []
 
 
-def test_confirming_and_freeing_again_changes_nothing(server: LiveServer) -> None:
+def test_confirming_and_freeing_again_changes_nothing(server: LiveServer, send_put: SendPut) -> None:
     client = server.client()
     messages = put_stream()
-    stored = server.storage.Put(iter(messages))
+    stored = send_put(server, messages)
     confirm = storage_service_pb2.ConfirmPutRequest(boot_id=stored.storage.boot_id, put_id=messages[0].header.put_id)
     for _ in range(2):
         server.storage.ConfirmPut(confirm)

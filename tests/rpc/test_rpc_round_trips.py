@@ -12,6 +12,8 @@ import torch
 from live_server import AnyClient, LiveServer
 
 import tq_service as tq
+from tq_service.client._async import calls as async_calls
+from tq_service.client._sync import calls as sync_calls
 from tq_service.schema import DTYPE_SIZES
 
 DTYPES = sorted(name for name in DTYPE_SIZES if hasattr(torch, name))
@@ -37,6 +39,18 @@ def assert_same_rows(got: Any, expected: Any) -> None:
     assert [bits(row) for row in rows_of(got)] == [bits(row) for row in rows_of(expected)]
 
 
+@pytest.fixture(params=["one message", "stream"])
+def _both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small puts are one message, large ones streams; here each is sent both ways."""
+    if request.param == "stream":
+        for calls in (sync_calls, async_calls):
+            monkeypatch.setattr(calls, "SMALL_PUT_BYTES", -1)
+
+
+both_ways = pytest.mark.usefixtures("_both_ways")
+
+
+@both_ways
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 def test_every_dtype_in_both_layouts(client: AnyClient) -> None:
     dense = {f"dense_{name}": random_rows(name, 5, 3) for name in DTYPES}
@@ -66,6 +80,7 @@ DENSE = {
 }
 
 
+@both_ways
 @pytest.mark.parametrize("name", DENSE)
 def test_dense_columns(client: AnyClient, name: str) -> None:
     values = DENSE[name]
@@ -92,6 +107,7 @@ JAGGED = {
 }
 
 
+@both_ways
 @pytest.mark.parametrize("name", JAGGED)
 def test_jagged_columns(client: AnyClient, name: str) -> None:
     values = JAGGED[name]
@@ -103,6 +119,7 @@ def test_jagged_columns(client: AnyClient, name: str) -> None:
     assert_same_rows(client.get_data(meta.select_samples([3, 1]))["x"], [rows_of(values)[3], rows_of(values)[1]])
 
 
+@both_ways
 def test_objects(client: AnyClient) -> None:
     values: list[Any] = [
         "text",

@@ -1,7 +1,7 @@
 """Streaming a put, for asyncio and for threads: the same call in two forms.
 
 grpc's asyncio calls lose the status of a call that is refused while they write: it becomes INTERNAL, "Internal error
-from Core". So a large put waits until the storage service says that it has room, before its first frame.
+from Core". So a put waits until the storage service says that it has room, before its first frame.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import grpc
 from tq_service.client.retry import Deadline
 from tq_service.errors import UnavailableError
 from tq_service.v1.storage_service_pb2 import PutHeader, PutResponse
-from tq_service.wire.frames import ROOM_KEY, UNASKED_PUT_BYTES, FrameParts
+from tq_service.wire.frames import ROOM_KEY, FrameParts
 
 _LOST_STATUS = "Internal error from Core"
 
@@ -43,7 +43,7 @@ async def async_send_put(call: Any, header: PutHeader, frames: Iterable[FramePar
 async def _write(stream: Any, header: PutHeader, frames: Iterable[FrameParts]) -> None:
     try:
         await stream.write(header)
-        if header.size_bytes > UNASKED_PUT_BYTES and ROOM_KEY not in dict(await stream.initial_metadata()):
+        if ROOM_KEY not in dict(await stream.initial_metadata()):
             return  # it is refused, or there already
         for frame in frames:
             await stream.write(frame)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeAlias
 
 import grpc
@@ -14,12 +14,13 @@ from tq_service.errors import DataLossError, InvalidArgumentError, PutNotFoundEr
 from tq_service.server import from_proto
 from tq_service.storage.cells import PutCells, ReadRuns
 from tq_service.storage.engine import StorageEngine
+from tq_service.storage.pending_put import PendingPut
 from tq_service.v1 import controller_service_pb2, metadata_pb2
 from tq_service.v1 import storage_service_pb2 as pb
 from tq_service.wire.columns import ColumnShape, decode_headers, encode_header
 from tq_service.wire.frames import (
     ROOM_KEY,
-    UNASKED_PUT_BYTES,
+    SMALL_PUT_BYTES,
     FrameParts,
     Garbled,
     decode_put_request,
@@ -33,6 +34,7 @@ Commit = Callable[
     [controller_service_pb2.CommitRequest, Put, Sequence[ColumnShape]], controller_service_pb2.CommitResponse
 ]
 RecordedCommit = Callable[[bytes], controller_service_pb2.CommitResponse | None]
+Receive = Callable[[PendingPut], Awaitable[None]]
 SERVICE = "tq_service.v1.StorageService"
 
 
@@ -70,6 +72,7 @@ class StorageServicer:
                 "Put": grpc.stream_unary_rpc_method_handler(
                     self.Put, decode_put_request, pb.PutResponse.SerializeToString
                 ),
+                "PutSmall": unary(self.PutSmall, pb.PutSmallRequest.FromString, pb.PutSmallResponse.SerializeToString),
                 "Get": grpc.unary_stream_rpc_method_handler(self.Get, pb.GetRequest.FromString, encode_get_response),
                 "Stat": unary(self.Stat, pb.StatRequest.FromString, pb.StatResponse.SerializeToString),
                 "ConfirmPut": unary(
@@ -82,9 +85,29 @@ class StorageServicer:
         )
 
     async def Put(self, parts: AsyncIterator[Part], context: Context) -> pb.PutResponse:
-        header = await _read_header(parts)
-        has_commit = header.HasField("commit")
-        if has_commit:
+        async def receive(pending: PendingPut) -> None:
+            await context.send_initial_metadata(((ROOM_KEY, "reserved"),))
+            async for part in parts:
+                pending.write(_frame(part))
+
+        return await self._take(await _read_header(parts), receive, context)
+
+    async def PutSmall(self, request: pb.PutSmallRequest, context: Context) -> pb.PutSmallResponse:
+        async def receive(pending: PendingPut) -> None:
+            pending.write(values)
+
+        values = request.values
+        if len(values) > SMALL_PUT_BYTES:
+            raise InvalidArgumentError(
+                f"a small put has {len(values)} bytes, at most {SMALL_PUT_BYTES} expected; stream larger ones with Put",
+                field="values",
+            )
+        return pb.PutSmallResponse(put=await self._take(request.header, receive, context))
+
+    async def _take(self, header: pb.PutHeader, receive: Receive, context: Context) -> pb.PutResponse:
+        """Reserve room for a put, let `receive` write its bytes, commit it; after an error nothing of it is left."""
+        from_proto.check_request_id(header.put_id, "put_id")
+        if header.HasField("commit"):
             answer = self._recorded(header)
             if answer is not None:
                 return answer
@@ -104,10 +127,7 @@ class StorageServicer:
         )
         try:
             if not pending.already_complete:
-                if header.size_bytes > UNASKED_PUT_BYTES:
-                    await context.send_initial_metadata(((ROOM_KEY, "reserved"),))
-                async for part in parts:
-                    pending.write(_frame(part))
+                await receive(pending)
                 pending.finish()
             return self._done(header, columns)
         except BaseException:
@@ -191,7 +211,6 @@ def _wait_until(context: Context) -> float | None:
 async def _read_header(parts: AsyncIterator[Part]) -> pb.PutHeader:
     async for part in parts:
         if isinstance(part, pb.PutHeader):
-            from_proto.check_request_id(part.put_id, "put_id")
             return part
         got = part.reason if isinstance(part, Garbled) else f"a frame of {len(part)} bytes"
         raise InvalidArgumentError(f"a put must begin with its header, got {got}")

@@ -111,6 +111,52 @@ class PutResponse(google.protobuf.message.Message):
 global___PutResponse = PutResponse
 
 @typing.final
+class PutSmallRequest(google.protobuf.message.Message):
+    """A whole put."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: builtins.int
+    VALUES_FIELD_NUMBER: builtins.int
+    values: builtins.bytes
+    """The bytes of the columns one after the other, `size_bytes` of them."""
+    @property
+    def header(self) -> global___PutHeader:
+        """What is put."""
+
+    def __init__(
+        self,
+        *,
+        header: global___PutHeader | None = ...,
+        values: builtins.bytes = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["header", b"header", "values", b"values"]) -> None: ...
+
+global___PutSmallRequest = PutSmallRequest
+
+@typing.final
+class PutSmallResponse(google.protobuf.message.Message):
+    """Where the put is."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PUT_FIELD_NUMBER: builtins.int
+    @property
+    def put(self) -> global___PutResponse:
+        """What Put answers."""
+
+    def __init__(
+        self,
+        *,
+        put: global___PutResponse | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["put", b"put"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["put", b"put"]) -> None: ...
+
+global___PutSmallResponse = PutSmallResponse
+
+@typing.final
 class GetRequest(google.protobuf.message.Message):
     """Asks for cells."""
 

@@ -30,9 +30,18 @@ class StorageServiceStub:
     they are visible only after the commit, which is part of this call where the header carries one, and expire
     without it. Idempotent under `put_id` and the commit's `request_id`. Blocks until there is room, at most until the
     call's deadline; then it sends initial metadata with the key `tq-room`, for which clients may wait with the frames
-    of puts of over 32 KiB (where the put is there already, the answer comes instead). Errors: INVALID_ARGUMENT (stream
-    shorter, longer or other than declared, every row of Commit's table), RESOURCE_EXHAUSTED (no room; with RetryInfo
-    unless the put is larger than the quota). After an error nothing is stored.
+    (where the put is there already, the answer comes instead). Errors: INVALID_ARGUMENT (stream shorter, longer or
+    other than declared, every row of Commit's table), RESOURCE_EXHAUSTED (no room; with RetryInfo unless the put is
+    larger than the quota). After an error nothing is stored.
+    """
+
+    PutSmall: grpc.UnaryUnaryMultiCallable[
+        tq_service.v1.storage_service_pb2.PutSmallRequest,
+        tq_service.v1.storage_service_pb2.PutSmallResponse,
+    ]
+    """Stores one put of at most 256 KiB that comes whole, in one message: what Put does, for about half its cost. Changes,
+    idempotence, blocking and errors are those of Put, and a put may be tried again by the other of the two. Larger puts
+    are INVALID_ARGUMENT: while they wait for room, their bytes would be in memory that no quota counts.
     """
 
     Get: grpc.UnaryStreamMultiCallable[
@@ -79,9 +88,18 @@ class StorageServiceAsyncStub:
     they are visible only after the commit, which is part of this call where the header carries one, and expire
     without it. Idempotent under `put_id` and the commit's `request_id`. Blocks until there is room, at most until the
     call's deadline; then it sends initial metadata with the key `tq-room`, for which clients may wait with the frames
-    of puts of over 32 KiB (where the put is there already, the answer comes instead). Errors: INVALID_ARGUMENT (stream
-    shorter, longer or other than declared, every row of Commit's table), RESOURCE_EXHAUSTED (no room; with RetryInfo
-    unless the put is larger than the quota). After an error nothing is stored.
+    (where the put is there already, the answer comes instead). Errors: INVALID_ARGUMENT (stream shorter, longer or
+    other than declared, every row of Commit's table), RESOURCE_EXHAUSTED (no room; with RetryInfo unless the put is
+    larger than the quota). After an error nothing is stored.
+    """
+
+    PutSmall: grpc.aio.UnaryUnaryMultiCallable[
+        tq_service.v1.storage_service_pb2.PutSmallRequest,
+        tq_service.v1.storage_service_pb2.PutSmallResponse,
+    ]
+    """Stores one put of at most 256 KiB that comes whole, in one message: what Put does, for about half its cost. Changes,
+    idempotence, blocking and errors are those of Put, and a put may be tried again by the other of the two. Larger puts
+    are INVALID_ARGUMENT: while they wait for room, their bytes would be in memory that no quota counts.
     """
 
     Get: grpc.aio.UnaryStreamMultiCallable[
@@ -130,9 +148,20 @@ class StorageServiceServicer(metaclass=abc.ABCMeta):
         they are visible only after the commit, which is part of this call where the header carries one, and expire
         without it. Idempotent under `put_id` and the commit's `request_id`. Blocks until there is room, at most until the
         call's deadline; then it sends initial metadata with the key `tq-room`, for which clients may wait with the frames
-        of puts of over 32 KiB (where the put is there already, the answer comes instead). Errors: INVALID_ARGUMENT (stream
-        shorter, longer or other than declared, every row of Commit's table), RESOURCE_EXHAUSTED (no room; with RetryInfo
-        unless the put is larger than the quota). After an error nothing is stored.
+        (where the put is there already, the answer comes instead). Errors: INVALID_ARGUMENT (stream shorter, longer or
+        other than declared, every row of Commit's table), RESOURCE_EXHAUSTED (no room; with RetryInfo unless the put is
+        larger than the quota). After an error nothing is stored.
+        """
+
+    @abc.abstractmethod
+    def PutSmall(
+        self,
+        request: tq_service.v1.storage_service_pb2.PutSmallRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[tq_service.v1.storage_service_pb2.PutSmallResponse, collections.abc.Awaitable[tq_service.v1.storage_service_pb2.PutSmallResponse]]:
+        """Stores one put of at most 256 KiB that comes whole, in one message: what Put does, for about half its cost. Changes,
+        idempotence, blocking and errors are those of Put, and a put may be tried again by the other of the two. Larger puts
+        are INVALID_ARGUMENT: while they wait for room, their bytes would be in memory that no quota counts.
         """
 
     @abc.abstractmethod

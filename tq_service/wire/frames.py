@@ -26,8 +26,8 @@ DEFAULT_FRAME_BYTES: Final = 2 << 20
 ROOM_KEY: Final = "tq-room"
 """Key of the initial metadata by which a storage service says that a put has room and its frames may come."""
 
-UNASKED_PUT_BYTES: Final = 32 << 10
-"""Frames of puts up to this size are sent without waiting for room: they fit into what HTTP/2 lets pass unread."""
+SMALL_PUT_BYTES: Final = 256 << 10
+"""Puts up to this size go in one message (PutSmall), whose bytes no quota counts while they wait for room."""
 
 _FRAME_TAG: Final = 0x12  # field 2, length-delimited
 _MAX_VARINT_BYTES: Final = 10

@@ -15,9 +15,9 @@ from tq_service.client.put_streams import send_put
 from tq_service.client.reads import AnswerReader, Received
 from tq_service.client.retry import Backoff, Deadline, error_of
 from tq_service.errors import TqError
-from tq_service.v1.storage_service_pb2 import GetRequest, PutHeader, PutResponse
+from tq_service.v1.storage_service_pb2 import GetRequest, PutHeader, PutResponse, PutSmallRequest
 from tq_service.wire.columns import Column
-from tq_service.wire.frames import iter_frames
+from tq_service.wire.frames import SMALL_PUT_BYTES, iter_frames
 
 T = TypeVar("T")
 
@@ -60,11 +60,15 @@ class Calls:
             raise error_of(error, endpoint.address) from None
 
     def put_once(self, header: PutHeader, columns: Sequence[Column], deadline: Deadline, address: str) -> PutResponse:
-        """Stream a put."""
+        """Send a put: in one message where it is small, else as a stream."""
+        chunks = (chunk for column in columns for chunk in column.chunks)
+        if header.size_bytes <= SMALL_PUT_BYTES:
+            request = PutSmallRequest(header=header, values=b"".join(chunks))
+            answer = self.unary_once(lambda to: to.storage.PutSmall, request, deadline, address)
+            return answer.put
         endpoint = self.channels.endpoint(address)
-        frames = iter_frames(chunk for column in columns for chunk in column.chunks)
         try:
-            return send_put(endpoint.put, header, frames, deadline)
+            return send_put(endpoint.put, header, iter_frames(chunks), deadline)
         except grpc.RpcError as error:
             raise error_of(error, endpoint.address) from None
 
