@@ -65,11 +65,11 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest
 
 bench: $(INSTALLED)
-	$(BIN)/python -m benchmarks
+	TQ_BENCH_TORCH='$(TORCH)' $(BIN)/python -m benchmarks
 
 demo: $(INSTALLED)
 	$(BIN)/tq-service demo
 
 clean:
-	rm -rf $(VENV) .venv-generate build dist demo-output .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-generate .venv-transferqueue .venv-ray build dist demo-output .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

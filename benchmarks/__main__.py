@@ -7,20 +7,23 @@ import datetime
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.harness import ROOT
 from benchmarks.machine import describe_machine
+from benchmarks.peer_environment import PEER_NAMES
 from benchmarks.plots import draw
 from benchmarks.report import Report, aim_text
 
 BENCHMARKS = (
     "claims_per_second",
     "claim_cost_by_partition_size",
+    "request_latency",
     "wake_latency",
     "insert_rate",
     "bulk_throughput",
+    "same_host",
     "idle_server",
     "balancing",
     "packing",
@@ -35,6 +38,10 @@ def _run(name: str, flags: Sequence[str]) -> Report:
     return Report.from_json(done.stdout)
 
 
+def _without(peers: Iterable[str]) -> list[str]:
+    return [flag for name in sorted(peers) for flag in ("--without", name)]
+
+
 def _commit() -> str:
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     try:
@@ -43,14 +50,23 @@ def _commit() -> str:
         return "unknown"
 
 
+def _summary(reports: Sequence[Report]) -> list[str]:
+    """Return the lines that name the aims which are missed, and those which could not be measured."""
+    aims = [(report.name, aim) for report in reports for aim in report.aims]
+    lines: list[str] = []
+    for heading, met in (("Missed aims:", False), ("Aims that could not be measured:", None)):
+        found = [f"- {name}: {aim_text(aim)}" for name, aim in aims if aim.met is met]
+        lines += [heading, "", *found, ""] if found else []
+    return lines or ["All aims are met.", ""]
+
+
 def _write(reports: Sequence[Report], machine: dict[str, str], flags: Sequence[str], folder: Path, date: str) -> Path:
     plots = folder / date
     plots.mkdir(parents=True, exist_ok=True)
     lines = [f"# Benchmarks of {date}", "", "Each section can be run alone: `python -m benchmarks.<its name>`.", ""]
     lines += ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in machine.items()), ""]
     lines += [f"Command: `{' '.join(['python -m benchmarks', *flags])}`", ""]
-    missed = [f"- {report.name}: {aim_text(aim)}" for report in reports for aim in report.aims if not aim.met]
-    lines += [*(["Missed aims:", "", *missed] if missed else ["All aims are met."]), ""]
+    lines += _summary(reports)
     for report in reports:
         for plot in report.plots:
             draw(plot, plots)
@@ -69,25 +85,29 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="little of everything, to see that it works")
     parser.add_argument("--repeats", type=int, help="how often each case is measured")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the table and the plots")
+    parser.add_argument("--without", action="append", default=[], choices=PEER_NAMES, help="leave this peer out")
     given = parser.parse_args()
     if unknown := set(given.names) - set(BENCHMARKS):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
     flags = [*(["--quick"] if given.quick else []), *(["--repeats", str(given.repeats)] if given.repeats else [])]
+    without = set(given.without)
     machine = {**describe_machine(), "commit": _commit()}
     reports, failed = [], []
     for name in given.names or BENCHMARKS:
         started = time.monotonic()
         try:
-            report = _run(name, flags)
+            report = _run(name, [*flags, *_without(without)])
         except subprocess.CalledProcessError as error:
             print(f"{name} failed with exit code {error.returncode}", file=sys.stderr)
             failed.append(name)
             continue
         print(f"{report.to_text()}\n({name}: {time.monotonic() - started:.0f} s)\n", flush=True)
         reports.append(report)
+        without.update(report.without)  # what could not be installed once need not be tried again
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     if reports:
-        print(f"written: {_write(reports, machine, [*flags, *given.names], given.results, date)}")
+        chosen = [*flags, *_without(given.without), *given.names]
+        print(f"written: {_write(reports, machine, chosen, given.results, date)}")
     return 1 if failed else 0
 
 

@@ -5,20 +5,18 @@ Karmarkar-Karp of TransferQueue runs in an environment of its own, in turn with 
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.harness import ROOT, Options, interleave, main, median
+from benchmarks.harness import Options, interleave, main, median, median_ratio
 from benchmarks.lengths import lognormal_lengths, trace_lengths
-from benchmarks.peer_environment import peer_python
+from benchmarks.peer import Peer, peer
+from benchmarks.peer_environment import TRANSFER_QUEUE
 from benchmarks.report import Aim, Cell, Plot, Report
 from tq_service.balancing import get_seqlen_balanced_partitions
 
@@ -38,30 +36,12 @@ def _ours(lengths: Int64s, k_partitions: int, equal_size: bool) -> tuple[float, 
     return time.perf_counter() - started, partitions
 
 
-@contextmanager
-def _peer() -> Iterator[Balance | None]:
-    """Run the peer until the block ends; None where it cannot be installed."""
-    try:
-        python = peer_python()
-    except RuntimeError as error:
-        print(f"without the peer: {error}", file=sys.stderr)
-        yield None
-        return
-    command = [str(python), str(ROOT / "benchmarks" / "balancing_peer.py")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        if process.stdin is None or process.stdout is None:
-            raise RuntimeError("the peer has no pipes")
-        requests, answers = process.stdin, process.stdout
-
-        def balance(lengths: Int64s, k_partitions: int, equal_size: bool) -> tuple[float, list[list[int]]]:
-            request = {"lengths": lengths.tolist(), "k_partitions": k_partitions, "equal_size": equal_size}
-            requests.write(json.dumps(request) + "\n")
-            requests.flush()
-            answer = json.loads(answers.readline())
-            return answer["seconds"], answer["partitions"]
-
-        yield balance
-        requests.close()
+def _theirs(
+    transfer_queue: Peer, lengths: Int64s, k_partitions: int, equal_size: bool
+) -> tuple[float, list[list[int]]]:
+    asked = {"lengths": lengths.tolist(), "k_partitions": k_partitions, "equal_size": equal_size}
+    seconds, partitions = transfer_queue.ask("balance", **asked)
+    return seconds, partitions
 
 
 def _above_bound(lengths: Int64s, partitions: list[list[int]]) -> float:
@@ -70,19 +50,20 @@ def _above_bound(lengths: Int64s, partitions: list[list[int]]) -> float:
     return 100 * (max(int(lengths[part].sum()) for part in partitions) / bound - 1)
 
 
-def _measure(lengths: Int64s, case: tuple[int, int, bool], peer: Balance | None, repeats: int) -> list[Cell]:
+def _measure(lengths: Int64s, case: tuple[int, int, bool], transfer_queue: Peer, repeats: int) -> list[Cell]:
     """Return the cells of one row: heaviest rank of both, milliseconds of both, and their ratio."""
     _, k_partitions, equal_size = case
-    methods = {"ours": _ours} if peer is None else {"ours": _ours, "peer": peer}
+    methods: dict[str, Balance] = {"ours": _ours}
+    if transfer_queue.is_there:
+        methods["peer"] = partial(_theirs, transfer_queue)
     sides = {name: partial(balance, lengths, k_partitions, equal_size) for name, balance in methods.items()}
     results = {name: [side()] for name, side in sides.items()} if case == _SLOW_CASE else interleave(sides, repeats)
     above = {name: _above_bound(lengths, runs[0][1]) for name, runs in results.items()}
     ours = [seconds for seconds, _ in results["ours"]]
-    if peer is None:
+    if not transfer_queue.is_there:
         return [above["ours"], None, 1e3 * median(ours), None, None]
     theirs = [seconds for seconds, _ in results["peer"]]
-    ratio = median([slow / fast for slow, fast in zip(theirs, ours, strict=True)])
-    return [above["ours"], above["peer"], 1e3 * median(ours), 1e3 * median(theirs), ratio]
+    return [above["ours"], above["peer"], 1e3 * median(ours), 1e3 * median(theirs), median_ratio(theirs, ours)]
 
 
 def _label(name: str, case: tuple[int, int, bool]) -> str:
@@ -98,22 +79,22 @@ def run(options: Options) -> Report:
     cases = CASES[:3] if options.quick else CASES
     rows: list[list[Cell]] = []
     aims: list[Aim] = []
-    with _peer() as peer:
+    with peer(TRANSFER_QUEUE, "benchmarks.balancing_peer", options) as transfer_queue:
         for name, lengths in sources.items():
             for case in cases:
-                cells = _measure(lengths[: case[0]], case, peer, options.repeats)
+                cells = _measure(lengths[: case[0]], case, transfer_queue, options.repeats)
                 label = _label(name, case)
                 rows.append([label, *cells])
-                above, ratio = float(cells[0] or 0), float(cells[4] or 0)
+                above, ratio = float(cells[0] or 0), None if cells[4] is None else float(cells[4])
                 if case[:2] != (4_096, 512):
                     aims.append(Aim(what=f"{label}: above the bound, %", measured=above,
                                     wanted=_MOST_ABOVE_PERCENT, at_least=False))  # fmt: skip
-                if not case[2] and peer is not None:
+                if not case[2]:
                     aims.append(Aim(what=f"{label}: times faster", measured=ratio, wanted=_LEAST_SPEEDUP))
-    return _report(rows, aims)
+    return _report(rows, aims, transfer_queue)
 
 
-def _report(rows: list[list[Cell]], aims: list[Aim]) -> Report:
+def _report(rows: list[list[Cell]], aims: list[Aim], transfer_queue: Peer) -> Report:
     return Report(
         name="balancing",
         question="How evenly and how fast are samples spread over ranks, beside TransferQueue's Karmarkar-Karp?",
@@ -123,8 +104,10 @@ def _report(rows: list[list[Cell]], aims: list[Aim]) -> Report:
             "the bound is max(mean of the ranks, longest item); equal size: every rank the same number of items",
             "lognormal(7.5, 1.0) capped at 32,768; the trace is that of the Azure Public Dataset 2023 (conversations)",
             "16,384 / 512 of free size takes the peer 10 to 30 s and is measured once",
+            *transfer_queue.notes,
         ],
         aims=aims,
+        without=transfer_queue.absent,
         plots=[
             Plot(
                 name="balancing",

@@ -1,6 +1,7 @@
-"""How fast do tensors go into the service and come back, as a share of raw TCP over loopback and of a memcpy?
+"""How fast do tensors go over the wire, into the service and back, beside TransferQueue, raw TCP and a memcpy?
 
-The service is a process of its own; every put makes a partition, which is cleared after the get.
+The service is a process of its own; every put makes a partition, which is cleared after the get. TransferQueue's client
+is a process of its own, too, and gets rows of the same shapes.
 """
 
 from __future__ import annotations
@@ -17,14 +18,18 @@ import torch
 
 import tq_service as tq
 from benchmarks import tcp_sink
-from benchmarks.harness import Options, interleave, main, median, running, service
-from benchmarks.report import Aim, Plot, Report
+from benchmarks.harness import Options, interleave, main, median, median_ratio, running, service
+from benchmarks.peer import Peer, peer
+from benchmarks.peer_environment import TRANSFER_QUEUE
+from benchmarks.report import Aim, Cell, Plot, Report
 
 DENSE_BYTES = 256 << 20
 JAGGED_BYTES = 16 << 20
 _ROW_BYTES = 1 << 20
 _JAGGED_ROW_COUNT = 4_096
 _PARTITION = "bulk"
+_WANTED_OF_PEER = {"put": 1.7, "get": 3.3}
+_WANTED_OF_TCP = 0.3
 
 PutAndGet = Callable[[Any], tuple[float, float]]
 
@@ -105,55 +110,80 @@ def _jagged() -> torch.Tensor:
     return torch.nested.nested_tensor([torch.rand(int(length)) for length in lengths], layout=torch.jagged)
 
 
+def _row_lengths(data: torch.Tensor) -> list[int]:
+    return [int(length) for length in data.offsets().diff()] if data.is_nested else [data.shape[1]] * data.shape[0]
+
+
 def _rates(times: list[float], size: int) -> list[float]:
     return [size / 1e9 / seconds for seconds in times]
 
 
-def _measure(options: Options, address: str, sink_address: str) -> Report:
+def _measure(options: Options, address: str, sink_address: str, transfer_queue: Peer) -> Report:
     clients: dict[str, Any] = {"tq.Client": _SyncRoundTrip(address), "tq.AsyncClient": _AsyncRoundTrip(address)}
     connection = tcp_sink.connect(sink_address)
-    rows: list[list[str | float | None]] = []
+    rows: list[list[Cell]] = []
     for label, data in (("dense float32, 256 MiB", _dense()), ("jagged float32, 16 MiB", _jagged())):
         payload = (data.values() if data.is_nested else data).numpy().reshape(-1).view(np.uint8)
         target = np.zeros_like(payload)
         cases: dict[str, Callable[[], Any]] = {name: partial(client, data) for name, client in clients.items()}
         cases["tcp"] = partial(_seconds, partial(tcp_sink.send, connection, payload.data))
         cases["memcpy"] = partial(_seconds, partial(np.copyto, target, payload))
-        repeats = options.repeats if data.is_nested is False else options.repeats * 3
-        times = interleave(cases, repeats)
-        tcp = _rates(times["tcp"], payload.nbytes)
-        for name in clients:
-            for verb, column in (("put", 0), ("get", 1)):
-                rates = _rates([pair[column] for pair in times[name]], payload.nbytes)
-                of_tcp = median([rate / limit for rate, limit in zip(rates, tcp, strict=True)])
-                rows.append([label, f"{name}.{'put' if verb == 'put' else 'get_data'}", median(rates), of_tcp])
-        rows.append([label, "raw TCP, 64 MiB sends", median(tcp), 1.0])
-        copies = _rates(times["memcpy"], payload.nbytes)
-        rows.append([label, "memcpy, warm", median(copies), median(copies) / median(tcp)])
+        if transfer_queue.is_there:
+            transfer_queue.ask("load", name=label, row_lengths=_row_lengths(data))
+            cases[transfer_queue.name] = partial(transfer_queue.ask, "round_trip", name=label)
+        times = interleave(cases, options.repeats * 3 if data.is_nested else options.repeats)
+        rows += [[label, *cells] for cells in _cells(times, payload.nbytes, list(clients), transfer_queue.name)]
     connection.close()
     for client in clients.values():
         client.close()
-    return _report(rows)
+    return _report(rows, transfer_queue)
 
 
-def _report(rows: list[list[str | float | None]]) -> Report:
-    dense = [row for row in rows if str(row[0]).startswith("dense")]
-    aims = [
-        aim
-        for row in dense[:4]
-        for aim in (
-            Aim(what=f"256 MiB, {row[1]}, GB/s", measured=float(row[2] or 0), wanted=1.0),
-            Aim(what=f"256 MiB, {row[1]} / raw TCP", measured=float(row[3] or 0), wanted=0.3),
-        )
-    ]
+def _cells(times: dict[str, list[Any]], size: int, clients: list[str], peer_name: str) -> list[list[Cell]]:
+    """Return rows of: how, GB/s, of raw TCP, of the peer."""
+    tcp, copies = _rates(times["tcp"], size), _rates(times["memcpy"], size)
+    rows: list[list[Cell]] = []
+    for verb, column in (("put", 0), ("get", 1)):
+        peers = _rates([pair[column] for pair in times[peer_name]], size) if peer_name in times else None
+        for name in clients:
+            rates = _rates([pair[column] for pair in times[name]], size)
+            of_peer = None if peers is None else median_ratio(rates, peers)
+            rows.append([f"{name}, {verb}", median(rates), median_ratio(rates, tcp), of_peer])
+        if peers is not None:
+            rows.append([f"{peer_name}, {verb}", median(peers), median_ratio(peers, tcp), 1.0])
+    rows.append(["raw TCP, 64 MiB sends", median(tcp), 1.0, None])
+    rows.append(["memcpy, warm", median(copies), median_ratio(copies, tcp), None])
+    return rows
+
+
+def _aims(rows: list[list[Cell]]) -> list[Aim]:
+    aims = []
+    for label, how, rate, of_tcp, of_peer in rows:
+        if not str(how).startswith("tq."):
+            continue
+        what, verb = f"{label}, {how}", str(how).rpartition(" ")[2]
+        if str(label).startswith("dense"):
+            aims.append(Aim(what=f"{what}, GB/s", measured=float(rate or 0), wanted=1.0))
+            aims.append(Aim(what=f"{what} / raw TCP", measured=float(of_tcp or 0), wanted=_WANTED_OF_TCP))
+        measured = None if of_peer is None else float(of_peer)
+        aims.append(Aim(what=f"{what} / TransferQueue", measured=measured, wanted=_WANTED_OF_PEER[verb]))
+    return aims
+
+
+def _report(rows: list[list[Cell]], transfer_queue: Peer) -> Report:
     labels = list(dict.fromkeys(str(row[0]) for row in rows))
     return Report(
         name="bulk_throughput",
-        question="How fast do tensors go into the service and come back, as a share of raw TCP over loopback?",
-        columns=["what", "how", "GB/s", "of raw TCP"],
+        question="How fast do tensors go over the wire, into the service and back, beside TransferQueue and raw TCP?",
+        columns=["what", "how", "GB/s", "of raw TCP", "of TransferQueue"],
         rows=rows,
-        notes=["GB are 10^9 bytes", f"jagged: {_JAGGED_ROW_COUNT:,} rows of 2 to 6 KiB in one nested tensor"],
-        aims=aims,
+        notes=[
+            "GB are 10^9 bytes",
+            f"dense: rows of {_ROW_BYTES >> 20} MiB; jagged: {_JAGGED_ROW_COUNT:,} rows of 2 to 6 KiB, in one tensor",
+            "TransferQueue gives dense rows back as a nested tensor",
+            *transfer_queue.notes,
+        ],
+        aims=_aims(rows),
         plots=[
             Plot(
                 name="bulk_throughput",
@@ -162,18 +192,27 @@ def _report(rows: list[list[str | float | None]]) -> Report:
                 y_label="GB/s",
                 bars=True,
                 series={
-                    label: [(row[1], row[2]) for row in rows if row[0] == label and "memcpy" not in str(row[1])]
+                    label: [
+                        (str(row[1]), float(row[2] or 0))
+                        for row in rows
+                        if row[0] == label and not str(row[1]).startswith("memcpy")
+                    ]
                     for label in labels
                 },
             )
         ],
+        without=transfer_queue.absent,
     )
 
 
 def run(options: Options) -> Report:
     """Measure."""
-    with service() as server, running("benchmarks.tcp_sink") as sink:
-        return _measure(options, server.address, sink.address)
+    with (
+        service() as server,
+        running("benchmarks.tcp_sink") as sink,
+        peer(TRANSFER_QUEUE, "benchmarks.transfer_queue_peer", options) as transfer_queue,
+    ):
+        return _measure(options, server.address, sink.address, transfer_queue)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from benchmarks.peer_environment import PEER_NAMES
 from benchmarks.report import Report
 
 T = TypeVar("T")
@@ -32,10 +33,12 @@ class Options:
     Attributes:
         repeats: how often each case is measured; the table has medians.
         quick: whether to measure as little as shows that the benchmark works.
+        without: peers that are left out.
     """
 
     repeats: int = _LEAST_REPEATS
     quick: bool = False
+    without: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,13 +95,15 @@ def echo_server() -> Any:
 def interleave(cases: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, list[T]]:
     """Measure all cases in turn, `repeats` times after one round that does not count.
 
+    Every other round goes the other way, so that no case always follows the same one.
+
     Returns:
         For each case what it returned, so that what disturbs the machine disturbs all of them.
     """
     results: dict[str, list[T]] = {name: [] for name in cases}
     for round_number in range(repeats + 1):
-        for name, case in cases.items():
-            result = case()
+        for name in _order(cases, round_number):
+            result = cases[name]()
             if round_number:
                 results[name].append(result)
     return results
@@ -108,11 +113,16 @@ async def interleave_async(cases: Mapping[str, Callable[[], Awaitable[T]]], repe
     """Measure all cases in turn; see `interleave`."""
     results: dict[str, list[T]] = {name: [] for name in cases}
     for round_number in range(repeats + 1):
-        for name, case in cases.items():
-            result = await case()
+        for name in _order(cases, round_number):
+            result = await cases[name]()
             if round_number:
                 results[name].append(result)
     return results
+
+
+def _order(cases: Mapping[str, object], round_number: int) -> list[str]:
+    names = list(cases)
+    return names[::-1] if round_number % 2 else names
 
 
 def run_async(main: Coroutine[Any, Any, T]) -> T:
@@ -130,6 +140,11 @@ def median(values: Sequence[float]) -> float:
     return float(np.median(np.asarray(values)))
 
 
+def median_ratio(ones: Sequence[float], others: Sequence[float]) -> float:
+    """Return the median over the repeats of the ratio of two figures that were measured in the same repeat."""
+    return median([one / other for one, other in zip(ones, others, strict=True)])
+
+
 def p50_p99(seconds: Sequence[Sequence[float]]) -> tuple[float, float]:
     """Return p50 and p99 in milliseconds of latencies in seconds, each the median over the repeats."""
     quantiles = np.array([np.percentile(np.asarray(repeat), [50, 99]) for repeat in seconds]) * 1e3
@@ -143,7 +158,9 @@ def main(run: Callable[[Options], Report]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--repeats", type=int, default=_LEAST_REPEATS, help="how often each case is measured")
     parser.add_argument("--quick", action="store_true", help="little of everything, to see that it works")
+    parser.add_argument("--without", action="append", default=[], choices=PEER_NAMES, help="leave this peer out")
     given = parser.parse_args()
-    report = run(Options(repeats=2 if given.quick else given.repeats, quick=given.quick))
+    repeats = 2 if given.quick else given.repeats
+    report = run(Options(repeats=repeats, quick=given.quick, without=frozenset(given.without)))
     print(report.to_json() if given.json else report.to_text())
     return 0

@@ -1,4 +1,4 @@
-"""How many samples a second can be put, in one large put and in many small ones, compared with calls of an echo?
+"""How many samples a second can be put, in one large put and in many small ones, beside TransferQueue and an echo?
 
 One client process with one event loop; small puts are made by 64 workers at the same time.
 """
@@ -17,10 +17,23 @@ import numpy as np
 
 import tq_service as tq
 from benchmarks.echo_server import echo_call, request_of
-from benchmarks.harness import Options, echo_server, interleave_async, main, median, run_async, service
-from benchmarks.report import Plot, Report
+from benchmarks.harness import (
+    Options,
+    echo_server,
+    interleave_async,
+    main,
+    median,
+    median_ratio,
+    run_async,
+    service,
+)
+from benchmarks.peer import Peer, peer
+from benchmarks.peer_environment import TRANSFER_QUEUE
+from benchmarks.report import Aim, Cell, Plot, Report
 
 LARGE_COUNT = 65_536
+_LARGE_PUT = f"one put of {LARGE_COUNT:,}"
+_PEER_PUT = f"TransferQueue, one put of {LARGE_COUNT:,}"
 WORKER_COUNT = 64
 _CALL_COUNT = 2_048
 _ECHO_SIZES = (160, 64)
@@ -63,7 +76,7 @@ async def _put_rate(client: tq.AsyncClient, rows_a_put: int, put_count: int, *, 
     return rows_a_put * put_count / seconds
 
 
-async def _measure(options: Options, address: str, echo_address: str) -> Report:
+async def _measure(options: Options, address: str, echo_address: str, transfer_queue: Peer) -> Report:
     call_count = _CALL_COUNT // 8 if options.quick else _CALL_COUNT
     channel = grpc.aio.insecure_channel(echo_address)
     echo = echo_call(channel)
@@ -72,31 +85,52 @@ async def _measure(options: Options, address: str, echo_address: str) -> Report:
     async def echo_rate() -> float:
         return call_count / await _seconds_of_calls(call_count, lambda: echo(request))
 
+    async def peer_rate() -> float:
+        return LARGE_COUNT / float(transfer_queue.ask("insert", sample_count=LARGE_COUNT))
+
     async with tq.AsyncClient(address) as client:
         puts = {
-            f"one put of {LARGE_COUNT:,}": (LARGE_COUNT, 1, False),
-            f"one put of {LARGE_COUNT:,} with keys and custom_meta": (LARGE_COUNT, 1, True),
+            _LARGE_PUT: (LARGE_COUNT, 1, False),
+            f"{_LARGE_PUT} with keys and custom_meta": (LARGE_COUNT, 1, True),
             "many puts of 64": (64, call_count, False),
             "many puts of 1": (1, call_count, False),
         }
-        cases = {
-            name: partial(_put_rate, client, rows, count, with_keys=with_keys)
-            for name, (rows, count, with_keys) in puts.items()
-        }
-        rates = await interleave_async({"echo": echo_rate, **cases}, options.repeats)
+        cases: dict[str, Callable[[], Awaitable[float]]] = {"echo": echo_rate}
+        for name, (rows, count, with_keys) in puts.items():
+            cases[name] = partial(_put_rate, client, rows, count, with_keys=with_keys)
+        if transfer_queue.is_there:
+            cases[_PEER_PUT] = peer_rate
+        rates = await interleave_async(cases, options.repeats)
     await channel.close()
-    table = []
+    table: list[list[Cell]] = []
     for name, (rows_a_put, count, _) in puts.items():
-        ratios = [rate / rows_a_put / limit for rate, limit in zip(rates[name], rates["echo"], strict=True)]
-        calls = median(rates[name]) / rows_a_put
-        table.append([name, median(rates[name]), calls, median(ratios) if count > 1 else None])
-    table.append(["echo, unary", None, median(rates["echo"]), 1.0])
+        call_rates = [rate / rows_a_put for rate in rates[name]]
+        of_echo = median_ratio(call_rates, rates["echo"]) if count > 1 else None
+        of_peer = median_ratio(rates[name], rates[_PEER_PUT]) if count == 1 and _PEER_PUT in rates else None
+        table.append([name, median(rates[name]), median(call_rates), of_echo, of_peer])
+    table += [[name, median(rates[name]), None, None, 1.0] for name in (_PEER_PUT,) if name in rates]
+    table.append(["echo, unary", None, median(rates["echo"]), 1.0, None])
+    return _report(table, transfer_queue)
+
+
+def _report(table: list[list[Cell]], transfer_queue: Peer) -> Report:
+    of_peer = table[0][4]
     return Report(
         name="insert_rate",
         question="How many samples a second can be put, in one large put and in many small ones?",
-        columns=["how", "samples/s", "calls/s", "calls / echo calls"],
+        columns=["how", "samples/s", "calls/s", "calls / echo calls", "samples / TransferQueue"],
         rows=table,
-        notes=[f"one int64 a sample; small puts by {WORKER_COUNT} workers at the same time, in one client process"],
+        notes=[
+            f"one int64 a sample; small puts by {WORKER_COUNT} workers at the same time, in one client process",
+            *transfer_queue.notes,
+        ],
+        aims=[
+            Aim(
+                what=f"samples/s, {_LARGE_PUT} / TransferQueue",
+                measured=None if of_peer is None else float(of_peer),
+                wanted=5.0,
+            )
+        ],
         plots=[
             Plot(
                 name="insert_rate",
@@ -104,16 +138,21 @@ async def _measure(options: Options, address: str, echo_address: str) -> Report:
                 x_label="",
                 y_label="samples/s",
                 bars=True,
-                series={"samples/s": [(row[0], row[1]) for row in table[:-1]]},
+                series={"samples/s": [(row[0], float(row[1] or 0)) for row in table[:-1]]},
             )
         ],
+        without=transfer_queue.absent,
     )
 
 
 def run(options: Options) -> Report:
     """Measure."""
-    with service() as server, echo_server() as echo:
-        return run_async(_measure(options, server.address, echo.address))
+    with (
+        service() as server,
+        echo_server() as echo,
+        peer(TRANSFER_QUEUE, "benchmarks.transfer_queue_peer", options) as transfer_queue,
+    ):
+        return run_async(_measure(options, server.address, echo.address, transfer_queue))
 
 
 if __name__ == "__main__":

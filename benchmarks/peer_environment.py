@@ -1,34 +1,80 @@
-"""The virtual environment of the peer, TransferQueue: made on first use, apart from ours."""
+"""Virtual environments of the peers: made on first use, apart from ours and from each other."""
 
 from __future__ import annotations
 
+import os
+import shlex
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.harness import ROOT
+_ROOT = Path(__file__).resolve().parent.parent
+# What pip installs before all else where an environment needs torch, as `TORCH` of the Makefile: on Linux, PyPI's build
+# is for CUDA and has some GB, so that the build is the user's choice.
+_TORCH = "torch==2.13.0"
 
-PEER = "TransferQueue==0.1.11"
-_FOLDER = ROOT / ".venv-transferqueue"
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerEnvironment:
+    """A virtual environment of one peer.
 
-def peer_python() -> Path:
-    """Return the Python of the peer's environment.
-
-    The package alone is installed, without what it depends on: its balancing needs the standard library only.
-
-    Raises:
-        RuntimeError: it cannot be installed.
+    Attributes:
+        name: of the peer.
+        requirements: what pip installs.
+        needs_torch: whether torch is installed first, in a step of its own.
+        variables: environment variables that its programs run with.
     """
-    python = _FOLDER / "bin" / "python"
-    installed = _FOLDER / "installed.txt"
-    if installed.exists() and installed.read_text() == PEER:
+
+    name: str
+    requirements: Sequence[str]
+    needs_torch: bool = False
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    def python(self) -> Path:
+        """Return its Python, after making it where it is missing or other packages are asked for.
+
+        Raises:
+            RuntimeError: it cannot be made.
+        """
+        folder = _ROOT / f".venv-{self.name.lower()}"
+        python, installed = folder / "bin" / "python", folder / "installed.txt"
+        wanted = "\n".join(self.requirements)
+        if python.exists() and installed.exists() and installed.read_text() == wanted:
+            return python
+        print(f"installing {self.name} in {folder.name}: some minutes, once", file=sys.stderr, flush=True)
+        _run([sys.executable, "-m", "venv", "--clear", str(folder)])
+        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        if self.needs_torch:
+            _run([*pip, *shlex.split(os.environ.get("TQ_BENCH_TORCH", _TORCH))])
+        _run([*pip, *self.requirements])
+        installed.write_text(wanted)
         return python
-    commands = ([sys.executable, "-m", "venv", "--clear", str(_FOLDER)],
-                [str(python), "-m", "pip", "install", "--quiet", "--no-deps", PEER])  # fmt: skip
-    for command in commands:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(command)} failed: {done.stderr.strip()[-500:]}")
-    installed.write_text(PEER)
-    return python
+
+
+def _run(command: Sequence[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = done.stderr.strip() or done.stdout.strip()
+        raise RuntimeError(f"`{' '.join(command)}` ended with exit code {done.returncode}: {reason[-500:]}")
+
+
+_RAY = "ray==2.60.0"
+# The second has a misleading name: without clusters, Ray listens on loopback only, and so does who asks it for the
+# address of the node, as TransferQueue does.
+_RAY_VARIABLES = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+
+TRANSFER_QUEUE = PeerEnvironment(
+    name="TransferQueue",
+    requirements=("TransferQueue==0.1.11", _RAY),
+    needs_torch=True,
+    variables={
+        **_RAY_VARIABLES,
+        "TQ_LOGGING_LEVEL": "ERROR",
+        "TQ_NUM_THREADS": str(os.cpu_count() or 1),
+        "TQ_SOCKET_POOL_SIZE": "64",
+    },
+)
+RAY = PeerEnvironment(name="Ray", requirements=(_RAY, "numpy>=1.26"), variables=_RAY_VARIABLES)
+PEER_NAMES = (TRANSFER_QUEUE.name, RAY.name)

@@ -29,7 +29,10 @@ def draw(plot: Plot, folder: Path) -> Path:
             axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
         axes.set_xlabel(plot.x_label)
         axes.set_ylabel(plot.y_label)
-        axes.set_ylim(bottom=0)
+        if plot.log_y:
+            axes.set_yscale("log")
+        else:
+            axes.set_ylim(bottom=0)
     axes.set_title(plot.title)
     axes.grid(alpha=0.3)
     if len(plot.series) > 1:

@@ -16,19 +16,21 @@ class Aim:
 
     Attributes:
         what: the figure, with its unit.
-        measured: what it is now.
+        measured: what it is now; None where it could not be measured.
         wanted: what it should be.
         at_least: whether more is better; False: `wanted` is the most.
     """
 
     what: str
-    measured: float
+    measured: float | None
     wanted: float
     at_least: bool = True
 
     @property
-    def met(self) -> bool:
-        """Whether the figure is as wanted."""
+    def met(self) -> bool | None:
+        """Whether the figure is as wanted; None where it could not be measured."""
+        if self.measured is None:
+            return None
         return self.measured >= self.wanted if self.at_least else self.measured <= self.wanted
 
 
@@ -43,6 +45,7 @@ class Plot:
         y_label: label of the y axis.
         series: for each label its points `(x, y)`; with bars x is text.
         log_x: whether the x axis is logarithmic.
+        log_y: whether the y axis is.
         bars: whether to draw bars instead of lines.
     """
 
@@ -52,6 +55,7 @@ class Plot:
     y_label: str
     series: Mapping[str, Sequence[tuple[Any, float]]]
     log_x: bool = False
+    log_y: bool = False
     bars: bool = False
 
 
@@ -67,6 +71,7 @@ class Report:
         notes: how it was measured, as far as a reader needs it.
         aims: figures asked for.
         plots: pictures of the table.
+        without: peers that were not there.
     """
 
     name: str
@@ -76,6 +81,7 @@ class Report:
     notes: Sequence[str] = ()
     aims: Sequence[Aim] = ()
     plots: Sequence[Plot] = ()
+    without: Sequence[str] = ()
 
     def to_json(self) -> str:
         """Return it as one JSON object."""
@@ -116,8 +122,10 @@ class Report:
 def aim_text(aim: Aim) -> str:
     """Return one line about an aim."""
     bound = "at least" if aim.at_least else "at most"
-    verdict = "met" if aim.met else "**missed**"
-    return f"{aim.what}: {format_cell(aim.measured)}, {bound} {format_cell(aim.wanted)} wanted: {verdict}"
+    wanted = f"{bound} {format_cell(aim.wanted)} wanted"
+    if aim.met is None:
+        return f"{aim.what}: {wanted}: not measured"
+    return f"{aim.what}: {format_cell(aim.measured)}, {wanted}: {'met' if aim.met else '**missed**'}"
 
 
 def format_cell(cell: Cell) -> str:

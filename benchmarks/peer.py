@@ -1,0 +1,138 @@
+"""A program in another process that makes a load and times it, for a benchmark that measures something else in turn."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import psutil
+
+from benchmarks.harness import ROOT, Options
+from benchmarks.peer_environment import PeerEnvironment
+
+_STOP_SECONDS = 30.0
+_IDLE_SECONDS = 2.0
+
+
+class Program:
+    """A running program that answers as `benchmarks.peer_program` does."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def ask(self, command: str, **arguments: object) -> Any:
+        """Return what a command of the program returns.
+
+        Raises:
+            RuntimeError: the command raised, or the program has ended.
+        """
+        if self._process.stdin is None or self._process.stdout is None:
+            raise RuntimeError(f"{self._process.args!r} has no pipes")
+        with suppress(BrokenPipeError):  # then it has ended, and the missing answer tells
+            self._process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
+            self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self._process.args!r} ended with exit code {self._process.wait()}; its log is above")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise RuntimeError(f"{command} of {self._process.args!r} failed:\n{answer['error']}")
+        return answer["result"]
+
+    def idle_cores(self) -> float:
+        """Return how many cores the program and all that it started use while they wait, over some seconds."""
+        started, before = time.monotonic(), self._cpu_seconds()
+        time.sleep(_IDLE_SECONDS)
+        return (self._cpu_seconds() - before) / (time.monotonic() - started)
+
+    def _cpu_seconds(self) -> float:
+        root = psutil.Process(self._process.pid)
+        seconds = 0.0
+        for process in (root, *root.children(recursive=True)):
+            try:
+                times = process.cpu_times()
+            except psutil.NoSuchProcess:
+                continue
+            seconds += times.user + times.system
+        return seconds
+
+
+@contextmanager
+def program(
+    module: str, *, python: str = sys.executable, variables: Mapping[str, str] | None = None
+) -> Iterator[Program]:
+    """Run `python -m module` until the block ends; it stops when its stdin ends, and is killed if it does not."""
+    command, pipe, environment = [python, "-m", module], subprocess.PIPE, {**os.environ, **(variables or {})}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, text=True) as process:
+        try:
+            yield Program(process)
+        finally:
+            if process.stdin is not None:
+                with suppress(BrokenPipeError):  # it has ended before it took what was written
+                    process.stdin.close()
+            try:
+                process.wait(_STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+class Peer:
+    """A peer in its own environment, or the fact that it is not there.
+
+    Attributes:
+        name: of the peer.
+        notes: for the report: its versions and what it costs while it waits, or that it was not measured.
+    """
+
+    def __init__(self, name: str, running: Program | None, notes: Sequence[str]) -> None:
+        self.name = name
+        self.notes = list(notes)
+        self._running = running
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it can be asked."""
+        return self._running is not None
+
+    @property
+    def absent(self) -> list[str]:
+        """Its name where it is not there, for `Report.without`."""
+        return [] if self.is_there else [self.name]
+
+    def ask(self, command: str, **arguments: object) -> Any:
+        """Return what a command of its program returns; see `Program.ask`."""
+        if self._running is None:
+            raise RuntimeError(f"{self.name} is not there: look at is_there first")
+        return self._running.ask(command, **arguments)
+
+
+@contextmanager
+def peer(environment: PeerEnvironment, module: str, options: Options) -> Iterator[Peer]:
+    """Run a peer's program in its environment until the block ends.
+
+    Where it cannot be installed or started, or `options` leave it out, that is said on stderr and in the report, and
+    the benchmark goes on without it.
+    """
+    with ExitStack() as stack:
+        running, notes = None, [f"{environment.name} was left out or could not be installed: not measured"]
+        if environment.name not in options.without:
+            try:
+                python = str(environment.python())
+                running = stack.enter_context(program(module, python=python, variables=environment.variables))
+                notes = _notes(running)
+            except RuntimeError as error:
+                print(f"without {environment.name}: {error}", file=sys.stderr, flush=True)
+                running = None
+        yield Peer(environment.name, running, notes)
+
+
+def _notes(running: Program) -> list[str]:
+    versions = ", ".join(f"{package} {version}" for package, version in running.ask("versions").items())
+    cores = running.idle_cores()
+    return [f"peer: {versions}; while others are measured, its processes use {100 * cores:.1f} % of a core"]

@@ -1,0 +1,31 @@
+"""A Ray cluster of one node, for the programs that need one in their own environments."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ray
+
+
+@contextmanager
+def ray_cluster(*, cpu_count: int, object_store_bytes: int) -> Iterator[None]:
+    """Run Ray until the block ends, without its dashboard, its files in a folder that goes with it.
+
+    It listens on loopback only with the variables of `benchmarks.peer_environment`. Its own processes die with this
+    one, also when this one is killed.
+    """
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
+        ray.init(
+            num_cpus=cpu_count,
+            object_store_memory=object_store_bytes,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="error",
+            _temp_dir=folder,
+        )
+        try:
+            yield
+        finally:
+            ray.shutdown()

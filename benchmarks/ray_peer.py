@@ -1,0 +1,69 @@
+"""Runs in Ray's environment: arrays go from this process through Ray's object store to an actor, which reads them.
+
+What was chosen, so that the peer is at its best: numpy arrays, which Ray maps for readers without a copy (tensors of
+torch it copies); an object store with room for several of them, so that no put waits until the last one is gone; one
+reader that lives on, so that memory it has mapped once stays mapped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+import ray
+
+from benchmarks.peer_program import Commands, serve
+from benchmarks.ray_cluster import ray_cluster
+
+_OBJECT_STORE_BYTES = 1 << 30
+
+
+@ray.remote(num_cpus=1)
+class _Reader:
+    def read(self, references: list[Any]) -> tuple[float, float, float]:
+        """Return the seconds of a get, the seconds until every byte was read, and the sum."""
+        times = [time.perf_counter()]
+        array = ray.get(references[0])
+        times.append(time.perf_counter())
+        total = float(array.sum())
+        times.append(time.perf_counter())
+        return times[1] - times[0], times[2] - times[0], total
+
+
+class _Load:
+    def __init__(self, reader: Any) -> None:
+        self._reader = reader
+        self._array = np.zeros((0, 0), np.float32)
+
+    def load(self, row_count: int, row_length: int) -> None:
+        """Make the array that `round_trip` passes on."""
+        self._array = np.random.default_rng(0).random((row_count, row_length), np.float32)
+
+    def round_trip(self) -> tuple[float, float, float]:
+        """Return the seconds of a put, of a get by the other process, and of a get with reading every byte."""
+        started = time.perf_counter()
+        reference = ray.put(self._array)
+        put_seconds = time.perf_counter() - started
+        get_seconds, read_seconds, total = ray.get(self._reader.read.remote([reference]))
+        if total != float(self._array.sum()):
+            raise RuntimeError("what was got is not what was put")
+        return put_seconds, get_seconds, read_seconds
+
+
+@contextmanager
+def _started() -> Iterator[Commands]:
+    with ray_cluster(cpu_count=1, object_store_bytes=_OBJECT_STORE_BYTES):
+        load = _Load(_Reader.remote())
+        yield {
+            "versions": lambda: {package: version(package) for package in ("ray", "numpy")},
+            "load": load.load,
+            "round_trip": load.round_trip,
+        }
+
+
+if __name__ == "__main__":
+    serve(_started())
