@@ -46,6 +46,8 @@ class PutCells:
 
 def expand_runs(firsts: Rows, counts: Rows) -> Rows:
     """Return every row of runs, run after run: firsts (3, 8), counts (2, 1) give (3, 4, 8)."""
+    if len(firsts) == 1:
+        return np.arange(firsts[0], firsts[0] + counts[0], dtype=np.int64)
     ends = np.cumsum(counts)
     total = int(ends[-1]) if ends.size else 0
     return np.repeat(firsts - (ends - counts), counts) + np.arange(total, dtype=np.int64)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Final
 
@@ -13,30 +12,13 @@ from tq_service.errors import InvalidArgumentError, PutNotFoundError
 from tq_service.storage.cells import ReadRuns, Rows, expand_runs
 from tq_service.storage.pool import RegionPool
 from tq_service.storage.region import Region
-from tq_service.storage.stored_put import StoredColumn, StoredPut
-from tq_service.wire.columns import (
-    MAX_ROWS,
-    ColumnShape,
-    Extents,
-    extent_count,
-    fixed_row_bytes,
-    merge_specs,
-    widen_extents,
-)
+from tq_service.storage.spans import SpanFinder, Spans
+from tq_service.storage.stored_put import StoredPut
+from tq_service.wire.columns import MAX_ROWS, fixed_row_bytes
 
 _GATHER_BELOW_BYTES: Final = 1024
 _GATHER_FROM_SLICES: Final = 16
 _GATHER_BLOCK_BYTES: Final = 1 << 20
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Spans:
-    """The bytes of one column that is read: for each run, its put, and its first byte and size in the put's region."""
-
-    column: ColumnShape
-    put_indexes: Rows
-    starts: Rows
-    sizes: Rows
 
 
 class Reading:
@@ -47,9 +29,7 @@ class Reading:
         headers: the columns, in the order asked for.
     """
 
-    def __init__(
-        self, pool: RegionPool, regions: Mapping[int, Region], spans: Sequence[_Spans], row_count: int
-    ) -> None:
+    def __init__(self, pool: RegionPool, regions: Mapping[int, Region], spans: Sequence[Spans], row_count: int) -> None:
         self.row_count = row_count
         self.headers = tuple(span.column for span in spans)
         self._spans = spans
@@ -58,10 +38,19 @@ class Reading:
         for region in self._regions.values():
             pool.pin(region)
 
-    def chunks(self) -> Iterator[memoryview]:
-        """Yield the bytes of all columns in order; the views are valid until `close`."""
-        for span in self._spans:
-            yield from self._column_chunks(span)
+    def chunks(self, without: Collection[int] = ()) -> Iterator[memoryview]:
+        """Yield the bytes of all columns in order, but for those left out; the views are valid until `close`."""
+        for index, span in enumerate(self._spans):
+            if index not in without:
+                yield from self._column_chunks(span)
+
+    def slices(self, column_index: int) -> tuple[Rows, Rows, Rows]:
+        """Return what makes up a column: the puts of its slices, where they start in their regions, and their sizes."""
+        return _join_neighbours(self._spans[column_index])
+
+    def region(self, put_index: int) -> Region:
+        """Return the memory of a put; it stays until `close`."""
+        return self._regions[put_index]
 
     def close(self) -> None:
         """Let go of what was read; a second call does nothing."""
@@ -77,7 +66,7 @@ class Reading:
     ) -> None:
         self.close()
 
-    def _column_chunks(self, span: _Spans) -> Iterator[memoryview]:
+    def _column_chunks(self, span: Spans) -> Iterator[memoryview]:
         puts, starts, sizes = _join_neighbours(span)
         row_bytes = fixed_row_bytes(span.column.spec)
         small = len(starts) >= _GATHER_FROM_SLICES and int(sizes.sum()) < _GATHER_BELOW_BYTES * len(starts)
@@ -102,7 +91,7 @@ class Reading:
             yield np.take(table, rows[first : first + block], axis=0).reshape(-1).data
 
 
-def _join_neighbours(span: _Spans) -> tuple[Rows, Rows, Rows]:
+def _join_neighbours(span: Spans) -> tuple[Rows, Rows, Rows]:
     """Return put, start and size of the slices to read: runs that follow each other in memory are one."""
     puts, starts, sizes = span.put_indexes, span.starts, span.sizes
     if not sizes.all():
@@ -123,14 +112,14 @@ def open_reading(
     """Find the cells of a read and pin their memory; see `StorageEngine.open_read`."""
     row_count = _check_runs(runs, len(put_ids))
     held: dict[int, StoredPut] = {}
-    spans: list[_Spans] = []
+    spans: list[Spans] = []
     for fields in runs:
-        groups = _group_by_put(fields.put_indexes)
-        for index, _ in groups:
+        used, owners = _owners(fields.put_indexes)
+        for index in used:
             if index not in held:
                 held[index] = _find_put(puts, put_ids[index])
-        resolver = _Resolver(fields, groups, held, put_ids, row_count)
-        spans.extend(resolver.resolve(name) for name in fields.field_names)
+        finder = SpanFinder(fields, [held[index] for index in used], [put_ids[index] for index in used], owners)
+        spans.extend(finder.find(name) for name in fields.field_names)
     return Reading(pool, {index: put.region for index, put in held.items()}, spans, row_count)
 
 
@@ -173,108 +162,9 @@ def _count_rows(fields: ReadRuns, put_count: int) -> int:
     return int(counts.sum())
 
 
-def _group_by_put(put_indexes: Rows) -> list[tuple[int, Rows | slice]]:
-    """Return each put with the positions of its runs."""
+def _owners(put_indexes: Rows) -> tuple[list[int], Rows]:
+    """Return the puts of runs, each once, and for each run the position of its put among them."""
     if (put_indexes == put_indexes[0]).all():
-        return [(int(put_indexes[0]), slice(None))]
-    order = np.argsort(put_indexes, kind="stable")
-    bounds = np.flatnonzero(np.diff(put_indexes[order])) + 1
-    return [(int(put_indexes[some[0]]), some) for some in np.split(order, bounds)]
-
-
-class _Resolver:
-    """Turns the runs that some fields share into places in memory."""
-
-    def __init__(
-        self,
-        fields: ReadRuns,
-        groups: list[tuple[int, Rows | slice]],
-        puts: Mapping[int, StoredPut],
-        put_ids: Sequence[bytes],
-        row_count: int,
-    ) -> None:
-        self._fields = fields
-        self._groups = groups
-        self._puts = puts
-        self._put_ids = put_ids
-        self._row_count = row_count
-        self._targets = np.cumsum(fields.row_counts) - fields.row_counts
-        self._positions: dict[int, Rows] = {}
-        for index, some in groups:
-            put = puts[index]
-            firsts, counts = fields.first_rows[some], fields.row_counts[some]
-            wrong = (firsts < 0) | (firsts > put.row_count - counts)
-            if wrong.any():
-                first, count = int(firsts[wrong][0]), int(counts[wrong][0])
-                raise InvalidArgumentError(
-                    f"rows {first} to {first + count - 1} are outside put {put_ids[index].hex()}, which has "
-                    f"{put.row_count} rows",
-                    field="runs",
-                )
-
-    def resolve(self, name: str) -> _Spans:
-        """Return where the runs of a field are, with its header."""
-        columns = [self._puts[index].column(name, self._put_ids[index]) for index, _ in self._groups]
-        merged = merge_specs([column.spec for column in columns])
-        width = extent_count(merged)
-        extents = np.empty((self._row_count, width), np.int64) if width else None
-        starts = np.empty(len(self._fields.first_rows), np.int64)
-        sizes = np.empty_like(starts)
-        for (index, some), column in zip(self._groups, columns, strict=True):
-            region = self._puts[index].region
-            positions = self._find(name, index, some, column)
-            counts = self._fields.row_counts[some]
-            row_bytes = fixed_row_bytes(column.spec)
-            if row_bytes is not None:
-                starts[some] = column.values_at + positions * row_bytes
-                sizes[some] = counts * row_bytes
-                found = None
-            else:
-                offsets = column.offsets(region)
-                firsts = offsets[positions]
-                starts[some] = column.values_at + firsts
-                sizes[some] = offsets[positions + counts] - firsts
-                found = _extents_of(column.extents(region), positions, counts)
-            found = widen_extents(found, column.spec, merged, int(counts.sum()))
-            if extents is not None and found is not None:
-                self._place(extents, some, counts, found)
-        shape = ColumnShape(spec=merged, row_count=self._row_count, extents=extents, value_bytes=int(sizes.sum()))
-        return _Spans(shape, self._fields.put_indexes, starts, sizes)
-
-    def _find(self, name: str, index: int, some: Rows | slice, column: StoredColumn) -> Rows:
-        """Return the positions of runs in memory; fields that were freed alike share the search."""
-        known = self._positions.get(id(column.row_set))
-        if known is not None:
-            return known
-        firsts, counts = self._fields.first_rows[some], self._fields.row_counts[some]
-        if len(firsts) == 1:
-            positions = np.array([column.row_set.position(int(firsts[0]), int(counts[0]))], np.int64)
-        else:
-            positions = column.row_set.positions(firsts, counts)
-        gone = np.flatnonzero(positions < 0)
-        if gone.size:
-            runs = ", ".join(
-                f"{first}" if count == 1 else f"{first}-{first + count - 1}"
-                for first, count in zip(firsts[gone[:5]].tolist(), counts[gone[:5]].tolist(), strict=True)
-            )
-            raise PutNotFoundError(
-                f"field {name!r} of put {self._put_ids[index].hex()}: rows in {runs} were cleared or overwritten; get "
-                "the rows anew"
-            )
-        self._positions[id(column.row_set)] = positions
-        return positions
-
-    def _place(self, extents: Extents, some: Rows | slice, counts: Rows, found: Extents) -> None:
-        targets = self._targets[some]
-        if isinstance(some, slice):
-            extents[:] = found
-        elif len(targets) == 1:
-            extents[int(targets[0]) : int(targets[0]) + len(found)] = found
-        else:
-            extents[expand_runs(targets, counts)] = found
-
-
-def _extents_of(stored: Extents, positions: Rows, counts: Rows) -> Extents:
-    if len(positions) == 1:
-        return stored[int(positions[0]) : int(positions[0]) + int(counts[0])]
-    return stored[expand_runs(positions, counts)]
+        return [int(put_indexes[0])], np.zeros(len(put_indexes), np.int64)
+    used, owners = np.unique(put_indexes, return_inverse=True)
+    return used.tolist(), owners

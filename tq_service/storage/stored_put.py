@@ -50,17 +50,6 @@ class RowSet:
         twin.live_count = self.live_count
         return twin
 
-    def position(self, first: int, count: int) -> int:
-        """Return where a run of rows lies in memory, -1 where a row of it is gone."""
-        at = first - self.base if self.kept is None else int(np.searchsorted(self.kept, first))
-        if at < 0 or at + count > self.stored_count:
-            return -1
-        if self.kept is not None and (self.kept[at] != first or self.kept[at + count - 1] != first + count - 1):
-            return -1
-        if self.live is not None and not self.live[at : at + count].all():
-            return -1
-        return at
-
     def positions(self, firsts: Rows, counts: Rows) -> Rows:
         """Return where runs of rows lie in memory, -1 for each that misses a row."""
         at = firsts - self.base if self.kept is None else np.searchsorted(self.kept, firsts)
@@ -122,6 +111,11 @@ class StoredColumn:
         """Return the extents of the stored rows, `(stored, extents of a row)`. Not for dense columns."""
         stored, width = self.row_set.stored_count, extent_count(self.spec)
         return region.words(self.table_at + 8 * (stored + 1), stored * width).reshape(stored, width)
+
+    def table(self, region: Region) -> Rows:
+        """Return the offsets and after them the extents, row by row, in one array. Not for dense columns."""
+        stored = self.row_set.stored_count
+        return region.words(self.table_at, stored + 1 + stored * extent_count(self.spec))
 
     def bytes_of(self, region: Region, positions: Rows) -> int:
         """Return the bytes that rows take, their part of the tables included."""
