@@ -1,7 +1,7 @@
 """How fast do tensors go over the wire, into the service and back, beside TransferQueue, raw TCP and a memcpy?
 
-The service is a process of its own; every put makes a partition, which is cleared after the get. TransferQueue's client
-is a process of its own, too, and gets rows of the same shapes.
+The service is a process of its own, told not to share memory with clients of its host; every put makes a partition,
+which is cleared after the get. TransferQueue's client is a process of its own, too, and gets rows of the same shapes.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def _report(rows: list[list[Cell]], transfer_queue: Peer) -> Report:
 def run(options: Options) -> Report:
     """Measure."""
     with (
-        service() as server,
+        service("--shared-memory", "off") as server,
         running("benchmarks.tcp_sink") as sink,
         peer(TRANSFER_QUEUE, "benchmarks.transfer_queue_peer", options) as transfer_queue,
     ):

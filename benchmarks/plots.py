@@ -53,4 +53,6 @@ def _draw_bars(plot: Plot, axes: Any) -> None:
     middle = (len(plot.series) - 1) * height / 2
     axes.set_yticks([index + middle for index in range(len(names))], names)
     axes.invert_yaxis()
+    if plot.log_y:
+        axes.set_xscale("log")
     axes.set_xlabel(plot.y_label)

@@ -1,8 +1,8 @@
 """Runs in Ray's environment: arrays go from this process through Ray's object store to an actor, which reads them.
 
 What was chosen, so that the peer is at its best: numpy arrays, which Ray maps for readers without a copy (tensors of
-torch it copies); an object store with room for several of them, so that no put waits until the last one is gone; one
-reader that lives on, so that memory it has mapped once stays mapped.
+torch it copies); an object store with room for all of them, so that no put waits until another one is gone; one reader
+that lives on, so that memory it has mapped once stays mapped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ import ray
 from benchmarks.peer_program import Commands, serve
 from benchmarks.ray_cluster import ray_cluster
 
-_OBJECT_STORE_BYTES = 1 << 30
+_OBJECT_STORE_BYTES = 2560 << 20
+# Ray frees an object's memory some time after the last reference is gone.
+_FREED_SECONDS = 0.3
 
 
 @ray.remote(num_cpus=1)
@@ -38,16 +40,26 @@ class _Load:
     def __init__(self, reader: Any) -> None:
         self._reader = reader
         self._array = np.zeros((0, 0), np.float32)
+        self._kept: list[Any] = []
+        self._replaced: list[Any] = []
 
     def load(self, row_count: int, row_length: int) -> None:
         """Make the array that `round_trip` passes on."""
         self._array = np.random.default_rng(0).random((row_count, row_length), np.float32)
 
-    def round_trip(self) -> tuple[float, float, float]:
-        """Return the seconds of a put, of a get by the other process, and of a get with reading every byte."""
+    def round_trip(self, reuse: bool) -> tuple[float, float, float]:
+        """Return the seconds of a put, of a get by the other process, and of a get with reading every byte.
+
+        With `reuse` the put takes the place of the last such one; without, nothing is freed, so that it takes memory
+        which the store has not used before.
+        """
+        if reuse:
+            self._replaced.clear()
+            time.sleep(_FREED_SECONDS)
         started = time.perf_counter()
         reference = ray.put(self._array)
         put_seconds = time.perf_counter() - started
+        (self._replaced if reuse else self._kept).append(reference)
         get_seconds, read_seconds, total = ray.get(self._reader.read.remote([reference]))
         if total != float(self._array.sum()):
             raise RuntimeError("what was got is not what was put")

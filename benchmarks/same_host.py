@@ -1,15 +1,20 @@
 """How fast do tensors go from one process to another on the same host, beside Ray's object store?
 
 One process puts, another one gets. A get that maps memory costs next to nothing until the memory is read, so the time
-until every byte was read, by a sum over the array, is shown as well.
+until every byte was read, by a sum over the array, is shown as well. Memory that the system must hand out first costs
+more than the copy, so both are shown: puts that take the place of a cleared one, as in the long run, and puts beside
+which all others stay, as in the first steps after a start.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
+import numpy as np
 import torch
 
 import tq_service as tq
@@ -20,8 +25,10 @@ from benchmarks.report import Aim, Cell, Plot, Report
 
 ROW_COUNT, ROW_LENGTH = 256, 1 << 18
 SIZE_BYTES = ROW_COUNT * ROW_LENGTH * 4
-_VERBS = ("put", "get", "get and read every byte")
-_PARTITION = "same-host"
+_WANTED = {"put": 1.8, "get": 1.0, "get and read every byte": 1.0}
+_MEMORIES = {"the last one was cleared": True, "nothing is cleared": False}
+# What is not cleared takes memory until the end, on both sides.
+_MOST_REPEATS = 7
 
 # Seconds of a put, of a get, and of a get with reading every byte.
 Times = tuple[float, float, float]
@@ -35,47 +42,57 @@ class _RoundTrip:
         self._reader = reader
         self._data = torch.rand(ROW_COUNT, ROW_LENGTH)
         self._total = float(self._data.numpy().sum())
+        self._numbers = itertools.count()
+        self._has_put = False
 
-    def __call__(self) -> Times:
+    def __call__(self, reuse: bool) -> Times:
+        """Put and get; with `reuse` after what the last such put has stored was cleared."""
+        partition_id = "replaced" if reuse else f"kept-{next(self._numbers)}"
+        if reuse and self._has_put:
+            self._client.clear_partition(partition_id)
         started = time.perf_counter()
-        self._client.put({"x": self._data}, partition_id=_PARTITION)
+        self._client.put({"x": self._data}, partition_id=partition_id)
         put_seconds = time.perf_counter() - started
+        self._has_put = self._has_put or reuse
         get_seconds, read_seconds, total = self._reader.ask(
-            "read", partition_id=_PARTITION, task_name="read", sample_count=ROW_COUNT
+            "read", partition_id=partition_id, task_name="read", sample_count=ROW_COUNT
         )
         if total != self._total:
             raise RuntimeError("what was got is not what was put")
-        self._client.clear_partition(_PARTITION)
         return put_seconds, get_seconds, read_seconds
 
 
 def _measure(options: Options, address: str, reader: Program, ray: Peer) -> Report:
     reader.ask("connect", address=address)
     with tq.Client(address, timeout=60.0) as client:
-        cases: dict[str, Callable[[], Times]] = {"ours": _RoundTrip(client, reader)}
+        round_trip = _RoundTrip(client, reader)
+        cases: dict[str, Callable[[], Times]] = {}
         if ray.is_there:
             ray.ask("load", row_count=ROW_COUNT, row_length=ROW_LENGTH)
-            cases["ray"] = lambda: ray.ask("round_trip")
-        times = interleave(cases, options.repeats)
+        for memory, reuse in _MEMORIES.items():
+            cases[f"ours, {memory}"] = partial(round_trip, reuse)
+            if ray.is_there:
+                cases[f"Ray, {memory}"] = partial(ray.ask, "round_trip", reuse=reuse)
+        times = interleave(cases, min(options.repeats, _MOST_REPEATS))
+    rates = {name: SIZE_BYTES / 1e9 / np.asarray(repeats) for name, repeats in times.items()}
     rows: list[list[Cell]] = []
-    for column, verb in enumerate(_VERBS):
-        rates = {name: [SIZE_BYTES / 1e9 / repeat[column] for repeat in repeats] for name, repeats in times.items()}
+    for memory, (column, verb) in itertools.product(_MEMORIES, enumerate(_WANTED)):
+        ours = rates[f"ours, {memory}"][:, column]
         peers: list[Cell] = [None, None]
-        if "ray" in rates:
-            peers = [median(rates["ray"]), median_ratio(rates["ours"], rates["ray"])]
-        rows.append([verb, median(rates["ours"]), *peers])
+        if ray.is_there:
+            theirs = rates[f"Ray, {memory}"][:, column]
+            peers = [median(theirs), median_ratio(ours, theirs)]
+        rows.append([memory, verb, median(ours), *peers])
     return _report(rows, ray)
 
 
 def _report(rows: list[list[Cell]], ray: Peer) -> Report:
     size = f"{SIZE_BYTES >> 20} MiB"
-    series = {"tq_service": [(str(row[0]), float(row[1] or 0)) for row in rows]}
-    if ray.is_there:
-        series["Ray"] = [(str(row[0]), float(row[2] or 0)) for row in rows]
+    series = {"tq_service": _bars(rows, 2), **({"Ray": _bars(rows, 3)} if ray.is_there else {})}
     return Report(
         name="same_host",
         question="How fast do tensors go from one process to another on the same host, beside Ray's object store?",
-        columns=["what", "GB/s", "Ray, GB/s", "ours / Ray"],
+        columns=["memory", "what", "GB/s", "Ray, GB/s", "ours / Ray"],
         rows=rows,
         notes=[
             f"{size} of dense float32 in {ROW_COUNT} rows; one process puts, another gets; GB are 10^9 bytes",
@@ -85,11 +102,11 @@ def _report(rows: list[list[Cell]], ray: Peer) -> Report:
         ],
         aims=[
             Aim(
-                what=f"{row[0]} of {size}, same host / Ray",
-                measured=None if row[3] is None else float(row[3]),
-                wanted=wanted,
+                what=f"{verb} of {size} where {memory}, same host / Ray",
+                measured=None if ratio is None else float(ratio),
+                wanted=_WANTED[str(verb)],
             )
-            for row, wanted in zip(rows, (1.8, 1.0), strict=False)
+            for memory, verb, _, _, ratio in rows
         ],
         plots=[
             Plot(
@@ -98,11 +115,16 @@ def _report(rows: list[list[Cell]], ray: Peer) -> Report:
                 x_label="",
                 y_label="GB/s",
                 bars=True,
+                log_y=True,
                 series=series,
             )
         ],
         without=ray.absent,
     )
+
+
+def _bars(rows: list[list[Cell]], column: int) -> list[tuple[str, float]]:
+    return [(f"{row[1]},\n{row[0]}", float(row[column] or 0)) for row in rows]
 
 
 def run(options: Options) -> Report:
