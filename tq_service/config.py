@@ -7,6 +7,7 @@ import ipaddress
 import os
 import re
 import socket
+import tempfile
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -75,6 +76,11 @@ def default_max_bytes() -> int:
     return max(memory_limit_bytes() // 2 // 2**20, 1) * 2**20
 
 
+def default_shared_memory_dir() -> Path:
+    """Return the folder of this user for the sockets of shared memory."""
+    return Path(tempfile.gettempdir()) / f"tq_service-{os.getuid()}"
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches a server that listens on `host`."""
     try:
@@ -124,6 +130,16 @@ class ServeSettings(BaseSettings):
     )
     sampler_timeout_seconds: float = Field(30.0, gt=0, description="How long a sampler may take for one batch.")
     sampler_threads: int = Field(4, ge=1, description="Threads for samplers, apart from those of all other work.")
+    shared_memory: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="Whether clients of this host may hand over memory instead of sending bytes: on, off, or where the "
+        "system and the folder allow it (auto).",
+    )
+    shared_memory_dir: Path = Field(
+        default_factory=default_shared_memory_dir,
+        description="Folder of the socket for shared memory; whoever may enter it may use it. Containers of one host "
+        "mount the same. Default: tq_service-<uid> in the folder for temporary files, for this user alone.",
+    )
     allow_sampler_import: bool = Field(
         False,
         description="Whether clients may name samplers as module:Class, which imports the module in the server. "

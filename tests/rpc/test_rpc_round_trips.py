@@ -15,6 +15,8 @@ import tq_service as tq
 from tq_service.client._async import calls as async_calls
 from tq_service.client._sync import calls as sync_calls
 from tq_service.schema import DTYPE_SIZES
+from tq_service.server import storage_servicer
+from tq_service.storage import sharing
 
 DTYPES = sorted(name for name in DTYPE_SIZES if hasattr(torch, name))
 
@@ -39,18 +41,24 @@ def assert_same_rows(got: Any, expected: Any) -> None:
     assert [bits(row) for row in rows_of(got)] == [bits(row) for row in rows_of(expected)]
 
 
-@pytest.fixture(params=["one message", "stream"])
-def _both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small puts are one message, large ones streams; here each is sent both ways."""
-    if request.param == "stream":
+@pytest.fixture(params=["one message", "stream", "shared memory"])
+def _every_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small puts are one message, large ones streams or shared memory; here each is sent every way."""
+    if request.param != "one message":
         for calls in (sync_calls, async_calls):
             monkeypatch.setattr(calls, "SMALL_PUT_BYTES", -1)
+    if request.param == "shared memory":
+        for calls in (sync_calls, async_calls):
+            monkeypatch.setattr(calls, "SHARED_FROM_BYTES", 1)
+        monkeypatch.setattr(storage_servicer, "SMALL_PUT_BYTES", 0)
+        monkeypatch.setattr(sharing, "_LEAST_COLUMN_BYTES", 1)
+        monkeypatch.setattr(sharing, "_LEAST_MEAN_SLICE_BYTES", 0)
 
 
-both_ways = pytest.mark.usefixtures("_both_ways")
+every_way = pytest.mark.usefixtures("_every_way")
 
 
-@both_ways
+@every_way
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 def test_every_dtype_in_both_layouts(client: AnyClient) -> None:
     dense = {f"dense_{name}": random_rows(name, 5, 3) for name in DTYPES}
@@ -80,7 +88,7 @@ DENSE = {
 }
 
 
-@both_ways
+@every_way
 @pytest.mark.parametrize("name", DENSE)
 def test_dense_columns(client: AnyClient, name: str) -> None:
     values = DENSE[name]
@@ -107,7 +115,7 @@ JAGGED = {
 }
 
 
-@both_ways
+@every_way
 @pytest.mark.parametrize("name", JAGGED)
 def test_jagged_columns(client: AnyClient, name: str) -> None:
     values = JAGGED[name]
@@ -119,7 +127,7 @@ def test_jagged_columns(client: AnyClient, name: str) -> None:
     assert_same_rows(client.get_data(meta.select_samples([3, 1]))["x"], [rows_of(values)[3], rows_of(values)[1]])
 
 
-@both_ways
+@every_way
 def test_objects(client: AnyClient) -> None:
     values: list[Any] = [
         "text",

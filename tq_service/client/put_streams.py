@@ -7,21 +7,33 @@ from Core". So a put waits until the storage service says that it has room, befo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from queue import SimpleQueue
 from typing import Any
 
 import grpc
 
 from tq_service.client.retry import Deadline
 from tq_service.errors import UnavailableError
-from tq_service.v1.storage_service_pb2 import PutHeader, PutResponse
-from tq_service.wire.frames import ROOM_KEY, FrameParts
+from tq_service.v1.storage_service_pb2 import PutDeposited, PutHeader, PutResponse
+from tq_service.wire.frames import ROOM_FOR_DEPOSIT, ROOM_KEY, FrameParts
 
 _LOST_STATUS = "Internal error from Core"
 
+Deposit = Callable[[], None]
 
-async def async_send_put(call: Any, header: PutHeader, frames: Iterable[FrameParts], deadline: Deadline) -> PutResponse:
+
+async def async_send_put(
+    call: Any, header: PutHeader, frames: Iterable[FrameParts], deadline: Deadline, deposit: Deposit | None = None
+) -> PutResponse:
     """Stream a put and return its answer.
+
+    Args:
+        call: the method of the channel.
+        header: the first message.
+        frames: the bytes.
+        deadline: of the call.
+        deposit: hands the bytes over as shared memory, for headers with a session; the service decides.
 
     Raises:
         grpc.RpcError: the call failed.
@@ -29,7 +41,7 @@ async def async_send_put(call: Any, header: PutHeader, frames: Iterable[FramePar
     """
     stream = call(timeout=deadline.remaining())
     try:
-        await _write(stream, header, frames)
+        await _write(stream, header, frames, deposit)
         answer: PutResponse = await stream
     except grpc.aio.AioRpcError as error:
         if error.code() is grpc.StatusCode.INTERNAL and error.details() == _LOST_STATUS:
@@ -40,25 +52,57 @@ async def async_send_put(call: Any, header: PutHeader, frames: Iterable[FramePar
     return answer
 
 
-async def _write(stream: Any, header: PutHeader, frames: Iterable[FrameParts]) -> None:
+async def _write(stream: Any, header: PutHeader, frames: Iterable[FrameParts], deposit: Deposit | None) -> None:
     try:
         await stream.write(header)
-        if ROOM_KEY not in dict(await stream.initial_metadata()):
+        room = dict(await stream.initial_metadata()).get(ROOM_KEY)
+        if room is None:
             return  # it is refused, or there already
-        for frame in frames:
-            await stream.write(frame)
+        if room == ROOM_FOR_DEPOSIT and deposit is not None:
+            await asyncio.to_thread(deposit)
+            await stream.write(PutDeposited())
+        else:
+            for frame in frames:
+                await stream.write(frame)
         await stream.done_writing()
     except asyncio.InvalidStateError:
         return  # the call has ended, and awaiting it says how
 
 
-def send_put(call: Any, header: PutHeader, frames: Iterable[FrameParts], deadline: Deadline) -> PutResponse:
-    """Stream a put and return its answer.
+def send_put(
+    call: Any, header: PutHeader, frames: Iterable[FrameParts], deadline: Deadline, deposit: Deposit | None = None
+) -> PutResponse:
+    """Stream a put and return its answer; see `async_send_put`.
 
     Raises:
         grpc.RpcError: the call failed.
     """
+    if deposit is not None:
+        return _send_after_room(call, header, frames, deadline, deposit)
     answer: PutResponse = call(_messages(header, frames), timeout=deadline.remaining())
+    return answer
+
+
+def _send_after_room(
+    call: Any, header: PutHeader, frames: Iterable[FrameParts], deadline: Deadline, deposit: Deposit
+) -> PutResponse:
+    """Send the header, wait for what the service answers, then hand the bytes over or send them."""
+    outbox: SimpleQueue[PutHeader | PutDeposited | FrameParts | None] = SimpleQueue()
+    stream = call.future(iter(outbox.get, None), timeout=deadline.remaining())
+    try:
+        outbox.put(header)
+        room = dict(stream.initial_metadata()).get(ROOM_KEY)
+        if room == ROOM_FOR_DEPOSIT:
+            deposit()
+            outbox.put(PutDeposited())
+        elif room is not None:  # else it is refused, or there already
+            for frame in frames:
+                outbox.put(frame)
+        outbox.put(None)
+        answer: PutResponse = stream.result()
+    finally:
+        outbox.put(None)
+        stream.cancel()
     return answer
 
 

@@ -10,12 +10,14 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from tq_service.client.handover import Handover
 from tq_service.client.locations import CellLocations, FieldRuns, Indexes, StorageRef
 from tq_service.client.receive_buffers import RECEIVE_BUFFERS
+from tq_service.client.shared_columns import collect_columns
 from tq_service.errors import InternalError, InvalidArgumentError
 from tq_service.schema import FieldSpec, Layout
 from tq_service.v1 import metadata_pb2
-from tq_service.v1.storage_service_pb2 import GetHeader, GetRequest
+from tq_service.v1.storage_service_pb2 import GetHeader, GetRequest, SharedColumns
 from tq_service.wire.columns import ColumnShape, decode_headers, merge_specs, widen_extents
 from tq_service.wire.dtypes import Bytes
 from tq_service.wire.frames import ColumnReceiver, Garbled
@@ -85,12 +87,37 @@ def _request(locations: CellLocations, storage: StorageRef, parts: Sequence[Fiel
 
 
 class AnswerReader:
-    """Takes the messages of one get, frame by frame into the memory that the caller's tensors will share."""
+    """Takes the messages of one get, frame by frame into the memory that the caller's tensors will share.
 
-    def __init__(self, expected_rows: int) -> None:
+    Args:
+        expected_rows: number of rows asked for.
+        handover: the session of the get, in which the service may offer columns as shared memory.
+    """
+
+    def __init__(self, expected_rows: int, handover: Handover | None = None) -> None:
         self._expected_rows = expected_rows
+        self._handover = handover
         self._columns: list[ColumnShape] = []
         self._receiver: ColumnReceiver | None = None
+        self._offer: SharedColumns | None = None
+        self._shared: dict[int, Bytes] = {}
+
+    @property
+    def has_offer(self) -> bool:
+        """Whether columns are to be collected, by `collect`, before the get can end."""
+        return self._offer is not None
+
+    def collect(self) -> None:
+        """Take the columns that are in shared memory.
+
+        Raises:
+            UnavailableError: the session has ended.
+            InternalError: the offer is not what a storage service may make.
+        """
+        offer, self._offer = self._offer, None
+        if offer is None or self._handover is None:
+            raise InternalError("a storage service offered shared memory without a session")
+        self._shared = collect_columns(self._columns, offer, self._handover)
 
     def take(self, part: GetHeader | memoryview | Garbled) -> None:
         """Take the next message.
@@ -111,14 +138,22 @@ class AnswerReader:
         Raises:
             InternalError: bytes are missing.
         """
-        buffers = self._checked(lambda: self._started().finish())
-        return list(zip(self._columns, buffers, strict=True))
+        sent = iter(self._checked(lambda: self._started().finish()))
+        return [
+            (column, self._shared[index] if index in self._shared else next(sent))
+            for index, column in enumerate(self._columns)
+        ]
 
     def _start(self, header: GetHeader) -> None:
         if header.row_count != self._expected_rows:
             raise InternalError(f"a storage service sent {header.row_count} rows, expected {self._expected_rows}")
         self._columns = decode_headers(header.columns, header.row_count)
-        self._receiver = ColumnReceiver(self._columns, RECEIVE_BUFFERS.take)
+        in_memory = {column.column_index for column in header.shared.columns}
+        self._receiver = ColumnReceiver(
+            [column for index, column in enumerate(self._columns) if index not in in_memory], RECEIVE_BUFFERS.take
+        )
+        if in_memory:
+            self._offer = header.shared
 
     def _started(self) -> ColumnReceiver:
         if self._receiver is None:

@@ -186,6 +186,7 @@ class StorageStat:
         pooled_bytes: bytes of memory held for reuse, besides `used_bytes`.
         put_count: puts held.
         uncommitted_put_count: puts not yet committed.
+        shared_put_count: puts in memory that clients of the same host have handed over.
     """
 
     storage_id: str
@@ -195,6 +196,7 @@ class StorageStat:
     pooled_bytes: int
     put_count: int
     uncommitted_put_count: int
+    shared_put_count: int
 
     @classmethod
     def from_proto(cls, message: storage_pb.StatResponse) -> StorageStat:
@@ -207,4 +209,5 @@ class StorageStat:
             pooled_bytes=message.pooled_bytes,
             put_count=message.put_count,
             uncommitted_put_count=message.uncommitted_put_count,
+            shared_put_count=message.shared_put_count,
         )

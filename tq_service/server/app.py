@@ -13,11 +13,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
-from tq_service.config import ServeSettings, join_address
+from tq_service.config import ServeSettings, default_shared_memory_dir, join_address
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.requests import RequestLog
 from tq_service.samplers import PlanRunner, SamplerRegistry
 from tq_service.server.controller_servicer import ControllerServicer
+from tq_service.server.handover import HandoverServer, make_private
 from tq_service.server.heartbeat import announce_storage
 from tq_service.server.interceptor import ErrorInterceptor
 from tq_service.server.storage_servicer import SERVICE as STORAGE_SERVICE
@@ -25,6 +26,7 @@ from tq_service.server.storage_servicer import StorageServicer
 from tq_service.server.storages import EmbeddedStorage, StorageDirectory
 from tq_service.storage.engine import StorageEngine
 from tq_service.v1.controller_service_pb2_grpc import add_ControllerServiceServicer_to_server
+from tq_service.wire.shared_memory import check_supported
 
 _log = logging.getLogger(__name__)
 CONTROLLER_SERVICE = "tq_service.v1.ControllerService"
@@ -43,6 +45,7 @@ class App:
         self._catalog: Catalog | None = None
         self._storages: StorageDirectory | None = None
         self._engine: StorageEngine | None = None
+        self._handover: HandoverServer | None = None
         self._server = grpc.aio.server(
             interceptors=[ErrorInterceptor()],
             options=[
@@ -90,6 +93,7 @@ class App:
                 max_bytes=settings.max_bytes,
                 put_ttl_seconds=settings.put_ttl_seconds,
             )
+            self._handover = self._open_handover(self._engine.boot_id)
             self._background.append(asyncio.create_task(self._keep_house(self._engine)))
             services.append(STORAGE_SERVICE)
         controller = None
@@ -103,12 +107,38 @@ class App:
                 address=address,
                 commit=None if controller is None else controller.commit,
                 recorded_commit=None if controller is None else controller.recorded_commit,
+                handover=self._handover,
             )
             self._server.add_generic_rpc_handlers((storage.handler(),))
             if settings.controller is not None:
                 announcing = announce_storage(self._engine, address, settings.controller)
                 self._background.append(asyncio.create_task(announcing))
         return services
+
+    def _open_handover(self, boot_id: bytes) -> HandoverServer | None:
+        """Listen for clients of this host that share memory.
+
+        Raises:
+            OSError: it was asked for and cannot be had.
+        """
+        settings = self._settings
+        if settings.shared_memory == "off":
+            return None
+        try:
+            check_supported()
+            if settings.shared_memory_dir == default_shared_memory_dir():
+                make_private(settings.shared_memory_dir)
+            handover = HandoverServer(settings.shared_memory_dir, boot_id)
+            handover.start()
+        except OSError as error:
+            reason = f"no shared memory with clients of this host through {settings.shared_memory_dir}: {error}"
+            if settings.shared_memory == "on":
+                raise OSError(
+                    f"{reason}; set shared_memory_dir to a folder of this user, or shared_memory off"
+                ) from error
+            _log.warning("%s; all bytes go over the wire", reason)
+            return None
+        return handover
 
     def _controller(self, address: str) -> ControllerServicer:
         settings = self._settings
@@ -138,6 +168,8 @@ class App:
         if self._catalog is not None:
             self._catalog.drain()
         await self._server.stop(grace_seconds)
+        if self._handover is not None:
+            self._handover.close()
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)

@@ -10,15 +10,19 @@ from typing import Any, TypeAlias
 import grpc
 
 from tq_service.domain.cells import Put
-from tq_service.errors import DataLossError, InvalidArgumentError, PutNotFoundError
+from tq_service.errors import DataLossError, InvalidArgumentError, PutNotFoundError, UnavailableError
 from tq_service.server import from_proto
+from tq_service.server.handover import HandoverServer, Session
 from tq_service.storage.cells import PutCells, ReadRuns
 from tq_service.storage.engine import StorageEngine
 from tq_service.storage.pending_put import PendingPut
+from tq_service.storage.sharing import Shared, shared_part
 from tq_service.v1 import controller_service_pb2, metadata_pb2
 from tq_service.v1 import storage_service_pb2 as pb
 from tq_service.wire.columns import ColumnShape, decode_headers, encode_header
 from tq_service.wire.frames import (
+    ROOM_FOR_DEPOSIT,
+    ROOM_FOR_FRAMES,
     ROOM_KEY,
     SMALL_PUT_BYTES,
     FrameParts,
@@ -29,7 +33,7 @@ from tq_service.wire.frames import (
 )
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-Part = pb.PutHeader | memoryview | Garbled
+Part = pb.PutHeader | pb.PutDeposited | memoryview | Garbled
 Commit = Callable[
     [controller_service_pb2.CommitRequest, Put, Sequence[ColumnShape]], controller_service_pb2.CommitResponse
 ]
@@ -46,6 +50,7 @@ class StorageServicer:
         address: where clients reach this service; empty: at the address they used.
         commit: makes a put visible, where the controller is in this process.
         recorded_commit: returns the answer of a commit made earlier under a request_id.
+        handover: takes and gives memory shared with clients of this host, where it can.
     """
 
     def __init__(
@@ -55,10 +60,12 @@ class StorageServicer:
         address: str = "",
         commit: Commit | None = None,
         recorded_commit: RecordedCommit | None = None,
+        handover: HandoverServer | None = None,
     ) -> None:
         self._engine = engine
         self._commit = commit
         self._recorded_commit = recorded_commit
+        self._handover = handover
         self._endpoint = metadata_pb2.StorageEndpoint(
             storage_id=engine.storage_id, boot_id=engine.boot_id, address=address
         )
@@ -85,12 +92,25 @@ class StorageServicer:
         )
 
     async def Put(self, parts: AsyncIterator[Part], context: Context) -> pb.PutResponse:
-        async def receive(pending: PendingPut) -> None:
-            await context.send_initial_metadata(((ROOM_KEY, "reserved"),))
+        async def receive_frames(pending: PendingPut) -> None:
+            await context.send_initial_metadata(((ROOM_KEY, ROOM_FOR_FRAMES),))
             async for part in parts:
                 pending.write(_frame(part))
 
-        return await self._take(await _read_header(parts), receive, context)
+        async def receive_deposit(pending: PendingPut, session: Session) -> None:
+            with session.awaiting(header.put_id) as parcel:
+                await context.send_initial_metadata(((ROOM_KEY, ROOM_FOR_DEPOSIT),))
+                await _read_deposited(parts)
+                try:
+                    pending.adopt(parcel.take())
+                except OSError as error:
+                    raise UnavailableError(f"the shared memory of a put cannot be used: {error}") from error
+
+        header = await _read_header(parts)
+        session = self._session_for_put(header)
+        if session is None:
+            return await self._take(header, receive_frames, context)
+        return await self._take(header, lambda pending: receive_deposit(pending, session), context, shared=True)
 
     async def PutSmall(self, request: pb.PutSmallRequest, context: Context) -> pb.PutSmallResponse:
         async def receive(pending: PendingPut) -> None:
@@ -104,7 +124,17 @@ class StorageServicer:
             )
         return pb.PutSmallResponse(put=await self._take(request.header, receive, context))
 
-    async def _take(self, header: pb.PutHeader, receive: Receive, context: Context) -> pb.PutResponse:
+    def _session_for_put(self, header: pb.PutHeader) -> Session | None:
+        """Return the session in which the bytes of a put are to be handed over; None: they come in frames."""
+        if self._handover is None or header.size_bytes <= SMALL_PUT_BYTES:
+            return None
+        if self._engine.shared_put_count >= self._handover.most_memories:
+            return None
+        return self._handover.session(header.handover_session)
+
+    async def _take(
+        self, header: pb.PutHeader, receive: Receive, context: Context, *, shared: bool = False
+    ) -> pb.PutResponse:
         """Reserve room for a put, let `receive` write its bytes, commit it; after an error nothing of it is left."""
         from_proto.check_request_id(header.put_id, "put_id")
         if header.HasField("commit"):
@@ -124,6 +154,7 @@ class StorageServicer:
             header.row_count,
             for_existing_rows=header.for_existing_rows,
             deadline=_wait_until(context),
+            shared=shared,
         )
         try:
             if not pending.already_complete:
@@ -168,9 +199,20 @@ class StorageServicer:
         ]
         with self._engine.open_read(runs, list(request.put_ids)) as reading:
             row_count = reading.headers[0].row_count if reading.headers else 0
-            yield pb.GetHeader(row_count=row_count, columns=map(encode_header, reading.headers))
-            for frame in iter_frames(reading.chunks()):
-                yield frame
+            header = pb.GetHeader(row_count=row_count, columns=map(encode_header, reading.headers))
+            session = None if self._handover is None else self._handover.session(request.handover_session)
+            shared = shared_part(reading) if session is not None else None
+            if session is None or shared is None or not shared.columns:
+                yield header
+                for frame in iter_frames(reading.chunks()):
+                    yield frame
+                return
+            with session.offering(shared.fds) as offer:
+                header.shared.MergeFrom(_encode_shared(shared, offer.offer_id))
+                yield header
+                for frame in iter_frames(reading.chunks({column.column_index for column in shared.columns})):
+                    yield frame
+                await offer.wait()
 
     async def Stat(self, request: pb.StatRequest, context: Context) -> pb.StatResponse:
         stat = self._engine.stat()
@@ -181,6 +223,8 @@ class StorageServicer:
             pooled_bytes=stat.pooled_bytes,
             put_count=stat.put_count,
             uncommitted_put_count=stat.uncommitted_put_count,
+            handover_socket="" if self._handover is None else str(self._handover.path),
+            shared_put_count=self._engine.shared_put_count,
         )
 
     async def ConfirmPut(self, request: pb.ConfirmPutRequest, context: Context) -> pb.ConfirmPutResponse:
@@ -212,16 +256,49 @@ async def _read_header(parts: AsyncIterator[Part]) -> pb.PutHeader:
     async for part in parts:
         if isinstance(part, pb.PutHeader):
             return part
-        got = part.reason if isinstance(part, Garbled) else f"a frame of {len(part)} bytes"
-        raise InvalidArgumentError(f"a put must begin with its header, got {got}")
+        raise InvalidArgumentError(f"a put must begin with its header, got {_name(part)}")
     raise InvalidArgumentError("a put must begin with its header, got an empty stream")
+
+
+async def _read_deposited(parts: AsyncIterator[Part]) -> None:
+    async for part in parts:
+        if isinstance(part, pb.PutDeposited):
+            return
+        raise InvalidArgumentError(f"this put has room for a deposit; expected the note of it, got {_name(part)}")
+    raise InvalidArgumentError("this put has room for a deposit; expected the note of it, got the end of the stream")
 
 
 def _frame(part: Part) -> memoryview:
     if isinstance(part, memoryview):
         return part
-    got = part.reason if isinstance(part, Garbled) else "a second header"
-    raise InvalidArgumentError(f"after the header of a put come frames, got {got}")
+    raise InvalidArgumentError(f"after the header of a put come frames, got {_name(part)}")
+
+
+def _name(part: Part) -> str:
+    match part:
+        case Garbled():
+            return part.reason
+        case pb.PutHeader():
+            return "a second header"
+        case pb.PutDeposited():
+            return "the note of a deposit, for which this put has no session"
+    return f"a frame of {len(part)} bytes"
+
+
+def _encode_shared(shared: Shared, offer_id: bytes) -> pb.SharedColumns:
+    return pb.SharedColumns(
+        offer_id=offer_id,
+        memory_count=len(shared.fds),
+        columns=[
+            pb.SharedColumn(
+                column_index=column.column_index,
+                memory_indexes=column.memory_indexes.tolist(),
+                starts=column.starts.tolist(),
+                sizes=column.sizes.tolist(),
+            )
+            for column in shared.columns
+        ],
+    )
 
 
 def _put_cells(cells: pb.PutCells) -> PutCells:

@@ -16,7 +16,7 @@ from tq_service.v1 import controller_service_pb2 as tq__service_dot_v1_dot_contr
 from tq_service.v1 import metadata_pb2 as tq__service_dot_v1_dot_metadata__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#tq_service/v1/storage_service.proto\x12\rtq_service.v1\x1a&tq_service/v1/controller_service.proto\x1a\x1ctq_service/v1/metadata.proto\"\xb9\x01\n\tPutHeader\x12\x0e\n\x06put_id\x18\x01 \x01(\x0c\x12\x11\n\trow_count\x18\x02 \x01(\x03\x12,\n\x07\x63olumns\x18\x03 \x03(\x0b\x32\x1b.tq_service.v1.ColumnHeader\x12\x12\n\nsize_bytes\x18\x04 \x01(\x03\x12\x19\n\x11\x66or_existing_rows\x18\x05 \x01(\x08\x12,\n\x06\x63ommit\x18\x06 \x01(\x0b\x32\x1c.tq_service.v1.CommitRequest\"Q\n\nPutRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x18.tq_service.v1.PutHeaderH\x00\x12\x0f\n\x05\x66rame\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\"m\n\x0bPutResponse\x12/\n\x07storage\x18\x01 \x01(\x0b\x32\x1e.tq_service.v1.StorageEndpoint\x12-\n\x06\x63ommit\x18\x02 \x01(\x0b\x32\x1d.tq_service.v1.CommitResponse\"K\n\x0fPutSmallRequest\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.tq_service.v1.PutHeader\x12\x0e\n\x06values\x18\x02 \x01(\x0c\";\n\x10PutSmallResponse\x12\'\n\x03put\x18\x01 \x01(\x0b\x32\x1a.tq_service.v1.PutResponse\"U\n\nGetRequest\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\x0c\x12\x0f\n\x07put_ids\x18\x02 \x03(\x0c\x12%\n\x04runs\x18\x03 \x03(\x0b\x32\x17.tq_service.v1.CellRuns\"L\n\tGetHeader\x12\x11\n\trow_count\x18\x01 \x01(\x03\x12,\n\x07\x63olumns\x18\x02 \x03(\x0b\x32\x1b.tq_service.v1.ColumnHeader\"R\n\x0bGetResponse\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x18.tq_service.v1.GetHeaderH\x00\x12\x0f\n\x05\x66rame\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\"\r\n\x0bStatRequest\"\xae\x01\n\x0cStatResponse\x12/\n\x07storage\x18\x01 \x01(\x0b\x32\x1e.tq_service.v1.StorageEndpoint\x12\x11\n\tmax_bytes\x18\x02 \x01(\x03\x12\x12\n\nused_bytes\x18\x03 \x01(\x03\x12\x14\n\x0cpooled_bytes\x18\x04 \x01(\x03\x12\x11\n\tput_count\x18\x05 \x01(\x03\x12\x1d\n\x15uncommitted_put_count\x18\x06 \x01(\x03\"4\n\x11\x43onfirmPutRequest\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\x0c\x12\x0e\n\x06put_id\x18\x02 \x01(\x0c\"\x14\n\x12\x43onfirmPutResponse\"W\n\x08PutCells\x12\x0e\n\x06put_id\x18\x01 \x01(\x0c\x12\x13\n\x0b\x66ield_names\x18\x02 \x03(\t\x12\x12\n\nfirst_rows\x18\x03 \x03(\x03\x12\x12\n\nrow_counts\x18\x04 \x03(\x03\"K\n\x10\x46reeCellsRequest\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\x0c\x12&\n\x05\x63\x65lls\x18\x02 \x03(\x0b\x32\x17.tq_service.v1.PutCells\"\x13\n\x11\x46reeCellsResponse2\xc1\x03\n\x0eStorageService\x12>\n\x03Put\x12\x19.tq_service.v1.PutRequest\x1a\x1a.tq_service.v1.PutResponse(\x01\x12K\n\x08PutSmall\x12\x1e.tq_service.v1.PutSmallRequest\x1a\x1f.tq_service.v1.PutSmallResponse\x12>\n\x03Get\x12\x19.tq_service.v1.GetRequest\x1a\x1a.tq_service.v1.GetResponse0\x01\x12?\n\x04Stat\x12\x1a.tq_service.v1.StatRequest\x1a\x1b.tq_service.v1.StatResponse\x12Q\n\nConfirmPut\x12 .tq_service.v1.ConfirmPutRequest\x1a!.tq_service.v1.ConfirmPutResponse\x12N\n\tFreeCells\x12\x1f.tq_service.v1.FreeCellsRequest\x1a .tq_service.v1.FreeCellsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#tq_service/v1/storage_service.proto\x12\rtq_service.v1\x1a&tq_service/v1/controller_service.proto\x1a\x1ctq_service/v1/metadata.proto\"\xd3\x01\n\tPutHeader\x12\x0e\n\x06put_id\x18\x01 \x01(\x0c\x12\x11\n\trow_count\x18\x02 \x01(\x03\x12,\n\x07\x63olumns\x18\x03 \x03(\x0b\x32\x1b.tq_service.v1.ColumnHeader\x12\x12\n\nsize_bytes\x18\x04 \x01(\x03\x12\x19\n\x11\x66or_existing_rows\x18\x05 \x01(\x08\x12,\n\x06\x63ommit\x18\x06 \x01(\x0b\x32\x1c.tq_service.v1.CommitRequest\x12\x18\n\x10handover_session\x18\x07 \x01(\x0c\"\x0e\n\x0cPutDeposited\"\x83\x01\n\nPutRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x18.tq_service.v1.PutHeaderH\x00\x12\x0f\n\x05\x66rame\x18\x02 \x01(\x0cH\x00\x12\x30\n\tdeposited\x18\x03 \x01(\x0b\x32\x1b.tq_service.v1.PutDepositedH\x00\x42\x06\n\x04part\"m\n\x0bPutResponse\x12/\n\x07storage\x18\x01 \x01(\x0b\x32\x1e.tq_service.v1.StorageEndpoint\x12-\n\x06\x63ommit\x18\x02 \x01(\x0b\x32\x1d.tq_service.v1.CommitResponse\"K\n\x0fPutSmallRequest\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.tq_service.v1.PutHeader\x12\x0e\n\x06values\x18\x02 \x01(\x0c\";\n\x10PutSmallResponse\x12\'\n\x03put\x18\x01 \x01(\x0b\x32\x1a.tq_service.v1.PutResponse\"o\n\nGetRequest\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\x0c\x12\x0f\n\x07put_ids\x18\x02 \x03(\x0c\x12%\n\x04runs\x18\x03 \x03(\x0b\x32\x17.tq_service.v1.CellRuns\x12\x18\n\x10handover_session\x18\x04 \x01(\x0c\"[\n\x0cSharedColumn\x12\x14\n\x0c\x63olumn_index\x18\x01 \x01(\r\x12\x16\n\x0ememory_indexes\x18\x02 \x03(\r\x12\x0e\n\x06starts\x18\x03 \x03(\x03\x12\r\n\x05sizes\x18\x04 \x03(\x03\"e\n\rSharedColumns\x12\x10\n\x08offer_id\x18\x01 \x01(\x0c\x12\x14\n\x0cmemory_count\x18\x02 \x01(\r\x12,\n\x07\x63olumns\x18\x03 \x03(\x0b\x32\x1b.tq_service.v1.SharedColumn\"z\n\tGetHeader\x12\x11\n\trow_count\x18\x01 \x01(\x03\x12,\n\x07\x63olumns\x18\x02 \x03(\x0b\x32\x1b.tq_service.v1.ColumnHeader\x12,\n\x06shared\x18\x03 \x01(\x0b\x32\x1c.tq_service.v1.SharedColumns\"R\n\x0bGetResponse\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x18.tq_service.v1.GetHeaderH\x00\x12\x0f\n\x05\x66rame\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\"\r\n\x0bStatRequest\"\xe1\x01\n\x0cStatResponse\x12/\n\x07storage\x18\x01 \x01(\x0b\x32\x1e.tq_service.v1.StorageEndpoint\x12\x11\n\tmax_bytes\x18\x02 \x01(\x03\x12\x12\n\nused_bytes\x18\x03 \x01(\x03\x12\x14\n\x0cpooled_bytes\x18\x04 \x01(\x03\x12\x11\n\tput_count\x18\x05 \x01(\x03\x12\x1d\n\x15uncommitted_put_count\x18\x06 \x01(\x03\x12\x17\n\x0fhandover_socket\x18\x07 \x01(\t\x12\x18\n\x10shared_put_count\x18\x08 \x01(\x03\"4\n\x11\x43onfirmPutRequest\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\x0c\x12\x0e\n\x06put_id\x18\x02 \x01(\x0c\"\x14\n\x12\x43onfirmPutResponse\"W\n\x08PutCells\x12\x0e\n\x06put_id\x18\x01 \x01(\x0c\x12\x13\n\x0b\x66ield_names\x18\x02 \x03(\t\x12\x12\n\nfirst_rows\x18\x03 \x03(\x03\x12\x12\n\nrow_counts\x18\x04 \x03(\x03\"K\n\x10\x46reeCellsRequest\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\x0c\x12&\n\x05\x63\x65lls\x18\x02 \x03(\x0b\x32\x17.tq_service.v1.PutCells\"\x13\n\x11\x46reeCellsResponse2\xc1\x03\n\x0eStorageService\x12>\n\x03Put\x12\x19.tq_service.v1.PutRequest\x1a\x1a.tq_service.v1.PutResponse(\x01\x12K\n\x08PutSmall\x12\x1e.tq_service.v1.PutSmallRequest\x1a\x1f.tq_service.v1.PutSmallResponse\x12>\n\x03Get\x12\x19.tq_service.v1.GetRequest\x1a\x1a.tq_service.v1.GetResponse0\x01\x12?\n\x04Stat\x12\x1a.tq_service.v1.StatRequest\x1a\x1b.tq_service.v1.StatResponse\x12Q\n\nConfirmPut\x12 .tq_service.v1.ConfirmPutRequest\x1a!.tq_service.v1.ConfirmPutResponse\x12N\n\tFreeCells\x12\x1f.tq_service.v1.FreeCellsRequest\x1a .tq_service.v1.FreeCellsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -24,35 +24,41 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tq_service.v1.storage_servi
 if _descriptor._USE_C_DESCRIPTORS == False:
   DESCRIPTOR._options = None
   _globals['_PUTHEADER']._serialized_start=125
-  _globals['_PUTHEADER']._serialized_end=310
-  _globals['_PUTREQUEST']._serialized_start=312
-  _globals['_PUTREQUEST']._serialized_end=393
-  _globals['_PUTRESPONSE']._serialized_start=395
-  _globals['_PUTRESPONSE']._serialized_end=504
-  _globals['_PUTSMALLREQUEST']._serialized_start=506
-  _globals['_PUTSMALLREQUEST']._serialized_end=581
-  _globals['_PUTSMALLRESPONSE']._serialized_start=583
-  _globals['_PUTSMALLRESPONSE']._serialized_end=642
-  _globals['_GETREQUEST']._serialized_start=644
-  _globals['_GETREQUEST']._serialized_end=729
-  _globals['_GETHEADER']._serialized_start=731
-  _globals['_GETHEADER']._serialized_end=807
-  _globals['_GETRESPONSE']._serialized_start=809
-  _globals['_GETRESPONSE']._serialized_end=891
-  _globals['_STATREQUEST']._serialized_start=893
-  _globals['_STATREQUEST']._serialized_end=906
-  _globals['_STATRESPONSE']._serialized_start=909
-  _globals['_STATRESPONSE']._serialized_end=1083
-  _globals['_CONFIRMPUTREQUEST']._serialized_start=1085
-  _globals['_CONFIRMPUTREQUEST']._serialized_end=1137
-  _globals['_CONFIRMPUTRESPONSE']._serialized_start=1139
-  _globals['_CONFIRMPUTRESPONSE']._serialized_end=1159
-  _globals['_PUTCELLS']._serialized_start=1161
-  _globals['_PUTCELLS']._serialized_end=1248
-  _globals['_FREECELLSREQUEST']._serialized_start=1250
-  _globals['_FREECELLSREQUEST']._serialized_end=1325
-  _globals['_FREECELLSRESPONSE']._serialized_start=1327
-  _globals['_FREECELLSRESPONSE']._serialized_end=1346
-  _globals['_STORAGESERVICE']._serialized_start=1349
-  _globals['_STORAGESERVICE']._serialized_end=1798
+  _globals['_PUTHEADER']._serialized_end=336
+  _globals['_PUTDEPOSITED']._serialized_start=338
+  _globals['_PUTDEPOSITED']._serialized_end=352
+  _globals['_PUTREQUEST']._serialized_start=355
+  _globals['_PUTREQUEST']._serialized_end=486
+  _globals['_PUTRESPONSE']._serialized_start=488
+  _globals['_PUTRESPONSE']._serialized_end=597
+  _globals['_PUTSMALLREQUEST']._serialized_start=599
+  _globals['_PUTSMALLREQUEST']._serialized_end=674
+  _globals['_PUTSMALLRESPONSE']._serialized_start=676
+  _globals['_PUTSMALLRESPONSE']._serialized_end=735
+  _globals['_GETREQUEST']._serialized_start=737
+  _globals['_GETREQUEST']._serialized_end=848
+  _globals['_SHAREDCOLUMN']._serialized_start=850
+  _globals['_SHAREDCOLUMN']._serialized_end=941
+  _globals['_SHAREDCOLUMNS']._serialized_start=943
+  _globals['_SHAREDCOLUMNS']._serialized_end=1044
+  _globals['_GETHEADER']._serialized_start=1046
+  _globals['_GETHEADER']._serialized_end=1168
+  _globals['_GETRESPONSE']._serialized_start=1170
+  _globals['_GETRESPONSE']._serialized_end=1252
+  _globals['_STATREQUEST']._serialized_start=1254
+  _globals['_STATREQUEST']._serialized_end=1267
+  _globals['_STATRESPONSE']._serialized_start=1270
+  _globals['_STATRESPONSE']._serialized_end=1495
+  _globals['_CONFIRMPUTREQUEST']._serialized_start=1497
+  _globals['_CONFIRMPUTREQUEST']._serialized_end=1549
+  _globals['_CONFIRMPUTRESPONSE']._serialized_start=1551
+  _globals['_CONFIRMPUTRESPONSE']._serialized_end=1571
+  _globals['_PUTCELLS']._serialized_start=1573
+  _globals['_PUTCELLS']._serialized_end=1660
+  _globals['_FREECELLSREQUEST']._serialized_start=1662
+  _globals['_FREECELLSREQUEST']._serialized_end=1737
+  _globals['_FREECELLSRESPONSE']._serialized_start=1739
+  _globals['_FREECELLSRESPONSE']._serialized_end=1758
+  _globals['_STORAGESERVICE']._serialized_start=1761
+  _globals['_STORAGESERVICE']._serialized_end=2210
 # @@protoc_insertion_point(module_scope)

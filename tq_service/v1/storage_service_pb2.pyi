@@ -26,6 +26,7 @@ class PutHeader(google.protobuf.message.Message):
     SIZE_BYTES_FIELD_NUMBER: builtins.int
     FOR_EXISTING_ROWS_FIELD_NUMBER: builtins.int
     COMMIT_FIELD_NUMBER: builtins.int
+    HANDOVER_SESSION_FIELD_NUMBER: builtins.int
     put_id: builtins.bytes
     """Client-made, random 16 bytes, the same over retries."""
     row_count: builtins.int
@@ -34,6 +35,8 @@ class PutHeader(google.protobuf.message.Message):
     """Bytes of all frames together: the sum of the columns' `value_bytes`."""
     for_existing_rows: builtins.bool
     """Whether the put adds columns to existing samples; such puts may use the reserve that new samples may not."""
+    handover_session: builtins.bytes
+    """The session on the handover socket, of a client that can hand over shared memory; else empty. Put only."""
     @property
     def columns(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[tq_service.v1.metadata_pb2.ColumnHeader]:
         """The columns, in the order of their bytes in the frames."""
@@ -51,11 +54,24 @@ class PutHeader(google.protobuf.message.Message):
         size_bytes: builtins.int = ...,
         for_existing_rows: builtins.bool = ...,
         commit: tq_service.v1.controller_service_pb2.CommitRequest | None = ...,
+        handover_session: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["commit", b"commit"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["columns", b"columns", "commit", b"commit", "for_existing_rows", b"for_existing_rows", "put_id", b"put_id", "row_count", b"row_count", "size_bytes", b"size_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["columns", b"columns", "commit", b"commit", "for_existing_rows", b"for_existing_rows", "handover_session", b"handover_session", "put_id", b"put_id", "row_count", b"row_count", "size_bytes", b"size_bytes"]) -> None: ...
 
 global___PutHeader = PutHeader
+
+@typing.final
+class PutDeposited(google.protobuf.message.Message):
+    """No frames come: the memory with the bytes was handed over in the session of the header, under its put_id."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___PutDeposited = PutDeposited
 
 @typing.final
 class PutRequest(google.protobuf.message.Message):
@@ -65,21 +81,27 @@ class PutRequest(google.protobuf.message.Message):
 
     HEADER_FIELD_NUMBER: builtins.int
     FRAME_FIELD_NUMBER: builtins.int
+    DEPOSITED_FIELD_NUMBER: builtins.int
     frame: builtins.bytes
     """Up to a few MiB of the columns' bytes, in order."""
     @property
     def header(self) -> global___PutHeader:
         """First message."""
 
+    @property
+    def deposited(self) -> global___PutDeposited:
+        """Instead of all frames."""
+
     def __init__(
         self,
         *,
         header: global___PutHeader | None = ...,
         frame: builtins.bytes = ...,
+        deposited: global___PutDeposited | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["frame", b"frame", "header", b"header", "part", b"part"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["frame", b"frame", "header", b"header", "part", b"part"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["part", b"part"]) -> typing.Literal["header", "frame"] | None: ...
+    def HasField(self, field_name: typing.Literal["deposited", b"deposited", "frame", b"frame", "header", b"header", "part", b"part"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["deposited", b"deposited", "frame", b"frame", "header", b"header", "part", b"part"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["part", b"part"]) -> typing.Literal["header", "frame", "deposited"] | None: ...
 
 global___PutRequest = PutRequest
 
@@ -165,8 +187,11 @@ class GetRequest(google.protobuf.message.Message):
     BOOT_ID_FIELD_NUMBER: builtins.int
     PUT_IDS_FIELD_NUMBER: builtins.int
     RUNS_FIELD_NUMBER: builtins.int
+    HANDOVER_SESSION_FIELD_NUMBER: builtins.int
     boot_id: builtins.bytes
     """The boot under which the puts were stored."""
+    handover_session: builtins.bytes
+    """The session on the handover socket, of a client that can take shared memory; else empty."""
     @property
     def put_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """The puts that `runs` index."""
@@ -181,10 +206,75 @@ class GetRequest(google.protobuf.message.Message):
         boot_id: builtins.bytes = ...,
         put_ids: collections.abc.Iterable[builtins.bytes] | None = ...,
         runs: collections.abc.Iterable[tq_service.v1.metadata_pb2.CellRuns] | None = ...,
+        handover_session: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "put_ids", b"put_ids", "runs", b"runs"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "handover_session", b"handover_session", "put_ids", b"put_ids", "runs", b"runs"]) -> None: ...
 
 global___GetRequest = GetRequest
+
+@typing.final
+class SharedColumn(google.protobuf.message.Message):
+    """A column whose values are in shared memory: slices of it, one after the other."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    COLUMN_INDEX_FIELD_NUMBER: builtins.int
+    MEMORY_INDEXES_FIELD_NUMBER: builtins.int
+    STARTS_FIELD_NUMBER: builtins.int
+    SIZES_FIELD_NUMBER: builtins.int
+    column_index: builtins.int
+    """Index into the columns of the header."""
+    @property
+    def memory_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """For each slice, the index of its memory among those that are offered."""
+
+    @property
+    def starts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """For each slice, where it starts in its memory, in bytes."""
+
+    @property
+    def sizes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """For each slice, its size in bytes."""
+
+    def __init__(
+        self,
+        *,
+        column_index: builtins.int = ...,
+        memory_indexes: collections.abc.Iterable[builtins.int] | None = ...,
+        starts: collections.abc.Iterable[builtins.int] | None = ...,
+        sizes: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["column_index", b"column_index", "memory_indexes", b"memory_indexes", "sizes", b"sizes", "starts", b"starts"]) -> None: ...
+
+global___SharedColumn = SharedColumn
+
+@typing.final
+class SharedColumns(google.protobuf.message.Message):
+    """What is collected over the handover socket while the call lasts."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OFFER_ID_FIELD_NUMBER: builtins.int
+    MEMORY_COUNT_FIELD_NUMBER: builtins.int
+    COLUMNS_FIELD_NUMBER: builtins.int
+    offer_id: builtins.bytes
+    """For HandoverRequest's collection."""
+    memory_count: builtins.int
+    """Number of memories, each a file descriptor."""
+    @property
+    def columns(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SharedColumn]:
+        """The columns that are not in the frames."""
+
+    def __init__(
+        self,
+        *,
+        offer_id: builtins.bytes = ...,
+        memory_count: builtins.int = ...,
+        columns: collections.abc.Iterable[global___SharedColumn] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["columns", b"columns", "memory_count", b"memory_count", "offer_id", b"offer_id"]) -> None: ...
+
+global___SharedColumns = SharedColumns
 
 @typing.final
 class GetHeader(google.protobuf.message.Message):
@@ -194,19 +284,26 @@ class GetHeader(google.protobuf.message.Message):
 
     ROW_COUNT_FIELD_NUMBER: builtins.int
     COLUMNS_FIELD_NUMBER: builtins.int
+    SHARED_FIELD_NUMBER: builtins.int
     row_count: builtins.int
     """Number of rows of every column."""
     @property
     def columns(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[tq_service.v1.metadata_pb2.ColumnHeader]:
         """The columns, in the order of their bytes in the frames."""
 
+    @property
+    def shared(self) -> global___SharedColumns:
+        """Those of them that are in shared memory instead; absent where none is."""
+
     def __init__(
         self,
         *,
         row_count: builtins.int = ...,
         columns: collections.abc.Iterable[tq_service.v1.metadata_pb2.ColumnHeader] | None = ...,
+        shared: global___SharedColumns | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["columns", b"columns", "row_count", b"row_count"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["shared", b"shared"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["columns", b"columns", "row_count", b"row_count", "shared", b"shared"]) -> None: ...
 
 global___GetHeader = GetHeader
 
@@ -260,6 +357,8 @@ class StatResponse(google.protobuf.message.Message):
     POOLED_BYTES_FIELD_NUMBER: builtins.int
     PUT_COUNT_FIELD_NUMBER: builtins.int
     UNCOMMITTED_PUT_COUNT_FIELD_NUMBER: builtins.int
+    HANDOVER_SOCKET_FIELD_NUMBER: builtins.int
+    SHARED_PUT_COUNT_FIELD_NUMBER: builtins.int
     max_bytes: builtins.int
     """Quota in bytes; 0 means none."""
     used_bytes: builtins.int
@@ -270,6 +369,10 @@ class StatResponse(google.protobuf.message.Message):
     """Number of puts held."""
     uncommitted_put_count: builtins.int
     """Number of puts not yet committed."""
+    handover_socket: builtins.str
+    """Path of the Unix socket on which clients of the same host hand over memory; empty where there is none."""
+    shared_put_count: builtins.int
+    """Number of puts in memory that clients have handed over."""
     @property
     def storage(self) -> tq_service.v1.metadata_pb2.StorageEndpoint:
         """This service and its boot."""
@@ -283,9 +386,11 @@ class StatResponse(google.protobuf.message.Message):
         pooled_bytes: builtins.int = ...,
         put_count: builtins.int = ...,
         uncommitted_put_count: builtins.int = ...,
+        handover_socket: builtins.str = ...,
+        shared_put_count: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["storage", b"storage"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["max_bytes", b"max_bytes", "pooled_bytes", b"pooled_bytes", "put_count", b"put_count", "storage", b"storage", "uncommitted_put_count", b"uncommitted_put_count", "used_bytes", b"used_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["handover_socket", b"handover_socket", "max_bytes", b"max_bytes", "pooled_bytes", b"pooled_bytes", "put_count", b"put_count", "shared_put_count", b"shared_put_count", "storage", b"storage", "uncommitted_put_count", b"uncommitted_put_count", "used_bytes", b"used_bytes"]) -> None: ...
 
 global___StatResponse = StatResponse
 

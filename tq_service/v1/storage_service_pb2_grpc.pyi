@@ -30,7 +30,8 @@ class StorageServiceStub:
     they are visible only after the commit, which is part of this call where the header carries one, and expire
     without it. Idempotent under `put_id` and the commit's `request_id`. Blocks until there is room, at most until the
     call's deadline; then it sends initial metadata with the key `tq-room`, for which clients may wait with the frames
-    (where the put is there already, the answer comes instead). Errors: INVALID_ARGUMENT (stream shorter, longer or
+    (where the put is there already, the answer comes instead). Its value is "frames", or "deposit" where the header
+    names an open session and the bytes are to be handed over as shared memory (handover.proto). Errors: INVALID_ARGUMENT (stream shorter, longer or
     other than declared, every row of Commit's table), RESOURCE_EXHAUSTED (no room; with RetryInfo unless the put is
     larger than the quota). After an error nothing is stored.
     """
@@ -50,8 +51,9 @@ class StorageServiceStub:
     ]
     """Reads cells. The first message is the header with specs, sizes and extents, the others are frames that together
     carry the values of the columns one after the other, in the order asked for. Changes nothing; what is being read
-    stays readable to the end when it is cleared or overwritten meanwhile. Does not block. Errors: DATA_LOSS (another
-    boot of this service took the put), NOT_FOUND (the put or a cell of it was cleared), INVALID_ARGUMENT.
+    stays readable to the end when it is cleared or overwritten meanwhile. With a session, columns that lie in shared
+    memory are offered there, and the call lasts until they are collected; else it does not block. Errors: DATA_LOSS
+    (another boot of this service took the put), NOT_FOUND (the put or a cell of it was cleared), INVALID_ARGUMENT.
     """
 
     Stat: grpc.UnaryUnaryMultiCallable[
@@ -88,7 +90,8 @@ class StorageServiceAsyncStub:
     they are visible only after the commit, which is part of this call where the header carries one, and expire
     without it. Idempotent under `put_id` and the commit's `request_id`. Blocks until there is room, at most until the
     call's deadline; then it sends initial metadata with the key `tq-room`, for which clients may wait with the frames
-    (where the put is there already, the answer comes instead). Errors: INVALID_ARGUMENT (stream shorter, longer or
+    (where the put is there already, the answer comes instead). Its value is "frames", or "deposit" where the header
+    names an open session and the bytes are to be handed over as shared memory (handover.proto). Errors: INVALID_ARGUMENT (stream shorter, longer or
     other than declared, every row of Commit's table), RESOURCE_EXHAUSTED (no room; with RetryInfo unless the put is
     larger than the quota). After an error nothing is stored.
     """
@@ -108,8 +111,9 @@ class StorageServiceAsyncStub:
     ]
     """Reads cells. The first message is the header with specs, sizes and extents, the others are frames that together
     carry the values of the columns one after the other, in the order asked for. Changes nothing; what is being read
-    stays readable to the end when it is cleared or overwritten meanwhile. Does not block. Errors: DATA_LOSS (another
-    boot of this service took the put), NOT_FOUND (the put or a cell of it was cleared), INVALID_ARGUMENT.
+    stays readable to the end when it is cleared or overwritten meanwhile. With a session, columns that lie in shared
+    memory are offered there, and the call lasts until they are collected; else it does not block. Errors: DATA_LOSS
+    (another boot of this service took the put), NOT_FOUND (the put or a cell of it was cleared), INVALID_ARGUMENT.
     """
 
     Stat: grpc.aio.UnaryUnaryMultiCallable[
@@ -148,7 +152,8 @@ class StorageServiceServicer(metaclass=abc.ABCMeta):
         they are visible only after the commit, which is part of this call where the header carries one, and expire
         without it. Idempotent under `put_id` and the commit's `request_id`. Blocks until there is room, at most until the
         call's deadline; then it sends initial metadata with the key `tq-room`, for which clients may wait with the frames
-        (where the put is there already, the answer comes instead). Errors: INVALID_ARGUMENT (stream shorter, longer or
+        (where the put is there already, the answer comes instead). Its value is "frames", or "deposit" where the header
+        names an open session and the bytes are to be handed over as shared memory (handover.proto). Errors: INVALID_ARGUMENT (stream shorter, longer or
         other than declared, every row of Commit's table), RESOURCE_EXHAUSTED (no room; with RetryInfo unless the put is
         larger than the quota). After an error nothing is stored.
         """
@@ -172,8 +177,9 @@ class StorageServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[collections.abc.Iterator[tq_service.v1.storage_service_pb2.GetResponse], collections.abc.AsyncIterator[tq_service.v1.storage_service_pb2.GetResponse]]:
         """Reads cells. The first message is the header with specs, sizes and extents, the others are frames that together
         carry the values of the columns one after the other, in the order asked for. Changes nothing; what is being read
-        stays readable to the end when it is cleared or overwritten meanwhile. Does not block. Errors: DATA_LOSS (another
-        boot of this service took the put), NOT_FOUND (the put or a cell of it was cleared), INVALID_ARGUMENT.
+        stays readable to the end when it is cleared or overwritten meanwhile. With a session, columns that lie in shared
+        memory are offered there, and the call lasts until they are collected; else it does not block. Errors: DATA_LOSS
+        (another boot of this service took the put), NOT_FOUND (the put or a cell of it was cleared), INVALID_ARGUMENT.
         """
 
     @abc.abstractmethod

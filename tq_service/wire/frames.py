@@ -17,14 +17,20 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from tq_service.errors import InvalidArgumentError
-from tq_service.v1.storage_service_pb2 import GetHeader, GetResponse, PutHeader, PutRequest
+from tq_service.v1.storage_service_pb2 import GetHeader, GetResponse, PutDeposited, PutHeader, PutRequest
 from tq_service.wire.columns import ColumnShape
 from tq_service.wire.dtypes import Bytes
 
 DEFAULT_FRAME_BYTES: Final = 2 << 20
 
 ROOM_KEY: Final = "tq-room"
-"""Key of the initial metadata by which a storage service says that a put has room and its frames may come."""
+"""Key of the initial metadata by which a storage service says that a put has room and its bytes may come."""
+
+ROOM_FOR_FRAMES: Final = "frames"
+"""Value of that key: in frames."""
+
+ROOM_FOR_DEPOSIT: Final = "deposit"
+"""Value of that key: as shared memory, in the session that the header names."""
 
 SMALL_PUT_BYTES: Final = 256 << 10
 """Puts up to this size go in one message (PutSmall), whose bytes no quota counts while they wait for room."""
@@ -48,10 +54,12 @@ def encode_frame(parts: FrameParts) -> bytes:
     return b"".join((prefix, *parts))
 
 
-def encode_put_request(part: PutHeader | FrameParts) -> bytes:
-    """Serialize a message of a put stream: its header, or the parts of a frame."""
+def encode_put_request(part: PutHeader | PutDeposited | FrameParts) -> bytes:
+    """Serialize a message of a put stream: its header, the note of its deposit, or the parts of a frame."""
     if isinstance(part, PutHeader):
         return PutRequest(header=part).SerializeToString()
+    if isinstance(part, PutDeposited):
+        return PutRequest(deposited=part).SerializeToString()
     return encode_frame(part)
 
 
@@ -62,9 +70,9 @@ def encode_get_response(part: GetHeader | FrameParts) -> bytes:
     return encode_frame(part)
 
 
-def decode_put_request(data: bytes) -> PutHeader | memoryview | Garbled:
-    """Deserialize a message of a put stream: its header, a view on its frame, or why it is neither."""
-    part: PutHeader | memoryview | Garbled = _decode(data, PutRequest)
+def decode_put_request(data: bytes) -> PutHeader | PutDeposited | memoryview | Garbled:
+    """Deserialize a message of a put stream: its header, the note of its deposit, a view on its frame, or why not."""
+    part: PutHeader | PutDeposited | memoryview | Garbled = _decode(data, PutRequest)
     return part
 
 
@@ -84,11 +92,12 @@ def _decode(data: bytes, kind: type[PutRequest] | type[GetResponse]) -> Any:
     except DecodeError as error:
         return Garbled(f"a message of {len(data)} bytes is no {name}: {error}")
     match message.WhichOneof("part"):
-        case "header":
-            return message.header
+        case None:
+            return Garbled(f"a {name} is empty; it must have one of its parts")
         case "frame":
             return memoryview(message.frame)
-    return Garbled(f"a {name} has neither header nor frame")
+        case part:
+            return getattr(message, part)
 
 
 def iter_frames(chunks: Iterable[memoryview], frame_bytes: int = DEFAULT_FRAME_BYTES) -> Iterator[list[memoryview]]:

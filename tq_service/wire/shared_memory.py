@@ -44,6 +44,16 @@ def is_supported() -> bool:
     return sys.platform == "linux" and hasattr(os, "memfd_create") and hasattr(socket, "recv_fds")
 
 
+def check_supported() -> None:
+    """Check that this system can share memory.
+
+    Raises:
+        OSError: it cannot.
+    """
+    if not is_supported():
+        raise OSError("this system has no sealed memfds")
+
+
 def place_columns(columns: Sequence[ColumnShape]) -> tuple[list[int], int]:
     """Return where the values of each column start in the memory of a put, and the size of that memory in bytes."""
     starts, end = [], 0

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import grpc
 
 from tq_service.client._async.channels import AsyncChannels, AsyncEndpoint
-from tq_service.client.concurrency import async_sleep
+from tq_service.client.concurrency import async_in_thread, async_sleep
+from tq_service.client.handover import SHARED_FROM_BYTES
 from tq_service.client.heap import keep_frame_buffers
 from tq_service.client.put_streams import async_send_put
 from tq_service.client.reads import AnswerReader, Received
 from tq_service.client.retry import Backoff, Deadline, error_of
 from tq_service.errors import TqError
-from tq_service.v1.storage_service_pb2 import GetRequest, PutHeader, PutResponse, PutSmallRequest
+from tq_service.v1.storage_service_pb2 import GetRequest, PutHeader, PutResponse, PutSmallRequest, StatRequest
 from tq_service.wire.columns import Column
 from tq_service.wire.frames import SMALL_PUT_BYTES, iter_frames
 
 T = TypeVar("T")
+
+_ASK_SECONDS: Final = 5.0
 
 if TYPE_CHECKING:
     Request = TypeVar("Request")
@@ -68,10 +72,15 @@ class AsyncCalls:
             answer = await self.unary_once(lambda to: to.storage.PutSmall, request, deadline, address)
             return answer.put
         endpoint = self.channels.endpoint(address)
-        try:
-            return await async_send_put(endpoint.put, header, iter_frames(chunks), deadline)
-        except grpc.RpcError as error:
-            raise error_of(error, endpoint.address) from None
+        if header.size_bytes >= SHARED_FROM_BYTES:
+            await self._find_on_host(endpoint, deadline)
+        with endpoint.link.session() as handover:
+            deposit = None if handover is None else partial(handover.deposit, header.put_id, columns)
+            header.handover_session = b"" if handover is None else handover.session_id
+            try:
+                return await async_send_put(endpoint.put, header, iter_frames(chunks), deadline, deposit)
+            except grpc.RpcError as error:
+                raise error_of(error, endpoint.address) from None
 
     async def get(self, request: GetRequest, row_count: int, deadline: Deadline, address: str) -> list[Received]:
         """Read cells into fresh memory, from the start again where the service is unavailable in the middle."""
@@ -80,13 +89,29 @@ class AsyncCalls:
     async def _get_once(self, request: GetRequest, row_count: int, deadline: Deadline, address: str) -> list[Received]:
         keep_frame_buffers()
         endpoint = self.channels.endpoint(address)
-        reader = AnswerReader(row_count)
-        stream: Any = endpoint.get(request, timeout=deadline.remaining())
+        await self._find_on_host(endpoint, deadline)
+        with endpoint.link.session() as handover:
+            request.handover_session = b"" if handover is None else handover.session_id
+            reader = AnswerReader(row_count, handover)
+            stream: Any = endpoint.get(request, timeout=deadline.remaining())
+            try:
+                async for part in stream:
+                    reader.take(part)
+                    if reader.has_offer:
+                        await async_in_thread(reader.collect)
+            except grpc.RpcError as error:
+                raise error_of(error, endpoint.address) from None
+            finally:
+                stream.cancel()
+            return reader.finish()
+
+    async def _find_on_host(self, endpoint: AsyncEndpoint, deadline: Deadline) -> None:
+        """Ask a storage service for its handover socket when that is due, and open a session if it is on this host."""
+        if not endpoint.link.is_due():
+            return
         try:
-            async for part in stream:
-                reader.take(part)
-        except grpc.RpcError as error:
-            raise error_of(error, endpoint.address) from None
-        finally:
-            stream.cancel()
-        return reader.finish()
+            stat = await endpoint.storage.Stat(StatRequest(), timeout=min(deadline.remaining(), _ASK_SECONDS))
+        except grpc.RpcError:  # the call that is about to be made will say what is wrong
+            endpoint.link.postpone()
+            return
+        await async_in_thread(endpoint.link.open, stat)

@@ -8,6 +8,7 @@ import grpc
 
 from tq_service.client.channel import CHANNEL_OPTIONS, controller_stub, get_call, health_stub, put_call, storage_stub
 from tq_service.client.concurrency import AsyncHome
+from tq_service.client.handover import HostLink
 from tq_service.errors import PreconditionError
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ class AsyncEndpoint:
         self.health: Any = health_stub(self.channel)
         self.put: Any = put_call(self.channel)
         self.get: Any = get_call(self.channel)
+        self.link = HostLink()
 
 
 class AsyncChannels:
@@ -63,4 +65,5 @@ class AsyncChannels:
             self._endpoints = {}
         while self._endpoints:
             _, endpoint = self._endpoints.popitem()
+            endpoint.link.close()
             await endpoint.channel.close()

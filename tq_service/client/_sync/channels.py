@@ -9,6 +9,7 @@ import grpc
 
 from tq_service.client.channel import CHANNEL_OPTIONS, controller_stub, get_call, health_stub, put_call, storage_stub
 from tq_service.client.concurrency import Home
+from tq_service.client.handover import HostLink
 from tq_service.errors import PreconditionError
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class Endpoint:
         self.health: Any = health_stub(self.channel)
         self.put: Any = put_call(self.channel)
         self.get: Any = get_call(self.channel)
+        self.link = HostLink()
 
 
 class Channels:
@@ -64,4 +66,5 @@ class Channels:
             self._endpoints = {}
         while self._endpoints:
             _, endpoint = self._endpoints.popitem()
+            endpoint.link.close()
             endpoint.channel.close()

@@ -1,0 +1,431 @@
+"""Clients of the server's host hand over memory and map it: the same results as over the wire, and no harm done."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import torch
+from live_server import AnyClient, LiveServer, StartServer, server_process
+
+import tq_service as tq
+from tq_service.client.channel import put_call
+from tq_service.client.handover import Handover
+from tq_service.v1.storage_service_pb2 import PutDeposited, PutHeader, PutResponse
+from tq_service.wire import shared_memory
+from tq_service.wire.columns import Column, encode_header
+from tq_service.wire.encoding import encode_columns
+from tq_service.wire.frames import ROOM_FOR_DEPOSIT, ROOM_FOR_FRAMES, ROOM_KEY
+
+ROWS = 512
+DATA = {
+    "tokens": [torch.arange(row, row + 300 + row % 50) for row in range(ROWS)],
+    "logits": torch.randn(ROWS, 1024),
+    "text": [f"sample {row} " * 20 for row in range(ROWS)],
+    "reward": torch.randn(ROWS),
+}
+
+
+@pytest.fixture
+def twin(client: AnyClient, server: LiveServer) -> AnyClient:
+    """A second client, with channels and a session of its own."""
+    return server.client(client.kind)
+
+
+def shared_put_count(client: AnyClient) -> int:
+    count: int = client.storage_stat().shared_put_count
+    return count
+
+
+def is_mapped(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory is a memfd."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, last = (int(part, 16) for part in line.split()[0].split("-"))
+        if first <= tensor.data_ptr() < last:
+            return "memfd:tq_service" in line
+    raise AssertionError("the tensor has no memory")
+
+
+def memfd_count() -> int:
+    """Return how many file descriptors of this process, server and clients, are shared memory."""
+    gc.collect()
+    links = []
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # closed meanwhile
+            links.append(str(entry.readlink()))
+    return sum(link.startswith("/memfd:tq_service") for link in links)
+
+
+def mapped_count() -> int:
+    """Return how many mappings of this process are shared memory."""
+    gc.collect()
+    return Path("/proc/self/maps").read_text().count("memfd:tq_service")
+
+
+def assert_rows(batch: Any, rows: list[int]) -> None:
+    assert torch.equal(batch["logits"], DATA["logits"][rows])  # type: ignore[index]
+    assert torch.equal(batch["reward"], DATA["reward"][rows])  # type: ignore[index]
+    assert batch["text"] == [DATA["text"][row] for row in rows]
+    assert all(torch.equal(got, DATA["tokens"][row]) for got, row in zip(batch["tokens"].unbind(), rows, strict=True))
+
+
+def test_a_put_is_handed_over_and_mapped(client: AnyClient, twin: AnyClient) -> None:
+    meta = client.put(DATA, partition_id="p")
+    assert shared_put_count(client) == 1
+    for reader in (client, twin):
+        batch = reader.get_data(meta)
+        assert_rows(batch, list(range(ROWS)))
+        assert is_mapped(batch["logits"])
+        assert is_mapped(batch["tokens"].values())
+        assert batch["logits"].data_ptr() % 64 == 0
+
+
+def test_a_part_of_it_is_mapped_too_and_scattered_rows_are_copied(client: AnyClient) -> None:
+    meta = client.put(DATA, partition_id="p")
+    batch = client.get_data(meta.select_samples(list(range(100, 300))))
+    assert_rows(batch, list(range(100, 300)))
+    assert is_mapped(batch["logits"])
+    rows = [7, 3, *range(200, 250), 511, 0]
+    scattered = client.get_data(meta.select_samples(rows))
+    assert_rows(scattered, rows)
+    assert not is_mapped(scattered["logits"])
+
+
+def test_rows_of_several_puts_some_of_them_sent(client: AnyClient) -> None:
+    metas = [client.put(DATA, partition_id="p") for _ in range(3)]
+    metas.append(client.put({name: values[:9] for name, values in DATA.items()}, partition_id="p"))
+    assert shared_put_count(client) == 3
+    batch = client.get_data(metas[0].concat([metas[0], metas[2], metas[3], metas[1]]))
+    assert_rows(batch, [*range(ROWS), *range(ROWS), *range(9), *range(ROWS)])
+    batch = client.get_data(metas[0].concat([metas[2], metas[0]]))
+    assert_rows(batch, [*range(ROWS), *range(ROWS)])
+
+
+def test_an_operation_in_place_changes_nobody_elses_tensors(client: AnyClient, twin: AnyClient) -> None:
+    meta = client.put(DATA, partition_id="p")
+    mine, other = client.get_data(meta), twin.get_data(meta)
+    mine["logits"].zero_()
+    mine["tokens"].values()[:1000] = -1
+    assert_rows(other, list(range(ROWS)))
+    assert_rows(client.get_data(meta), list(range(ROWS)))
+    assert not mine["logits"].any()
+
+
+def test_what_was_read_outlives_the_partition_and_is_not_counted(client: AnyClient) -> None:
+    meta = client.put(DATA, partition_id="p")
+    batch = client.get_data(meta)
+    client.clear_partition("p")
+    stat = client.storage_stat()
+    assert (stat.used_bytes, stat.put_count, stat.shared_put_count) == (0, 0, 0)
+    assert_rows(batch, list(range(ROWS)))
+
+
+def test_nothing_is_left_open(client: AnyClient, twin: AnyClient, server: LiveServer) -> None:
+    def once() -> None:
+        meta = client.put(DATA, partition_id="p")
+        twin.get_data(meta)
+        twin.get_data(meta.select_samples(list(range(0, ROWS, 7))))
+        client.clear_partition("p")
+
+    before = memfd_count(), mapped_count()
+    for _ in range(5):
+        once()
+    server.settle()
+    assert (memfd_count(), mapped_count()) == before
+
+
+def test_columns_for_existing_samples(client: AnyClient) -> None:
+    meta = client.put({"reward": DATA["reward"]}, partition_id="p")
+    client.put({"logits": DATA["logits"]}, metadata=meta)
+    assert shared_put_count(client) == 1
+    client.put({"logits": -DATA["logits"]}, metadata=meta)  # type: ignore[operator]
+    assert shared_put_count(client) == 1
+    batch = client.get_data(meta, data_fields=["logits", "reward"])
+    assert torch.equal(batch["logits"], -DATA["logits"])  # type: ignore[operator]
+    assert torch.equal(batch["reward"], DATA["reward"])
+
+
+def test_small_puts_are_sent(client: AnyClient) -> None:
+    client.put({"x": torch.zeros(1000, 100)}, partition_id="p")
+    assert shared_put_count(client) == 0
+
+
+@pytest.mark.parametrize("off", ["server", "client"])
+def test_it_can_be_switched_off(off: str, client_kind: Any, start_server: StartServer, monkeypatch: Any) -> None:
+    server = start_server(shared_memory="off" if off == "server" else "on")
+    if off == "client":
+        monkeypatch.setenv("TQ_SHARED_MEMORY", "off")
+    client = server.client(client_kind)
+    batch = client.get_data(client.put(DATA, partition_id="p"))
+    assert_rows(batch, list(range(ROWS)))
+    assert shared_put_count(client) == 0
+    assert not is_mapped(batch["logits"])
+
+
+def test_a_folder_that_cannot_be_used(start_server: StartServer, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    client = start_server(shared_memory_dir=str(tmp_path / "file")).client()  # auto: without
+    client.put(DATA, partition_id="p")
+    assert shared_put_count(client) == 0
+    with pytest.raises(OSError, match="set shared_memory_dir to a folder"):
+        start_server(shared_memory_dir=str(tmp_path / "file"), shared_memory="on")
+
+
+def test_the_folder_may_be_mounted_elsewhere(
+    client_kind: Any, start_server: StartServer, tmp_path: Path, monkeypatch: Any
+) -> None:
+    there, here, nowhere = (tmp_path / name for name in ("there", "here", "nowhere"))
+    there.mkdir()
+    here.symlink_to(there)
+    server = start_server(shared_memory_dir=str(there), shared_memory="on")
+    monkeypatch.setenv("TQ_SHARED_MEMORY_DIR", str(nowhere))
+    stranger = server.client(client_kind)
+    stranger.put(DATA, partition_id="p")
+    assert shared_put_count(stranger) == 0
+    monkeypatch.setenv("TQ_SHARED_MEMORY_DIR", str(here))
+    client = server.client(client_kind)
+    assert_rows(client.get_data(client.put(DATA, partition_id="p")), list(range(ROWS)))
+    assert shared_put_count(client) == 1
+
+
+def test_no_memory_is_taken_before_there_is_room(client_kind: Any, start_server: StartServer, monkeypatch: Any) -> None:
+    written = []
+    write = shared_memory.write_columns
+
+    def note(columns: Any) -> int:
+        written.append(sum(column.value_bytes for column in columns))
+        return write(columns)
+
+    monkeypatch.setattr(shared_memory, "write_columns", note)
+    server = start_server(max_bytes=8 << 20)
+    client, waiting = server.client(client_kind), server.client(client_kind)
+    block = {"x": torch.zeros(5, 1 << 18)}
+    client.put(block, partition_id="p")
+    with pytest.raises(tq.QuotaExceededError):
+        waiting.put(block, partition_id="q", timeout=1.5)
+    assert len(written) == 1
+    thread = threading.Thread(target=waiting.put, args=(block,), kwargs={"partition_id": "q"})
+    thread.start()
+    client.clear_partition("p")
+    thread.join()
+    assert len(written) == 2
+    assert client.check_production(partition_id="q", data_fields=["x"]).produced == 5
+
+
+def test_without_memory_or_a_session_the_bytes_are_sent(client: AnyClient, monkeypatch: Any) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError("no memory left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shared_memory, "write_columns", fail)
+        meta = client.put(DATA, partition_id="p")
+    assert shared_put_count(client) == 0
+    assert_rows(client.get_data(meta), list(range(ROWS)))
+
+
+def test_a_get_whose_memory_cannot_be_taken_is_sent(client: AnyClient, monkeypatch: Any) -> None:
+    meta = client.put(DATA, partition_id="p")
+
+    def fail(*_: Any) -> None:
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(shared_memory, "map_private", fail)
+    batch = client.get_data(meta)
+    assert_rows(batch, list(range(ROWS)))
+    assert not is_mapped(batch["logits"])
+
+
+def test_file_descriptors_are_bounded(client: AnyClient, server: LiveServer) -> None:
+    handover = server.app._handover
+    assert handover is not None
+    handover.most_memories = 2
+    metas = [client.put(DATA, partition_id="p") for _ in range(3)]
+    assert shared_put_count(client) == 2
+    for meta in metas:
+        assert_rows(client.get_data(meta), list(range(ROWS)))
+
+
+def test_a_service_that_was_killed_and_started_again(client_kind: Any, loop_thread: Any) -> None:
+    with server_process("--shared-memory", "on") as server:
+        client = AnyClient(client_kind, server.address, loop_thread, timeout=30.0)
+        kept = client.get_data(client.put(DATA, partition_id="p"))
+        server.restart()
+        assert_rows(kept, list(range(ROWS)))
+        meta = client.put(DATA, partition_id="p")
+        assert shared_put_count(client) == 1
+        assert_rows(client.get_data(meta), list(range(ROWS)))
+        client.close()
+
+
+def test_a_storage_service_of_its_own(client_kind: Any, start_server: StartServer, tmp_path: Path) -> None:
+    controller = start_server(role="controller")
+    start_server(
+        role="storage",
+        storage_id="other",
+        controller=controller.address,
+        shared_memory_dir=str(tmp_path),
+        shared_memory="on",
+    )
+    client = controller.client(client_kind)
+    meta = client.put(DATA, partition_id="p")
+    batch = client.get_data(meta)
+    assert_rows(batch, list(range(ROWS)))
+    assert is_mapped(batch["logits"])
+
+
+# What follows speaks the protocol itself, to break its rules.
+
+
+@pytest.fixture
+def session(server: LiveServer) -> Iterator[Handover]:
+    handover = server.app._handover
+    assert handover is not None
+    session = Handover(handover.path, server.app._engine.boot_id)  # type: ignore[union-attr]
+    yield session
+    session.close()
+
+
+def header_of(columns: list[Column], session_id: bytes) -> PutHeader:
+    return PutHeader(
+        put_id=os.urandom(16),
+        row_count=columns[0].row_count,
+        columns=[encode_header(column) for column in columns],
+        size_bytes=sum(column.value_bytes for column in columns),
+        handover_session=session_id,
+    )
+
+
+class RawPut:
+    """A put stream, message by message."""
+
+    def __init__(self, server: LiveServer, header: PutHeader) -> None:
+        self._messages: SimpleQueue[Any] = SimpleQueue()
+        self._call = put_call(server.channel).future(iter(self._messages.get, None), timeout=10)
+        self.send(header)
+        self.room = dict(self._call.initial_metadata()).get(ROOM_KEY)
+
+    def send(self, message: Any) -> None:
+        self._messages.put(message)
+
+    def end(self) -> PutResponse:
+        self._messages.put(None)
+        answer: PutResponse = self._call.result()
+        return answer
+
+    def cancel(self) -> None:
+        self._messages.put(None)
+        self._call.cancel()
+
+
+COLUMNS = encode_columns({"x": np.arange(1 << 18)})
+
+
+def used_bytes(server: LiveServer) -> int:
+    server.settle()
+    used: int = server.client().storage_stat().used_bytes
+    return used
+
+
+def test_a_deposit_that_was_not_made(server: LiveServer, session: Handover) -> None:
+    put = RawPut(server, header_of(COLUMNS, session.session_id))
+    assert put.room == ROOM_FOR_DEPOSIT
+    put.send(PutDeposited())
+    with pytest.raises(grpc.RpcError) as failure:
+        put.end()
+    assert failure.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert used_bytes(server) == 0
+
+
+@pytest.mark.parametrize("wrong", ["frames", "nothing", "another size"])
+def test_other_than_announced(wrong: str, server: LiveServer, session: Handover) -> None:
+    header = header_of(COLUMNS, session.session_id)
+    before = memfd_count()
+    put = RawPut(server, header)
+    if wrong == "frames":
+        put.send([bytes(100)])
+    elif wrong == "another size":
+        session.deposit(header.put_id, encode_columns({"x": np.arange(10)}))
+        put.send(PutDeposited())
+    with pytest.raises(grpc.RpcError) as failure:
+        put.end()
+    assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert used_bytes(server) == 0
+    server.settle()
+    assert memfd_count() == before
+
+
+def test_the_note_of_a_deposit_without_a_session(server: LiveServer) -> None:
+    put = RawPut(server, header_of(COLUMNS, b"unknown session!"))
+    assert put.room == ROOM_FOR_FRAMES
+    put.send(PutDeposited())
+    with pytest.raises(grpc.RpcError) as failure:
+        put.end()
+    assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert used_bytes(server) == 0
+
+
+def test_memory_that_its_client_could_change_is_refused(
+    server: LiveServer, session: Handover, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(shared_memory, "_seal", lambda fd: None)
+    header = header_of(COLUMNS, session.session_id)
+    put = RawPut(server, header)
+    session.deposit(header.put_id, COLUMNS)
+    put.send(PutDeposited())
+    with pytest.raises(grpc.RpcError) as failure:
+        put.end()
+    assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "sealed" in str(failure.value.details())
+    assert used_bytes(server) == 0
+
+
+@pytest.mark.parametrize("moment", ["before the deposit", "after it"])
+def test_a_client_that_leaves_in_the_middle(moment: str, server: LiveServer, session: Handover) -> None:
+    header = header_of(COLUMNS, session.session_id)
+    before = memfd_count()
+    put = RawPut(server, header)
+    assert used_bytes(server) > 0
+    if moment == "after it":
+        session.deposit(header.put_id, COLUMNS)
+    session.close()
+    put.cancel()
+    for _ in range(100):
+        if used_bytes(server) == 0:
+            break
+    assert used_bytes(server) == 0
+    assert memfd_count() == before
+
+
+def _die_with_memory(address: str, path: str) -> None:
+    def deposit_and_die(self: Handover, put_id: bytes, columns: Any) -> None:
+        original(self, put_id, columns)
+        os._exit(9)
+
+    original, Handover.deposit = Handover.deposit, deposit_and_die  # type: ignore[method-assign]
+    tq.Client(address).put({"x": np.arange(1 << 18)}, partition_id=path)
+
+
+def test_a_client_that_is_killed_leaves_nothing(server: LiveServer) -> None:
+    assert used_bytes(server) == 0
+    before = memfd_count(), mapped_count()
+    process = multiprocessing.get_context("spawn").Process(target=_die_with_memory, args=(server.address, "p"))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 9
+    process.close()
+    for _ in range(100):
+        if used_bytes(server) == 0:
+            break
+    assert used_bytes(server) == 0
+    assert [one.partition_id for one in server.client().list_partitions()] == []
+    assert (memfd_count(), mapped_count()) == before

@@ -1,0 +1,242 @@
+"""The Unix socket for shared memory: what it gives and takes, and what it refuses."""
+
+import asyncio
+import gc
+import os
+import socket
+import threading
+
+import numpy as np
+import psutil
+import pytest
+
+from tq_service.client.handover import Handover
+from tq_service.errors import UnavailableError
+from tq_service.server import handover as server_side
+from tq_service.server.handover import HandoverServer
+from tq_service.v1.handover_pb2 import Collection, Deposit, Greeting, HandoverAnswer, HandoverRequest
+from tq_service.wire import handover, shared_memory
+from tq_service.wire.encoding import encode_columns
+
+BOOT = b"b" * 16
+PUT = b"p" * 16
+COLUMNS = encode_columns({"x": np.arange(1 << 16)})
+
+
+@pytest.fixture
+async def server(tmp_path):
+    server = HandoverServer(tmp_path, BOOT)
+    server.start()
+    yield server
+    server.close()
+
+
+async def connect(server):
+    return await asyncio.to_thread(Handover, server.path, BOOT)
+
+
+async def ask(connection, request, fds=()):
+    """Exchange raw messages: what a client that keeps no rules may send."""
+
+    def exchange():
+        handover.send(connection, request, fds)
+        received = handover.receive(connection, HandoverAnswer)
+        return None if received is None else received[0].WhichOneof("answer")
+
+    return await asyncio.to_thread(exchange)
+
+
+def raw(server):
+    connection = handover.open_socket()
+    connection.settimeout(10)
+    connection.connect(str(server.path))
+    return connection
+
+
+async def settled(condition):
+    for _ in range(1000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it did not come to that")
+
+
+def open_fd_count():
+    gc.collect()
+    return psutil.Process().num_fds()
+
+
+async def test_a_deposit_reaches_the_put_that_waits_for_it(server):
+    client = await connect(server)
+    with server.session(client.session_id).awaiting(PUT) as parcel:
+        await asyncio.to_thread(client.deposit, PUT, COLUMNS)
+        fd = parcel.take()
+    values = shared_memory.map_private(fd, 0, COLUMNS[0].value_bytes).view(np.int64)
+    assert np.array_equal(values, np.arange(1 << 16))
+    os.close(fd)
+
+
+async def test_a_deposit_nobody_waits_for_is_refused_and_closed(server):
+    client = await connect(server)
+    session = server.session(client.session_id)
+    before = open_fd_count()
+    with pytest.raises(UnavailableError, match="no put waits"):
+        await asyncio.to_thread(client.deposit, PUT, COLUMNS)
+    with session.awaiting(b"q" * 16), pytest.raises(UnavailableError, match="no put waits"):
+        await asyncio.to_thread(client.deposit, PUT, COLUMNS)
+    assert open_fd_count() == before
+
+
+async def test_a_second_deposit_of_one_put_is_refused(server):
+    client = await connect(server)
+    before = open_fd_count()
+    with server.session(client.session_id).awaiting(PUT):
+        await asyncio.to_thread(client.deposit, PUT, COLUMNS)
+        with pytest.raises(UnavailableError, match="no put waits"):
+            await asyncio.to_thread(client.deposit, PUT, COLUMNS)
+    assert open_fd_count() == before
+
+
+async def test_another_session_cannot_deposit_for_a_put(server):
+    owner, stranger = await connect(server), await connect(server)
+    with server.session(owner.session_id).awaiting(PUT) as parcel:
+        with pytest.raises(UnavailableError, match="no put waits"):
+            await asyncio.to_thread(stranger.deposit, PUT, COLUMNS)
+        with pytest.raises(UnavailableError, match="not handed over"):
+            parcel.take()
+
+
+async def test_a_deposit_that_is_not_taken_is_closed(server):
+    client = await connect(server)
+    before = open_fd_count()
+    with server.session(client.session_id).awaiting(PUT) as parcel:
+        await asyncio.to_thread(client.deposit, PUT, COLUMNS)
+        assert parcel.has_come
+    assert open_fd_count() == before
+
+
+@pytest.mark.parametrize("count", [1, 3, 128, 129, 300])
+async def test_offered_memory_is_collected_in_order(server, count):
+    client = await connect(server)
+    paths = [os.memfd_create(f"part-{number}") for number in range(count)]
+    with server.session(client.session_id).offering(paths) as offer:
+        fds = await asyncio.to_thread(client.collect, offer.offer_id, count)
+        await asyncio.wait_for(offer.wait(), 10)
+    assert [os.fstat(fd).st_ino for fd in fds] == [os.fstat(fd).st_ino for fd in paths]
+    assert len({os.fstat(fd).st_ino for fd in fds}) == count
+    handover.close_all(fds + paths)
+
+
+async def test_only_the_session_of_the_get_collects_and_only_while_it_lasts(server):
+    owner, stranger = await connect(server), await connect(server)
+    fd = os.memfd_create("part")
+    before = open_fd_count()
+    session = server.session(owner.session_id)
+    with session.offering([fd]) as offer, pytest.raises(UnavailableError, match="no get of this session"):
+        await asyncio.to_thread(stranger.collect, offer.offer_id, 1)
+    with pytest.raises(UnavailableError, match="no get of this session"):
+        await asyncio.to_thread(owner.collect, offer.offer_id, 1)
+    assert open_fd_count() == before
+    os.close(fd)
+
+
+async def test_an_offer_ends_when_its_client_is_gone(server):
+    client = await connect(server)
+    session = server.session(client.session_id)
+    with session.offering([0]) as offer:
+        client.close()
+        await asyncio.wait_for(offer.wait(), 10)
+    with session.offering([0]) as offer:
+        await asyncio.wait_for(offer.wait(), 10)
+    assert server.session(client.session_id) is None
+
+
+async def test_another_life_of_the_service_is_refused(server):
+    with pytest.raises(UnavailableError, match="another storage service"):
+        await asyncio.to_thread(Handover, server.path, b"c" * 16)
+
+
+@pytest.mark.parametrize(
+    "packet",
+    [
+        b"\xff\xff\xff",
+        HandoverRequest(deposit=Deposit(put_id=PUT)).SerializeToString(),
+        HandoverRequest(collection=Collection(offer_id=PUT)).SerializeToString(),
+        HandoverRequest(greeting=Greeting(boot_id=bytes(5000))).SerializeToString(),
+        b"\x22\x00",
+    ],
+    ids=["garbage", "deposit", "collection", "too long", "unknown"],
+)
+async def test_who_does_not_greet_is_cut_off(server, packet):
+    before = open_fd_count()
+    with raw(server) as connection:
+        socket.send_fds(connection, [packet], [0, 0, 0])
+        assert await asyncio.to_thread(connection.recv, 100) == b""
+    await settled(lambda: open_fd_count() == before)
+    assert (await connect(server)).session_id  # the others are served
+
+
+async def test_more_file_descriptors_than_one_are_refused_and_closed(server):
+    with raw(server) as connection:
+        assert await ask(connection, HandoverRequest(greeting=Greeting(boot_id=BOOT))) == "welcome"
+        session = next(iter(server._sessions.values()))
+        before = open_fd_count()
+        with session.awaiting(PUT):
+            assert await ask(connection, HandoverRequest(deposit=Deposit(put_id=PUT)), [0, 0]) == "refusal"
+            assert await ask(connection, HandoverRequest(deposit=Deposit(put_id=PUT))) == "refusal"
+        assert open_fd_count() == before
+
+
+async def test_too_many_sessions_are_refused_the_others_served(server, monkeypatch):
+    monkeypatch.setattr(server_side, "_MOST_SESSIONS", 2)
+    first, second = await connect(server), await connect(server)
+    with pytest.raises(UnavailableError):
+        await connect(server)
+    second.close()
+    await settled(lambda: server.session(second.session_id) is None)
+    assert (await connect(server)).session_id != first.session_id
+
+
+async def test_sockets_of_killed_services_are_removed_those_of_others_left(server, tmp_path):
+    dead = tmp_path / f"{'ab' * 16}.sock"
+    with handover.open_socket() as left_behind:
+        left_behind.bind(str(dead))
+    unrelated = tmp_path / "notes.txt"
+    unrelated.write_text("mine")
+    other = HandoverServer(tmp_path, b"o" * 16)
+    other.start()
+    assert not dead.exists()
+    assert unrelated.exists()
+    assert server.path.exists()
+    other.close()
+    assert not other.path.exists()
+    assert (await connect(server)).session_id
+
+
+async def test_the_folder_it_makes_is_its_users_alone(tmp_path):
+    server = HandoverServer(tmp_path / "new" / "folder", BOOT)
+    server.start()
+    assert server.path.parent.stat().st_mode & 0o777 == 0o700
+    server.close()
+
+
+async def test_closing_ends_the_sessions(server):
+    client = await connect(server)
+    server.close()
+    with pytest.raises(UnavailableError, match="has ended"):
+        await asyncio.to_thread(client.collect, b"o" * 16, 1)
+
+
+async def test_threads_share_a_session(server):
+    client = await connect(server)
+    put_ids = [bytes([number]) * 16 for number in range(8)]
+    session = server.session(client.session_id)
+    with_all = [session.awaiting(put_id) for put_id in put_ids]
+    parcels = [each.__enter__() for each in with_all]
+    threads = [threading.Thread(target=client.deposit, args=(put_id, COLUMNS)) for put_id in put_ids]
+    for thread in threads:
+        thread.start()
+    await asyncio.to_thread(lambda: [thread.join() for thread in threads])
+    assert all(parcel.has_come for parcel in parcels)
+    for each in with_all:
+        each.__exit__(None, None, None)

@@ -1,0 +1,332 @@
+"""The Unix socket over which a storage service and clients of its host hand each other shared memory.
+
+A session is one connection. It takes deposits for puts, and gives out what gets offer, only while a Put or Get call
+with its session_id is under way: what may be read and written is decided there, and what a client leaves behind goes
+with its call or its connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import resource
+import socket
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+from tq_service.errors import InvalidArgumentError, TqError, UnavailableError
+from tq_service.v1.handover_pb2 import Collected, Deposited, HandoverAnswer, HandoverRequest, Refusal, Welcome
+from tq_service.wire import handover
+
+_log = logging.getLogger(__name__)
+_SUFFIX: Final = ".sock"
+_MOST_SESSIONS: Final = 1024
+_BACKLOG: Final = 128
+_PAUSE_SECONDS: Final = 1.0
+_MOST_MEMORIES: Final = 16_384  # of the 65,530 mappings that Linux gives a process by default
+
+
+class HandoverServer:
+    """Listens in a folder and holds the sessions. Confined to one event loop.
+
+    Args:
+        folder: where the socket is; whoever may enter it may share memory.
+        boot_id: the life of the storage service, which clients name.
+
+    Attributes:
+        most_memories: how many memories the service should hold: each takes a file descriptor and two mappings, of
+            which the system gives a process only so many.
+        path: the socket.
+    """
+
+    def __init__(self, folder: Path, boot_id: bytes) -> None:
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self.most_memories = min(files // 2, _MOST_MEMORIES)
+        self.path = folder / f"{boot_id[:8].hex()}{_SUFFIX}"  # paths of sockets are short
+        self._boot_id = boot_id
+        self._listener: socket.socket | None = None
+        self._connections: set[Session] = set()
+        self._sessions: dict[bytes, Session] = {}
+
+    def start(self) -> None:
+        """Listen.
+
+        Raises:
+            OSError: the folder cannot be used.
+        """
+        folder = self.path.parent
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _sweep(folder)
+        listener = handover.open_socket()
+        unready = self.path.with_suffix(".new")
+        try:
+            listener.bind(str(unready))
+            unready.chmod(0o666)  # the folder says who may come in
+            listener.listen(_BACKLOG)
+            listener.setblocking(False)
+            unready.rename(self.path)  # a socket that does not listen yet would look like one left behind
+        except OSError:
+            listener.close()
+            unready.unlink(missing_ok=True)
+            raise
+        self._listener = listener
+        asyncio.get_running_loop().add_reader(listener, self._accept)
+
+    def session(self, session_id: bytes) -> Session | None:
+        """Return the open session of this name."""
+        return self._sessions.get(session_id)
+
+    def close(self) -> None:
+        """End all sessions and remove the socket."""
+        if self._listener is not None:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            self._listener.close()
+            self._listener = None
+            self.path.unlink(missing_ok=True)
+        for session in list(self._connections):
+            session.close()
+
+    def _accept(self) -> None:
+        while self._listener is not None:
+            try:
+                connection, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                _log.warning("a client of this host could not be let in: %s", error)
+                if error.errno in {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}:
+                    self._pause()
+                    return
+                continue
+            if len(self._connections) >= _MOST_SESSIONS:
+                connection.close()
+                continue
+            connection.setblocking(False)
+            self._connections.add(Session(connection, self._boot_id, self._opened, self._closed))
+
+    def _pause(self) -> None:
+        """Stop accepting for a moment; the connection that could not be accepted would wake the loop all the time."""
+        loop = asyncio.get_running_loop()
+        if self._listener is not None:
+            loop.remove_reader(self._listener)
+            loop.call_later(_PAUSE_SECONDS, self._resume)
+
+    def _resume(self) -> None:
+        if self._listener is not None:
+            asyncio.get_running_loop().add_reader(self._listener, self._accept)
+
+    def _opened(self, session: Session) -> None:
+        self._sessions[session.session_id] = session
+
+    def _closed(self, session: Session) -> None:
+        self._connections.discard(session)
+        self._sessions.pop(session.session_id, None)
+
+
+class Session:
+    """One connection of a client: greeted, then requests and answers in turn.
+
+    Args:
+        connection: does not block.
+        boot_id: what the client must name.
+        on_open: called when the client has greeted.
+        on_close: called once, when the connection is gone.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        boot_id: bytes,
+        on_open: Callable[[Session], None],
+        on_close: Callable[[Session], None],
+    ) -> None:
+        self.session_id = os.urandom(16)
+        self._connection = connection
+        self._boot_id = boot_id
+        self._on_open = on_open
+        self._on_close = on_close
+        self._is_open = True
+        self._is_greeted = False
+        self._awaited: dict[bytes, Parcel] = {}
+        self._offers: dict[bytes, Offer] = {}
+        asyncio.get_running_loop().add_reader(connection, self._read)
+
+    @contextlib.contextmanager
+    def awaiting(self, put_id: bytes) -> Iterator[Parcel]:
+        """Take the deposit of a put within the `with`; what has come and is not taken is closed at its end."""
+        parcel = Parcel()
+        self._awaited[put_id] = parcel
+        try:
+            yield parcel
+        finally:
+            if self._awaited.get(put_id) is parcel:
+                del self._awaited[put_id]
+            parcel.discard()
+
+    @contextlib.contextmanager
+    def offering(self, fds: Sequence[int]) -> Iterator[Offer]:
+        """Give file descriptors out within the `with`, during which they must stay open."""
+        offer = Offer(fds)
+        self._offers[offer.offer_id] = offer
+        try:
+            if not self._is_open:
+                offer.end()
+            yield offer
+        finally:
+            del self._offers[offer.offer_id]
+
+    def close(self) -> None:
+        """End the session; a second call does nothing."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        asyncio.get_running_loop().remove_reader(self._connection)
+        self._connection.close()
+        for offer in self._offers.values():
+            offer.end()
+        self._on_close(self)
+
+    def _read(self) -> None:
+        try:
+            received = handover.receive(self._connection, HandoverRequest)
+            if received is None:
+                self.close()
+                return
+            request, fds = received
+            answer, answer_fds = self._answer(request, fds)
+            handover.send(self._connection, answer, answer_fds)
+        except BlockingIOError:
+            pass  # a wake-up without a message
+        except (OSError, TqError) as error:
+            _log.info("a session of shared memory ends: %s", error)
+            self.close()
+
+    def _answer(self, request: HandoverRequest, fds: list[int]) -> tuple[HandoverAnswer, Sequence[int]]:
+        kind = request.WhichOneof("request")
+        if kind == "deposit" and self._is_greeted:
+            return self._deposit(request.deposit.put_id, fds), ()
+        handover.close_all(fds)
+        if kind == "greeting":
+            return self._greet(request.greeting.boot_id), ()
+        if kind == "collection" and self._is_greeted:
+            return self._collect(request.collection.offer_id, request.collection.received_count)
+        raise InvalidArgumentError(f"got {kind or 'nothing known'} as the next request; expected a greeting first")
+
+    def _greet(self, boot_id: bytes) -> HandoverAnswer:
+        if boot_id != self._boot_id:
+            return _refuse("another storage service listens here")
+        if not self._is_greeted:
+            self._is_greeted = True
+            self._on_open(self)
+        return HandoverAnswer(welcome=Welcome(session_id=self.session_id))
+
+    def _deposit(self, put_id: bytes, fds: list[int]) -> HandoverAnswer:
+        parcel = self._awaited.get(put_id)
+        if parcel is None or len(fds) != 1 or parcel.has_come:
+            handover.close_all(fds)
+            return _refuse(
+                f"no put waits for a deposit of {len(fds)} file descriptors; expected 1, for a put in progress"
+            )
+        parcel.put(fds[0])
+        return HandoverAnswer(deposited=Deposited())
+
+    def _collect(self, offer_id: bytes, received_count: int) -> tuple[HandoverAnswer, Sequence[int]]:
+        offer = self._offers.get(offer_id)
+        fds = () if offer is None else offer.fds[received_count : received_count + handover.MOST_FDS]
+        if offer is None or not fds:
+            return _refuse("no get of this session offers that; it may be over"), ()
+        if received_count + len(fds) == len(offer.fds):
+            offer.end()
+        return HandoverAnswer(collected=Collected(count=len(fds))), fds
+
+
+class Parcel:
+    """A file descriptor on its way from the socket to the put that waits for it."""
+
+    def __init__(self) -> None:
+        self._fd = -1
+
+    @property
+    def has_come(self) -> bool:
+        """Whether it is here."""
+        return self._fd >= 0
+
+    def put(self, fd: int) -> None:
+        """Leave it here."""
+        self._fd = fd
+
+    def take(self) -> int:
+        """Return it; it is the caller's now.
+
+        Raises:
+            UnavailableError: it has not come, or its session has ended.
+        """
+        if self._fd < 0:
+            raise UnavailableError("the shared memory of the put was not handed over; it is tried again over gRPC")
+        fd, self._fd = self._fd, -1
+        return fd
+
+    def discard(self) -> None:
+        """Close it unless it was taken."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class Offer:
+    """File descriptors that a client may collect.
+
+    Attributes:
+        offer_id: names it.
+        fds: what is given out.
+    """
+
+    def __init__(self, fds: Sequence[int]) -> None:
+        self.offer_id = os.urandom(16)
+        self.fds = fds
+        self._ended = asyncio.Event()
+
+    def end(self) -> None:
+        """Take note that all was given out, or that nobody can come for it any more."""
+        self._ended.set()
+
+    async def wait(self) -> None:
+        """Wait until nothing more is to be given out."""
+        await self._ended.wait()
+
+
+def _refuse(reason: str) -> HandoverAnswer:
+    return HandoverAnswer(refusal=Refusal(reason=reason))
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder for this user alone, in a place where all users may make folders.
+
+    Raises:
+        OSError: it cannot be made, or another user has made it, who could put a socket of his own there.
+    """
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.stat(follow_symlinks=False)
+    others_may_write = bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or others_may_write:
+        raise PermissionError(
+            f"{folder} is not a folder of this user alone (owner {status.st_uid}, mode {status.st_mode & 0o7777:o})"
+        )
+
+
+def _sweep(folder: Path) -> None:
+    """Remove sockets on which nobody listens: their servers were killed."""
+    for path in folder.glob(f"*{_SUFFIX}"):
+        with handover.open_socket() as probe:
+            probe.setblocking(False)
+            try:
+                probe.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                _log.debug("%s is left alone: %s", path, error)

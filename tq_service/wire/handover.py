@@ -1,0 +1,73 @@
+"""Messages of the Unix socket over which processes of one host hand each other file descriptors."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from typing import Final, TypeVar
+
+from google.protobuf.message import DecodeError
+
+from tq_service.errors import InvalidArgumentError
+from tq_service.v1.handover_pb2 import HandoverAnswer, HandoverRequest
+
+Message = TypeVar("Message", HandoverRequest, HandoverAnswer)
+
+MOST_FDS: Final = 128
+"""Most file descriptors of one message; Linux carries up to 253."""
+
+SOCKET_DIR_VARIABLE: Final = "TQ_SHARED_MEMORY_DIR"
+"""Environment variable with the folder of the sockets, where it is not the same path for server and client."""
+
+_MOST_MESSAGE_BYTES: Final = 4096
+
+
+def open_socket() -> socket.socket:
+    """Return a new socket of the kind that both sides use."""
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def send(connection: socket.socket, message: HandoverRequest | HandoverAnswer, fds: Sequence[int] = ()) -> None:
+    """Send a message with file descriptors, which stay the sender's too.
+
+    Raises:
+        OSError: the other side is gone, or a socket that does not block is full.
+    """
+    socket.send_fds(connection, [message.SerializeToString()], fds)
+
+
+def receive(
+    connection: socket.socket, kind: type[Message], most_fds: int = MOST_FDS
+) -> tuple[Message, list[int]] | None:
+    """Return the next message with its file descriptors, which are the caller's to close; None at the end.
+
+    Raises:
+        InvalidArgumentError: it is not such a message, or more came than fits.
+        OSError: the connection failed; BlockingIOError where nothing is there and the socket does not block.
+    """
+    data, fds, flags, _ = socket.recv_fds(connection, _MOST_MESSAGE_BYTES, most_fds, socket.MSG_CMSG_CLOEXEC)
+    try:
+        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            raise InvalidArgumentError(
+                f"a message of over {_MOST_MESSAGE_BYTES} bytes or {most_fds} file descriptors came over the handover "
+                "socket"
+            )
+        if not data:
+            close_all(fds)
+            return None
+        return kind.FromString(data), list(fds)
+    except DecodeError as error:
+        close_all(fds)
+        raise InvalidArgumentError(
+            f"what came over the handover socket is no {kind.DESCRIPTOR.name}: {error}"
+        ) from None
+    except BaseException:
+        close_all(fds)
+        raise
+
+
+def close_all(fds: Sequence[int]) -> None:
+    """Close file descriptors."""
+    for fd in fds:
+        os.close(fd)
