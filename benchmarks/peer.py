@@ -52,22 +52,25 @@ class Program:
         return (self._cpu_seconds() - before) / (time.monotonic() - started)
 
     def _cpu_seconds(self) -> float:
-        root = psutil.Process(self._process.pid)
         seconds = 0.0
-        for process in (root, *root.children(recursive=True)):
-            try:
+        for process in _family(self._process.pid):
+            with suppress(psutil.NoSuchProcess):
                 times = process.cpu_times()
-            except psutil.NoSuchProcess:
-                continue
-            seconds += times.user + times.system
+                seconds += times.user + times.system
         return seconds
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    """Return a process and all that it started."""
+    root = psutil.Process(pid)
+    return [root, *root.children(recursive=True)]
 
 
 @contextmanager
 def program(
     module: str, *, python: str = sys.executable, variables: Mapping[str, str] | None = None
 ) -> Iterator[Program]:
-    """Run `python -m module` until the block ends; it stops when its stdin ends, and is killed if it does not."""
+    """Run `python -m module` until the block ends; it stops when its stdin ends, or is killed with all it started."""
     command, pipe, environment = [python, "-m", module], subprocess.PIPE, {**os.environ, **(variables or {})}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, text=True) as process:
         try:
@@ -79,7 +82,9 @@ def program(
             try:
                 process.wait(_STOP_SECONDS)
             except subprocess.TimeoutExpired:
-                process.kill()
+                for running in _family(process.pid):
+                    with suppress(psutil.NoSuchProcess):
+                        running.kill()
 
 
 class Peer:

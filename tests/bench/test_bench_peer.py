@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
 import pytest
 
 from benchmarks.harness import Options
@@ -10,9 +11,17 @@ from benchmarks.peer_environment import PeerEnvironment
 
 PROGRAM = """
 import os
+import subprocess
+import sys
+import threading
+import time
 from contextlib import contextmanager
 from pathlib import Path
 from benchmarks.peer_program import serve
+
+def linger():
+    threading.Thread(target=time.sleep, args=(600,)).start()
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
 
 def fail():
     raise ValueError("no such thing")
@@ -25,6 +34,7 @@ def started():
         "variable": lambda: os.environ["COLOUR"],
         "chat": lambda: print("not an answer"),
         "fail": fail,
+        "linger": linger,
         "leave": lambda: os._exit(3),
         "versions": lambda: {"numpy": "1.0"},
     }
@@ -71,6 +81,18 @@ def test_a_program_that_ends_is_told(variables: dict[str, str]) -> None:
             running.ask("leave")
         with pytest.raises(RuntimeError, match="exit code 3"):
             running.ask("double", number=2)
+
+
+def test_a_program_that_does_not_stop_is_killed_with_all_it_started(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.peer._STOP_SECONDS", 0.5)
+    with program("little_program", variables=variables) as running:
+        child = psutil.Process(running.ask("linger"))
+        program_itself = child.parent()
+    assert program_itself is not None
+    assert not program_itself.is_running()
+    child.wait(timeout=10)
 
 
 def test_a_peer_that_cannot_be_installed_is_absent_and_told(capsys: pytest.CaptureFixture[str]) -> None:
