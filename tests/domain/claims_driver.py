@@ -386,7 +386,7 @@ class Driver:
         assert partition.state_counts == [states[name] for name in STATE_NAMES]
         for name, field in partition.cells.fields.items():
             produced = [name in row.fields for row in rows]
-            assert (field.put_slot.data[positions] >= 0).tolist() == produced
+            assert (field.cell.data[positions] >= 0).tolist() == produced
             assert field.produced_count == sum(produced)
         self._check_groups()
 

@@ -90,9 +90,7 @@ def where(train, names, indexes):
             each.field_names,
             [
                 (each.puts[put].put_id[-1], first, count)
-                for put, first, count in zip(
-                    each.put_indexes, each.first_rows.tolist(), each.row_counts.tolist(), strict=True
-                )
+                for put, first, count in zip(each.put_indexes, each.first_rows, each.row_counts, strict=True)
             ],
         )
         for each in runs
@@ -185,7 +183,7 @@ def test_slots_of_puts_that_are_gone_are_used_again():
     assert len(train.cells._puts._puts) <= 2
     assert len(list(train.cells._puts.all())) == 1
     with pytest.raises(LookupError):
-        train.cells._puts.get(1 - train.cells.fields["x"].put_slot.data[train.table.find(np.array([198]))][0])
+        train.cells._puts.get(1 - (train.cells.fields["x"].cell.data[train.table.find(np.array([198]))][0] >> 32))
 
 
 # Lengths of jagged rows

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from tq_service.domain.cells import FreedCells
 from tq_service.domain.partition import Partition
-from tq_service.domain.planner import Planner, RunsPlans
+from tq_service.domain.plan_search import RunsPlans
+from tq_service.domain.planner import Planner
 from tq_service.domain.task import ClaimRequest
 from tq_service.domain.waiters import Answer, NotYet
 from tq_service.domain.writes import PartitionSettings, SampleWrite, Written

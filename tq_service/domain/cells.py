@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tq_service.domain.plan import Indexes
 from tq_service.domain.rows import Column, RowTable
@@ -14,6 +13,8 @@ from tq_service.errors import FieldMismatchError
 from tq_service.schema import FieldSpec, Layout
 
 NOT_PRODUCED = -1
+_SLOT_SHIFT = 32  # a cell is (slot of its put << 32 | row in the put), so that neighbours in a put differ by 1
+_ROW_MASK = (1 << _SLOT_SHIFT) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +62,9 @@ class CellRuns:
 
     field_names: tuple[str, ...]
     puts: tuple[Put, ...]
-    put_indexes: tuple[int, ...]
-    first_rows: Indexes
-    row_counts: Indexes
+    put_indexes: Sequence[int]
+    first_rows: Sequence[int]
+    row_counts: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,14 +77,13 @@ class FreedCells:
 
 
 class Field:
-    """A column of the partition: which put and which row of it holds each cell."""
+    """A column of the partition: which put and which row of it holds each cell, as one number of both."""
 
-    __slots__ = ("length", "produced_count", "put_row", "put_slot", "spec")
+    __slots__ = ("cell", "length", "produced_count", "spec")
 
     def __init__(self, spec: FieldSpec, table: RowTable) -> None:
         self.spec = spec
-        self.put_slot: Column = table.add_column(np.int32, NOT_PRODUCED)
-        self.put_row: Column = table.add_column(np.int64, 0)
+        self.cell: Column = table.add_column(np.int64, NOT_PRODUCED)
         self.length: Column | None = None
         self.produced_count = 0
 
@@ -173,9 +173,9 @@ class CellTable:
             field.spec = spec
             replaced.append(field)
         freed = self.forget(positions, replaced)
+        cells = rows + (slot << _SLOT_SHIFT)
         for column, field, spec in zip(columns, replaced, specs, strict=True):
-            field.put_slot.data[positions] = slot
-            field.put_row.data[positions] = rows
+            field.cell.data[positions] = cells
             field.produced_count += positions.size
             if field.spec.layout is Layout.JAGGED:
                 if field.length is None:
@@ -188,15 +188,15 @@ class CellTable:
         """Mark the cells of rows as not produced and return those that were."""
         freed: dict[tuple[int, bytes], list[str]] = {}
         for field in fields:
-            slots = field.put_slot.data[positions]
-            produced = slots >= 0
+            cells = field.cell.data[positions]
+            produced = cells >= 0
             if not produced.any():
                 continue
-            slots, rows, where = slots[produced], field.put_row.data[positions[produced]], positions[produced]
-            field.put_slot.data[where] = NOT_PRODUCED
-            field.produced_count -= where.size
-            order = np.argsort(slots, kind="stable")
-            slots, rows = slots[order], rows[order]
+            field.cell.data[positions[produced]] = NOT_PRODUCED
+            cells = cells[produced]
+            field.produced_count -= cells.size
+            cells = cells[np.argsort(cells >> _SLOT_SHIFT, kind="stable")]
+            slots, rows = cells >> _SLOT_SHIFT, cells & _ROW_MASK
             bounds = np.flatnonzero(np.diff(slots)) + 1
             for slot, part in zip(slots[np.r_[0, bounds]].tolist(), np.split(rows, bounds), strict=True):
                 freed.setdefault((slot, part.tobytes()), []).append(field.spec.name)
@@ -226,35 +226,33 @@ class CellTable:
 
     def locate(self, names: Sequence[str], positions: Indexes) -> list[CellRuns]:
         """Return where cells are, of those fields that all rows have; fields that lie alike share their runs."""
-        alike: dict[tuple[bytes, bytes], list[str]] = {}
+        alike: dict[bytes, list[str]] = {}
         for name in names:
-            field = self.fields[name]
-            slots = field.put_slot.data[positions]
-            if slots.size == 0 or int(slots.min()) == NOT_PRODUCED:
-                continue
-            key = (slots.tobytes(), field.put_row.data[positions].tobytes())
-            alike.setdefault(key, []).append(name)
-        return [
-            self._runs(tuple(fields), np.frombuffer(slots, np.int32), np.frombuffer(rows, np.int64))
-            for (slots, rows), fields in alike.items()
-        ]
+            cells = self.fields[name].cell.data[positions]
+            if cells.size and int(cells.min()) != NOT_PRODUCED:
+                alike.setdefault(cells.tobytes(), []).append(name)
+        return [self._runs(tuple(fields), np.frombuffer(cells, np.int64)) for cells, fields in alike.items()]
 
-    def _runs(self, names: tuple[str, ...], slots: NDArray[np.int32], rows: Indexes) -> CellRuns:
-        is_break = (slots[1:] != slots[:-1]) | (rows[1:] != rows[:-1] + 1)
-        if not is_break.any():  # most claims: samples that were put together
-            put = self._puts.get(int(slots[0]))
+    def _runs(self, names: tuple[str, ...], cells: Indexes) -> CellRuns:
+        breaks = np.flatnonzero(cells[1:] - cells[:-1] != 1) + 1
+        if not breaks.size:  # most claims: samples that were put together
+            first = int(cells[0])
             return CellRuns(
-                field_names=names, puts=(put,), put_indexes=(0,), first_rows=rows[:1], row_counts=np.array([rows.size])
+                field_names=names,
+                puts=(self._puts.get(first >> _SLOT_SHIFT),),
+                put_indexes=(0,),
+                first_rows=(first & _ROW_MASK,),
+                row_counts=(cells.size,),
             )
-        starts = np.concatenate(([0], np.flatnonzero(is_break) + 1))
+        starts = np.concatenate(([0], breaks))
         used: dict[int, int] = {}
-        put_indexes = tuple(used.setdefault(slot, len(used)) for slot in slots[starts].tolist())
+        put_indexes = tuple(used.setdefault(slot, len(used)) for slot in (cells[starts] >> _SLOT_SHIFT).tolist())
         return CellRuns(
             field_names=names,
             puts=tuple(map(self._puts.get, used)),
             put_indexes=put_indexes,
-            first_rows=rows[starts],
-            row_counts=np.diff(starts, append=slots.size),
+            first_rows=(cells[starts] & _ROW_MASK).tolist(),
+            row_counts=np.diff(starts, append=cells.size).tolist(),
         )
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
-from tq_service.domain.plan import Pack, Plan
+from tq_service.domain.plan import Pack, Plan, RankPlan
 
 
 def cut_micro_batches(plan: Plan, micro_batch_size: int | None) -> Plan:
@@ -16,9 +14,8 @@ def cut_micro_batches(plan: Plan, micro_batch_size: int | None) -> Plan:
     largest = max(part.rows.size for part in plan.ranks)
     size = micro_batch_size or max(1, largest)
     starts = range(0, max(1, largest), size)
-    ranks = []
-    for part in plan.ranks:
-        positions = np.arange(part.rows.size)
-        packs = tuple(Pack(positions=positions[start : start + size]) for start in starts)
-        ranks.append(replace(part, steps=(packs,)))
-    return Plan(ranks=tuple(ranks))
+    steps_by_count: dict[int, tuple[tuple[Pack, ...], ...]] = {}  # most ranks have as many rows
+    for count in {part.rows.size for part in plan.ranks}:
+        positions = np.arange(count)
+        steps_by_count[count] = (tuple(Pack(positions=positions[start : start + size]) for start in starts),)
+    return Plan(ranks=tuple(RankPlan(rows=part.rows, steps=steps_by_count[part.rows.size]) for part in plan.ranks))

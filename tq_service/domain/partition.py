@@ -318,7 +318,7 @@ class Partition:
         """Return which rows have all of some known fields."""
         mask = np.ones(positions.size, np.bool_)
         for name in names:
-            mask &= self.cells.fields[name].put_slot.data[positions] >= 0
+            mask &= self.cells.fields[name].cell.data[positions] >= 0
         return mask
 
     # Change notices

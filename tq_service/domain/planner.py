@@ -12,39 +12,17 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Protocol
 
-import numpy as np
-
-from tq_service.domain.attempts import Attempts
 from tq_service.domain.micro_batches import cut_micro_batches
 from tq_service.domain.partition import Partition
-from tq_service.domain.plan import Indexes, LengthSource, Plan, PlanRequest, PlansBatches, RankPlan, View
+from tq_service.domain.plan import RankPlan
+from tq_service.domain.plan_search import PlanSearch, RunsPlans
 from tq_service.domain.task import ClaimRequest, End, Task
-from tq_service.domain.view import PartitionView
 from tq_service.domain.waiters import Answer, Waiter, WaitingLine
-from tq_service.errors import InternalError, SamplerError, SamplesClearedError, TqError
+from tq_service.errors import InternalError, SamplesClearedError, TqError
 
 _log = logging.getLogger(__name__)
-_MOST_REPLANS = 8
 _CLAIMS_A_TURN = 16
-
-
-class RunsPlans(Protocol):
-    """Runs a sampler where it harms nobody: inline when quick, else on a thread with a time limit."""
-
-    async def run(self, sampler: PlansBatches, view: View, request: PlanRequest) -> Plan | None:
-        """Return a well-formed plan or None; raises TqError only."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    """A plan that may be recorded now: `positions` of all its rows in the table of this moment."""
-
-    plan: Plan
-    positions: Indexes
 
 
 class Planner:
@@ -53,13 +31,11 @@ class Planner:
     def __init__(self, partition: Partition, task: Task, runner: RunsPlans) -> None:
         self._partition = partition
         self._task = task
-        self._runner = runner
         self._ranks: WaitingLine[int] = WaitingLine()  # by batch_index
         self._queues: WaitingLine[object] = WaitingLine()  # by what they ask for
-        self._attempts = Attempts(partition, task)
+        self._search = PlanSearch(partition, task, runner)
         self._pump: asyncio.Task[None] | None = None
         self._is_dirty = False
-        self._epoch = task.epoch
         self._gone: Callable[[], TqError] | None = None
         partition.on_change.append(self.wake)
 
@@ -76,7 +52,11 @@ class Planner:
             return recorded
         if self._gone is not None:
             raise self._gone()
+        at_once = self._claim_at_once(request)
+        if at_once is not None:
+            return at_once
         loop = asyncio.get_running_loop()
+        removed_count = self._partition.table.removed_count
         waiter = Waiter(request, loop.create_future())
         self._add(waiter)
         self.wake()
@@ -86,7 +66,7 @@ class Planner:
             timer = loop.call_soon(self._end_with_pump, waiter)
         try:
             answer = await waiter.answer
-            if isinstance(answer, RankPlan):
+            if isinstance(answer, RankPlan) and self._partition.table.removed_count != removed_count:
                 self._task.check_present(answer)
             return answer
         except (asyncio.CancelledError, SamplesClearedError):
@@ -95,6 +75,25 @@ class Planner:
         finally:
             timer.cancel()
             self._remove(waiter)
+
+    def _claim_at_once(self, request: ClaimRequest) -> RankPlan | None:
+        """Return a claim that needs no wait and no pump: the next batch, by a quick sampler, of samples that are ready.
+
+        While no pump runs those who wait have been looked after in vain, so that nobody's turn is taken.
+        """
+        rank = request.rank
+        if self._pump is not None or (rank is not None and rank.batch_index != self._task.next_batch_index):
+            return None
+        planned = self._search.at_once(request)
+        if planned is None:
+            return None
+        plan = cut_micro_batches(planned.plan, request.binding.micro_batch_size)
+        if rank is None:
+            self._task.record_queue_claim(request.request_id, plan.ranks[0], planned.positions)
+        else:
+            self._task.record_batch(request, plan, planned.positions)
+        self.wake()  # others may disagree with this plan, or have waited for what was the last batch
+        return plan.ranks[0 if rank is None else rank.dp_rank]
 
     def wake(self) -> None:
         """Start the pump, or have it look once more."""
@@ -139,8 +138,7 @@ class Planner:
 
     def _end_stale(self) -> None:
         """End the calls that mean an epoch which is over."""
-        self._epoch = self._task.epoch
-        self._attempts.clear()
+        self._search.start_epoch()
         for waiter in (*self._ranks, *self._queues):
             try:
                 self._task.check_epoch(waiter.request.epoch)
@@ -154,7 +152,7 @@ class Planner:
         try:
             while self._is_dirty:
                 self._is_dirty = False
-                if self._epoch != self._task.epoch:
+                if self._search.epoch != self._task.epoch:
                     self._end_stale()
                 await self._serve_ranks()
                 await self._serve_queues()
@@ -242,7 +240,7 @@ class Planner:
         binding, rank = request.binding, request.rank
         if rank is None:
             raise ValueError("a queue worker's request has no batch_index")
-        planned = await self._plan(request, request.plan_request)
+        planned = await self._search.plan(request)
         if planned is None:
             return False
         if isinstance(planned, End):
@@ -257,7 +255,7 @@ class Planner:
         recorded = self._task.recorded(request)
         if recorded is not None:  # a retry that came while the first call still waited
             return recorded
-        planned = await self._plan(request, request.plan_request)
+        planned = await self._search.plan(request)
         if planned is None or isinstance(planned, End):
             return planned
         self._task.recorded(request)  # refuses what was released while the plan was made
@@ -266,82 +264,3 @@ class Planner:
             self._task.record_queue_claim(request.request_id, part, planned.positions)
             self._is_dirty = True  # this may have been the last that others waited for
         return part
-
-    async def _plan(self, request: ClaimRequest, wanted: PlanRequest) -> _Planned | End | None:
-        """Return a plan, the end, or None where too little is ready.
-
-        There is no await between the check of a plan's rows and the return, so that the caller can record it.
-        """
-        if self._attempts.is_in_vain(request):
-            return None
-        for _ in range(_MOST_REPLANS):
-            if self._epoch != self._task.epoch:
-                return None  # the pump looks again, once it has ended the calls of the old epoch
-            counts = self._partition.change_counts
-            view, plan = await self._run_sampler(request, wanted)
-            if plan is None:
-                if not self._nothing_more_comes(request, view, counts):
-                    view.check_lengths()
-                    self._attempts.remember(request, wanted, view, counts)
-                    return None
-                least = wanted.total_size if request.binding.drop_last else 1
-                view, plan = await self._run_sampler(request, replace(wanted, min_size=least), no_more=True)
-            has_changed = counts != self._partition.change_counts
-            if plan is None:  # after a change the pump looks again
-                return None if has_changed else End(self._partition.inserted_count - self._task.consumed_count)
-            if self._epoch == self._task.epoch:
-                positions = view.still_ready(np.concatenate([part.rows for part in plan.ranks]))
-                if positions is not None:
-                    return _Planned(plan, positions)
-                if counts[0] == self._partition.event_count:
-                    raise _foreign_rows(request.sampler)
-        raise SamplerError(
-            f"sampler {request.sampler.name!r}: samples of {_MOST_REPLANS} plans in a row were cleared, failed or "
-            f"reset while they were planned; ask again"
-        )
-
-    async def _run_sampler(
-        self, request: ClaimRequest, wanted: PlanRequest, *, no_more: bool = False
-    ) -> tuple[PartitionView, Plan | None]:
-        is_quick, length = _needs(request.sampler, wanted)
-        view = PartitionView(self._partition, self._task, request.binding, length, remembers=True)
-        if not is_quick:  # move the start of the scan here on the loop, where it may be moved
-            view.ready(1)
-            view.remembers = False
-        view.no_more = view.no_more or no_more
-        table = self._partition.table
-        table.pin_count += 1
-        try:
-            return view, await self._runner.run(request.sampler, view, wanted)
-        finally:
-            table.pin_count -= 1
-
-    def _nothing_more_comes(self, request: ClaimRequest, view: PartitionView, counts: tuple[int, int]) -> bool:
-        """Whether what is ready now is all there will be: the partition is at its end, and no row can become ready.
-
-        Not so where it has changed since the view was made, at `counts`.
-        """
-        return counts == self._partition.change_counts and self._is_closed(request) and view.is_settled()
-
-    def _is_closed(self, request: ClaimRequest) -> bool:
-        return self._partition.sealed or (request.binding.finite and self._partition.inserted_count > 0)
-
-
-def _needs(sampler: PlansBatches, wanted: PlanRequest) -> tuple[bool, LengthSource | None]:
-    """Return whether a sampler is quick, and the length it needs; the runner guards `plan` only."""
-    try:
-        return sampler.is_quick(wanted), sampler.length
-    except (TqError, KeyboardInterrupt):
-        raise
-    except BaseException as error:  # a sampler may raise anything, also SystemExit
-        raise SamplerError(
-            f"sampler {sampler.name!r} raised {type(error).__name__}: {error}; nothing was consumed",
-            metadata={"sampler": sampler.name, "exception": type(error).__name__},
-        ) from error
-
-
-def _foreign_rows(sampler: PlansBatches) -> SamplerError:
-    return SamplerError(
-        f"sampler {sampler.name!r} returned rows that were not ready for this claim; return rows of view.ready() or "
-        f"view.ready_groups() only"
-    )

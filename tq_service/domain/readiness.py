@@ -33,26 +33,29 @@ class Readiness:
     def ready_mask(self, start: int, end: int) -> NDArray[np.bool_]:
         """Return which rows of a stretch are ready `(end - start,)`."""
         rows = slice(start, end)
-        mask: NDArray[np.bool_] = self.open_mask(rows) & self.produced(rows) & self.allowed(rows)
+        mask = self.open_mask(rows)
+        mask &= self.produced(rows)
+        if self._binding.where:
+            mask &= self.allowed(rows)
         if self._length is not None:
             mask &= self.known_lengths(rows) >= 0
         return mask
 
     def open_mask(self, rows: slice) -> NDArray[np.bool_]:
         """Return which rows are live and not consumed by the task."""
-        mask: NDArray[np.bool_] = (self.state[rows] == LIVE) & (self.claim[rows] == UNCLAIMED)
+        mask: NDArray[np.bool_] = self.state[rows] == LIVE
+        mask &= self.claim[rows] == UNCLAIMED
         return mask
 
     def produced(self, rows: slice) -> NDArray[np.bool_]:
         """Return which rows have all data fields."""
-        size = rows.stop - rows.start
-        mask = np.ones(size, np.bool_)
-        for name in self._binding.data_fields:
-            field = self._partition.cells.fields.get(name)
-            if field is None:
-                return np.zeros(size, np.bool_)
-            mask &= field.put_slot.data[rows] >= 0
-        return mask
+        fields = [self._partition.cells.fields.get(name) for name in self._binding.data_fields]
+        masks = [field.cell.data[rows] >= 0 for field in fields if field is not None]
+        if len(masks) < len(fields) or not masks:
+            return np.full(rows.stop - rows.start, not fields)
+        for mask in masks[1:]:
+            masks[0] &= mask
+        return masks[0]
 
     def allowed(self, rows: slice) -> NDArray[np.bool_]:
         """Return where `where` holds; a row without a value does not pass."""
@@ -82,7 +85,7 @@ class Readiness:
         if source.field is not None:
             field = self._partition.cells.fields.get(source.field)
             if field is not None and field.length is not None:
-                lengths = np.where(field.put_slot.data[rows] >= 0, field.length.data[rows], -1)
+                lengths = np.where(field.cell.data[rows] >= 0, field.length.data[rows], -1)
         if arrays is not None:
             values, present = arrays[0][rows], arrays[1][rows]
             lengths[present] = _token_counts(source.key, values[present])

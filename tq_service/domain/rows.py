@@ -92,15 +92,26 @@ class RowTable:
         """Return the position `(n,)` of each global index, -1 for one that is not there."""
         if self.count == 0 or indexes.size == 0:
             return np.full(indexes.size, -1, np.int64)
-        first = int(self.index.data[0])
-        if self.next_index - first == self.count:  # no gap was ever closed: positions follow from the index
-            positions = indexes - first
-        else:
-            positions = np.searchsorted(self.index.data[: self.count], indexes)
-        if int(positions.min()) < 0 or int(positions.max()) >= self.count:
-            positions = np.clip(positions, 0, self.count - 1)
+        if self._is_gapless:
+            positions: Indexes = indexes - self.index.data[0]
+            if positions.view(np.uint64).max() < self.count:  # negative ones are huge when taken as unsigned
+                if self.present_count == self.count:
+                    return positions
+                found = self._present.data[positions]
+                return positions if found.all() else np.where(found, positions, -1)
+        positions = np.minimum(np.searchsorted(self.index.data[: self.count], indexes), self.count - 1)
         found = (self.index.data[positions] == indexes) & self._present.data[positions]
         return positions if found.all() else np.where(found, positions, -1)
+
+    @property
+    def _is_gapless(self) -> bool:
+        """Whether no gap was ever closed between the first row and the last: positions follow from indexes."""
+        return self.next_index - int(self.index.data[0]) == self.count
+
+    @property
+    def removed_count(self) -> int:
+        """Number of rows that were ever removed."""
+        return self.next_index - self.present_count
 
     def position_from(self, index: int) -> int:
         """Return the position of the first row whose global index is at least `index`."""
@@ -108,9 +119,8 @@ class RowTable:
             return 0
         if index >= self.next_index:
             return self.count
-        first = int(self.index.data[0])
-        if self.next_index - first == self.count:
-            return index - first
+        if self._is_gapless:
+            return index - int(self.index.data[0])
         return int(np.searchsorted(self.index.data[: self.count], index))
 
     def present_positions(self) -> Indexes:

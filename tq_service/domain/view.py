@@ -42,7 +42,7 @@ class PartitionView:
         self._length = length
         self._signature = (binding.data_fields, binding.where, length)
         self.remembers = remembers
-        self._made_at = partition.change_counts
+        self.made_at = partition.change_counts  # what the partition had seen then
         self._rows = Readiness(partition, task, binding, length)
         self._first = partition.table.position_from(task.scan_from.get(self._signature, 0))
         self.no_more = partition.sealed  # no new rows come: groups that declared no size are complete
@@ -99,7 +99,7 @@ class PartitionView:
 
     def _remember(self, ready: Indexes, end: int) -> None:
         """Have later scans start at the first ready row, or at the end of a stretch that has none."""
-        if not self.remembers or self._made_at != self._partition.change_counts:
+        if not self.remembers or self.made_at != self._partition.change_counts:
             return
         self._first = int(ready[0]) if ready.size else end
         first = (
@@ -177,8 +177,8 @@ class PartitionView:
         stored = self._partition.cells.fields.get(field)
         if stored is None or stored.length is None:
             return np.full(len(rows), -1, np.int64)
-        slots, lengths = stored.put_slot.data, stored.length.data
-        return self._at(rows, lambda positions: np.where(slots[positions] >= 0, lengths[positions], -1), -1)
+        cells, lengths = stored.cell.data, stored.length.data
+        return self._at(rows, lambda positions: np.where(cells[positions] >= 0, lengths[positions], -1), -1)
 
     def values(self, column: str, rows: Indexes) -> tuple[NDArray[Any], NDArray[np.bool_]]:
         """Return a custom_meta column, see `View.values`."""
@@ -285,10 +285,11 @@ class PartitionView:
         positions = self._partition.table.find(rows)
         if bool((positions < 0).any()):
             return None
-        ready = (self._partition.state.data[positions] == LIVE) & (self._task.claim.data[positions] == UNCLAIMED)
+        ready = self._partition.state.data[positions] == LIVE
+        ready &= self._task.claim.data[positions] == UNCLAIMED
         for name in self._binding.data_fields:
             field = self._partition.cells.fields.get(name)
             if field is None:
                 return None
-            ready &= field.put_slot.data[positions] >= 0
+            ready &= field.cell.data[positions] >= 0
         return positions if bool(ready.all()) else None

@@ -30,10 +30,12 @@ def check_plan(sampler: str, plan: object, request: PlanRequest) -> Plan | None:
     rows = np.concatenate([part.rows for part in plan.ranks])
     if not rows.size:
         raise _fault(sampler, "a plan without rows", "at least one row, or None where not enough is ready")
-    ordered = np.sort(rows)
-    repeated = ordered[1:][ordered[1:] == ordered[:-1]]
-    if repeated.size:
-        raise _fault(sampler, f"row {repeated[0]} more than once", "every row at most once over all ranks")
+    rows.sort()
+    is_repeated = rows[1:] == rows[:-1]
+    if is_repeated.any():
+        raise _fault(
+            sampler, f"row {rows[is_repeated.argmax()]} more than once", "every row at most once over all ranks"
+        )
     _check_shape_of_steps(sampler, plan)
     for rank, part in enumerate(plan.ranks):
         _check_packs(sampler, rank, part)

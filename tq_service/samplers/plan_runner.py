@@ -63,6 +63,21 @@ class PlanRunner:
         """
         _guarded(sampler, lambda: sampler.check(request))
 
+    def run_at_once(self, sampler: PlansBatches, view: View, request: PlanRequest) -> Plan | None:
+        """Return the plan of a quick sampler, well formed; None where not enough is ready, or it must be awaited.
+
+        Raises:
+            TqError: the sampler's own.
+            SamplerError: it raised anything else, or returned what is no plan for this request.
+        """
+        if inspect.iscoroutinefunction(sampler.plan):
+            return None
+        outcome = _guarded(sampler, lambda: sampler.plan(view, request))
+        if inspect.isawaitable(outcome):
+            asyncio.ensure_future(outcome).cancel()
+            return None
+        return _guarded(sampler, lambda: check_plan(sampler.name, outcome, request))
+
     async def run(self, sampler: PlansBatches, view: View, request: PlanRequest) -> Plan | None:
         """Return the sampler's plan, well formed, or None where not enough is ready.
 

@@ -78,17 +78,35 @@ class SamplerRegistry:
             UnknownSamplerError: there is no such sampler, it cannot be loaded, or it has no such option.
             InvalidArgumentError: an option is missing, or its type or value is wrong.
         """
-        key = _cache_key(name, config or {})
-        if key is not None and key in self._instances:
+        text = _canonical(config or {})
+        if text is None:
+            return build_sampler(name, await self._class(name), config or {})
+        known = self._instance(name, text)
+        return self._keep(name, text, config or {}, await self._class(name)) if known is None else known
+
+    async def resolve_json(self, name: str, config_json: str) -> Sampler:
+        """Return the sampler of this name with options as canonical JSON (keys sorted); see `resolve`."""
+        known = self._instance(name, config_json)
+        if known is not None:
+            return known
+        return self._keep(name, config_json, json.loads(config_json), await self._class(name))
+
+    def _instance(self, name: str, config_json: str) -> Sampler | None:
+        key = (name, config_json)
+        sampler = self._instances.get(key)
+        if sampler is not None:
             self._instances.move_to_end(key)
-            return self._instances[key]
-        kind = self._classes.get(name) or self._imported.get(name) or await self._load(name)
-        sampler = build_sampler(name, kind, config or {})
-        if key is not None:
-            self._instances[key] = sampler
-            while len(self._instances) > self._max_instances:
-                self._instances.popitem(last=False)
         return sampler
+
+    def _keep(self, name: str, config_json: str, config: Mapping[str, object], kind: type[Sampler]) -> Sampler:
+        sampler = build_sampler(name, kind, config)
+        self._instances[name, config_json] = sampler
+        while len(self._instances) > self._max_instances:
+            self._instances.popitem(last=False)
+        return sampler
+
+    async def _class(self, name: str) -> type[Sampler]:
+        return self._classes.get(name) or self._imported.get(name) or await self._load(name)
 
     def describe(self) -> list[SamplerInfo]:
         """Return the samplers by name; those of packages that nobody used yet are listed without being loaded."""
@@ -153,8 +171,8 @@ def _check_class(name: str, kind: Any) -> type[Sampler]:
     return kind
 
 
-def _cache_key(name: str, config: Mapping[str, object]) -> tuple[str, str] | None:
+def _canonical(config: Mapping[str, object]) -> str | None:
     """Return what is equal for equal options; None for options that cannot be compared."""
     with contextlib.suppress(TypeError, ValueError):
-        return name, json.dumps(dict(config), sort_keys=True)
+        return json.dumps(dict(config), sort_keys=True)
     return None

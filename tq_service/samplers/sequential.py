@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-
-from tq_service.samplers.base import Plan, PlanRequest, Sampler, View
+from tq_service.samplers.base import Indexes, Plan, PlanRequest, Sampler, View
 from tq_service.samplers.whole_groups import deal_blocks, rows_of_ranks, take_groups
 
 
@@ -33,4 +32,11 @@ class SequentialSampler(Sampler):
                 return None
             return Plan.of(rows_of_ranks(groups, deal_blocks(groups, request.rank_count)))
         rows = view.ready(request.total_size)
-        return Plan.of(np.array_split(rows, request.rank_count)) if rows.size >= max(request.min_size, 1) else None
+        return Plan.of(_even_blocks(rows, request.rank_count)) if rows.size >= max(request.min_size, 1) else None
+
+
+def _even_blocks(rows: Indexes, count: int) -> list[Indexes]:
+    """Return blocks of neighbours, the first ones longer by one where the rows do not divide."""
+    size, longer = divmod(rows.size, count)
+    ends = [size * block + min(block, longer) for block in range(count + 1)]
+    return [rows[start:end] for start, end in itertools.pairwise(ends)]

@@ -197,9 +197,9 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
     # Tasks
 
     async def GetMeta(self, request: pb.GetMetaRequest, context: Context) -> pb.GetMetaResponse:
-        config = from_proto.sampler_config(request.sampler_config)
-        sampler = await self._registry.resolve(request.sampler or from_proto.DEFAULT_SAMPLER, config)
-        claim = from_proto.claim_request(request, sampler)
+        asked = from_proto.way_of_asking(request)
+        sampler = await self._registry.resolve_json(asked.binding.sampler, asked.binding.sampler_config)
+        claim = from_proto.claim_request(request, asked, sampler)
         self._runner.check(sampler, claim.plan_request)
         seconds = from_proto.max_wait(request, self._max_wait_cap_seconds)
         remaining = context.time_remaining()

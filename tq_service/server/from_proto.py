@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from google.protobuf.json_format import MessageToDict
@@ -29,6 +30,12 @@ from tq_service.wire.metadata import decode_layout, decode_meta_columns, decode_
 DEFAULT_SAMPLER = "sequential"
 _MOST_RANKS = 65_536
 _MOST_SAMPLES = 2**24
+_REMEMBERED_REQUEST_BYTES = 1024
+_RANK_FIELDS: Final = ("dp_rank", "dp_size", "batch_index")
+# Of GetMetaRequest: what differs between calls of the ranks of one task.
+_FIELDS_OF_ONE_CALL: Final = (
+    "request_id", "partition_id", "incarnation", "task_name", "epoch", "dp_rank", "batch_index", "max_wait_seconds",
+)  # fmt: skip
 _KEY_MODES: dict[int, KeyMode] = {
     pb.KEY_MODE_UNSPECIFIED: "upsert",
     pb.KEY_MODE_UPSERT: "upsert",
@@ -113,20 +120,9 @@ def put_columns(commit: pb.CommitRequest) -> list[ColumnShape]:
     return decode_headers(commit.columns, commit.write.row_count)
 
 
-def sampler_config(message: Struct) -> dict[str, Any]:
-    """Return sampler options as Python values, whole numbers as int."""
-    config: dict[str, Any] = json.loads(_config_text(message))
-    return config
-
-
-def _config_text(message: Struct) -> str:
-    """Return sampler options as canonical JSON, by which those of ranks are compared."""
-    return _config_json(message.SerializeToString(deterministic=True)) if message.fields else "{}"
-
-
-@lru_cache(maxsize=1024)
-def _config_json(serialized: bytes) -> str:
-    config = {name: _plain(value) for name, value in MessageToDict(Struct.FromString(serialized)).items()}
+def _config_json(message: Struct) -> str:
+    """Return sampler options as canonical JSON, by which those of ranks are compared; whole numbers are integers."""
+    config = {name: _plain(value) for name, value in MessageToDict(message).items()}
     return json.dumps(config, sort_keys=True)
 
 
@@ -140,32 +136,63 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def claim_request(request: pb.GetMetaRequest, sampler: Sampler) -> ClaimRequest:
-    """Return a GetMeta request as the planner takes it."""
-    check_name("task_name", request.task_name)
-    check_request_id(request.request_id, "request_id")
+@dataclass(frozen=True, slots=True)
+class WayOfAsking:
+    """What all ranks of a task ask for alike, batch after batch."""
+
+    binding: Binding
+    data_fields: tuple[str, ...]
+    min_batch_size: int
+
+
+def way_of_asking(request: pb.GetMetaRequest) -> WayOfAsking:
+    """Return what a GetMeta request has in common with those of other ranks and batches; read once for all of them."""
+    alike = pb.GetMetaRequest()
+    alike.CopyFrom(request)
+    for name in _FIELDS_OF_ONE_CALL:
+        alike.ClearField(name)
+    if alike.ByteSize() > _REMEMBERED_REQUEST_BYTES:
+        return _read_way_of_asking(alike)
+    return _remembered_way_of_asking(alike.SerializeToString(deterministic=True))
+
+
+@lru_cache(maxsize=1024)
+def _remembered_way_of_asking(serialized: bytes) -> WayOfAsking:
+    return _read_way_of_asking(pb.GetMetaRequest.FromString(serialized))
+
+
+def _read_way_of_asking(request: pb.GetMetaRequest) -> WayOfAsking:
     data_fields = _data_fields(request.data_fields)
-    rank = _rank(request)
-    min_batch_size = _sizes(request, rank)
-    return ClaimRequest(
-        request_id=request.request_id,
-        task_name=request.task_name,
+    return WayOfAsking(
         binding=Binding(
             batch_size=request.batch_size,
             batch_unit=_unit(request.batch_unit),
             micro_batch_size=request.micro_batch_size or None,
             sampler=request.sampler or DEFAULT_SAMPLER,
-            sampler_config=_config_text(request.sampler_config),
+            sampler_config=_config_json(request.sampler_config),
             where=tuple(_condition(each) for each in request.where),
             order_by=tuple(Order(each.column, each.descending) for each in request.order_by),
             data_fields=tuple(sorted(data_fields)),
             drop_last=request.drop_last,
             finite=request.finite,
         ),
-        sampler=sampler,
         data_fields=data_fields,
-        min_batch_size=min_batch_size,
-        rank=rank,
+        min_batch_size=_sizes(request),
+    )
+
+
+def claim_request(request: pb.GetMetaRequest, asked: WayOfAsking, sampler: Sampler) -> ClaimRequest:
+    """Return a GetMeta request as the planner takes it."""
+    check_name("task_name", request.task_name)
+    check_request_id(request.request_id, "request_id")
+    return ClaimRequest(
+        request_id=request.request_id,
+        task_name=request.task_name,
+        binding=asked.binding,
+        sampler=sampler,
+        data_fields=asked.data_fields,
+        min_batch_size=asked.min_batch_size,
+        rank=_rank(request),
         epoch=request.epoch if request.HasField("epoch") else None,
     )
 
@@ -203,12 +230,11 @@ def _unit(number: int) -> BatchUnit:
 
 
 def _rank(request: pb.GetMetaRequest) -> Rank | None:
-    names = ("dp_rank", "dp_size", "batch_index")
-    given = [name for name in names if request.HasField(name)]  # type: ignore[arg-type]  # a name is a literal there
+    given = [name for name in _RANK_FIELDS if request.HasField(name)]
     if not given:
         return None
-    if len(given) < len(names):
-        missing = [name for name in names if name not in given]
+    if len(given) < len(_RANK_FIELDS):
+        missing = [name for name in _RANK_FIELDS if name not in given]
         raise InvalidArgumentError(
             f"got {' and '.join(given)} without {' and '.join(missing)}; give all three for a trainer rank, none for a "
             f"queue worker",
@@ -226,9 +252,9 @@ def _rank(request: pb.GetMetaRequest) -> Rank | None:
     return Rank(dp_rank=request.dp_rank, dp_size=request.dp_size, batch_index=request.batch_index)
 
 
-def _sizes(request: pb.GetMetaRequest, rank: Rank | None) -> int:
+def _sizes(request: pb.GetMetaRequest) -> int:
     """Check the sizes of a claim and return the least a queue worker takes."""
-    rank_count = 1 if rank is None else rank.dp_size
+    rank_count = request.dp_size or 1
     if request.batch_size <= 0 or request.batch_size * rank_count > _MOST_SAMPLES:
         raise InvalidArgumentError(
             f"batch_size is {request.batch_size} for {rank_count} ranks; give a positive number, at most "
@@ -240,7 +266,7 @@ def _sizes(request: pb.GetMetaRequest, rank: Rank | None) -> int:
             f"micro_batch_size is {request.micro_batch_size}; give a positive number, or 0 for the whole batch",
             field="micro_batch_size",
         )
-    if rank is not None and request.min_batch_size:
+    if request.HasField("dp_size") and request.min_batch_size:
         raise InvalidArgumentError(
             "min_batch_size is for queue workers; a rank's batch is short only at the end", field="min_batch_size"
         )

@@ -64,8 +64,8 @@ def samples_meta(
         partition_id=partition.partition_id,
         incarnation=partition.incarnation,
         global_indexes=rows.tolist(),
-        keys=_names(partition.key.data[positions].tolist()),
-        groups=_names(partition.groups.names_of(positions)),
+        keys=_names(partition.key.data[positions].tolist()) if partition.key_index else (),
+        groups=_names(partition.groups.names_of(positions)) if partition.groups.in_use else (),
         custom_meta=encode_meta_columns(partition.meta.read_all(positions)),
         fields=[encode_spec(partition.cells.fields[name].spec) for name in known],
     )
@@ -96,8 +96,8 @@ def _add_locations(message: metadata_pb2.Locations, runs: Iterable[CellRuns], ad
         message.runs.add(
             field_names=run.field_names,
             put_indexes=[numbers[index] for index in run.put_indexes],
-            first_rows=run.first_rows.tolist(),
-            row_counts=run.row_counts.tolist(),
+            first_rows=run.first_rows,
+            row_counts=run.row_counts,
         )
 
 

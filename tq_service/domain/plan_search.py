@@ -1,0 +1,152 @@
+"""Finds the plan of one batch: asks the sampler, sees whether nothing more can come, and checks the rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+
+from tq_service.domain.attempts import Attempts
+from tq_service.domain.partition import Partition
+from tq_service.domain.plan import Indexes, LengthSource, Plan, PlanRequest, PlansBatches, View
+from tq_service.domain.task import ClaimRequest, End, Task
+from tq_service.domain.view import PartitionView
+from tq_service.errors import SamplerError, TqError
+
+_MOST_REPLANS = 8
+
+
+class RunsPlans(Protocol):
+    """Runs a sampler where it harms nobody: inline when quick, else on a thread with a time limit."""
+
+    def run_at_once(self, sampler: PlansBatches, view: View, request: PlanRequest) -> Plan | None:
+        """Return a well-formed plan of a quick sampler, None where there is none or it must wait; raises TqError."""
+        ...
+
+    async def run(self, sampler: PlansBatches, view: View, request: PlanRequest) -> Plan | None:
+        """Return a well-formed plan or None; raises TqError only."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan that may be recorded now: `positions` of all its rows in the table of this moment."""
+
+    plan: Plan
+    positions: Indexes
+
+
+class PlanSearch:
+    """Looks for the plans of one task."""
+
+    def __init__(self, partition: Partition, task: Task, runner: RunsPlans) -> None:
+        self._partition = partition
+        self._task = task
+        self._runner = runner
+        self._attempts = Attempts(partition, task)
+        self.epoch = task.epoch
+
+    def start_epoch(self) -> None:
+        """Look for plans of the task's epoch of now; until this is called there are none for a new epoch."""
+        self.epoch = self._task.epoch
+        self._attempts.clear()
+
+    def at_once(self, request: ClaimRequest) -> Planned | None:
+        """Return a plan that a quick sampler makes now; None where it does not, for whatever reason."""
+        if self.epoch != self._task.epoch or self._attempts.is_in_vain(request):
+            return None
+        wanted = request.plan_request
+        is_quick, length = _needs(request.sampler, wanted)
+        if not is_quick:
+            return None
+        view = PartitionView(self._partition, self._task, request.binding, length, remembers=True)
+        plan = self._runner.run_at_once(request.sampler, view, wanted)
+        return None if plan is None else self._checked(request, view, plan)
+
+    async def plan(self, request: ClaimRequest) -> Planned | End | None:
+        """Return a plan, the end, or None where too little is ready.
+
+        There is no await between the check of a plan's rows and the return, so that the caller can record it.
+        """
+        if self._attempts.is_in_vain(request):
+            return None
+        wanted = request.plan_request
+        for _ in range(_MOST_REPLANS):
+            if self.epoch != self._task.epoch:
+                return None  # the pump looks again, once it has ended the calls of the old epoch
+            counts = self._partition.change_counts
+            view, plan = await self._run_sampler(request, wanted)
+            if plan is None:
+                if not self._nothing_more_comes(request, view, counts):
+                    view.check_lengths()
+                    self._attempts.remember(request, wanted, view, counts)
+                    return None
+                least = wanted.total_size if request.binding.drop_last else 1
+                view, plan = await self._run_sampler(request, replace(wanted, min_size=least), no_more=True)
+            has_changed = counts != self._partition.change_counts
+            if plan is None:  # after a change the pump looks again
+                return None if has_changed else End(self._partition.inserted_count - self._task.consumed_count)
+            if self.epoch == self._task.epoch:
+                planned = self._checked(request, view, plan)
+                if planned is not None:
+                    return planned
+        raise SamplerError(
+            f"sampler {request.sampler.name!r}: samples of {_MOST_REPLANS} plans in a row were cleared, failed or "
+            f"reset while they were planned; ask again"
+        )
+
+    def _checked(self, request: ClaimRequest, view: PartitionView, plan: Plan) -> Planned | None:
+        """Return the plan with its positions, None where its rows have been changed while it was made."""
+        positions = view.still_ready(np.concatenate([part.rows for part in plan.ranks]))
+        if positions is not None:
+            return Planned(plan, positions)
+        if view.made_at[0] == self._partition.event_count:
+            raise _foreign_rows(request.sampler)
+        return None
+
+    async def _run_sampler(
+        self, request: ClaimRequest, wanted: PlanRequest, *, no_more: bool = False
+    ) -> tuple[PartitionView, Plan | None]:
+        is_quick, length = _needs(request.sampler, wanted)
+        view = PartitionView(self._partition, self._task, request.binding, length, remembers=True)
+        if not is_quick:  # move the start of the scan here on the loop, where it may be moved
+            view.ready(1)
+            view.remembers = False
+        view.no_more = view.no_more or no_more
+        table = self._partition.table
+        table.pin_count += 1
+        try:
+            return view, await self._runner.run(request.sampler, view, wanted)
+        finally:
+            table.pin_count -= 1
+
+    def _nothing_more_comes(self, request: ClaimRequest, view: PartitionView, counts: tuple[int, int]) -> bool:
+        """Whether what is ready now is all there will be: the partition is at its end, and no row can become ready.
+
+        Not so where it has changed since the view was made, at `counts`.
+        """
+        return counts == self._partition.change_counts and self._is_closed(request) and view.is_settled()
+
+    def _is_closed(self, request: ClaimRequest) -> bool:
+        return self._partition.sealed or (request.binding.finite and self._partition.inserted_count > 0)
+
+
+def _needs(sampler: PlansBatches, wanted: PlanRequest) -> tuple[bool, LengthSource | None]:
+    """Return whether a sampler is quick, and the length it needs; the runner guards `plan` only."""
+    try:
+        return sampler.is_quick(wanted), sampler.length
+    except (TqError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # a sampler may raise anything, also SystemExit
+        raise SamplerError(
+            f"sampler {sampler.name!r} raised {type(error).__name__}: {error}; nothing was consumed",
+            metadata={"sampler": sampler.name, "exception": type(error).__name__},
+        ) from error
+
+
+def _foreign_rows(sampler: PlansBatches) -> SamplerError:
+    return SamplerError(
+        f"sampler {sampler.name!r} returned rows that were not ready for this claim; return rows of view.ready() or "
+        f"view.ready_groups() only"
+    )
