@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import random
 import time
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ from benchmarks.ray_cluster import ray_cluster
 _UNIT_COUNT = 2
 # Its actors ask Ray for a core each; the controller is one more.
 _ACTOR_COUNT = _UNIT_COUNT + 1
+_POLL_SECONDS = 1.0
 # Its data does not go through Ray's object store.
 _OBJECT_STORE_BYTES = 80 << 20
 _CONFIG = {
@@ -60,6 +62,7 @@ class _Load:
             "claims": self.claims,
             "fetch": self.fetch,
             "check_consumption": self.check_consumption,
+            "handover": self.handover,
             "load": self.load,
             "round_trip": self.round_trip,
         }
@@ -132,6 +135,37 @@ class _Load:
                 raise RuntimeError("consumed, expected not consumed")
             times.append(time.perf_counter())
         return [end - start for start, end in itertools.pairwise(times)]
+
+    def handover(self, count: int) -> list[float]:
+        """Return the seconds from the start of each put of one sample until a consumer that waits has claimed it.
+
+        The consumer waits as `StreamingDataset` does: it asks, and sleeps for a second where there is nothing. The put
+        comes at any moment of that second.
+        """
+        return list(self._run(self._handover(count)))
+
+    async def _handover(self, count: int) -> list[float]:
+        task, row, times = next(self._tasks), _numbers(1), []
+        await self._client.async_put(row, partition_id="handover")
+        await self._claim("handover", task, 1)
+        for _ in range(count):
+            served = asyncio.ensure_future(self._served("handover", task))
+            await asyncio.sleep(random.uniform(0.0, _POLL_SECONDS))
+            started = time.perf_counter()
+            await self._client.async_put(row, partition_id="handover")
+            times.append(await served - started)
+        await self._client.async_clear_partition("handover")
+        return times
+
+    async def _served(self, partition_id: str, task: str) -> float:
+        """Return the time when a sample was claimed."""
+        while True:
+            meta = await self._client.async_get_meta(
+                data_fields=["x"], batch_size=1, partition_id=partition_id, mode="fetch", task_name=task
+            )
+            if meta.size:
+                return time.perf_counter()
+            await asyncio.sleep(_POLL_SECONDS)
 
     def load(self, name: str, row_lengths: list[int]) -> None:
         """Make float32 rows of these lengths for `round_trip`: dense where they are equal, else jagged."""

@@ -1,7 +1,8 @@
-"""How long after its data is produced does a waiting rank have its batch, compared with a round trip of an echo?
+"""How long after its data is produced does a waiting rank have its batch, beside TransferQueue and a round trip?
 
 A worker puts the samples while the ranks wait in `get_meta`. Time runs from the start of the put, which contains the
-round trip of the put itself, until the last of the ranks has its batch.
+round trip of the put itself, until the last of the ranks has its batch. TransferQueue's consumers do not wait at the
+server: they ask again each second, as its `StreamingDataset` does.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import secrets
 import sys
 import time
+from collections.abc import Awaitable, Callable
 
 import grpc
 import numpy as np
@@ -17,11 +19,15 @@ import numpy as np
 import tq_service as tq
 from benchmarks.echo_server import echo_call, request_of
 from benchmarks.harness import Options, echo_server, interleave_async, main, p50_p99, run_async, service
+from benchmarks.peer import Peer, peer
+from benchmarks.peer_environment import TRANSFER_QUEUE
 from benchmarks.report import Aim, Report
 
 RANK_COUNTS = (1, 64)
 _PUTS_A_REPEAT = 100
 _PUTS_A_REPEAT_QUICK = 10
+# Each takes TransferQueue a second or so.
+_PEER_PUTS_A_REPEAT = 4
 _ANSWER_SIZES = (64, 144)
 # Until all ranks wait: their requests take the client and the server some time to send and to take.
 _PAUSE_SECONDS = 0.005
@@ -76,7 +82,7 @@ class _Handover:
         return time.perf_counter()
 
 
-async def _measure(options: Options, address: str, echo_address: str) -> Report:
+async def _measure(options: Options, address: str, echo_address: str, transfer_queue: Peer) -> Report:
     put_count = _PUTS_A_REPEAT_QUICK if options.quick else _PUTS_A_REPEAT
     channel = grpc.aio.insecure_channel(echo_address)
     echo = echo_call(channel)
@@ -103,8 +109,14 @@ async def _measure(options: Options, address: str, echo_address: str) -> Report:
 
         handovers = {count: _Handover(ranks, worker, count, put_count) for count in RANK_COUNTS}
         names = {count: f"put → {count} waiting rank{'s' if count > 1 else ''} served" for count in RANK_COUNTS}
-        cases = {"echo": echo_times, "put alone": put_times}
+
+        async def peer_times() -> list[float]:
+            return list(transfer_queue.ask("handover", count=_PEER_PUTS_A_REPEAT))
+
+        cases: dict[str, Callable[[], Awaitable[list[float]]]] = {"echo": echo_times, "put alone": put_times}
         cases |= {names[count]: handover for count, handover in handovers.items()}
+        if transfer_queue.is_there:
+            cases["TransferQueue: put → 1 asking consumer served"] = peer_times
         times = await interleave_async(cases, options.repeats)
     await channel.close()
     echo_p50 = p50_p99(times["echo"])[0]
@@ -122,15 +134,21 @@ async def _measure(options: Options, address: str, echo_address: str) -> Report:
         notes=[
             "time runs from the start of the put until the last waiting rank has its batch, one sample for each",
             "negative: the rank was served before the worker had the answer to its put",
+            *transfer_queue.notes,
         ],
         aims=[Aim(what="put → 1 waiting rank served, p50 in ms", measured=rows[2][1], wanted=3.0, at_least=False)],
+        without=transfer_queue.absent,
     )
 
 
 def run(options: Options) -> Report:
     """Measure."""
-    with service() as server, echo_server() as echo:
-        return run_async(_measure(options, server.address, echo.address))
+    with (
+        service() as server,
+        echo_server() as echo,
+        peer(TRANSFER_QUEUE, "benchmarks.transfer_queue_peer", options) as transfer_queue,
+    ):
+        return run_async(_measure(options, server.address, echo.address, transfer_queue))
 
 
 if __name__ == "__main__":
