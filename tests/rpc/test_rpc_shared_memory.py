@@ -42,8 +42,8 @@ def twin(client: AnyClient, server: LiveServer) -> AnyClient:
     return server.client(client.kind)
 
 
-def shared_put_count(client: AnyClient) -> int:
-    count: int = client.storage_stat().shared_put_count
+def shared_memory_count(client: AnyClient) -> int:
+    count: int = client.storage_stat().shared_memory_count
     return count
 
 
@@ -79,9 +79,20 @@ def assert_rows(batch: Any, rows: list[int]) -> None:
     assert all(torch.equal(got, DATA["tokens"][row]) for got, row in zip(batch["tokens"].unbind(), rows, strict=True))
 
 
-def test_a_put_is_handed_over_and_mapped(client: AnyClient, twin: AnyClient) -> None:
+@pytest.fixture(params=[1, 20])
+def memfds_of_a_put(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many memfds DATA takes."""
+    count: int = request.param
+    if count > 1:
+        size = shared_memory.place_columns(encode_columns(DATA))[1]
+        monkeypatch.setattr(shared_memory, "_GRAIN_BYTES", 4096)
+        monkeypatch.setattr(shared_memory, "_SEGMENT_BYTES", -(-size // count // 4096) * 4096)
+    return count
+
+
+def test_a_put_is_handed_over_and_mapped(client: AnyClient, twin: AnyClient, memfds_of_a_put: int) -> None:
     meta = client.put(DATA, partition_id="p")
-    assert shared_put_count(client) == 1
+    assert shared_memory_count(client) == memfds_of_a_put
     for reader in (client, twin):
         batch = reader.get_data(meta)
         assert_rows(batch, list(range(ROWS)))
@@ -90,6 +101,7 @@ def test_a_put_is_handed_over_and_mapped(client: AnyClient, twin: AnyClient) -> 
         assert batch["logits"].data_ptr() % 64 == 0
 
 
+@pytest.mark.usefixtures("memfds_of_a_put")
 def test_a_part_of_it_is_mapped_too_and_scattered_rows_are_copied(client: AnyClient) -> None:
     meta = client.put(DATA, partition_id="p")
     batch = client.get_data(meta.select_samples(list(range(100, 300))))
@@ -101,16 +113,17 @@ def test_a_part_of_it_is_mapped_too_and_scattered_rows_are_copied(client: AnyCli
     assert not is_mapped(scattered["logits"])
 
 
-def test_rows_of_several_puts_some_of_them_sent(client: AnyClient) -> None:
+def test_rows_of_several_puts_some_of_them_sent(client: AnyClient, memfds_of_a_put: int) -> None:
     metas = [client.put(DATA, partition_id="p") for _ in range(3)]
     metas.append(client.put({name: values[:9] for name, values in DATA.items()}, partition_id="p"))
-    assert shared_put_count(client) == 3
+    assert shared_memory_count(client) == 3 * memfds_of_a_put
     batch = client.get_data(metas[0].concat([metas[0], metas[2], metas[3], metas[1]]))
     assert_rows(batch, [*range(ROWS), *range(ROWS), *range(9), *range(ROWS)])
     batch = client.get_data(metas[0].concat([metas[2], metas[0]]))
     assert_rows(batch, [*range(ROWS), *range(ROWS)])
 
 
+@pytest.mark.usefixtures("memfds_of_a_put")
 def test_an_operation_in_place_changes_nobody_elses_tensors(client: AnyClient, twin: AnyClient) -> None:
     meta = client.put(DATA, partition_id="p")
     mine, other = client.get_data(meta), twin.get_data(meta)
@@ -126,10 +139,11 @@ def test_what_was_read_outlives_the_partition_and_is_not_counted(client: AnyClie
     batch = client.get_data(meta)
     client.clear_partition("p")
     stat = client.storage_stat()
-    assert (stat.used_bytes, stat.put_count, stat.shared_put_count) == (0, 0, 0)
+    assert (stat.used_bytes, stat.put_count, stat.shared_memory_count) == (0, 0, 0)
     assert_rows(batch, list(range(ROWS)))
 
 
+@pytest.mark.usefixtures("memfds_of_a_put")
 def test_nothing_is_left_open(client: AnyClient, twin: AnyClient, server: LiveServer) -> None:
     def once() -> None:
         meta = client.put(DATA, partition_id="p")
@@ -147,9 +161,9 @@ def test_nothing_is_left_open(client: AnyClient, twin: AnyClient, server: LiveSe
 def test_columns_for_existing_samples(client: AnyClient) -> None:
     meta = client.put({"reward": DATA["reward"]}, partition_id="p")
     client.put({"logits": DATA["logits"]}, metadata=meta)
-    assert shared_put_count(client) == 1
+    assert shared_memory_count(client) == 1
     client.put({"logits": -DATA["logits"]}, metadata=meta)  # type: ignore[operator]
-    assert shared_put_count(client) == 1
+    assert shared_memory_count(client) == 1
     batch = client.get_data(meta, data_fields=["logits", "reward"])
     assert torch.equal(batch["logits"], -DATA["logits"])  # type: ignore[operator]
     assert torch.equal(batch["reward"], DATA["reward"])
@@ -157,7 +171,7 @@ def test_columns_for_existing_samples(client: AnyClient) -> None:
 
 def test_small_puts_are_sent(client: AnyClient) -> None:
     client.put({"x": torch.zeros(1000, 100)}, partition_id="p")
-    assert shared_put_count(client) == 0
+    assert shared_memory_count(client) == 0
 
 
 @pytest.mark.parametrize("off", ["server", "client"])
@@ -168,7 +182,7 @@ def test_it_can_be_switched_off(off: str, client_kind: Any, start_server: StartS
     client = server.client(client_kind)
     batch = client.get_data(client.put(DATA, partition_id="p"))
     assert_rows(batch, list(range(ROWS)))
-    assert shared_put_count(client) == 0
+    assert shared_memory_count(client) == 0
     assert not is_mapped(batch["logits"])
 
 
@@ -176,7 +190,7 @@ def test_a_folder_that_cannot_be_used(start_server: StartServer, tmp_path: Path)
     (tmp_path / "file").write_text("")
     client = start_server(shared_memory_dir=str(tmp_path / "file")).client()  # auto: without
     client.put(DATA, partition_id="p")
-    assert shared_put_count(client) == 0
+    assert shared_memory_count(client) == 0
     with pytest.raises(OSError, match="set shared_memory_dir to a folder"):
         start_server(shared_memory_dir=str(tmp_path / "file"), shared_memory="on")
 
@@ -191,11 +205,11 @@ def test_the_folder_may_be_mounted_elsewhere(
     monkeypatch.setenv("TQ_SHARED_MEMORY_DIR", str(nowhere))
     stranger = server.client(client_kind)
     stranger.put(DATA, partition_id="p")
-    assert shared_put_count(stranger) == 0
+    assert shared_memory_count(stranger) == 0
     monkeypatch.setenv("TQ_SHARED_MEMORY_DIR", str(here))
     client = server.client(client_kind)
     assert_rows(client.get_data(client.put(DATA, partition_id="p")), list(range(ROWS)))
-    assert shared_put_count(client) == 1
+    assert shared_memory_count(client) == 1
 
 
 def test_no_memory_is_taken_before_there_is_room(client_kind: Any, start_server: StartServer, monkeypatch: Any) -> None:
@@ -229,7 +243,7 @@ def test_without_memory_or_a_session_the_bytes_are_sent(client: AnyClient, monke
     with monkeypatch.context() as patch:
         patch.setattr(shared_memory, "write_columns", fail)
         meta = client.put(DATA, partition_id="p")
-    assert shared_put_count(client) == 0
+    assert shared_memory_count(client) == 0
     assert_rows(client.get_data(meta), list(range(ROWS)))
 
 
@@ -250,7 +264,7 @@ def test_file_descriptors_are_bounded(client: AnyClient, server: LiveServer) -> 
     assert handover is not None
     handover.most_memories = 2
     metas = [client.put(DATA, partition_id="p") for _ in range(3)]
-    assert shared_put_count(client) == 2
+    assert shared_memory_count(client) == 2
     for meta in metas:
         assert_rows(client.get_data(meta), list(range(ROWS)))
 
@@ -262,7 +276,7 @@ def test_a_service_that_was_killed_and_started_again(client_kind: Any, loop_thre
         server.restart()
         assert_rows(kept, list(range(ROWS)))
         meta = client.put(DATA, partition_id="p")
-        assert shared_put_count(client) == 1
+        assert shared_memory_count(client) == 1
         assert_rows(client.get_data(meta), list(range(ROWS)))
         client.close()
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tq_service.errors import PutNotFoundError
 from tq_service.storage.engine import StorageEngine
+from tq_service.wire import shared_memory
 
 FIELDS = ("dense", "jagged", "object", "empty")
 STEPS = st.lists(
@@ -116,6 +117,15 @@ class Model:
         stat = self.engine.stat()
         assert (stat.used_bytes, stat.put_count, stat.uncommitted_put_count) == (0, 0, 0)
         assert not self.engine._holed
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_segments():
+    """Memory in several memfds, small as it is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_memory, "_SEGMENT_BYTES", 4096)
+        patch.setattr(shared_memory, "_GRAIN_BYTES", 4096)
+        yield
 
 
 @settings(max_examples=150, deadline=None)

@@ -51,12 +51,12 @@ async def test_rows_of_both_kinds_of_puts_are_mixed(engine):
 async def test_its_memory_and_file_descriptor_go_when_it_is_freed(engine):
     before = open_fd_count()
     await put_shared(engine, 1, DATA)
-    assert engine.shared_put_count == 1
+    assert engine.shared_memory_count == 1
     assert open_fd_count() == before + 1
     assert engine.stat().used_bytes >= sum(column.value_bytes for column in encode_columns(DATA))
     engine.free([cells(1)])
     gc.collect()
-    assert (engine.shared_put_count, engine.stat().used_bytes, engine.stat().pooled_bytes) == (0, 0, 0)
+    assert (engine.shared_memory_count, engine.stat().used_bytes, engine.stat().pooled_bytes) == (0, 0, 0)
     assert open_fd_count() == before
 
 
@@ -77,7 +77,7 @@ async def test_compaction_moves_it_into_memory_of_the_service(engine):
     await put_shared(engine, 1, DATA)
     was = engine.stat().used_bytes
     engine.free([cells(1, *range(600))])
-    assert engine.shared_put_count == 0
+    assert engine.shared_memory_count == 0
     assert engine.stat().used_bytes < was / 2
     check(read(engine, [1], runs(DATA, (0, 600, 401))), range(600, 1001))
 

@@ -31,7 +31,7 @@ def columns():
 
 @pytest.fixture
 def memory(columns):
-    fd = shared_memory.write_columns(columns)
+    (fd,) = shared_memory.write_columns(columns)
     yield fd
     os.close(fd)
 
@@ -47,7 +47,7 @@ def test_columns_lie_one_after_the_other_each_aligned(columns, memory):
     shared_memory.check(memory, size)
     for start, column in zip(starts, columns, strict=True):
         expected = b"".join(bytes(chunk) for chunk in column.chunks)
-        assert bytes(shared_memory.map_private(memory, start, column.value_bytes)) == expected
+        assert bytes(shared_memory.map_private([(memory, start, column.value_bytes)])) == expected
         target = np.empty(column.value_bytes, np.uint8)
         shared_memory.read_into(memory, start, target)
         assert bytes(target) == expected
@@ -56,26 +56,87 @@ def test_columns_lie_one_after_the_other_each_aligned(columns, memory):
 def test_more_chunks_than_one_system_call_takes():
     rows = [np.full(3, row, np.int16) for row in range(5000)]
     column = encode_columns({"x": rows})
-    fd = shared_memory.write_columns(column)
-    values = shared_memory.map_private(fd, 0, 5000 * 6).view(np.int16)
+    (fd,) = shared_memory.write_columns(column)
+    values = shared_memory.map_private([(fd, 0, 5000 * 6)]).view(np.int16)
     assert values.tolist() == np.repeat(np.arange(5000), 3).tolist()
     os.close(fd)
+
+
+@pytest.fixture
+def small_segments(monkeypatch):
+    monkeypatch.setattr(shared_memory, "_SEGMENT_BYTES", 64 << 10)
+    monkeypatch.setattr(shared_memory, "_GRAIN_BYTES", 4 << 10)
+
+
+@pytest.mark.parametrize("thread_count", [1, 3])
+def test_large_memory_is_in_several_memfds(columns, small_segments, monkeypatch, thread_count):
+    monkeypatch.setattr(shared_memory, "_MOST_THREADS", thread_count)
+    starts, size = shared_memory.place_columns(columns)
+    sizes = shared_memory.segment_sizes(size)
+    each = shared_memory.segment_bytes(size)
+    assert len(sizes) == -(-size // each) > 10
+    assert sum(sizes) == size
+    fds = shared_memory.write_columns(columns)
+    for fd, segment_size in zip(fds, sizes, strict=True):
+        shared_memory.check(fd, segment_size)
+    for start, column in zip(starts, columns, strict=True):
+        pieces, at, end = [], start, start + column.value_bytes
+        while at < end:
+            number, inside = divmod(at, each)
+            pieces.append((fds[number], inside, min(each - inside, end - at)))
+            at += pieces[-1][2]
+        mapped = shared_memory.map_private(pieces)
+        assert bytes(mapped) == b"".join(bytes(chunk) for chunk in column.chunks)
+        mapped[:] = 1
+    for fd in fds:
+        os.close(fd)
+
+
+def test_the_number_of_memfds_is_bounded():
+    for size in (1, 32 << 20, (32 << 20) + 1, 2 << 30, (2 << 30) + 1, 700 << 30):
+        sizes = shared_memory.segment_sizes(size)
+        assert sum(sizes) == size
+        assert len(sizes) <= 64
+        assert len(set(sizes[:-1])) <= 1
+        assert len(sizes) == 1 or (sizes[0] % (2 << 20) == 0 and sizes[-1] <= sizes[0])
+    assert len(shared_memory.segment_sizes(256 << 20)) == 8
+
+
+def test_a_gap_at_the_end_of_a_memfd_is_filled(small_segments):
+    columns = encode_columns({"a": np.ones((1, (64 << 10) - 10), np.uint8), "b": np.full((1, 64 << 10), 2, np.uint8)})
+    fds = shared_memory.write_columns(columns)
+    for fd, size in zip(fds, shared_memory.segment_sizes(128 << 10), strict=True):
+        shared_memory.check(fd, size)
+    assert set(shared_memory.map_private([(fds[1], 0, 64 << 10)]).tolist()) == {2}
+    for fd in fds:
+        os.close(fd)
+
+
+def test_a_failed_mapping_leaves_nothing(memory):
+    def mapped():
+        return Path("/proc/self/maps").read_text().count("\n")
+
+    before = mapped()
+    with pytest.raises(OSError, match="cannot be mapped"):
+        shared_memory.map_private([(memory, 0, 4096), (-1, 0, 4096)])
+    gc.collect()
+    assert mapped() == before
 
 
 def test_a_part_is_mapped_wherever_it_starts(memory):
     whole = np.empty(1001, np.uint8)
     shared_memory.read_into(memory, 0, whole)
     for start in (1, 63, 500, 1000):
-        assert shared_memory.map_private(memory, start, 1001 - start).tolist() == whole[start:].tolist()
+        assert shared_memory.map_private([(memory, start, 1001 - start)]).tolist() == whole[start:].tolist()
 
 
 def test_writing_to_a_mapping_changes_only_this_mapping(memory):
-    mine, other = (shared_memory.map_private(memory, 0, 1001) for _ in range(2))
+    mine, other = (shared_memory.map_private([(memory, 0, 1001)]) for _ in range(2))
     before = other.copy()
     mine[:] = 7
     assert mine.tolist() == [7] * 1001
     assert other.tolist() == before.tolist()
-    assert shared_memory.map_private(memory, 0, 1001).tolist() == before.tolist()
+    assert shared_memory.map_private([(memory, 0, 1001)]).tolist() == before.tolist()
 
 
 def test_nobody_can_change_the_memory(memory):
@@ -97,8 +158,8 @@ def test_nobody_can_change_the_memory(memory):
 
 def test_a_mapping_outlives_its_file_descriptor_and_needs_none(columns):
     before = open_fd_count()
-    fd = shared_memory.write_columns(columns)
-    array = shared_memory.map_private(fd, 0, 1001)
+    (fd,) = shared_memory.write_columns(columns)
+    array = shared_memory.map_private([(fd, 0, 1001)])
     os.close(fd)
     assert open_fd_count() == before
     gc.collect()
@@ -109,9 +170,9 @@ def test_the_memory_goes_with_the_last_view(columns):
     def mapped():
         return Path("/proc/self/maps").read_text().count("memfd:tq_service")
 
-    fd = shared_memory.write_columns(columns)
+    (fd,) = shared_memory.write_columns(columns)
     before = mapped()
-    array = shared_memory.map_private(fd, 0, 1000)
+    array = shared_memory.map_private([(fd, 0, 1000)])
     view = array[10:20].view(np.int16)
     os.close(fd)
     assert mapped() == before + 1

@@ -69,13 +69,13 @@ class Handover:
             UnavailableError: there is no memory left, or the session has ended; the put can go over the wire.
         """
         try:
-            fd = shared_memory.write_columns(columns)
+            fds = shared_memory.write_columns(columns)
         except OSError as error:
             raise UnavailableError(f"no shared memory for a put: {error}") from None
         try:
-            self._exchange(HandoverRequest(deposit=Deposit(put_id=put_id)), [fd])
+            self._exchange(HandoverRequest(deposit=Deposit(put_id=put_id)), fds)
         finally:
-            os.close(fd)
+            handover.close_all(fds)
 
     def collect(self, offer_id: bytes, count: int) -> list[int]:
         """Return the file descriptors that a get offers; they are the caller's to close.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 import secrets
@@ -88,7 +89,12 @@ def texts(name: str, values: Iterable[str] | None) -> list[str]:
     """Return a list of strings; a single string is refused, since its letters are hardly meant."""
     if isinstance(values, str | bytes) or not (values is None or isinstance(values, Iterable)):
         raise InvalidArgumentError(f"{name} is {values!r}, expected a list of strings such as [{values!r}]", field=name)
-    return [text(f"{name}[{position}]", value) for position, value in enumerate(values or ())]
+    strings = list(values or ())
+    if set(map(type, strings)) <= {str}:
+        with contextlib.suppress(UnicodeEncodeError):  # seen all together; below says which one cannot be sent
+            "".join(strings).encode()
+            return strings
+    return [text(f"{name}[{position}]", value) for position, value in enumerate(strings)]
 
 
 def _choice(name: str, value: Any, numbers: Mapping[str, Any]) -> Any:

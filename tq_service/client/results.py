@@ -186,7 +186,7 @@ class StorageStat:
         pooled_bytes: bytes of memory held for reuse, besides `used_bytes`.
         put_count: puts held.
         uncommitted_put_count: puts not yet committed.
-        shared_put_count: puts in memory that clients of the same host have handed over.
+        shared_memory_count: memfds that clients of the same host have handed over.
     """
 
     storage_id: str
@@ -196,7 +196,7 @@ class StorageStat:
     pooled_bytes: int
     put_count: int
     uncommitted_put_count: int
-    shared_put_count: int
+    shared_memory_count: int
 
     @classmethod
     def from_proto(cls, message: storage_pb.StatResponse) -> StorageStat:
@@ -209,5 +209,5 @@ class StorageStat:
             pooled_bytes=message.pooled_bytes,
             put_count=message.put_count,
             uncommitted_put_count=message.uncommitted_put_count,
-            shared_put_count=message.shared_put_count,
+            shared_memory_count=message.shared_memory_count,
         )

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Final
-
-import numpy as np
 
 from tq_service.client.handover import Handover
 from tq_service.client.receive_buffers import RECEIVE_BUFFERS
@@ -17,7 +16,9 @@ from tq_service.wire import shared_memory
 from tq_service.wire.columns import ColumnShape
 from tq_service.wire.dtypes import Bytes
 
-# A mapping keeps the whole put in memory, cleared or not; so it must be of a part of it that is worth it.
+_Piece = tuple[int, int, int, int]
+
+# A mapping keeps whole memfds in memory, cleared or not; so it must be of a part of them that is worth it.
 _LEAST_SHARE_MAPPED: Final = 1 / 64
 
 
@@ -42,22 +43,42 @@ def collect_columns(columns: Sequence[ColumnShape], offer: SharedColumns, handov
 
 
 def _values(columns: Sequence[ColumnShape], column: SharedColumn, fds: Sequence[int]) -> Bytes:
+    pieces = _pieces(columns, column, fds)
+    if _is_one_piece(pieces):
+        return shared_memory.map_private([(fd, start, size) for fd, start, size, _ in pieces])
+    values = RECEIVE_BUFFERS.take(columns[column.column_index].value_bytes)
+    filled = 0
+    for fd, start, size, _ in pieces:
+        shared_memory.read_into(fd, start, values[filled : filled + size])
+        filled += size
+    return values
+
+
+def _pieces(columns: Sequence[ColumnShape], column: SharedColumn, fds: Sequence[int]) -> list[_Piece]:
+    """Return the slices of a column, checked: file descriptor, start and size, and the size of the memfd."""
     numbers, starts, sizes = column.memory_indexes, column.starts, column.sizes
-    if not 0 <= column.column_index < len(columns) or not len(numbers) == len(starts) == len(sizes) > 0:
+    if column.column_index >= len(columns) or not len(numbers) == len(starts) == len(sizes) > 0:
         raise InternalError(f"a storage service offered column {column.column_index} of {len(columns)} in odd slices")
     shape = columns[column.column_index]
-    memory_sizes = [os.fstat(fd).st_size for fd in fds]
-    for number, start, size in zip(numbers, starts, sizes, strict=True):
-        if number >= len(fds) or start < 0 or size <= 0 or start + size > memory_sizes[number]:
-            raise InternalError(f"a storage service offered {size} bytes from {start} on of memory {number}")
     if sum(sizes) != shape.value_bytes:
         raise InternalError(
-            f"a storage service offered {sum(sizes)} bytes of {shape.spec.name!r}, not {shape.value_bytes}"
+            f"a storage service offered {sum(sizes)} bytes of field {shape.spec.name!r}, which has {shape.value_bytes}"
         )
-    if len(sizes) == 1 and sizes[0] >= memory_sizes[numbers[0]] * _LEAST_SHARE_MAPPED:
-        return shared_memory.map_private(fds[numbers[0]], starts[0], sizes[0])
-    values = RECEIVE_BUFFERS.take(shape.value_bytes)
-    ends = np.cumsum(np.fromiter(sizes, np.int64, len(sizes))).tolist()
-    for number, start, size, end in zip(numbers, starts, sizes, ends, strict=True):
-        shared_memory.read_into(fds[number], start, values[end - size : end])
-    return values
+    memory_bytes = [os.fstat(fd).st_size for fd in fds]
+    pieces = []
+    for number, start, size in zip(numbers, starts, sizes, strict=True):
+        if number >= len(fds) or start < 0 or size <= 0 or start + size > memory_bytes[number]:
+            raise InternalError(
+                f"a storage service offered {size} bytes from {start} on of memfd {number} of {len(fds)}"
+            )
+        pieces.append((fds[number], start, size, memory_bytes[number]))
+    return pieces
+
+
+def _is_one_piece(pieces: Sequence[_Piece]) -> bool:
+    """Whether slices can be mapped next to each other, and are worth the memory that they keep."""
+    for (_, start, size, memory_bytes), (_, next_start, _, _) in pairwise(pieces):
+        if start + size < memory_bytes or memory_bytes % shared_memory.PAGE_BYTES or next_start:
+            return False
+    kept_bytes = sum(memory_bytes for _, _, _, memory_bytes in pieces)
+    return sum(size for _, _, size, _ in pieces) >= kept_bytes * _LEAST_SHARE_MAPPED

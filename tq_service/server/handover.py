@@ -227,12 +227,12 @@ class Session:
 
     def _deposit(self, put_id: bytes, fds: list[int]) -> HandoverAnswer:
         parcel = self._awaited.get(put_id)
-        if parcel is None or len(fds) != 1 or parcel.has_come:
+        if parcel is None or not fds or parcel.has_come:
             handover.close_all(fds)
             return _refuse(
-                f"no put waits for a deposit of {len(fds)} file descriptors; expected 1, for a put in progress"
+                f"no put waits for a deposit of {len(fds)} file descriptors; expected those of a put in progress, once"
             )
-        parcel.put(fds[0])
+        parcel.put(fds)
         return HandoverAnswer(deposited=Deposited())
 
     def _collect(self, offer_id: bytes, received_count: int) -> tuple[HandoverAnswer, Sequence[int]]:
@@ -246,36 +246,35 @@ class Session:
 
 
 class Parcel:
-    """A file descriptor on its way from the socket to the put that waits for it."""
+    """File descriptors on their way from the socket to the put that waits for them."""
 
     def __init__(self) -> None:
-        self._fd = -1
+        self._fds: list[int] = []
 
     @property
     def has_come(self) -> bool:
-        """Whether it is here."""
-        return self._fd >= 0
+        """Whether they are here."""
+        return bool(self._fds)
 
-    def put(self, fd: int) -> None:
-        """Leave it here."""
-        self._fd = fd
+    def put(self, fds: list[int]) -> None:
+        """Leave them here."""
+        self._fds = fds
 
-    def take(self) -> int:
-        """Return it; it is the caller's now.
+    def take(self) -> list[int]:
+        """Return them; they are the caller's now.
 
         Raises:
-            UnavailableError: it has not come, or its session has ended.
+            UnavailableError: they have not come, or their session has ended.
         """
-        if self._fd < 0:
+        if not self._fds:
             raise UnavailableError("the shared memory of the put was not handed over; it is tried again over gRPC")
-        fd, self._fd = self._fd, -1
-        return fd
+        fds, self._fds = self._fds, []
+        return fds
 
     def discard(self) -> None:
-        """Close it unless it was taken."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        """Close them unless they were taken."""
+        handover.close_all(self._fds)
+        self._fds = []
 
 
 class Offer:

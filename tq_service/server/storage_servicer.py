@@ -128,7 +128,7 @@ class StorageServicer:
         """Return the session in which the bytes of a put are to be handed over; None: they come in frames."""
         if self._handover is None or header.size_bytes <= SMALL_PUT_BYTES:
             return None
-        if self._engine.shared_put_count >= self._handover.most_memories:
+        if self._engine.shared_memory_count >= self._handover.most_memories:
             return None
         return self._handover.session(header.handover_session)
 
@@ -224,7 +224,7 @@ class StorageServicer:
             put_count=stat.put_count,
             uncommitted_put_count=stat.uncommitted_put_count,
             handover_socket="" if self._handover is None else str(self._handover.path),
-            shared_put_count=self._engine.shared_put_count,
+            shared_memory_count=self._engine.shared_memory_count,
         )
 
     async def ConfirmPut(self, request: pb.ConfirmPutRequest, context: Context) -> pb.ConfirmPutResponse:

@@ -212,8 +212,8 @@ class StorageEngine:
         return open_reading(self._pool, self._puts, runs, put_ids)
 
     @property
-    def shared_put_count(self) -> int:
-        """Number of puts in shared memory; each takes a file descriptor."""
+    def shared_memory_count(self) -> int:
+        """Number of memfds of puts in shared memory."""
         return self._pool.shared_count
 
     def stat(self) -> EngineStat:

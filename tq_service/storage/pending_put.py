@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
 from tq_service.errors import CallCancelledError, InvalidArgumentError
@@ -93,22 +93,23 @@ class PendingPut:
         """Whether its bytes are to come as shared memory."""
         return self._stored is not None and isinstance(self._stored.region, SharedRegion)
 
-    def adopt(self, fd: int) -> None:
-        """Take all bytes at once, as a file descriptor of shared memory, which is closed when it is not needed.
+    def adopt(self, fds: Sequence[int]) -> None:
+        """Take all bytes at once, as file descriptors of shared memory, which are closed when they are not needed.
 
         Raises:
-            InvalidArgumentError: it is not sealed memory of the size declared, or the put is not to be shared.
+            InvalidArgumentError: they are not sealed memory of the size declared, or the put is not to be shared.
             CallCancelledError: a retry took over.
-            OSError: the system refuses to map it.
+            OSError: the system refuses to map them.
         """
         region = None if self._stored is None else self._stored.region
         if self._stage is not _Stage.OPEN or not isinstance(region, SharedRegion):
-            os.close(fd)
+            for fd in fds:
+                os.close(fd)
             self.check_open()
             raise InvalidArgumentError(
                 "shared memory came for a put whose bytes are to come in frames", field="deposit"
             )
-        region.adopt(fd)
+        region.adopt(fds)
         self._filled = len(self._view)
 
     def finish(self) -> None:

@@ -60,7 +60,7 @@ class RegionPool:
     def take_shared(self, table_bytes: int, value_bytes: int) -> SharedRegion:
         """Return a region for shared memory that is yet to be handed over."""
         region = SharedRegion(table_bytes, value_bytes)
-        self.shared_count += 1
+        self.shared_count += region.memory_count
         return region
 
     def release(self, region: Region) -> None:
@@ -94,7 +94,7 @@ class RegionPool:
 
     def _return(self, region: Region) -> None:
         if isinstance(region, SharedRegion):
-            self.shared_count -= 1
+            self.shared_count -= region.memory_count
         elif isinstance(region._memory, mmap.mmap):
             self.mapped_bytes -= region.capacity
             self.pooled_bytes += region.capacity

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Sequence
 
+from tq_service.errors import InvalidArgumentError
 from tq_service.storage.region import Region
 from tq_service.wire import shared_memory
 
@@ -20,42 +22,55 @@ class SharedRegion(Region):
         value_bytes: size of the shared memory.
 
     Attributes:
-        fd: file descriptor of the shared memory; -1 until it is there, and after `close`.
+        fds: file descriptors of the shared memory; none until it is there, and after `close`.
+        segment_bytes: size of each of its memfds but the last.
         shared_at: where the shared memory starts in the region.
     """
 
-    __slots__ = ("fd", "shared_at")
+    __slots__ = ("fds", "segment_bytes", "shared_at")
 
     def __init__(self, table_bytes: int, value_bytes: int) -> None:
         self.shared_at = shared_region_start(table_bytes)
         size = self.shared_at + value_bytes
         super().__init__(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), size, 0)
-        self.fd = -1
+        self.segment_bytes = shared_memory.segment_bytes(value_bytes)
+        self.fds: list[int] = []
 
-    def adopt(self, fd: int) -> None:
-        """Take over a file descriptor, whatever comes of it.
+    @property
+    def memory_count(self) -> int:
+        """Number of memfds that the shared memory has, or will have."""
+        return len(shared_memory.segment_sizes(self.size - self.shared_at))
+
+    def adopt(self, fds: Sequence[int]) -> None:
+        """Take over file descriptors, whatever comes of it.
 
         Raises:
-            InvalidArgumentError: it is not sealed memory of the size announced.
+            InvalidArgumentError: they are not sealed memory of the sizes announced.
             OSError: the system refuses the mapping.
         """
+        sizes = shared_memory.segment_sizes(self.size - self.shared_at)
         try:
-            size = self.size - self.shared_at
-            shared_memory.check(fd, size)
-            if not isinstance(self._memory, mmap.mmap):
-                raise OSError("the region is closed")
-            shared_memory.map_over(self._memory, self.shared_at, fd, size)
+            if len(fds) != len(sizes):
+                raise InvalidArgumentError(
+                    f"{len(fds)} memfds were handed over; expected {len(sizes)}", field="deposit"
+                )
+            for number, (fd, size) in enumerate(zip(fds, sizes, strict=True)):
+                shared_memory.check(fd, size)
+                if not isinstance(self._memory, mmap.mmap):
+                    raise OSError("the region is closed")
+                shared_memory.map_over(self._memory, self.shared_at + number * self.segment_bytes, fd, size)
         except BaseException:
-            os.close(fd)
+            for fd in fds:
+                os.close(fd)
             raise
-        self.fd = fd
+        self.fds = list(fds)
 
     def close(self) -> None:
         """Let go of the memory: it is freed when no reader has it mapped any more."""
         super().close()
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        fds, self.fds = self.fds, []
+        for fd in fds:
+            os.close(fd)
 
 
 def shared_region_start(table_bytes: int) -> int:

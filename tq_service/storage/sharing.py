@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from tq_service.storage.cells import Rows
+from tq_service.storage.cells import Rows, expand_runs
 from tq_service.storage.reading import Reading
 from tq_service.storage.shared_region import SharedRegion
 
@@ -24,8 +24,8 @@ class SharedSlices:
 
     Attributes:
         column_index: which column of the read.
-        memory_indexes: for each slice, the index of its memory in `Shared.fds`.
-        starts: where each starts in its memory, in bytes.
+        memory_indexes: for each slice, the index of its memfd in `Shared.fds`.
+        starts: where each starts in its memfd, in bytes.
         sizes: their bytes.
     """
 
@@ -40,8 +40,8 @@ class Shared:
     """The part of a read that is in shared memory.
 
     Attributes:
-        fds: file descriptors of the memory, open as long as the read is.
-        columns: the columns in it.
+        fds: file descriptors of the memfds, open as long as the read is.
+        columns: the columns in them.
     """
 
     fds: Sequence[int]
@@ -50,27 +50,41 @@ class Shared:
 
 def shared_part(reading: Reading) -> Shared:
     """Return the columns of a read that lie in shared memory from end to end, in slices large enough to pay."""
-    number_of: dict[int, int] = {}  # of the puts, in the order of the file descriptors
+    fds: dict[int, int] = {}  # each with its index
     columns = []
     for index, header in enumerate(reading.headers):
         if header.value_bytes < _LEAST_COLUMN_BYTES:
             continue
         puts, starts, sizes = reading.slices(index)
-        if header.value_bytes < _LEAST_MEAN_SLICE_BYTES * len(sizes):
-            continue
-        distinct, of_slice = np.unique(puts, return_inverse=True)
-        regions = [reading.region(put) for put in distinct.tolist()]
-        shared_at = [region.shared_at for region in regions if isinstance(region, SharedRegion)]
-        if len(shared_at) < len(regions):
-            continue
-        numbers = [number_of.setdefault(put, len(number_of)) for put in distinct.tolist()]
-        columns.append(
-            SharedSlices(
-                column_index=index,
-                memory_indexes=np.array(numbers, np.int64)[of_slice],
-                starts=starts - np.array(shared_at, np.int64)[of_slice],
-                sizes=sizes,
-            )
+        if header.value_bytes >= _LEAST_MEAN_SLICE_BYTES * len(sizes):
+            columns += _shared_slices(reading, index, (puts, starts, sizes), fds)
+    return Shared(fds=list(fds), columns=columns)
+
+
+def _shared_slices(
+    reading: Reading, column_index: int, slices: tuple[Rows, Rows, Rows], fds: dict[int, int]
+) -> list[SharedSlices]:
+    """Return the slices of a column in memfds, which are added to `fds`; nothing where one is not in shared memory."""
+    puts, starts, sizes = slices
+    distinct, put_of = np.unique(puts, return_inverse=True)
+    regions = [region for put in distinct.tolist() if isinstance(region := reading.region(put), SharedRegion)]
+    if len(regions) < len(distinct):
+        return []
+    starts = starts - np.array([region.shared_at for region in regions], np.int64)[put_of]
+    segment_bytes = np.array([region.segment_bytes for region in regions], np.int64)[put_of]
+    first_segments = starts // segment_bytes
+    counts = (starts + sizes - 1) // segment_bytes - first_segments + 1
+    owners = np.repeat(np.arange(len(counts)), counts)
+    segments = expand_runs(first_segments, counts)
+    segment_starts = segments * segment_bytes[owners]
+    first = np.maximum(starts[owners], segment_starts)
+    last = np.minimum((starts + sizes)[owners], segment_starts + segment_bytes[owners])
+    memories = [regions[put].fds[segment] for put, segment in zip(put_of[owners], segments.tolist(), strict=True)]
+    return [
+        SharedSlices(
+            column_index=column_index,
+            memory_indexes=np.array([fds.setdefault(fd, len(fds)) for fd in memories], np.int64),
+            starts=first - segment_starts,
+            sizes=last - first,
         )
-    fds = [region.fd for region in map(reading.region, number_of) if isinstance(region, SharedRegion)]
-    return Shared(fds=fds, columns=columns)
+    ]

@@ -28,7 +28,7 @@ class HandoverRequest(google.protobuf.message.Message):
 
     @property
     def deposit(self) -> global___Deposit:
-        """Hands over the memory of a put; comes with one file descriptor."""
+        """Hands over the memory of a put; comes with its file descriptors."""
 
     @property
     def collection(self) -> global___Collection:
@@ -125,8 +125,10 @@ global___Welcome = Welcome
 
 @typing.final
 class Deposit(google.protobuf.message.Message):
-    """The memory of a put: a memfd sealed against writing, shrinking, growing and further seals, fully written, with the
-    columns in the order of the header, each from a multiple of 64 bytes on.
+    """The memory of a put: memfds sealed against writing, shrinking, growing and further seals, fully written. One after the
+    other they have the columns in the order of the header, each from a multiple of 64 bytes on, and end at such a one.
+    All are of one size, but for the last one, which may be smaller: of 32 MiB, or, where that gives over 64 of them, of a
+    64th of the memory, rounded up to a multiple of 2 MiB.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor

@@ -226,11 +226,11 @@ class SharedColumn(google.protobuf.message.Message):
     """Index into the columns of the header."""
     @property
     def memory_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """For each slice, the index of its memory among those that are offered."""
+        """For each slice, the index of its memfd among those that are offered."""
 
     @property
     def starts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """For each slice, where it starts in its memory, in bytes."""
+        """For each slice, where it starts in its memfd, in bytes."""
 
     @property
     def sizes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -260,7 +260,7 @@ class SharedColumns(google.protobuf.message.Message):
     offer_id: builtins.bytes
     """For HandoverRequest's collection."""
     memory_count: builtins.int
-    """Number of memories, each a file descriptor."""
+    """Number of memfds."""
     @property
     def columns(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SharedColumn]:
         """The columns that are not in the frames."""
@@ -358,7 +358,7 @@ class StatResponse(google.protobuf.message.Message):
     PUT_COUNT_FIELD_NUMBER: builtins.int
     UNCOMMITTED_PUT_COUNT_FIELD_NUMBER: builtins.int
     HANDOVER_SOCKET_FIELD_NUMBER: builtins.int
-    SHARED_PUT_COUNT_FIELD_NUMBER: builtins.int
+    SHARED_MEMORY_COUNT_FIELD_NUMBER: builtins.int
     max_bytes: builtins.int
     """Quota in bytes; 0 means none."""
     used_bytes: builtins.int
@@ -371,8 +371,8 @@ class StatResponse(google.protobuf.message.Message):
     """Number of puts not yet committed."""
     handover_socket: builtins.str
     """Path of the Unix socket on which clients of the same host hand over memory; empty where there is none."""
-    shared_put_count: builtins.int
-    """Number of puts in memory that clients have handed over."""
+    shared_memory_count: builtins.int
+    """Number of memfds that clients have handed over."""
     @property
     def storage(self) -> tq_service.v1.metadata_pb2.StorageEndpoint:
         """This service and its boot."""
@@ -387,10 +387,10 @@ class StatResponse(google.protobuf.message.Message):
         put_count: builtins.int = ...,
         uncommitted_put_count: builtins.int = ...,
         handover_socket: builtins.str = ...,
-        shared_put_count: builtins.int = ...,
+        shared_memory_count: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["storage", b"storage"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["handover_socket", b"handover_socket", "max_bytes", b"max_bytes", "pooled_bytes", b"pooled_bytes", "put_count", b"put_count", "shared_put_count", b"shared_put_count", "storage", b"storage", "uncommitted_put_count", b"uncommitted_put_count", "used_bytes", b"used_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["handover_socket", b"handover_socket", "max_bytes", b"max_bytes", "pooled_bytes", b"pooled_bytes", "put_count", b"put_count", "shared_memory_count", b"shared_memory_count", "storage", b"storage", "uncommitted_put_count", b"uncommitted_put_count", "used_bytes", b"used_bytes"]) -> None: ...
 
 global___StatResponse = StatResponse
 

@@ -6,6 +6,8 @@ custom_meta travels in columns. Users give and read it as one mapping a sample; 
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -219,24 +221,27 @@ def rows_to_meta_columns(rows: Sequence[Mapping[str, Any]]) -> list[MetaColumn]:
     Raises:
         InvalidArgumentError: another type, kinds mixed in one column, or an integer beyond 64 bits; names row and key.
     """
-    names: dict[str, None] = {}
+    if set(map(type, rows)) != {dict}:
+        _check_mappings(rows)
+    names = dict.fromkeys(itertools.chain.from_iterable(rows))
+    return [_column_of_rows(name, rows) for name in names]
+
+
+def _check_mappings(rows: Sequence[Any]) -> None:
     for position, row in enumerate(rows):
         if not isinstance(row, Mapping):
             raise InvalidArgumentError(
                 f"custom_meta[{position}] is {type(row).__name__}, expected a mapping of names to values",
                 field="custom_meta",
             )
-        names.update(dict.fromkeys(row))
-    return [_column_of_rows(name, [row.get(name, _NO_VALUE) for row in rows]) for name in names]
 
 
-def _column_of_rows(name: str, cells: list[Any]) -> MetaColumn:
+def _column_of_rows(name: str, rows: Sequence[Mapping[str, Any]]) -> MetaColumn:
     if not isinstance(name, str) or not name:
         raise InvalidArgumentError(
             f"custom_meta has the key {name!r}, expected a string that is not empty", field="custom_meta"
         )
-    present = np.fromiter(map(operator.is_not, cells, [_NO_VALUE] * len(cells)), np.bool_, len(cells))
-    values = cells if present.all() else [cell for cell in cells if cell is not _NO_VALUE]
+    values, present = _cells_of_rows(name, rows)
     kinds = set(map(type, values))
     if not kinds <= {bool, int, float, str}:
         values = [_plain_value(name, position, value) for position, value in zip(_rows(present), values, strict=True)]
@@ -246,11 +251,20 @@ def _column_of_rows(name: str, cells: list[Any]) -> MetaColumn:
     if len(kinds) != 1:
         raise _mixed_kinds(name, present, values)
     column = _typed_array(name, present, values, kinds.pop())
-    if column.size < len(cells):
-        spread = np.zeros(len(cells), column.dtype) if column.dtype != object else np.full(len(cells), "", object)
+    if column.size < len(rows):
+        spread = np.zeros(len(rows), column.dtype) if column.dtype != object else np.full(len(rows), "", object)
         spread[present] = column
         column = spread
     return MetaColumn(name=name, values=column, present=present)
+
+
+def _cells_of_rows(name: str, rows: Sequence[Mapping[str, Any]]) -> tuple[list[Any], NDArray[np.bool_]]:
+    """Return the values of the rows that have one, and which do."""
+    with contextlib.suppress(KeyError):  # usually all do, and nothing runs in Python for each of them
+        return list(map(operator.itemgetter(name), rows)), np.ones(len(rows), np.bool_)
+    cells = [row.get(name, _NO_VALUE) for row in rows]
+    present = np.fromiter((cell is not _NO_VALUE for cell in cells), np.bool_, len(cells))
+    return [cell for cell in cells if cell is not _NO_VALUE], present
 
 
 def _rows(present: NDArray[np.bool_]) -> list[int]:

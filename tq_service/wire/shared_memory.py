@@ -1,9 +1,9 @@
 """Memory shared by processes of one host: sealed memfds, whose file descriptors are handed over a Unix socket.
 
-A put's columns are written into a memfd, one after the other, each at a multiple of 64 bytes. Then it is sealed: no
-process, its writer included, can write, shrink or grow it any more, so readers may map it without being harmed by
-others, and a private mapping may be written to without changing what others see. The kernel frees the memory with the
-last file descriptor and mapping, however their processes end.
+A put's columns lie one after the other, each from a multiple of 64 bytes on, in one memfd or in several of equal size.
+Once written it is sealed: no process, its writer included, can write, shrink or grow it any more, so readers may map it
+without being harmed by others, and a private mapping may be written to without changing what others see. The kernel
+frees the memory with the last file descriptor and mapping, however their processes end.
 
 The memory is filled by `write`, not through a mapping: whole pages are then neither zeroed nor faulted in first.
 """
@@ -15,8 +15,9 @@ import mmap
 import os
 import socket
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
@@ -31,8 +32,16 @@ if sys.platform == "linux":
 
 PAGE_BYTES: Final = mmap.PAGESIZE
 
+Piece: TypeAlias = tuple[int, int, int]
+"""A part of shared memory: file descriptor, where it starts, its size in bytes."""
+
 _ALIGNMENT_BYTES: Final = 64
+_GRAIN_BYTES: Final = 2 << 20  # a huge page
+_SEGMENT_BYTES: Final = 32 << 20
+_MOST_SEGMENTS: Final = 64
+_MOST_THREADS: Final = 4
 _MOST_BUFFERS_OF_A_WRITE: Final = 1024  # IOV_MAX of Linux
+_READ_WRITE: Final = mmap.PROT_READ | mmap.PROT_WRITE
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 _MAP_FIXED: Final = 0x10
 _MAP_NORESERVE: Final = 0x4000
@@ -63,27 +72,93 @@ def place_columns(columns: Sequence[ColumnShape]) -> tuple[list[int], int]:
     return starts, end
 
 
-def write_columns(columns: Sequence[Column]) -> int:
-    """Return a file descriptor of new, sealed memory that has the columns as `place_columns` says.
+def segment_sizes(size: int) -> list[int]:
+    """Return the sizes of the memfds that make up `size` bytes of memory: equal ones, and a last one of at most that.
+
+    Several, so that several threads can fill them: the system lets one thread at a time write to a memfd.
+    """
+    each = segment_bytes(size)
+    return [min(each, size - start) for start in range(0, size, each)]
+
+
+def segment_bytes(size: int) -> int:
+    """Return the size of all memfds but the last one of `size` bytes of memory."""
+    return max(_SEGMENT_BYTES, -(-size // (_MOST_SEGMENTS * _GRAIN_BYTES)) * _GRAIN_BYTES)
+
+
+def write_columns(columns: Sequence[Column]) -> list[int]:
+    """Return the file descriptors of new, sealed memory that has the columns as `place_columns` says.
 
     Raises:
-        OSError: the system has no memory, or no file descriptor, left.
+        OSError: the system has no memory, or no file descriptors, left.
     """
-    fd = os.memfd_create("tq_service", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    starts, size = place_columns(columns)
+    segments = [_Segment(each) for each in segment_sizes(size)]
+    _share_out(columns, starts, segments, segment_bytes(size))
+    thread_count = min(len(segments), _MOST_THREADS, len(os.sched_getaffinity(0)))
     try:
-        starts, size = place_columns(columns)
-        for start, column in zip(starts, columns, strict=True):
-            _write(fd, column.chunks, start)
-        _fill_up(fd, size)
-        _seal(fd)
+        if thread_count == 1:
+            for segment in segments:
+                segment.fill()
+        else:
+            with ThreadPoolExecutor(thread_count, thread_name_prefix="tq-fill") as pool:
+                for _ in pool.map(_Segment.fill, segments):
+                    pass
     except BaseException:
-        os.close(fd)
+        for segment in segments:
+            segment.close()
         raise
-    return fd
+    return [segment.fd for segment in segments]
 
 
-def _write(fd: int, chunks: Iterable[memoryview], start: int) -> None:
-    waiting = [chunk for chunk in chunks if len(chunk)]
+def _share_out(columns: Sequence[Column], starts: Sequence[int], segments: Sequence[_Segment], each_bytes: int) -> None:
+    """Give each segment its parts of the columns."""
+    for start, column in zip(starts, columns, strict=True):
+        at = start
+        for chunk in column.chunks:
+            rest = chunk
+            while len(rest):
+                number, inside = divmod(at, each_bytes)
+                part = rest[: each_bytes - inside]
+                segments[number].add(inside, part)
+                at += len(part)
+                rest = rest[len(part) :]
+
+
+class _Segment:
+    """A memfd to be: what goes into it, and where."""
+
+    def __init__(self, size: int) -> None:
+        self.fd = -1
+        self._size = size
+        self._runs: list[tuple[int, list[memoryview]]] = []
+        self._end = -1
+
+    def add(self, start: int, part: memoryview) -> None:
+        """Take a part that goes to `start`, the next one mostly where this one ends."""
+        if start != self._end:
+            self._runs.append((start, []))
+        self._runs[-1][1].append(part)
+        self._end = start + len(part)
+
+    def fill(self) -> None:
+        """Make the memory, write it and seal it."""
+        self.fd = os.memfd_create("tq_service", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        for start, parts in self._runs:
+            _write(self.fd, parts, start)
+        missing = self._size - os.fstat(self.fd).st_size
+        if missing > 0:  # written, since a file that is made longer has a hole there, which `check` refuses
+            os.pwrite(self.fd, bytes(missing), self._size - missing)
+        _seal(self.fd)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        if self.fd >= 0:
+            os.close(self.fd)
+
+
+def _write(fd: int, parts: Sequence[memoryview], start: int) -> None:
+    waiting = list(parts)
     first = 0
     while first < len(waiting):
         written = os.pwritev(fd, waiting[first : first + _MOST_BUFFERS_OF_A_WRITE], start)
@@ -93,13 +168,6 @@ def _write(fd: int, chunks: Iterable[memoryview], start: int) -> None:
             first += 1
         if written:
             waiting[first] = waiting[first][written:]
-
-
-def _fill_up(fd: int, size: int) -> None:
-    """Write the bytes behind the last column: a file that is made longer has a hole there, which `check` refuses."""
-    missing = size - os.fstat(fd).st_size
-    if missing > 0:
-        os.pwrite(fd, bytes(missing), size - missing)
 
 
 def _seal(fd: int) -> None:
@@ -132,16 +200,19 @@ def check(fd: int, size: int) -> None:
         )
 
 
-def map_private(fd: int, start: int, size: int) -> Bytes:
-    """Return `size` > 0 bytes of shared memory from `start` on, without a copy.
+def map_private(pieces: Sequence[Piece]) -> Bytes:
+    """Return pieces of shared memory one after the other, without a copy.
 
     Writing to the array changes only this process's view. The memory lives as long as the array or a tensor on it; the
-    file descriptor is not needed any more.
+    file descriptors are not needed any more.
+
+    Args:
+        pieces: all but the first start at 0, and all but the last end at a multiple of a page.
 
     Raises:
         OSError: the system refuses the mapping.
     """
-    return np.asarray(_PrivateMapping(fd, start, size))
+    return np.asarray(_PrivateMapping(pieces))
 
 
 def map_over(memory: mmap.mmap, start: int, fd: int, size: int) -> None:
@@ -171,18 +242,25 @@ def read_into(fd: int, start: int, target: Bytes) -> None:
 
 
 class _PrivateMapping:
-    """A part of a memfd, mapped until the last array on it is gone.
+    """Pieces of memfds, mapped next to each other until the last array on them is gone.
 
     Python's own mmap objects keep a file descriptor open each; a process that keeps thousands of tensors has not that
     many.
     """
 
-    def __init__(self, fd: int, start: int, size: int) -> None:
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        _, start, _ = pieces[0]
         before = start % PAGE_BYTES
+        size = sum(size for _, _, size in pieces)
         self._size = before + size
-        self._address: int | None = None
         self._unmap = _libc().munmap
-        self._address = _map(fd, start - before, self._size, protection=mmap.PROT_READ | mmap.PROT_WRITE)
+        # The whole range first, for the pieces to take the place of its parts.
+        self._address: int | None = _map(-1, 0, self._size, protection=0, flags=mmap.MAP_ANONYMOUS)
+        at = self._address
+        for fd, first, length in pieces:
+            inside = first % PAGE_BYTES
+            _map(fd, first - inside, inside + length, protection=_READ_WRITE, flags=_MAP_FIXED, address=at)
+            at += inside + length
         self.__array_interface__ = {
             "data": (self._address + before, False),
             "shape": (size,),
@@ -191,7 +269,7 @@ class _PrivateMapping:
         }
 
     def __del__(self) -> None:
-        if self._address is not None:
+        if getattr(self, "_address", None) is not None:
             self._unmap(self._address, self._size)
 
 
