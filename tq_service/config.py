@@ -7,7 +7,6 @@ import ipaddress
 import os
 import re
 import socket
-import tempfile
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -78,7 +77,8 @@ def default_max_bytes() -> int:
 
 def default_shared_memory_dir() -> Path:
     """Return the folder of this user for the sockets of shared memory."""
-    return Path(tempfile.gettempdir()) / f"tq_service-{os.getuid()}"
+    folder = os.environ.get("TMPDIR") or "/tmp"  # noqa: S108  (the service checks that what is there is this user's)
+    return Path(folder) / f"tq_service-{os.getuid()}"
 
 
 def is_loopback(host: str) -> bool:
