@@ -218,6 +218,18 @@ async def test_the_folder_it_makes_is_its_users_alone(tmp_path):
     server.close()
 
 
+def test_a_folder_that_others_could_have_made_is_refused(tmp_path):
+    folder = tmp_path / "mine"
+    server_side.make_private(folder)
+    server_side.make_private(folder)
+    folder.chmod(0o770)
+    with pytest.raises(PermissionError, match="not a folder of this user alone"):
+        server_side.make_private(folder)
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(PermissionError, match="not a folder of this user alone"):
+        server_side.make_private(tmp_path / "link")
+
+
 async def test_closing_ends_the_sessions(server):
     client = await connect(server)
     server.close()

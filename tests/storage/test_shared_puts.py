@@ -1,5 +1,6 @@
 """Puts whose bytes came as shared memory: stored, read, freed and compacted like any other."""
 
+import asyncio
 import gc
 
 import numpy as np
@@ -57,6 +58,18 @@ async def test_its_memory_and_file_descriptor_go_when_it_is_freed(engine):
     engine.free([cells(1)])
     gc.collect()
     assert (engine.shared_memory_count, engine.stat().used_bytes, engine.stat().pooled_bytes) == (0, 0, 0)
+    assert open_fd_count() == before
+
+
+async def test_large_memory_is_freed_aside(engine):
+    before = open_fd_count()
+    await put_shared(engine, 1, {"x": np.zeros((16, 1 << 20), np.uint8)})
+    engine.free([cells(1)])
+    assert engine.stat().used_bytes == 0
+    for _ in range(1000):
+        if open_fd_count() == before:
+            break
+        await asyncio.sleep(0.01)
     assert open_fd_count() == before
 
 
