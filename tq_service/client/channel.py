@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, Final
 
+from grpc.experimental import ChannelOptions
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from tq_service.v1.controller_service_pb2_grpc import ControllerServiceStub
@@ -37,6 +38,8 @@ CHANNEL_OPTIONS: Final = (
     ("grpc.max_reconnect_backoff_ms", 1_000),
     # Connections of a parent process must not serve its forked children.
     ("grpc.use_local_subchannel_pool", 1),
+    # A get of the sync client reads its stream in its own thread instead of being woken by another one.
+    (ChannelOptions.SingleThreadedUnaryStream, 1),
 )
 
 
