@@ -11,7 +11,7 @@ from tq_service.domain.partition import Partition
 from tq_service.domain.plan_search import RunsPlans
 from tq_service.domain.planner import Planner
 from tq_service.domain.task import ClaimRequest
-from tq_service.domain.waiters import Answer, NotYet
+from tq_service.domain.waiters import Answer, NotYet, Pace
 from tq_service.domain.writes import PartitionSettings, SampleWrite, Written
 from tq_service.errors import (
     AlreadyExistsError,
@@ -39,7 +39,8 @@ class Catalog:
         self._runner = runner
         self._partitions: dict[str, Partition] = {}
         self._planners: dict[Partition, dict[str, Planner]] = {}
-        self._arrivals: dict[str, set[asyncio.Future[None]]] = {}
+        self._arrivals: dict[str, dict[asyncio.Future[None], None]] = {}  # in order of their calls
+        self._waking: set[asyncio.Task[None]] = set()
         self._is_draining = False
 
     # Partitions
@@ -83,9 +84,10 @@ class Catalog:
     def _add(self, partition: Partition) -> Partition:
         self._partitions[partition.partition_id] = partition
         self._planners[partition] = {}
-        for arrival in self._arrivals.pop(partition.partition_id, ()):
-            if not arrival.done():
-                arrival.set_result(None)
+        if waiting := self._arrivals.pop(partition.partition_id, None):
+            waking = asyncio.get_running_loop().create_task(_wake_all(waiting))
+            self._waking.add(waking)
+            waking.add_done_callback(self._waking.discard)
         return partition
 
     def remove(self, partition_id: str, incarnation: bytes) -> tuple[int, list[FreedCells]]:
@@ -134,15 +136,15 @@ class Catalog:
         if seconds <= 0:
             return False
         arrival: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waiting = self._arrivals.setdefault(partition_id, set())
-        waiting.add(arrival)
+        waiting = self._arrivals.setdefault(partition_id, {})
+        waiting[arrival] = None
         try:
             async with asyncio.timeout(seconds):
                 await arrival
         except TimeoutError:
             return False
         finally:
-            waiting.discard(arrival)
+            waiting.pop(arrival, None)
             if not waiting and self._arrivals.get(partition_id) is waiting:
                 del self._arrivals[partition_id]
         return True
@@ -161,6 +163,14 @@ class Catalog:
     def _check_not_draining(self) -> None:
         if self._is_draining:
             raise _is_draining()
+
+
+async def _wake_all(arrivals: Iterable[asyncio.Future[None]]) -> None:
+    pace = Pace()
+    for arrival in tuple(arrivals):
+        if not arrival.done():
+            arrival.set_result(None)
+            await pace.step()
 
 
 def check_name(what: str, name: str) -> None:

@@ -9,7 +9,6 @@ loop. It is recorded on the loop, after checking in the same step that all its r
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 from collections.abc import Callable, Iterator
 
@@ -18,11 +17,10 @@ from tq_service.domain.partition import Partition
 from tq_service.domain.plan import RankPlan
 from tq_service.domain.plan_search import PlanSearch, RunsPlans
 from tq_service.domain.task import ClaimRequest, End, Task
-from tq_service.domain.waiters import Answer, Waiter, WaitingLine
+from tq_service.domain.waiters import Answer, Pace, Waiter, WaitingLine
 from tq_service.errors import InternalError, SamplesClearedError, TqError
 
 _log = logging.getLogger(__name__)
-_CLAIMS_A_TURN = 16
 
 
 class Planner:
@@ -31,12 +29,13 @@ class Planner:
     def __init__(self, partition: Partition, task: Task, runner: RunsPlans) -> None:
         self._partition = partition
         self._task = task
-        self._ranks: WaitingLine[int] = WaitingLine()  # by batch_index
-        self._queues: WaitingLine[object] = WaitingLine()  # by what they ask for
+        self._ranks: WaitingLine[tuple[int, object]] = WaitingLine()  # by batch_index and way of asking
+        self._queues: WaitingLine[object] = WaitingLine()  # by way of asking
         self._search = PlanSearch(partition, task, runner)
         self._pump: asyncio.Task[None] | None = None
         self._is_dirty = False
         self._gone: Callable[[], TqError] | None = None
+        self._ending: asyncio.Task[None] | None = None
         partition.on_change.append(self.wake)
 
     @property
@@ -104,22 +103,28 @@ class Planner:
     def end(self, error: Callable[[], TqError]) -> None:
         """End all waiting calls, and those to come, with an error."""
         self._gone = error
+        if self._ranks or self._queues:
+            self._ending = asyncio.get_running_loop().create_task(self._end_all(error))
+
+    async def _end_all(self, error: Callable[[], TqError]) -> None:
+        pace = Pace()
         for waiter in (*self._ranks, *self._queues):
             waiter.fail(error())
+            await pace.step()
 
     # Waiters
 
     def _add(self, waiter: Waiter) -> None:
         request = waiter.request
         if request.rank is not None:
-            self._ranks.add(request.rank.batch_index, waiter)
+            self._ranks.add((request.rank.batch_index, request.signature), waiter)
         else:
             self._queues.add(request.signature, waiter)
 
     def _remove(self, waiter: Waiter) -> None:
         request = waiter.request
         if request.rank is not None:
-            self._ranks.remove(request.rank.batch_index, waiter)
+            self._ranks.remove((request.rank.batch_index, request.signature), waiter)
         else:
             self._queues.remove(request.signature, waiter)
 
@@ -136,15 +141,17 @@ class Planner:
         else:
             self._pump.add_done_callback(lambda _: waiter.time_is_over())
 
-    def _end_stale(self) -> None:
+    async def _end_stale(self) -> None:
         """End the calls that mean an epoch which is over."""
         self._search.start_epoch()
+        pace = Pace()
         for waiter in (*self._ranks, *self._queues):
             try:
                 self._task.check_epoch(waiter.request.epoch)
             except TqError as error:
                 waiter.fail(error)
                 self._remove(waiter)
+                await pace.step()
 
     # The pump
 
@@ -153,7 +160,7 @@ class Planner:
             while self._is_dirty:
                 self._is_dirty = False
                 if self._search.epoch != self._task.epoch:
-                    self._end_stale()
+                    await self._end_stale()
                 await self._serve_ranks()
                 await self._serve_queues()
         except Exception:
@@ -168,13 +175,13 @@ class Planner:
         """Make plans in order of batch_index while some rank waits for one that can be made."""
         has_progress = True
         while has_progress:
-            self._answer_recorded()
+            await self._answer_recorded()
             has_progress = False
             for leader in self._leaders():
                 try:
                     has_progress = await self._plan_batch(leader.request)
                 except TqError as error:
-                    self._fail_alike(leader, error)
+                    await self._fail_alike(leader, error)
                     has_progress = True
                 if has_progress:
                     break
@@ -185,53 +192,61 @@ class Planner:
         Usually there is one way. Where ranks disagree, one that asks for too much must not keep the others waiting.
         """
         seen: set[object] = set()
-        for batch_index in sorted(self._ranks.names()):
-            for waiter in self._ranks.line(batch_index):
-                if waiter.request.signature not in seen and waiter.is_waiting:
-                    seen.add(waiter.request.signature)
-                    yield waiter
+        for batch_index, signature in sorted(self._ranks.names(), key=lambda name: name[0]):
+            waiter = self._ranks.first((batch_index, signature))
+            if signature not in seen and waiter is not None:
+                seen.add(signature)
+                yield waiter
 
-    def _answer_recorded(self) -> None:
+    async def _answer_recorded(self) -> None:
         """Answer every waiting rank whose batch is recorded, each by its own request."""
-        task = self._task
-        for batch_index in self._ranks.names():
-            if batch_index >= task.next_batch_index and task.end is None:
-                continue
-            for waiter in self._ranks.take_line(batch_index):
+        task, pace = self._task, Pace()
+        for name in self._ranks.names():
+            while self._gone is None and (name[0] < task.next_batch_index or task.end is not None):
+                waiter = self._ranks.first(name)
+                if waiter is None:
+                    break
                 try:
                     recorded = task.recorded(waiter.request)
                 except TqError as error:
                     waiter.fail(error)
-                    continue
-                if recorded is not None:
+                else:
+                    if recorded is None:
+                        break
                     waiter.resolve(recorded)
+                await pace.step()
 
-    def _fail_alike(self, leader: Waiter, error: TqError) -> None:
+    async def _fail_alike(self, leader: Waiter, error: TqError) -> None:
         """End the ranks that asked as the leader did: they would fail as it did, one after the other."""
-        rank = leader.request.rank
-        for waiter in self._ranks.line(rank.batch_index) if rank is not None else ():
-            if waiter.request.signature == leader.request.signature:
-                waiter.fail(error)
-                self._remove(waiter)
+        rank, pace = leader.request.rank, Pace()
+        name = (0 if rank is None else rank.batch_index, leader.request.signature)
+        while (waiter := self._ranks.first(name)) is not None:
+            waiter.fail(error)
+            await pace.step()
 
     async def _serve_queues(self) -> None:
         """Serve queue workers in order of arrival, for each way of asking until one gets nothing."""
+        pace = Pace()
         for signature in self._queues.names():
-            for turn in itertools.count(1):
-                if turn % _CLAIMS_A_TURN == 0:  # commits and status go on while thousands are served
-                    await asyncio.sleep(0)
-                waiter = self._queues.first(signature)
-                if waiter is None:
-                    break
+            while self._gone is None and (waiter := self._queues.first(signature)) is not None:
                 try:
                     answer = await self._plan_queue(waiter)
                 except TqError as error:
                     waiter.fail(error)
-                    continue
-                if answer is None:
-                    break
-                for served in self._queues.line(signature) if isinstance(answer, End) else (waiter,):
-                    served.resolve(answer)
+                else:
+                    if answer is None:
+                        break
+                    waiter.resolve(answer)
+                    if isinstance(answer, End):
+                        await self._end_line(signature, answer, pace)
+                await pace.step()
+
+    async def _end_line(self, signature: object, end: End, pace: Pace) -> None:
+        """Answer queue workers that ask alike with the end that one of them found, while nothing changes."""
+        counts = self._partition.change_counts
+        while counts == self._partition.change_counts and (waiter := self._queues.first(signature)) is not None:
+            waiter.resolve(end)
+            await pace.step()
 
     # Planning
 
@@ -256,6 +271,8 @@ class Planner:
         if recorded is not None:  # a retry that came while the first call still waited
             return recorded
         planned = await self._search.plan(request)
+        if self._gone is not None:
+            raise self._gone()
         if planned is None or isinstance(planned, End):
             return planned
         self._task.recorded(request)  # refuses what was released while the plan was made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +21,33 @@ class NotYet:
 
 Answer = RankPlan | End | NotYet
 Key = TypeVar("Key")
+
+_STEPS_A_TURN = 16
+_STEPS_WITHOUT_REST = 128
+
+
+class Pace:
+    """Shares the event loop between those who are served in their thousands and everybody else.
+
+    The loop turns after every few steps. Once there have been many it also rests for as long as they took: what costs
+    is sending their answers, and a server that only sends takes up one new call a turn, so that calls pile up.
+    """
+
+    __slots__ = ("_last", "_step_count")
+
+    def __init__(self) -> None:
+        self._step_count = 0
+        self._last = time.perf_counter()
+
+    async def step(self) -> None:
+        """Count one that has been served."""
+        self._step_count += 1
+        if self._step_count % _STEPS_A_TURN:
+            return
+        await asyncio.sleep(0)
+        if self._step_count >= _STEPS_WITHOUT_REST:
+            await asyncio.sleep(time.perf_counter() - self._last)
+        self._last = time.perf_counter()
 
 
 @dataclass(slots=True, eq=False)
@@ -88,11 +116,3 @@ class WaitingLine(Generic[Key]):
                 return waiter
             self.remove(key, waiter)
         return None
-
-    def line(self, key: Key) -> list[Waiter]:
-        """Return the waiters of a line in order of arrival."""
-        return list(self._lines.get(key, ()))
-
-    def take_line(self, key: Key) -> list[Waiter]:
-        """Remove a line and return its waiters in order of arrival."""
-        return list(self._lines.pop(key, ()))

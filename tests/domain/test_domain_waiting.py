@@ -1,0 +1,224 @@
+"""Thousands who wait: nobody is lost, others have the event loop meanwhile, and what wakes nobody costs nothing."""
+
+import asyncio
+import itertools
+
+import numpy as np
+import pytest
+from domain_support import SlowSampler, asks, new_write, turns
+from planner_bench import Bench, Whenever, rows
+
+from tq_service.domain.catalog import Catalog
+from tq_service.domain.task import End
+from tq_service.domain.waiters import Pace, Waiter, WaitingLine
+from tq_service.domain.writes import PartitionSettings
+from tq_service.errors import InvalidArgumentError, PartitionClearedError, StaleEpochError
+from tq_service.samplers import PlanRunner, SequentialSampler
+
+MANY = 400
+MOST_A_TURN = 32
+
+
+@pytest.fixture
+async def bench():
+    return Bench()
+
+
+@pytest.fixture
+async def catalog():
+    return Catalog(PlanRunner())
+
+
+async def most_done_in_a_turn(calls):
+    """Let the loop turn until all calls are done; return the most that were in one turn."""
+    counts = [0]
+    while counts[-1] < len(calls):
+        await turns(1)
+        counts.append(sum(call.done() for call in calls))
+    return max(later - sooner for sooner, later in itertools.pairwise(counts))
+
+
+async def until_some_are_done(calls):
+    """Let the loop turn until some of the calls are done, and check that not all are."""
+    while not any(call.done() for call in calls):
+        await turns(1)
+    assert not all(call.done() for call in calls)
+
+
+async def test_the_loop_turns_every_few_steps():
+    turn_count = 0
+
+    async def count():
+        nonlocal turn_count
+        while True:
+            turn_count += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.ensure_future(count())
+    pace = Pace()
+    for _ in range(15):
+        await pace.step()
+    assert turn_count == 0
+    for _ in range(100):
+        await pace.step()
+    assert turn_count >= 6
+    counting.cancel()
+
+
+async def test_a_line_skips_those_who_have_left():
+    line, loop = WaitingLine(), asyncio.get_running_loop()
+    waiters = [Waiter(asks(), loop.create_future()) for _ in range(3)]
+    for waiter in waiters:
+        line.add("a", waiter)
+    waiters[0].time_is_over()
+    waiters[1].answer.cancel()
+    assert line.first("a") is waiters[2]
+    line.remove("a", waiters[2])
+    assert line.first("a") is None
+    assert not line
+
+
+async def test_ranks_of_one_plan_are_answered_a_few_a_turn(bench):
+    calls = [bench.ask((rank, MANY, 0), batch_size=1) for rank in range(MANY)]
+    await turns()
+    bench.insert(MANY)
+    assert await most_done_in_a_turn(calls) <= MOST_A_TURN
+    assert [rows(call) for call in calls] == [[rank] for rank in range(MANY)]
+
+
+async def test_ranks_that_ask_alike_wait_in_one_line(bench):
+    """So that a write that completes no batch looks at one of them, however many there are."""
+    calls = [bench.ask((rank, MANY, index), batch_size=1) for rank in range(MANY) for index in (0, 1)]
+    await turns()
+    assert len(bench.planner._ranks.names()) == 2
+    assert bench.planner.waiting_count == len(calls)
+    bench.insert(2 * MANY)
+    await asyncio.wait(calls)
+    assert sorted(row for call in calls for row in rows(call)) == list(range(2 * MANY))
+
+
+async def test_a_reset_between_answers_leaves_no_rank_behind(bench):
+    calls = [bench.ask((rank, MANY, 0), batch_size=1) for rank in range(MANY)]
+    await turns()
+    bench.insert(MANY)
+    await until_some_are_done(calls)
+    bench.partition.reset(bench.task, keep_consumed=False)
+    await asyncio.wait(calls)  # the others get the same rows, of the first batch of the new epoch
+    assert [rows(call) for call in calls] == [[rank] for rank in range(MANY)]
+    assert (bench.task.epoch, bench.task.next_batch_index) == (1, 1)
+
+
+async def test_stale_calls_end_a_few_a_turn(bench):
+    calls = [bench.ask((rank, MANY, 0), epoch=0) for rank in range(MANY)]
+    await turns()
+    bench.partition.reset(bench.task, keep_consumed=False)
+    assert await most_done_in_a_turn(calls) <= MOST_A_TURN
+    assert all(isinstance(call.exception(), StaleEpochError) for call in calls)
+
+
+async def test_ranks_that_ask_alike_fail_alike_and_a_few_a_turn(bench):
+    def refuse(view, request):
+        if view.ready(1).size:
+            raise InvalidArgumentError("no")
+
+    sampler = Whenever(refuse)
+    calls = [bench.ask((rank, MANY, 0), batch_size=1, sampler=sampler) for rank in range(MANY)]
+    await turns()
+    bench.insert(MANY)
+    assert await most_done_in_a_turn(calls) <= MOST_A_TURN
+    assert all(isinstance(call.exception(), InvalidArgumentError) for call in calls)
+
+
+async def test_the_end_reaches_queue_workers_a_few_a_turn(bench):
+    calls = [bench.ask(batch_size=1) for _ in range(MANY)]
+    await turns()
+    bench.partition.seal()
+    assert await most_done_in_a_turn(calls) <= MOST_A_TURN
+    assert {call.result() for call in calls} == {End(0)}
+
+
+async def test_an_end_that_no_longer_holds_reaches_nobody_else(bench):
+    calls = [bench.ask(batch_size=1, finite=True) for _ in range(MANY)]
+    await turns()
+    bench.insert(1)  # all that was inserted is consumed by the first, so the others are at their end
+    await until_some_are_done(calls)
+    while sum(call.done() for call in calls) < 2:
+        await turns(1)
+    bench.insert(1)
+    await asyncio.wait(calls)
+    claimed = [call.result().rows.tolist() for call in calls if call.result() != End(0)]
+    assert claimed == [[0], [1]]
+
+
+@pytest.mark.parametrize("ranked", [True, False])
+async def test_a_removed_partition_ends_all_who_wait_a_few_a_turn(catalog, ranked):
+    catalog.create("train", PartitionSettings())
+    calls = [
+        asyncio.ensure_future(catalog.claim("train", b"", asks((rank, MANY, 0) if ranked else None), 1e6))
+        for rank in range(MANY)
+    ]
+    await turns()
+    catalog.remove("train", b"")
+    assert await most_done_in_a_turn(calls) <= MOST_A_TURN
+    assert all(isinstance(call.exception(), PartitionClearedError) for call in calls)
+
+
+async def test_nothing_is_handed_out_of_a_partition_removed_while_many_are_served(catalog):
+    partition, _ = catalog.write("train", b"", new_write(1, ("y",)))
+    calls = [asyncio.ensure_future(catalog.claim("train", b"", asks(batch_size=1), 1e6)) for _ in range(MANY)]
+    await turns()
+    catalog.write("train", b"", new_write(MANY, ("x",)))
+    await until_some_are_done(calls)
+    catalog.remove("train", b"")
+    served_count = partition.tasks["t"].consumed_count
+    await asyncio.wait(calls)
+    assert partition.tasks["t"].consumed_count == served_count
+    assert [isinstance(call.exception(), PartitionClearedError) for call in calls] == [
+        call >= served_count for call in range(MANY)
+    ]
+
+
+async def test_a_plan_under_way_hands_out_nothing_of_a_removed_partition(catalog):
+    slow = SlowSampler(SequentialSampler())
+    partition, _ = catalog.write("train", b"", new_write(2, ("x",)))
+    call = asyncio.ensure_future(catalog.claim("train", b"", asks(sampler=slow), 1e6))
+    await slow.started.wait()
+    catalog.remove("train", b"")
+    slow.go.set()
+    await asyncio.wait([call])
+    assert isinstance(call.exception(), PartitionClearedError)
+    await turns()
+    assert partition.tasks["t"].consumed_count == 0
+
+
+async def test_those_who_wait_for_a_partition_join_in_order_a_few_a_turn(catalog):
+    calls = [asyncio.ensure_future(catalog.claim("train", b"", asks(batch_size=1), 1e6)) for _ in range(MANY)]
+    await turns()
+    partition = catalog.create("train", PartitionSettings())
+    counts = [0]
+    while counts[-1] < MANY:
+        await turns(1)
+        counts.append(catalog.waiting_count(partition, "t"))
+    assert max(np.diff(counts)) <= MOST_A_TURN
+    catalog.write("train", b"", new_write(MANY, ("x",)))
+    await asyncio.wait(calls)
+    assert [call.result().answer.rows.tolist() for call in calls] == [[row] for row in range(MANY)]
+
+
+async def test_a_partition_that_is_gone_before_all_have_joined_is_waited_for_again(catalog):
+    calls = [asyncio.ensure_future(catalog.claim("train", b"", asks(batch_size=1), 1e6)) for _ in range(MANY)]
+    await turns()
+    first = catalog.create("train", PartitionSettings())
+    while not catalog.waiting_count(first, "t"):
+        await turns(1)
+    joined_count = catalog.waiting_count(first, "t")
+    assert joined_count < MANY
+    catalog.remove("train", b"")
+    await asyncio.wait(calls[:joined_count])
+    await turns()
+    catalog.write("train", b"", new_write(MANY, ("x",)))
+    await asyncio.wait(calls)
+    refused = [call for call in calls if isinstance(call.exception(), PartitionClearedError)]
+    claimed = [call.result().answer.rows.tolist() for call in calls if call not in refused]
+    assert refused
+    assert sorted(claimed) == [[row] for row in range(MANY - len(refused))]
