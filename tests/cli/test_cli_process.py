@@ -6,12 +6,14 @@ import json
 import logging
 import platform
 import sys
+import weakref
 from collections.abc import Iterator
 
 import pytest
 
 from tq_service.cli.process import (
     collect_garbage_rarely,
+    collect_young_garbage,
     configure_logging,
     keep_freed_memory,
     loop_factory,
@@ -54,6 +56,22 @@ def test_full_collections_are_rare_and_spare_what_was_imported() -> None:
     finally:
         gc.unfreeze()
         gc.set_threshold(*thresholds)
+
+
+async def test_young_garbage_goes_though_nothing_is_allocated() -> None:
+    was_enabled, gone = gc.isenabled(), asyncio.Event()
+    gc.disable()
+    cycle = type("Cycle", (), {})()
+    cycle.itself, reference = cycle, weakref.ref(cycle, lambda _: gone.set())
+    del cycle
+    collecting = asyncio.create_task(collect_young_garbage())
+    try:
+        await gone.wait()
+        assert reference() is None
+    finally:
+        collecting.cancel()
+        if was_enabled:
+            gc.enable()
 
 
 def test_event_loops(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ _SWITCH_INTERVAL_SECONDS = 0.0005
 
 # Allocations before a young collection, young before a middle one, middle before a full one; Python's are 700, 10, 10.
 _COLLECTION_THRESHOLDS = (50_000, 20, 50)
+_YOUNG_COLLECTION_SECONDS = 0.1
 
 
 def keep_freed_memory() -> bool:
@@ -62,6 +63,18 @@ def collect_garbage_rarely() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_COLLECTION_THRESHOLDS)
+
+
+async def collect_young_garbage() -> None:
+    """Collect what is young every tenth of a second, until cancelled.
+
+    Python counts allocations less deallocations: to it, thousands of calls that come and go are nothing new. The young
+    generation grew to 400,000 objects, and the one collection that went over them held the event loop up for 0.3 s. So
+    it takes 25 ms at most with 8,192 clients, and nothing to speak of while the server is idle.
+    """
+    while True:
+        await asyncio.sleep(_YOUNG_COLLECTION_SECONDS)
+        gc.collect(0)
 
 
 def loop_factory(mode: str) -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -11,6 +11,7 @@ import typer
 
 from tq_service.cli.process import (
     collect_garbage_rarely,
+    collect_young_garbage,
     configure_logging,
     keep_freed_memory,
     loop_factory,
@@ -55,9 +56,16 @@ def _run(settings: ServeSettings) -> int:
     factory = loop_factory(settings.uvloop)
     from tq_service.server.app import serve  # noqa: PLC0415  (--show-config and --help do without the server)
 
+    async def run() -> int:
+        collecting = asyncio.create_task(collect_young_garbage())
+        try:
+            return await serve(settings, announce=_announce)
+        finally:
+            collecting.cancel()
+
     collect_garbage_rarely()  # after the server is imported
     with asyncio.Runner(loop_factory=factory) as runner:
-        return runner.run(serve(settings, announce=_announce))
+        return runner.run(run())
 
 
 def _announce(line: str) -> None:
