@@ -8,6 +8,8 @@ from typing import Any
 from benchmarks.report import Plot
 
 _SIZE_INCHES = (7.0, 4.2)
+# Three of four entries in a row would leave the last one alone.
+_LEGEND_COLUMNS = {2: 2, 4: 2}
 
 
 def draw(plot: Plot, folder: Path) -> Path:
@@ -36,7 +38,7 @@ def draw(plot: Plot, folder: Path) -> Path:
     axes.set_title(plot.title)
     axes.grid(alpha=0.3)
     if len(plot.series) > 1:
-        figure.legend(loc="outside lower center", ncols=len(plot.series), frameon=False)
+        figure.legend(loc="outside lower center", ncols=_LEGEND_COLUMNS.get(len(plot.series), 3), frameon=False)
     path = folder / f"{plot.name}.png"
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -53,6 +55,4 @@ def _draw_bars(plot: Plot, axes: Any) -> None:
     middle = (len(plot.series) - 1) * height / 2
     axes.set_yticks([index + middle for index in range(len(names))], names)
     axes.invert_yaxis()
-    if plot.log_y:
-        axes.set_xscale("log")
     axes.set_xlabel(plot.y_label)

@@ -45,7 +45,7 @@ class Plot:
         y_label: label of the y axis.
         series: for each label its points `(x, y)`; with bars x is text.
         log_x: whether the x axis is logarithmic.
-        log_y: whether the y axis is; with bars, the axis along them.
+        log_y: whether the y axis is; not for bars.
         bars: whether to draw bars instead of lines.
     """
 

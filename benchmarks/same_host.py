@@ -115,7 +115,6 @@ def _report(rows: list[list[Cell]], ray: Peer) -> Report:
                 x_label="",
                 y_label="GB/s",
                 bars=True,
-                log_y=True,
                 series=series,
             )
         ],
@@ -124,7 +123,8 @@ def _report(rows: list[list[Cell]], ray: Peer) -> Report:
 
 
 def _bars(rows: list[list[Cell]], column: int) -> list[tuple[str, float]]:
-    return [(f"{row[1]},\n{row[0]}", float(row[column] or 0)) for row in rows]
+    """Return what moves or reads bytes: a get alone does neither, and would dwarf the others."""
+    return [(f"{row[1]},\n{row[0]}", float(row[column] or 0)) for row in rows if row[1] != "get"]
 
 
 def run(options: Options) -> Report:

@@ -24,10 +24,10 @@ from benchmarks.peer_environment import TRANSFER_QUEUE
 from benchmarks.report import Aim, Report
 
 RANK_COUNTS = (1, 64)
-_PUTS_A_REPEAT = 100
+_PUTS_A_REPEAT = 64
 _PUTS_A_REPEAT_QUICK = 10
 # Each takes TransferQueue a second or so.
-_PEER_PUTS_A_REPEAT = 4
+_PEER_PUTS_A_REPEAT = 3
 _ANSWER_SIZES = (64, 144)
 # Until all ranks wait: their requests take the client and the server some time to send and to take.
 _PAUSE_SECONDS = 0.005
