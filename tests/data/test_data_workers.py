@@ -5,17 +5,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 import torch
 from fake_client import FIELDS, SealedRows, batch_of, token_rows
 
-from tq_service.client.batch_meta import BatchMeta
 from tq_service.data import StreamingDataLoader, StreamingDataset, fetch_batch
-from tq_service.data.batch import Batch
-from tq_service.data.columns import object_stack
-from tq_service.data.transport import pack, unpack
 from tq_service.data.workers import worker_context
 from tq_service.errors import QuotaExceededError
 
@@ -191,14 +186,6 @@ def test_workers_end_with_the_iterator_where_asked() -> None:
     assert indexes(loader) == list(range(8))
 
 
-def test_replay_is_not_kept_in_shared_memory() -> None:
-    with loader_of(16) as loader:
-        list(loader)
-        for data, _ in loader.get_buffer():
-            assert not data["index"].is_shared()
-            assert not data["input_ids"].values().is_shared()
-
-
 def plain_data(**keywords: Any) -> Any:
     data, meta = fetch_batch(**keywords)
     return (None if data is None else data["index"].tolist()), meta
@@ -217,28 +204,3 @@ def test_a_dataset_in_a_plain_torch_worker_is_refused(monkeypatch: pytest.Monkey
     monkeypatch.setattr("tq_service.data.dataset.get_worker_info", object)
     with pytest.raises(RuntimeError, match="StreamingDataLoader"):
         iter(loader_of(8).dataset)
-
-
-def test_objects_travel_as_bytes_and_odd_ones_as_they_are() -> None:
-    odd = {1, 2}.__iter__
-    rows = {
-        "text": ["a", "b"],
-        "mixed": [{"image": torch.ones(2, dtype=torch.bfloat16)}, (1, np.arange(3))],
-        "images": [torch.ones(2, 3), torch.zeros(1, 4)],
-        "scalars": [torch.tensor(1.5), torch.tensor(2.5)],
-        "odd": [odd, None],
-    }
-    data = batch_of(token_rows(2))
-    for name, values in rows.items():
-        data[name] = object_stack(values)
-    parcel = pack(Batch(index=3, data=data, meta=BatchMeta(indexes=np.arange(2))))
-    assert set(parcel.packed or ()) == {"mixed", "images", "scalars"}
-    batch = unpack(parcel)
-    assert (batch.index, batch.borrowed) == (3, True)
-    assert list(batch.data.keys()) == list(data.keys())
-    assert torch.equal(batch.data["mixed"][0]["image"], torch.ones(2, dtype=torch.bfloat16))
-    assert isinstance(batch.data["mixed"][1], tuple)
-    assert isinstance(batch.data["mixed"][1][1], np.ndarray)
-    assert [tuple(image.shape) for image in batch.data["images"]] == [(2, 3), (1, 4)]
-    assert [float(value) for value in batch.data["scalars"]] == [1.5, 2.5]
-    assert list(batch.data["odd"]) == [odd, None]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 from tensordict import TensorDict
 
-from tq_service.data.columns import build, flatten
+from tq_service.data.columns import flatten, object_bytes
 
 if TYPE_CHECKING:
     from tq_service.client.batch_meta import BatchMeta
@@ -30,13 +30,15 @@ class Batch:
         index: its batch_index.
         data: the TensorDict, or whatever fetch_batch_fn returned.
         meta: what it is.
-        borrowed: whether the tensors lie in memory shared with a worker, which is scarce and takes file descriptors.
+        items: its micro-batches, where they are cut ahead.
+        taken: called when the consumer begins with it: it is not fetched ahead any more.
     """
 
     index: int
     data: Any
     meta: BatchMeta
-    borrowed: bool = False
+    items: Iterator[Any] | None = None
+    taken: Callable[[], None] | None = None
 
     @property
     def life(self) -> Life:
@@ -45,14 +47,12 @@ class Batch:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its tensors; 0 where fetch_batch_fn returned something else than a TensorDict."""
-        return flatten(self.data).size_bytes if isinstance(self.data, TensorDict) else 0
+        """Bytes of its tensors, arrays and texts, also of those in plain containers; other objects are not counted."""
+        return flatten(self.data).size_bytes if isinstance(self.data, TensorDict) else object_bytes(self.data)
 
-    def owned(self) -> Batch:
-        """Return the batch in memory of this process."""
-        if not self.borrowed or not isinstance(self.data, TensorDict):
-            return self
-        return replace(self, data=build(flatten(self.data).map_tensors(torch.clone)), borrowed=False)
+
+CutBatch = Callable[[Batch], Iterator[Any]]
+"""Makes the micro-batches of a batch, each when it is asked for."""
 
 
 class BatchStream(Protocol):

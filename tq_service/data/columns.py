@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import NonTensorStack, TensorDict, is_leaf_nontensor
 
@@ -64,11 +65,11 @@ class FlatBatch:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the tensors and texts; other objects are not counted."""
+        """Bytes of the tensors and of the objects, see `object_bytes`."""
         total = sum(offsets.nbytes for offsets in self.patterns)
         for column in self.columns.values():
             if isinstance(column, ObjectColumn):
-                total += sum(_object_bytes(row) for row in column.rows)
+                total += sum(object_bytes(row) for row in column.rows)
             else:
                 total += column.values.nbytes
         return total
@@ -170,7 +171,12 @@ def _without_gaps(nested: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
     return values, offsets, ragged_dim
 
 
-def _object_bytes(row: Any) -> int:
-    if isinstance(row, torch.Tensor):
-        return int(row.nbytes)
-    return len(row) if isinstance(row, str | bytes) else 0
+def object_bytes(value: Any) -> int:
+    """Return the bytes of the tensors, arrays and texts in an object, or in containers of them."""
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return int(value.nbytes)
+    if isinstance(value, Mapping):
+        return sum(map(object_bytes, value.values()))
+    return sum(map(object_bytes, value)) if isinstance(value, list | tuple) else 0

@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 
 from tq_service.data.batch import Batch, BatchStream, Life
-from tq_service.data.buffer import ReplayBuffer
+from tq_service.data.buffer import ReplayBuffer, ReplayStream
 from tq_service.data.micro_batches import ProcessBatch, split_micro_batches
 from tq_service.data.pack_options import PackOptions
 from tq_service.data.packed_batches import PackBatches
@@ -16,7 +16,8 @@ from tq_service.data.source import BatchRequest, BatchSource, ClientFactory, Fet
 from tq_service.errors import InvalidArgumentError, StaleEpochError, StaleIncarnationError
 from tq_service.schema import BatchUnit
 
-OpenStream = Callable[[BatchSource, int, Life | None], BatchStream]
+OpenRest = Callable[[BatchSource, int, Life | None], BatchStream]
+"""Opens a stream of the batches of a source, given the first batch_index and the life they must belong to."""
 
 
 class StreamingDataset(IterableDataset[Any]):
@@ -161,38 +162,60 @@ class StreamingDataset(IterableDataset[Any]):
                 "a StreamingDataset was iterated in a worker of torch's DataLoader, where every worker would yield the "
                 "same batches; use StreamingDataLoader(dataset, num_workers=...)"
             )
-        return self.iterate(InlineStream)
+        return self.iterate(lambda dataset: dataset.open_stream(InlineStream))
 
-    def iterate(self, open_stream: OpenStream) -> Iterator[Any]:
+    def iterate(self, open_stream: Callable[[StreamingDataset], BatchStream]) -> Iterator[Any]:
         """Yield the micro-batches from the next batch on, fetched by the streams that `open_stream` opens."""
         stream: BatchStream | None = None
         try:
             while True:
-                source, moves = self._source, self._moves
-                batch = self._buffer.get(self._batch_index)
+                moves = self._moves
+                if stream is not None and (stream.closed or stream.next_index != self._batch_index):
+                    stream.close()
+                    stream = None
+                stream = stream or open_stream(self)
+                batch = stream.read()
+                if self._moves != moves:
+                    stream.close()
+                    continue
                 if batch is None:
-                    if stream is not None and (stream.closed or stream.next_index != self._batch_index):
-                        stream.close()
-                        stream = None
-                    stream = stream or open_stream(source, self._batch_index, self._life)
-                    batch = stream.read()
-                    if self._moves != moves:
-                        stream.close()
+                    if stream.closed:
                         continue
-                    if batch is None:
-                        if stream.closed:
-                            continue
-                        return
-                    self._keep(batch)
-                for item in self._give_out(batch):
+                    return
+                if batch.taken is not None:
+                    batch.taken()
+                self._keep(batch)
+                index, items = batch.index, self.cut(batch) if batch.items is None else batch.items
+                del batch  # not kept alive while the next one is waited for
+                for item in self._give_out(index, items):
                     yield item
                     if self._moves != moves:
                         break
-                if self._moves != moves and stream is not None:
+                del items
+                if self._moves != moves:
                     stream.close()
         finally:
             if stream is not None:
                 stream.close()
+
+    def open_stream(self, open_rest: OpenRest) -> BatchStream:
+        """Return a stream from the next batch on: those in the buffer, and then the stream that `open_rest` opens.
+
+        Args:
+            open_rest: called with the source, the first batch_index, and the life its batches must belong to.
+        """
+        kept = self._buffer.following(self._batch_index)
+        rest = open_rest(self._source, self._batch_index + len(kept), self._life)
+        return ReplayStream(kept, rest) if kept else rest
+
+    def cut(self, batch: Batch) -> Iterator[Any]:
+        """Return the micro-batches of a batch, made one by one."""
+        return iter(self._process_batch(batch.data, batch.meta, micro_batch_size=self._source.request.micro_batch_size))
+
+    @property
+    def may_cut_ahead(self) -> bool:
+        """Whether batches may be cut by another thread: a process_batch_fn belongs to the consumer's."""
+        return self._process_batch is split_micro_batches or isinstance(self._process_batch, PackBatches)
 
     def _keep(self, batch: Batch) -> None:
         if self._life is not None and batch.life.incarnation != self._life.incarnation:
@@ -208,15 +231,13 @@ class StreamingDataset(IterableDataset[Any]):
         self._life = batch.life
         self._buffer.add(batch)
 
-    def _give_out(self, batch: Batch) -> Iterator[Any]:
+    def _give_out(self, index: int, items: Iterator[Any]) -> Iterator[Any]:
         """Yield the micro-batches; the batch is given out with the first, so that one that fails to split is not."""
-        items = iter(
-            self._process_batch(batch.data, batch.meta, micro_batch_size=self._source.request.micro_batch_size)
-        )
         first = next(items, _NOTHING)
-        self._batch_index = batch.index + 1
+        self._batch_index = index + 1
         if first is not _NOTHING:
             yield first
+            del first
             yield from items
 
     def reset(self) -> None:

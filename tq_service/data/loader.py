@@ -7,7 +7,9 @@ from multiprocessing.context import BaseContext
 from types import TracebackType
 from typing import Any
 
+from tq_service.data.ahead import AheadBound
 from tq_service.data.batch import BatchStream, Life
+from tq_service.data.cut_ahead import CutAheadStream
 from tq_service.data.dataset import StreamingDataset
 from tq_service.data.prefetch import PrefetchStream
 from tq_service.data.source import BatchSource, InlineStream
@@ -98,23 +100,26 @@ class StreamingDataLoader:
             if not self._persistent_workers:
                 self._end_workers()
 
-    def _open_stream(self, source: BatchSource, batch_index: int, life: Life | None) -> BatchStream:
+    def _open_stream(self, dataset: StreamingDataset) -> BatchStream:
         """Return the one stream of this loader; the stream of another iterator is closed by it."""
         if self._stream is not None:
             self._stream.close()
-        self._stream = self._new_stream(source, batch_index, life)
+        self._stream = dataset.open_stream(self._open_rest)
+        if self.prefetch_factor and dataset.may_cut_ahead:
+            self._stream = CutAheadStream(self._stream, dataset.cut)
         return self._stream
 
-    def _new_stream(self, source: BatchSource, batch_index: int, life: Life | None) -> BatchStream:
+    def _open_rest(self, source: BatchSource, batch_index: int, life: Life | None) -> BatchStream:
         if self._context is not None:
             if self._pool is None:
-                self._pool = WorkerPool(source, self.num_workers, self.prefetch_factor, self._context)
-            return WorkerStream(self._pool, source.request.partition_id, batch_index, life)
+                self._pool = WorkerPool(source, self.num_workers, self._context)
+            return WorkerStream(self._pool, source.request.partition_id, batch_index, life, self._bound())
         if self.prefetch_factor == 0:
             return InlineStream(source, batch_index, life)
-        return PrefetchStream(
-            source, batch_index, life, max_batches=self.prefetch_factor, max_bytes=self._prefetch_bytes
-        )
+        return PrefetchStream(source, batch_index, life, self._bound())
+
+    def _bound(self) -> AheadBound:
+        return AheadBound(self.prefetch_factor * max(self.num_workers, 1), self._prefetch_bytes)
 
     def _end_workers(self) -> None:
         pool, self._pool = self._pool, None

@@ -85,8 +85,8 @@ def select_rows(flat: FlatBatch, positions: Positions) -> FlatBatch:
             f"got positions {positions.min()} to {positions.max()} of a batch of {flat.row_count} rows; "
             f"expected 0 to {flat.row_count - 1}"
         )
-    rows = _Picker.of(positions)
-    jagged = [_jagged_picker(offsets, positions, rows) for offsets in flat.patterns]
+    rows = _Picker(positions, positions + 1)
+    jagged = [_jagged_picker(offsets, positions) for offsets in flat.patterns]
 
     def pick(column: Column) -> Column:
         if isinstance(column, DenseColumn):
@@ -104,41 +104,49 @@ def select_rows(flat: FlatBatch, positions: Positions) -> FlatBatch:
 
 
 class _Picker:
-    """Copies parts of tensors: a slice where the parts are neighbours, gathered by index otherwise."""
+    """Copies ranges of tensors, one after the other.
 
-    def __init__(self, *, start: int = 0, count: int = 0, index: torch.Tensor | None = None) -> None:
-        self._start = start
-        self._count = count
-        self._index = index
+    In this thread and by numpy: torch shares a copy out over its pool of threads, which takes longer than the copy of a
+    micro-batch, and much longer where the CPUs are busy.
+    """
 
-    @classmethod
-    def of(cls, positions: Positions) -> _Picker:
-        if positions.size == 0 or np.array_equal(positions, np.arange(positions[0], positions[0] + positions.size)):
-            return cls(start=int(positions[0]) if positions.size else 0, count=int(positions.size))
-        return cls(index=torch.from_numpy(positions))
-
-    @property
-    def is_slice(self) -> bool:
-        return self._index is None
+    def __init__(self, starts: Positions, stops: Positions) -> None:
+        # Neighbours are copied together.
+        firsts = np.flatnonzero(np.concatenate([[True], starts[1:] != stops[:-1]])) if starts.size else _NOTHING
+        lasts = np.concatenate([firsts[1:] - 1, [starts.size - 1]]) if starts.size else _NOTHING
+        self._ranges: list[tuple[int, int]] = list(
+            zip(starts[firsts].tolist(), stops[lasts].tolist(), strict=True)
+        ) or [(0, 0)]
 
     def pick(self, values: torch.Tensor, dim: int) -> torch.Tensor:
-        if self._index is None:
-            return values.narrow(dim, self._start, self._count).clone(memory_format=torch.contiguous_format)
-        # Not index_select, which lacks the unsigned dtypes.
-        index = self._index.to(values.device)
-        return values[index] if dim == 0 else values.movedim(dim, 0)[index].movedim(0, dim).contiguous()
+        array = _array_of(values)
+        if array is None:
+            return torch.cat([values.narrow(dim, start, stop - start) for start, stop in self._ranges], dim=dim)
+        before = (slice(None),) * dim
+        parts = [array[(*before, slice(start, stop))] for start, stop in self._ranges]
+        picked = parts[0].copy() if len(parts) == 1 else np.concatenate(parts, axis=dim)
+        return torch.from_numpy(np.ascontiguousarray(picked)).view(values.dtype)
 
 
-def _jagged_picker(offsets: torch.Tensor, positions: Positions, rows: _Picker) -> tuple[_Picker, torch.Tensor]:
+_NOTHING = np.zeros(0, np.int64)
+# Of each size one that numpy has as well, which lacks bfloat16 and others.
+_STAND_INS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+def _array_of(values: torch.Tensor) -> NDArray[Any] | None:
+    """Return the memory of a tensor as an array, of a dtype of the same size; None where it is not plain memory."""
+    if values.device.type != "cpu" or values.requires_grad or values.is_conj() or values.is_neg():
+        return None
+    array: NDArray[Any] = values.view(_STAND_INS[values.dtype.itemsize]).numpy()
+    return array
+
+
+def _jagged_picker(offsets: torch.Tensor, positions: Positions) -> tuple[_Picker, torch.Tensor]:
     """Return what picks the values of some rows, and the offsets `(m + 1,)` of what it picks."""
     bounds = offsets.detach().cpu().numpy().astype(np.int64, copy=False)
-    starts, lengths = bounds[:-1][positions], np.diff(bounds)[positions]
-    picked = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-    new_offsets = torch.from_numpy(picked).to(device=offsets.device, dtype=offsets.dtype)
-    if rows.is_slice:
-        return _Picker(start=int(starts[0]) if starts.size else 0, count=int(picked[-1])), new_offsets
-    index = np.repeat(starts - picked[:-1], lengths) + np.arange(picked[-1])
-    return _Picker(index=torch.from_numpy(index)), new_offsets
+    starts, stops = bounds[:-1][positions], bounds[1:][positions]
+    picked = np.concatenate([np.zeros(1, np.int64), np.cumsum(stops - starts)])
+    return _Picker(starts, stops), torch.from_numpy(picked).to(device=offsets.device, dtype=offsets.dtype)
 
 
 def _own(row: Any) -> Any:

@@ -1,136 +1,152 @@
-"""How a whole batch travels from a worker process to its parent.
+"""How a whole batch travels from a worker process to its parent: one copy into a shared block, none out of it.
 
-Tensors go through torch's shared memory, one segment and one file descriptor each. So what travels is few flat tensors:
-values and offsets for nested ones (which the worker queues of torch do not carry reliably), one tensor of values for
-rows of several ragged dimensions, one tensor of bytes for objects with tensors in them.
+The tensors of the columns lie one after the other in the block, and the parent's tensors are made on it. All else, the
+meta and objects with whatever is in them, is pickled; tensors within objects come out of the pickle with memory of
+their own, since a micro-batch does not copy them.
 """
 
 from __future__ import annotations
 
-import itertools
+import io
+import math
+import pickle
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from tensordict import TensorDict
 
 from tq_service.data.batch import Batch
-from tq_service.data.columns import FieldKey, FlatBatch, ObjectColumn, build, flatten
-from tq_service.errors import UnsupportedObjectError
-from tq_service.wire.objects import decode_object, encode_object
+from tq_service.data.blocks import BlockRef, BlockWriter
+from tq_service.data.columns import FlatBatch, build, flatten
+from tq_service.wire.dtypes import Bytes
 
-_PLAIN = (str, bytes, int, float, bool, type(None))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorRows:
-    """Tensor rows of one dtype: `values` `(total,)` one after the other, `shapes` `(n, dims)` of each."""
-
-    values: torch.Tensor
-    shapes: NDArray[np.int64]
-
-    def rows(self) -> list[torch.Tensor]:
-        """Return the rows; they share the memory of `values`."""
-        parts = torch.split(self.values, [int(size) for size in self.shapes.prod(axis=1)])
-        return [part.view(tuple(shape)) for part, shape in zip(parts, self.shapes.tolist(), strict=True)]
+_ALIGNMENT: Final = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EncodedRows:
-    """Objects as bytes: `blob` `(total,)` uint8, `ends` `(n,)` where each object ends."""
+class TensorPlace:
+    """A contiguous tensor in a block, `offset` bytes after its start."""
 
-    blob: torch.Tensor
-    ends: NDArray[np.int64]
-
-    def rows(self) -> list[Any]:
-        """Return the objects; tensors in them have memory of their own."""
-        data: memoryview = self.blob.numpy().data
-        starts = [0, *self.ends.tolist()]
-        return [decode_object(bytes(data[start:end])) for start, end in itertools.pairwise(starts)]
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parcel:
-    """A batch on its way.
+    """A batch in a block.
 
     Attributes:
         index: its batch_index.
-        meta: what it is.
-        flat: its dense and jagged columns, and object columns of plain rows; None where the data is no TensorDict.
-        packed: the other object columns.
-        order: all keys in their order.
-        data: what fetch_batch_fn returned, where that is no TensorDict.
+        size_bytes: bytes of the tensors and of the pickle.
+        block: where it lies.
+        pickle_bytes: bytes of the pickle, at the start of the block.
+        places: the tensors of the columns.
     """
 
     index: int
-    meta: Any
-    flat: FlatBatch | None = None
-    packed: dict[FieldKey, TensorRows | EncodedRows] | None = None
-    order: tuple[FieldKey, ...] = ()
-    data: Any = None
+    size_bytes: int
+    block: BlockRef
+    pickle_bytes: int
+    places: tuple[TensorPlace, ...]
 
 
-def pack(batch: Batch) -> Parcel:
-    """Return what travels; whatever no column can hold is left to the worker queue as it is."""
-    if not isinstance(batch.data, TensorDict):
-        return Parcel(index=batch.index, meta=batch.meta, data=batch.data)
-    flat = flatten(batch.data)
-    packed: dict[FieldKey, TensorRows | EncodedRows] = {}
-    for key, column in flat.columns.items():
-        if isinstance(column, ObjectColumn):
-            rows = _pack_rows(column.rows)
-            if rows is not None:
-                packed[key] = rows
-    kept = {key: column for key, column in flat.columns.items() if key not in packed}
+def pack(batch: Batch, blocks: BlockWriter) -> Parcel:
+    """Write a batch into a block.
+
+    Raises:
+        Exception: whatever the pickling of an object raises.
+    """
+    tensors: list[torch.Tensor] = []
+    content = flatten(batch.data).map_tensors(_collector(tensors)) if isinstance(batch.data, TensorDict) else batch.data
+    pickled = _pickled((batch.meta, content), tensors)
+    parts: list[tuple[int, Bytes]] = [(0, pickled)]
+    places = []
+    end = pickled.nbytes
+    for tensor in tensors:
+        offset = -(-end // _ALIGNMENT) * _ALIGNMENT
+        places.append(TensorPlace(offset=offset, dtype=tensor.dtype, shape=tuple(tensor.shape)))
+        parts.append((offset, _bytes_of(tensor)))
+        end = offset + tensor.nbytes
     return Parcel(
         index=batch.index,
-        meta=batch.meta,
-        flat=FlatBatch(row_count=flat.row_count, columns=kept, patterns=flat.patterns).map_tensors(_detached),
-        packed=packed,
-        order=tuple(flat.columns),
+        size_bytes=end,
+        block=blocks.write(parts, end),
+        pickle_bytes=pickled.nbytes,
+        places=tuple(places),
     )
 
 
-def unpack(parcel: Parcel) -> Batch:
-    """Return the batch, its tensors in the memory shared with the worker."""
-    if parcel.flat is None:
-        return Batch(index=parcel.index, data=parcel.data, meta=parcel.meta)
-    columns = dict(parcel.flat.columns)
-    for key, rows in (parcel.packed or {}).items():
-        columns[key] = ObjectColumn(rows=rows.rows())
-    flat = FlatBatch(
-        row_count=parcel.flat.row_count,
-        columns={key: columns[key] for key in parcel.order},
-        patterns=parcel.flat.patterns,
-    )
-    return Batch(index=parcel.index, data=build(flat), meta=parcel.meta, borrowed=True)
+def unpack(parcel: Parcel, block: Bytes) -> Batch:
+    """Return the batch; its tensors lie in the block."""
+    tensors = [_tensor_at(place, block) for place in parcel.places]
+    meta, content = _Unpickler(io.BytesIO(block[: parcel.pickle_bytes].data), tensors).load()
+    return Batch(index=parcel.index, data=build(content) if isinstance(content, FlatBatch) else content, meta=meta)
 
 
-def _pack_rows(rows: list[Any]) -> TensorRows | EncodedRows | None:
-    if all(isinstance(row, _PLAIN) for row in rows):
-        return None
-    if all(isinstance(row, torch.Tensor) and row.layout is torch.strided for row in rows):
-        return _pack_tensors(rows)
-    try:
-        blobs = [encode_object(row) for row in rows]
-    except UnsupportedObjectError:
-        return None
-    blob = np.frombuffer(bytearray().join(blobs), dtype=np.uint8)
-    return EncodedRows(blob=torch.from_numpy(blob), ends=np.cumsum([len(blob) for blob in blobs], dtype=np.int64))
+def _collector(tensors: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that notes tensors which can lie in a block, and leaves others to the pickle."""
+
+    def collect(tensor: torch.Tensor) -> torch.Tensor:
+        if not _is_plain(tensor):
+            return tensor
+        tensors.append(tensor.detach())
+        return tensors[-1]
+
+    return collect
 
 
-def _pack_tensors(rows: list[torch.Tensor]) -> TensorRows | None:
-    if len({(row.dtype, row.ndim, row.device) for row in rows}) != 1:
-        return None
-    return TensorRows(
-        values=torch.cat([row.detach().reshape(-1) for row in rows]),
-        shapes=np.array([tuple(row.shape) for row in rows], dtype=np.int64).reshape(len(rows), rows[0].ndim),
-    )
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_quantized
 
 
-def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    # A view would take the whole storage it is a view of along.
-    plain = tensor.detach()
-    return plain if plain.untyped_storage().nbytes() == plain.nbytes else plain.clone()
+def _bytes_of(tensor: torch.Tensor) -> Bytes:
+    whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # Not reshape: a single element counts as contiguous whatever its stride, which view does not accept.
+    array: Bytes = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).numpy()
+    return array
+
+
+def _tensor_at(place: TensorPlace, block: Bytes) -> torch.Tensor:
+    size_bytes = math.prod(place.shape) * place.dtype.itemsize
+    if not size_bytes:
+        return torch.empty(place.shape, dtype=place.dtype)
+    return torch.from_numpy(block[place.offset : place.offset + size_bytes]).view(place.dtype).reshape(place.shape)
+
+
+def _tensor_of(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return _tensor_at(TensorPlace(offset=0, dtype=dtype, shape=shape), np.frombuffer(data, np.uint8))
+
+
+def _pickled(content: Any, tensors: Sequence[torch.Tensor]) -> Bytes:
+    file = io.BytesIO()
+    _Pickler(file, tensors).dump(content)
+    return np.frombuffer(file.getbuffer(), np.uint8)
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles all but the tensors in the block, which it numbers; other tensors as their bytes."""
+
+    def __init__(self, file: io.BytesIO, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__(file, protocol=5)
+        self._numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
+
+    def persistent_id(self, value: Any) -> int | None:
+        return self._numbers.get(id(value)) if type(value) is torch.Tensor else None
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is torch.Tensor and _is_plain(value):
+            return _tensor_of, (pickle.PickleBuffer(_bytes_of(value).data), value.dtype, tuple(value.shape))
+        return NotImplemented
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    def persistent_load(self, number: int) -> torch.Tensor:
+        return self._tensors[number]

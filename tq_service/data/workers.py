@@ -2,127 +2,163 @@
 
 Lifecycle::
 
-    WorkerPool()  ── start(0, ...)    ──> workers start;    worker w of W fetches batches w, w+W, w+2W, ...
-                  ── stream.close()   ──> workers stop fetching and idle; what they fetched ahead is dropped
-                  ── start(k, ...)    ──> the same workers; worker w fetches batches k+w, k+w+W, ...
-                  ── close() or garbage collection ──> workers end
+    WorkerPool()  ──────────────────> workers start and idle
+    WorkerStream(pool, index=0) ────> orders batches 0, 1, 2, ... as far ahead as its bound allows, from whoever has
+                                      the fewest orders; each batch that arrives or is read makes room for the next
+         stream.close() ────────────> workers stop fetching and idle; what they fetched ahead is dropped
+    WorkerStream(pool, index=k) ────> the same workers, from batch k
+    pool.close() or garbage collection ──> workers end
 
-Each start is a generation with an assignment that every worker is sent through a pipe of its own. A worker goes on as
-long as its generation is the shared one, so that neither a closed stream nor `step()` leaves it waiting for a batch
-that nobody wants.
+All bookkeeping is in the parent: a worker knows nothing of other workers, and of a batch only that it was ordered.
 """
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing
-import time
-import traceback
-import warnings
+import multiprocessing.connection
+import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
-from multiprocessing.reduction import ForkingPickler
+from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler, recv_handle
 from typing import Any
 
-import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
-
+from tq_service.data.ahead import AheadBound
 from tq_service.data.batch import Batch, Life
-from tq_service.data.source import BatchFetcher, BatchSource, StreamClosedError, parent_is_alive
-from tq_service.data.transport import Parcel, pack, unpack
+from tq_service.data.blocks import BlockReader
+from tq_service.data.source import BatchSource
+from tq_service.data.transport import Parcel, unpack
+from tq_service.data.worker_messages import Answer, Failure, Order, Stop
+from tq_service.data.worker_process import run_worker
+from tq_service.wire.dtypes import Bytes
 
-_DEATH_NOTICE_SECONDS = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Assignment:
-    """What the workers fetch from now on: batches of the partition, from `batch_index`."""
-
-    generation: int
-    partition_id: str
-    batch_index: int
-    life: Life | None
+# A worker ends at once unless a fetch_batch_fn holds it.
+_JOIN_SECONDS = 5.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    """What a worker sends instead of a batch: the error, or a stand-in where it cannot travel, and where it was."""
+class WorkerDiedError(RuntimeError):
+    """A worker process ended by itself."""
 
-    error: Exception
-    worker_traceback: str
 
-    @classmethod
-    def of(cls, error: Exception) -> Failure:
-        """Return the failure of an exception that is being handled."""
-        text = "".join(traceback.format_exception(error))
-        try:
-            ForkingPickler.loads(ForkingPickler.dumps(error))
-        except Exception:  # an exception class may fail in any way to be copied
-            error = RuntimeError(f"{type(error).__name__}: {error}")
-        return cls(error=error, worker_traceback=text)
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """What a worker answered to an order, with the block where the batch lies."""
+
+    content: Parcel | Failure | None
+    block: Bytes | None = None
+
+
+@dataclass(slots=True)
+class _Worker:
+    process: BaseProcess
+    connection: Connection
+    blocks: BlockReader = field(default_factory=BlockReader)
+    order_count: int = 0
 
 
 class WorkerPool:
     """Worker processes that live until `close`, and the one stream they fetch at a time.
 
     Workers get the source when they start, so that with fork its functions need not be picklable; of it only the
-    partition changes later.
+    partition changes later. One thread receives; `order` and `stop` may come from others.
     """
 
-    def __init__(self, source: BatchSource, num_workers: int, prefetch_factor: int, context: BaseContext) -> None:
-        pipes = [context.Pipe(duplex=False) for _ in range(num_workers)]
-        self._outboxes = [sender for _, sender in pipes]
-        # Written by the parent only, and read whole: needs no lock, which a killed worker could leave locked.
-        self._generation = context.Value("q", 0, lock=False)
-        self._loader = _torch_loader(
-            _WorkerDataset(source, [receiver for receiver, _ in pipes], self._generation),
-            num_workers=num_workers,
-            prefetch_factor=prefetch_factor,
-            context=context,
-        )
-        self._iterator: Any = None
-        # Before the workers are joined, those that wait for a batch must learn that nobody wants it.
-        weakref.finalize(self, _abandon, self._generation)
+    def __init__(self, source: BatchSource, num_workers: int, context: BaseContext) -> None:
+        self._workers = [_start_worker(source, number, context) for number in range(num_workers)]
+        self._stream = 0
+        self._stopped = False
+        # Reentrant: a finalizer may stop in the middle of an order.
+        self._lock = threading.RLock()
+        self._wakeup, self._waker = multiprocessing.Pipe(duplex=False)
+        self._finalizer = weakref.finalize(self, _end_workers, self._workers)
 
-    def start(self, partition_id: str, batch_index: int, life: Life | None) -> Iterator[Parcel | Failure]:
-        """Make the workers fetch from `batch_index` on, and return what they send, in order."""
-        self.abandon()
-        assignment = Assignment(
-            generation=self._generation.value, partition_id=partition_id, batch_index=batch_index, life=life
-        )
-        for outbox in self._outboxes:
-            outbox.send(assignment)
-        with _more_workers_than_cpus():
-            parcels: Iterator[Parcel | Failure] = iter(self._loader)
-        self._iterator = parcels
-        return parcels
+    def start(self) -> int:
+        """Begin a stream, which ends the one before it, and return its number."""
+        self.stop(self._stream)
+        with self._lock:
+            self._stream += 1
+            self._stopped = False
+            while self._wakeup.poll():
+                self._wakeup.recv_bytes()
+            for worker in self._workers:
+                worker.order_count = 0
+            return self._stream
 
-    def abandon(self) -> None:
-        """Make the workers stop fetching."""
-        _abandon(self._generation)
+    def stop(self, stream: int) -> None:
+        """Make the workers drop what a stream ordered, and `receive` return. Idempotent."""
+        with self._lock:
+            if stream != self._stream or self._stopped:
+                return
+            self._stopped = True
+            self._waker.send_bytes(b"stop")
+            for worker in self._workers:
+                _send(worker, Stop(stream=stream))
+
+    def order(self, order: Order) -> None:
+        """Have a batch fetched by the worker that has the fewest orders."""
+        with self._lock:
+            worker = min(self._workers, key=lambda worker: worker.order_count)
+            worker.order_count += 1
+            _send(worker, replace(order, released=worker.blocks.take_released()))
+
+    def receive(self, stream: int, *, wait: bool) -> dict[int, Arrived]:
+        """Return what has arrived for a stream, by batch_index; nothing once it was stopped.
+
+        Args:
+            stream: its number.
+            wait: whether to wait until something arrives.
+
+        Raises:
+            WorkerDiedError: a worker died.
+        """
+        sources: list[Any] = [self._wakeup]
+        for worker in self._workers:
+            sources += [worker.connection, worker.process.sentinel]
+        arrived: dict[int, Arrived] = {}
+        while not arrived and not self._stopped and stream == self._stream:
+            ready = multiprocessing.connection.wait(sources, None if wait else 0)
+            for worker in self._workers:
+                if worker.connection in ready or worker.process.sentinel in ready:
+                    answer, block = _receive(worker)
+                    if answer.stream == stream:
+                        arrived[answer.batch_index] = Arrived(answer.content, block)
+                        with self._lock:
+                            worker.order_count -= 1
+            if not wait:
+                break
+        return arrived
 
     def close(self) -> None:
         """End the workers. Idempotent."""
-        self.abandon()
-        iterator, self._iterator = self._iterator, None
-        if iterator is not None:
-            # Torch would end them when the iterator is garbage, but the traceback of an error may keep it alive.
-            iterator._shutdown_workers()
-        for outbox in self._outboxes:
-            outbox.close()
+        self.stop(self._stream)
+        self._finalizer()
 
 
 class WorkerStream:
     """The stream that a pool fetches."""
 
-    def __init__(self, pool: WorkerPool, partition_id: str, batch_index: int, life: Life | None) -> None:
+    def __init__(
+        self, pool: WorkerPool, partition_id: str, batch_index: int, life: Life | None, bound: AheadBound
+    ) -> None:
         self._pool = pool
-        self._parcels: Iterator[Parcel | Failure] | None = pool.start(partition_id, batch_index, life)
+        self._number = pool.start()
+        self._partition_id = partition_id
+        self._life = life
+        self._bound = bound
         self._next_index = batch_index
+        self._next_order = batch_index
+        self._arrived: dict[int, Arrived] = {}
+        # Nothing is ordered any more: the end was seen, or an error.
+        self._ordered_all = False
+        self._closed = False
+        # A batch may be taken by another thread than the one that reads.
+        self._lock = threading.RLock()
+        self._order()
 
     @property
     def next_index(self) -> int:
@@ -132,105 +168,111 @@ class WorkerStream:
     @property
     def closed(self) -> bool:
         """Whether `close` was called."""
-        return self._parcels is None
+        return self._closed
 
     def read(self) -> Batch | None:
-        """Wait for the next batch; None at the end. Raises what a worker raised, and RuntimeError if one died."""
-        if self._parcels is None:
+        """Wait for the next batch; None at the end.
+
+        Raises:
+            WorkerDiedError: a worker died.
+            Exception: what a worker raised.
+        """
+        self._receive(wait=False)
+        while (arrived := self._arrived.get(self._next_index)) is None:
+            if self._closed:
+                return None
+            self._receive(wait=True)
+        if arrived.content is None:
             return None
-        try:
-            arrived = next(self._parcels, None)
-        except (OSError, EOFError) as error:
-            # A tensor of a dead worker was being received. Torch's handler of SIGCHLD is about to raise, wherever the
-            # main thread is: better here than while the other workers are ended.
-            time.sleep(_DEATH_NOTICE_SECONDS)
-            raise RuntimeError(f"a worker process died while it handed over batch {self._next_index}") from error
-        if arrived is None:
-            return None
-        if isinstance(arrived, Failure):
-            arrived.error.add_note(f"raised in a worker process:\n{arrived.worker_traceback}")
-            raise arrived.error
-        if arrived.index != self._next_index:
-            raise RuntimeError(f"got batch {arrived.index} from the workers; expected batch {self._next_index}")
+        if isinstance(arrived.content, Failure):
+            arrived.content.error.add_note(f"raised in a worker process:\n{arrived.content.worker_traceback}")
+            raise arrived.content.error
+        if arrived.block is None:
+            raise RuntimeError(f"batch {self._next_index} came without its block")
+        batch = unpack(arrived.content, arrived.block)
+        self._arrived.pop(self._next_index, None)  # unless `close` dropped it meanwhile
         self._next_index += 1
-        return unpack(arrived)
+        return replace(batch, taken=partial(self._take, arrived.content.size_bytes))
+
+    def _receive(self, *, wait: bool) -> None:
+        arrived = self._pool.receive(self._number, wait=wait)
+        self._arrived.update(arrived)
+        with self._lock:
+            for answer in arrived.values():
+                if isinstance(answer.content, Parcel):
+                    self._bound.arrive(answer.content.size_bytes)
+                else:
+                    self._bound.arrive(0)
+                    self._ordered_all = True
+            self._order()
+
+    def _take(self, size_bytes: int) -> None:
+        with self._lock:
+            self._bound.take(size_bytes)
+            self._order()
+
+    def _order(self) -> None:
+        while not self._ordered_all and not self._closed and self._bound.admits():
+            self._bound.begin()
+            self._pool.order(
+                Order(
+                    stream=self._number,
+                    partition_id=self._partition_id,
+                    batch_index=self._next_order,
+                    life=self._life,
+                )
+            )
+            self._next_order += 1
 
     def close(self) -> None:
         """Make the workers idle. Idempotent."""
-        if self._parcels is not None:
-            self._parcels = None
-            self._pool.abandon()
+        if not self._closed:
+            self._closed = True
+            self._pool.stop(self._number)
+            self._arrived.clear()
 
 
-class _WorkerDataset(IterableDataset[Any]):
-    """What runs in the workers: each iteration serves one assignment."""
-
-    def __init__(self, source: BatchSource, inboxes: list[Connection], generation: Any) -> None:
-        self._source = source
-        self._inboxes = inboxes
-        self._generation = generation
-
-    def __iter__(self) -> Iterator[Parcel | Failure]:
-        worker = get_worker_info()
-        if worker is None:
-            raise RuntimeError("a worker's dataset was iterated outside of a worker process")
-        # Received here and not in the generator: there is one assignment for each iteration, also for one of which
-        # nothing is read.
-        assignment: Assignment = self._inboxes[worker.id].recv()
-        return _serve(
-            BatchFetcher(self._source.of_partition(assignment.partition_id), assignment.life),
-            range_start=assignment.batch_index + worker.id,
-            range_step=worker.num_workers,
-            is_wanted=lambda: self._generation.value == assignment.generation and parent_is_alive(),
-        )
+def _start_worker(source: BatchSource, number: int, context: BaseContext) -> _Worker:
+    connection, of_worker = context.Pipe()
+    # Each context has it, though the stubs of their base class do not.
+    make_process: Callable[..., BaseProcess] = context.Process  # type: ignore[attr-defined]
+    process = make_process(target=run_worker, args=(source, of_worker), name=f"tq-worker-{number}", daemon=True)
+    process.start()
+    of_worker.close()
+    return _Worker(process=process, connection=connection)
 
 
-def _serve(
-    fetcher: BatchFetcher, *, range_start: int, range_step: int, is_wanted: Callable[[], bool]
-) -> Iterator[Parcel | Failure]:
+def _send(worker: _Worker, message: Order | Stop | None) -> None:
+    with suppress(OSError):  # dead or ended: `receive` tells
+        worker.connection.send(message)
+
+
+def _receive(worker: _Worker) -> tuple[Answer, Bytes | None]:
     try:
-        for batch_index in itertools.count(range_start, range_step):
-            batch = fetcher.fetch(batch_index, is_wanted)
-            if batch is None:
-                return
-            yield pack(batch)
-    except StreamClosedError:
-        return
-    except Exception as error:  # whatever it is, it belongs to the reader in the parent
-        yield Failure.of(error)
-    finally:
-        fetcher.close()
+        if not worker.connection.poll():  # it was the process that ended
+            raise EOFError
+        answer: Answer = worker.connection.recv()
+        if not isinstance(answer.content, Parcel):
+            return answer, None
+        ref = answer.content.block
+        return answer, worker.blocks.open(ref, recv_handle(worker.connection) if ref.is_new else None)
+    except (EOFError, OSError) as error:
+        worker.process.join(_JOIN_SECONDS)
+        raise WorkerDiedError(
+            f"worker process {worker.process.pid} died with exit code {worker.process.exitcode} "
+            "(-9 is often a lack of memory); the next iterator starts new workers"
+        ) from error
 
 
-def _torch_loader(
-    dataset: IterableDataset[Any], *, num_workers: int, prefetch_factor: int, context: BaseContext
-) -> DataLoader[Any]:
-    with _more_workers_than_cpus():
-        return DataLoader(
-            dataset,
-            batch_size=None,
-            collate_fn=_unchanged,
-            num_workers=num_workers,
-            prefetch_factor=prefetch_factor,
-            multiprocessing_context=context,
-            persistent_workers=True,
-        )
-
-
-@contextmanager
-def _more_workers_than_cpus() -> Iterator[None]:
-    """Silence torch's warning: workers wait for the network most of the time, so more of them than CPUs are fine."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
-        yield
-
-
-def _unchanged(item: Any) -> Any:
-    return item
-
-
-def _abandon(generation: Any) -> None:
-    generation.value += 1
+def _end_workers(workers: Sequence[_Worker]) -> None:
+    for worker in workers:
+        _send(worker, None)
+    for worker in workers:
+        worker.process.join(_JOIN_SECONDS)
+        if worker.process.exitcode is None:
+            worker.process.kill()
+            worker.process.join()
+        worker.connection.close()
 
 
 def worker_context(name: str | BaseContext | None, source: BatchSource) -> BaseContext:
@@ -246,7 +288,7 @@ def worker_context(name: str | BaseContext | None, source: BatchSource) -> BaseC
         return name
     if name is None:
         name = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() and _pickles(source) else "fork"
-    context: BaseContext = torch.multiprocessing.get_context(name)
+    context: BaseContext = multiprocessing.get_context(name)
     if name == "forkserver":
         context.set_forkserver_preload(["tq_service.data.workers"])
     return context
