@@ -48,6 +48,60 @@ async def test_who_asks_ahead_causes_the_batches_before_to_be_planned(bench):
     assert rows(await finished(bench.ask((0, 1, 1)))) == [2, 3]
 
 
+def pump_count():
+    return sum(task.get_coro().__name__ == "_run_pump" for task in asyncio.all_tasks())
+
+
+async def test_a_batch_that_is_ready_is_claimed_without_a_pump(bench):
+    bench.insert(8)
+    claims = [asks((1, 2, 0)), asks((0, 2, 0)), asks((0, 2, 1)), asks((1, 2, 1))]
+    for claim, expected in zip(claims, ([2, 3], [0, 1], [4, 5], [6, 7]), strict=True):
+        assert run_to_its_end(bench.planner.claim(claim, 1)).rows.tolist() == expected
+    bench.insert(2)
+    assert run_to_its_end(bench.planner.claim(asks(), 1)).rows.tolist() == [8, 9]
+    assert pump_count() == 0
+
+
+def run_to_its_end(call):
+    """Return what a coroutine returns that never waits."""
+    with pytest.raises(StopIteration) as stopped:
+        call.send(None)
+    return stopped.value.value
+
+
+async def test_a_claim_at_once_does_not_leave_those_behind_who_disagree(bench):
+    too_much = bench.ask((0, 1, 0), batch_size=4)
+    await turns()
+    bench.insert(2)
+    await turns()
+    assert not too_much.done()
+    assert rows(await finished(bench.ask((0, 1, 0), batch_size=2))) == [0, 1]
+    await turns()
+    assert isinstance(too_much.exception(), RankDisagreementError)
+
+
+async def test_a_claim_at_once_of_the_last_samples_brings_the_end_to_those_who_wait(bench):
+    bench.insert(2)
+    bench.partition.seal()
+    waiting = bench.ask(data_fields=("y",))
+    await turns()
+    assert not waiting.done()
+    assert rows(await finished(bench.ask(batch_size=2))) == [0, 1]
+    await turns()
+    assert waiting.result() == End(0)
+
+
+async def test_nobody_is_served_at_once_while_others_are_being_served(bench):
+    first = bench.ask()
+    await turns()
+    bench.insert(2)
+    second = bench.ask()
+    await turns()
+    assert rows(first) == [0, 1]
+    assert not second.done()
+    second.cancel()
+
+
 async def test_the_deadline_ends_a_wait_with_not_yet_and_leaves_nothing(bench):
     for wait in (0, 0.001):
         assert await bench.ask((0, 1, 0), wait=wait) == NotYet()

@@ -112,6 +112,32 @@ async def test_errors_of_the_service_pass_through(quick):
     assert caught.value.__cause__ is None
 
 
+async def test_a_quick_plan_is_made_at_once():
+    runner = PlanRunner()
+    quick = Answers(Plan.of([[1], [2]]), quick=True)
+    assert parts(runner.run_at_once(quick, view_of_samples(4), REQUEST)) == [[1], [2]]
+    assert runner.run_at_once(Answers(None, quick=True), view_of_samples(4), REQUEST) is None
+    with pytest.raises(SamplerError, match="'answers' raised KeyError"):
+        runner.run_at_once(Answers(KeyError("x"), quick=True), view_of_samples(4), REQUEST)
+    with pytest.raises(SamplerError, match="parts for 1 ranks"):
+        runner.run_at_once(Answers(Plan.of([[1]]), quick=True), view_of_samples(4), REQUEST)
+
+
+async def test_what_must_be_awaited_is_not_made_at_once():
+    async def plan(view):
+        raise AssertionError("nobody awaits it")
+
+    class Returns(Sampler):
+        name = "returns"
+
+        def plan(self, view, request):
+            return plan(view)
+
+    for sampler in (AsyncSampler(plan), Returns()):
+        assert PlanRunner().run_at_once(sampler, view_of_samples(4), REQUEST) is None
+    await asyncio.sleep(0)
+
+
 async def test_a_failing_check_is_an_error_of_the_sampler():
     class Fails(SequentialSampler):
         def check(self, request):

@@ -165,6 +165,20 @@ async def test_equal_options_give_one_instance():
     assert evicted is not first
 
 
+async def test_options_as_canonical_json_give_the_same_instance():
+    registry = SamplerRegistry()
+    first = await registry.resolve_json("grpo_group_n", '{"n_samples_per_prompt": 2}')
+    assert first == GRPOGroupNSampler(n_samples_per_prompt=2)
+    assert await registry.resolve("grpo_group_n", {"n_samples_per_prompt": 2}) is first
+    assert await registry.resolve_json("grpo_group_n", '{"n_samples_per_prompt": 2}') is first
+
+
+async def test_options_that_are_no_json_are_built_anew():
+    registry = SamplerRegistry()
+    with pytest.raises(InvalidArgumentError):
+        await registry.resolve("grpo_group_n", {"n_samples_per_prompt": object()})
+
+
 async def test_module_and_class(plug_in):
     registry = SamplerRegistry(allow_import=True)
     sampler = await registry.resolve(f"{plug_in}:Newest", {"count": 5})

@@ -1,5 +1,8 @@
 """Specs, states and custom_meta come back as they were sent, and malformed ones are refused."""
 
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +13,7 @@ from tq_service.errors import InvalidArgumentError
 from tq_service.schema import FieldSpec, Layout, MetaColumn, SampleState
 from tq_service.v1 import metadata_pb2 as pb
 from tq_service.wire.metadata import (
+    decode_integers,
     decode_layout,
     decode_meta_columns,
     decode_spec,
@@ -77,6 +81,47 @@ def test_integers_among_floats_become_floats():
     assert column.values.dtype == np.float64
     assert column.values[:2].tolist() == [1.0, 2.5]
     assert column.present.tolist() == [True, True, False]
+
+
+class Reading(Mapping):
+    """A mapping that is no dict."""
+
+    def __getitem__(self, name):
+        return {"k": 1}[name]
+
+    def __iter__(self):
+        return iter(["k"])
+
+    def __len__(self):
+        return 1
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"k": 1, "l": "a"}, {"l": "b", "k": 2}],
+        [{"k": 1}, {"l": 2}],
+        [{"k": 1}, Reading(), OrderedDict(k=3)],
+        [{}, {}],
+    ],
+)
+def test_rows_may_differ_in_names_and_type(rows):
+    assert meta_columns_to_rows(rows_to_meta_columns(rows), len(rows)) == [dict(row) for row in rows]
+
+
+def test_a_mapping_that_makes_up_values_is_not_asked_to():
+    rows = [defaultdict(int, k=1), defaultdict(int, l=2)]
+    assert meta_columns_to_rows(rows_to_meta_columns(rows), 2) == [{"k": 1}, {"l": 2}]
+    assert [len(row) for row in rows] == [1, 1]
+
+
+@pytest.mark.parametrize("count", [0, 3, 64, 65, 1000])
+def test_integers_of_a_repeated_field(count):
+    values = [(-1) ** i * i * 2**40 for i in range(count)]
+    array = decode_integers(pb.Int64Values(values=values).values)
+    assert array.dtype == np.int64
+    assert array.tolist() == values
+    array[:] = 0  # memory of its own
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from tq_service.client.steps import Step, select_steps, shift_steps, steps_from_
 from tq_service.errors import InvalidArgumentError
 from tq_service.schema import FieldSpec, MetaColumn, MetaValue
 from tq_service.v1 import metadata_pb2 as pb
-from tq_service.wire.metadata import decode_meta_columns, decode_spec, meta_columns_to_rows
+from tq_service.wire.metadata import decode_integers, decode_meta_columns, decode_spec, meta_columns_to_rows
 
 Status = Literal["batch", "not_yet", "end"]
 
@@ -69,7 +69,7 @@ class BatchMeta:
     @classmethod
     def from_proto(cls, message: pb.BatchMeta, *, claim_id: bytes = b"") -> BatchMeta:
         """Return the batch of a message."""
-        indexes = np.array(message.global_indexes, np.int64)
+        indexes = decode_integers(message.global_indexes)
         return cls(
             status=_STATUSES.get(message.status, "batch"),
             partition_id=message.partition_id,

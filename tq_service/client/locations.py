@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.v1 import metadata_pb2 as pb
+from tq_service.wire.metadata import decode_integers
 
 Indexes = NDArray[np.int64]
 
@@ -81,9 +82,9 @@ class CellLocations:
             runs=tuple(
                 FieldRuns(
                     field_names=tuple(runs.field_names),
-                    put_indexes=np.array(runs.put_indexes, np.int64),
-                    first_rows=np.array(runs.first_rows, np.int64),
-                    row_counts=np.array(runs.row_counts, np.int64),
+                    put_indexes=decode_integers(runs.put_indexes),
+                    first_rows=decode_integers(runs.first_rows),
+                    row_counts=decode_integers(runs.row_counts),
                 )
                 for runs in message.runs
             ),

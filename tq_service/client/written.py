@@ -30,7 +30,8 @@ def written_meta(
     """
     told = BatchMeta.from_proto(answer)
     keys = tuple(write.keys)
-    groups = tuple(write.groups) if any(write.groups) else ()
+    groups = tuple(write.groups)
+    groups = groups if any(groups) else ()
     if metadata is None:
         return replace(
             told,

@@ -226,15 +226,18 @@ class CellTable:
 
     def locate(self, names: Sequence[str], positions: Indexes) -> list[CellRuns]:
         """Return where cells are, of those fields that all rows have; fields that lie alike share their runs."""
-        alike: dict[bytes, list[str]] = {}
+        alike: dict[bytes, tuple[Indexes, list[str]]] = {}
         for name in names:
             cells = self.fields[name].cell.data[positions]
-            if cells.size and int(cells.min()) != NOT_PRODUCED:
-                alike.setdefault(cells.tobytes(), []).append(name)
-        return [self._runs(tuple(fields), np.frombuffer(cells, np.int64)) for cells, fields in alike.items()]
+            alike.setdefault(cells.tobytes(), (cells, []))[1].append(name)
+        return [
+            self._runs(tuple(fields), cells)
+            for cells, fields in alike.values()
+            if cells.size and int(cells.min()) != NOT_PRODUCED
+        ]
 
     def _runs(self, names: tuple[str, ...], cells: Indexes) -> CellRuns:
-        breaks = np.flatnonzero(cells[1:] - cells[:-1] != 1) + 1
+        breaks = (cells[1:] - cells[:-1] != 1).nonzero()[0]
         if not breaks.size:  # most claims: samples that were put together
             first = int(cells[0])
             return CellRuns(
@@ -244,7 +247,7 @@ class CellTable:
                 first_rows=(first & _ROW_MASK,),
                 row_counts=(cells.size,),
             )
-        starts = np.concatenate(([0], breaks))
+        starts = np.concatenate(([0], breaks + 1))
         used: dict[int, int] = {}
         put_indexes = tuple(used.setdefault(slot, len(used)) for slot in (cells[starts] >> _SLOT_SHIFT).tolist())
         return CellRuns(

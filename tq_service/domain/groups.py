@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -59,10 +60,8 @@ class GroupTable:
         """Refuse new members that do not fit, before anything is written."""
         if group_size < 0:
             raise InvalidArgumentError(f"group_size is {group_size}; give a positive number", field="group_size")
-        counts: dict[str, int] = {}
-        for name in names:
-            if name:
-                counts[name] = counts.get(name, 0) + 1
+        counts = Counter(names)
+        del counts[""]  # no group
         for name, count in counts.items():
             slot = self._slots.get(name)
             have = int(self.members[slot]) if slot is not None else 0
@@ -84,7 +83,8 @@ class GroupTable:
 
     def add(self, names: Sequence[str], group_size: int, positions: Indexes, *, held: bool, failed: bool) -> None:
         """Enter new rows; "" stands for no group."""
-        slots = np.fromiter((self._slot(name) if name else NO_GROUP for name in names), np.int64, len(names))
+        slot_of = {name: self._slot(name) if name else NO_GROUP for name in dict.fromkeys(names)}
+        slots = np.fromiter(map(slot_of.__getitem__, names), np.int64, len(names))
         self._members.data[positions] = slots
         slots = slots[slots >= 0]
         np.add.at(self.members, slots, 1)

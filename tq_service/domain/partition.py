@@ -109,7 +109,7 @@ class Partition:
                     f"{groups[where]!r}; groups are given when a sample is inserted and stay",
                     field="groups",
                 )
-        self.groups.check([groups[i] for i in np.flatnonzero(target.is_new).tolist()], write.group_size)
+        self.groups.check(_of_rows(groups, target.is_new), write.group_size)
 
     def _check_not_failed(self, positions: Indexes) -> None:
         failed = positions[self.state.data[positions] == FAILED]
@@ -128,14 +128,12 @@ class Partition:
         self.state.data[added] = code
         self.state_counts[code] += count
         self.insert_step = gcd(self.insert_step, count)
-        positions = np.arange(added.start, added.stop)
-        which: list[int] = np.flatnonzero(target.is_new).tolist()
         if write.keys is not None:
-            names = [write.keys[i] for i in which]
+            names = _of_rows(write.keys, target.is_new)
             self.key.data[added] = names
-            self.key_index.update(zip(names, self.table.index.data[added].tolist(), strict=True))
+            self.key_index.update(zip(names, range(self.table.next_index - count, self.table.next_index), strict=True))
         if write.groups is not None:
-            names = [write.groups[i] for i in which]
+            names, positions = _of_rows(write.groups, target.is_new), np.arange(added.start, added.stop)
             self.groups.add(names, write.group_size, positions, held=code == HELD, failed=code == FAILED)
         if code != FAILED:
             for task in self.tasks.values():
@@ -333,3 +331,8 @@ class Partition:
     def _changed(self) -> None:
         for notify in self.on_change:
             notify()
+
+
+def _of_rows(names: Sequence[str], which: NDArray[np.bool_]) -> Sequence[str]:
+    """Return the names of some rows of a write; usually all of them are meant."""
+    return names if which.all() else [names[i] for i in np.flatnonzero(which).tolist()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -55,18 +56,21 @@ def _check_counts(write: SampleWrite) -> None:
                 f"got {len(values)} {name} for {write.row_count} samples; give one a sample", field=name
             )
     if write.keys is not None:
-        if len(set(write.keys)) != len(write.keys):
+        unique = set(write.keys)
+        if len(unique) != len(write.keys):
             seen: set[str] = set()
             twice = next(key for key in write.keys if key in seen or seen.add(key))  # type: ignore[func-returns-value]
             raise InvalidArgumentError(f"key {twice!r} is given twice in one put; keys are unique", field="keys")
-        if "" in write.keys:
+        if "" in unique:
             raise InvalidArgumentError("a key is empty; give every sample of the put a key", field="keys")
 
 
 def _by_key(partition: Partition, write: SampleWrite) -> Indexes:
     keys = write.keys or ()
     index_of = partition.key_index
-    known = np.fromiter((index_of.get(key, -1) for key in keys), np.int64, len(keys))
+    known = np.full(len(keys), -1, np.int64)
+    if index_of:
+        known = np.fromiter(map(index_of.get, keys, itertools.repeat(-1)), np.int64, len(keys))
     if write.key_mode == "new" and bool((known >= 0).any()):
         key = keys[int(np.argmax(known >= 0))]
         raise AlreadyExistsError(
@@ -78,8 +82,9 @@ def _by_key(partition: Partition, write: SampleWrite) -> Indexes:
             f"partition {partition.partition_id!r} has no key {key!r}; {nearest(key, some(index_of))}; use "
             f"key_mode='upsert' to add it"
         )
-    positions = partition.table.find(known)
-    positions[known < 0] = -1
+    positions = np.full(known.size, -1, np.int64)
+    is_known = known >= 0
+    positions[is_known] = partition.table.find(known[is_known])
     return positions
 
 

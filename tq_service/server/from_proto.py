@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
 
-import numpy as np
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.struct_pb2 import Struct
 
@@ -25,7 +24,7 @@ from tq_service.schema import BatchUnit, KeyMode, Layout
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import metadata_pb2
 from tq_service.wire.columns import ColumnShape, decode_headers
-from tq_service.wire.metadata import decode_layout, decode_meta_columns, decode_spec, decode_state
+from tq_service.wire.metadata import decode_integers, decode_layout, decode_meta_columns, decode_spec, decode_state
 
 DEFAULT_SAMPLER = "sequential"
 _MOST_RANKS = 65_536
@@ -60,7 +59,7 @@ _OPERATORS: dict[int, Operator] = {
 
 def indexes(values: Sequence[int]) -> Indexes:
     """Return global indexes as an array."""
-    return np.fromiter(values, np.int64, len(values))
+    return decode_integers(values)
 
 
 def partition_settings(request: pb.CreatePartitionRequest) -> PartitionSettings:
@@ -230,16 +229,11 @@ def _unit(number: int) -> BatchUnit:
 
 
 def _rank(request: pb.GetMetaRequest) -> Rank | None:
-    given = [name for name in _RANK_FIELDS if request.HasField(name)]
-    if not given:
+    given = [request.HasField("dp_rank"), request.HasField("dp_size"), request.HasField("batch_index")]
+    if not any(given):
         return None
-    if len(given) < len(_RANK_FIELDS):
-        missing = [name for name in _RANK_FIELDS if name not in given]
-        raise InvalidArgumentError(
-            f"got {' and '.join(given)} without {' and '.join(missing)}; give all three for a trainer rank, none for a "
-            f"queue worker",
-            field=missing[0],
-        )
+    if not all(given):
+        raise _incomplete_rank(request)
     if not 1 <= request.dp_size <= _MOST_RANKS:
         raise InvalidArgumentError(f"dp_size is {request.dp_size}; give 1 to {_MOST_RANKS}", field="dp_size")
     if not 0 <= request.dp_rank < request.dp_size:
@@ -250,6 +244,16 @@ def _rank(request: pb.GetMetaRequest) -> Rank | None:
     if request.batch_index < 0:
         raise InvalidArgumentError(f"batch_index is {request.batch_index}; count from 0", field="batch_index")
     return Rank(dp_rank=request.dp_rank, dp_size=request.dp_size, batch_index=request.batch_index)
+
+
+def _incomplete_rank(request: pb.GetMetaRequest) -> InvalidArgumentError:
+    given = [name for name in _RANK_FIELDS if request.HasField(name)]
+    missing = [name for name in _RANK_FIELDS if name not in given]
+    return InvalidArgumentError(
+        f"got {' and '.join(given)} without {' and '.join(missing)}; give all three for a trainer rank, none for a "
+        f"queue worker",
+        field=missing[0],
+    )
 
 
 def _sizes(request: pb.GetMetaRequest) -> int:

@@ -6,7 +6,6 @@ custom_meta travels in columns. Users give and read it as one mapping a sample; 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,7 +33,10 @@ _STATES: Final[dict[SampleState, pb.SampleState.ValueType]] = {
 }
 _STATES_BACK: Final = {number: state for state, number in _STATES.items()}
 
+_VALUE_FIELDS: Final = {"b": "bool_values", "i": "int64_values", "f": "double_values"}
 _REMEMBERED_SPEC_BYTES: Final = 256
+
+_FEW_VALUES: Final = 64
 
 _NO_VALUE: Final = object()
 _INT64: Final = np.iinfo(np.int64)
@@ -118,6 +120,15 @@ def _read_spec(message: pb.FieldSpec) -> FieldSpec:
     )
 
 
+def decode_integers(values: Sequence[int]) -> NDArray[np.int64]:
+    """Return a repeated field of integers as an array `(n,)`.
+
+    Protobuf lends long fields to numpy as buffers, which costs a copy; finding that out costs more than a few values.
+    """
+    count = len(values)
+    return np.fromiter(values, np.int64, count) if count <= _FEW_VALUES else np.array(values, np.int64)
+
+
 def encode_meta_columns(columns: Iterable[MetaColumn]) -> list[pb.MetaColumn]:
     """Return custom_meta columns as protobuf; only values that are present travel."""
     return [_encode_meta_column(column) for column in columns]
@@ -128,16 +139,9 @@ def _encode_meta_column(column: MetaColumn) -> pb.MetaColumn:
     message = pb.MetaColumn(name=column.name)
     if not complete:
         message.present = column.present.astype(np.uint8).tobytes()
-    values = (column.values if complete else column.values[column.present]).tolist()
-    match column.values.dtype.kind:
-        case "b":
-            message.bool_values.CopyFrom(pb.BoolValues(values=values))
-        case "i":
-            message.int64_values.CopyFrom(pb.Int64Values(values=values))
-        case "f":
-            message.double_values.CopyFrom(pb.DoubleValues(values=values))
-        case _:
-            message.string_values.CopyFrom(pb.StringValues(values=values))
+    kind: Any = getattr(message, _VALUE_FIELDS.get(column.values.dtype.kind, "string_values"))
+    kind.SetInParent()  # also without a value the column has its type
+    kind.values.extend((column.values if complete else column.values[column.present]).tolist())
     return message
 
 
@@ -191,7 +195,7 @@ def _decode_present(message: pb.MetaColumn, row_count: int) -> NDArray[np.bool_]
 def _decode_values(message: pb.MetaColumn) -> NDArray[Any]:
     match message.WhichOneof("values"):
         case "int64_values":
-            return np.array(message.int64_values.values, np.int64)
+            return decode_integers(message.int64_values.values)
         case "double_values":
             return np.array(message.double_values.values, np.float64)
         case "bool_values":
@@ -221,10 +225,26 @@ def rows_to_meta_columns(rows: Sequence[Mapping[str, Any]]) -> list[MetaColumn]:
     Raises:
         InvalidArgumentError: another type, kinds mixed in one column, or an integer beyond 64 bits; names row and key.
     """
-    if set(map(type, rows)) != {dict}:
-        _check_mappings(rows)
+    cells = _complete_columns(rows)
+    if cells is not None:
+        present = np.ones(len(rows), np.bool_)
+        return [_typed_column(name, values, present) for name, values in cells.items()]
+    _check_mappings(rows)
     names = dict.fromkeys(itertools.chain.from_iterable(rows))
-    return [_column_of_rows(name, rows) for name in names]
+    return [_column_with_gaps(name, [row.get(name, _NO_VALUE) for row in rows]) for name in names]
+
+
+def _complete_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]] | None:
+    """Return the values by name where all rows have the same names; None where they may not.
+
+    It takes no step in Python for each row. Only of plain dicts: others may make up a value when asked for it.
+    """
+    if set(map(type, rows)) != {dict} or set(map(len, rows)) != {len(rows[0])}:
+        return None
+    try:
+        return {name: list(map(operator.itemgetter(name), rows)) for name in rows[0]}
+    except KeyError:
+        return None
 
 
 def _check_mappings(rows: Sequence[Any]) -> None:
@@ -236,12 +256,17 @@ def _check_mappings(rows: Sequence[Any]) -> None:
             )
 
 
-def _column_of_rows(name: str, rows: Sequence[Mapping[str, Any]]) -> MetaColumn:
+def _column_with_gaps(name: str, cells: list[Any]) -> MetaColumn:
+    present = np.fromiter((cell is not _NO_VALUE for cell in cells), np.bool_, len(cells))
+    return _typed_column(name, [cell for cell in cells if cell is not _NO_VALUE], present)
+
+
+def _typed_column(name: str, values: list[Any], present: NDArray[np.bool_]) -> MetaColumn:
+    """Return the column of the `values` of those rows that have one."""
     if not isinstance(name, str) or not name:
         raise InvalidArgumentError(
             f"custom_meta has the key {name!r}, expected a string that is not empty", field="custom_meta"
         )
-    values, present = _cells_of_rows(name, rows)
     kinds = set(map(type, values))
     if not kinds <= {bool, int, float, str}:
         values = [_plain_value(name, position, value) for position, value in zip(_rows(present), values, strict=True)]
@@ -251,20 +276,11 @@ def _column_of_rows(name: str, rows: Sequence[Mapping[str, Any]]) -> MetaColumn:
     if len(kinds) != 1:
         raise _mixed_kinds(name, present, values)
     column = _typed_array(name, present, values, kinds.pop())
-    if column.size < len(rows):
-        spread = np.zeros(len(rows), column.dtype) if column.dtype != object else np.full(len(rows), "", object)
+    if column.size < present.size:
+        spread = np.zeros(present.size, column.dtype) if column.dtype != object else np.full(present.size, "", object)
         spread[present] = column
         column = spread
     return MetaColumn(name=name, values=column, present=present)
-
-
-def _cells_of_rows(name: str, rows: Sequence[Mapping[str, Any]]) -> tuple[list[Any], NDArray[np.bool_]]:
-    """Return the values of the rows that have one, and which do."""
-    with contextlib.suppress(KeyError):  # usually all do, and nothing runs in Python for each of them
-        return list(map(operator.itemgetter(name), rows)), np.ones(len(rows), np.bool_)
-    cells = [row.get(name, _NO_VALUE) for row in rows]
-    present = np.fromiter((cell is not _NO_VALUE for cell in cells), np.bool_, len(cells))
-    return [cell for cell in cells if cell is not _NO_VALUE], present
 
 
 def _rows(present: NDArray[np.bool_]) -> list[int]:

@@ -1,0 +1,73 @@
+"""Requests are read once for all calls that ask alike, and never mixed up."""
+
+import pytest
+
+from tq_service.domain.task import Rank
+from tq_service.errors import InvalidArgumentError
+from tq_service.samplers import SequentialSampler
+from tq_service.server.from_proto import claim_request, way_of_asking
+from tq_service.v1 import controller_service_pb2 as pb
+
+
+def request(**arguments):
+    asked = {"request_id": bytes(16), "partition_id": "p", "task_name": "t", "data_fields": ["x"], "batch_size": 8}
+    return pb.GetMetaRequest(**{**asked, **arguments})
+
+
+def test_what_differs_between_calls_makes_no_other_way_of_asking():
+    first = way_of_asking(request(dp_rank=0, dp_size=4, batch_index=0))
+    calls = [
+        request(dp_rank=3, dp_size=4, batch_index=9, epoch=2, incarnation=b"i" * 16, max_wait_seconds=3),
+        request(dp_rank=0, dp_size=4, batch_index=0, request_id=b"r" * 16, partition_id="q", task_name="u"),
+    ]
+    assert all(way_of_asking(call) is first for call in calls)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"data_fields": ["x", "y"]},
+        {"batch_size": 16},
+        {"min_batch_size": 4},
+        {"batch_unit": pb.BATCH_UNIT_GROUP},
+        {"micro_batch_size": 2},
+        {"sampler": "rank_aware"},
+        {"sampler_config": {"n_samples_per_prompt": 2}},
+        {"where": [pb.Condition(column="v", operator=pb.OPERATOR_EQ)]},
+        {"order_by": [pb.Order(column="v")]},
+        {"drop_last": True},
+        {"finite": True},
+    ],
+)
+def test_everything_else_does(other):
+    if "where" in other:
+        other["where"][0].values.add(int64_value=1)
+    assert way_of_asking(request()) != way_of_asking(request(**other))
+
+
+def test_a_long_request_is_read_without_being_remembered():
+    long = request(data_fields=[f"field_{number:03}" for number in range(200)])
+    assert way_of_asking(long) == way_of_asking(long)
+    assert way_of_asking(long) is not way_of_asking(long)
+
+
+def test_options_are_compared_as_canonical_json():
+    one = request(sampler_config={"b": 2, "a": [1.5, 3.0]})
+    assert way_of_asking(one).binding.sampler_config == '{"a": [1.5, 3], "b": 2}'
+    assert way_of_asking(request()).binding.sampler_config == "{}"
+
+
+def test_a_wrong_request_is_refused_each_time():
+    for _ in range(2):
+        with pytest.raises(InvalidArgumentError, match="batch_size is -1"):
+            way_of_asking(request(batch_size=-1))
+
+
+def test_a_claim_has_what_is_its_own():
+    call = request(dp_rank=3, dp_size=4, batch_index=9, epoch=2)
+    claim = claim_request(call, way_of_asking(call), SequentialSampler())
+    assert claim.rank == Rank(dp_rank=3, dp_size=4, batch_index=9)
+    assert (claim.task_name, claim.epoch, claim.min_batch_size, claim.data_fields) == ("t", 2, 8, ("x",))
+    queue = request(min_batch_size=2)
+    claim = claim_request(queue, way_of_asking(queue), SequentialSampler())
+    assert (claim.rank, claim.epoch, claim.min_batch_size) == (None, None, 2)
