@@ -13,7 +13,7 @@ from tq_service.domain.catalog import Catalog
 from tq_service.domain.custom_meta import Condition, Order
 from tq_service.domain.plan import RankPlan
 from tq_service.domain.states import STATE_NAMES
-from tq_service.domain.task import End
+from tq_service.domain.task import UNCLAIMED, End
 from tq_service.domain.writes import PartitionSettings
 from tq_service.errors import (
     ClaimReleasedError,
@@ -409,7 +409,7 @@ class Driver:
         assert real.dp_size == task.dp_size
         assert real.end == task.end
         table = self.partition.table
-        claims = table.index.data[: table.count][real.claim.data[: table.count] >= 0]
+        claims = table.index.data[: table.count][real.claim.data[: table.count] != UNCLAIMED]
         assert set(claims.tolist()) == task.consumed
         kept = {
             index: parts

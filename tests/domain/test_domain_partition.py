@@ -6,6 +6,7 @@ from domain_support import insert, new_id, new_write, partition, update
 
 from tq_service.domain.plan import Plan, RankPlan
 from tq_service.domain.states import CLEARED, FAILED, HELD, LIVE
+from tq_service.domain.task import UNCLAIMED
 from tq_service.errors import (
     InvalidArgumentError,
     PartitionSealedError,
@@ -23,7 +24,7 @@ def recount(train):
 
 def open_rows(train, task):
     states = train.state.data[: train.table.count]
-    return int((((states == LIVE) | (states == HELD)) & (task.claim.data[: train.table.count] < 0)).sum())
+    return int((((states == LIVE) | (states == HELD)) & (task.claim.data[: train.table.count] == UNCLAIMED)).sum())
 
 
 def claim(train, task, indexes, request_id=None):

@@ -25,14 +25,13 @@ class Column:
 
     def __init__(self, dtype: DTypeLike, fill: Any, capacity: int) -> None:
         self.fill = fill
-        self.data: NDArray[Any] = np.full(capacity, fill, dtype)
+        self.data: NDArray[Any] = _filled(capacity, fill, dtype)
 
     def resize(self, capacity: int, kept: NDArray[np.bool_] | None, used: int) -> None:
         """Move the first `used` values, or those `kept` of them, to a new array."""
         old = self.data[:used] if kept is None else self.data[:used][kept]
-        self.data = np.empty(capacity, self.data.dtype)
+        self.data = _filled(capacity, self.fill, old.dtype)
         self.data[: old.size] = old
-        self.data[old.size :] = self.fill
 
     def convert(self, dtype: DTypeLike) -> None:
         """Change the type of all values."""
@@ -132,3 +131,8 @@ class RowTable:
         for column in self._columns:
             column.resize(capacity, kept, self.count)
         self._capacity = capacity
+
+
+def _filled(capacity: int, fill: Any, dtype: DTypeLike) -> NDArray[Any]:
+    """Return a new array; one of zeros costs nothing before it is touched, however many rows there are."""
+    return np.full(capacity, fill, dtype) if fill is None or fill != 0 else np.zeros(capacity, dtype)

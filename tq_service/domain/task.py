@@ -21,8 +21,8 @@ from tq_service.errors import (
 )
 from tq_service.schema import BatchUnit
 
-UNCLAIMED = -1
-_KEPT = 0  # consumed in an earlier epoch: no record goes with it
+UNCLAIMED = 0  # so that a new task costs the same however many rows there are
+_KEPT = 1  # consumed in an earlier epoch: no record goes with it
 _RELEASED_SECONDS = 900.0
 _MOST_ROWLESS_BATCHES = 16  # short batches come at the end of an epoch, so there is rarely more than one
 
