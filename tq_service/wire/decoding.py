@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from tq_service.errors import InvalidArgumentError
 from tq_service.schema import Layout
+from tq_service.wire.collection import no_collection
 from tq_service.wire.columns import ColumnShape
 from tq_service.wire.dtypes import Bytes, has_torch, maker, writable_bytes
 from tq_service.wire.objects import decode_object
@@ -57,10 +58,11 @@ def to_tensordict(columns: Mapping[str, Any], row_count: int) -> Any:
         raise ImportError(
             "a TensorDict was asked for, and tensordict is not installed: tq-service[data] has it"
         ) from error
-    fields = {
-        name: NonTensorStack(*(NonTensorData(value) for value in values)) if isinstance(values, list) else values
-        for name, values in columns.items()
-    }
+    with no_collection():
+        fields = {
+            name: NonTensorStack(*(NonTensorData(value) for value in values)) if isinstance(values, list) else values
+            for name, values in columns.items()
+        }
     return TensorDict(fields, batch_size=[row_count])
 
 
@@ -90,7 +92,8 @@ class _Decoder:
 
     def _decode_objects(self, column: ColumnShape, buffer: memoryview) -> list[Any]:
         bounds = column.row_offsets().tolist()
-        return [decode_object(buffer[start:end], as_torch=self._as_torch) for start, end in pairwise(bounds)]
+        with no_collection():
+            return [decode_object(buffer[start:end], as_torch=self._as_torch) for start, end in pairwise(bounds)]
 
     def _decode_rows(self, column: ColumnShape, values: Bytes) -> list[Any]:
         """Return each row of a jagged column, all on the shared bytes."""

@@ -39,8 +39,13 @@ def has_torch() -> bool:
 
 def is_tensor(value: Any) -> bool:
     """Whether `value` is a torch tensor."""
+    return is_tensor_type(type(value))
+
+
+def is_tensor_type(kind: type) -> bool:
+    """Whether values of this type are torch tensors."""
     torch = loaded_torch()
-    return torch is not None and isinstance(value, torch.Tensor)
+    return torch is not None and issubclass(kind, torch.Tensor)
 
 
 def torch_dtype(name: str) -> Any:

@@ -11,8 +11,16 @@ from numpy.typing import NDArray
 
 from tq_service.errors import InvalidArgumentError
 from tq_service.schema import FieldSpec, Layout
+from tq_service.wire.collection import no_collection
 from tq_service.wire.columns import Column, Extents
-from tq_service.wire.dtypes import array_bytes, is_tensor, name_of_numpy, name_of_torch, tensor_bytes
+from tq_service.wire.dtypes import (
+    array_bytes,
+    is_tensor,
+    is_tensor_type,
+    name_of_numpy,
+    name_of_torch,
+    tensor_bytes,
+)
 from tq_service.wire.objects import encode_object
 
 _GATHER_BELOW_BYTES: Final = 64 << 10
@@ -178,7 +186,7 @@ def _encode_list(name: str, values: Sequence[Any], declared: Layout | None) -> C
     if not values:
         return _encode_dense(name, np.zeros(0, np.float32), None)  # refused for its 0 rows, with all others
     if declared is not Layout.OBJECT:
-        if all(_is_array(value) for value in values):
+        if _are_arrays(values):
             return _encode_arrays(name, values, declared)
         numbers = _as_numbers(values)
         if numbers is not None:
@@ -186,13 +194,17 @@ def _encode_list(name: str, values: Sequence[Any], declared: Layout | None) -> C
     return _encode_objects(name, values)
 
 
-def _is_array(value: Any) -> bool:
-    return (isinstance(value, np.ndarray) and value.dtype.kind not in "OUST") or is_tensor(value)
+def _are_arrays(values: Sequence[Any]) -> bool:
+    """Whether all are tensors or arrays of numbers; asked of their few types first, since there are many of them."""
+    kinds = set(map(type, values))
+    if not all(issubclass(kind, np.ndarray) or is_tensor_type(kind) for kind in kinds):
+        return False
+    return all(value.dtype.kind not in "OUST" for value in values if isinstance(value, np.ndarray))
 
 
 def _encode_arrays(name: str, values: Sequence[Any], declared: Layout | None) -> Column:
     rows = list(values)
-    if any(is_tensor(row) for row in rows) and not all(is_tensor(row) for row in rows):
+    if len({is_tensor_type(kind) for kind in set(map(type, rows))}) > 1:
         torch = sys.modules["torch"]
         rows = [row if is_tensor(row) else torch.from_numpy(row.copy()) for row in rows]
     dim_counts = {row.ndim for row in rows}
@@ -276,6 +288,7 @@ def _is_exact(value: int | float) -> bool:
 
 
 def _encode_objects(name: str, values: Sequence[Any]) -> Column:
-    blobs = [encode_object(value, f"{name}[{position}]") for position, value in enumerate(values)]
+    with no_collection():
+        blobs = [encode_object(value, f"{name}[{position}]") for position, value in enumerate(values)]
     extents = np.array([len(blob) for blob in blobs], np.int64).reshape(-1, 1)
     return _column(FieldSpec(name, "", Layout.OBJECT, ()), len(blobs), extents, (memoryview(b"".join(blobs)),))
