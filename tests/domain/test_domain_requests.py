@@ -32,6 +32,14 @@ def test_a_repeat_has_one_effect_and_gets_the_recorded_answer(clock):
     assert (log.recorded(first), log.recorded(new_id())) == (1, None)
 
 
+def test_answers_are_kept_packed(clock):
+    kept = []
+    log, request_id = RequestLog(60, pack=lambda answer: kept.append(answer) or str(answer), unpack=int), new_id()
+    assert log.recorded(request_id) is None
+    assert [log.once(request_id, lambda: 7) for _ in range(2)] == [7, 7]
+    assert (log.recorded(request_id), kept) == (7, [7])
+
+
 def test_a_refused_request_may_be_right_the_next_time(clock):
     log, request_id = RequestLog(60), new_id()
 

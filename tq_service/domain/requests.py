@@ -18,8 +18,23 @@ class RequestLog:
     Refused requests are not recorded: they changed nothing, and may be right the next time.
     """
 
-    def __init__(self, keep_seconds: float) -> None:
+    def __init__(
+        self,
+        keep_seconds: float,
+        *,
+        pack: Callable[[Any], Any] = lambda answer: answer,
+        unpack: Callable[[Any], Any] = lambda packed: packed,
+    ) -> None:
+        """Make an empty log.
+
+        Args:
+            keep_seconds: how long an answer is kept.
+            pack: makes of an answer what is kept, which should be small: there may be a million of them.
+            unpack: makes the answer of it again.
+        """
         self._keep_seconds = keep_seconds
+        self._pack = pack
+        self._unpack = unpack
         self._answers: OrderedDict[bytes, tuple[float, Any]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -37,13 +52,13 @@ class RequestLog:
             self._answers.popitem(last=False)
         known = self._answers.get(request_id)
         if known is not None:
-            answer: Answer = known[1]
-            return answer
+            recorded: Answer = self._unpack(known[1])
+            return recorded
         answer = change()
-        self._answers[request_id] = (now, answer)
+        self._answers[request_id] = (now, self._pack(answer))
         return answer
 
     def recorded(self, request_id: bytes) -> Any | None:
         """Return the recorded answer, None where there is none."""
         known = self._answers.get(request_id)
-        return None if known is None else known[1]
+        return None if known is None else self._unpack(known[1])

@@ -17,6 +17,7 @@ from tq_service.config import ServeSettings, default_shared_memory_dir, join_add
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.requests import RequestLog
 from tq_service.samplers import PlanRunner, SamplerRegistry
+from tq_service.server import answers
 from tq_service.server.controller_servicer import ControllerServicer
 from tq_service.server.handover import HandoverServer, make_private
 from tq_service.server.heartbeat import announce_storage
@@ -148,7 +149,7 @@ class App:
         self._storages = StorageDirectory(embedded, HEARTBEAT_SECONDS)
         return ControllerServicer(
             catalog=self._catalog,
-            requests=RequestLog(settings.request_record_seconds),
+            requests=RequestLog(settings.request_record_seconds, pack=answers.pack, unpack=answers.unpack),
             registry=SamplerRegistry(allow_import=settings.allow_sampler_import),
             runner=runner,
             storages=self._storages,
