@@ -1,11 +1,13 @@
 """A process that receives bytes over TCP into memory that it reuses: the limit of what loopback can carry.
 
 Each message is its size (8 bytes, little-endian) and that many bytes; it is answered by one byte when all are there.
+Every connection has a thread, which holds no lock while it receives.
 """
 
 from __future__ import annotations
 
 import socket
+import threading
 
 BLOCK_BYTES = 64 << 20
 _BUFFER_BYTES = 1 << 20
@@ -29,17 +31,15 @@ def send(connection: socket.socket, data: memoryview) -> None:
 
 def _receive(connection: socket.socket) -> None:
     buffer = memoryview(bytearray(_BUFFER_BYTES))
-    while True:
-        head = connection.recv(8, socket.MSG_WAITALL)
-        if len(head) < 8:
-            return
-        left = int.from_bytes(head, "little")
-        while left:
-            received = connection.recv_into(buffer[: min(left, _BUFFER_BYTES)])
-            if not received:
-                return
-            left -= received
-        connection.sendall(b"\0")
+    with connection:
+        while len(head := connection.recv(8, socket.MSG_WAITALL)) == 8:
+            left = int.from_bytes(head, "little")
+            while left:
+                received = connection.recv_into(buffer[: min(left, _BUFFER_BYTES)])
+                if not received:
+                    return
+                left -= received
+            connection.sendall(b"\0")
 
 
 def _serve() -> None:
@@ -47,8 +47,7 @@ def _serve() -> None:
         print(f"listening on 127.0.0.1:{server.getsockname()[1]}", flush=True)
         while True:
             connection, _ = server.accept()
-            with connection:
-                _receive(connection)
+            threading.Thread(target=_receive, args=(connection,), daemon=True).start()
 
 
 if __name__ == "__main__":
