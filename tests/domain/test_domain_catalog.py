@@ -1,6 +1,8 @@
 """The catalog: partitions by name and life, and those who wait for one to appear."""
 
 import asyncio
+import gc
+import weakref
 
 import numpy as np
 import pytest
@@ -173,3 +175,21 @@ async def test_draining_answers_those_who_wait_and_those_who_come(catalog):
         with pytest.raises(UnavailableError):
             await claim(catalog, (0, 1, 1), name=name)
     assert batch.rows.tolist() == [0, 1]
+
+
+async def test_a_removed_partition_is_freed_without_the_garbage_collector(catalog):
+    partition, _ = catalog.write("train", b"", new_write(4, ("x",), keys=["a", "b", "c", "d"]))
+    await claim(catalog, batch_size=1)
+    waiting = claim(catalog, batch_size=100)
+    await turns()
+    gone = weakref.ref(partition)
+    gc.disable()
+    try:
+        catalog.remove("train", b"")
+        await asyncio.wait([waiting])
+        assert isinstance(waiting.exception(), PartitionClearedError)
+        del partition, waiting
+        await turns()
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -96,6 +96,7 @@ class Catalog:
         del self._partitions[partition_id]
         for planner in self._planners.pop(partition).values():
             planner.end(_was_cleared(partition_id))
+        partition.on_change.clear()  # lest planners and partition hold each other until a full collection
         return partition.table.present_count, partition.cells.forget_all()
 
     # Claims

@@ -74,6 +74,7 @@ class Planner:
         finally:
             timer.cancel()
             self._remove(waiter)
+            del waiter  # through which an error would hold this frame, and with it the partition
 
     def _claim_at_once(self, request: ClaimRequest) -> RankPlan | None:
         """Return a claim that needs no wait and no pump: the next batch, by a quick sampler, of samples that are ready.
