@@ -259,6 +259,27 @@ async def test_a_batch_in_two_storages_comes_back_in_order(kind):
     assert list(two.get_requests[0].runs[0].row_counts) == [3]
 
 
+async def test_storages_are_read_at_the_same_time(kind):
+    both_are_read = asyncio.Barrier(2)
+
+    class Waiting(FakeStorage):
+        async def Get(self, request, context):  # noqa: N802  (the name of the rpc)
+            await both_are_read.wait()
+            async for part in super().Get(request, context):
+                yield part
+
+    one, two = Waiting(get_answers=[answer_of([0, 2])]), Waiting(get_answers=[answer_of([1, 3])])
+    async with serving(storage=two) as other:
+        controller = FakeController(
+            Locate=Script(pb.LocateResponse(meta=located([endpoint("one"), endpoint("two", other)], [0, 1, 0, 1])))
+        )
+        async with serving(controller, one) as address:
+            client = make_client(kind, address, timeout=20)
+            batch = await client.get_data(partition_id="p", global_indexes=range(10, 14), data_fields=["x"])
+            await client.aclose()
+    assert batch["x"].tolist() == [0, 1, 2, 3]
+
+
 async def test_cells_that_moved_are_located_again_once(kind):
     storage = FakeStorage(get_answers=[tq.PutNotFoundError("compacted away"), answer_of([7])])
     locate = Script(pb.LocateResponse(meta=located([endpoint("one")], [0])))

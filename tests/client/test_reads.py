@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tq_service.client.locations import CellLocations, FieldRuns, PutRef, StorageRef
-from tq_service.client.reads import empty_columns, merge_answers, plan_reads
+from tq_service.client.reads import StorageRead, empty_columns, merge_answers, plan_reads
 from tq_service.errors import FieldMismatchError
 from tq_service.schema import FieldSpec, Layout
+from tq_service.v1.storage_service_pb2 import GetRequest
 from tq_service.wire.columns import ColumnShape
 from tq_service.wire.layouts import decode_columns, encode_columns
 
@@ -130,3 +131,24 @@ def test_empty_columns_are_typed(spec):
     assert len(value) == 0
     if spec.layout is Layout.DENSE:
         assert (value.dtype, value.shape) == (torch.bfloat16, (0, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64, torch.complex128])
+@pytest.mark.parametrize("lengths", [(0, 3), (40, 400), (0, 3, 5000)])
+def test_short_and_long_rows_of_two_storages_are_put_in_order(dtype, lengths):
+    rng = np.random.default_rng(0)
+    rows = [torch.arange(int(rng.choice(lengths)), dtype=torch.int64).to(dtype) + i % 3 for i in range(200)]
+    owners = rng.integers(0, 2, len(rows))
+    reads, answers = [], []
+    for number in range(2):
+        positions = np.flatnonzero(owners == number)
+        values = {"rows": [rows[at] for at in positions], "fixed": torch.stack([rows[at].sum() for at in positions])}
+        columns = encode_columns(values)
+        reads.append(StorageRead(storage=STORAGES[number], positions=positions, request=GetRequest()))
+        answers.append([(column, column_bytes(column)) for column in columns])
+    merged = merge_answers(reads, answers, ["rows", "fixed"], {})
+    back = decode_columns([column for column, _ in merged], [values for _, values in merged])
+    for got, row in zip(back["rows"].unbind(), rows, strict=True):
+        assert got.dtype == dtype
+        assert torch.equal(got, row)
+    assert torch.equal(back["fixed"], torch.stack([row.sum() for row in rows]))

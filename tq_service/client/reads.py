@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tq_service.client.handover import Handover
 from tq_service.client.locations import CellLocations, FieldRuns, Indexes, StorageRef
@@ -25,6 +24,9 @@ from tq_service.wire.frames import ColumnReceiver, Garbled
 T = TypeVar("T")
 
 Received = tuple[ColumnShape, Bytes]
+
+# Slices of fewer items on average are copied by an index of all items: a step in Python costs more than so many.
+_SCATTER_BELOW_ITEMS: Final = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -246,20 +248,32 @@ def _gather(pieces: Sequence[tuple[Indexes, ColumnShape, Bytes]]) -> Received:
         if extents is not None and column.extents is not None:
             extents[positions] = column.extents
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
-    values = np.empty(int(offsets[-1]), np.uint8)
+    values = RECEIVE_BUFFERS.take(int(offsets[-1]))
     for positions, column, buffer in pieces:
-        _place(values, offsets, positions, column.row_offsets(), buffer)
+        if buffer.size:
+            _place(values, offsets[positions], positions, column, buffer)
     column = ColumnShape(spec=first.spec, row_count=row_count, extents=extents, value_bytes=values.size)
     return column, values
 
 
-def _place(values: Bytes, offsets: Indexes, positions: Indexes, starts: Indexes, buffer: NDArray[np.uint8]) -> None:
-    """Copy the rows of one part to their places, neighbouring rows together."""
-    bounds = [0, *(np.flatnonzero(np.diff(positions) != 1) + 1).tolist(), positions.size]
-    for begin, end in pairwise(bounds):
-        target = int(offsets[positions[begin]])
-        part = buffer[int(starts[begin]) : int(starts[end])]
-        values[target : target + part.size] = part
+def _place(values: Bytes, targets: Indexes, positions: Indexes, column: ColumnShape, buffer: Bytes) -> None:
+    """Copy the rows of one part to their places: fixed rows at once, others slice by slice where these are large."""
+    row_bytes = column.fixed_row_bytes()
+    if row_bytes is not None:
+        row = np.dtype((np.void, row_bytes))
+        values.view(row)[positions] = buffer.view(row)
+        return
+    heads = np.flatnonzero(np.diff(positions, prepend=-2) != 1)
+    item_bytes = column.spec.itemsize
+    if buffer.size < _SCATTER_BELOW_ITEMS * item_bytes * heads.size:
+        item = np.dtype(f"u{item_bytes}" if item_bytes <= 8 else (np.void, item_bytes))
+        sizes = column.row_bytes() // item_bytes
+        starts = targets // item_bytes - (np.cumsum(sizes) - sizes)
+        values.view(item)[np.repeat(starts, sizes) + np.arange(int(sizes.sum()))] = buffer.view(item)
+        return
+    bounds = column.row_offsets()[np.append(heads, positions.size)].tolist()
+    for target, (start, end) in zip(targets[heads].tolist(), pairwise(bounds), strict=True):
+        values[target : target + end - start] = buffer[start:end]
 
 
 def empty_columns(specs: Sequence[FieldSpec]) -> list[Received]:
