@@ -1,0 +1,154 @@
+"""How much memory of the server do samples take, beside the bytes they consist of, and what comes back after a clear?
+
+Resident memory of a server of its own for each case, before and after. Bytes go over the wire: memory that is shared
+with clients is no process's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import numpy as np
+import psutil
+
+import tq_service as tq
+from benchmarks.harness import Options, interleave, main, median, run_async, service
+from benchmarks.report import Cell, Report
+
+SAMPLE_COUNT = 131_072
+_GROUP_SIZE = 8
+_SETTLED_SECONDS = 0.2
+_MIB = 2**20
+_PARTITION = "memory"
+
+Load = Callable[[tq.AsyncClient], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Case:
+    """Samples, and the bytes that they consist of.
+
+    Attributes:
+        load: puts them.
+        sample_count: how many they are.
+        least_bytes: what their columns have, all together.
+    """
+
+    load: Load
+    sample_count: int
+    least_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Growth:
+    """Resident bytes above those of the server before: with the samples, after a clear, and with them once more."""
+
+    loaded: float
+    cleared: float
+    again: float
+
+
+def _samples(count: int, *, keys: bool = False, groups: bool = False, claimed: bool = False) -> _Case:
+    """Return samples of one int64 each, in one put."""
+    names = [f"prompt-{row:012d}" for row in range(count)]
+    group_names = [f"group-{row // _GROUP_SIZE:012d}" for row in range(count)]
+
+    async def load(client: tq.AsyncClient) -> None:
+        more = {"groups": group_names, "group_size": _GROUP_SIZE} if groups else {}
+        meta = [{"total_lengths": row, "score": 0.5} for row in range(count)] if groups else None
+        await client.put(
+            {"x": np.arange(count)}, partition_id=_PARTITION, keys=names if keys else None, custom_meta=meta, **more
+        )
+        if claimed:
+            asks = {"partition_id": _PARTITION, "task_name": "train", "data_fields": ["x"], "batch_size": 1_024}
+            for batch_index in range(count // 1_024):
+                await client.get_meta(**asks, dp_rank=0, dp_size=1, batch_index=batch_index)
+
+    least = 8 * count
+    least += sum(map(len, names)) if keys else 0
+    least += sum(map(len, group_names)) // _GROUP_SIZE + (8 + 8 + 8) * count if groups else 0
+    return _Case(load=load, sample_count=count, least_bytes=least + (8 * count if claimed else 0))
+
+
+def _puts(size_bytes: int, count: int, worker_count: int) -> _Case:
+    """Return puts of one sample of so many bytes each, by workers at the same time."""
+    row = np.zeros((1, size_bytes // 4), np.float32)
+
+    async def load(client: tq.AsyncClient) -> None:
+        async def work(number: int) -> None:
+            for _ in range(number, count, worker_count):
+                await client.put({"x": row}, partition_id=_PARTITION)
+
+        await asyncio.gather(*map(work, range(worker_count)))
+
+    return _Case(load=load, sample_count=count, least_bytes=size_bytes * count)
+
+
+async def _grow(case: _Case, address: str, pid: int) -> _Growth:
+    async def settled() -> int:
+        await asyncio.sleep(_SETTLED_SECONDS)
+        return int(psutil.Process(pid).memory_info().rss)
+
+    async with tq.AsyncClient(address, timeout=120.0) as client:
+        await client.put({"x": np.zeros(1)}, partition_id="first")  # what the first put of all sets up stays out
+        await client.get_meta(partition_id="first", task_name="t", data_fields=["x"], batch_size=1)
+        before = await settled()
+        seen = []
+        for _ in range(2):
+            await case.load(client)
+            seen.append(await settled() - before)
+            await client.clear_partition(_PARTITION)
+            seen.append(await settled() - before)
+    return _Growth(loaded=seen[0], cleared=seen[1], again=seen[2])
+
+
+def _measured(case: _Case) -> _Growth:
+    with service("--shared-memory", "off") as server:
+        return run_async(_grow(case, server.address, server.pid))
+
+
+def _cases(options: Options) -> dict[str, _Case]:
+    count, part = (SAMPLE_COUNT // 16, 8) if options.quick else (SAMPLE_COUNT, 1)
+    return {
+        "samples of 8 B in one put": _samples(count),
+        "the same, with keys": _samples(count, keys=True),
+        "with keys, groups, custom_meta": _samples(count, keys=True, groups=True),
+        "samples of 8 B in one put, claimed": _samples(count, claimed=True),
+        "puts of 2 KiB": _puts(2_048, 2_048 // part, 32),
+        "puts of 1 MiB": _puts(_MIB, 64 // part, 1),
+        "puts of 64 MiB": _puts(64 * _MIB, 4, 1),
+        "puts of 64 MiB, all at once": _puts(64 * _MIB, 4, 4),
+    }
+
+
+def run(options: Options) -> Report:
+    """Measure."""
+    cases = _cases(options)
+    growths = interleave({name: lambda case=case: _measured(case) for name, case in cases.items()}, options.repeats)
+    rows: list[list[Cell]] = []
+    for name, case in cases.items():
+        loaded, cleared, again = (
+            median([getattr(growth, what) for growth in growths[name]]) for what in ("loaded", "cleared", "again")
+        )
+        a_sample = [case.least_bytes / case.sample_count, loaded / case.sample_count]
+        rows.append([name, case.sample_count, *a_sample, loaded / case.least_bytes, cleared / loaded, again / loaded])
+    return Report(
+        name="memory",
+        question="How much memory of the server do samples take, and what comes back after a clear?",
+        columns=["what", "samples", "bytes a sample, at least", "resident", "resident / least", "left after a clear",
+                 "put again"],
+        rows=rows,
+        notes=[
+            "bytes a sample are MB (10^6 bytes) a million samples",
+            "at least: bytes of the tensors, of keys and group names, 8 for each number and for the claim of a sample",
+            "left after a clear, and put again after it: resident memory above that of the empty server, as a share of "
+            "that with the samples; the server keeps freed memory for the next puts",
+        ],
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main(run))
