@@ -1,14 +1,19 @@
 import multiprocessing
 import os
 import signal
-from dataclasses import dataclass
+import subprocess
+import sys
+import threading
+import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
 from fake_client import FIELDS, SealedRows, batch_of, token_rows
+from orphans_program import Endless
 
 from tq_service.data import StreamingDataLoader, StreamingDataset, fetch_batch
 from tq_service.data.workers import worker_context
@@ -148,16 +153,6 @@ def test_the_death_of_a_worker_is_an_error() -> None:
     assert not worker_pids()
 
 
-@dataclass(frozen=True)
-class Endless:
-    """A client whose partition is never sealed and has two batches."""
-
-    def __call__(self, address: str | None) -> Any:
-        client = SealedRows(8)(address)
-        client._service.partitions["train@0"].sealed = False
-        return client
-
-
 @pytest.mark.parametrize("how", ["close", "step", "garbage"])
 def test_workers_that_wait_for_data_let_go(how: str) -> None:
     loader: StreamingDataLoader | None = loader_of(8, client_factory=Endless())
@@ -176,6 +171,46 @@ def test_workers_that_wait_for_data_let_go(how: str) -> None:
     else:
         loader.close()
     assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids)
+
+
+def test_a_call_that_waits_is_ended_with_the_stream() -> None:
+    """Were it not, the workers would have to be killed, which their exit codes tell."""
+    loader = loader_of(8, client_factory=Endless(), max_wait=600.0)
+    iterator = iter(loader)
+    for _ in range(4):
+        next(iterator)
+    workers = [child for child in multiprocessing.active_children() if child.name.startswith("tq-worker")]
+    loader.step("train@0")
+    assert next(iterator)[1].global_indexes == [0, 1]
+    loader.close()
+    assert [worker.exitcode for worker in workers] == [0, 0]
+
+
+def hang(**keywords: Any) -> Any:
+    if keywords["batch_index"] == 1:
+        time.sleep(600)
+    return fetch_batch(**keywords)
+
+
+def test_a_worker_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tq_service.data.workers._JOIN_SECONDS", 0.2)
+    loader = loader_of(8, num_workers=1, fetch_batch_fn=hang)
+    next(iter(loader))
+    (worker,) = (child for child in multiprocessing.active_children() if child.name.startswith("tq-worker"))
+    loader.close()
+    assert worker.exitcode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("context", ["fork", "forkserver"])
+def test_workers_end_with_a_parent_that_is_killed(context: str) -> None:
+    program = Path(__file__).parent / "orphans_program.py"
+    with subprocess.Popen([sys.executable, str(program), context], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        workers = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
+        assert len(workers) == 2
+        parent.kill()
+        gone, alive = psutil.wait_procs(workers, timeout=30)
+    assert (len(gone), alive) == (2, [])
 
 
 def test_workers_end_with_the_iterator_where_asked() -> None:
@@ -198,6 +233,18 @@ def sums(data: Any, meta: Any, micro_batch_size: int) -> Any:
 def test_data_of_other_types_travels_to_a_process_function() -> None:
     with loader_of(12, fetch_batch_fn=plain_data, process_batch_fn=sums) as loader:
         assert list(loader) == [6, 22, 38]
+
+
+def test_a_process_function_runs_in_the_training_thread() -> None:
+    threads = set()
+
+    def note(data: Any, meta: Any, micro_batch_size: int) -> Any:
+        threads.add(threading.current_thread())
+        return [data]
+
+    with loader_of(12, process_batch_fn=note) as loader:
+        assert len(list(loader)) == 3
+    assert threads == {threading.current_thread()}
 
 
 def test_a_dataset_in_a_plain_torch_worker_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 from tq_service.data.ahead import AheadBound
 from tq_service.data.batch import Batch, BatchStream, CutBatch
 from tq_service.data.handover import Handover
 
-# The end of a batch, the next batch, and two of its micro-batches.
-_MOST_AHEAD: Final = 4
+_MOST_AHEAD: Final = 2
 _JOIN_SECONDS: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Item:
-    value: Any
+class _Cut:
+    """What is handed over: a micro-batch, with its batch if it is the first; without one for a batch that has none."""
 
-
-class _EndOfBatch:
-    pass
-
-
-_Entry = Batch | _Item | _EndOfBatch
+    items: tuple[Any, ...]
+    batch: Batch | None = None
 
 
 class CutAheadStream:
@@ -35,8 +32,8 @@ class CutAheadStream:
 
     Lifecycle::
 
-        __init__ ── thread starts ──> reads a batch ──> cuts it, two or three micro-batches ahead ──┬──> the next batch
-                                                                                                   └──> end, error
+        __init__ ── thread starts ──> reads a batch ──> cuts it, two micro-batches ahead ──┬──> the next batch
+                                                                                          └──> end, error
         close() or garbage collection: the stream below is closed, the thread ends
 
     A batch is dropped with its last cut, before the next one is read. The thread refers to the queue and the stream
@@ -46,7 +43,9 @@ class CutAheadStream:
     def __init__(self, below: BatchStream, cut: CutBatch) -> None:
         self._below = below
         self._next_index = below.next_index
-        self._queue = Handover[_Entry](AheadBound(_MOST_AHEAD, sys.maxsize))
+        # The first cut of the next batch, which was found behind the last one of the batch before.
+        self._begun: _Cut | None = None
+        self._queue = Handover[_Cut](AheadBound(_MOST_AHEAD, sys.maxsize))
         self._thread = threading.Thread(
             target=_cut_ahead, args=(below, cut, self._queue), name="tq-cut-ahead", daemon=True
         )
@@ -65,27 +64,45 @@ class CutAheadStream:
 
     def read(self) -> Batch | None:
         """Wait for the next batch, leaving out what is left of the one before; None at the end."""
-        while (entry := self._get()) is not None:
-            if isinstance(entry, Batch):
-                self._next_index = entry.index + 1
-                return replace(entry, items=self._items())
-        return None
+        while self._begun is None:
+            if (cut := self._get()) is None:
+                return None
+            self._begun = cut if cut.batch is not None else None
+        begun, self._begun = self._begun, None
+        if begun.batch is None:
+            return None
+        self._next_index = begun.batch.index + 1
+        taken = partial(self._take, begun.batch.taken)
+        return replace(begun.batch, items=self._items(begun.items), taken=taken)
 
-    def _items(self) -> Iterator[Any]:
-        while isinstance(entry := self._get(), _Item):
-            yield entry.value
+    def _get(self) -> _Cut | None:
+        cut = self._queue.get(stays_ahead=True)
+        if cut is not None and cut.batch is None:
+            self._queue.taken(0)
+        return cut
 
-    def _get(self) -> _Entry | None:
-        entry = self._queue.get()
+    def _take(self, take_below: Callable[[], None] | None) -> None:
+        # In this order: once there is room for a further cut, the thread that makes it competes with this one.
+        if take_below is not None:
+            take_below()
         self._queue.taken(0)
-        return entry
+
+    def _items(self, first: tuple[Any, ...]) -> Iterator[Any]:
+        yield from first
+        del first
+        while (cut := self._get()) is not None:
+            if cut.batch is not None:
+                self._begun = cut
+                return
+            yield from cut.items
+            del cut
 
     def close(self) -> None:
         """Stop fetching and cutting. Idempotent."""
         _end(self._below, self._queue, self._thread)
 
 
-def _end(below: BatchStream, queue: Handover[_Entry], thread: threading.Thread) -> None:
+def _end(below: BatchStream, queue: Handover[_Cut], thread: threading.Thread) -> None:
     if queue.closed:
         return
     queue.close()
@@ -95,30 +112,24 @@ def _end(below: BatchStream, queue: Handover[_Entry], thread: threading.Thread) 
         thread.join(_JOIN_SECONDS)
 
 
-def _cut_ahead(below: BatchStream, cut: CutBatch, queue: Handover[_Entry]) -> None:
+def _cut_ahead(below: BatchStream, cut: CutBatch, queue: Handover[_Cut]) -> None:
     error: BaseException | None = None
     try:
-        while _cut_next(below, cut, queue):
-            pass
+        # Room is waited for before anything is cut; what is left of one batch is for the first of the next.
+        wanted = queue.begin()
+        while wanted and (batch := below.read()) is not None:
+            items = cut(batch)
+            queue.put(_Cut(_next_of(items), batch), 0)
+            del batch  # the items refer to it until the last one is cut
+            while (wanted := queue.begin()) and (item := _next_of(items)):
+                queue.put(_Cut(item), 0)
+                del item
     except BaseException as raised:  # whatever it is, it belongs to the reader
         error = raised
     finally:
         queue.finish(error)
 
 
-def _cut_next(below: BatchStream, cut: CutBatch, queue: Handover[_Entry]) -> bool:
-    """Cut one batch; false if there is none, or nobody wants it."""
-    if not queue.begin() or (batch := below.read()) is None:
-        return False
-    queue.put(batch, 0)
-    items = cut(batch)
-    del batch  # the items refer to it until the last one is cut
-    while queue.begin():
-        try:
-            item = _Item(next(items))
-        except StopIteration:
-            queue.put(_EndOfBatch(), 0)
-            return True
-        queue.put(item, 0)
-        del item
-    return False
+def _next_of(items: Iterator[Any]) -> tuple[Any, ...]:
+    """Return the next item in a tuple, which is empty after the last one."""
+    return tuple(itertools.islice(items, 1))

@@ -65,8 +65,7 @@ class StreamingDataset(IterableDataset[Any]):
         drop_last: leave out the last batch if it is short.
         batch_unit: whether `batch_size` counts samples or groups.
         max_buffered_batches: how many batches, the first ones, are kept for `reset()`; 0 keeps none.
-        max_wait: seconds that one call waits for a batch before it is made again; also how long a worker may need to
-            notice that its batch is not wanted any more.
+        max_wait: seconds that one call waits for a batch before it is made again.
         timeout: seconds that a call may take beyond `max_wait`, retries included: how long the server may be away.
         client_factory: opens the sync client instead of `Client(address)`, for its other settings.
 

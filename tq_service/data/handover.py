@@ -18,7 +18,7 @@ class Handover(Generic[T]):
         self._bound = bound
         # The condition's lock is reentrant: `close` may run in a finalizer, in a thread that holds it.
         self._changed = threading.Condition()
-        self._items: deque[T] = deque()
+        self._items: deque[tuple[T, int]] = deque()
         self._finished = False
         self._error: BaseException | None = None
         self._closed = False
@@ -40,7 +40,7 @@ class Handover(Generic[T]):
         with self._changed:
             self._bound.arrive(size_bytes)
             if not self._closed:
-                self._items.append(item)
+                self._items.append((item, size_bytes))
                 self._changed.notify_all()
 
     def finish(self, error: BaseException | None) -> None:
@@ -50,8 +50,12 @@ class Handover(Generic[T]):
             self._error = error
             self._changed.notify_all()
 
-    def get(self) -> T | None:
-        """Wait for an item; None after the last one. Items that were made before an error come before the error."""
+    def get(self, *, stays_ahead: bool = False) -> T | None:
+        """Wait for an item; None after the last one. Items that were made before an error come before the error.
+
+        Args:
+            stays_ahead: whether the item makes room with `taken` only.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._items or self._finished or self._closed)
             if self._closed or not self._items:
@@ -59,7 +63,10 @@ class Handover(Generic[T]):
                 if error is not None and not self._closed:
                     raise error
                 return None
-            return self._items.popleft()
+            item, size_bytes = self._items.popleft()
+            if not stays_ahead:
+                self.taken(size_bytes)
+            return item
 
     def taken(self, size_bytes: int) -> None:
         """Make room: an item of this size is in use and not ahead any more."""

@@ -23,9 +23,9 @@ class StreamingDataLoader:
     ::
 
         num_workers=0   thread ── batches, in order ──────────────┐
-                                                                  ├──> split into micro-batches ──> for ... in loader
-        num_workers=2   worker 0 ── batches 0, 2, 4, ... ──┐      │
-                        worker 1 ── batches 1, 3, 5, ... ──┴──────┘   (in order, none twice, none lost)
+                                                                  ├──> thread that cuts them ──> for ... in loader
+        num_workers=2   worker 0 ── batches 0, 2, 3, ... ──┐      │
+                        worker 1 ── batches 1, 4, 5, ... ──┴──────┘   (in order, none twice, none lost)
 
     An iterator that ends, breaks or raises stops the fetching and drops what was fetched ahead. That is still there
     for the next iterator, which asks for the same batches again. Worker processes stay for it, until `close()` or
@@ -41,8 +41,9 @@ class StreamingDataLoader:
         multiprocessing_context: how workers are started: "fork", "spawn", "forkserver" or a context; None: forkserver,
             or fork where fetch_batch_fn cannot be pickled. Workers use a sync client of their own. Fork works with live
             clients in this process, as long as no other thread is inside a call when the workers start.
-        prefetch_bytes: the thread fetches nothing further while it holds so many bytes; with workers the number of
-            batches is the only bound.
+        prefetch_bytes: most bytes fetched ahead or under way, by the thread or by all workers together, where a batch
+            whose size is not known yet counts as much as the largest so far. When nothing is ahead, the next batch is
+            fetched whatever its size.
         persistent_workers: keep the worker processes between iterators.
 
     Raises:

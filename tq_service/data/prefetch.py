@@ -54,7 +54,7 @@ class PrefetchStream:
 
     def read(self) -> Batch | None:
         """Wait for the next batch; None at the end. An error of the thread is raised as it is."""
-        arrived = self._queue.get()
+        arrived = self._queue.get(stays_ahead=True)
         if arrived is None:
             return None
         self._next_index += 1
