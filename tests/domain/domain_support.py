@@ -5,9 +5,9 @@ import itertools
 
 import numpy as np
 
+from tq_service.domain.asking import Binding, ClaimRequest, Rank, WayOfAsking
 from tq_service.domain.cells import ColumnWrite, Put
 from tq_service.domain.partition import Partition
-from tq_service.domain.task import Binding, ClaimRequest, Rank
 from tq_service.domain.writes import PartitionSettings, SampleWrite
 from tq_service.samplers import Sampler, SequentialSampler
 from tq_service.schema import FieldSpec, Layout, MetaColumn, SampleState
@@ -97,10 +97,13 @@ def asks(rank=None, *, task="t", sampler=None, least=None, request_id=None, epoc
     return ClaimRequest(
         request_id=request_id or new_id(),
         task_name=task,
-        binding=fixed,
+        asked=WayOfAsking(
+            binding=fixed,
+            data_fields=fixed.data_fields,
+            min_batch_size=least or fixed.batch_size,
+            dp_size=None if rank is None else rank[1],
+        ),
         sampler=sampler,
-        data_fields=fixed.data_fields,
-        min_batch_size=least or fixed.batch_size,
         rank=None if rank is None else Rank(dp_rank=rank[0], dp_size=rank[1], batch_index=rank[2]),
         epoch=epoch,
     )

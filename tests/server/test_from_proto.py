@@ -2,7 +2,7 @@
 
 import pytest
 
-from tq_service.domain.task import Rank
+from tq_service.domain.asking import Rank
 from tq_service.errors import InvalidArgumentError
 from tq_service.samplers import SequentialSampler
 from tq_service.server.from_proto import claim_request, way_of_asking
@@ -67,7 +67,7 @@ def test_a_claim_has_what_is_its_own():
     call = request(dp_rank=3, dp_size=4, batch_index=9, epoch=2)
     claim = claim_request(call, way_of_asking(call), SequentialSampler())
     assert claim.rank == Rank(dp_rank=3, dp_size=4, batch_index=9)
-    assert (claim.task_name, claim.epoch, claim.min_batch_size, claim.data_fields) == ("t", 2, 8, ("x",))
+    assert (claim.task_name, claim.epoch, claim.asked.min_batch_size, claim.asked.data_fields) == ("t", 2, 8, ("x",))
     queue = request(min_batch_size=2)
     claim = claim_request(queue, way_of_asking(queue), SequentialSampler())
-    assert (claim.rank, claim.epoch, claim.min_batch_size) == (None, None, 2)
+    assert (claim.rank, claim.epoch, claim.asked.min_batch_size) == (None, None, 2)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tq_service.domain.asking import ClaimRequest
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import PlanRequest
-from tq_service.domain.task import ClaimRequest, Task
+from tq_service.domain.task import Task
 from tq_service.domain.view import PartitionView
 
 _MOST_ATTEMPTS = 256

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from tq_service.domain.asking import ClaimRequest
 from tq_service.domain.cells import FreedCells
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan_search import RunsPlans
 from tq_service.domain.planner import Planner
-from tq_service.domain.task import ClaimRequest
 from tq_service.domain.waiters import Answer, NotYet, Pace
 from tq_service.domain.writes import PartitionSettings, SampleWrite, Written
 from tq_service.errors import (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,8 +18,7 @@ _SLOT_SHIFT = 32  # a cell is (slot of its put << 32 | row in the put), so that 
 _ROW_MASK = (1 << _SLOT_SHIFT) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Put:
+class Put(NamedTuple):
     """A put in the life of the storage service that took it."""
 
     storage_id: str

@@ -7,10 +7,11 @@ from typing import Protocol
 
 import numpy as np
 
+from tq_service.domain.asking import ClaimRequest
 from tq_service.domain.attempts import Attempts
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes, LengthSource, Plan, PlanRequest, PlansBatches, View
-from tq_service.domain.task import ClaimRequest, End, Task
+from tq_service.domain.task import End, Task
 from tq_service.domain.view import PartitionView
 from tq_service.errors import SamplerError, TqError
 

@@ -12,11 +12,12 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator
 
+from tq_service.domain.asking import ClaimRequest
 from tq_service.domain.micro_batches import cut_micro_batches
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import RankPlan
 from tq_service.domain.plan_search import PlanSearch, RunsPlans
-from tq_service.domain.task import ClaimRequest, End, Task
+from tq_service.domain.task import End, Task
 from tq_service.domain.waiters import Answer, Pace, Waiter, WaitingLine
 from tq_service.errors import InternalError, SamplesClearedError, TqError
 

@@ -14,8 +14,9 @@ from tq_service.domain.task import UNCLAIMED
 from tq_service.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
+    from tq_service.domain.asking import Binding
     from tq_service.domain.partition import Partition
-    from tq_service.domain.task import Binding, Task
+    from tq_service.domain.task import Task
 
 
 class Readiness:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from tq_service.domain.custom_meta import Condition, Order
-from tq_service.domain.plan import Indexes, Plan, PlanRequest, PlansBatches, RankPlan
+from tq_service.domain.asking import Binding, ClaimRequest
+from tq_service.domain.plan import Indexes, Plan, RankPlan
 from tq_service.domain.rows import RowTable
 from tq_service.errors import (
     ClaimReleasedError,
@@ -19,84 +19,11 @@ from tq_service.errors import (
     SamplesClearedError,
     StaleEpochError,
 )
-from tq_service.schema import BatchUnit
 
 UNCLAIMED = 0  # so that a new task costs the same however many rows there are
 _KEPT = 1  # consumed in an earlier epoch: no record goes with it
 _RELEASED_SECONDS = 900.0
 _MOST_ROWLESS_BATCHES = 16  # short batches come at the end of an epoch, so there is rarely more than one
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Binding:
-    """What the first plan of a batch_index fixes for all ranks."""
-
-    batch_size: int
-    batch_unit: BatchUnit
-    micro_batch_size: int | None
-    sampler: str
-    sampler_config: str
-    where: tuple[Condition, ...]
-    order_by: tuple[Order, ...]
-    data_fields: tuple[str, ...]
-    drop_last: bool
-    finite: bool
-
-    def disagreement(self, other: Binding) -> tuple[str, object, object] | None:
-        """Return the first argument that differs, with both values."""
-        if self == other:
-            return None
-        names = (each.name for each in fields(self))
-        return next((n, getattr(self, n), getattr(other, n)) for n in names if getattr(self, n) != getattr(other, n))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rank:
-    """Which part of which batch a trainer rank asks for."""
-
-    dp_rank: int
-    dp_size: int
-    batch_index: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClaimRequest:
-    """A GetMeta call, validated.
-
-    Attributes:
-        rank: the rank that asks, None for a queue worker.
-        data_fields: what the answer locates; `binding.data_fields` has the same names in one order for all ranks.
-        min_batch_size: the least a queue worker takes.
-        epoch: the task life the caller means, None for whichever.
-    """
-
-    request_id: bytes
-    task_name: str
-    binding: Binding
-    sampler: PlansBatches
-    data_fields: tuple[str, ...]
-    min_batch_size: int
-    rank: Rank | None = None
-    epoch: int | None = None
-
-    @property
-    def signature(self) -> tuple[Binding, int, int]:
-        """Calls with the same signature are served by the same plans."""
-        return self.binding, self.min_batch_size, 0 if self.rank is None else self.rank.dp_size
-
-    @property
-    def plan_request(self) -> PlanRequest:
-        """What the sampler is asked for: a whole batch of all ranks, or what a queue worker takes at least."""
-        binding, rank_count = self.binding, 1 if self.rank is None else self.rank.dp_size
-        return PlanRequest(
-            batch_size=binding.batch_size,
-            min_size=self.min_batch_size if self.rank is None else binding.batch_size * rank_count,
-            batch_unit=binding.batch_unit,
-            rank_count=rank_count,
-            ranked=self.rank is not None,
-            micro_batch_size=binding.micro_batch_size,
-            data_fields=self.data_fields,
-        )
 
 
 @dataclass(slots=True, kw_only=True)

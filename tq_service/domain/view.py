@@ -17,8 +17,9 @@ from tq_service.errors import InvalidArgumentError, MissingLengthError
 from tq_service.schema import BatchUnit
 
 if TYPE_CHECKING:
+    from tq_service.domain.asking import Binding
     from tq_service.domain.partition import Partition
-    from tq_service.domain.task import Binding, Task
+    from tq_service.domain.task import Task
 
 _LEAST_CHUNK = 1024
 

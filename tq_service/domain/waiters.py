@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from tq_service.domain.asking import ClaimRequest
 from tq_service.domain.plan import RankPlan
-from tq_service.domain.task import ClaimRequest, End
+from tq_service.domain.task import End
 from tq_service.errors import TqError
 
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
 
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.struct_pb2 import Struct
 
+from tq_service.domain.asking import Binding, ClaimRequest, Rank, WayOfAsking
 from tq_service.domain.catalog import check_name
 from tq_service.domain.cells import ColumnWrite, Put
 from tq_service.domain.custom_meta import Condition, Operator, Order
 from tq_service.domain.plan import Indexes
-from tq_service.domain.task import Binding, ClaimRequest, Rank
 from tq_service.domain.writes import PartitionSettings, SampleWrite
 from tq_service.errors import InvalidArgumentError
 from tq_service.samplers import Sampler
@@ -135,15 +134,6 @@ def _plain(value: Any) -> Any:
     return value
 
 
-@dataclass(frozen=True, slots=True)
-class WayOfAsking:
-    """What all ranks of a task ask for alike, batch after batch."""
-
-    binding: Binding
-    data_fields: tuple[str, ...]
-    min_batch_size: int
-
-
 def way_of_asking(request: pb.GetMetaRequest) -> WayOfAsking:
     """Return what a GetMeta request has in common with those of other ranks and batches; read once for all of them."""
     alike = pb.GetMetaRequest()
@@ -177,6 +167,7 @@ def _read_way_of_asking(request: pb.GetMetaRequest) -> WayOfAsking:
         ),
         data_fields=data_fields,
         min_batch_size=_sizes(request),
+        dp_size=request.dp_size if request.HasField("dp_size") else None,
     )
 
 
@@ -187,10 +178,8 @@ def claim_request(request: pb.GetMetaRequest, asked: WayOfAsking, sampler: Sampl
     return ClaimRequest(
         request_id=request.request_id,
         task_name=request.task_name,
-        binding=asked.binding,
+        asked=asked,
         sampler=sampler,
-        data_fields=asked.data_fields,
-        min_batch_size=asked.min_batch_size,
         rank=_rank(request),
         epoch=request.epoch if request.HasField("epoch") else None,
     )
@@ -234,16 +223,16 @@ def _rank(request: pb.GetMetaRequest) -> Rank | None:
         return None
     if not all(given):
         raise _incomplete_rank(request)
-    if not 1 <= request.dp_size <= _MOST_RANKS:
-        raise InvalidArgumentError(f"dp_size is {request.dp_size}; give 1 to {_MOST_RANKS}", field="dp_size")
-    if not 0 <= request.dp_rank < request.dp_size:
+    dp_rank, dp_size, batch_index = request.dp_rank, request.dp_size, request.batch_index
+    if not 1 <= dp_size <= _MOST_RANKS:
+        raise InvalidArgumentError(f"dp_size is {dp_size}; give 1 to {_MOST_RANKS}", field="dp_size")
+    if not 0 <= dp_rank < dp_size:
         raise InvalidArgumentError(
-            f"dp_rank is {request.dp_rank}, expected 0 to {request.dp_size - 1} for dp_size {request.dp_size}",
-            field="dp_rank",
+            f"dp_rank is {dp_rank}, expected 0 to {dp_size - 1} for dp_size {dp_size}", field="dp_rank"
         )
-    if request.batch_index < 0:
-        raise InvalidArgumentError(f"batch_index is {request.batch_index}; count from 0", field="batch_index")
-    return Rank(dp_rank=request.dp_rank, dp_size=request.dp_size, batch_index=request.batch_index)
+    if batch_index < 0:
+        raise InvalidArgumentError(f"batch_index is {batch_index}; count from 0", field="batch_index")
+    return Rank(dp_rank=dp_rank, dp_size=dp_size, batch_index=batch_index)
 
 
 def _incomplete_rank(request: pb.GetMetaRequest) -> InvalidArgumentError:

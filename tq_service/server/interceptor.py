@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any, TypeAlias
 
 import grpc
@@ -20,28 +20,41 @@ _log = logging.getLogger(__name__)
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
-class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns errors into `google.rpc.Status` and bytes that are no message into INVALID_ARGUMENT.
+class ErrorBoundary:
+    """Stands for a server where services are added to it: their errors become `google.rpc.Status`.
 
     Errors of the hierarchy travel with their text; anything else is a fault of ours, logged whole and sent as INTERNAL
-    without its text.
+    without its text. Bytes that are no message become INVALID_ARGUMENT.
+
+    Each handler is wrapped once. An interceptor of grpc.aio does the same by two more coroutines for every call.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, server: grpc.aio.Server) -> None:
+        self._server = server
+
+    def add_generic_rpc_handlers(self, handlers: Iterable[grpc.GenericRpcHandler]) -> None:
+        """Add services; generated code calls this."""
+        self._server.add_generic_rpc_handlers([_Guarded(handler) for handler in handlers])
+
+    def add_registered_method_handlers(self, service_name: str, method_handlers: object) -> None:
+        """Do nothing; generated code calls this too, for methods that were added above."""
+
+
+class _Guarded(grpc.GenericRpcHandler):
+    """A service whose handlers are wrapped, each when its method is first called."""
+
+    def __init__(self, service: grpc.GenericRpcHandler) -> None:
+        self._service = service
         self._wrapped: dict[str, Handler] = {}
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler | None:
-        """Return the method's handler with errors turned; made once a method."""
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
+        """Return the handler of a method, None where this service does not have it."""
         method = handler_call_details.method
         wrapped = self._wrapped.get(method)
         if wrapped is None:
-            handler = await continuation(handler_call_details)
+            handler = self._service.service(handler_call_details)
             if handler is None:
-                return handler
+                return None
             wrapped = self._wrapped[method] = _wrap(handler, method)
         return wrapped
 

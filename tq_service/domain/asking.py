@@ -1,0 +1,107 @@
+"""How consumers ask for batches: what they ask for alike, and what is of one call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+from tq_service.domain.custom_meta import Condition, Order
+from tq_service.domain.plan import PlanRequest, PlansBatches
+from tq_service.schema import BatchUnit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Binding:
+    """What the first plan of a batch_index fixes for all ranks."""
+
+    batch_size: int
+    batch_unit: BatchUnit
+    micro_batch_size: int | None
+    sampler: str
+    sampler_config: str
+    where: tuple[Condition, ...]
+    order_by: tuple[Order, ...]
+    data_fields: tuple[str, ...]
+    drop_last: bool
+    finite: bool
+
+    def disagreement(self, other: Binding) -> tuple[str, object, object] | None:
+        """Return the first argument that differs, with both values."""
+        if self is other or self == other:
+            return None
+        names = (each.name for each in fields(self))
+        return next((n, getattr(self, n), getattr(other, n)) for n in names if getattr(self, n) != getattr(other, n))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """Which part of which batch a trainer rank asks for."""
+
+    dp_rank: int
+    dp_size: int
+    batch_index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WayOfAsking:
+    """What all ranks of a task ask for alike, batch after batch.
+
+    Attributes:
+        data_fields: what the answer locates; `binding.data_fields` has the same names in one order for all ranks.
+        min_batch_size: the least a queue worker takes.
+        dp_size: number of ranks, None for queue workers.
+        plan_request: what the sampler is asked for: a whole batch of all ranks, or what a queue worker takes at least.
+        signature: calls with the same signature are served by the same plans.
+    """
+
+    binding: Binding
+    data_fields: tuple[str, ...]
+    min_batch_size: int
+    dp_size: int | None = None
+    plan_request: PlanRequest = field(init=False, repr=False, compare=False)
+    signature: tuple[Binding, int, int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        binding, rank_count = self.binding, self.dp_size or 1
+        plan_request = PlanRequest(
+            batch_size=binding.batch_size,
+            min_size=self.min_batch_size if self.dp_size is None else binding.batch_size * rank_count,
+            batch_unit=binding.batch_unit,
+            rank_count=rank_count,
+            ranked=self.dp_size is not None,
+            micro_batch_size=binding.micro_batch_size,
+            data_fields=self.data_fields,
+        )
+        object.__setattr__(self, "plan_request", plan_request)
+        object.__setattr__(self, "signature", (binding, self.min_batch_size, self.dp_size or 0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimRequest:
+    """A GetMeta call, validated.
+
+    Attributes:
+        rank: the rank that asks, None for a queue worker; of the `dp_size` of `asked`.
+        epoch: the task life the caller means, None for whichever.
+    """
+
+    request_id: bytes
+    task_name: str
+    asked: WayOfAsking
+    sampler: PlansBatches
+    rank: Rank | None = None
+    epoch: int | None = None
+
+    @property
+    def binding(self) -> Binding:
+        """What the first plan of a batch_index fixes."""
+        return self.asked.binding
+
+    @property
+    def signature(self) -> tuple[Binding, int, int]:
+        """Calls with the same signature are served by the same plans."""
+        return self.asked.signature
+
+    @property
+    def plan_request(self) -> PlanRequest:
+        """What the sampler is asked for."""
+        return self.asked.plan_request
