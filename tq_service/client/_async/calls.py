@@ -66,6 +66,7 @@ class AsyncCalls:
         self, header: PutHeader, columns: Sequence[Column], deadline: Deadline, address: str
     ) -> PutResponse:
         """Send a put: in one message where it is small, else as a stream."""
+        keep_frame_buffers()
         chunks = (chunk for column in columns for chunk in column.chunks)
         if header.size_bytes <= SMALL_PUT_BYTES:
             request = PutSmallRequest(header=header, values=b"".join(chunks))

@@ -65,6 +65,7 @@ class Calls:
 
     def put_once(self, header: PutHeader, columns: Sequence[Column], deadline: Deadline, address: str) -> PutResponse:
         """Send a put: in one message where it is small, else as a stream."""
+        keep_frame_buffers()
         chunks = (chunk for column in columns for chunk in column.chunks)
         if header.size_bytes <= SMALL_PUT_BYTES:
             request = PutSmallRequest(header=header, values=b"".join(chunks))
