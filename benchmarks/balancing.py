@@ -23,7 +23,7 @@ from tq_service.balancing import get_seqlen_balanced_partitions
 Int64s = NDArray[np.int64]
 Balance = Callable[[Int64s, int, bool], tuple[float, list[list[int]]]]
 
-# Items, ranks, and whether sizes are equal. What takes the peer longer than this is measured once.
+# Items, ranks, and whether sizes are equal. The last two take the peer seconds and are measured once.
 CASES = ((4_096, 64, True), (16_384, 512, True), (4_096, 64, False), (4_096, 512, False), (16_384, 512, False))
 _SLOW_CASES = CASES[3:]
 _MOST_ABOVE_PERCENT = 0.1
