@@ -28,7 +28,7 @@ from tq_service.data import StreamingDataLoader, StreamingDataset, split_micro_b
 
 BATCH_SIZE = 64
 MICRO_BATCH_SIZE = 8
-BATCH_COUNT, BATCH_COUNT_QUICK = 6, 3
+BATCH_COUNT, BATCH_COUNT_QUICK = 4, 2
 STEP_SECONDS = (0.020, 0.005, 0.0)
 MOST_WAITING = 0.03
 _PARTITION = "train"
@@ -181,22 +181,24 @@ def _measure(options: Options, address: str) -> Report:
         with _ways(address, client) as ways:
             for step_seconds in STEP_SECONDS:
                 cases = {name: partial(_once, way, step_seconds) for name, way in ways.items()}
+                if not step_seconds:
+                    del cases["all in memory"]
                 runs = interleave(cases, options.repeats)
                 for name, repeats in runs.items():
                     waiting[name, step_seconds] = median([run.waiting for run in repeats])
-                    of_limit = [
-                        run.rate / limit.rate for run, limit in zip(repeats, runs["all in memory"], strict=True)
-                    ]
-                    rows.append(
-                        [
-                            f"{1e3 * step_seconds:.0f} ms: {name}",
-                            median([run.rate for run in repeats]),
-                            median(of_limit) if step_seconds else None,
-                            100 * waiting[name, step_seconds] if step_seconds else None,
-                            1e3 * median([run.waited / run.steps for run in repeats]),
-                        ]
-                    )
+                    rows.append(_row(name, step_seconds, repeats, runs.get("all in memory", repeats)))
     return _report(rows, waiting, batch_bytes)
+
+
+def _row(name: str, step_seconds: float, repeats: list[Run], limits: list[Run]) -> list[str | float | None]:
+    of_limit = median([run.rate / limit.rate for run, limit in zip(repeats, limits, strict=True)])
+    return [
+        f"{1e3 * step_seconds:.0f} ms: {name}",
+        median([run.rate for run in repeats]),
+        of_limit if step_seconds else None,
+        100 * median([run.waiting for run in repeats]) if step_seconds else None,
+        1e3 * median([run.waited / run.steps for run in repeats]),
+    ]
 
 
 def _once(way: Callable[[], MicroBatches], step_seconds: float) -> Run:
