@@ -135,11 +135,13 @@ async def _measure(options: Options, address: str) -> Report:
 def _rows(mode: str, times: dict[str, list[_Times]]) -> list[list[str | float | None]]:
     rows: list[list[str | float | None]] = []
     small = [median(repeat.others) for repeat in next(iter(times.values()))]
+    small_first = median([repeat.first or 0.0 for repeat in next(iter(times.values()))]) * 1e3
     for label, repeats in times.items():
         p50, p99 = p50_p99([repeat.others for repeat in repeats])
         ratio = median([median(repeat.others) / base for repeat, base in zip(repeats, small, strict=True)])
         firsts = [repeat.first * 1e3 for repeat in repeats if repeat.first is not None]
-        rows.append([mode, label, p50, p99, ratio, median(firsts) if firsts else None])
+        first = median(firsts) if firsts else None
+        rows.append([mode, label, p50, p99, ratio, first, None if first is None else first / small_first])
     return rows
 
 
@@ -152,16 +154,29 @@ def _report(rows: list[list[str | float | None]], counts: tuple[int, ...]) -> Re
     return Report(
         name="claim_cost_by_partition_size",
         question="Does a claim cost more in a large partition, or in one that has lived long, than in a small new one?",
-        columns=["mode", "partition", "p50, ms", "p99, ms", "p50 / that at 1,024", "first claim of a task, ms"],
+        columns=[
+            "mode",
+            "partition",
+            "p50, ms",
+            "p99, ms",
+            "p50 / that at 1,024",
+            "first claim of a task, ms",
+            "first / that at 1,024",
+        ],
         rows=rows,
         notes=[
             f"claims of {BATCH_SIZE} samples by one client, one after the other, {_CLAIMS_A_REPEAT} a repeat",
-            "the first claim of a task, which sets it up, is not in p50 and p99",
+            "the first claim of a task, which sets it up, is not in p50 and p99; of the first ones the median is shown",
         ],
         aims=[
-            Aim(what=f"{row[0]}, {row[1]}: ratio", measured=float(row[4] or 0), wanted=1.5, at_least=False)
+            Aim(what=f"{row[0]}, {row[1]}: ratio", measured=float(row[4] or 0), wanted=1.2, at_least=False)
             for row in rows
             if row[1] != f"{counts[0]:,} samples" and str(row[1]).startswith((largest, f"{_LIVE_COUNT:,} samples,"))
+        ]
+        + [
+            Aim(what=f"{row[0]}, {row[1]}: first claim", measured=float(row[6] or 0), wanted=2.0, at_least=False)
+            for row in rows
+            if row[1] == largest
         ],
         plots=[
             Plot(
