@@ -46,27 +46,36 @@ class StorageRead:
 
 def plan_reads(locations: CellLocations, data_fields: Sequence[str]) -> list[StorageRead]:
     """Return the reads that fetch these fields: one for each storage service and set of samples it has fields of."""
-    groups: dict[tuple[StorageRef, bytes], tuple[Indexes, list[FieldRuns]]] = {}
+    storages, of_put = _number_storages(locations)
+    groups: dict[tuple[int, bytes], tuple[Indexes, list[FieldRuns]]] = {}
     for runs in locations.select_fields(data_fields).runs:
-        for storage, positions, part in _split_by_storage(locations, runs):
+        for storage, positions, part in _split_by_storage(runs, of_put[runs.put_indexes]):
             groups.setdefault((storage, positions.tobytes()), (positions, []))[1].append(part)
     return [
-        StorageRead(storage=storage, positions=positions, request=_request(locations, storage, parts))
+        StorageRead(
+            storage=storages[storage], positions=positions, request=_request(locations, storages[storage], parts)
+        )
         for (storage, _), (positions, parts) in groups.items()
     ]
 
 
-def _split_by_storage(locations: CellLocations, runs: FieldRuns) -> list[tuple[StorageRef, Indexes, FieldRuns]]:
-    storages = list(dict.fromkeys(locations.puts[put].storage for put in runs.put_indexes.tolist()))
+def _number_storages(locations: CellLocations) -> tuple[list[StorageRef], Indexes]:
+    """Return the storage services, each once, and for each put the position of its own among them."""
+    numbers: dict[StorageRef, int] = {}
+    of_put = [numbers.setdefault(put.storage, len(numbers)) for put in locations.puts]
+    return list(numbers), np.array(of_put, np.int64)
+
+
+def _split_by_storage(runs: FieldRuns, owners: Indexes) -> list[tuple[int, Indexes, FieldRuns]]:
+    """Return for each storage service the positions that it has and their runs; `owners` tells where each run is."""
+    storages = np.unique(owners).tolist()
     if len(storages) == 1:
         return [(storages[0], np.arange(runs.row_count), runs)]
-    number = {storage: position for position, storage in enumerate(storages)}
-    of_put = np.array([number.get(put.storage, -1) for put in locations.puts], np.int64)
     puts, rows = runs.expand()
-    owners = of_put[puts]
+    of_row = np.repeat(owners, runs.row_counts)
     parts = []
-    for storage, position in number.items():
-        mine = np.flatnonzero(owners == position)
+    for storage in storages:
+        mine = np.flatnonzero(of_row == storage)
         parts.append((storage, mine, FieldRuns.of_rows(runs.field_names, puts[mine], rows[mine])))
     return parts
 
