@@ -1,0 +1,19 @@
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.__main__ import BENCHMARKS
+from benchmarks.harness import ROOT
+
+FOLDER = ROOT / "benchmarks"
+
+
+def test_every_benchmark_is_run_with_the_others() -> None:
+    written = {path.stem for path in FOLDER.glob("*.py") if "def run(options: Options) -> Report:" in path.read_text()}
+    assert written == set(BENCHMARKS)
+    assert len(BENCHMARKS) == len(written)
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_every_benchmark_is_in_the_table_of_the_readme(name: str) -> None:
+    assert f"| `{name}.py` |" in (FOLDER / "README.md").read_text()
