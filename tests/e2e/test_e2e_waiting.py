@@ -139,3 +139,37 @@ def test_many_waiting_calls_are_served_in_the_order_of_their_arrival(server: Liv
 
     assert server.loop.run(wait_and_serve()) == [[2 * claim, 2 * claim + 1] for claim in range(25)]
     wait_until_waiting(client, 0)
+
+
+@pytest.mark.parametrize("ranked", [True, False])
+def test_hundreds_wait_for_a_partition_and_all_are_served_once_and_see_the_end(
+    server: LiveServer, ranked: bool
+) -> None:
+    count = 300
+
+    async def consume(client: tq.AsyncClient, rank: int) -> list[int]:
+        taken: list[int] = []
+        for batch_index in range(count):
+            place = {"dp_rank": rank, "dp_size": count, "batch_index": batch_index} if ranked else {}
+            meta = await client.get_meta(**ASKS, **place, batch_size=1, max_wait=60.0)
+            if meta.status == "end":
+                break
+            taken += meta.global_indexes
+        return taken
+
+    async def wait_and_serve() -> list[list[int]]:
+        async with tq.AsyncClient(server.address) as waiting, tq.AsyncClient(server.address) as producer:
+            consumers = [asyncio.ensure_future(consume(waiting, rank)) for rank in range(count)]
+            await asyncio.sleep(0)
+            await producer.create_partition("train")
+            while [task.waiting_count for task in (await producer.describe_partition("train")).tasks] != [count]:
+                pass
+            for size in (count, 10, count - 10):
+                await producer.put({"x": torch.zeros(size)}, partition_id="train")
+            await producer.seal_partition("train")
+            return await asyncio.gather(*consumers)
+
+    taken = server.loop.run(wait_and_serve())
+    assert sorted(index for one in taken for index in one) == list(range(2 * count))
+    if ranked:
+        assert taken == [[rank, count + rank] for rank in range(count)]
