@@ -21,7 +21,8 @@ from tq_service.wire.dtypes import Bytes
 # Below this malloc reuses memory well enough, see `tq_service.client.heap`.
 _SMALL_BYTES: Final = 4 << 20
 _GRAIN_BYTES: Final = 2 << 20  # a huge page
-_KEPT_BYTES: Final = 512 << 20
+# Only what one process has held at once is ever kept, so this bounds those that get batches of a GiB, not all.
+_KEPT_BYTES: Final = 2 << 30
 _KEPT_SECONDS: Final = 60.0
 # A block may be this much larger than what is asked for: batches are of like size, not of the same.
 _MOST_SLACK: Final = 1.25
