@@ -21,7 +21,7 @@ from tq_service.wire.dtypes import Bytes
 # Below this malloc reuses memory well enough, see `tq_service.client.heap`.
 _SMALL_BYTES: Final = 4 << 20
 _GRAIN_BYTES: Final = 2 << 20  # a huge page
-# Only what one process has held at once is ever kept, so this bounds those that get batches of a GiB, not all.
+# For batches of a GiB; a process that gets smaller ones keeps the few blocks that it had in the last minute.
 _KEPT_BYTES: Final = 2 << 30
 _KEPT_SECONDS: Final = 60.0
 # A block may be this much larger than what is asked for: batches are of like size, not of the same.
