@@ -35,7 +35,7 @@ LARGE_COUNT = 65_536
 _LARGE_PUT = f"one put of {LARGE_COUNT:,}"
 _PEER_PUT = f"TransferQueue, one put of {LARGE_COUNT:,}"
 WORKER_COUNT = 64
-_CALL_COUNT = 2_048
+_CALL_COUNT = 1_024
 _ECHO_SIZES = (160, 64)
 
 
