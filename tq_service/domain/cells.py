@@ -161,8 +161,11 @@ class CellTable:
         return None if spec.layout is Layout.OBJECT or is_scalar else self.default_layout
 
     def write(self, put: Put, columns: Sequence[ColumnWrite], specs: Sequence[FieldSpec], positions: Indexes,
-              rows: Indexes) -> list[FreedCells]:  # fmt: skip
-        """Point the cells of rows at `positions` to `rows` of the put; return the cells that this replaced."""
+              rows: Indexes, *, are_new: bool) -> list[FreedCells]:  # fmt: skip
+        """Point the cells of rows at `positions` to `rows` of the put; return the cells that this replaced.
+
+        Rows that `are_new` have no cells yet.
+        """
         slot = self._puts.add(put, len(columns) * positions.size)
         replaced: list[Field] = []
         for spec in specs:
@@ -172,7 +175,7 @@ class CellTable:
                 field = self.fields[spec.name]
             field.spec = spec
             replaced.append(field)
-        freed = self.forget(positions, replaced)
+        freed = [] if are_new else self.forget(positions, replaced)
         cells = rows + (slot << _SLOT_SHIFT)
         for column, field, spec in zip(columns, replaced, specs, strict=True):
             field.cell.data[positions] = cells
@@ -274,7 +277,7 @@ def merge_specs(known: FieldSpec, column: ColumnWrite) -> FieldSpec:
     if layout is Layout.DENSE:
         if shape != new.row_shape:
             raise _mismatch(known, new)
-        return replace(new, layout=layout)
+        return known if known.row_shape is not None and known.layout and known.dtype else replace(new, layout=layout)
     given = new.row_shape if known.row_shape is None else column.fitting_shape
     widened = tuple(a if a == b else -1 for a, b in zip(shape, given, strict=True))
     if all(size >= 0 for size in widened):

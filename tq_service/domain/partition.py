@@ -80,7 +80,7 @@ class Partition:
         new_positions = self._add_rows(write, target)
         positions = target.positions.copy()
         positions[target.is_new] = np.arange(new_positions.start, new_positions.stop)
-        freed = self._write_cells(write, specs, positions)
+        freed = self._write_cells(write, specs, positions, are_new=bool(target.is_new.all()))
         self.meta.write(write.meta, positions)
         if write.state is not None:
             freed += self._set_state(STATE_CODES[write.state], positions[~target.is_new])
@@ -140,14 +140,20 @@ class Partition:
                 task.open_count += count
         return added
 
-    def _write_cells(self, write: SampleWrite, specs: Sequence[FieldSpec], positions: Indexes) -> list[FreedCells]:
+    def _write_cells(self, write: SampleWrite, specs: Sequence[FieldSpec], positions: Indexes, *, are_new: bool
+                     ) -> list[FreedCells]:  # fmt: skip
         if write.put is None:
             return []
-        kept = self.state.data[positions] != FAILED  # the bytes of failed samples are not kept
-        if write.state is SampleState.FAILED or not kept.any():
+        if write.state is SampleState.FAILED:  # the bytes of failed samples are not kept
+            return [FreedCells(put=write.put)]
+        if are_new:
+            rows = np.arange(positions.size)
+            return self.cells.write(write.put, write.columns, specs, positions, rows, are_new=True)
+        kept = self.state.data[positions] != FAILED
+        if not kept.any():
             return [FreedCells(put=write.put)]
         rows = np.flatnonzero(kept)
-        freed = self.cells.write(write.put, write.columns, specs, positions[kept], rows)
+        freed = self.cells.write(write.put, write.columns, specs, positions[kept], rows, are_new=False)
         if rows.size < positions.size:
             names = tuple(column.spec.name for column in write.columns)
             freed.append(FreedCells(put=write.put, field_names=names, rows=np.flatnonzero(~kept)))
