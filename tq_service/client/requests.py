@@ -210,7 +210,7 @@ def get_meta_request(
         batch_unit=_choice("batch_unit", batch_unit, _BATCH_UNITS),
         micro_batch_size=0 if micro_batch_size is None else integer("micro_batch_size", micro_batch_size),
         sampler="" if sampler is None else text("sampler", sampler),
-        sampler_config=_struct("sampler_config", sampler_config or {}),
+        sampler_config=_struct("sampler_config", sampler_config) if sampler_config else None,
         dp_rank=None if dp_rank is None else integer("dp_rank", dp_rank, 32),
         dp_size=None if dp_size is None else integer("dp_size", dp_size, 32),
         batch_index=None if batch_index is None else integer("batch_index", batch_index),
