@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any, Final
 
 from tq_service.data.ahead import AheadBound
+from tq_service.data.ahead_queue import AheadQueue
 from tq_service.data.batch import Batch, BatchStream, CutBatch
-from tq_service.data.handover import Handover
 
 _MOST_AHEAD: Final = 2
 _JOIN_SECONDS: Final = 5.0
@@ -45,7 +45,7 @@ class CutAheadStream:
         self._next_index = below.next_index
         # The first cut of the next batch, which was found behind the last one of the batch before.
         self._begun: _Cut | None = None
-        self._queue = Handover[_Cut](AheadBound(_MOST_AHEAD, sys.maxsize))
+        self._queue = AheadQueue[_Cut](AheadBound(_MOST_AHEAD, sys.maxsize))
         self._thread = threading.Thread(
             target=_cut_ahead, args=(below, cut, self._queue), name="tq-cut-ahead", daemon=True
         )
@@ -102,7 +102,7 @@ class CutAheadStream:
         _end(self._below, self._queue, self._thread)
 
 
-def _end(below: BatchStream, queue: Handover[_Cut], thread: threading.Thread) -> None:
+def _end(below: BatchStream, queue: AheadQueue[_Cut], thread: threading.Thread) -> None:
     if queue.closed:
         return
     queue.close()
@@ -112,7 +112,7 @@ def _end(below: BatchStream, queue: Handover[_Cut], thread: threading.Thread) ->
         thread.join(_JOIN_SECONDS)
 
 
-def _cut_ahead(below: BatchStream, cut: CutBatch, queue: Handover[_Cut]) -> None:
+def _cut_ahead(below: BatchStream, cut: CutBatch, queue: AheadQueue[_Cut]) -> None:
     error: BaseException | None = None
     try:
         # Room is waited for before anything is cut; what is left of one batch is for the first of the next.

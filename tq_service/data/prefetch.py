@@ -9,8 +9,8 @@ from dataclasses import replace
 from functools import partial
 
 from tq_service.data.ahead import AheadBound
+from tq_service.data.ahead_queue import AheadQueue
 from tq_service.data.batch import Batch, Life
-from tq_service.data.handover import Handover
 from tq_service.data.source import BatchFetcher, BatchSource, StreamClosedError
 
 _Sized = tuple[Batch, int]
@@ -34,7 +34,7 @@ class PrefetchStream:
 
     def __init__(self, source: BatchSource, batch_index: int, life: Life | None, bound: AheadBound) -> None:
         self._next_index = batch_index
-        self._queue = Handover[_Sized](bound)
+        self._queue = AheadQueue[_Sized](bound)
         self._fetcher = BatchFetcher(source, life)
         self._thread = threading.Thread(
             target=_prefetch, args=(self._queue, self._fetcher, batch_index), name="tq-prefetch", daemon=True
@@ -72,7 +72,7 @@ class PrefetchStream:
             self._thread.join(_JOIN_SECONDS)
 
 
-def _prefetch(queue: Handover[_Sized], fetcher: BatchFetcher, batch_index: int) -> None:
+def _prefetch(queue: AheadQueue[_Sized], fetcher: BatchFetcher, batch_index: int) -> None:
     error: BaseException | None = None
     try:
         for index in itertools.count(batch_index):

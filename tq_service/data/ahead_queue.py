@@ -11,7 +11,7 @@ from tq_service.data.ahead import AheadBound
 T = TypeVar("T")
 
 
-class Handover(Generic[T]):
+class AheadQueue(Generic[T]):
     """A bounded queue with one writer and one reader; one condition, predicate waits, `close` wakes both."""
 
     def __init__(self, bound: AheadBound) -> None:
