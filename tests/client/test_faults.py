@@ -226,6 +226,19 @@ async def test_small_puts_into_the_controllers_own_storage_take_one_call(kind):
     assert len(storage.put_headers) == storage.whole_put_count == 3
 
 
+@pytest.mark.parametrize("only_one", [True, False])
+async def test_large_puts_are_placed_each_unless_there_is_only_one_storage(kind, only_one):
+    place = Script(pb.PlacePutResponse(embedded=True, only_one=only_one))
+    storage = FakeStorage(put_answer=storage_pb.PutResponse(commit=pb.CommitResponse()))
+    async with serving(FakeController(PlacePut=place), storage) as address:
+        client = make_client(kind, address, timeout=20)
+        for _ in range(3):
+            await client.put({"x": torch.zeros(1, 1 << 18)}, partition_id="p")
+        await client.aclose()
+    assert len(place.requests) == (1 if only_one else 3)
+    assert len(storage.put_headers) == 3
+
+
 async def test_a_put_into_another_storage_is_committed_after_it(kind):
     remote = FakeStorage(put_answer=storage_pb.PutResponse(storage=endpoint("two", boot=b"2" * 16)))
     async with serving(storage=remote) as remote_address:

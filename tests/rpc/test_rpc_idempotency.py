@@ -269,6 +269,7 @@ def test_placing_and_announcing_change_nothing_that_is_stored(server: LiveServer
     put_train(client)
     before = snapshot(client)
     placed = server.controller.PlacePut(pb.PlacePutRequest(size_bytes=100))
+    assert placed.only_one
     assert placed.embedded
     assert placed.storage.boot_id == client.storage_stat().boot_id
     endpoint = metadata_pb2.StorageEndpoint(storage_id="other", boot_id=new_id(), address="127.0.0.1:1")
@@ -276,5 +277,7 @@ def test_placing_and_announcing_change_nothing_that_is_stored(server: LiveServer
     answers = [server.controller.RegisterStorage(announced) for _ in range(2)]
     assert answers[0] == answers[1]
     assert answers[0].heartbeat_seconds > 0
-    assert server.controller.PlacePut(pb.PlacePutRequest(size_bytes=100)).storage == endpoint  # it has more room
+    placed = server.controller.PlacePut(pb.PlacePutRequest(size_bytes=100))
+    assert placed.storage == endpoint  # it has more room
+    assert not placed.only_one
     assert snapshot(client) == before

@@ -275,7 +275,9 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
         endpoint = metadata_pb2.StorageEndpoint(
             storage_id=storage.storage_id, boot_id=storage.boot_id, address=storage.address
         )
-        return pb.PlacePutResponse(storage=endpoint, embedded=storage is self._storages.embedded)
+        return pb.PlacePutResponse(
+            storage=endpoint, embedded=storage is self._storages.embedded, only_one=self._storages.count == 1
+        )
 
     async def RegisterStorage(self, request: pb.RegisterStorageRequest, context: Context) -> pb.RegisterStorageResponse:
         storage = request.storage

@@ -185,6 +185,11 @@ class StorageDirectory:
         self._committed: set[Put] = set()
 
     @property
+    def count(self) -> int:
+        """Number of storage services that have announced themselves, silent ones included."""
+        return len(self._storages)
+
+    @property
     def addresses(self) -> dict[str, str]:
         """Where clients reach each storage service."""
         return {storage_id: storage.address for storage_id, storage in self._storages.items()}

@@ -1455,8 +1455,11 @@ class PlacePutResponse(google.protobuf.message.Message):
 
     STORAGE_FIELD_NUMBER: builtins.int
     EMBEDDED_FIELD_NUMBER: builtins.int
+    ONLY_ONE_FIELD_NUMBER: builtins.int
     embedded: builtins.bool
     """Whether it is in the controller's process, so that the put can carry its commit."""
+    only_one: builtins.bool
+    """Whether there is no other, so that puts of all sizes would be told the same."""
     @property
     def storage(self) -> tq_service.v1.metadata_pb2.StorageEndpoint:
         """The storage service with the most free bytes."""
@@ -1466,9 +1469,10 @@ class PlacePutResponse(google.protobuf.message.Message):
         *,
         storage: tq_service.v1.metadata_pb2.StorageEndpoint | None = ...,
         embedded: builtins.bool = ...,
+        only_one: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["storage", b"storage"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["embedded", b"embedded", "storage", b"storage"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["embedded", b"embedded", "only_one", b"only_one", "storage", b"storage"]) -> None: ...
 
 global___PlacePutResponse = PlacePutResponse
 

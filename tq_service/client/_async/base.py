@@ -24,6 +24,7 @@ class AsyncBase:
         self._aftermath = AsyncAftermath()
         # Until when small puts go to the controller's own storage without asking.
         self._embedded_until = 0.0
+        self._is_only_one = False  # whether large ones do, too
 
     def _deadline(self, timeout: float | None, more_seconds: float = 0.0) -> Deadline:
         span = self.timeout if timeout is None else seconds("timeout", timeout)

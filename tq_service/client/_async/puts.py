@@ -14,8 +14,8 @@ from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.storage_service_pb2 import PutHeader
 from tq_service.wire.columns import Column, encode_header
 
-# A put of less than this goes where the last one was told to go, saving a round trip; larger ones are always placed, so
-# that several storage services fill evenly.
+# A put of less than this goes where the last one was told to go, saving a round trip; larger ones are placed each, so
+# that several storage services fill evenly, unless there is only one.
 _SMALL_PUT_BYTES: Final = 1 << 20
 _REMEMBERED_SECONDS: Final = 10.0
 
@@ -64,9 +64,11 @@ class AsyncPuts(AsyncBase):
 
     async def _place(self, size_bytes: int, deadline: Deadline) -> pb.PlacePutResponse:
         """Return the storage service for a put of this size."""
-        if size_bytes < _SMALL_PUT_BYTES and time.monotonic() < self._embedded_until:
+        is_told = size_bytes < _SMALL_PUT_BYTES or self._is_only_one
+        if is_told and time.monotonic() < self._embedded_until:
             return pb.PlacePutResponse(embedded=True)
         request = pb.PlacePutRequest(size_bytes=size_bytes)
         answer = await self._calls.unary_once(lambda to: to.controller.PlacePut, request, deadline)
         self._embedded_until = time.monotonic() + _REMEMBERED_SECONDS if answer.embedded else 0.0
+        self._is_only_one = answer.only_one
         return answer
