@@ -19,9 +19,9 @@ from tq_service.domain.requests import RequestLog
 from tq_service.samplers import PlanRunner, SamplerRegistry
 from tq_service.server import answers
 from tq_service.server.controller_servicer import ControllerServicer
+from tq_service.server.error_boundary import ErrorBoundary
 from tq_service.server.handover import HandoverServer, make_private
 from tq_service.server.heartbeat import announce_storage
-from tq_service.server.interceptor import ErrorBoundary
 from tq_service.server.storage_servicer import SERVICE as STORAGE_SERVICE
 from tq_service.server.storage_servicer import StorageServicer
 from tq_service.server.storages import EmbeddedStorage, StorageDirectory
