@@ -29,7 +29,8 @@ from benchmarks.report import Aim, Cell, Plot, Report
 
 DENSE_BYTES = 256 << 20
 JAGGED_BYTES = 16 << 20
-_ROW_BYTES = 1 << 20
+# Long rows, and sequences of 8,192 as in TransferQueue's own performance test.
+_LONG_ROW_BYTES, _SEQUENCE_BYTES = 1 << 20, 32 << 10
 _JAGGED_ROW_COUNT = 4_096
 _PARTITION = "bulk"
 _TCP, _MEMCPY = "raw TCP, 64 MiB sends", "memcpy, warm"
@@ -109,8 +110,8 @@ def _twice(action: Callable[[], Any]) -> tuple[Any, Any]:
     return action(), action()
 
 
-def _dense() -> torch.Tensor:
-    return torch.rand(DENSE_BYTES // _ROW_BYTES, _ROW_BYTES // 4)
+def _dense(row_bytes: int) -> torch.Tensor:
+    return torch.rand(DENSE_BYTES // row_bytes, row_bytes // 4)
 
 
 def _jagged() -> torch.Tensor:
@@ -127,7 +128,11 @@ def _measure(options: Options, address: str, sink_address: str, transfer_queue: 
     clients: dict[str, Any] = {"tq.Client": _SyncRoundTrip(address), "tq.AsyncClient": _AsyncRoundTrip(address)}
     connection = tcp_sink.connect(sink_address)
     rows: list[list[Cell]] = []
-    for label, data in (("dense float32, 256 MiB", _dense()), ("jagged float32, 16 MiB", _jagged())):
+    for label, data in (
+        ("dense, 256 MiB in rows of 1 MiB", _dense(_LONG_ROW_BYTES)),
+        ("dense, 256 MiB in rows of 32 KiB", _dense(_SEQUENCE_BYTES)),
+        ("jagged, 16 MiB in rows of 2 to 6 KiB", _jagged()),
+    ):
         payload = (data.values() if data.is_nested else data).numpy().reshape(-1).view(np.uint8)
         target = np.zeros_like(payload)
         actions: dict[str, Callable[[], Any]] = {name: partial(client, data) for name, client in clients.items()}
@@ -137,7 +142,7 @@ def _measure(options: Options, address: str, sink_address: str, transfer_queue: 
             transfer_queue.ask("load", name=label, row_lengths=_row_lengths(data))
             actions[transfer_queue.name] = partial(transfer_queue.ask, "round_trip", name=label)
         cases = {name: partial(_twice, action) for name, action in actions.items()}
-        times = interleave(cases, options.repeats * 3 if data.is_nested else options.repeats)
+        times = interleave(cases, options.repeats * 2 if data.is_nested else options.repeats)
         rows += [[label, *cells] for cells in _cells(times, payload.nbytes, list(clients), transfer_queue.name)]
     connection.close()
     for client in clients.values():
@@ -196,8 +201,7 @@ def _report(rows: list[list[Cell]], transfer_queue: Peer) -> Report:
         ],
         rows=rows,
         notes=[
-            "GB are 10^9 bytes",
-            f"dense: rows of {_ROW_BYTES >> 20} MiB; jagged: {_JAGGED_ROW_COUNT:,} rows of 2 to 6 KiB, in one tensor",
+            "float32, one tensor, jagged rows in a nested one; GB are 10^9 bytes",
             "TransferQueue gives dense rows back as a nested tensor",
             "at once again: the second of two round trips, before freed memory has gone back to the system",
             *transfer_queue.notes,
