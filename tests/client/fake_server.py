@@ -59,6 +59,9 @@ class FakeStorage(StorageServiceServicer):
         self.put_sizes = []
         self.whole_put_count = 0
         self.get_requests = []
+        self.small_get_requests = []
+        # By default everything is too large.
+        self.small_get_answer = storage_service_pb2.GetSmallResponse(size_bytes=1 << 40)
 
     async def Put(self, request_iterator, context):  # noqa: N802  (the name of the rpc)
         size = 0
@@ -87,6 +90,10 @@ class FakeStorage(StorageServiceServicer):
             await abort_with(context, answer)
         for part in answer:
             yield part
+
+    async def GetSmall(self, request, context):  # noqa: N802  (the name of the rpc)
+        self.small_get_requests.append(request)
+        return self.small_get_answer
 
 
 @contextlib.asynccontextmanager

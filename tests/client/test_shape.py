@@ -51,7 +51,7 @@ def test_every_call_of_the_service_has_a_method():
     ]
     calls = {method.name for service in services for method in service.methods} - INTERNAL_CALLS
     source = "".join(path.read_text() for path in (ROOT / "tq_service/client/_sync").glob("*.py"))
-    unary = set(re.findall(r"to\.(?:controller|storage)\.(\w+)", source))
+    unary = set(re.findall(r"(?:to|endpoint)\.(?:controller|storage)\.(\w+)", source))
     streamed = {name.title() for name in re.findall(r"endpoint\.(put|get)\b", source)}
     assert unary | streamed == calls
 

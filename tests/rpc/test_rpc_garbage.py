@@ -96,6 +96,9 @@ def requests_of_all_methods(meta: tq.BatchMeta) -> dict[str, Message]:
             values=bytes(24),
         ),
         "Get": storage_service_pb2.GetRequest(boot_id=new_id(), put_ids=[new_id()], runs=[runs]),
+        "GetSmall": storage_service_pb2.GetSmallRequest(
+            get=storage_service_pb2.GetRequest(boot_id=new_id(), put_ids=[new_id()], runs=[runs])
+        ),
     }
 
 

@@ -258,6 +258,10 @@ def runs(**changes: Any) -> metadata_pb2.CellRuns:
     return metadata_pb2.CellRuns(**{**parts, **changes})
 
 
+GETS = (
+    lambda server, request: list(server.storage.Get(request, timeout=20)),
+    lambda server, request: server.storage.GetSmall(storage_service_pb2.GetSmallRequest(get=request), timeout=20),
+)
 BAD_RUNS: dict[str, tuple[list[metadata_pb2.CellRuns], grpc.StatusCode]] = {
     "none": ([], CODE.INVALID_ARGUMENT),
     "no field": ([runs(field_names=[])], CODE.INVALID_ARGUMENT),
@@ -290,11 +294,12 @@ def test_a_bad_get_is_refused(server: LiveServer, name: str) -> None:
     wanted, code = BAD_RUNS[name]
     before = snapshot(client)
     request = storage_service_pb2.GetRequest(boot_id=put.storage.boot_id, put_ids=[put.put_id, new_id()], runs=wanted)
-    with pytest.raises(grpc.RpcError) as caught:
-        list(server.storage.Get(request, timeout=20))
-    call: Any = caught.value
-    assert call.code() == code, call.details()
-    assert reason_of(call)
+    for get in GETS:
+        with pytest.raises(grpc.RpcError) as caught:
+            get(server, request)
+        call: Any = caught.value
+        assert call.code() == code, call.details()
+        assert reason_of(call)
     assert snapshot(client) == before
     assert client.get_data(meta)["score"].shape == (4, 3)
 
@@ -303,11 +308,12 @@ def test_a_get_of_another_boot_is_data_loss(server: LiveServer) -> None:
     client = server.client()
     put_train(client)
     request = storage_service_pb2.GetRequest(boot_id=new_id(), put_ids=[new_id()], runs=[runs()])
-    with pytest.raises(grpc.RpcError) as caught:
-        list(server.storage.Get(request, timeout=20))
-    call: Any = caught.value
-    assert call.code() == CODE.DATA_LOSS
-    assert reason_of(call) == "DATA_LOSS"
+    for get in GETS:
+        with pytest.raises(grpc.RpcError) as caught:
+            get(server, request)
+        call: Any = caught.value
+        assert call.code() == CODE.DATA_LOSS
+        assert reason_of(call) == "DATA_LOSS"
 
 
 def test_a_reader_that_leaves_lets_go_of_what_it_read(server: LiveServer) -> None:

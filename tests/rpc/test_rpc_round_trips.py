@@ -12,6 +12,7 @@ import torch
 from live_server import AnyClient, LiveServer
 
 import tq_service as tq
+from tq_service.client import sent_sizes
 from tq_service.client._async import calls as async_calls
 from tq_service.client._sync import calls as sync_calls
 from tq_service.schema import DTYPE_SIZES
@@ -41,13 +42,15 @@ def assert_same_rows(got: Any, expected: Any) -> None:
     assert [bits(row) for row in rows_of(got)] == [bits(row) for row in rows_of(expected)]
 
 
-@pytest.fixture(params=["one message", "stream", "shared memory"])
+@pytest.fixture(params=["one message", "stream", "shared memory", "shared memory, gets streamed"])
 def _every_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small puts are one message, large ones streams or shared memory; here each is sent every way."""
+    """Small puts and gets are one message, large ones streams or shared memory; here each is sent every way."""
     if request.param != "one message":
         for calls in (sync_calls, async_calls):
             monkeypatch.setattr(calls, "SMALL_PUT_BYTES", -1)
-    if request.param == "shared memory":
+    if request.param.endswith("stream") or request.param.endswith("streamed"):
+        monkeypatch.setattr(sent_sizes, "SMALL_GET_BYTES", -1)
+    if request.param.startswith("shared memory"):
         for calls in (sync_calls, async_calls):
             monkeypatch.setattr(calls, "SHARED_FROM_BYTES", 1)
         monkeypatch.setattr(storage_servicer, "SMALL_PUT_BYTES", 0)

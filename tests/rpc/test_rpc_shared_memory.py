@@ -19,6 +19,7 @@ import torch
 from live_server import AnyClient, LiveServer, StartServer, server_process
 
 import tq_service as tq
+from tq_service.client import sent_sizes
 from tq_service.client.channel import put_call
 from tq_service.client.handover import Handover
 from tq_service.v1.storage_service_pb2 import PutDeposited, PutHeader, PutResponse
@@ -295,6 +296,25 @@ def test_a_storage_service_of_its_own(client_kind: Any, start_server: StartServe
     batch = client.get_data(meta)
     assert_rows(batch, list(range(ROWS)))
     assert is_mapped(batch["logits"])
+
+
+@pytest.mark.parametrize("gets", ["in one message", "streamed"])
+def test_what_was_cleared_while_it_is_handed_over_is_got_whole(
+    gets: str, client: AnyClient, twin: AnyClient, monkeypatch: Any
+) -> None:
+    if gets == "streamed":
+        monkeypatch.setattr(sent_sizes, "SMALL_GET_BYTES", -1)
+    meta = client.put(DATA, partition_id="p")
+    collect = Handover.collect
+
+    def clear_first(self: Handover, offer_id: bytes, count: int) -> list[int]:
+        if threading.current_thread() is not threading.main_thread() or client.kind == "sync":
+            tq.Client(twin.real.address).clear_partition("p")
+        return collect(self, offer_id, count)
+
+    monkeypatch.setattr(Handover, "collect", clear_first)
+    assert_rows(client.get_data(meta), list(range(ROWS)))
+    assert client.storage_stat().used_bytes == 0
 
 
 # What follows speaks the protocol itself, to break its rules.

@@ -151,6 +151,40 @@ async def test_an_offer_ends_when_its_client_is_gone(server):
     assert server.session(client.session_id) is None
 
 
+async def test_what_is_lent_is_taken_back_when_all_was_collected(server):
+    client = await connect(server)
+    fds = [os.memfd_create(f"part-{number}") for number in range(200)]
+    taken_back = []
+    offer = server.session(client.session_id).lend(fds, lambda: taken_back.append(True))
+    assert not taken_back
+    received = await asyncio.to_thread(client.collect, offer.offer_id, len(fds))
+    await settled(lambda: taken_back == [True])
+    with pytest.raises(UnavailableError, match="no get of this session"):
+        await asyncio.to_thread(client.collect, offer.offer_id, 1)
+    handover.close_all([*fds, *received])
+
+
+async def test_what_is_lent_is_taken_back_in_time(server, monkeypatch):
+    monkeypatch.setattr(server_side, "_LENT_SECONDS", 0.01)
+    client = await connect(server)
+    taken_back = []
+    offer = server.session(client.session_id).lend([0], lambda: taken_back.append(True))
+    await settled(lambda: taken_back == [True])
+    with pytest.raises(UnavailableError, match="no get of this session"):
+        await asyncio.to_thread(client.collect, offer.offer_id, 1)
+
+
+async def test_what_is_lent_is_taken_back_with_the_session(server):
+    client = await connect(server)
+    session = server.session(client.session_id)
+    taken_back = []
+    session.lend([0], lambda: taken_back.append("before"))
+    client.close()
+    await settled(lambda: taken_back == ["before"])
+    session.lend([0], lambda: taken_back.append("after"))
+    assert taken_back == ["before", "after"]
+
+
 async def test_another_life_of_the_service_is_refused(server):
     with pytest.raises(UnavailableError, match="another storage service"):
         await asyncio.to_thread(Handover, server.path, b"c" * 16)

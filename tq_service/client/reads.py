@@ -103,6 +103,9 @@ class AnswerReader:
     Args:
         expected_rows: number of rows asked for.
         handover: the session of the get, in which the service may offer columns as shared memory.
+
+    Attributes:
+        sent_bytes: bytes of values that were sent, those in shared memory apart.
     """
 
     def __init__(self, expected_rows: int, handover: Handover | None = None) -> None:
@@ -112,6 +115,7 @@ class AnswerReader:
         self._receiver: ColumnReceiver | None = None
         self._offer: SharedColumns | None = None
         self._shared: dict[int, Bytes] = {}
+        self.sent_bytes = 0
 
     @property
     def has_offer(self) -> bool:
@@ -139,6 +143,7 @@ class AnswerReader:
         if isinstance(part, Garbled):
             raise InternalError(f"a storage service sent what cannot be read: {part.reason}")
         if isinstance(part, memoryview):
+            self.sent_bytes += len(part)
             self._checked(lambda: self._started().write(part))
         else:
             self._checked(lambda: self._start(part))

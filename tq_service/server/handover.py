@@ -20,7 +20,15 @@ from pathlib import Path
 from typing import Final
 
 from tq_service.errors import InvalidArgumentError, TqError, UnavailableError
-from tq_service.v1.handover_pb2 import Collected, Deposited, HandoverAnswer, HandoverRequest, Refusal, Welcome
+from tq_service.v1.handover_pb2 import (
+    Collected,
+    Collection,
+    Deposited,
+    HandoverAnswer,
+    HandoverRequest,
+    Refusal,
+    Welcome,
+)
 from tq_service.wire import handover
 
 _log = logging.getLogger(__name__)
@@ -28,6 +36,7 @@ _SUFFIX: Final = ".sock"
 _MOST_SESSIONS: Final = 1024
 _BACKLOG: Final = 128
 _PAUSE_SECONDS: Final = 1.0
+_LENT_SECONDS: Final = 10.0
 _MOST_MEMORIES: Final = 16_384  # of the 65,530 mappings that Linux gives a process by default
 
 
@@ -171,14 +180,32 @@ class Session:
     @contextlib.contextmanager
     def offering(self, fds: Sequence[int]) -> Iterator[Offer]:
         """Give file descriptors out within the `with`, during which they must stay open."""
-        offer = Offer(fds)
-        self._offers[offer.offer_id] = offer
+        offer = self._offer(fds)
         try:
-            if not self._is_open:
-                offer.end()
             yield offer
         finally:
-            del self._offers[offer.offer_id]
+            offer.end()
+
+    def lend(self, fds: Sequence[int], take_back: Callable[[], None]) -> Offer:
+        """Give file descriptors out until all were collected, at most for some seconds.
+
+        Args:
+            fds: they must stay open until then.
+            take_back: called when nobody needs them any more.
+        """
+        offer = self._offer(fds)
+        timer = asyncio.get_running_loop().call_later(_LENT_SECONDS, offer.end)
+        offer.on_end(timer.cancel)
+        offer.on_end(take_back)
+        return offer
+
+    def _offer(self, fds: Sequence[int]) -> Offer:
+        offer = Offer(fds)
+        self._offers[offer.offer_id] = offer
+        offer.on_end(lambda: self._offers.pop(offer.offer_id, None))
+        if not self._is_open:
+            offer.end()
+        return offer
 
     def close(self) -> None:
         """End the session; a second call does nothing."""
@@ -187,7 +214,7 @@ class Session:
         self._is_open = False
         asyncio.get_running_loop().remove_reader(self._connection)
         self._connection.close()
-        for offer in self._offers.values():
+        for offer in list(self._offers.values()):
             offer.end()
         self._on_close(self)
 
@@ -200,6 +227,8 @@ class Session:
             request, fds = received
             answer, answer_fds = self._answer(request, fds)
             handover.send(self._connection, answer, answer_fds)
+            if request.HasField("collection"):
+                self._note_collected(request.collection, len(answer_fds))
         except BlockingIOError:
             pass  # a wake-up without a message
         except (OSError, TqError) as error:
@@ -240,9 +269,13 @@ class Session:
         fds = () if offer is None else offer.fds[received_count : received_count + handover.MOST_FDS]
         if offer is None or not fds:
             return _refuse("no get of this session offers that; it may be over"), ()
-        if received_count + len(fds) == len(offer.fds):
-            offer.end()
         return HandoverAnswer(collected=Collected(count=len(fds))), fds
+
+    def _note_collected(self, collection: Collection, count: int) -> None:
+        """End an offer of which all was sent."""
+        offer = self._offers.get(collection.offer_id)
+        if offer is not None and collection.received_count + count == len(offer.fds):
+            offer.end()
 
 
 class Parcel:
@@ -289,10 +322,21 @@ class Offer:
         self.offer_id = os.urandom(16)
         self.fds = fds
         self._ended = asyncio.Event()
+        self._on_end: list[Callable[[], object]] = []
+
+    def on_end(self, call: Callable[[], object]) -> None:
+        """Have a function called at the end, at once where that is over."""
+        if self._ended.is_set():
+            call()
+        else:
+            self._on_end.append(call)
 
     def end(self) -> None:
-        """Take note that all was given out, or that nobody can come for it any more."""
+        """Take note that all was given out, or that nobody can come for it any more; a second call does nothing."""
         self._ended.set()
+        calls, self._on_end = self._on_end, []
+        for call in calls:
+            call()
 
     async def wait(self) -> None:
         """Wait until nothing more is to be given out."""

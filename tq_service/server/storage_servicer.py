@@ -16,6 +16,7 @@ from tq_service.server.handover import HandoverServer, Session
 from tq_service.storage.cells import PutCells, ReadRuns
 from tq_service.storage.engine import StorageEngine
 from tq_service.storage.pending_put import PendingPut
+from tq_service.storage.reading import Reading
 from tq_service.storage.sharing import Shared, shared_part
 from tq_service.v1 import controller_service_pb2, metadata_pb2
 from tq_service.v1 import storage_service_pb2 as pb
@@ -24,6 +25,7 @@ from tq_service.wire.frames import (
     ROOM_FOR_DEPOSIT,
     ROOM_FOR_FRAMES,
     ROOM_KEY,
+    SMALL_GET_BYTES,
     SMALL_PUT_BYTES,
     FrameParts,
     Garbled,
@@ -81,6 +83,7 @@ class StorageServicer:
                 ),
                 "PutSmall": unary(self.PutSmall, pb.PutSmallRequest.FromString, pb.PutSmallResponse.SerializeToString),
                 "Get": grpc.unary_stream_rpc_method_handler(self.Get, pb.GetRequest.FromString, encode_get_response),
+                "GetSmall": unary(self.GetSmall, pb.GetSmallRequest.FromString, pb.GetSmallResponse.SerializeToString),
                 "Stat": unary(self.Stat, pb.StatRequest.FromString, pb.StatResponse.SerializeToString),
                 "ConfirmPut": unary(
                     self.ConfirmPut, pb.ConfirmPutRequest.FromString, pb.ConfirmPutResponse.SerializeToString
@@ -187,6 +190,37 @@ class StorageServicer:
         return pb.PutResponse(storage=self._endpoint, commit=answer)
 
     async def Get(self, request: pb.GetRequest, context: Context) -> AsyncIterator[pb.GetHeader | FrameParts]:
+        with self._open(request) as reading:
+            header = _header(reading)
+            session, shared = self._shared_part(request, reading)
+            if session is None:
+                yield header
+                for frame in iter_frames(reading.chunks()):
+                    yield frame
+                return
+            with session.offering(shared.fds) as offer:
+                header.shared.MergeFrom(_encode_shared(shared, offer.offer_id))
+                yield header
+                for frame in iter_frames(reading.chunks(shared.column_indexes)):
+                    yield frame
+                await offer.wait()
+
+    async def GetSmall(self, request: pb.GetSmallRequest, context: Context) -> pb.GetSmallResponse:
+        with contextlib.ExitStack() as stack:
+            reading = stack.enter_context(self._open(request.get))
+            session, shared = self._shared_part(request.get, reading)
+            sent = (column for index, column in enumerate(reading.headers) if index not in shared.column_indexes)
+            size = sum(column.value_bytes for column in sent)
+            if size > SMALL_GET_BYTES:
+                return pb.GetSmallResponse(size_bytes=size)
+            values = b"".join(reading.chunks(shared.column_indexes))
+            answer = pb.GetSmallResponse(header=_header(reading), values=values, size_bytes=size)
+            if session is not None:
+                offer = session.lend(shared.fds, stack.pop_all().close)
+                answer.header.shared.MergeFrom(_encode_shared(shared, offer.offer_id))
+            return answer
+
+    def _open(self, request: pb.GetRequest) -> Reading:
         self._check_boot(request.boot_id)
         runs = [
             ReadRuns(
@@ -197,22 +231,13 @@ class StorageServicer:
             )
             for run in request.runs
         ]
-        with self._engine.open_read(runs, list(request.put_ids)) as reading:
-            row_count = reading.headers[0].row_count if reading.headers else 0
-            header = pb.GetHeader(row_count=row_count, columns=map(encode_header, reading.headers))
-            session = None if self._handover is None else self._handover.session(request.handover_session)
-            shared = shared_part(reading) if session is not None else None
-            if session is None or shared is None or not shared.columns:
-                yield header
-                for frame in iter_frames(reading.chunks()):
-                    yield frame
-                return
-            with session.offering(shared.fds) as offer:
-                header.shared.MergeFrom(_encode_shared(shared, offer.offer_id))
-                yield header
-                for frame in iter_frames(reading.chunks({column.column_index for column in shared.columns})):
-                    yield frame
-                await offer.wait()
+        return self._engine.open_read(runs, list(request.put_ids))
+
+    def _shared_part(self, request: pb.GetRequest, reading: Reading) -> tuple[Session | None, Shared]:
+        """Return what the client can take from shared memory, and the session for it; None where that is nothing."""
+        session = None if self._handover is None else self._handover.session(request.handover_session)
+        shared = Shared() if session is None else shared_part(reading)
+        return (session, shared) if shared.columns else (None, Shared())
 
     async def Stat(self, request: pb.StatRequest, context: Context) -> pb.StatResponse:
         stat = self._engine.stat()
@@ -283,6 +308,10 @@ def _name(part: Part) -> str:
         case pb.PutDeposited():
             return "the note of a deposit, for which this put has no session"
     return f"a frame of {len(part)} bytes"
+
+
+def _header(reading: Reading) -> pb.GetHeader:
+    return pb.GetHeader(row_count=reading.row_count, columns=map(encode_header, reading.headers))
 
 
 def _encode_shared(shared: Shared, offer_id: bytes) -> pb.SharedColumns:

@@ -44,8 +44,13 @@ class Shared:
         columns: the columns in them.
     """
 
-    fds: Sequence[int]
-    columns: Sequence[SharedSlices]
+    fds: Sequence[int] = ()
+    columns: Sequence[SharedSlices] = ()
+
+    @property
+    def column_indexes(self) -> frozenset[int]:
+        """Which columns of the read these are."""
+        return frozenset(column.column_index for column in self.columns)
 
 
 def shared_part(reading: Reading) -> Shared:

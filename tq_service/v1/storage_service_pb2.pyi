@@ -334,6 +334,56 @@ class GetResponse(google.protobuf.message.Message):
 global___GetResponse = GetResponse
 
 @typing.final
+class GetSmallRequest(google.protobuf.message.Message):
+    """Asks for cells that are likely to be small."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GET_FIELD_NUMBER: builtins.int
+    @property
+    def get(self) -> global___GetRequest:
+        """What Get asks for."""
+
+    def __init__(
+        self,
+        *,
+        get: global___GetRequest | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["get", b"get"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["get", b"get"]) -> None: ...
+
+global___GetSmallRequest = GetSmallRequest
+
+@typing.final
+class GetSmallResponse(google.protobuf.message.Message):
+    """A whole get."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: builtins.int
+    VALUES_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
+    values: builtins.bytes
+    """The bytes of the columns one after the other, those in shared memory left out."""
+    size_bytes: builtins.int
+    """Size of these bytes, also where they are too large to be here."""
+    @property
+    def header(self) -> global___GetHeader:
+        """What Get would send first; absent where the values are too large for one message."""
+
+    def __init__(
+        self,
+        *,
+        header: global___GetHeader | None = ...,
+        values: builtins.bytes = ...,
+        size_bytes: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["header", b"header", "size_bytes", b"size_bytes", "values", b"values"]) -> None: ...
+
+global___GetSmallResponse = GetSmallResponse
+
+@typing.final
 class StatRequest(google.protobuf.message.Message):
     """Asks for sizes and counts."""
 

@@ -30,6 +30,11 @@ class StorageServiceStub(object):
                 request_serializer=tq__service_dot_v1_dot_storage__service__pb2.GetRequest.SerializeToString,
                 response_deserializer=tq__service_dot_v1_dot_storage__service__pb2.GetResponse.FromString,
                 )
+        self.GetSmall = channel.unary_unary(
+                '/tq_service.v1.StorageService/GetSmall',
+                request_serializer=tq__service_dot_v1_dot_storage__service__pb2.GetSmallRequest.SerializeToString,
+                response_deserializer=tq__service_dot_v1_dot_storage__service__pb2.GetSmallResponse.FromString,
+                )
         self.Stat = channel.unary_unary(
                 '/tq_service.v1.StorageService/Stat',
                 request_serializer=tq__service_dot_v1_dot_storage__service__pb2.StatRequest.SerializeToString,
@@ -86,6 +91,15 @@ class StorageServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetSmall(self, request, context):
+        """Reads cells whose values, those in shared memory apart, take at most 256 KiB, in one message: what Get does, for less.
+        Where they take more the answer has no header, and Get is to be called. Changes nothing, does
+        not block; what is offered in the session can be collected for 10 s after the answer. Errors: those of Get.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Stat(self, request, context):
         """Tells sizes and counts. Changes nothing, does not block.
         """
@@ -126,6 +140,11 @@ def add_StorageServiceServicer_to_server(servicer, server):
                     servicer.Get,
                     request_deserializer=tq__service_dot_v1_dot_storage__service__pb2.GetRequest.FromString,
                     response_serializer=tq__service_dot_v1_dot_storage__service__pb2.GetResponse.SerializeToString,
+            ),
+            'GetSmall': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetSmall,
+                    request_deserializer=tq__service_dot_v1_dot_storage__service__pb2.GetSmallRequest.FromString,
+                    response_serializer=tq__service_dot_v1_dot_storage__service__pb2.GetSmallResponse.SerializeToString,
             ),
             'Stat': grpc.unary_unary_rpc_method_handler(
                     servicer.Stat,
@@ -201,6 +220,23 @@ class StorageService(object):
         return grpc.experimental.unary_stream(request, target, '/tq_service.v1.StorageService/Get',
             tq__service_dot_v1_dot_storage__service__pb2.GetRequest.SerializeToString,
             tq__service_dot_v1_dot_storage__service__pb2.GetResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def GetSmall(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/tq_service.v1.StorageService/GetSmall',
+            tq__service_dot_v1_dot_storage__service__pb2.GetSmallRequest.SerializeToString,
+            tq__service_dot_v1_dot_storage__service__pb2.GetSmallResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

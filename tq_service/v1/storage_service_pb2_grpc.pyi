@@ -56,6 +56,15 @@ class StorageServiceStub:
     (another boot of this service took the put), NOT_FOUND (the put or a cell of it was cleared), INVALID_ARGUMENT.
     """
 
+    GetSmall: grpc.UnaryUnaryMultiCallable[
+        tq_service.v1.storage_service_pb2.GetSmallRequest,
+        tq_service.v1.storage_service_pb2.GetSmallResponse,
+    ]
+    """Reads cells whose values, those in shared memory apart, take at most 256 KiB, in one message: what Get does, for less.
+    Where they take more the answer has no header, and Get is to be called. Changes nothing, does
+    not block; what is offered in the session can be collected for 10 s after the answer. Errors: those of Get.
+    """
+
     Stat: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.storage_service_pb2.StatRequest,
         tq_service.v1.storage_service_pb2.StatResponse,
@@ -114,6 +123,15 @@ class StorageServiceAsyncStub:
     stays readable to the end when it is cleared or overwritten meanwhile. With a session, columns that lie in shared
     memory are offered there, and the call lasts until they are collected; else it does not block. Errors: DATA_LOSS
     (another boot of this service took the put), NOT_FOUND (the put or a cell of it was cleared), INVALID_ARGUMENT.
+    """
+
+    GetSmall: grpc.aio.UnaryUnaryMultiCallable[
+        tq_service.v1.storage_service_pb2.GetSmallRequest,
+        tq_service.v1.storage_service_pb2.GetSmallResponse,
+    ]
+    """Reads cells whose values, those in shared memory apart, take at most 256 KiB, in one message: what Get does, for less.
+    Where they take more the answer has no header, and Get is to be called. Changes nothing, does
+    not block; what is offered in the session can be collected for 10 s after the answer. Errors: those of Get.
     """
 
     Stat: grpc.aio.UnaryUnaryMultiCallable[
@@ -180,6 +198,17 @@ class StorageServiceServicer(metaclass=abc.ABCMeta):
         stays readable to the end when it is cleared or overwritten meanwhile. With a session, columns that lie in shared
         memory are offered there, and the call lasts until they are collected; else it does not block. Errors: DATA_LOSS
         (another boot of this service took the put), NOT_FOUND (the put or a cell of it was cleared), INVALID_ARGUMENT.
+        """
+
+    @abc.abstractmethod
+    def GetSmall(
+        self,
+        request: tq_service.v1.storage_service_pb2.GetSmallRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[tq_service.v1.storage_service_pb2.GetSmallResponse, collections.abc.Awaitable[tq_service.v1.storage_service_pb2.GetSmallResponse]]:
+        """Reads cells whose values, those in shared memory apart, take at most 256 KiB, in one message: what Get does, for less.
+        Where they take more the answer has no header, and Get is to be called. Changes nothing, does
+        not block; what is offered in the session can be collected for 10 s after the answer. Errors: those of Get.
         """
 
     @abc.abstractmethod

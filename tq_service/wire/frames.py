@@ -35,6 +35,9 @@ ROOM_FOR_DEPOSIT: Final = "deposit"
 SMALL_PUT_BYTES: Final = 256 << 10
 """Puts up to this size go in one message (PutSmall), whose bytes no quota counts while they wait for room."""
 
+SMALL_GET_BYTES: Final = 256 << 10
+"""Gets of up to this size, shared memory apart, are answered in one message (GetSmall)."""
+
 _FRAME_TAG: Final = 0x12  # field 2, length-delimited
 _MAX_VARINT_BYTES: Final = 10
 

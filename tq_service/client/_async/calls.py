@@ -16,7 +16,14 @@ from tq_service.client.put_streams import async_send_put
 from tq_service.client.reads import AnswerReader, Received
 from tq_service.client.retry import Backoff, Deadline, error_of
 from tq_service.errors import TqError
-from tq_service.v1.storage_service_pb2 import GetRequest, PutHeader, PutResponse, PutSmallRequest, StatRequest
+from tq_service.v1.storage_service_pb2 import (
+    GetRequest,
+    GetSmallRequest,
+    PutHeader,
+    PutResponse,
+    PutSmallRequest,
+    StatRequest,
+)
 from tq_service.wire.columns import Column
 from tq_service.wire.frames import SMALL_PUT_BYTES, iter_frames
 
@@ -94,17 +101,41 @@ class AsyncCalls:
         with endpoint.link.session() as handover:
             request.handover_session = b"" if handover is None else handover.session_id
             reader = AnswerReader(row_count, handover)
-            stream: Any = endpoint.get(request, timeout=deadline.remaining())
             try:
-                async for part in stream:
-                    reader.take(part)
-                    if reader.has_offer:
-                        await async_in_thread(reader.collect)
+                is_sent = endpoint.sent_sizes.is_small(request, row_count) and await self._get_small(
+                    endpoint, request, reader, deadline
+                )
+                if not is_sent:
+                    await self._get_stream(endpoint, request, reader, deadline)
             except grpc.RpcError as error:
                 raise error_of(error, endpoint.address) from None
-            finally:
-                stream.cancel()
+            endpoint.sent_sizes.note(request, row_count, reader.sent_bytes)
             return reader.finish()
+
+    async def _get_small(
+        self, endpoint: AsyncEndpoint, request: GetRequest, reader: AnswerReader, deadline: Deadline
+    ) -> bool:
+        """Get in one message; return False where the answer is too large for that."""
+        answer = await endpoint.storage.GetSmall(GetSmallRequest(get=request), timeout=deadline.remaining())
+        if not answer.HasField("header"):
+            return False
+        reader.take(answer.header)
+        if reader.has_offer:
+            await async_in_thread(reader.collect)
+        reader.take(memoryview(answer.values))
+        return True
+
+    async def _get_stream(
+        self, endpoint: AsyncEndpoint, request: GetRequest, reader: AnswerReader, deadline: Deadline
+    ) -> None:
+        stream: Any = endpoint.get(request, timeout=deadline.remaining())
+        try:
+            async for part in stream:
+                reader.take(part)
+                if reader.has_offer:
+                    await async_in_thread(reader.collect)
+        finally:
+            stream.cancel()
 
     async def _find_on_host(self, endpoint: AsyncEndpoint, deadline: Deadline) -> None:
         """Ask a storage service for its handover socket when that is due, and open a session if it is on this host."""

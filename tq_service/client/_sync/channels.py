@@ -10,6 +10,7 @@ import grpc
 from tq_service.client.channel import CHANNEL_OPTIONS, controller_stub, get_call, health_stub, put_call, storage_stub
 from tq_service.client.concurrency import Home
 from tq_service.client.handover import HostLink
+from tq_service.client.sent_sizes import SentSizes
 from tq_service.errors import PreconditionError
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class Endpoint:
         self.put: Any = put_call(self.channel)
         self.get: Any = get_call(self.channel)
         self.link = HostLink()
+        self.sent_sizes = SentSizes()
 
 
 class Channels:
