@@ -93,8 +93,8 @@ class StorageServiceServicer(object):
 
     def GetSmall(self, request, context):
         """Reads cells whose values, those in shared memory apart, take at most 256 KiB, in one message: what Get does, for less.
-        Where they take more the answer has no header, and Get is to be called. Changes nothing, does
-        not block; what is offered in the session can be collected for 10 s after the answer. Errors: those of Get.
+        Where they take more the answer has no header, and Get is to be called. Changes nothing, does not block; what is
+        offered in the session can be collected for 10 s after the answer. Errors: those of Get.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -61,8 +61,8 @@ class StorageServiceStub:
         tq_service.v1.storage_service_pb2.GetSmallResponse,
     ]
     """Reads cells whose values, those in shared memory apart, take at most 256 KiB, in one message: what Get does, for less.
-    Where they take more the answer has no header, and Get is to be called. Changes nothing, does
-    not block; what is offered in the session can be collected for 10 s after the answer. Errors: those of Get.
+    Where they take more the answer has no header, and Get is to be called. Changes nothing, does not block; what is
+    offered in the session can be collected for 10 s after the answer. Errors: those of Get.
     """
 
     Stat: grpc.UnaryUnaryMultiCallable[
@@ -130,8 +130,8 @@ class StorageServiceAsyncStub:
         tq_service.v1.storage_service_pb2.GetSmallResponse,
     ]
     """Reads cells whose values, those in shared memory apart, take at most 256 KiB, in one message: what Get does, for less.
-    Where they take more the answer has no header, and Get is to be called. Changes nothing, does
-    not block; what is offered in the session can be collected for 10 s after the answer. Errors: those of Get.
+    Where they take more the answer has no header, and Get is to be called. Changes nothing, does not block; what is
+    offered in the session can be collected for 10 s after the answer. Errors: those of Get.
     """
 
     Stat: grpc.aio.UnaryUnaryMultiCallable[
@@ -207,8 +207,8 @@ class StorageServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.storage_service_pb2.GetSmallResponse, collections.abc.Awaitable[tq_service.v1.storage_service_pb2.GetSmallResponse]]:
         """Reads cells whose values, those in shared memory apart, take at most 256 KiB, in one message: what Get does, for less.
-        Where they take more the answer has no header, and Get is to be called. Changes nothing, does
-        not block; what is offered in the session can be collected for 10 s after the answer. Errors: those of Get.
+        Where they take more the answer has no header, and Get is to be called. Changes nothing, does not block; what is
+        offered in the session can be collected for 10 s after the answer. Errors: those of Get.
         """
 
     @abc.abstractmethod
