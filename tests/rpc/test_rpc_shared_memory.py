@@ -28,6 +28,8 @@ from tq_service.wire.columns import Column, encode_header
 from tq_service.wire.encoding import encode_columns
 from tq_service.wire.frames import ROOM_FOR_DEPOSIT, ROOM_FOR_FRAMES, ROOM_KEY
 
+pytestmark = pytest.mark.skipif(not shared_memory.is_supported(), reason="sealed memfds are there on Linux only")
+
 ROWS = 512
 DATA = {
     "tokens": [torch.arange(row, row + 300 + row % 50) for row in range(ROWS)],

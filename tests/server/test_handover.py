@@ -18,6 +18,8 @@ from tq_service.v1.handover_pb2 import Collection, Deposit, Greeting, HandoverAn
 from tq_service.wire import handover, shared_memory
 from tq_service.wire.encoding import encode_columns
 
+pytestmark = pytest.mark.skipif(not shared_memory.is_supported(), reason="sealed memfds are there on Linux only")
+
 BOOT = b"b" * 16
 PUT = b"p" * 16
 COLUMNS = encode_columns({"x": np.arange(1 << 16)})

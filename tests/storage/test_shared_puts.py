@@ -13,6 +13,8 @@ from tq_service.storage.engine import StorageEngine
 from tq_service.wire import shared_memory
 from tq_service.wire.encoding import encode_columns
 
+pytestmark = pytest.mark.skipif(not shared_memory.is_supported(), reason="sealed memfds are there on Linux only")
+
 DATA = {
     "odd": np.arange(1001, dtype=np.uint8),
     "jagged": [np.arange(row % 7, dtype=np.float32) for row in range(1001)],

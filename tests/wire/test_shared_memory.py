@@ -14,6 +14,8 @@ from tq_service.errors import InvalidArgumentError
 from tq_service.wire import shared_memory
 from tq_service.wire.encoding import encode_columns
 
+pytestmark = pytest.mark.skipif(not shared_memory.is_supported(), reason="sealed memfds are there on Linux only")
+
 SIZE = 1 << 20
 WRITE_SEAL = 0x0008
 
