@@ -19,16 +19,12 @@ import tq_service as tq
 from benchmarks.echo_server import echo_call, request_of
 from benchmarks.harness import (
     Options,
-    echo_server,
     interleave_async,
     main,
     median,
     median_ratio,
-    run_async,
-    service,
 )
-from benchmarks.peer import Peer, peer
-from benchmarks.peer_environment import TRANSFER_QUEUE
+from benchmarks.peer import Peer, run_beside_transfer_queue
 from benchmarks.report import Aim, Cell, Plot, Report
 
 LARGE_COUNT = 65_536
@@ -147,12 +143,7 @@ def _report(table: list[list[Cell]], transfer_queue: Peer) -> Report:
 
 def run(options: Options) -> Report:
     """Measure."""
-    with (
-        service() as server,
-        echo_server() as echo,
-        peer(TRANSFER_QUEUE, "benchmarks.transfer_queue_peer", options) as transfer_queue,
-    ):
-        return run_async(_measure(options, server.address, echo.address, transfer_queue))
+    return run_beside_transfer_queue(_measure, options)
 
 
 if __name__ == "__main__":

@@ -7,14 +7,15 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import psutil
 
-from benchmarks.harness import ROOT, Options
-from benchmarks.peer_environment import PeerEnvironment
+from benchmarks.harness import ROOT, Options, echo_server, run_async, service
+from benchmarks.peer_environment import TRANSFER_QUEUE, PeerEnvironment
+from benchmarks.report import Report
 
 _STOP_SECONDS = 30.0
 _IDLE_SECONDS = 2.0
@@ -135,6 +136,18 @@ def peer(environment: PeerEnvironment, module: str, options: Options) -> Iterato
                 print(f"without {environment.name}: {error}", file=sys.stderr, flush=True)
                 running = None
         yield Peer(environment.name, running, notes)
+
+
+def run_beside_transfer_queue(
+    measure: Callable[[Options, str, str, Peer], Coroutine[Any, Any, Report]], options: Options
+) -> Report:
+    """Measure with a service, an echo server and TransferQueue; `measure` gets the addresses of the first two."""
+    with (
+        service() as server,
+        echo_server() as echo,
+        peer(TRANSFER_QUEUE, "benchmarks.transfer_queue_peer", options) as transfer_queue,
+    ):
+        return run_async(measure(options, server.address, echo.address, transfer_queue))
 
 
 def _notes(running: Program) -> list[str]:

@@ -18,9 +18,8 @@ import numpy as np
 
 import tq_service as tq
 from benchmarks.echo_server import echo_call, request_of
-from benchmarks.harness import Options, echo_server, interleave_async, main, p50_p99, run_async, service
-from benchmarks.peer import Peer, peer
-from benchmarks.peer_environment import TRANSFER_QUEUE
+from benchmarks.harness import Options, interleave_async, main, p50_p99
+from benchmarks.peer import Peer, run_beside_transfer_queue
 from benchmarks.report import Aim, Report
 
 RANK_COUNTS = (1, 64)
@@ -148,12 +147,7 @@ async def _measure(options: Options, address: str, echo_address: str, transfer_q
 
 def run(options: Options) -> Report:
     """Measure."""
-    with (
-        service() as server,
-        echo_server() as echo,
-        peer(TRANSFER_QUEUE, "benchmarks.transfer_queue_peer", options) as transfer_queue,
-    ):
-        return run_async(_measure(options, server.address, echo.address, transfer_queue))
+    return run_beside_transfer_queue(_measure, options)
 
 
 if __name__ == "__main__":
