@@ -13,6 +13,7 @@ import pytest
 from tq_service.client.handover import Handover
 from tq_service.errors import UnavailableError
 from tq_service.server import handover as server_side
+from tq_service.server import handover_session
 from tq_service.server.handover import HandoverServer
 from tq_service.v1.handover_pb2 import Collection, Deposit, Greeting, HandoverAnswer, HandoverRequest
 from tq_service.wire import handover, shared_memory
@@ -126,7 +127,7 @@ async def test_offered_memory_is_collected_in_order(server, count):
         await asyncio.wait_for(offer.wait(), 10)
     assert [os.fstat(fd).st_ino for fd in fds] == [os.fstat(fd).st_ino for fd in paths]
     assert len({os.fstat(fd).st_ino for fd in fds}) == count
-    handover.close_all(fds + paths)
+    shared_memory.close_all(fds + paths)
 
 
 async def test_only_the_session_of_the_get_collects_and_only_while_it_lasts(server):
@@ -163,11 +164,11 @@ async def test_what_is_lent_is_taken_back_when_all_was_collected(server):
     await settled(lambda: taken_back == [True])
     with pytest.raises(UnavailableError, match="no get of this session"):
         await asyncio.to_thread(client.collect, offer.offer_id, 1)
-    handover.close_all([*fds, *received])
+    shared_memory.close_all([*fds, *received])
 
 
 async def test_what_is_lent_is_taken_back_in_time(server, monkeypatch):
-    monkeypatch.setattr(server_side, "_LENT_SECONDS", 0.01)
+    monkeypatch.setattr(handover_session, "_LENT_SECONDS", 0.01)
     client = await connect(server)
     taken_back = []
     offer = server.session(client.session_id).lend([0], lambda: taken_back.append(True))

@@ -75,7 +75,7 @@ class Handover:
         try:
             self._exchange(HandoverRequest(deposit=Deposit(put_id=put_id)), fds)
         finally:
-            handover.close_all(fds)
+            shared_memory.close_all(fds)
 
     def collect(self, offer_id: bytes, count: int) -> list[int]:
         """Return the file descriptors that a get offers; they are the caller's to close.
@@ -92,7 +92,7 @@ class Handover:
                 if not received or len(received) != answer.collected.count:
                     raise UnavailableError(f"got {len(fds)} of {count} file descriptors of shared memory")
         except BaseException:
-            handover.close_all(fds)
+            shared_memory.close_all(fds)
             raise
         return fds
 
@@ -113,7 +113,7 @@ class Handover:
             raise UnavailableError("the session of shared memory has ended: the service closed it")
         answer, answer_fds = received
         if answer.WhichOneof("answer") == "refusal":
-            handover.close_all(answer_fds)
+            shared_memory.close_all(answer_fds)
             raise UnavailableError(f"shared memory was refused: {answer.refusal.reason}")
         return answer, answer_fds
 

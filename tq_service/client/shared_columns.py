@@ -11,7 +11,6 @@ from tq_service.client.handover import Handover
 from tq_service.client.receive_buffers import RECEIVE_BUFFERS
 from tq_service.errors import InternalError, InvalidArgumentError, UnavailableError
 from tq_service.v1.storage_service_pb2 import SharedColumn, SharedColumns
-from tq_service.wire import handover as sockets
 from tq_service.wire import shared_memory
 from tq_service.wire.columns import ColumnShape
 from tq_service.wire.dtypes import Bytes
@@ -39,7 +38,7 @@ def collect_columns(columns: Sequence[ColumnShape], offer: SharedColumns, handov
     except OSError as error:
         raise UnavailableError(f"shared memory cannot be read: {error}") from None
     finally:
-        sockets.close_all(fds)
+        shared_memory.close_all(fds)
 
 
 def _values(columns: Sequence[ColumnShape], column: SharedColumn, fds: Sequence[int]) -> Bytes:

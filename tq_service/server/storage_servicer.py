@@ -12,7 +12,8 @@ import grpc
 from tq_service.domain.cells import Put
 from tq_service.errors import DataLossError, InvalidArgumentError, PutNotFoundError, UnavailableError
 from tq_service.server import from_proto
-from tq_service.server.handover import HandoverServer, Session
+from tq_service.server.handover import HandoverServer
+from tq_service.server.handover_session import Session
 from tq_service.storage.cells import PutCells, ReadRuns
 from tq_service.storage.engine import StorageEngine
 from tq_service.storage.pending_put import PendingPut

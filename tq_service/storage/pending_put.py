@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
 from tq_service.errors import CallCancelledError, InvalidArgumentError
 from tq_service.storage.shared_region import SharedRegion
 from tq_service.storage.stored_put import StoredPut
+from tq_service.wire.shared_memory import close_all
 
 
 class _Stage(Enum):
@@ -103,8 +103,7 @@ class PendingPut:
         """
         region = None if self._stored is None else self._stored.region
         if self._stage is not _Stage.OPEN or not isinstance(region, SharedRegion):
-            for fd in fds:
-                os.close(fd)
+            close_all(fds)
             self.check_open()
             raise InvalidArgumentError(
                 "shared memory came for a put whose bytes are to come in frames", field="deposit"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Sequence
 from typing import Final, TypeVar
@@ -11,6 +10,7 @@ from google.protobuf.message import DecodeError
 
 from tq_service.errors import InvalidArgumentError
 from tq_service.v1.handover_pb2 import HandoverAnswer, HandoverRequest
+from tq_service.wire.shared_memory import close_all
 
 Message = TypeVar("Message", HandoverRequest, HandoverAnswer)
 
@@ -65,9 +65,3 @@ def receive(
     except BaseException:
         close_all(fds)
         raise
-
-
-def close_all(fds: Sequence[int]) -> None:
-    """Close file descriptors."""
-    for fd in fds:
-        os.close(fd)

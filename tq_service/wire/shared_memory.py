@@ -15,7 +15,7 @@ import mmap
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeAlias
 
@@ -105,8 +105,7 @@ def write_columns(columns: Sequence[Column]) -> list[int]:
                 for _ in pool.map(_Segment.fill, segments):
                     pass
     except BaseException:
-        for segment in segments:
-            segment.close()
+        close_all(segment.fd for segment in segments if segment.fd >= 0)
         raise
     return [segment.fd for segment in segments]
 
@@ -150,11 +149,6 @@ class _Segment:
         if missing > 0:  # written, since a file that is made longer has a hole there, which `check` refuses
             os.pwrite(self.fd, bytes(missing), self._size - missing)
         _seal(self.fd)
-
-    def close(self) -> None:
-        """Give the memory back."""
-        if self.fd >= 0:
-            os.close(self.fd)
 
 
 def _write(fd: int, parts: Sequence[memoryview], start: int) -> None:
@@ -239,6 +233,12 @@ def read_into(fd: int, start: int, target: Bytes) -> None:
         if not count:
             raise OSError(f"shared memory ends {len(view) - filled} bytes before what was asked for")
         filled += count
+
+
+def close_all(fds: Iterable[int]) -> None:
+    """Close file descriptors; the memory goes with its last one and its last mapping."""
+    for fd in fds:
+        os.close(fd)
 
 
 class _PrivateMapping:
