@@ -339,6 +339,7 @@ async def interleave(seed, steps):
         if step_seed % 3:  # else the next step comes while plans are being made
             await interleaving.driver.check()
     await interleaving.finish()
+    return interleaving.driver
 
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -357,4 +358,6 @@ def sequences(most):
 )
 @given(SEEDS, sequences(80))
 def test_claims_are_what_the_model_says(seed, steps):
-    asyncio.run(interleave(seed, steps))
+    driver = asyncio.run(interleave(seed, steps))  # which compares with the model after each step
+    assert not driver.model.rows
+    assert driver.partition.table.present_count == 0

@@ -59,20 +59,16 @@ def is_mapped(tensor: torch.Tensor) -> bool:
     raise AssertionError("the tensor has no memory")
 
 
-def memfd_count() -> int:
-    """Return how many file descriptors of this process, server and clients, are shared memory."""
+def memory_in_use() -> set[int]:
+    """Return the inodes of shared memory that this process, server and clients, has open or mapped."""
     gc.collect()
-    links = []
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    inodes = {int(line.split()[4]) for line in maps if "memfd:tq_service" in line}
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # closed meanwhile
-            links.append(str(entry.readlink()))
-    return sum(link.startswith("/memfd:tq_service") for link in links)
-
-
-def mapped_count() -> int:
-    """Return how many mappings of this process are shared memory."""
-    gc.collect()
-    return Path("/proc/self/maps").read_text().count("memfd:tq_service")
+            if str(entry.readlink()).startswith("/memfd:tq_service"):
+                inodes.add(entry.stat().st_ino)
+    return inodes
 
 
 def assert_rows(batch: Any, rows: list[int]) -> None:
@@ -154,11 +150,11 @@ def test_nothing_is_left_open(client: AnyClient, twin: AnyClient, server: LiveSe
         twin.get_data(meta.select_samples(list(range(0, ROWS, 7))))
         client.clear_partition("p")
 
-    before = memfd_count(), mapped_count()
+    before = memory_in_use()
     for _ in range(5):
         once()
     server.settle()
-    assert (memfd_count(), mapped_count()) == before
+    assert not memory_in_use() - before
 
 
 def test_columns_for_existing_samples(client: AnyClient) -> None:
@@ -385,7 +381,7 @@ def test_a_deposit_that_was_not_made(server: LiveServer, session: Handover) -> N
 @pytest.mark.parametrize("wrong", ["frames", "nothing", "another size"])
 def test_other_than_announced(wrong: str, server: LiveServer, session: Handover) -> None:
     header = header_of(COLUMNS, session.session_id)
-    before = memfd_count()
+    before = memory_in_use()
     put = RawPut(server, header)
     if wrong == "frames":
         put.send([bytes(100)])
@@ -397,7 +393,7 @@ def test_other_than_announced(wrong: str, server: LiveServer, session: Handover)
     assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert used_bytes(server) == 0
     server.settle()
-    assert memfd_count() == before
+    assert not memory_in_use() - before
 
 
 def test_the_note_of_a_deposit_without_a_session(server: LiveServer) -> None:
@@ -428,7 +424,7 @@ def test_memory_that_its_client_could_change_is_refused(
 @pytest.mark.parametrize("moment", ["before the deposit", "after it"])
 def test_a_client_that_leaves_in_the_middle(moment: str, server: LiveServer, session: Handover) -> None:
     header = header_of(COLUMNS, session.session_id)
-    before = memfd_count()
+    before = memory_in_use()
     put = RawPut(server, header)
     assert used_bytes(server) > 0
     if moment == "after it":
@@ -439,7 +435,7 @@ def test_a_client_that_leaves_in_the_middle(moment: str, server: LiveServer, ses
         if used_bytes(server) == 0:
             break
     assert used_bytes(server) == 0
-    assert memfd_count() == before
+    assert not memory_in_use() - before
 
 
 def _die_with_memory(address: str, path: str) -> None:
@@ -453,7 +449,7 @@ def _die_with_memory(address: str, path: str) -> None:
 
 def test_a_client_that_is_killed_leaves_nothing(server: LiveServer) -> None:
     assert used_bytes(server) == 0
-    before = memfd_count(), mapped_count()
+    before = memory_in_use()
     process = multiprocessing.get_context("spawn").Process(target=_die_with_memory, args=(server.address, "p"))
     process.start()
     process.join(60)
@@ -464,4 +460,4 @@ def test_a_client_that_is_killed_leaves_nothing(server: LiveServer) -> None:
             break
     assert used_bytes(server) == 0
     assert [one.partition_id for one in server.client().list_partitions()] == []
-    assert (memfd_count(), mapped_count()) == before
+    assert not memory_in_use() - before

@@ -29,6 +29,7 @@ def engine():
 
 
 def open_fd_count():
+    gc.collect()
     return psutil.Process().num_fds()
 
 
@@ -60,6 +61,16 @@ async def test_its_memory_and_file_descriptor_go_when_it_is_freed(engine):
     engine.free([cells(1)])
     gc.collect()
     assert (engine.shared_memory_count, engine.stat().used_bytes, engine.stat().pooled_bytes) == (0, 0, 0)
+    assert open_fd_count() == before
+
+
+async def test_a_service_that_goes_takes_its_puts_along():
+    before = open_fd_count()
+    engine = StorageEngine(max_bytes=None)
+    await put_shared(engine, 1, DATA)
+    assert open_fd_count() == before + 1
+    del engine
+    gc.collect()
     assert open_fd_count() == before
 
 

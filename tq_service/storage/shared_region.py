@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
@@ -36,11 +35,11 @@ class SharedRegion(Region):
     __slots__ = ("fds", "segment_bytes", "shared_at")
 
     def __init__(self, table_bytes: int, value_bytes: int) -> None:
+        self.fds: list[int] = []
         self.shared_at = shared_region_start(table_bytes)
         size = self.shared_at + value_bytes
         super().__init__(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), size, 0)
         self.segment_bytes = shared_memory.segment_bytes(value_bytes)
-        self.fds: list[int] = []
 
     @property
     def memory_count(self) -> int:
@@ -66,23 +65,21 @@ class SharedRegion(Region):
                     raise OSError("the region is closed")
                 shared_memory.map_over(self._memory, self.shared_at + number * self.segment_bytes, fd, size)
         except BaseException:
-            _close(fds)
+            shared_memory.close_all(fds)
             raise
         self.fds = list(fds)
+
+    def __del__(self) -> None:
+        shared_memory.close_all(self.fds)  # of a service that was stopped with its puts
 
     def close(self) -> None:
         """Let go of the memory: it is freed when no reader has it mapped any more."""
         super().close()
         fds, self.fds = self.fds, []
         if self.size < _CLOSED_ASIDE_FROM_BYTES:
-            _close(fds)
+            shared_memory.close_all(fds)
         else:
-            _CLOSING.submit(_close, fds)
-
-
-def _close(fds: Sequence[int]) -> None:
-    for fd in fds:
-        os.close(fd)
+            _CLOSING.submit(shared_memory.close_all, fds)
 
 
 def shared_region_start(table_bytes: int) -> int:
