@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -109,8 +110,9 @@ def _streaming(behavior: Callable[..., Any], method: str) -> Callable[..., Async
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         try:
             _refuse_garbage(request)
-            async for response in behavior(request, context):
-                yield response
+            async with contextlib.aclosing(behavior(request, context)) as responses:
+                async for response in responses:
+                    yield response
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
         except Exception as error:
