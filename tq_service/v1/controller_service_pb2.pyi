@@ -128,6 +128,8 @@ class CreatePartitionRequest(google.protobuf.message.Message):
     EXPECTED_SAMPLES_FIELD_NUMBER: builtins.int
     DEFAULT_LAYOUT_FIELD_NUMBER: builtins.int
     FIELDS_FIELD_NUMBER: builtins.int
+    MAX_BYTES_FIELD_NUMBER: builtins.int
+    RUN_AHEAD_LIMITS_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
     """16 random bytes, the same over retries."""
     partition_id: builtins.str
@@ -136,9 +138,15 @@ class CreatePartitionRequest(google.protobuf.message.Message):
     """Number of samples that will be inserted: reaching it seals the partition. Not given: sealed by hand."""
     default_layout: tq_service.v1.metadata_pb2.Layout.ValueType
     """Layout of tensor fields that are not declared; unspecified: that of their first put."""
+    max_bytes: builtins.int
+    """Most bytes that its samples may take; puts of new samples wait for room. Not given: only the quota of the service."""
     @property
     def fields(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[tq_service.v1.metadata_pb2.FieldSpec]:
         """Fields known beforehand; dtype and row shape may be left to the first put."""
+
+    @property
+    def run_ahead_limits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RunAheadLimit]:
+        """How far producers may run ahead of its tasks; puts of new samples wait. Empty: as far as there is room."""
 
     def __init__(
         self,
@@ -148,12 +156,54 @@ class CreatePartitionRequest(google.protobuf.message.Message):
         expected_samples: builtins.int | None = ...,
         default_layout: tq_service.v1.metadata_pb2.Layout.ValueType = ...,
         fields: collections.abc.Iterable[tq_service.v1.metadata_pb2.FieldSpec] | None = ...,
+        max_bytes: builtins.int | None = ...,
+        run_ahead_limits: collections.abc.Iterable[global___RunAheadLimit] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_expected_samples", b"_expected_samples", "expected_samples", b"expected_samples"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_expected_samples", b"_expected_samples", "default_layout", b"default_layout", "expected_samples", b"expected_samples", "fields", b"fields", "partition_id", b"partition_id", "request_id", b"request_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_expected_samples", b"_expected_samples", "_max_bytes", b"_max_bytes", "expected_samples", b"expected_samples", "max_bytes", b"max_bytes"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_expected_samples", b"_expected_samples", "_max_bytes", b"_max_bytes", "default_layout", b"default_layout", "expected_samples", b"expected_samples", "fields", b"fields", "max_bytes", b"max_bytes", "partition_id", b"partition_id", "request_id", b"request_id", "run_ahead_limits", b"run_ahead_limits"]) -> None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_expected_samples", b"_expected_samples"]) -> typing.Literal["expected_samples"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_max_bytes", b"_max_bytes"]) -> typing.Literal["max_bytes"] | None: ...
 
 global___CreatePartitionRequest = CreatePartitionRequest
+
+@typing.final
+class RunAheadLimit(google.protobuf.message.Message):
+    """How far producers may run ahead of a task, known as staleness in RL."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TASK_NAME_FIELD_NUMBER: builtins.int
+    MAX_SAMPLES_FIELD_NUMBER: builtins.int
+    MAX_VERSIONS_FIELD_NUMBER: builtins.int
+    VERSION_COLUMN_FIELD_NUMBER: builtins.int
+    task_name: builtins.str
+    """The task that producers wait for."""
+    max_samples: builtins.int
+    """Most samples that it may have left to consume; not given: no bound."""
+    max_versions: builtins.int
+    """Most that the version of a new sample may be above the lowest version the task has left to consume; not given: no
+    bound.
+    """
+    version_column: builtins.str
+    """The custom_meta column with the version of a sample; empty: "version"."""
+    def __init__(
+        self,
+        *,
+        task_name: builtins.str = ...,
+        max_samples: builtins.int | None = ...,
+        max_versions: builtins.int | None = ...,
+        version_column: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_max_samples", b"_max_samples", "_max_versions", b"_max_versions", "max_samples", b"max_samples", "max_versions", b"max_versions"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_max_samples", b"_max_samples", "_max_versions", b"_max_versions", "max_samples", b"max_samples", "max_versions", b"max_versions", "task_name", b"task_name", "version_column", b"version_column"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_max_samples", b"_max_samples"]) -> typing.Literal["max_samples"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_max_versions", b"_max_versions"]) -> typing.Literal["max_versions"] | None: ...
+
+global___RunAheadLimit = RunAheadLimit
 
 @typing.final
 class CreatePartitionResponse(google.protobuf.message.Message):
@@ -518,6 +568,8 @@ class GetMetaRequest(google.protobuf.message.Message):
     INCARNATION_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
     FINITE_FIELD_NUMBER: builtins.int
+    LEASE_SECONDS_FIELD_NUMBER: builtins.int
+    MAX_DELIVERIES_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
     """16 random bytes, the same over retries; names the claim of a queue worker."""
     partition_id: builtins.str
@@ -550,6 +602,12 @@ class GetMetaRequest(google.protobuf.message.Message):
     """The life of the task's consumption; not given: whichever."""
     finite: builtins.bool
     """Also end when every sample inserted so far is consumed, without waiting for the seal."""
+    lease_seconds: builtins.float
+    """Queue workers: samples that are not acknowledged within so many seconds are handed out again; 0: they count as done
+    once they are handed out.
+    """
+    max_deliveries: builtins.int
+    """Queue workers with a lease: a sample that was handed out so often and never acknowledged is set aside; 0: no bound."""
     @property
     def data_fields(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Fields that make a sample ready, and whose cells the answer locates."""
@@ -589,9 +647,11 @@ class GetMetaRequest(google.protobuf.message.Message):
         incarnation: builtins.bytes = ...,
         epoch: builtins.int | None = ...,
         finite: builtins.bool = ...,
+        lease_seconds: builtins.float = ...,
+        max_deliveries: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_batch_index", b"_batch_index", "_dp_rank", b"_dp_rank", "_dp_size", b"_dp_size", "_epoch", b"_epoch", "batch_index", b"batch_index", "dp_rank", b"dp_rank", "dp_size", b"dp_size", "epoch", b"epoch", "sampler_config", b"sampler_config"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_batch_index", b"_batch_index", "_dp_rank", b"_dp_rank", "_dp_size", b"_dp_size", "_epoch", b"_epoch", "batch_index", b"batch_index", "batch_size", b"batch_size", "batch_unit", b"batch_unit", "data_fields", b"data_fields", "dp_rank", b"dp_rank", "dp_size", b"dp_size", "drop_last", b"drop_last", "epoch", b"epoch", "finite", b"finite", "incarnation", b"incarnation", "max_wait_seconds", b"max_wait_seconds", "micro_batch_size", b"micro_batch_size", "min_batch_size", b"min_batch_size", "order_by", b"order_by", "partition_id", b"partition_id", "request_id", b"request_id", "sampler", b"sampler", "sampler_config", b"sampler_config", "task_name", b"task_name", "where", b"where"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_batch_index", b"_batch_index", "_dp_rank", b"_dp_rank", "_dp_size", b"_dp_size", "_epoch", b"_epoch", "batch_index", b"batch_index", "batch_size", b"batch_size", "batch_unit", b"batch_unit", "data_fields", b"data_fields", "dp_rank", b"dp_rank", "dp_size", b"dp_size", "drop_last", b"drop_last", "epoch", b"epoch", "finite", b"finite", "incarnation", b"incarnation", "lease_seconds", b"lease_seconds", "max_deliveries", b"max_deliveries", "max_wait_seconds", b"max_wait_seconds", "micro_batch_size", b"micro_batch_size", "min_batch_size", b"min_batch_size", "order_by", b"order_by", "partition_id", b"partition_id", "request_id", b"request_id", "sampler", b"sampler", "sampler_config", b"sampler_config", "task_name", b"task_name", "where", b"where"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_batch_index", b"_batch_index"]) -> typing.Literal["batch_index"] | None: ...
     @typing.overload
@@ -634,6 +694,7 @@ class ReleaseClaimRequest(google.protobuf.message.Message):
     PARTITION_ID_FIELD_NUMBER: builtins.int
     TASK_NAME_FIELD_NUMBER: builtins.int
     CLAIM_REQUEST_ID_FIELD_NUMBER: builtins.int
+    GLOBAL_INDEXES_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
     """16 random bytes, the same over retries."""
     partition_id: builtins.str
@@ -642,6 +703,10 @@ class ReleaseClaimRequest(google.protobuf.message.Message):
     """The consumer."""
     claim_request_id: builtins.bytes
     """The `request_id` of the GetMeta that made the claim."""
+    @property
+    def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Samples of a leased claim; empty: all that are left of it."""
+
     def __init__(
         self,
         *,
@@ -649,8 +714,9 @@ class ReleaseClaimRequest(google.protobuf.message.Message):
         partition_id: builtins.str = ...,
         task_name: builtins.str = ...,
         claim_request_id: builtins.bytes = ...,
+        global_indexes: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["claim_request_id", b"claim_request_id", "partition_id", b"partition_id", "request_id", b"request_id", "task_name", b"task_name"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["claim_request_id", b"claim_request_id", "global_indexes", b"global_indexes", "partition_id", b"partition_id", "request_id", b"request_id", "task_name", b"task_name"]) -> None: ...
 
 global___ReleaseClaimRequest = ReleaseClaimRequest
 
@@ -671,6 +737,120 @@ class ReleaseClaimResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["released_count", b"released_count"]) -> None: ...
 
 global___ReleaseClaimResponse = ReleaseClaimResponse
+
+@typing.final
+class AckClaimRequest(google.protobuf.message.Message):
+    """Acknowledges samples of a leased claim."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    PARTITION_ID_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
+    TASK_NAME_FIELD_NUMBER: builtins.int
+    CLAIM_REQUEST_ID_FIELD_NUMBER: builtins.int
+    GLOBAL_INDEXES_FIELD_NUMBER: builtins.int
+    request_id: builtins.bytes
+    """16 random bytes, the same over retries."""
+    partition_id: builtins.str
+    """The partition."""
+    incarnation: builtins.bytes
+    """Its life; empty: whichever."""
+    task_name: builtins.str
+    """The consumer."""
+    claim_request_id: builtins.bytes
+    """The `request_id` of the GetMeta that made the claim."""
+    @property
+    def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """The samples; empty: all that are left of the claim."""
+
+    def __init__(
+        self,
+        *,
+        request_id: builtins.bytes = ...,
+        partition_id: builtins.str = ...,
+        incarnation: builtins.bytes = ...,
+        task_name: builtins.str = ...,
+        claim_request_id: builtins.bytes = ...,
+        global_indexes: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["claim_request_id", b"claim_request_id", "global_indexes", b"global_indexes", "incarnation", b"incarnation", "partition_id", b"partition_id", "request_id", b"request_id", "task_name", b"task_name"]) -> None: ...
+
+global___AckClaimRequest = AckClaimRequest
+
+@typing.final
+class AckClaimResponse(google.protobuf.message.Message):
+    """The samples are done."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ACKED_COUNT_FIELD_NUMBER: builtins.int
+    acked_count: builtins.int
+    """Number of samples acknowledged by this call."""
+    def __init__(
+        self,
+        *,
+        acked_count: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["acked_count", b"acked_count"]) -> None: ...
+
+global___AckClaimResponse = AckClaimResponse
+
+@typing.final
+class ExtendClaimRequest(google.protobuf.message.Message):
+    """Gives a leased claim more time."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    PARTITION_ID_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
+    TASK_NAME_FIELD_NUMBER: builtins.int
+    CLAIM_REQUEST_ID_FIELD_NUMBER: builtins.int
+    LEASE_SECONDS_FIELD_NUMBER: builtins.int
+    request_id: builtins.bytes
+    """16 random bytes, the same over retries."""
+    partition_id: builtins.str
+    """The partition."""
+    incarnation: builtins.bytes
+    """Its life; empty: whichever."""
+    task_name: builtins.str
+    """The consumer."""
+    claim_request_id: builtins.bytes
+    """The `request_id` of the GetMeta that made the claim."""
+    lease_seconds: builtins.float
+    """Seconds from now on."""
+    def __init__(
+        self,
+        *,
+        request_id: builtins.bytes = ...,
+        partition_id: builtins.str = ...,
+        incarnation: builtins.bytes = ...,
+        task_name: builtins.str = ...,
+        claim_request_id: builtins.bytes = ...,
+        lease_seconds: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["claim_request_id", b"claim_request_id", "incarnation", b"incarnation", "lease_seconds", b"lease_seconds", "partition_id", b"partition_id", "request_id", b"request_id", "task_name", b"task_name"]) -> None: ...
+
+global___ExtendClaimRequest = ExtendClaimRequest
+
+@typing.final
+class ExtendClaimResponse(google.protobuf.message.Message):
+    """The claim has more time."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LEASED_COUNT_FIELD_NUMBER: builtins.int
+    leased_count: builtins.int
+    """Samples of it that are not acknowledged yet."""
+    def __init__(
+        self,
+        *,
+        leased_count: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["leased_count", b"leased_count"]) -> None: ...
+
+global___ExtendClaimResponse = ExtendClaimResponse
 
 @typing.final
 class CheckConsumptionRequest(google.protobuf.message.Message):
@@ -706,6 +886,8 @@ class CheckConsumptionResponse(google.protobuf.message.Message):
     SEALED_FIELD_NUMBER: builtins.int
     COMPLETE_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
+    LEASED_FIELD_NUMBER: builtins.int
+    SET_ASIDE_FIELD_NUMBER: builtins.int
     consumed: builtins.int
     """Samples consumed in this epoch, cleared ones included."""
     total: builtins.int
@@ -718,6 +900,10 @@ class CheckConsumptionResponse(google.protobuf.message.Message):
     """Whether nothing is left for the task."""
     epoch: builtins.int
     """The life of the task's consumption."""
+    leased: builtins.int
+    """Those of `consumed` that are leased and not acknowledged."""
+    set_aside: builtins.int
+    """Those of `skipped` that were handed out too often without being acknowledged."""
     def __init__(
         self,
         *,
@@ -727,8 +913,10 @@ class CheckConsumptionResponse(google.protobuf.message.Message):
         sealed: builtins.bool = ...,
         complete: builtins.bool = ...,
         epoch: builtins.int = ...,
+        leased: builtins.int = ...,
+        set_aside: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["complete", b"complete", "consumed", b"consumed", "epoch", b"epoch", "sealed", b"sealed", "skipped", b"skipped", "total", b"total"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["complete", b"complete", "consumed", b"consumed", "epoch", b"epoch", "leased", b"leased", "sealed", b"sealed", "set_aside", b"set_aside", "skipped", b"skipped", "total", b"total"]) -> None: ...
 
 global___CheckConsumptionResponse = CheckConsumptionResponse
 
@@ -1277,6 +1465,9 @@ class TaskStatus(google.protobuf.message.Message):
     DP_SIZE_FIELD_NUMBER: builtins.int
     WAITING_COUNT_FIELD_NUMBER: builtins.int
     COMPLETE_FIELD_NUMBER: builtins.int
+    LEASED_COUNT_FIELD_NUMBER: builtins.int
+    SET_ASIDE_COUNT_FIELD_NUMBER: builtins.int
+    SET_ASIDE_INDEXES_FIELD_NUMBER: builtins.int
     task_name: builtins.str
     """Its name."""
     epoch: builtins.int
@@ -1293,6 +1484,14 @@ class TaskStatus(google.protobuf.message.Message):
     """Calls that wait."""
     complete: builtins.bool
     """Whether nothing is left for it."""
+    leased_count: builtins.int
+    """Samples that are leased and not acknowledged."""
+    set_aside_count: builtins.int
+    """Samples that were handed out too often without being acknowledged."""
+    @property
+    def set_aside_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Some of them: the first hundred."""
+
     def __init__(
         self,
         *,
@@ -1304,8 +1503,11 @@ class TaskStatus(google.protobuf.message.Message):
         dp_size: builtins.int = ...,
         waiting_count: builtins.int = ...,
         complete: builtins.bool = ...,
+        leased_count: builtins.int = ...,
+        set_aside_count: builtins.int = ...,
+        set_aside_indexes: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["complete", b"complete", "consumed_count", b"consumed_count", "dp_size", b"dp_size", "epoch", b"epoch", "planned_batch_count", b"planned_batch_count", "skipped_count", b"skipped_count", "task_name", b"task_name", "waiting_count", b"waiting_count"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["complete", b"complete", "consumed_count", b"consumed_count", "dp_size", b"dp_size", "epoch", b"epoch", "leased_count", b"leased_count", "planned_batch_count", b"planned_batch_count", "set_aside_count", b"set_aside_count", "set_aside_indexes", b"set_aside_indexes", "skipped_count", b"skipped_count", "task_name", b"task_name", "waiting_count", b"waiting_count"]) -> None: ...
 
 global___TaskStatus = TaskStatus
 
@@ -1324,6 +1526,10 @@ class DescribePartitionResponse(google.protobuf.message.Message):
     FIELDS_FIELD_NUMBER: builtins.int
     TASKS_FIELD_NUMBER: builtins.int
     CUSTOM_META_COLUMNS_FIELD_NUMBER: builtins.int
+    USED_BYTES_FIELD_NUMBER: builtins.int
+    MAX_BYTES_FIELD_NUMBER: builtins.int
+    RUN_AHEAD_LIMITS_FIELD_NUMBER: builtins.int
+    WAITING_PUT_COUNT_FIELD_NUMBER: builtins.int
     expected_samples: builtins.int
     """Number of samples that will be inserted, where declared."""
     live_count: builtins.int
@@ -1334,6 +1540,12 @@ class DescribePartitionResponse(google.protobuf.message.Message):
     """Samples that failed."""
     group_count: builtins.int
     """Groups with members in the partition."""
+    used_bytes: builtins.int
+    """Bytes of the values of its samples."""
+    max_bytes: builtins.int
+    """Most bytes that they may take, where bounded."""
+    waiting_put_count: builtins.int
+    """Puts of new samples that wait for room or for a task."""
     @property
     def summary(self) -> global___PartitionSummary:
         """The partition in short."""
@@ -1350,6 +1562,10 @@ class DescribePartitionResponse(google.protobuf.message.Message):
     def custom_meta_columns(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Names of its custom_meta columns."""
 
+    @property
+    def run_ahead_limits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RunAheadLimit]:
+        """How far producers may run ahead of its tasks."""
+
     def __init__(
         self,
         *,
@@ -1362,10 +1578,17 @@ class DescribePartitionResponse(google.protobuf.message.Message):
         fields: collections.abc.Iterable[global___FieldStatus] | None = ...,
         tasks: collections.abc.Iterable[global___TaskStatus] | None = ...,
         custom_meta_columns: collections.abc.Iterable[builtins.str] | None = ...,
+        used_bytes: builtins.int = ...,
+        max_bytes: builtins.int | None = ...,
+        run_ahead_limits: collections.abc.Iterable[global___RunAheadLimit] | None = ...,
+        waiting_put_count: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_expected_samples", b"_expected_samples", "expected_samples", b"expected_samples", "summary", b"summary"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_expected_samples", b"_expected_samples", "custom_meta_columns", b"custom_meta_columns", "expected_samples", b"expected_samples", "failed_count", b"failed_count", "fields", b"fields", "group_count", b"group_count", "held_count", b"held_count", "live_count", b"live_count", "summary", b"summary", "tasks", b"tasks"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_expected_samples", b"_expected_samples", "_max_bytes", b"_max_bytes", "expected_samples", b"expected_samples", "max_bytes", b"max_bytes", "summary", b"summary"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_expected_samples", b"_expected_samples", "_max_bytes", b"_max_bytes", "custom_meta_columns", b"custom_meta_columns", "expected_samples", b"expected_samples", "failed_count", b"failed_count", "fields", b"fields", "group_count", b"group_count", "held_count", b"held_count", "live_count", b"live_count", "max_bytes", b"max_bytes", "run_ahead_limits", b"run_ahead_limits", "summary", b"summary", "tasks", b"tasks", "used_bytes", b"used_bytes", "waiting_put_count", b"waiting_put_count"]) -> None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_expected_samples", b"_expected_samples"]) -> typing.Literal["expected_samples"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_max_bytes", b"_max_bytes"]) -> typing.Literal["max_bytes"] | None: ...
 
 global___DescribePartitionResponse = DescribePartitionResponse
 
@@ -1436,14 +1659,18 @@ class PlacePutRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SIZE_BYTES_FIELD_NUMBER: builtins.int
+    PARTITION_ID_FIELD_NUMBER: builtins.int
     size_bytes: builtins.int
     """Size of the put in bytes."""
+    partition_id: builtins.str
+    """The partition it is for."""
     def __init__(
         self,
         *,
         size_bytes: builtins.int = ...,
+        partition_id: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["size_bytes", b"size_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["partition_id", b"partition_id", "size_bytes", b"size_bytes"]) -> None: ...
 
 global___PlacePutRequest = PlacePutRequest
 
@@ -1485,10 +1712,13 @@ class RegisterStorageRequest(google.protobuf.message.Message):
     STORAGE_FIELD_NUMBER: builtins.int
     MAX_BYTES_FIELD_NUMBER: builtins.int
     USED_BYTES_FIELD_NUMBER: builtins.int
+    RUN_ID_FIELD_NUMBER: builtins.int
     max_bytes: builtins.int
     """Its quota in bytes; 0 means none."""
     used_bytes: builtins.int
     """Bytes stored and reserved."""
+    run_id: builtins.bytes
+    """Random 16 bytes, new at every start of its process, also where the boot stays since it has kept its puts."""
     @property
     def storage(self) -> tq_service.v1.metadata_pb2.StorageEndpoint:
         """Its name, boot and address."""
@@ -1499,9 +1729,10 @@ class RegisterStorageRequest(google.protobuf.message.Message):
         storage: tq_service.v1.metadata_pb2.StorageEndpoint | None = ...,
         max_bytes: builtins.int = ...,
         used_bytes: builtins.int = ...,
+        run_id: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["storage", b"storage"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["max_bytes", b"max_bytes", "storage", b"storage", "used_bytes", b"used_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["max_bytes", b"max_bytes", "run_id", b"run_id", "storage", b"storage", "used_bytes", b"used_bytes"]) -> None: ...
 
 global___RegisterStorageRequest = RegisterStorageRequest
 
@@ -1516,8 +1747,8 @@ class RegisterStorageResponse(google.protobuf.message.Message):
     heartbeat_seconds: builtins.float
     """When to announce itself again, in seconds; after three missed times it gets no more puts."""
     controller_boot_id: builtins.bytes
-    """Random 16 bytes, new at every start of the controller: puts that were committed with another are out of reach, and
-    the storage service drops them.
+    """Random 16 bytes, the same over restarts of a controller that keeps its state, else new at every start: puts that
+    were committed with another are out of reach, and the storage service drops them.
     """
     def __init__(
         self,
@@ -1528,3 +1759,111 @@ class RegisterStorageResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["controller_boot_id", b"controller_boot_id", "heartbeat_seconds", b"heartbeat_seconds"]) -> None: ...
 
 global___RegisterStorageResponse = RegisterStorageResponse
+
+@typing.final
+class CheckpointRequest(google.protobuf.message.Message):
+    """Asks for a checkpoint."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DIRECTORY_FIELD_NUMBER: builtins.int
+    directory: builtins.str
+    """Folder on the controller's host; made where it is not there."""
+    def __init__(
+        self,
+        *,
+        directory: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["directory", b"directory"]) -> None: ...
+
+global___CheckpointRequest = CheckpointRequest
+
+@typing.final
+class CheckpointResponse(google.protobuf.message.Message):
+    """The checkpoint is whole, and what was in the folder before is gone."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DIRECTORY_FIELD_NUMBER: builtins.int
+    PARTITION_COUNT_FIELD_NUMBER: builtins.int
+    SAMPLE_COUNT_FIELD_NUMBER: builtins.int
+    PUT_COUNT_FIELD_NUMBER: builtins.int
+    VALUE_BYTES_FIELD_NUMBER: builtins.int
+    PAUSE_SECONDS_FIELD_NUMBER: builtins.int
+    directory: builtins.str
+    """Folder of the checkpoint."""
+    partition_count: builtins.int
+    """Number of partitions in it."""
+    sample_count: builtins.int
+    """Number of samples in it."""
+    put_count: builtins.int
+    """Number of puts in it."""
+    value_bytes: builtins.int
+    """Bytes of their values."""
+    pause_seconds: builtins.float
+    """Longest time for which the service answered nobody, in seconds."""
+    def __init__(
+        self,
+        *,
+        directory: builtins.str = ...,
+        partition_count: builtins.int = ...,
+        sample_count: builtins.int = ...,
+        put_count: builtins.int = ...,
+        value_bytes: builtins.int = ...,
+        pause_seconds: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["directory", b"directory", "partition_count", b"partition_count", "pause_seconds", b"pause_seconds", "put_count", b"put_count", "sample_count", b"sample_count", "value_bytes", b"value_bytes"]) -> None: ...
+
+global___CheckpointResponse = CheckpointResponse
+
+@typing.final
+class RestoreRequest(google.protobuf.message.Message):
+    """Asks for what a checkpoint holds."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    DIRECTORY_FIELD_NUMBER: builtins.int
+    request_id: builtins.bytes
+    """16 random bytes, the same over retries."""
+    directory: builtins.str
+    """Folder of the checkpoint, on the controller's host."""
+    def __init__(
+        self,
+        *,
+        request_id: builtins.bytes = ...,
+        directory: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["directory", b"directory", "request_id", b"request_id"]) -> None: ...
+
+global___RestoreRequest = RestoreRequest
+
+@typing.final
+class RestoreResponse(google.protobuf.message.Message):
+    """Everything is back."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PARTITION_COUNT_FIELD_NUMBER: builtins.int
+    SAMPLE_COUNT_FIELD_NUMBER: builtins.int
+    PUT_COUNT_FIELD_NUMBER: builtins.int
+    VALUE_BYTES_FIELD_NUMBER: builtins.int
+    partition_count: builtins.int
+    """Number of partitions."""
+    sample_count: builtins.int
+    """Number of samples."""
+    put_count: builtins.int
+    """Number of puts."""
+    value_bytes: builtins.int
+    """Bytes of their values."""
+    def __init__(
+        self,
+        *,
+        partition_count: builtins.int = ...,
+        sample_count: builtins.int = ...,
+        put_count: builtins.int = ...,
+        value_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["partition_count", b"partition_count", "put_count", b"put_count", "sample_count", b"sample_count", "value_bytes", b"value_bytes"]) -> None: ...
+
+global___RestoreResponse = RestoreResponse

@@ -50,6 +50,16 @@ class ControllerServiceStub(object):
                 request_serializer=tq__service_dot_v1_dot_controller__service__pb2.ReleaseClaimRequest.SerializeToString,
                 response_deserializer=tq__service_dot_v1_dot_controller__service__pb2.ReleaseClaimResponse.FromString,
                 )
+        self.AckClaim = channel.unary_unary(
+                '/tq_service.v1.ControllerService/AckClaim',
+                request_serializer=tq__service_dot_v1_dot_controller__service__pb2.AckClaimRequest.SerializeToString,
+                response_deserializer=tq__service_dot_v1_dot_controller__service__pb2.AckClaimResponse.FromString,
+                )
+        self.ExtendClaim = channel.unary_unary(
+                '/tq_service.v1.ControllerService/ExtendClaim',
+                request_serializer=tq__service_dot_v1_dot_controller__service__pb2.ExtendClaimRequest.SerializeToString,
+                response_deserializer=tq__service_dot_v1_dot_controller__service__pb2.ExtendClaimResponse.FromString,
+                )
         self.CheckConsumption = channel.unary_unary(
                 '/tq_service.v1.ControllerService/CheckConsumption',
                 request_serializer=tq__service_dot_v1_dot_controller__service__pb2.CheckConsumptionRequest.SerializeToString,
@@ -114,6 +124,16 @@ class ControllerServiceStub(object):
                 '/tq_service.v1.ControllerService/PlacePut',
                 request_serializer=tq__service_dot_v1_dot_controller__service__pb2.PlacePutRequest.SerializeToString,
                 response_deserializer=tq__service_dot_v1_dot_controller__service__pb2.PlacePutResponse.FromString,
+                )
+        self.Checkpoint = channel.unary_unary(
+                '/tq_service.v1.ControllerService/Checkpoint',
+                request_serializer=tq__service_dot_v1_dot_controller__service__pb2.CheckpointRequest.SerializeToString,
+                response_deserializer=tq__service_dot_v1_dot_controller__service__pb2.CheckpointResponse.FromString,
+                )
+        self.Restore = channel.unary_unary(
+                '/tq_service.v1.ControllerService/Restore',
+                request_serializer=tq__service_dot_v1_dot_controller__service__pb2.RestoreRequest.SerializeToString,
+                response_deserializer=tq__service_dot_v1_dot_controller__service__pb2.RestoreResponse.FromString,
                 )
         self.RegisterStorage = channel.unary_unary(
                 '/tq_service.v1.ControllerService/RegisterStorage',
@@ -180,8 +200,26 @@ class ControllerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseClaim(self, request, context):
-        """Gives back a queue claim. Changes: its samples are claimable again; a later GetMeta under the same request_id is
-        refused. Idempotent, does not block. Unknown claims are ignored, since a client releases what it may have got.
+        """Gives back a queue claim, or some samples of a leased one. Changes: they are claimable again; once nothing of the
+        claim is left, a later GetMeta under the same request_id is refused. Idempotent, does not block. Unknown claims are
+        ignored, since a client releases what it may have got.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AckClaim(self, request, context):
+        """Acknowledges samples of a leased queue claim: their work is done. Changes: they stay consumed, whatever becomes of
+        the lease. Idempotent, does not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (the lease ran out
+        for some of them, which names them; none is acknowledged then).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ExtendClaim(self, request, context):
+        """Gives a leased queue claim more time, counted from now. Changes: the end of its lease. Idempotent, does not block.
+        Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (the lease ran out, or nothing is left of the claim).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -289,6 +327,26 @@ class ControllerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Checkpoint(self, request, context):
+        """Writes a consistent copy of everything, claims and bytes, to a folder of the controller's host, while all else goes
+        on. Changes nothing in the service; the folder has the new checkpoint whole, or is as it was. Takes as long as the
+        bytes need; one at a time. Errors: FAILED_PRECONDITION (another one is running), INVALID_ARGUMENT (the folder),
+        RESOURCE_EXHAUSTED (disk full), DATA_LOSS (a storage service has lost bytes that are to be copied).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Restore(self, request, context):
+        """Brings back what a checkpoint holds, into a service that has no partitions. The checkpoint is read and checked whole
+        before anything is changed; then its bytes go to the storage services there are now, and all its partitions appear
+        in one step. Errors: FAILED_PRECONDITION (there are partitions), INVALID_ARGUMENT (no checkpoint, or of another
+        format), DATA_LOSS (a file of it is damaged), RESOURCE_EXHAUSTED (no room for its bytes).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RegisterStorage(self, request, context):
         """Announces a storage service; repeated as its heartbeat. Changes: it gets puts from now on. Idempotent, does not
         block.
@@ -329,6 +387,16 @@ def add_ControllerServiceServicer_to_server(servicer, server):
                     servicer.ReleaseClaim,
                     request_deserializer=tq__service_dot_v1_dot_controller__service__pb2.ReleaseClaimRequest.FromString,
                     response_serializer=tq__service_dot_v1_dot_controller__service__pb2.ReleaseClaimResponse.SerializeToString,
+            ),
+            'AckClaim': grpc.unary_unary_rpc_method_handler(
+                    servicer.AckClaim,
+                    request_deserializer=tq__service_dot_v1_dot_controller__service__pb2.AckClaimRequest.FromString,
+                    response_serializer=tq__service_dot_v1_dot_controller__service__pb2.AckClaimResponse.SerializeToString,
+            ),
+            'ExtendClaim': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExtendClaim,
+                    request_deserializer=tq__service_dot_v1_dot_controller__service__pb2.ExtendClaimRequest.FromString,
+                    response_serializer=tq__service_dot_v1_dot_controller__service__pb2.ExtendClaimResponse.SerializeToString,
             ),
             'CheckConsumption': grpc.unary_unary_rpc_method_handler(
                     servicer.CheckConsumption,
@@ -394,6 +462,16 @@ def add_ControllerServiceServicer_to_server(servicer, server):
                     servicer.PlacePut,
                     request_deserializer=tq__service_dot_v1_dot_controller__service__pb2.PlacePutRequest.FromString,
                     response_serializer=tq__service_dot_v1_dot_controller__service__pb2.PlacePutResponse.SerializeToString,
+            ),
+            'Checkpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.Checkpoint,
+                    request_deserializer=tq__service_dot_v1_dot_controller__service__pb2.CheckpointRequest.FromString,
+                    response_serializer=tq__service_dot_v1_dot_controller__service__pb2.CheckpointResponse.SerializeToString,
+            ),
+            'Restore': grpc.unary_unary_rpc_method_handler(
+                    servicer.Restore,
+                    request_deserializer=tq__service_dot_v1_dot_controller__service__pb2.RestoreRequest.FromString,
+                    response_serializer=tq__service_dot_v1_dot_controller__service__pb2.RestoreResponse.SerializeToString,
             ),
             'RegisterStorage': grpc.unary_unary_rpc_method_handler(
                     servicer.RegisterStorage,
@@ -515,6 +593,40 @@ class ControllerService(object):
         return grpc.experimental.unary_unary(request, target, '/tq_service.v1.ControllerService/ReleaseClaim',
             tq__service_dot_v1_dot_controller__service__pb2.ReleaseClaimRequest.SerializeToString,
             tq__service_dot_v1_dot_controller__service__pb2.ReleaseClaimResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def AckClaim(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/tq_service.v1.ControllerService/AckClaim',
+            tq__service_dot_v1_dot_controller__service__pb2.AckClaimRequest.SerializeToString,
+            tq__service_dot_v1_dot_controller__service__pb2.AckClaimResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def ExtendClaim(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/tq_service.v1.ControllerService/ExtendClaim',
+            tq__service_dot_v1_dot_controller__service__pb2.ExtendClaimRequest.SerializeToString,
+            tq__service_dot_v1_dot_controller__service__pb2.ExtendClaimResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 
@@ -736,6 +848,40 @@ class ControllerService(object):
         return grpc.experimental.unary_unary(request, target, '/tq_service.v1.ControllerService/PlacePut',
             tq__service_dot_v1_dot_controller__service__pb2.PlacePutRequest.SerializeToString,
             tq__service_dot_v1_dot_controller__service__pb2.PlacePutResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Checkpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/tq_service.v1.ControllerService/Checkpoint',
+            tq__service_dot_v1_dot_controller__service__pb2.CheckpointRequest.SerializeToString,
+            tq__service_dot_v1_dot_controller__service__pb2.CheckpointResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Restore(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/tq_service.v1.ControllerService/Restore',
+            tq__service_dot_v1_dot_controller__service__pb2.RestoreRequest.SerializeToString,
+            tq__service_dot_v1_dot_controller__service__pb2.RestoreResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

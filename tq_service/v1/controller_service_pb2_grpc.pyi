@@ -79,8 +79,26 @@ class ControllerServiceStub:
         tq_service.v1.controller_service_pb2.ReleaseClaimRequest,
         tq_service.v1.controller_service_pb2.ReleaseClaimResponse,
     ]
-    """Gives back a queue claim. Changes: its samples are claimable again; a later GetMeta under the same request_id is
-    refused. Idempotent, does not block. Unknown claims are ignored, since a client releases what it may have got.
+    """Gives back a queue claim, or some samples of a leased one. Changes: they are claimable again; once nothing of the
+    claim is left, a later GetMeta under the same request_id is refused. Idempotent, does not block. Unknown claims are
+    ignored, since a client releases what it may have got.
+    """
+
+    AckClaim: grpc.UnaryUnaryMultiCallable[
+        tq_service.v1.controller_service_pb2.AckClaimRequest,
+        tq_service.v1.controller_service_pb2.AckClaimResponse,
+    ]
+    """Acknowledges samples of a leased queue claim: their work is done. Changes: they stay consumed, whatever becomes of
+    the lease. Idempotent, does not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (the lease ran out
+    for some of them, which names them; none is acknowledged then).
+    """
+
+    ExtendClaim: grpc.UnaryUnaryMultiCallable[
+        tq_service.v1.controller_service_pb2.ExtendClaimRequest,
+        tq_service.v1.controller_service_pb2.ExtendClaimResponse,
+    ]
+    """Gives a leased queue claim more time, counted from now. Changes: the end of its lease. Idempotent, does not block.
+    Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (the lease ran out, or nothing is left of the claim).
     """
 
     CheckConsumption: grpc.UnaryUnaryMultiCallable[
@@ -180,6 +198,26 @@ class ControllerServiceStub:
     than any quota), UNAVAILABLE (no storage service is there).
     """
 
+    Checkpoint: grpc.UnaryUnaryMultiCallable[
+        tq_service.v1.controller_service_pb2.CheckpointRequest,
+        tq_service.v1.controller_service_pb2.CheckpointResponse,
+    ]
+    """Writes a consistent copy of everything, claims and bytes, to a folder of the controller's host, while all else goes
+    on. Changes nothing in the service; the folder has the new checkpoint whole, or is as it was. Takes as long as the
+    bytes need; one at a time. Errors: FAILED_PRECONDITION (another one is running), INVALID_ARGUMENT (the folder),
+    RESOURCE_EXHAUSTED (disk full), DATA_LOSS (a storage service has lost bytes that are to be copied).
+    """
+
+    Restore: grpc.UnaryUnaryMultiCallable[
+        tq_service.v1.controller_service_pb2.RestoreRequest,
+        tq_service.v1.controller_service_pb2.RestoreResponse,
+    ]
+    """Brings back what a checkpoint holds, into a service that has no partitions. The checkpoint is read and checked whole
+    before anything is changed; then its bytes go to the storage services there are now, and all its partitions appear
+    in one step. Errors: FAILED_PRECONDITION (there are partitions), INVALID_ARGUMENT (no checkpoint, or of another
+    format), DATA_LOSS (a file of it is damaged), RESOURCE_EXHAUSTED (no room for its bytes).
+    """
+
     RegisterStorage: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.RegisterStorageRequest,
         tq_service.v1.controller_service_pb2.RegisterStorageResponse,
@@ -249,8 +287,26 @@ class ControllerServiceAsyncStub:
         tq_service.v1.controller_service_pb2.ReleaseClaimRequest,
         tq_service.v1.controller_service_pb2.ReleaseClaimResponse,
     ]
-    """Gives back a queue claim. Changes: its samples are claimable again; a later GetMeta under the same request_id is
-    refused. Idempotent, does not block. Unknown claims are ignored, since a client releases what it may have got.
+    """Gives back a queue claim, or some samples of a leased one. Changes: they are claimable again; once nothing of the
+    claim is left, a later GetMeta under the same request_id is refused. Idempotent, does not block. Unknown claims are
+    ignored, since a client releases what it may have got.
+    """
+
+    AckClaim: grpc.aio.UnaryUnaryMultiCallable[
+        tq_service.v1.controller_service_pb2.AckClaimRequest,
+        tq_service.v1.controller_service_pb2.AckClaimResponse,
+    ]
+    """Acknowledges samples of a leased queue claim: their work is done. Changes: they stay consumed, whatever becomes of
+    the lease. Idempotent, does not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (the lease ran out
+    for some of them, which names them; none is acknowledged then).
+    """
+
+    ExtendClaim: grpc.aio.UnaryUnaryMultiCallable[
+        tq_service.v1.controller_service_pb2.ExtendClaimRequest,
+        tq_service.v1.controller_service_pb2.ExtendClaimResponse,
+    ]
+    """Gives a leased queue claim more time, counted from now. Changes: the end of its lease. Idempotent, does not block.
+    Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (the lease ran out, or nothing is left of the claim).
     """
 
     CheckConsumption: grpc.aio.UnaryUnaryMultiCallable[
@@ -350,6 +406,26 @@ class ControllerServiceAsyncStub:
     than any quota), UNAVAILABLE (no storage service is there).
     """
 
+    Checkpoint: grpc.aio.UnaryUnaryMultiCallable[
+        tq_service.v1.controller_service_pb2.CheckpointRequest,
+        tq_service.v1.controller_service_pb2.CheckpointResponse,
+    ]
+    """Writes a consistent copy of everything, claims and bytes, to a folder of the controller's host, while all else goes
+    on. Changes nothing in the service; the folder has the new checkpoint whole, or is as it was. Takes as long as the
+    bytes need; one at a time. Errors: FAILED_PRECONDITION (another one is running), INVALID_ARGUMENT (the folder),
+    RESOURCE_EXHAUSTED (disk full), DATA_LOSS (a storage service has lost bytes that are to be copied).
+    """
+
+    Restore: grpc.aio.UnaryUnaryMultiCallable[
+        tq_service.v1.controller_service_pb2.RestoreRequest,
+        tq_service.v1.controller_service_pb2.RestoreResponse,
+    ]
+    """Brings back what a checkpoint holds, into a service that has no partitions. The checkpoint is read and checked whole
+    before anything is changed; then its bytes go to the storage services there are now, and all its partitions appear
+    in one step. Errors: FAILED_PRECONDITION (there are partitions), INVALID_ARGUMENT (no checkpoint, or of another
+    format), DATA_LOSS (a file of it is damaged), RESOURCE_EXHAUSTED (no room for its bytes).
+    """
+
     RegisterStorage: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.RegisterStorageRequest,
         tq_service.v1.controller_service_pb2.RegisterStorageResponse,
@@ -431,8 +507,30 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.ReleaseClaimRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.ReleaseClaimResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.ReleaseClaimResponse]]:
-        """Gives back a queue claim. Changes: its samples are claimable again; a later GetMeta under the same request_id is
-        refused. Idempotent, does not block. Unknown claims are ignored, since a client releases what it may have got.
+        """Gives back a queue claim, or some samples of a leased one. Changes: they are claimable again; once nothing of the
+        claim is left, a later GetMeta under the same request_id is refused. Idempotent, does not block. Unknown claims are
+        ignored, since a client releases what it may have got.
+        """
+
+    @abc.abstractmethod
+    def AckClaim(
+        self,
+        request: tq_service.v1.controller_service_pb2.AckClaimRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[tq_service.v1.controller_service_pb2.AckClaimResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.AckClaimResponse]]:
+        """Acknowledges samples of a leased queue claim: their work is done. Changes: they stay consumed, whatever becomes of
+        the lease. Idempotent, does not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (the lease ran out
+        for some of them, which names them; none is acknowledged then).
+        """
+
+    @abc.abstractmethod
+    def ExtendClaim(
+        self,
+        request: tq_service.v1.controller_service_pb2.ExtendClaimRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[tq_service.v1.controller_service_pb2.ExtendClaimResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.ExtendClaimResponse]]:
+        """Gives a leased queue claim more time, counted from now. Changes: the end of its lease. Idempotent, does not block.
+        Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (the lease ran out, or nothing is left of the claim).
         """
 
     @abc.abstractmethod
@@ -556,6 +654,30 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[tq_service.v1.controller_service_pb2.PlacePutResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.PlacePutResponse]]:
         """Says which storage service should take a put. Changes nothing, does not block. Errors: RESOURCE_EXHAUSTED (larger
         than any quota), UNAVAILABLE (no storage service is there).
+        """
+
+    @abc.abstractmethod
+    def Checkpoint(
+        self,
+        request: tq_service.v1.controller_service_pb2.CheckpointRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[tq_service.v1.controller_service_pb2.CheckpointResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.CheckpointResponse]]:
+        """Writes a consistent copy of everything, claims and bytes, to a folder of the controller's host, while all else goes
+        on. Changes nothing in the service; the folder has the new checkpoint whole, or is as it was. Takes as long as the
+        bytes need; one at a time. Errors: FAILED_PRECONDITION (another one is running), INVALID_ARGUMENT (the folder),
+        RESOURCE_EXHAUSTED (disk full), DATA_LOSS (a storage service has lost bytes that are to be copied).
+        """
+
+    @abc.abstractmethod
+    def Restore(
+        self,
+        request: tq_service.v1.controller_service_pb2.RestoreRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[tq_service.v1.controller_service_pb2.RestoreResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.RestoreResponse]]:
+        """Brings back what a checkpoint holds, into a service that has no partitions. The checkpoint is read and checked whole
+        before anything is changed; then its bytes go to the storage services there are now, and all its partitions appear
+        in one step. Errors: FAILED_PRECONDITION (there are partitions), INVALID_ARGUMENT (no checkpoint, or of another
+        format), DATA_LOSS (a file of it is damaged), RESOURCE_EXHAUSTED (no room for its bytes).
         """
 
     @abc.abstractmethod

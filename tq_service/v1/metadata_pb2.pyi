@@ -279,7 +279,9 @@ class StorageEndpoint(google.protobuf.message.Message):
     storage_id: builtins.str
     """Name of the storage service, the same over restarts."""
     boot_id: builtins.bytes
-    """Random 16 bytes, new at every start: what was stored under another boot is gone."""
+    """Random 16 bytes, the same over restarts of a service that keeps its puts, else new at every start: what was stored
+    under another boot is gone.
+    """
     address: builtins.str
     """Where clients reach it, "host:port"; empty: at the address the client used for the controller."""
     def __init__(
@@ -453,6 +455,9 @@ class BatchMeta(google.protobuf.message.Message):
     LOCATIONS_FIELD_NUMBER: builtins.int
     STEPS_FIELD_NUMBER: builtins.int
     SKIPPED_FIELD_NUMBER: builtins.int
+    CLAIM_REQUEST_ID_FIELD_NUMBER: builtins.int
+    LEASE_SECONDS_FIELD_NUMBER: builtins.int
+    DELIVERY_COUNTS_FIELD_NUMBER: builtins.int
     status: global___BatchStatus.ValueType
     """What the claim answered; BATCH for answers that are no claims."""
     partition_id: builtins.str
@@ -463,6 +468,10 @@ class BatchMeta(google.protobuf.message.Message):
     """The life of the task's consumption; 0 for answers that are no claims."""
     skipped: builtins.int
     """With END: how many samples the task will never get."""
+    claim_request_id: builtins.bytes
+    """The `request_id` of a leased claim, by which it is acknowledged; else empty."""
+    lease_seconds: builtins.float
+    """How long the samples of a leased claim stay with who got them, in seconds from the answer; else 0."""
     @property
     def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """The samples, in the order of the batch."""
@@ -491,6 +500,10 @@ class BatchMeta(google.protobuf.message.Message):
     def steps(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Step]:
         """How the samples are to be used; plain micro-batches are one step."""
 
+    @property
+    def delivery_counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """For each sample of a leased claim, how often it was handed out to the task, this time included; else empty."""
+
     def __init__(
         self,
         *,
@@ -506,9 +519,12 @@ class BatchMeta(google.protobuf.message.Message):
         locations: global___Locations | None = ...,
         steps: collections.abc.Iterable[global___Step] | None = ...,
         skipped: builtins.int = ...,
+        claim_request_id: builtins.bytes = ...,
+        lease_seconds: builtins.float = ...,
+        delivery_counts: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["locations", b"locations"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["custom_meta", b"custom_meta", "epoch", b"epoch", "fields", b"fields", "global_indexes", b"global_indexes", "groups", b"groups", "incarnation", b"incarnation", "keys", b"keys", "locations", b"locations", "partition_id", b"partition_id", "skipped", b"skipped", "status", b"status", "steps", b"steps"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["claim_request_id", b"claim_request_id", "custom_meta", b"custom_meta", "delivery_counts", b"delivery_counts", "epoch", b"epoch", "fields", b"fields", "global_indexes", b"global_indexes", "groups", b"groups", "incarnation", b"incarnation", "keys", b"keys", "lease_seconds", b"lease_seconds", "locations", b"locations", "partition_id", b"partition_id", "skipped", b"skipped", "status", b"status", "steps", b"steps"]) -> None: ...
 
 global___BatchMeta = BatchMeta
 

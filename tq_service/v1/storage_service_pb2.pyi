@@ -27,6 +27,7 @@ class PutHeader(google.protobuf.message.Message):
     FOR_EXISTING_ROWS_FIELD_NUMBER: builtins.int
     COMMIT_FIELD_NUMBER: builtins.int
     HANDOVER_SESSION_FIELD_NUMBER: builtins.int
+    PARTITION_ID_FIELD_NUMBER: builtins.int
     put_id: builtins.bytes
     """Client-made, random 16 bytes, the same over retries."""
     row_count: builtins.int
@@ -37,6 +38,8 @@ class PutHeader(google.protobuf.message.Message):
     """Whether the put adds columns to existing samples; such puts may use the reserve that new samples may not."""
     handover_session: builtins.bytes
     """The session on the handover socket, of a client that can hand over shared memory; else empty. Put only."""
+    partition_id: builtins.str
+    """The partition that the put is for: its commit must name the same."""
     @property
     def columns(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[tq_service.v1.metadata_pb2.ColumnHeader]:
         """The columns, in the order of their bytes in the frames."""
@@ -55,9 +58,10 @@ class PutHeader(google.protobuf.message.Message):
         for_existing_rows: builtins.bool = ...,
         commit: tq_service.v1.controller_service_pb2.CommitRequest | None = ...,
         handover_session: builtins.bytes = ...,
+        partition_id: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["commit", b"commit"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["columns", b"columns", "commit", b"commit", "for_existing_rows", b"for_existing_rows", "handover_session", b"handover_session", "put_id", b"put_id", "row_count", b"row_count", "size_bytes", b"size_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["columns", b"columns", "commit", b"commit", "for_existing_rows", b"for_existing_rows", "handover_session", b"handover_session", "partition_id", b"partition_id", "put_id", b"put_id", "row_count", b"row_count", "size_bytes", b"size_bytes"]) -> None: ...
 
 global___PutHeader = PutHeader
 
@@ -409,6 +413,7 @@ class StatResponse(google.protobuf.message.Message):
     UNCOMMITTED_PUT_COUNT_FIELD_NUMBER: builtins.int
     HANDOVER_SOCKET_FIELD_NUMBER: builtins.int
     SHARED_MEMORY_COUNT_FIELD_NUMBER: builtins.int
+    DAMAGED_PUT_COUNT_FIELD_NUMBER: builtins.int
     max_bytes: builtins.int
     """Quota in bytes; 0 means none."""
     used_bytes: builtins.int
@@ -423,6 +428,8 @@ class StatResponse(google.protobuf.message.Message):
     """Path of the Unix socket on which clients of the same host hand over memory; empty where there is none."""
     shared_memory_count: builtins.int
     """Number of memfds that clients have handed over."""
+    damaged_put_count: builtins.int
+    """Number of puts whose bytes are damaged, as far as they have been read since the start."""
     @property
     def storage(self) -> tq_service.v1.metadata_pb2.StorageEndpoint:
         """This service and its boot."""
@@ -438,9 +445,10 @@ class StatResponse(google.protobuf.message.Message):
         uncommitted_put_count: builtins.int = ...,
         handover_socket: builtins.str = ...,
         shared_memory_count: builtins.int = ...,
+        damaged_put_count: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["storage", b"storage"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["handover_socket", b"handover_socket", "max_bytes", b"max_bytes", "pooled_bytes", b"pooled_bytes", "put_count", b"put_count", "shared_memory_count", b"shared_memory_count", "storage", b"storage", "uncommitted_put_count", b"uncommitted_put_count", "used_bytes", b"used_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["damaged_put_count", b"damaged_put_count", "handover_socket", b"handover_socket", "max_bytes", b"max_bytes", "pooled_bytes", b"pooled_bytes", "put_count", b"put_count", "shared_memory_count", b"shared_memory_count", "storage", b"storage", "uncommitted_put_count", b"uncommitted_put_count", "used_bytes", b"used_bytes"]) -> None: ...
 
 global___StatResponse = StatResponse
 
@@ -452,17 +460,21 @@ class ConfirmPutRequest(google.protobuf.message.Message):
 
     BOOT_ID_FIELD_NUMBER: builtins.int
     PUT_ID_FIELD_NUMBER: builtins.int
+    PARTITION_ID_FIELD_NUMBER: builtins.int
     boot_id: builtins.bytes
     """The boot under which it was stored."""
     put_id: builtins.bytes
     """The put."""
+    partition_id: builtins.str
+    """The partition of the commit."""
     def __init__(
         self,
         *,
         boot_id: builtins.bytes = ...,
         put_id: builtins.bytes = ...,
+        partition_id: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "put_id", b"put_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "partition_id", b"partition_id", "put_id", b"put_id"]) -> None: ...
 
 global___ConfirmPutRequest = ConfirmPutRequest
 
@@ -513,6 +525,54 @@ class PutCells(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["field_names", b"field_names", "first_rows", b"first_rows", "put_id", b"put_id", "row_counts", b"row_counts"]) -> None: ...
 
 global___PutCells = PutCells
+
+@typing.final
+class KeepPutsRequest(google.protobuf.message.Message):
+    """Says which puts are known."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BOOT_ID_FIELD_NUMBER: builtins.int
+    CELLS_FIELD_NUMBER: builtins.int
+    boot_id: builtins.bytes
+    """The boot under which they were stored."""
+    @property
+    def cells(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PutCells]:
+        """Their cells."""
+
+    def __init__(
+        self,
+        *,
+        boot_id: builtins.bytes = ...,
+        cells: collections.abc.Iterable[global___PutCells] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "cells", b"cells"]) -> None: ...
+
+global___KeepPutsRequest = KeepPutsRequest
+
+@typing.final
+class KeepPutsResponse(google.protobuf.message.Message):
+    """The puts stay."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MISSING_PUT_IDS_FIELD_NUMBER: builtins.int
+    DROPPED_COUNT_FIELD_NUMBER: builtins.int
+    dropped_count: builtins.int
+    """Number of puts that were dropped."""
+    @property
+    def missing_put_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """Those that are not here, or damaged."""
+
+    def __init__(
+        self,
+        *,
+        missing_put_ids: collections.abc.Iterable[builtins.bytes] | None = ...,
+        dropped_count: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dropped_count", b"dropped_count", "missing_put_ids", b"missing_put_ids"]) -> None: ...
+
+global___KeepPutsResponse = KeepPutsResponse
 
 @typing.final
 class FreeCellsRequest(google.protobuf.message.Message):

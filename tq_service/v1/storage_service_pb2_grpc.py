@@ -45,6 +45,11 @@ class StorageServiceStub(object):
                 request_serializer=tq__service_dot_v1_dot_storage__service__pb2.ConfirmPutRequest.SerializeToString,
                 response_deserializer=tq__service_dot_v1_dot_storage__service__pb2.ConfirmPutResponse.FromString,
                 )
+        self.KeepPuts = channel.unary_unary(
+                '/tq_service.v1.StorageService/KeepPuts',
+                request_serializer=tq__service_dot_v1_dot_storage__service__pb2.KeepPutsRequest.SerializeToString,
+                response_deserializer=tq__service_dot_v1_dot_storage__service__pb2.KeepPutsResponse.FromString,
+                )
         self.FreeCells = channel.unary_unary(
                 '/tq_service.v1.StorageService/FreeCells',
                 request_serializer=tq__service_dot_v1_dot_storage__service__pb2.FreeCellsRequest.SerializeToString,
@@ -115,6 +120,15 @@ class StorageServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def KeepPuts(self, request, context):
+        """Says which puts the controller knows: called by it when it or this service has started anew. Changes: the puts
+        listed stay, of confirmed puts only the cells listed, and confirmed puts that are not listed are dropped; those that
+        wait for their commit go on doing so. Idempotent, does not block. Errors: DATA_LOSS (another boot).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def FreeCells(self, request, context):
         """Gives cells back: called by the controller when they were cleared, overwritten or failed. Unknown puts are ignored,
         so a repeat is harmless. Does not block.
@@ -155,6 +169,11 @@ def add_StorageServiceServicer_to_server(servicer, server):
                     servicer.ConfirmPut,
                     request_deserializer=tq__service_dot_v1_dot_storage__service__pb2.ConfirmPutRequest.FromString,
                     response_serializer=tq__service_dot_v1_dot_storage__service__pb2.ConfirmPutResponse.SerializeToString,
+            ),
+            'KeepPuts': grpc.unary_unary_rpc_method_handler(
+                    servicer.KeepPuts,
+                    request_deserializer=tq__service_dot_v1_dot_storage__service__pb2.KeepPutsRequest.FromString,
+                    response_serializer=tq__service_dot_v1_dot_storage__service__pb2.KeepPutsResponse.SerializeToString,
             ),
             'FreeCells': grpc.unary_unary_rpc_method_handler(
                     servicer.FreeCells,
@@ -271,6 +290,23 @@ class StorageService(object):
         return grpc.experimental.unary_unary(request, target, '/tq_service.v1.StorageService/ConfirmPut',
             tq__service_dot_v1_dot_storage__service__pb2.ConfirmPutRequest.SerializeToString,
             tq__service_dot_v1_dot_storage__service__pb2.ConfirmPutResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def KeepPuts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/tq_service.v1.StorageService/KeepPuts',
+            tq__service_dot_v1_dot_storage__service__pb2.KeepPutsRequest.SerializeToString,
+            tq__service_dot_v1_dot_storage__service__pb2.KeepPutsResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -79,6 +79,15 @@ class StorageServiceStub:
     Errors: NOT_FOUND (expired or unknown), DATA_LOSS (another boot).
     """
 
+    KeepPuts: grpc.UnaryUnaryMultiCallable[
+        tq_service.v1.storage_service_pb2.KeepPutsRequest,
+        tq_service.v1.storage_service_pb2.KeepPutsResponse,
+    ]
+    """Says which puts the controller knows: called by it when it or this service has started anew. Changes: the puts
+    listed stay, of confirmed puts only the cells listed, and confirmed puts that are not listed are dropped; those that
+    wait for their commit go on doing so. Idempotent, does not block. Errors: DATA_LOSS (another boot).
+    """
+
     FreeCells: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.storage_service_pb2.FreeCellsRequest,
         tq_service.v1.storage_service_pb2.FreeCellsResponse,
@@ -146,6 +155,15 @@ class StorageServiceAsyncStub:
     ]
     """Makes an uncommitted put stay: called by the controller in the course of Commit. Idempotent, does not block.
     Errors: NOT_FOUND (expired or unknown), DATA_LOSS (another boot).
+    """
+
+    KeepPuts: grpc.aio.UnaryUnaryMultiCallable[
+        tq_service.v1.storage_service_pb2.KeepPutsRequest,
+        tq_service.v1.storage_service_pb2.KeepPutsResponse,
+    ]
+    """Says which puts the controller knows: called by it when it or this service has started anew. Changes: the puts
+    listed stay, of confirmed puts only the cells listed, and confirmed puts that are not listed are dropped; those that
+    wait for their commit go on doing so. Idempotent, does not block. Errors: DATA_LOSS (another boot).
     """
 
     FreeCells: grpc.aio.UnaryUnaryMultiCallable[
@@ -227,6 +245,17 @@ class StorageServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[tq_service.v1.storage_service_pb2.ConfirmPutResponse, collections.abc.Awaitable[tq_service.v1.storage_service_pb2.ConfirmPutResponse]]:
         """Makes an uncommitted put stay: called by the controller in the course of Commit. Idempotent, does not block.
         Errors: NOT_FOUND (expired or unknown), DATA_LOSS (another boot).
+        """
+
+    @abc.abstractmethod
+    def KeepPuts(
+        self,
+        request: tq_service.v1.storage_service_pb2.KeepPutsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[tq_service.v1.storage_service_pb2.KeepPutsResponse, collections.abc.Awaitable[tq_service.v1.storage_service_pb2.KeepPutsResponse]]:
+        """Says which puts the controller knows: called by it when it or this service has started anew. Changes: the puts
+        listed stay, of confirmed puts only the cells listed, and confirmed puts that are not listed are dropped; those that
+        wait for their commit go on doing so. Idempotent, does not block. Errors: DATA_LOSS (another boot).
         """
 
     @abc.abstractmethod
