@@ -128,10 +128,10 @@ class Driver:
         record_batch, record_end = task.record_batch, task.record_end
         record_queue_claim, release = task.record_queue_claim, task.release
 
-        def batch(request, plan, positions):
+        def batch(binding, plan, positions):
             if partition is self.partition:
-                self.on_batch(name, request, plan)
-            record_batch(request, plan, positions)
+                self.on_batch(name, binding, plan)
+            record_batch(binding, plan, positions)
 
         def end(dp_size, end):
             if partition is self.partition:
@@ -200,10 +200,9 @@ class Driver:
 
     # Records, as they are made
 
-    def on_batch(self, name, request, plan):
+    def on_batch(self, name, binding, plan):
         task, asking = self.model.task(name), self.tasks[name][0]
-        assert len(plan.ranks) == request.rank.dp_size == asking.dp_size
-        assert request.epoch in (None, task.epoch)
+        assert len(plan.ranks) == asking.dp_size
         assert task.end is None
         parts = [part.rows.tolist() for part in plan.ranks]
         self._check_packs(asking, plan)

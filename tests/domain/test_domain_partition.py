@@ -229,7 +229,7 @@ def test_a_partition_that_lives_for_weeks_stays_small():
         rows = np.array(fresh)
         claim(train, reward, fresh)
         request = asks((0, 1, step), task="trainer")
-        trainer.record_batch(request, Plan.of([rows]), train.table.find(rows))
+        trainer.record_batch(request.binding, Plan.of([rows]), train.table.find(rows))
         train.clear(rows)
     assert train.inserted_count == 4800
     assert train.table.index.data.size <= 2400

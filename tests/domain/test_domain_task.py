@@ -27,7 +27,7 @@ def record(train, *parts, index=None, **bound):
     task = train.task("t")
     request = asks((0, len(parts), task.next_batch_index), **bound)
     rows = np.array([row for part in parts for row in part], np.int64)
-    task.record_batch(request, Plan.of(parts), train.table.find(rows))
+    task.record_batch(request.binding, Plan.of(parts), train.table.find(rows))
     return task
 
 
@@ -190,11 +190,6 @@ def test_a_rank_request_counts_units_over_all_ranks():
     assert (request.total_size, request.min_size, request.rank_count, request.ranked) == (4, 1, 1, False)
 
 
-def test_a_queue_request_is_no_batch(train):
-    with pytest.raises(ValueError, match="batch_index"):
-        train.task("t").record_batch(asks(), Plan.of([[0]]), np.array([0]))
-
-
 def test_a_rank_without_rows_gets_its_empty_batch_when_the_rows_of_the_others_are_cleared(train):
     task = record(train, [0, 1], [])
     train.clear(np.array([0, 1]))
@@ -207,7 +202,8 @@ def test_few_batches_are_kept_without_rows(train):
     task = train.task("trainer")
     for step in range(40):
         rows = np.array(insert(train, 1))
-        task.record_batch(asks((0, 2, step), task="trainer"), Plan.of([rows, rows[:0]]), train.table.find(rows))
+        binding = asks((0, 2, step), task="trainer").binding
+        task.record_batch(binding, Plan.of([rows, rows[:0]]), train.table.find(rows))
         train.clear(rows)
     assert len(task._batches) == 16
     assert min(task._batches) == 24

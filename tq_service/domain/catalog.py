@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 from tq_service.domain.asking import ClaimRequest
 from tq_service.domain.cells import FreedCells
+from tq_service.domain.changes import Change, PartitionCleared, PartitionCreated, SamplesWritten, Tell
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan_search import RunsPlans
 from tq_service.domain.planner import Planner
+from tq_service.domain.replay import apply_change
 from tq_service.domain.waiters import Answer, NotYet, Pace
 from tq_service.domain.writes import PartitionSettings, SampleWrite, Written
 from tq_service.errors import (
@@ -37,6 +39,7 @@ class Catalog:
 
     def __init__(self, runner: RunsPlans) -> None:
         self._runner = runner
+        self._tell: Tell | None = None
         self._partitions: dict[str, Partition] = {}
         self._planners: dict[Partition, dict[str, Planner]] = {}
         self._arrivals: dict[str, dict[asyncio.Future[None], None]] = {}  # in order of their calls
@@ -79,11 +82,23 @@ class Catalog:
         check_name("partition_id", partition_id)
         partition = Partition(partition_id, PartitionSettings())
         written = partition.write(write)
-        return self._add(partition), written
+        self._add(partition)
+        if self._tell is not None:
+            self._tell(SamplesWritten(partition_id=partition_id, write=write))
+        return partition, written
 
     def _add(self, partition: Partition) -> Partition:
         self._partitions[partition.partition_id] = partition
         self._planners[partition] = {}
+        partition.tell = self._tell
+        if self._tell is not None:
+            self._tell(
+                PartitionCreated(
+                    partition_id=partition.partition_id,
+                    incarnation=partition.incarnation,
+                    settings=partition.settings,
+                )
+            )
         if waiting := self._arrivals.pop(partition.partition_id, None):
             waking = asyncio.get_running_loop().create_task(_wake_all(waiting))
             self._waking.add(waking)
@@ -97,7 +112,32 @@ class Catalog:
         for planner in self._planners.pop(partition).values():
             planner.end(_was_cleared(partition_id))
         partition.on_change.clear()  # lest planners and partition hold each other until a full collection
+        partition.tell = None
+        if self._tell is not None:
+            self._tell(PartitionCleared(partition_id=partition_id))
         return partition.table.present_count, partition.cells.forget_all()
+
+    # Journals
+
+    def start_telling(self, tell: Tell) -> None:
+        """Tell of every change from now on."""
+        self._tell = tell
+        for partition in self._partitions.values():
+            partition.tell = tell
+
+    def apply(self, change: Change) -> None:
+        """Make a change that was told of before, on the state in which it was told.
+
+        Raises:
+            TqError, LookupError, ValueError: the change does not fit the state.
+        """
+        match change:
+            case PartitionCreated():
+                self._add(Partition(change.partition_id, change.settings, change.incarnation))
+            case PartitionCleared():
+                self.remove(change.partition_id, b"")
+            case _:
+                apply_change(self.get(change.partition_id), change)
 
     # Claims
 

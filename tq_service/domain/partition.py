@@ -1,7 +1,7 @@
 """A partition: rows by fields with states, keys, groups and custom_meta, and the tasks that consume it.
 
-Every change of its state is one synchronous method here: checked whole before anything is written, and done on the
-event loop between awaits. That is the one place a journal would have to write down.
+Every change of its state is one synchronous method here: checked whole before anything is written, done on the event
+loop between awaits, and told to who writes a journal (`tell`) once it is made.
 """
 
 from __future__ import annotations
@@ -13,14 +13,29 @@ from math import gcd
 import numpy as np
 from numpy.typing import NDArray
 
+from tq_service.domain.asking import Binding
 from tq_service.domain.cells import CellTable, FreedCells
+from tq_service.domain.changes import (
+    BatchPlanned,
+    ClaimReleased,
+    ConsumptionReset,
+    EndReached,
+    GroupsClosed,
+    MetaSet,
+    PartitionSealed,
+    QueueClaimed,
+    SamplesCleared,
+    SamplesWritten,
+    TaskSeen,
+    Tell,
+)
 from tq_service.domain.custom_meta import CustomMeta
 from tq_service.domain.groups import GroupTable
-from tq_service.domain.plan import Indexes
+from tq_service.domain.plan import Indexes, Plan, RankPlan
 from tq_service.domain.resolve import Target, resolve_target
 from tq_service.domain.rows import RowTable
 from tq_service.domain.states import CLEARED, FAILED, HELD, LIVE, STATE_CODES
-from tq_service.domain.task import Task
+from tq_service.domain.task import End, Task
 from tq_service.domain.writes import PartitionSettings, SampleWrite, Written
 from tq_service.errors import (
     InvalidArgumentError,
@@ -36,9 +51,9 @@ from tq_service.schema import FieldSpec, MetaColumn, SampleState
 class Partition:
     """One life of a named set of samples."""
 
-    def __init__(self, partition_id: str, settings: PartitionSettings) -> None:
+    def __init__(self, partition_id: str, settings: PartitionSettings, incarnation: bytes = b"") -> None:
         self.partition_id = partition_id
-        self.incarnation = os.urandom(16)
+        self.incarnation = incarnation or os.urandom(16)
         self.settings = settings
         self.sealed = settings.expected_samples == 0
         self.table = RowTable()
@@ -54,6 +69,7 @@ class Partition:
         self.touched_count = 0  # rows written so far, for those who wait for a number of them
         self.event_count = 0  # other changes that may matter to those who wait
         self.on_change: list[Callable[[], None]] = []
+        self.tell: Tell | None = None
         for spec in settings.fields:
             self.cells.declare(spec)
 
@@ -88,6 +104,8 @@ class Partition:
         if self.settings.expected_samples is not None and self.inserted_count >= self.settings.expected_samples:
             self._seal()
         self._touched(indexes)
+        if self.tell is not None:
+            self.tell(SamplesWritten(partition_id=self.partition_id, write=write))
         return Written(global_indexes=indexes, specs=tuple(specs), freed=freed)
 
     def _check(self, write: SampleWrite, target: Target) -> list[FieldSpec]:
@@ -190,11 +208,15 @@ class Partition:
         self.meta.write(columns, positions)
         self.event_count += 1
         self._touched(indexes)
+        if self.tell is not None:
+            self.tell(MetaSet(partition_id=self.partition_id, global_indexes=indexes, columns=columns))
 
     def seal(self) -> None:
         """Say that no new samples come."""
         self._seal()
         self._changed()
+        if self.tell is not None:
+            self.tell(PartitionSealed(partition_id=self.partition_id))
 
     def _seal(self) -> None:
         if not self.sealed:
@@ -206,6 +228,8 @@ class Partition:
         self.groups.close(names)
         self.event_count += 1
         self._changed()
+        if self.tell is not None:
+            self.tell(GroupsClosed(partition_id=self.partition_id, names=names))
 
     def clear(self, indexes: Indexes) -> tuple[int, list[FreedCells]]:
         """Remove samples; return how many were there, and their cells."""
@@ -228,6 +252,8 @@ class Partition:
         self.table.remove(positions)
         self.event_count += 1
         self._changed()
+        if self.tell is not None:
+            self.tell(SamplesCleared(partition_id=self.partition_id, global_indexes=indexes))
         return count, freed
 
     def _forget_members(self, positions: Indexes, states: NDArray[np.uint8]) -> None:
@@ -244,6 +270,8 @@ class Partition:
         task = self.tasks.get(name)
         if task is None:
             task = self.tasks[name] = Task(name, self.table, open_count=self.open_count)
+            if self.tell is not None:
+                self.tell(TaskSeen(partition_id=self.partition_id, task_name=name))
         return task
 
     def known_task(self, name: str) -> Task:
@@ -265,15 +293,52 @@ class Partition:
         """Samples that are live or held."""
         return self.state_counts[LIVE] + self.state_counts[HELD]
 
+    def record_batch(self, task: Task, binding: Binding, plan: Plan, positions: Indexes) -> None:
+        """Record the plan of a task's next batch_index and mark its rows at `positions` consumed."""
+        task.record_batch(binding, plan, positions)
+        if self.tell is not None:
+            self.tell(BatchPlanned(partition_id=self.partition_id, task_name=task.name, binding=binding, plan=plan))
+
+    def record_end(self, task: Task, dp_size: int, end: End) -> None:
+        """Record that no batch follows, for all ranks and batch indexes from the next on."""
+        task.record_end(dp_size, end)
+        if self.tell is not None:
+            self.tell(
+                EndReached(partition_id=self.partition_id, task_name=task.name, dp_size=dp_size, skipped=end.skipped)
+            )
+
+    def record_queue_claim(self, task: Task, request_id: bytes, part: RankPlan, positions: Indexes) -> None:
+        """Record what a queue worker gets."""
+        task.record_queue_claim(request_id, part, positions)
+        if self.tell is not None:
+            self.tell(
+                QueueClaimed(partition_id=self.partition_id, task_name=task.name, request_id=request_id, part=part)
+            )
+
     def release(self, task: Task, request_id: bytes) -> int:
         """Give back a queue claim and refuse it from now on; return the number of samples that are claimable again."""
         task.released.add(request_id)
-        return self._release(task, request_id)
+        count = self._release(task, request_id)
+        self._tell_released(task, request_id, is_final=True)
+        return count
 
     def take_back(self, task: Task, request_id: bytes) -> None:
         """Undo a queue claim whose answer reached nobody; the caller may ask again under the same request_id."""
         if task.is_given_once(request_id):
-            self._release(task, request_id)
+            self.undo_claim(task, request_id)
+
+    def undo_claim(self, task: Task, request_id: bytes) -> None:
+        """Give back a queue claim; its request_id may be used again."""
+        self._release(task, request_id)
+        self._tell_released(task, request_id, is_final=False)
+
+    def _tell_released(self, task: Task, request_id: bytes, *, is_final: bool) -> None:
+        if self.tell is not None:
+            self.tell(
+                ClaimReleased(
+                    partition_id=self.partition_id, task_name=task.name, request_id=request_id, is_final=is_final
+                )
+            )
 
     def _release(self, task: Task, request_id: bytes) -> int:
         positions = task.release(request_id)
@@ -291,6 +356,10 @@ class Partition:
             task.open_count = self.open_count
         self.event_count += 1
         self._changed()
+        if self.tell is not None:
+            self.tell(
+                ConsumptionReset(partition_id=self.partition_id, task_name=task.name, keep_consumed=keep_consumed)
+            )
         return task.epoch
 
     # Reading

@@ -90,9 +90,9 @@ class Planner:
             return None
         plan = cut_micro_batches(planned.plan, request.binding.micro_batch_size)
         if rank is None:
-            self._task.record_queue_claim(request.request_id, plan.ranks[0], planned.positions)
+            self._partition.record_queue_claim(self._task, request.request_id, plan.ranks[0], planned.positions)
         else:
-            self._task.record_batch(request, plan, planned.positions)
+            self._partition.record_batch(self._task, request.binding, plan, planned.positions)
         self.wake()  # others may disagree with this plan, or have waited for what was the last batch
         return plan.ranks[0 if rank is None else rank.dp_rank]
 
@@ -261,10 +261,10 @@ class Planner:
         if planned is None:
             return False
         if isinstance(planned, End):
-            self._task.record_end(rank.dp_size, planned)
+            self._partition.record_end(self._task, rank.dp_size, planned)
         else:
             plan = cut_micro_batches(planned.plan, binding.micro_batch_size)
-            self._task.record_batch(request, plan, planned.positions)
+            self._partition.record_batch(self._task, binding, plan, planned.positions)
         return True
 
     async def _plan_queue(self, waiter: Waiter) -> Answer | None:
@@ -280,6 +280,6 @@ class Planner:
         self._task.recorded(request)  # refuses what was released while the plan was made
         part = cut_micro_batches(planned.plan, request.binding.micro_batch_size).ranks[0]
         if waiter.is_waiting:  # else it left while its plan was made, and nothing is consumed
-            self._task.record_queue_claim(request.request_id, part, planned.positions)
+            self._partition.record_queue_claim(self._task, request.request_id, part, planned.positions)
             self._is_dirty = True  # this may have been the last that others waited for
         return part

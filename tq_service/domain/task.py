@@ -161,12 +161,10 @@ class Task:
 
     # Records
 
-    def record_batch(self, request: ClaimRequest, plan: Plan, positions: Indexes) -> None:
+    def record_batch(self, binding: Binding, plan: Plan, positions: Indexes) -> None:
         """Record the plan of the next batch_index and mark its rows at `positions` consumed."""
-        if request.rank is None:
-            raise ValueError("a queue request has no batch_index; record it with record_queue_claim")
         batch = Batch(
-            binding=request.binding,
+            binding=binding,
             plan=plan,
             batch_index=self.next_batch_index,
             size=positions.size,
@@ -174,7 +172,7 @@ class Task:
         )
         self._batches[self.next_batch_index] = batch
         self.next_batch_index += 1
-        self.dp_size = request.rank.dp_size
+        self.dp_size = len(plan.ranks)
         self._consume(batch, positions)
 
     def record_end(self, dp_size: int, end: End) -> None:
@@ -194,6 +192,10 @@ class Task:
         self.claim.data[positions] = self._serial
         self.consumed_count += positions.size
         self.open_count -= positions.size
+
+    def forget_callers(self, request_id: bytes) -> None:
+        """Say that no call waits for the answer of a claim, since it was made in an earlier life of the service."""
+        self._queue_claims[request_id].given_count = 0
 
     def is_given_once(self, request_id: bytes) -> bool:
         """Count off one call that was answered with a claim; return whether it was the only one."""

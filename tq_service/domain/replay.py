@@ -1,0 +1,74 @@
+"""Changes of one partition, made again."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tq_service.domain.changes import (
+    BatchPlanned,
+    Change,
+    ClaimReleased,
+    ConsumptionReset,
+    EndReached,
+    GroupsClosed,
+    MetaSet,
+    PartitionSealed,
+    QueueClaimed,
+    SamplesCleared,
+    SamplesWritten,
+    TaskSeen,
+)
+from tq_service.domain.partition import Partition
+from tq_service.domain.plan import Indexes
+from tq_service.domain.task import End, Task
+
+
+def apply_change(partition: Partition, change: Change) -> None:
+    """Make a change of a partition that was told of before.
+
+    Raises:
+        TqError, LookupError, ValueError: it does not fit the state of the partition.
+    """
+    match change:
+        case SamplesWritten():
+            partition.write(change.write)
+        case MetaSet():
+            partition.set_meta(change.global_indexes, change.columns)
+        case PartitionSealed():
+            partition.seal()
+        case GroupsClosed():
+            partition.close_groups(change.names)
+        case SamplesCleared():
+            partition.clear(change.global_indexes)
+        case TaskSeen():
+            partition.task(change.task_name)
+        case _:
+            _apply_to_task(partition, partition.known_task(getattr(change, "task_name", "")), change)
+
+
+def _apply_to_task(partition: Partition, task: Task, change: Change) -> None:
+    match change:
+        case BatchPlanned():
+            rows = np.concatenate([part.rows for part in change.plan.ranks])
+            partition.record_batch(task, change.binding, change.plan, _found(partition, rows))
+        case EndReached():
+            partition.record_end(task, change.dp_size, End(change.skipped))
+        case QueueClaimed():
+            partition.record_queue_claim(task, change.request_id, change.part, _found(partition, change.part.rows))
+            task.forget_callers(change.request_id)
+        case ClaimReleased():
+            if change.is_final:
+                partition.release(task, change.request_id)
+            else:
+                partition.undo_claim(task, change.request_id)
+        case ConsumptionReset():
+            partition.reset(task, keep_consumed=change.keep_consumed)
+        case _:
+            raise ValueError(f"{type(change).__name__} is no change of a partition")
+
+
+def _found(partition: Partition, rows: Indexes) -> Indexes:
+    positions = partition.table.find(rows)
+    if bool((positions < 0).any()):
+        raise LookupError(f"partition {partition.partition_id!r} lacks {int((positions < 0).sum())} claimed samples")
+    return positions
