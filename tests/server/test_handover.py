@@ -287,3 +287,16 @@ async def test_threads_share_a_session(server):
     assert all(parcel.has_come for parcel in parcels)
     for each in with_all:
         each.__exit__(None, None, None)
+
+
+async def test_what_nobody_collects_is_taken_back_soon_after_the_drain_began(server, monkeypatch):
+    monkeypatch.setattr(server_side, "_COLLECT_SECONDS", 0.0)
+    client = await connect(server)
+    fds = shared_memory.write_columns(COLUMNS)
+    with server.session(client.session_id).offering(fds) as offer:
+        server.drain()
+        async with asyncio.timeout(20):
+            await offer.wait()
+        with pytest.raises(UnavailableError, match="over"):
+            await asyncio.to_thread(client.collect, offer.offer_id, len(fds))
+    shared_memory.close_all(fds)

@@ -11,7 +11,6 @@ from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1._async import HealthServicer
 
 from tq_service.config import ServeSettings, default_shared_memory_dir, join_address
 from tq_service.domain.catalog import Catalog
@@ -21,6 +20,7 @@ from tq_service.server import answers
 from tq_service.server.controller_servicer import ControllerServicer
 from tq_service.server.error_boundary import ErrorBoundary
 from tq_service.server.handover import HandoverServer, make_private
+from tq_service.server.health import Health
 from tq_service.server.heartbeat import announce_storage
 from tq_service.server.storage_servicer import SERVICE as STORAGE_SERVICE
 from tq_service.server.storage_servicer import StorageServicer
@@ -41,7 +41,7 @@ class App:
 
     def __init__(self, settings: ServeSettings) -> None:
         self._settings = settings
-        self._health = HealthServicer()
+        self._health = Health()
         self._background: list[asyncio.Task[None]] = []
         self._catalog: Catalog | None = None
         self._storages: StorageDirectory | None = None
@@ -76,6 +76,7 @@ class App:
         if self.port == 0:
             raise OSError(f"cannot listen on {join_address(settings.host, settings.port)}; is the port in use?")
         services = self._add_services()
+        self._health.add(("", *services))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._boundary)
         if settings.reflection:
             from grpc_reflection.v1alpha import reflection  # noqa: PLC0415  (takes a twentieth of the start, rarely used)
@@ -83,8 +84,7 @@ class App:
             names = (*services, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, self._server)
         await self._server.start()
-        for name in ("", *services):
-            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        self._health.serve()
 
     def _add_services(self) -> list[str]:
         settings = self._settings
@@ -167,9 +167,11 @@ class App:
 
     async def stop(self, grace_seconds: float) -> None:
         """Drain: say so to health checks, end the waits, let running calls finish, then stop."""
-        await self._health.enter_graceful_shutdown()
+        self._health.drain()
         if self._catalog is not None:
             self._catalog.drain()
+        if self._handover is not None:
+            self._handover.drain()
         await self._server.stop(grace_seconds)
         if self._handover is not None:
             self._handover.close()

@@ -20,6 +20,7 @@ _SUFFIX: Final = ".sock"
 _MOST_SESSIONS: Final = 1024
 _BACKLOG: Final = 128
 _PAUSE_SECONDS: Final = 1.0
+_COLLECT_SECONDS: Final = 1.0
 _MOST_MEMORIES: Final = 16_384  # of the 65,530 mappings that Linux gives a process by default
 
 
@@ -44,6 +45,7 @@ class HandoverServer:
         self._listener: socket.socket | None = None
         self._connections: set[Session] = set()
         self._sessions: dict[bytes, Session] = {}
+        self._drained: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
         """Listen.
@@ -73,8 +75,18 @@ class HandoverServer:
         """Return the open session of this name."""
         return self._sessions.get(session_id)
 
+    def drain(self) -> None:
+        """Take back soon what nobody collects: a get lasts until its offer is collected, and would hold up the end."""
+        self._drained = asyncio.get_running_loop().call_later(_COLLECT_SECONDS, self._end_offers)
+
+    def _end_offers(self) -> None:
+        for session in self._connections:
+            session.end_offers()
+
     def close(self) -> None:
         """End all sessions and remove the socket."""
+        if self._drained is not None:
+            self._drained.cancel()
         if self._listener is not None:
             asyncio.get_running_loop().remove_reader(self._listener)
             self._listener.close()

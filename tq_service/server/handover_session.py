@@ -109,9 +109,13 @@ class Session:
         self._is_open = False
         asyncio.get_running_loop().remove_reader(self._connection)
         self._connection.close()
+        self.end_offers()
+        self._on_close(self)
+
+    def end_offers(self) -> None:
+        """Take back what has been offered and not collected."""
         for offer in list(self._offers.values()):
             offer.end()
-        self._on_close(self)
 
     def _read(self) -> None:
         try:

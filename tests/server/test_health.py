@@ -1,0 +1,84 @@
+"""The health service: what it says before, while and after the service serves, and that its watches end."""
+
+import asyncio
+import contextlib
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tq_service.config import ServeSettings
+from tq_service.server.app import App
+from tq_service.server.error_boundary import ErrorBoundary
+from tq_service.server.health import Health
+
+Status = health_pb2.HealthCheckResponse
+NAMES = ["", "one", "two"]
+
+
+@contextlib.asynccontextmanager
+async def serving(health):
+    server = grpc.aio.server()
+    health_pb2_grpc.add_HealthServicer_to_server(health, ErrorBoundary(server))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        try:
+            yield health_pb2_grpc.HealthStub(channel)
+        finally:
+            await server.stop(0)
+
+
+async def statuses(stub):
+    return [(await stub.Check(health_pb2.HealthCheckRequest(service=name))).status for name in NAMES]
+
+
+async def test_services_do_not_serve_before_they_say_so_nor_after_the_drain():
+    health = Health()
+    health.add(NAMES)
+    async with serving(health) as stub:
+        assert await statuses(stub) == [Status.NOT_SERVING] * 3
+        health.serve()
+        assert await statuses(stub) == [Status.SERVING] * 3
+        health.drain()
+        assert await statuses(stub) == [Status.NOT_SERVING] * 3
+
+
+async def test_an_unknown_service_is_not_found_and_the_nearest_is_named():
+    health = Health()
+    health.add(NAMES)
+    async with serving(health) as stub:
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await stub.Check(health_pb2.HealthCheckRequest(service="tow"))
+        assert raised.value.code() is grpc.StatusCode.NOT_FOUND
+        assert "'two'" in raised.value.details()
+        watch = stub.Watch(health_pb2.HealthCheckRequest(service="tow"))
+        assert (await watch.read()).status == Status.SERVICE_UNKNOWN
+        watch.cancel()
+
+
+async def test_watches_hear_of_changes_and_end_with_the_drain():
+    health = Health()
+    health.add(NAMES)
+    async with serving(health) as stub:
+        watches = [stub.Watch(health_pb2.HealthCheckRequest(service=name)) for name in ("", "one", "one")]
+        assert [(await watch.read()).status for watch in watches] == [Status.NOT_SERVING] * 3
+        health.serve()
+        assert [(await watch.read()).status for watch in watches] == [Status.SERVING] * 3
+        health.drain()
+        assert [(await watch.read()).status for watch in watches] == [Status.NOT_SERVING] * 3
+        for watch in watches:
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await watch.read()
+            assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_an_open_watch_does_not_hold_up_the_end():
+    app = App(ServeSettings(host="127.0.0.1", port=0, max_bytes=1 << 20))
+    await app.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{app.port}") as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        assert (await watch.read()).status == Status.SERVING
+        async with asyncio.timeout(60):
+            await app.stop(grace_seconds=3600)
+        assert (await watch.read()).status == Status.NOT_SERVING

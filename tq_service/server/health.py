@@ -1,0 +1,74 @@
+"""The standard health service; its watches end when the server drains, so that none of them holds up the end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from typing import Any, TypeAlias
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tq_service.errors import NotFoundError, UnavailableError, nearest
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # comes without types
+    """Says of each service of this process whether it takes calls; "" is the process as a whole.
+
+    Each is NOT_SERVING from `add` to `serve`, and from `drain` to the end.
+    """
+
+    def __init__(self) -> None:
+        self._statuses: dict[str, Any] = {}
+        self._changed = asyncio.Event()
+        self._is_draining = False
+
+    def add(self, services: Iterable[str]) -> None:
+        """Know services that do not take calls yet."""
+        self._statuses |= dict.fromkeys(services, health_pb2.HealthCheckResponse.NOT_SERVING)
+
+    def serve(self) -> None:
+        """Say that all services take calls."""
+        self._set_all(health_pb2.HealthCheckResponse.SERVING)
+
+    def drain(self) -> None:
+        """Say for good that no service takes calls, and end the watches once they have said so."""
+        self._is_draining = True
+        self._set_all(health_pb2.HealthCheckResponse.NOT_SERVING)
+
+    def _set_all(self, status: Any) -> None:
+        self._statuses = dict.fromkeys(self._statuses, status)
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def Check(  # noqa: N802  (the name of the rpc)
+        self, request: health_pb2.HealthCheckRequest, context: Context
+    ) -> health_pb2.HealthCheckResponse:
+        """Answer the status of a service."""
+        status = self._statuses.get(request.service)
+        if status is None:
+            raise NotFoundError(
+                f"there is no service {request.service!r} here; {nearest(request.service, self._names)}"
+            )
+        return health_pb2.HealthCheckResponse(status=status)
+
+    async def Watch(  # noqa: N802  (the name of the rpc)
+        self, request: health_pb2.HealthCheckRequest, context: Context
+    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
+        """Answer the status of a service now, and whenever it changes."""
+        told = None
+        while True:
+            changed = self._changed
+            status = self._statuses.get(request.service, health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
+            if status != told:
+                told = status
+                yield health_pb2.HealthCheckResponse(status=status)
+            if self._is_draining:
+                raise UnavailableError("the server is draining; watch it again when it is back")
+            await changed.wait()
+
+    @property
+    def _names(self) -> list[str]:
+        return [name for name in self._statuses if name]
