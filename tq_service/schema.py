@@ -30,6 +30,7 @@ class SampleState(StrEnum):
 
 BatchUnit = Literal["sample", "group"]
 KeyMode = Literal["upsert", "new", "existing"]
+Operator = Literal["==", "!=", "<", "<=", ">", ">=", "in"]
 MetaValue = int | float | bool | str
 
 # Bytes of one element by torch's name of the dtype. Sub-byte dtypes have no per-row byte boundary and are left out.
@@ -92,6 +93,40 @@ class FieldSpec:
         """Return the spec as it appears in messages, such as `int64 jagged (-1,)`."""
         shape = "any shape" if self.row_shape is None else str(self.row_shape)
         return f"{self.dtype or 'any dtype'} {self.layout or 'any layout'} {shape}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunAhead:
+    """How far producers may run ahead of a task of a partition; puts of new samples wait for it.
+
+    Attributes:
+        task_name: the task. One that has not asked yet has all samples left to consume.
+        max_samples: most samples that the task may have left to consume; None: no bound.
+        max_versions: most that the version of a new sample may be above the lowest version that the task has left to
+            consume, known as staleness in RL; None: no bound. Where nothing is left any version may come.
+        version_column: the custom_meta column with the version of a sample; samples without one are not bounded by it.
+    """
+
+    task_name: str
+    max_samples: int | None = None
+    max_versions: int | None = None
+    version_column: str = "version"
+
+    def __post_init__(self) -> None:
+        if self.max_samples is None and self.max_versions is None:
+            raise InvalidArgumentError(
+                f"the run-ahead limit of task {self.task_name!r} bounds nothing; give max_samples, max_versions or "
+                f"both",
+                field="run_ahead",
+            )
+        for name, value, least in (("max_samples", self.max_samples, 1), ("max_versions", self.max_versions, 0)):
+            if value is not None and value < least:
+                raise InvalidArgumentError(
+                    f"{name} of the run-ahead limit of task {self.task_name!r} is {value}; give {least} or more",
+                    field="run_ahead",
+                )
+        if not self.version_column:
+            raise InvalidArgumentError("version_column is empty; name a custom_meta column", field="run_ahead")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,16 +7,28 @@ from dataclasses import dataclass, field
 
 from tq_service.domain.cells import ColumnWrite, FreedCells, Put
 from tq_service.domain.plan import Indexes
-from tq_service.schema import FieldSpec, KeyMode, Layout, MetaColumn, SampleState
+from tq_service.schema import FieldSpec, KeyMode, Layout, MetaColumn, RunAhead, SampleState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionSettings:
-    """What CreatePartition fixes."""
+    """What CreatePartition fixes.
+
+    Attributes:
+        max_bytes: most bytes that its cells may take before new samples wait; None: no bound.
+        run_ahead: how far new samples may run ahead of tasks.
+    """
 
     expected_samples: int | None = None
     default_layout: Layout | None = None
     fields: tuple[FieldSpec, ...] = ()
+    max_bytes: int | None = None
+    run_ahead: tuple[RunAhead, ...] = ()
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether new samples may have to wait."""
+        return self.max_bytes is not None or bool(self.run_ahead)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
