@@ -15,26 +15,9 @@ from tq_service.client.batch_meta import BatchMeta
 from tq_service.errors import InvalidArgumentError
 from tq_service.schema import BatchUnit, FieldSpec, KeyMode, Layout, MetaColumn, MetaValue, SampleState
 from tq_service.v1 import controller_service_pb2 as pb
+from tq_service.wire.enums import BATCH_UNITS, KEY_MODES, OPERATORS
 from tq_service.wire.metadata import encode_layout, encode_meta_columns, encode_spec, encode_state, rows_to_meta_columns
 
-_KEY_MODES: Final[dict[str, pb.KeyMode.ValueType]] = {
-    "upsert": pb.KEY_MODE_UPSERT,
-    "new": pb.KEY_MODE_NEW,
-    "existing": pb.KEY_MODE_EXISTING,
-}
-_BATCH_UNITS: Final[dict[str, pb.BatchUnit.ValueType]] = {
-    "sample": pb.BATCH_UNIT_SAMPLE,
-    "group": pb.BATCH_UNIT_GROUP,
-}
-_OPERATORS: Final[dict[str, pb.Operator.ValueType]] = {
-    "==": pb.OPERATOR_EQ,
-    "!=": pb.OPERATOR_NE,
-    "<": pb.OPERATOR_LT,
-    "<=": pb.OPERATOR_LE,
-    ">": pb.OPERATOR_GT,
-    ">=": pb.OPERATOR_GE,
-    "in": pb.OPERATOR_IN,
-}
 _LAYOUTS: Final = {layout.value: layout for layout in Layout}
 _STATES: Final = {state.value: state for state in SampleState}
 
@@ -146,7 +129,7 @@ def sample_write(
         row_count=integer("row_count", rows),
         global_indexes=[] if metadata is None else metadata.global_indexes,
         keys=names,
-        key_mode=pb.KEY_MODE_UNSPECIFIED if key_mode is None else _choice("key_mode", key_mode, _KEY_MODES),
+        key_mode=pb.KEY_MODE_UNSPECIFIED if key_mode is None else _choice("key_mode", key_mode, KEY_MODES),
         groups=group_names,
         group_size=0 if group_size is None else integer("group_size", group_size),
         state=encode_state(None if state is None else _choice("state", state, _STATES)),
@@ -207,7 +190,7 @@ def get_meta_request(
         data_fields=texts("data_fields", data_fields),
         batch_size=integer("batch_size", batch_size),
         min_batch_size=0 if min_batch_size is None else integer("min_batch_size", min_batch_size),
-        batch_unit=_choice("batch_unit", batch_unit, _BATCH_UNITS),
+        batch_unit=_choice("batch_unit", batch_unit, BATCH_UNITS),
         micro_batch_size=0 if micro_batch_size is None else integer("micro_batch_size", micro_batch_size),
         sampler="" if sampler is None else text("sampler", sampler),
         sampler_config=_struct("sampler_config", sampler_config) if sampler_config else None,
@@ -238,7 +221,7 @@ def _condition(position: int, condition: Any) -> pb.Condition:
         raise InvalidArgumentError(f"{name}: 'in' takes a list of values, got {value!r}", field="where")
     return pb.Condition(
         column=text(name, column),
-        operator=_choice(name, comparison, _OPERATORS),
+        operator=_choice(name, comparison, OPERATORS),
         values=[_meta_value(name, one) for one in values],
     )
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tq_service.domain.column import Column
 from tq_service.domain.plan import Indexes
-from tq_service.domain.rows import Column, RowTable
+from tq_service.domain.rows import RowTable
 from tq_service.errors import InvalidArgumentError
-from tq_service.schema import MetaColumn, MetaValue
+from tq_service.schema import MetaColumn, MetaValue, Operator
 
-Operator = Literal["==", "!=", "<", "<=", ">", ">=", "in"]
 _LARGEST_EXACT_DOUBLE = 2**53
 _KIND_NAMES = {"i": "int64", "f": "double", "b": "bool", "O": "string"}
 _FILLS: dict[str, Any] = {"i": 0, "f": 0.0, "b": False, "O": None}
@@ -117,8 +117,8 @@ class CustomMeta:
             elif _common_kind(column, stored.values.data) == "f" and stored.values.data.dtype.kind == "i":
                 stored.values.convert(np.float64)
             where = positions[column.present]
-            stored.values.data[where] = column.values[column.present]
-            stored.present.data[where] = True
+            stored.values.write(where, column.values[column.present])
+            stored.present.write(where, True)
 
     def read(self, name: str, positions: Indexes) -> MetaColumn | None:
         """Return one column at `positions`, None where no sample ever had a value."""

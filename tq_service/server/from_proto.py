@@ -14,15 +14,16 @@ from google.protobuf.struct_pb2 import Struct
 from tq_service.domain.asking import Binding, ClaimRequest, Rank, WayOfAsking
 from tq_service.domain.catalog import check_name
 from tq_service.domain.cells import ColumnWrite, Put
-from tq_service.domain.custom_meta import Condition, Operator, Order
+from tq_service.domain.custom_meta import Condition, Order
 from tq_service.domain.plan import Indexes
 from tq_service.domain.writes import PartitionSettings, SampleWrite
 from tq_service.errors import InvalidArgumentError
 from tq_service.samplers import Sampler
-from tq_service.schema import BatchUnit, KeyMode, Layout
+from tq_service.schema import BatchUnit, Layout, RunAhead
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import metadata_pb2
 from tq_service.wire.columns import ColumnShape, decode_headers
+from tq_service.wire.enums import BATCH_UNIT_WORDS, KEY_MODE_WORDS, OPERATOR_WORDS
 from tq_service.wire.metadata import decode_integers, decode_layout, decode_meta_columns, decode_spec, decode_state
 
 DEFAULT_SAMPLER = "sequential"
@@ -34,26 +35,6 @@ _RANK_FIELDS: Final = ("dp_rank", "dp_size", "batch_index")
 _FIELDS_OF_ONE_CALL: Final = (
     "request_id", "partition_id", "incarnation", "task_name", "epoch", "dp_rank", "batch_index", "max_wait_seconds",
 )  # fmt: skip
-_KEY_MODES: dict[int, KeyMode] = {
-    pb.KEY_MODE_UNSPECIFIED: "upsert",
-    pb.KEY_MODE_UPSERT: "upsert",
-    pb.KEY_MODE_NEW: "new",
-    pb.KEY_MODE_EXISTING: "existing",
-}
-_UNITS: dict[int, BatchUnit] = {
-    pb.BATCH_UNIT_UNSPECIFIED: "sample",
-    pb.BATCH_UNIT_SAMPLE: "sample",
-    pb.BATCH_UNIT_GROUP: "group",
-}
-_OPERATORS: dict[int, Operator] = {
-    pb.OPERATOR_EQ: "==",
-    pb.OPERATOR_NE: "!=",
-    pb.OPERATOR_LT: "<",
-    pb.OPERATOR_LE: "<=",
-    pb.OPERATOR_GT: ">",
-    pb.OPERATOR_GE: ">=",
-    pb.OPERATOR_IN: "in",
-}
 
 
 def indexes(values: Sequence[int]) -> Indexes:
@@ -70,9 +51,37 @@ def partition_settings(request: pb.CreatePartitionRequest) -> PartitionSettings:
     names = [spec.name for spec in fields]
     if len(set(names)) != len(names):
         raise InvalidArgumentError(f"fields name one twice: {names}", field="fields")
+    max_bytes = request.max_bytes if request.HasField("max_bytes") else None
+    if max_bytes is not None and max_bytes <= 0:
+        raise InvalidArgumentError(
+            f"max_bytes is {max_bytes}; give a positive number, or leave it out", field="max_bytes"
+        )
     return PartitionSettings(
-        expected_samples=expected, default_layout=decode_layout(request.default_layout), fields=fields
+        expected_samples=expected,
+        default_layout=decode_layout(request.default_layout),
+        fields=fields,
+        max_bytes=max_bytes,
+        run_ahead=_run_ahead(request.run_ahead_limits),
     )
+
+
+def _run_ahead(messages: Sequence[pb.RunAheadLimit]) -> tuple[RunAhead, ...]:
+    """Return the limits of a partition in the order of their tasks, so that the same ones compare equal."""
+    limits = [
+        RunAhead(
+            task_name=message.task_name,
+            max_samples=message.max_samples if message.HasField("max_samples") else None,
+            max_versions=message.max_versions if message.HasField("max_versions") else None,
+            version_column=message.version_column or "version",
+        )
+        for message in messages
+    ]
+    for limit in limits:
+        check_name("task_name", limit.task_name)
+    names = [limit.task_name for limit in limits]
+    if len(set(names)) != len(names):
+        raise InvalidArgumentError(f"run_ahead names a task twice: {names}; give one limit a task", field="run_ahead")
+    return tuple(sorted(limits, key=lambda limit: limit.task_name))
 
 
 def sample_write(write: pb.SampleWrite, put: Put | None = None, columns: Sequence[ColumnShape] = ()) -> SampleWrite:
@@ -85,7 +94,7 @@ def sample_write(write: pb.SampleWrite, put: Put | None = None, columns: Sequenc
         raise InvalidArgumentError(
             f"row_count is {write.row_count}; write at most {_MOST_SAMPLES} samples at once", field="row_count"
         )
-    if write.key_mode not in _KEY_MODES:
+    if write.key_mode not in KEY_MODE_WORDS:
         raise InvalidArgumentError(f"key_mode {write.key_mode} is unknown", field="key_mode")
     for column in columns:
         if column.row_count != write.row_count:
@@ -98,7 +107,7 @@ def sample_write(write: pb.SampleWrite, put: Put | None = None, columns: Sequenc
         row_count=write.row_count,
         global_indexes=indexes(write.global_indexes) if write.global_indexes else None,
         keys=list(write.keys) or None,
-        key_mode=_KEY_MODES[write.key_mode],
+        key_mode=KEY_MODE_WORDS[write.key_mode],
         groups=list(write.groups) or None,
         group_size=write.group_size,
         state=decode_state(write.state),
@@ -110,7 +119,7 @@ def sample_write(write: pb.SampleWrite, put: Put | None = None, columns: Sequenc
 
 def _column_write(column: ColumnShape) -> ColumnWrite:
     extents = column.extents if column.spec.layout is Layout.JAGGED else None
-    return ColumnWrite(spec=column.spec, extents=extents)
+    return ColumnWrite(spec=column.spec, extents=extents, value_bytes=column.value_bytes)
 
 
 def put_columns(commit: pb.CommitRequest) -> list[ColumnShape]:
@@ -212,9 +221,9 @@ def _data_fields(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _unit(number: int) -> BatchUnit:
-    if number not in _UNITS:
+    if number not in BATCH_UNIT_WORDS:
         raise InvalidArgumentError(f"batch_unit {number} is unknown; use sample or group", field="batch_unit")
-    return _UNITS[number]
+    return BATCH_UNIT_WORDS[number]
 
 
 def _rank(request: pb.GetMetaRequest) -> Rank | None:
@@ -272,12 +281,12 @@ def _sizes(request: pb.GetMetaRequest) -> int:
 
 
 def _condition(message: pb.Condition) -> Condition:
-    operator = _OPERATORS.get(message.operator)
+    operator = OPERATOR_WORDS.get(message.operator)
     values = [getattr(value, kind) for value in message.values if (kind := value.WhichOneof("kind")) is not None]
     if operator is None or not message.column:
         raise InvalidArgumentError(
             f"where: {message.column!r} with operator {message.operator}; name a custom_meta column and one of "
-            f"{', '.join(_OPERATORS.values())}",
+            f"{', '.join(OPERATOR_WORDS.values())}",
             field="where",
         )
     if len(values) != len(message.values) or (operator != "in" and len(values) != 1):
