@@ -10,7 +10,7 @@ def table_of(count):
     table = RowTable()
     mark = table.add_column(np.int64, -1)
     added = table.append(count)
-    mark.data[added] = np.arange(count) * 10
+    mark.write(added, np.arange(count) * 10)
     return table, mark
 
 
@@ -25,7 +25,7 @@ def test_columns_grow_together_and_keep_their_values(steps):
     for step in steps:
         added = table.append(step)
         assert mark.data[added].tolist() == [-7] * step
-        mark.data[added] = table.index.data[added]
+        mark.write(added, table.index.data[added])
     total = sum(steps)
     assert (table.count, table.present_count, table.next_index) == (total, total, total)
     assert mark.data[:total].tolist() == list(range(total))
@@ -121,7 +121,7 @@ def test_random_changes_against_a_dict():
     kept = {}
     for _ in range(300):
         added = table.append(int(rng.integers(0, 60)))
-        mark.data[added] = rng.integers(0, 1 << 40, added.stop - added.start)
+        mark.write(added, rng.integers(0, 1 << 40, added.stop - added.start))
         kept.update(zip(table.index.data[added].tolist(), mark.data[added].tolist(), strict=True))
         gone = rng.permutation(np.array(list(kept), np.int64))[: int(rng.integers(0, 60))]
         table.remove(table.find(gone))

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tq_service.domain.column import Column
 from tq_service.domain.plan import Indexes
-from tq_service.domain.rows import Column, RowTable
+from tq_service.domain.rows import RowTable
 from tq_service.errors import FieldMismatchError
 from tq_service.schema import FieldSpec, Layout
 
@@ -178,13 +179,13 @@ class CellTable:
         freed = [] if are_new else self.forget(positions, replaced)
         cells = rows + (slot << _SLOT_SHIFT)
         for column, field, spec in zip(columns, replaced, specs, strict=True):
-            field.cell.data[positions] = cells
+            field.cell.write(positions, cells)
             field.produced_count += positions.size
             if field.spec.layout is Layout.JAGGED:
                 if field.length is None:
                     field.length = self._table.add_column(np.int64, -1)
                 sizes = column.sizes(spec.ragged_dims[0])
-                field.length.data[positions] = sizes if isinstance(sizes, int) else sizes[rows]
+                field.length.write(positions, sizes if isinstance(sizes, int) else sizes[rows])
         return freed
 
     def forget(self, positions: Indexes, fields: Iterable[Field]) -> list[FreedCells]:
@@ -195,7 +196,7 @@ class CellTable:
             produced = cells >= 0
             if not produced.any():
                 continue
-            field.cell.data[positions[produced]] = NOT_PRODUCED
+            field.cell.write(positions[produced], NOT_PRODUCED)
             cells = cells[produced]
             field.produced_count -= cells.size
             cells = cells[np.argsort(cells >> _SLOT_SHIFT, kind="stable")]

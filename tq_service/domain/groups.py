@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from tq_service.domain.column import Column
 from tq_service.domain.plan import Indexes
-from tq_service.domain.rows import Column, RowTable
+from tq_service.domain.rows import RowTable
 from tq_service.errors import GroupNotFoundError, InvalidArgumentError, PreconditionError, nearest
 
 NO_GROUP = -1
@@ -85,7 +86,7 @@ class GroupTable:
         """Enter new rows; "" stands for no group."""
         slot_of = {name: self._slot(name) if name else NO_GROUP for name in dict.fromkeys(names)}
         slots = np.fromiter(map(slot_of.__getitem__, names), np.int64, len(names))
-        self._members.data[positions] = slots
+        self._members.write(positions, slots)
         slots = slots[slots >= 0]
         np.add.at(self.members, slots, 1)
         if held:

@@ -143,12 +143,12 @@ class Partition:
         added = self.table.append(count)
         if count == 0:
             return added
-        self.state.data[added] = code
+        self.state.write(added, code)
         self.state_counts[code] += count
         self.insert_step = gcd(self.insert_step, count)
         if write.keys is not None:
             names = _of_rows(write.keys, target.is_new)
-            self.key.data[added] = names
+            self.key.write(added, names)
             self.key_index.update(zip(names, range(self.table.next_index - count, self.table.next_index), strict=True))
         if write.groups is not None:
             names, positions = _of_rows(write.groups, target.is_new), np.arange(added.start, added.stop)
@@ -192,7 +192,7 @@ class Partition:
             for task in self.tasks.values():
                 task.closes(changed)
         self._count_states(changed, -1)
-        self.state.data[changed] = code
+        self.state.write(changed, code)
         self._count_states(changed, 1)
         self.event_count += 1
         return freed

@@ -12,30 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from tq_service.domain.column import Column
 from tq_service.domain.plan import Indexes
 
 _FIRST_CAPACITY = 64
 _LEAST_GAPS = 1024
-
-
-class Column:
-    """One fact per row; `data` is longer than the table and may be replaced whenever rows are added or removed."""
-
-    __slots__ = ("data", "fill")
-
-    def __init__(self, dtype: DTypeLike, fill: Any, capacity: int) -> None:
-        self.fill = fill
-        self.data: NDArray[Any] = _filled(capacity, fill, dtype)
-
-    def resize(self, capacity: int, kept: NDArray[np.bool_] | None, used: int) -> None:
-        """Move the first `used` values, or those `kept` of them, to a new array."""
-        old = self.data[:used] if kept is None else self.data[:used][kept]
-        self.data = _filled(capacity, self.fill, old.dtype)
-        self.data[: old.size] = old
-
-    def convert(self, dtype: DTypeLike) -> None:
-        """Change the type of all values."""
-        self.data = self.data.astype(dtype)
 
 
 class RowTable:
@@ -69,8 +50,8 @@ class RowTable:
         if end > self._capacity:
             self._resize(max(end, self._capacity * 2), None)
         added = slice(self.count, end)
-        self.index.data[added] = np.arange(self.next_index, self.next_index + count)
-        self._present.data[added] = True
+        self.index.write(added, np.arange(self.next_index, self.next_index + count))
+        self._present.write(added, True)
         self.count = end
         self.next_index += count
         self.present_count += count
@@ -80,7 +61,7 @@ class RowTable:
         """Remove rows, each given once. Positions of other rows change when the gaps are closed."""
         for column in self._columns:
             if column is not self.index:
-                column.data[positions] = column.fill
+                column.write(positions, column.fill)
         self.present_count -= positions.size
         gaps = self.count - self.present_count
         if gaps >= _LEAST_GAPS and gaps > self.present_count and not self.pin_count:
@@ -131,8 +112,3 @@ class RowTable:
         for column in self._columns:
             column.resize(capacity, kept, self.count)
         self._capacity = capacity
-
-
-def _filled(capacity: int, fill: Any, dtype: DTypeLike) -> NDArray[Any]:
-    """Return a new array; one of zeros costs nothing before it is touched, however many rows there are."""
-    return np.full(capacity, fill, dtype) if fill is None or fill != 0 else np.zeros(capacity, dtype)

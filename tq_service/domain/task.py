@@ -189,7 +189,7 @@ class Task:
     def _consume(self, record: Batch | QueueClaim, positions: Indexes) -> None:
         self._serial += 1
         self._by_serial[self._serial] = record
-        self.claim.data[positions] = self._serial
+        self.claim.write(positions, self._serial)
         self.consumed_count += positions.size
         self.open_count -= positions.size
 
@@ -214,7 +214,7 @@ class Task:
         positions = positions[positions >= 0]
         if positions.size:
             self._by_serial.pop(int(self.claim.data[positions[0]]), None)
-        self.claim.data[positions] = UNCLAIMED
+        self.claim.write(positions, UNCLAIMED)
         self.consumed_count -= claim.part.rows.size
         return positions
 
@@ -229,11 +229,10 @@ class Task:
         self._rowless.clear()
         self._queue_claims.clear()
         self._by_serial.clear()
-        claims = self.claim.data[: self._table.count]
         if keep_consumed:
-            claims[claims != UNCLAIMED] = _KEPT
+            self.claim.write(np.flatnonzero(self.claim.data[: self._table.count] != UNCLAIMED), _KEPT)
         else:
-            claims[:] = UNCLAIMED
+            self.claim.write(slice(0, self._table.count), UNCLAIMED)
             self.consumed_count = 0
 
     # Rows that come and go
