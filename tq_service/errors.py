@@ -211,6 +211,18 @@ class QuotaExceededError(ResourceExhaustedError):
     reason = "QUOTA_EXCEEDED"
 
 
+class UnauthenticatedError(TqError, PermissionError):
+    """The service asks for a token, and the call had none that is valid."""
+
+    reason = "UNAUTHENTICATED"
+
+
+class PermissionDeniedError(TqError, PermissionError):
+    """The token of the call has not the role or the partition prefix for it; `metadata` names what is needed."""
+
+    reason = "PERMISSION_DENIED"
+
+
 class DataLossError(TqError, RuntimeError):
     """Committed bytes are gone: their storage service came back empty."""
 
