@@ -106,6 +106,7 @@ class QueueClaimed:
     Attributes:
         lease_seconds: None: they are done.
         max_deliveries: None: no bound.
+        group_block_size: of a leased claim of whole groups, see `LeaseTerms`; None: of samples.
     """
 
     partition_id: str
@@ -114,6 +115,7 @@ class QueueClaimed:
     part: RankPlan
     lease_seconds: float | None = None
     max_deliveries: int | None = None
+    group_block_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

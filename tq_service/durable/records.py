@@ -159,6 +159,7 @@ def _encode_queue_claimed(change: changes.QueueClaimed) -> pb.QueueClaimed:
         part=encode_part(change.part),
         lease_seconds=change.lease_seconds or 0.0,
         max_deliveries=change.max_deliveries or 0,
+        group_block_size=change.group_block_size,
     )
 
 
@@ -170,6 +171,7 @@ def _decode_queue_claimed(message: pb.QueueClaimed) -> changes.QueueClaimed:
         part=decode_part(message.part),
         lease_seconds=message.lease_seconds or None,
         max_deliveries=message.max_deliveries or None,
+        group_block_size=message.group_block_size if message.HasField("group_block_size") else None,
     )
 
 

@@ -480,6 +480,7 @@ class QueueClaimed(google.protobuf.message.Message):
     PART_FIELD_NUMBER: builtins.int
     LEASE_SECONDS_FIELD_NUMBER: builtins.int
     MAX_DELIVERIES_FIELD_NUMBER: builtins.int
+    GROUP_BLOCK_SIZE_FIELD_NUMBER: builtins.int
     partition_id: builtins.str
     """The partition."""
     task_name: builtins.str
@@ -490,6 +491,10 @@ class QueueClaimed(google.protobuf.message.Message):
     """How long they are leased; 0: they are done."""
     max_deliveries: builtins.int
     """How often a sample is handed out at most; 0: no bound."""
+    group_block_size: builtins.int
+    """Where the claim is of whole groups, which stay together: 0 for named ones, else the length of the blocks of
+    consecutive indexes that stand in for them. Not given: its samples come and go one by one.
+    """
     @property
     def part(self) -> global___PlannedPart:
         """The samples."""
@@ -503,9 +508,11 @@ class QueueClaimed(google.protobuf.message.Message):
         part: global___PlannedPart | None = ...,
         lease_seconds: builtins.float = ...,
         max_deliveries: builtins.int = ...,
+        group_block_size: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["part", b"part"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["lease_seconds", b"lease_seconds", "max_deliveries", b"max_deliveries", "part", b"part", "partition_id", b"partition_id", "request_id", b"request_id", "task_name", b"task_name"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_group_block_size", b"_group_block_size", "group_block_size", b"group_block_size", "part", b"part"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_group_block_size", b"_group_block_size", "group_block_size", b"group_block_size", "lease_seconds", b"lease_seconds", "max_deliveries", b"max_deliveries", "part", b"part", "partition_id", b"partition_id", "request_id", b"request_id", "task_name", b"task_name"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_group_block_size", b"_group_block_size"]) -> typing.Literal["group_block_size"] | None: ...
 
 global___QueueClaimed = QueueClaimed
 
