@@ -102,7 +102,11 @@ def test_sigterm_ends_waits_and_clients_go_on_with_the_next_server(loop_thread: 
 def test_sigterm_lets_a_running_put_finish() -> None:
     (column,) = encode_columns({"x": torch.arange(4)})
     header = storage_service_pb2.PutHeader(
-        put_id=bytes(16), row_count=4, columns=[encode_header(column)], size_bytes=column.value_bytes
+        put_id=bytes(16),
+        row_count=4,
+        columns=[encode_header(column)],
+        size_bytes=column.value_bytes,
+        partition_id="train",
     )
     with server_process("--grace-seconds", "30") as server, grpc.insecure_channel(server.address) as channel:
         health = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())

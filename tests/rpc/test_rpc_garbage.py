@@ -81,9 +81,9 @@ def requests_of_all_methods(meta: tq.BatchMeta) -> dict[str, Message]:
         "ListPartitions": controller_pb.ListPartitionsRequest(prefix="t"),
         "DescribePartition": controller_pb.DescribePartitionRequest(partition_id="train"),
         "ListSamplers": controller_pb.ListSamplersRequest(),
-        "PlacePut": controller_pb.PlacePutRequest(size_bytes=100),
+        "PlacePut": controller_pb.PlacePutRequest(size_bytes=100, partition_id="train"),
         "Stat": storage_service_pb2.StatRequest(),
-        "ConfirmPut": storage_service_pb2.ConfirmPutRequest(boot_id=new_id(), put_id=new_id()),
+        "ConfirmPut": storage_service_pb2.ConfirmPutRequest(boot_id=new_id(), put_id=new_id(), partition_id="train"),
         "FreeCells": storage_service_pb2.FreeCellsRequest(boot_id=new_id()),
         "PutSmall": storage_service_pb2.PutSmallRequest(
             header=storage_service_pb2.PutHeader(
@@ -91,6 +91,7 @@ def requests_of_all_methods(meta: tq.BatchMeta) -> dict[str, Message]:
                 row_count=2,
                 columns=[column],
                 size_bytes=24,
+                partition_id="train",
                 commit=controller_pb.CommitRequest(request_id=new_id(), write=write),
             ),
             values=bytes(24),

@@ -48,6 +48,7 @@ def header(*columns: metadata_pb2.ColumnHeader, **changes: Any) -> bytes:
         "columns": columns,
         "size_bytes": size,
         "commit": commit,
+        "partition_id": "garbage",
     }
     return storage_service_pb2.PutRequest(
         header=storage_service_pb2.PutHeader(**{**parts, **changes})
@@ -68,6 +69,9 @@ GOOD = frame(bytes(32))
 
 BAD_STREAMS: dict[str, list[bytes]] = {
     "nothing": [],
+    "no partition": [header(partition_id=""), GOOD],
+    "a partition that cannot be printed": [header(partition_id="a\nb"), GOOD],
+    "another partition than its commit": [header(partition_id="other"), GOOD],
     "frames first": [GOOD, header()],
     "frames only": [GOOD],
     "truncated": [header(), frame(bytes(31))],

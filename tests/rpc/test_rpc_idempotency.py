@@ -119,6 +119,7 @@ def put_stream(*, commit: pb.CommitRequest | None = None, put_id: bytes = b"") -
         row_count=4,
         columns=[encode_header(column) for column in columns],
         size_bytes=sum(column.value_bytes for column in columns),
+        partition_id="train",
         commit=commit,
     )
     data = b"".join(bytes(chunk) for column in columns for chunk in column.chunks)
@@ -243,11 +244,31 @@ def test_puts_without_a_commit_expire(start_server: StartServer, send_put: SendP
     assert client.list_partitions() == []
 
 
+def test_a_put_for_another_partition_is_not_committed(server: LiveServer, send_put: SendPut) -> None:
+    client = server.client()
+    messages = put_stream()
+    stored = send_put(server, messages)
+    placement = pb.PutPlacement(storage=stored.storage, put_id=messages[0].header.put_id)
+    commit = pb.CommitRequest(
+        request_id=new_id(),
+        write=pb.SampleWrite(partition_id="other", row_count=4),
+        placement=placement,
+        columns=messages[0].header.columns,
+    )
+    with pytest.raises(grpc.RpcError) as caught:
+        server.controller.Commit(commit)
+    call: Any = caught.value
+    assert call.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert client.list_partitions() == []
+
+
 def test_confirming_and_freeing_again_changes_nothing(server: LiveServer, send_put: SendPut) -> None:
     client = server.client()
     messages = put_stream()
     stored = send_put(server, messages)
-    confirm = storage_service_pb2.ConfirmPutRequest(boot_id=stored.storage.boot_id, put_id=messages[0].header.put_id)
+    confirm = storage_service_pb2.ConfirmPutRequest(
+        boot_id=stored.storage.boot_id, put_id=messages[0].header.put_id, partition_id="train"
+    )
     for _ in range(2):
         server.storage.ConfirmPut(confirm)
     assert client.storage_stat().put_count == 1

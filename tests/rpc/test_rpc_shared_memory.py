@@ -334,6 +334,7 @@ def header_of(columns: list[Column], session_id: bytes) -> PutHeader:
         columns=[encode_header(column) for column in columns],
         size_bytes=sum(column.value_bytes for column in columns),
         handover_session=session_id,
+        partition_id="train",
     )
 
 

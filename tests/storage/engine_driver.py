@@ -8,6 +8,8 @@ from tq_service.wire.encoding import encode_columns
 from tq_service.wire.frames import ColumnReceiver, iter_frames
 from tq_service.wire.layouts import decode_columns
 
+PARTITION = "train@0"
+
 
 def put_id(number):
     return number.to_bytes(16, "big")
@@ -20,7 +22,12 @@ def indexes(*values):
 async def begin(engine, number, data, *, existing=False, deadline=None):
     columns = encode_columns(data)
     pending = await engine.reserve(
-        put_id(number), columns, columns[0].row_count, for_existing_rows=existing, deadline=deadline
+        put_id(number),
+        columns,
+        columns[0].row_count,
+        partition_id=PARTITION,
+        for_existing_rows=existing,
+        deadline=deadline,
     )
     return pending, [chunk for column in columns for chunk in column.chunks]
 
@@ -28,7 +35,13 @@ async def begin(engine, number, data, *, existing=False, deadline=None):
 async def begin_shared(engine, number, data, *, deadline=None):
     columns = encode_columns(data)
     pending = await engine.reserve(
-        put_id(number), columns, columns[0].row_count, for_existing_rows=False, deadline=deadline, shared=True
+        put_id(number),
+        columns,
+        columns[0].row_count,
+        partition_id=PARTITION,
+        for_existing_rows=False,
+        deadline=deadline,
+        shared=True,
     )
     return pending, columns
 
@@ -37,7 +50,7 @@ async def put_shared(engine, number, data):
     pending, columns = await begin_shared(engine, number, data)
     pending.adopt(shared_memory.write_columns(columns))
     pending.finish()
-    engine.confirm(put_id(number))
+    engine.confirm(put_id(number), PARTITION)
 
 
 async def put(engine, number, data, *, existing=False, deadline=None, confirm=True):
@@ -46,7 +59,7 @@ async def put(engine, number, data, *, existing=False, deadline=None, confirm=Tr
         pending.write(b"".join(parts))
     pending.finish()
     if confirm:
-        engine.confirm(put_id(number))
+        engine.confirm(put_id(number), PARTITION)
 
 
 def runs(fields, *triples):

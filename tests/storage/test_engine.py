@@ -4,7 +4,7 @@ import gc
 import numpy as np
 import psutil
 import pytest
-from engine_driver import begin, cells, indexes, put, put_id, read, receive, runs
+from engine_driver import PARTITION, begin, cells, indexes, put, put_id, read, receive, runs
 
 from tq_service.errors import (
     CallCancelledError,
@@ -18,6 +18,7 @@ from tq_service.storage.cells import PutCells
 from tq_service.storage.engine import StorageEngine
 from tq_service.storage.stored_put import StoredPut
 from tq_service.wire.columns import ColumnShape
+from tq_service.wire.encoding import encode_columns
 
 DATA = {
     "dense": np.arange(12, dtype=np.float32).reshape(4, 3),
@@ -156,15 +157,29 @@ async def test_puts_of_wrong_size_leave_nothing(engine):
     with pytest.raises(CallCancelledError):
         pending.finish()
     with pytest.raises(PutNotFoundError):
-        engine.confirm(put_id(1))
+        engine.confirm(put_id(1), PARTITION)
 
 
 async def test_wrong_headers_are_refused(engine):
     column = ColumnShape(spec=FieldSpec("x", "int8", Layout.DENSE, ()), row_count=2, extents=None, value_bytes=2)
     for headers, rows, name in ([], 1, b"p"), ([column, column], 2, b"p"), ([column], 3, b"p"), ([column], 2, b""):
         with pytest.raises(InvalidArgumentError):
-            await engine.reserve(name, headers, rows, for_existing_rows=False, deadline=None)
+            await engine.reserve(name, headers, rows, partition_id=PARTITION, for_existing_rows=False, deadline=None)
     assert engine.stat().used_bytes == 0
+
+
+async def test_a_put_is_for_the_partition_that_its_header_named(engine):
+    await put(engine, 1, {"x": np.arange(4)}, confirm=False)
+    assert engine.partition_of(put_id(1)) == PARTITION
+    assert engine.partition_of(put_id(2)) is None
+    columns = encode_columns({"x": np.arange(4)})
+    with pytest.raises(InvalidArgumentError, match="not put for partition 'other'"):
+        await engine.reserve(put_id(1), columns, 4, partition_id="other", for_existing_rows=False, deadline=None)
+    with pytest.raises(InvalidArgumentError, match="not put for partition 'other'"):
+        engine.confirm(put_id(1), "other")
+    assert engine.stat().uncommitted_put_count == 1
+    engine.confirm(put_id(1), PARTITION)
+    assert engine.stat().uncommitted_put_count == 0
 
 
 async def test_a_retry_of_a_complete_put_changes_nothing(engine):
@@ -200,9 +215,9 @@ async def test_unconfirmed_puts_expire_and_confirmed_ones_stay():
     clock.now += 5
     assert engine.expire() == 1
     with pytest.raises(PutNotFoundError):
-        engine.confirm(put_id(1))
-    engine.confirm(put_id(2))
-    engine.confirm(put_id(2))
+        engine.confirm(put_id(1), PARTITION)
+    engine.confirm(put_id(2), PARTITION)
+    engine.confirm(put_id(2), PARTITION)
     clock.now += 100
     assert engine.expire() == 0
     assert engine.stat().put_count == 2
@@ -315,7 +330,9 @@ async def test_rows_beyond_4_gib_are_found(engine):
         spec=FieldSpec("j", "uint8", Layout.JAGGED, (-1,)), row_count=6, extents=np.full((6, 1), row_bytes),
         value_bytes=6 * row_bytes,
     )  # fmt: skip
-    pending = await engine.reserve(put_id(1), [column, jagged], 6, for_existing_rows=False, deadline=None)
+    pending = await engine.reserve(
+        put_id(1), [column, jagged], 6, partition_id=PARTITION, for_existing_rows=False, deadline=None
+    )
     pending._filled += 12 * row_bytes - 3  # as if written
     pending.write(b"end")
     pending.finish()

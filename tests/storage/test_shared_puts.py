@@ -6,7 +6,7 @@ import gc
 import numpy as np
 import psutil
 import pytest
-from engine_driver import begin_shared, cells, put, put_id, put_shared, read, runs
+from engine_driver import PARTITION, begin_shared, cells, put, put_id, put_shared, read, runs
 
 from tq_service.errors import CallCancelledError, InvalidArgumentError, QuotaExceededError
 from tq_service.storage.engine import StorageEngine
@@ -142,7 +142,9 @@ async def test_frames_for_a_shared_put_are_refused(engine):
 
 async def test_shared_memory_for_other_puts_is_refused_and_closed(engine):
     columns = encode_columns(DATA)
-    pending = await engine.reserve(put_id(1), columns, 1001, for_existing_rows=False, deadline=None)
+    pending = await engine.reserve(
+        put_id(1), columns, 1001, partition_id=PARTITION, for_existing_rows=False, deadline=None
+    )
     before = open_fd_count()
     with pytest.raises(InvalidArgumentError, match="come in frames"):
         pending.adopt(shared_memory.write_columns(columns))

@@ -105,7 +105,7 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
         put = from_proto.placement(request.placement)
         if self._requests.recorded(request.request_id) is None:
             self._storages.check_uncommitted(put)
-            await self._storages.confirm(put)
+            await self._storages.confirm(put, request.write.partition_id)
         try:
             return self.commit(request, put, from_proto.put_columns(request))
         except BaseException:

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import grpc
 
+from tq_service.domain.catalog import check_name
 from tq_service.domain.cells import Put
 from tq_service.errors import DataLossError, InvalidArgumentError, PutNotFoundError, UnavailableError
 from tq_service.server import from_proto
@@ -141,6 +142,7 @@ class StorageServicer:
     ) -> pb.PutResponse:
         """Reserve room for a put, let `receive` write its bytes, commit it; after an error nothing of it is left."""
         from_proto.check_request_id(header.put_id, "put_id")
+        _check_partition(header)
         if header.HasField("commit"):
             answer = self._recorded(header)
             if answer is not None:
@@ -156,6 +158,7 @@ class StorageServicer:
             header.put_id,
             columns,
             header.row_count,
+            partition_id=header.partition_id,
             for_existing_rows=header.for_existing_rows,
             deadline=_wait_until(context),
             shared=shared,
@@ -187,7 +190,7 @@ class StorageServicer:
         put = Put(self._engine.storage_id, self._engine.boot_id, header.put_id)
         answer = self._commit(header.commit, put, columns)
         with contextlib.suppress(PutNotFoundError):  # all its samples have failed, and the commit freed it
-            self._engine.confirm(header.put_id)
+            self._engine.confirm(header.put_id, header.partition_id)
         return pb.PutResponse(storage=self._endpoint, commit=answer)
 
     async def Get(self, request: pb.GetRequest, context: Context) -> AsyncIterator[pb.GetHeader | FrameParts]:
@@ -255,7 +258,7 @@ class StorageServicer:
 
     async def ConfirmPut(self, request: pb.ConfirmPutRequest, context: Context) -> pb.ConfirmPutResponse:
         self._check_boot(request.boot_id)
-        self._engine.confirm(request.put_id)
+        self._engine.confirm(request.put_id, request.partition_id)
         return pb.ConfirmPutResponse()
 
     async def FreeCells(self, request: pb.FreeCellsRequest, context: Context) -> pb.FreeCellsResponse:
@@ -276,6 +279,16 @@ def _wait_until(context: Context) -> float | None:
     """Return until when a put may wait for room, so that its refusal still arrives before the call's deadline."""
     remaining = context.time_remaining()
     return None if remaining is None else time.monotonic() + remaining - min(1.0, remaining / 4)
+
+
+def _check_partition(header: pb.PutHeader) -> None:
+    check_name("partition_id", header.partition_id)
+    if header.HasField("commit") and header.commit.write.partition_id != header.partition_id:
+        raise InvalidArgumentError(
+            f"the put is for partition {header.partition_id!r}, its commit for "
+            f"{header.commit.write.partition_id!r}; name the same in both",
+            field="partition_id",
+        )
 
 
 async def _read_header(parts: AsyncIterator[Part]) -> pb.PutHeader:

@@ -21,6 +21,7 @@ from tq_service.storage.engine import StorageEngine
 from tq_service.v1 import metadata_pb2
 from tq_service.v1 import storage_service_pb2 as pb
 from tq_service.v1.storage_service_pb2_grpc import StorageServiceStub
+from tq_service.wire.connection import CONNECTION_OPTIONS
 from tq_service.wire.error_table import from_rpc_error, status_from_trailers
 
 if TYPE_CHECKING:
@@ -61,8 +62,8 @@ class Storage(Protocol):
         """Count a put that is about to come."""
         ...
 
-    async def confirm(self, put_id: bytes) -> None:
-        """Make an uncommitted put stay."""
+    async def confirm(self, put_id: bytes, partition_id: str) -> None:
+        """Make an uncommitted put of a partition stay."""
         ...
 
     def free(self, cells: Sequence[PutCells]) -> None:
@@ -93,9 +94,9 @@ class EmbeddedStorage:
     def expect(self, size_bytes: int) -> None:
         """Do nothing: the room is always that of the moment."""
 
-    async def confirm(self, put_id: bytes) -> None:
-        """Make an uncommitted put stay."""
-        self._engine.confirm(put_id)
+    async def confirm(self, put_id: bytes, partition_id: str) -> None:
+        """Make an uncommitted put of a partition stay."""
+        self._engine.confirm(put_id, partition_id)
 
     def free(self, cells: Sequence[PutCells]) -> None:
         """Give cells back."""
@@ -116,7 +117,7 @@ class RemoteStorage:
         self._room = room
         self._placed_bytes = 0  # sent there since it last told of its room
         self._heard_at = time.monotonic()
-        self._channel = grpc.aio.insecure_channel(endpoint.address)
+        self._channel = grpc.aio.insecure_channel(endpoint.address, options=CONNECTION_OPTIONS)
         self._stub = cast("StorageServiceAsyncStub", StorageServiceStub(self._channel))
         self._to_free: list[PutCells] = []
         self._freeing: asyncio.Task[None] | None = None
@@ -136,9 +137,9 @@ class RemoteStorage:
         is_silent = time.monotonic() - self._heard_at > self._silence_seconds
         return None if is_silent else replace(self._room, used_bytes=self._room.used_bytes + self._placed_bytes)
 
-    async def confirm(self, put_id: bytes) -> None:
-        """Make an uncommitted put stay."""
-        request = pb.ConfirmPutRequest(boot_id=self.boot_id, put_id=put_id)
+    async def confirm(self, put_id: bytes, partition_id: str) -> None:
+        """Make an uncommitted put of a partition stay."""
+        request = pb.ConfirmPutRequest(boot_id=self.boot_id, put_id=put_id, partition_id=partition_id)
         try:
             await self._stub.ConfirmPut(request, timeout=_CALL_SECONDS)
         except grpc.aio.AioRpcError as error:
@@ -223,14 +224,14 @@ class StorageDirectory:
         storage.expect(size_bytes)
         return storage
 
-    async def confirm(self, put: Put) -> None:
-        """Make an uncommitted put stay."""
+    async def confirm(self, put: Put, partition_id: str) -> None:
+        """Make an uncommitted put of a partition stay."""
         storage = self._storages.get(put.storage_id)
         if storage is None:
             raise PutNotFoundError(f"no storage service {put.storage_id!r} is known here; put the data again")
         if storage.boot_id != put.boot_id:
             raise DataLossError(f"storage service {put.storage_id!r} has restarted since the put; put the data again")
-        await storage.confirm(put.put_id)
+        await storage.confirm(put.put_id, partition_id)
 
     def is_committed(self, put: Put) -> bool:
         """Whether some samples have their cells in this put."""

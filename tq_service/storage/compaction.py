@@ -36,7 +36,7 @@ def compact(put: StoredPut, pool: RegionPool) -> StoredPut:
         table_at += tables[name]
         values_at += sizes[name] - base_tables[name]
         moved[name] = placed
-    return StoredPut(region, moved, put.row_count, put.live_bytes)
+    return StoredPut(region, moved, put.row_count, put.partition_id, put.live_bytes)
 
 
 def _table_size(column: StoredColumn, positions: Rows) -> int:

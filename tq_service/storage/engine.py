@@ -100,6 +100,7 @@ class StorageEngine:
         headers: Sequence[ColumnShape],
         row_count: int,
         *,
+        partition_id: str,
         for_existing_rows: bool,
         deadline: float | None,
         shared: bool = False,
@@ -111,18 +112,20 @@ class StorageEngine:
                 is complete, the result says `already_complete` and takes no bytes.
             headers: the columns.
             row_count: rows of every column.
+            partition_id: the partition it is for; its commit must name the same.
             for_existing_rows: whether the put may use the reserve.
             deadline: until when to wait, by the engine's clock; None: for as long as the caller is not cancelled.
             shared: whether the bytes come as shared memory, to be adopted, instead of being written.
 
         Raises:
-            InvalidArgumentError: headers are wrong.
+            InvalidArgumentError: headers are wrong, or the put is there for another partition.
             QuotaExceededError: larger than the quota (at once), or no room until the deadline (with
                 `retry_after_seconds`).
             CallCancelledError: a retry of the same put took over while this call waited.
         """
         _check_headers(put_id, headers, row_count)
         if put_id in self._puts:
+            self._check_partition(put_id, partition_id)
             return PendingPut.completed(put_id)
         stale = self._pending.pop(put_id, None)
         if stale is not None:
@@ -138,20 +141,27 @@ class StorageEngine:
         if pending.is_aborted:
             self._admission.release(size)
             pending.check_open()
-        self._begin(pending, size, headers, row_count, shared)
+        self._begin(pending, size=size, headers=headers, row_count=row_count, partition_id=partition_id, shared=shared)
         return pending
 
-    def confirm(self, put_id: bytes) -> None:
+    def confirm(self, put_id: bytes, partition_id: str) -> None:
         """Make a complete put stay. Idempotent.
 
         Raises:
             PutNotFoundError: it never completed, expired, or was freed.
+            InvalidArgumentError: it was put for another partition.
         """
         if put_id not in self._puts:
             raise PutNotFoundError(
                 f"put {put_id.hex()} is not here: never completed, expired without a commit, or cleared; put it again"
             )
+        self._check_partition(put_id, partition_id)
         self._expiries.pop(put_id, None)
+
+    def partition_of(self, put_id: bytes) -> str | None:
+        """Return the partition that a complete put is for, None where it is not here."""
+        put = self._puts.get(put_id)
+        return None if put is None else put.partition_id
 
     def discard(self, put_id: bytes) -> None:
         """Drop a complete put whose commit was refused; one that is confirmed, or not here, stays as it is."""
@@ -227,7 +237,14 @@ class StorageEngine:
         )
 
     def _begin(
-        self, pending: PendingPut, size: int, headers: Sequence[ColumnShape], row_count: int, shared: bool
+        self,
+        pending: PendingPut,
+        *,
+        size: int,
+        headers: Sequence[ColumnShape],
+        row_count: int,
+        partition_id: str,
+        shared: bool,
     ) -> None:
         try:
             region = self._shared_region(headers) if shared else self._pool.take(size)
@@ -238,7 +255,7 @@ class StorageEngine:
                 f"the machine has no memory for {size} bytes ({error}); lower max_bytes below what it has",
                 retry_after_seconds=RETRY_AFTER_SECONDS,
             ) from error
-        stored = StoredPut.of(region, headers, row_count)
+        stored = StoredPut.of(region, headers, row_count, partition_id)
         if len(self._specs) >= _KNOWN_SPECS:
             self._specs.clear()
         for column in stored.columns.values():
@@ -273,6 +290,15 @@ class StorageEngine:
         self._holed.pop(put_id, None)
         self._admission.add(smaller.region.size)
         self._pool.release(put.region)
+
+    def _check_partition(self, put_id: bytes, partition_id: str) -> None:
+        own = self.partition_of(put_id)
+        if own != partition_id:
+            raise InvalidArgumentError(
+                f"put {put_id.hex()} was not put for partition {partition_id!r}; commit it to the partition that its "
+                "header named",
+                field="partition_id",
+            )
 
     def _squeeze(self, wanted: int) -> None:
         """Compact puts of which an eighth or more is dead, until `wanted` bytes are gained."""

@@ -161,21 +161,28 @@ class StoredPut:
         region: its memory.
         columns: its columns by name; None for one that was freed whole.
         row_count: number of rows it was put with.
+        partition_id: the partition it is for.
         live_bytes: bytes of live cells, with their part of the tables.
     """
 
-    __slots__ = ("columns", "live_bytes", "region", "row_count")
+    __slots__ = ("columns", "live_bytes", "partition_id", "region", "row_count")
 
     def __init__(
-        self, region: Region, columns: dict[str, StoredColumn | None], row_count: int, live_bytes: int
+        self,
+        region: Region,
+        columns: dict[str, StoredColumn | None],
+        row_count: int,
+        partition_id: str,
+        live_bytes: int,
     ) -> None:
         self.region = region
         self.columns = columns
         self.row_count = row_count
+        self.partition_id = partition_id
         self.live_bytes = live_bytes
 
     @classmethod
-    def of(cls, region: Region, columns: Sequence[ColumnShape], row_count: int) -> StoredPut:
+    def of(cls, region: Region, columns: Sequence[ColumnShape], row_count: int, partition_id: str) -> StoredPut:
         """Lay out a put in its region, of `stored_bytes`: tables are written, values are to come after them."""
         row_set = RowSet(row_count)
         table_at = 0
@@ -187,7 +194,7 @@ class StoredPut:
                 placed.extents(region)[:] = column.extents
                 table_at += row_count * table_bytes(column.spec) + 8
             stored[column.spec.name] = placed
-        return cls(region, stored, row_count, region.size)
+        return cls(region, stored, row_count, partition_id, region.size)
 
     @property
     def values_at(self) -> int:

@@ -33,6 +33,7 @@ class AsyncPuts(AsyncBase):
             columns=[encode_header(column) for column in columns],
             size_bytes=sum(column.value_bytes for column in columns),
             for_existing_rows=bool(request.write.global_indexes) or request.write.key_mode == pb.KEY_MODE_EXISTING,
+            partition_id=request.write.partition_id,
         )
 
         async def attempt() -> pb.CommitResponse:
@@ -47,7 +48,7 @@ class AsyncPuts(AsyncBase):
     async def _put_where_told(
         self, header: PutHeader, request: pb.CommitRequest, columns: Sequence[Column], deadline: Deadline
     ) -> pb.CommitResponse:
-        place = await self._place(header.size_bytes, deadline)
+        place = await self._place(header, deadline)
         if place.embedded:
             header.commit.CopyFrom(request)
             answer = await self._calls.put_once(header, columns, deadline, "")
@@ -62,12 +63,12 @@ class AsyncPuts(AsyncBase):
         )
         return await self._calls.unary(lambda to: to.controller.Commit, commit, deadline)
 
-    async def _place(self, size_bytes: int, deadline: Deadline) -> pb.PlacePutResponse:
-        """Return the storage service for a put of this size."""
-        is_told = size_bytes < _SMALL_PUT_BYTES or self._is_only_one
+    async def _place(self, header: PutHeader, deadline: Deadline) -> pb.PlacePutResponse:
+        """Return the storage service for a put."""
+        is_told = header.size_bytes < _SMALL_PUT_BYTES or self._is_only_one
         if is_told and time.monotonic() < self._embedded_until:
             return pb.PlacePutResponse(embedded=True)
-        request = pb.PlacePutRequest(size_bytes=size_bytes)
+        request = pb.PlacePutRequest(size_bytes=header.size_bytes, partition_id=header.partition_id)
         answer = await self._calls.unary_once(lambda to: to.controller.PlacePut, request, deadline)
         self._embedded_until = time.monotonic() + _REMEMBERED_SECONDS if answer.embedded else 0.0
         self._is_only_one = answer.only_one

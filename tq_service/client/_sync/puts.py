@@ -34,6 +34,7 @@ class Puts(Base):
             columns=[encode_header(column) for column in columns],
             size_bytes=sum(column.value_bytes for column in columns),
             for_existing_rows=bool(request.write.global_indexes) or request.write.key_mode == pb.KEY_MODE_EXISTING,
+            partition_id=request.write.partition_id,
         )
 
         def attempt() -> pb.CommitResponse:
@@ -48,7 +49,7 @@ class Puts(Base):
     def _put_where_told(
         self, header: PutHeader, request: pb.CommitRequest, columns: Sequence[Column], deadline: Deadline
     ) -> pb.CommitResponse:
-        place = self._place(header.size_bytes, deadline)
+        place = self._place(header, deadline)
         if place.embedded:
             header.commit.CopyFrom(request)
             answer = self._calls.put_once(header, columns, deadline, "")
@@ -63,12 +64,12 @@ class Puts(Base):
         )
         return self._calls.unary(lambda to: to.controller.Commit, commit, deadline)
 
-    def _place(self, size_bytes: int, deadline: Deadline) -> pb.PlacePutResponse:
-        """Return the storage service for a put of this size."""
-        is_told = size_bytes < _SMALL_PUT_BYTES or self._is_only_one
+    def _place(self, header: PutHeader, deadline: Deadline) -> pb.PlacePutResponse:
+        """Return the storage service for a put."""
+        is_told = header.size_bytes < _SMALL_PUT_BYTES or self._is_only_one
         if is_told and time.monotonic() < self._embedded_until:
             return pb.PlacePutResponse(embedded=True)
-        request = pb.PlacePutRequest(size_bytes=size_bytes)
+        request = pb.PlacePutRequest(size_bytes=header.size_bytes, partition_id=header.partition_id)
         answer = self._calls.unary_once(lambda to: to.controller.PlacePut, request, deadline)
         self._embedded_until = time.monotonic() + _REMEMBERED_SECONDS if answer.embedded else 0.0
         self._is_only_one = answer.only_one
