@@ -189,6 +189,12 @@ class ClaimReleasedError(PreconditionError):
     reason = "CLAIM_RELEASED"
 
 
+class LeaseExpiredError(PreconditionError):
+    """The lease ran out, so that others may do the same work; what was to be acknowledged is not."""
+
+    reason = "LEASE_EXPIRED"
+
+
 class ResourceExhaustedError(TqError, RuntimeError):
     """A bound is reached; `retry_after_seconds` says when to try again, None that it is of no use."""
 

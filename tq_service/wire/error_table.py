@@ -52,6 +52,7 @@ ERROR_TABLE: Final[dict[type[errors.TqError], grpc.StatusCode]] = {
     errors.SamplesClearedError: _CODE.FAILED_PRECONDITION,
     errors.SampleFailedError: _CODE.FAILED_PRECONDITION,
     errors.ClaimReleasedError: _CODE.FAILED_PRECONDITION,
+    errors.LeaseExpiredError: _CODE.FAILED_PRECONDITION,
     errors.PreconditionError: _CODE.FAILED_PRECONDITION,
     errors.QuotaExceededError: _CODE.RESOURCE_EXHAUSTED,
     errors.ResourceExhaustedError: _CODE.RESOURCE_EXHAUSTED,
