@@ -7,7 +7,7 @@ change costs a copy of a few thousand values at most, however long the column is
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -59,14 +59,15 @@ class FrozenColumn:
 
     def keep(self, where: Where) -> None:
         """Keep what is about to change, as far as it is still to be read; called by the column."""
-        if isinstance(where, slice):
-            start, stop, _ = where.indices(self._array.size)
-            numbers = range(start >> _BLOCK_SHIFT, -(-min(stop, self.size) // _BLOCK_ROWS)) if start < stop else ()
-        else:
-            numbers = set((where[where < self.size] >> _BLOCK_SHIFT).tolist())
-        for number in numbers:
+        for number in self._touched(where):
             if number >= self._next_block and number not in self._kept:
                 self._kept[number] = self._block(number)
+
+    def _touched(self, where: Where) -> Iterable[int]:
+        if not isinstance(where, slice):
+            return set((where[where < self.size] >> _BLOCK_SHIFT).tolist())
+        start, stop, _ = where.indices(self.size)
+        return range(start >> _BLOCK_SHIFT, -(-stop // _BLOCK_ROWS)) if start < stop else ()
 
     def _block(self, number: int) -> NDArray[Any]:
         return self._array[number << _BLOCK_SHIFT : min((number + 1) << _BLOCK_SHIFT, self.size)].copy()

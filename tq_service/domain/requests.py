@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from tq_service.domain.aging_log import AgingLog
 from tq_service.errors import InvalidArgumentError
 
 Answer = TypeVar("Answer")
@@ -35,7 +35,7 @@ class RequestLog:
         self._keep_seconds = keep_seconds
         self._pack = pack
         self._unpack = unpack
-        self._answers: OrderedDict[bytes, tuple[float, Any]] = OrderedDict()
+        self._answers: AgingLog[Any] = AgingLog()
 
     def __len__(self) -> int:
         return len(self._answers)
@@ -48,17 +48,16 @@ class RequestLog:
                 field="request_id",
             )
         now = time.monotonic()
-        while self._answers and now - next(iter(self._answers.values()))[0] > self._keep_seconds:
-            self._answers.popitem(last=False)
+        self._answers.drop_before(now - self._keep_seconds)
         known = self._answers.get(request_id)
         if known is not None:
-            recorded: Answer = self._unpack(known[1])
+            recorded: Answer = self._unpack(known.value)
             return recorded
         answer = change()
-        self._answers[request_id] = (now, self._pack(answer))
+        self._answers.add(request_id, now, self._pack(answer))
         return answer
 
     def recorded(self, request_id: bytes) -> Any | None:
         """Return the recorded answer, None where there is none."""
         known = self._answers.get(request_id)
-        return None if known is None else self._unpack(known[1])
+        return None if known is None else self._unpack(known.value)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from tq_service.domain.aging_log import AgingLog
 from tq_service.domain.asking import Binding, ClaimRequest
 from tq_service.domain.plan import Indexes, Plan, RankPlan
 from tq_service.domain.rows import RowTable
+from tq_service.domain.serial_map import SerialMap
 from tq_service.errors import (
     ClaimReleasedError,
     PreconditionError,
@@ -64,17 +66,16 @@ class End:
 class Released:
     """Request ids of released claims, remembered long enough for a late GetMeta to be refused."""
 
-    _times: OrderedDict[bytes, float] = field(default_factory=OrderedDict)
+    log: AgingLog[None] = field(default_factory=AgingLog)
 
     def add(self, request_id: bytes) -> None:
         """Remember one, forget those that are too old to matter."""
         now = time.monotonic()
-        self._times[request_id] = now
-        while self._times and now - next(iter(self._times.values())) > _RELEASED_SECONDS:
-            self._times.popitem(last=False)
+        self.log.add(request_id, now, None)
+        self.log.drop_before(now - _RELEASED_SECONDS)
 
     def __contains__(self, request_id: bytes) -> bool:
-        return request_id in self._times
+        return request_id in self.log
 
 
 class Task:
@@ -101,7 +102,7 @@ class Task:
         self._serial = _KEPT
         self._batches: dict[int, Batch] = {}
         self._queue_claims: dict[bytes, QueueClaim] = {}
-        self._by_serial: dict[int, Batch | QueueClaim] = {}
+        self._by_serial: SerialMap[Batch | QueueClaim] = SerialMap()
         self._rowless: deque[int] = deque()  # batches kept though their rows are gone
 
     # Replays
@@ -188,7 +189,7 @@ class Task:
 
     def _consume(self, record: Batch | QueueClaim, positions: Indexes) -> None:
         self._serial += 1
-        self._by_serial[self._serial] = record
+        self._by_serial.add(self._serial, record)
         self.claim.write(positions, self._serial)
         self.consumed_count += positions.size
         self.open_count -= positions.size
@@ -213,7 +214,7 @@ class Task:
         positions = self._table.find(claim.part.rows)
         positions = positions[positions >= 0]
         if positions.size:
-            self._by_serial.pop(int(self.claim.data[positions[0]]), None)
+            self._by_serial.pop(int(self.claim.data[positions[0]]))
         self.claim.write(positions, UNCLAIMED)
         self.consumed_count -= claim.part.rows.size
         return positions
@@ -256,7 +257,7 @@ class Task:
                 continue
             record.remaining -= count
             if record.remaining == 0:
-                del self._by_serial[serial]
+                self._by_serial.pop(serial)
                 if isinstance(record, Batch):
                     self._forget_batch(record)
                 else:
@@ -274,7 +275,7 @@ class Task:
 
     def records(self) -> Iterator[Batch | QueueClaim]:
         """Return what is recorded."""
-        return iter(self._by_serial.values())
+        return self._by_serial.values()
 
 
 def _disagreement(name: str, got: object, expected: object, what: str) -> PreconditionError:
