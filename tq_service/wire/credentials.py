@@ -1,0 +1,226 @@
+"""What a client of the service shows, and whom it believes: a bearer token and TLS, the same between services."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import grpc
+
+from tq_service.errors import InvalidArgumentError, UnauthenticatedError
+
+if TYPE_CHECKING:
+    FilePath: TypeAlias = str | os.PathLike[str]
+
+TOKEN_VARIABLE: Final = "TQ_TOKEN"  # noqa: S105  (a name)
+TOKEN_FILE_VARIABLE: Final = "TQ_TOKEN_FILE"  # noqa: S105  (a name)
+CA_VARIABLE: Final = "TQ_TLS_CA"
+CERT_VARIABLE: Final = "TQ_TLS_CERT"
+KEY_VARIABLE: Final = "TQ_TLS_KEY"
+INSECURE_VARIABLE: Final = "TQ_INSECURE"
+DOOR_VARIABLES: Final = (
+    TOKEN_VARIABLE,
+    TOKEN_FILE_VARIABLE,
+    CA_VARIABLE,
+    CERT_VARIABLE,
+    KEY_VARIABLE,
+    INSECURE_VARIABLE,
+)
+TOKEN_KEY: Final = "authorization"  # noqa: S105  (a name)
+TOKEN_SCHEME: Final = "Bearer "  # noqa: S105  (a name)
+
+_REREAD_SECONDS: Final = 1.0
+Metadata: TypeAlias = "tuple[tuple[str, str], ...]"
+Signature: TypeAlias = "tuple[tuple[int, int, int] | None, ...]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tls:
+    """Files in PEM with which a client reaches a service over TLS.
+
+    Attributes:
+        ca: certificates of the authorities that the service's certificate is checked against; None: those that gRPC
+            knows.
+        cert: the client's own certificate with its chain, for services that ask for one (mTLS).
+        key: the private key of `cert`, without a passphrase.
+    """
+
+    ca: FilePath | None = None
+    cert: FilePath | None = None
+    key: FilePath | None = None
+
+    def __post_init__(self) -> None:
+        if (self.cert is None) != (self.key is None):
+            raise InvalidArgumentError("got one of cert and key; give both, or none for no certificate", field="tls")
+
+    @classmethod
+    def of_environment(cls) -> Tls | None:
+        """Return what `TQ_TLS_CA`, `TQ_TLS_CERT` and `TQ_TLS_KEY` say, None where none of them is set."""
+        ca, cert, key = (os.environ.get(name) or None for name in (CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE))
+        return cls(ca=ca, cert=cert, key=key) if ca or cert or key else None
+
+    def signature(self) -> Signature:
+        """Return what differs once one of the files has been replaced."""
+        return tuple(None if path is None else file_signature(path) for path in (self.ca, self.cert, self.key))
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """Read the files.
+
+        Raises:
+            InvalidArgumentError: one of them cannot be read.
+        """
+        ca, cert, key = (None if path is None else _read(path) for path in (self.ca, self.cert, self.key))
+        return grpc.ssl_channel_credentials(ca, key, cert)
+
+
+class Credentials:
+    """Token and TLS of one client or service. May be used by several threads.
+
+    Secrets are neither in its repr nor in its pickle: where it is unpickled, a token that was given as text is taken
+    from the environment, one from a file is read again.
+
+    Args:
+        token: the bearer token, or the path of a file that holds it and is read again when it changes; None:
+            `TQ_TOKEN`, else the file that `TQ_TOKEN_FILE` names, else no token.
+        tls: how to reach the service over TLS; None: as `TQ_TLS_CA`, `TQ_TLS_CERT` and `TQ_TLS_KEY` say, else in
+            plaintext.
+        insecure: whether the token may be sent in plaintext to other machines; None: whether `TQ_INSECURE` is true.
+    """
+
+    def __init__(self, token: str | Path | None = None, tls: Tls | None = None, insecure: bool | None = None) -> None:
+        self._token_file = token if isinstance(token, Path) else None
+        text = token if isinstance(token, str) else None
+        if token is None:
+            text = os.environ.get(TOKEN_VARIABLE) or None
+            if text is None and (path := os.environ.get(TOKEN_FILE_VARIABLE)):
+                self._token_file = Path(path)
+        self.tls = Tls.of_environment() if tls is None else tls
+        self._insecure_argument = insecure
+        self._insecure = _is_set(INSECURE_VARIABLE) if insecure is None else insecure
+        self._tls_argument = tls
+        self._file_signature: tuple[int, int, int] | None = None
+        self._reread_at = 0.0
+        self._metadata: Metadata | None = None if text is None else _bearer(text, "token")
+
+    @property
+    def has_token(self) -> bool:
+        """Whether calls carry a token."""
+        return self._token_file is not None or self._metadata is not None
+
+    def metadata(self) -> Metadata | None:
+        """Return the metadata that carries the token, None without one.
+
+        Raises:
+            UnauthenticatedError: the token's file cannot be used.
+        """
+        if self._token_file is not None and time.monotonic() >= self._reread_at:
+            self._reread(self._token_file)
+        return self._metadata
+
+    def _reread(self, path: Path) -> None:
+        try:
+            signature = file_signature(path)
+            if signature is None or signature != self._file_signature:
+                self._metadata = _bearer(path.read_text(), str(path))
+                self._file_signature = signature
+        except (OSError, ValueError) as error:  # replaced at this moment, or gone: the token read before may still do
+            if self._metadata is None:
+                raise UnauthenticatedError(f"the token file {path} cannot be used: {error}") from None
+        self._reread_at = time.monotonic() + _REREAD_SECONDS
+
+    def signature(self) -> Signature:
+        """Return what differs once a channel has to be opened anew to use the present files."""
+        return () if self.tls is None else self.tls.signature()
+
+    def check_target(self, address: str) -> None:
+        """Refuse to send a token to another machine in plaintext.
+
+        Raises:
+            InvalidArgumentError: a token, no TLS, an address beyond this machine, and `insecure` not set.
+        """
+        if self.has_token and self.tls is None and not self._insecure and not is_loopback_target(address):
+            raise InvalidArgumentError(
+                f"the token would go to {address} in plaintext, for everyone on the way to read; give tls, or set "
+                f"TQ_TLS_CA; where the network itself is trusted, set insecure or {INSECURE_VARIABLE}=true",
+                field="tls",
+            )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self._token_file, self._tls_argument, self._insecure_argument)
+
+    def __repr__(self) -> str:
+        return f"Credentials(has_token={self.has_token}, tls={self.tls})"
+
+
+def open_channel(address: str, credentials: Credentials, options: Sequence[tuple[str, Any]]) -> grpc.Channel:
+    """Open a channel for threads.
+
+    Raises:
+        InvalidArgumentError: the credentials cannot be used for this address.
+    """
+    credentials.check_target(address)
+    if credentials.tls is None:
+        return grpc.insecure_channel(address, options=options)
+    return grpc.secure_channel(address, credentials.tls.channel_credentials(), options=options)
+
+
+def async_open_channel(address: str, credentials: Credentials, options: Sequence[tuple[str, Any]]) -> grpc.aio.Channel:
+    """Open a channel for asyncio.
+
+    Raises:
+        InvalidArgumentError: the credentials cannot be used for this address.
+    """
+    credentials.check_target(address)
+    if credentials.tls is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, credentials.tls.channel_credentials(), options=options)
+
+
+def is_loopback_target(address: str) -> bool:
+    """Whether a gRPC target, such as "host:port", is on this machine."""
+    if address.startswith(("unix:", "unix-abstract:")):
+        return True
+    endpoint = address.rpartition("/")[2]
+    host = (endpoint.rpartition(":")[0] or endpoint).strip("[]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def file_signature(path: FilePath) -> tuple[int, int, int] | None:
+    """Return what differs once a file has been replaced or written to, None where it is not there."""
+    try:
+        status = Path(path).stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+def _bearer(text: str, source: str) -> Metadata:
+    token = text.strip()
+    if not token or not token.isascii() or not token.isprintable() or " " in token:
+        raise InvalidArgumentError(
+            f"{source} holds no token: {len(token)} characters, expected printable ASCII without spaces as `tq-service "
+            "token new` prints it",
+            field="token",
+        )
+    return ((TOKEN_KEY, TOKEN_SCHEME + token),)
+
+
+def _read(path: FilePath) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise InvalidArgumentError(f"{os.fspath(path)} cannot be read: {error.strerror}", field="tls") from None
+
+
+def _is_set(variable: str) -> bool:
+    return os.environ.get(variable, "").lower() in {"1", "true", "yes", "on"}
