@@ -314,7 +314,7 @@ class Interleaving:
         assert not list(partition.cells._puts.all())
         assert len(partition.groups) == 0
         assert partition.state_counts == [0, 0, 0, 0]
-        assert partition.groups.members.sum() == 0
+        assert partition.groups.members.data.sum() == 0
         for task in partition.tasks.values():
             assert not (task._by_serial or task._queue_claims)
             assert all(any(not part.rows.size for part in batch.plan.ranks) for batch in task._batches.values())

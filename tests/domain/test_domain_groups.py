@@ -52,7 +52,7 @@ def test_an_unknown_group_closes_none(train):
     insert(train, 1, groups=["alpha"])
     with pytest.raises(GroupNotFoundError, match="alpha"):
         train.close_groups(["alpha", "alpah"])
-    assert not train.groups.closed.any()
+    assert not train.groups.closed.data.any()
 
 
 @pytest.mark.parametrize(
@@ -96,9 +96,10 @@ def test_slots_of_groups_that_are_gone_are_used_again(train):
         assert train.groups.names_of(train.table.find(np.array(indexes))) == names
         train.clear(np.array(indexes))
     assert len(train.groups) == 0
-    assert len(train.groups._names) == 2
+    assert train.groups._slot_count == 2
     assert train.groups.in_use
-    assert train.groups.members.sum() == train.groups.declared.sum() == train.groups.closed.sum() == 0
+    groups = train.groups
+    assert groups.members.data.sum() == groups.declared.data.sum() == groups.closed.data.sum() == 0
 
 
 def test_a_group_stays_as_long_as_one_of_its_members(train):

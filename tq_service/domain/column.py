@@ -88,6 +88,9 @@ class Column:
         self._frozen: list[weakref.ref[FrozenColumn]] = []
         self._replace(_filled(capacity, fill, dtype))
 
+    def __getitem__(self, where: Any) -> Any:
+        return self.data[where]
+
     def write(self, where: Where, values: Any) -> None:
         """Change values; positions are 0 or more, and each is given once."""
         if self._frozen:

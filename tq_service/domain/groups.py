@@ -14,12 +14,13 @@ from tq_service.domain.rows import RowTable
 from tq_service.errors import GroupNotFoundError, InvalidArgumentError, PreconditionError, nearest
 
 NO_GROUP = -1
+_FIRST_CAPACITY = 64
 
 
 class GroupTable:
     """Counts the members of each group by what became of them.
 
-    A group is a slot in parallel arrays; slots of groups whose last member was cleared are used again.
+    A group is a slot in parallel columns; slots of groups whose last member was cleared are used again.
 
     - complete: the declared size is reached, or the group is closed;
     - broken: a member failed or was cleared;
@@ -27,21 +28,24 @@ class GroupTable:
     """
 
     __slots__ = (
-        "_free", "_members", "_names", "_slots", "cleared", "closed", "declared", "failed", "held", "in_use", "members",
+        "_capacity", "_free", "_members", "_names", "_slot_count", "_slots",
+        "cleared", "closed", "declared", "failed", "held", "in_use", "members",
     )  # fmt: skip
 
     def __init__(self, table: RowTable) -> None:
         self._slots: dict[str, int] = {}
-        self._names: list[str | None] = []
+        self._slot_count = 0  # slots that were ever in use
+        self._capacity = _FIRST_CAPACITY
         self._free: list[int] = []
         self.in_use = False  # from the first named group on, also when all have been cleared
         self._members: Column = table.add_column(np.int64, NO_GROUP)
-        self.declared: NDArray[np.int64] = np.zeros(0, np.int64)
-        self.members: NDArray[np.int64] = np.zeros(0, np.int64)
-        self.failed: NDArray[np.int64] = np.zeros(0, np.int64)
-        self.cleared: NDArray[np.int64] = np.zeros(0, np.int64)
-        self.held: NDArray[np.int64] = np.zeros(0, np.int64)
-        self.closed: NDArray[np.bool_] = np.zeros(0, np.bool_)
+        self._names = Column(np.object_, None, self._capacity)
+        self.declared = Column(np.int64, 0, self._capacity)
+        self.members = Column(np.int64, 0, self._capacity)
+        self.failed = Column(np.int64, 0, self._capacity)
+        self.cleared = Column(np.int64, 0, self._capacity)
+        self.held = Column(np.int64, 0, self._capacity)
+        self.closed = Column(np.bool_, False, self._capacity)
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -54,8 +58,11 @@ class GroupTable:
 
     def names_of(self, positions: Indexes) -> list[str | None]:
         """Return the names of the groups of rows."""
-        names = self._names
-        return [None if slot < 0 else names[slot] for slot in self._members.data[positions].tolist()]
+        slots = self._members[positions]
+        names = self._names[slots]
+        names[slots < 0] = None
+        listed: list[str | None] = names.tolist()
+        return listed
 
     def check(self, names: Sequence[str], group_size: int) -> None:
         """Refuse new members that do not fit, before anything is written."""
@@ -88,18 +95,18 @@ class GroupTable:
         slots = np.fromiter(map(slot_of.__getitem__, names), np.int64, len(names))
         self._members.write(positions, slots)
         slots = slots[slots >= 0]
-        np.add.at(self.members, slots, 1)
+        self.members.add(slots, 1)
         if held:
-            np.add.at(self.held, slots, 1)
+            self.held.add(slots, 1)
         if failed:
-            np.add.at(self.failed, slots, 1)
+            self.failed.add(slots, 1)
         if group_size:
-            self.declared[slots] = group_size
+            self.declared.write(slots, group_size)
 
-    def count(self, counter: NDArray[np.int64], positions: Indexes, by: int) -> None:
+    def count(self, counter: Column, positions: Indexes, by: int) -> None:
         """Add to one of the counters for the groups of rows."""
-        slots = self._members.data[positions]
-        np.add.at(counter, slots[slots >= 0], by)
+        slots = self._members[positions]
+        counter.add(slots[slots >= 0], by)
 
     def is_complete(self, slots: NDArray[np.int64], default_size: int | None, *, no_more: bool) -> NDArray[np.bool_]:
         """Return for each group whether it has all its members.
@@ -123,35 +130,37 @@ class GroupTable:
             if slot is None:
                 raise GroupNotFoundError(f"no group {name!r} here; {nearest(name, self._slots)}")
             slots.append(slot)
-        self.closed[slots] = True
+        self.closed.write(np.array(slots, np.int64), True)
 
     def forget_empty(self, slots: NDArray[np.int64]) -> None:
         """Free the slots of groups whose members are all cleared."""
-        for slot in np.unique(slots[slots >= 0]).tolist():
-            name = self._names[slot]
-            if name is not None and self.cleared[slot] >= self.members[slot]:
-                del self._slots[name]
-                self._names[slot] = None
-                self._free.append(slot)
-                for counter in (self.declared, self.members, self.failed, self.cleared, self.held, self.closed):
-                    counter[slot] = 0
+        slots = np.unique(slots[slots >= 0])
+        empty = slots[(self.cleared[slots] >= self.members[slots]) & (self._names[slots] != None)]  # noqa: E711  (of each)
+        for name in self._names[empty]:
+            del self._slots[name]
+        self._free.extend(empty.tolist())
+        for column in self._columns:
+            column.write(empty, column.fill)
 
     def _slot(self, name: str) -> int:
         slot = self._slots.get(name)
         if slot is None:
-            slot = self._free.pop() if self._free else len(self._names)
-            if slot == len(self._names):
-                self._names.append(name)
-                if slot >= self.members.size:
-                    self._grow(max(64, 2 * self.members.size))
-            self._names[slot] = name
+            slot = self._free.pop() if self._free else self._new_slot()
+            self._names.write(slice(slot, slot + 1), name)
             self._slots[name] = slot
             self.in_use = True
         return slot
 
-    def _grow(self, capacity: int) -> None:
-        for attribute in ("declared", "members", "failed", "cleared", "held", "closed"):
-            old = getattr(self, attribute)
-            grown = np.zeros(capacity, old.dtype)
-            grown[: old.size] = old
-            setattr(self, attribute, grown)
+    def _new_slot(self) -> int:
+        slot = self._slot_count
+        if slot == self._capacity:
+            self._capacity *= 2
+            for column in self._columns:
+                column.resize(self._capacity, None, slot)
+        self._slot_count += 1
+        return slot
+
+    @property
+    def _columns(self) -> tuple[Column, ...]:
+        """What is known of each slot."""
+        return (self._names, self.declared, self.members, self.failed, self.cleared, self.held, self.closed)

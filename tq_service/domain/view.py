@@ -247,7 +247,8 @@ class PartitionView:
             slots = np.where(ids >= 0, ids, 0)
             is_broken = (groups.failed[slots] + groups.cleared[slots]) > 0
             is_short = ~groups.is_complete(slots, block_size, no_more=True)
-            return (ids >= 0) & (is_short | (is_broken & (not take)))
+            dead: NDArray[np.bool_] = (ids >= 0) & (is_short | (is_broken & (not take)))
+            return dead
         if block_size is None or take:
             return np.zeros(positions.size, np.bool_)
         blocks, group_of = np.unique(ids, return_inverse=True)
