@@ -24,6 +24,7 @@ from tq_service.errors import (
     InvalidArgumentError,
     KeyNotFoundError,
     LeaseExpiredError,
+    LimitExceededError,
     MissingLengthError,
     NotFoundError,
     PartitionClearedError,
@@ -35,6 +36,7 @@ from tq_service.errors import (
     QuotaExceededError,
     RankDisagreementError,
     ResourceExhaustedError,
+    RunAheadError,
     SampleFailedError,
     SampleNotFoundError,
     SamplerError,
@@ -49,7 +51,7 @@ from tq_service.errors import (
     UnknownSamplerError,
     UnsupportedObjectError,
 )
-from tq_service.schema import FieldSpec, Layout, SampleState
+from tq_service.schema import FieldSpec, Layout, RunAhead, SampleState
 
 if TYPE_CHECKING:
     from tq_service.client import AsyncClient, BatchMeta, Client
@@ -76,6 +78,7 @@ __all__ = [
     "KeyNotFoundError",
     "Layout",
     "LeaseExpiredError",
+    "LimitExceededError",
     "MissingLengthError",
     "NotFoundError",
     "PartitionClearedError",
@@ -87,6 +90,8 @@ __all__ = [
     "QuotaExceededError",
     "RankDisagreementError",
     "ResourceExhaustedError",
+    "RunAhead",
+    "RunAheadError",
     "SampleFailedError",
     "SampleNotFoundError",
     "SampleState",

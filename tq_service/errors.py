@@ -229,6 +229,18 @@ class PermissionDeniedError(TqError, PermissionError):
     reason = "PERMISSION_DENIED"
 
 
+class RunAheadError(ResourceExhaustedError):
+    """New samples would run further ahead of a task than the partition allows."""
+
+    reason = "RUN_AHEAD"
+
+
+class LimitExceededError(ResourceExhaustedError):
+    """A limit of the service is reached; `metadata["limit_name"]` is the setting."""
+
+    reason = "LIMIT_EXCEEDED"
+
+
 class DataLossError(TqError, RuntimeError):
     """Committed bytes are gone: their storage service came back empty."""
 

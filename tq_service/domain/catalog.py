@@ -12,6 +12,7 @@ from tq_service.domain.changes import Change, PartitionCleared, PartitionCreated
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan_search import RunsPlans
 from tq_service.domain.planner import Planner
+from tq_service.domain.put_line import PutLine
 from tq_service.domain.replay import apply_change
 from tq_service.domain.waiters import Answer, NotYet, Pace
 from tq_service.domain.writes import PartitionSettings, SampleWrite, Written
@@ -42,6 +43,7 @@ class Catalog:
         self._tell: Tell | None = None
         self._partitions: dict[str, Partition] = {}
         self._planners: dict[Partition, dict[str, Planner]] = {}
+        self._put_lines: dict[Partition, PutLine] = {}
         self._arrivals: dict[str, dict[asyncio.Future[None], None]] = {}  # in order of their calls
         self._waking: set[asyncio.Task[None]] = set()
         self._is_draining = False
@@ -111,7 +113,10 @@ class Catalog:
         del self._partitions[partition_id]
         for planner in self._planners.pop(partition).values():
             planner.end(_was_cleared(partition_id))
+        if (line := self._put_lines.pop(partition, None)) is not None:
+            line.end(_was_cleared(partition_id))
         partition.on_change.clear()  # lest planners and partition hold each other until a full collection
+        partition.on_consumed.clear()
         partition.tell = None
         if self._tell is not None:
             self._tell(PartitionCleared(partition_id=partition_id))
@@ -138,6 +143,18 @@ class Catalog:
                 self.remove(change.partition_id, b"")
             case _:
                 apply_change(self.get(change.partition_id), change)
+
+    def put_line(self, partition_id: str) -> PutLine | None:
+        """Return where writes of new samples wait for room, None where nothing bounds them."""
+        partition = self._partitions.get(partition_id)
+        if partition is None or not partition.settings.is_bounded:
+            return None
+        line = self._put_lines.get(partition)
+        if line is None:
+            line = self._put_lines[partition] = PutLine(partition)
+            if self._is_draining:
+                line.end(_is_draining)
+        return line
 
     # Claims
 
@@ -196,6 +213,8 @@ class Catalog:
         for planners in self._planners.values():
             for planner in planners.values():
                 planner.end(_is_draining)
+        for line in self._put_lines.values():
+            line.end(_is_draining)
         for arrivals in self._arrivals.values():
             for arrival in arrivals:
                 if not arrival.done():

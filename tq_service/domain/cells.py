@@ -34,10 +34,12 @@ class ColumnWrite:
     Attributes:
         spec: dtype, layout and row shape of the column.
         extents: size of each row in each ragged dimension of `spec` `(n, ragged dims)`; None where it is not jagged.
+        value_bytes: bytes of its values, all rows together.
     """
 
     spec: FieldSpec
     extents: Indexes | None = None
+    value_bytes: int = 0
 
     @property
     def fitting_shape(self) -> tuple[int, ...]:
@@ -90,23 +92,32 @@ class Field:
 
 
 class PutTable:
-    """The puts that hold cells of a partition, each counted by its cells; slots are used again."""
+    """The puts that hold cells of a partition, each counted by its cells and bytes; slots are used again.
 
-    __slots__ = ("_cells", "_free", "_puts")
+    Attributes:
+        used_bytes: bytes of all cells. Those of a put go with its cells: all with the last, of parts an equal share for
+            each cell, since sizes of single cells are known to the storage service only.
+    """
+
+    __slots__ = ("_bytes", "_cells", "_free", "_puts", "used_bytes")
 
     def __init__(self) -> None:
         self._puts: list[Put | None] = []
         self._cells: list[int] = []
+        self._bytes: list[int] = []
         self._free: list[int] = []
+        self.used_bytes = 0
 
-    def add(self, put: Put, cells: int) -> int:
-        """Enter a put with so many cells and return its slot."""
+    def add(self, put: Put, cells: int, value_bytes: int) -> int:
+        """Enter a put with so many cells of so many bytes together, and return its slot."""
+        self.used_bytes += value_bytes
         if self._free:
             slot = self._free.pop()
-            self._puts[slot], self._cells[slot] = put, cells
+            self._puts[slot], self._cells[slot], self._bytes[slot] = put, cells, value_bytes
             return slot
         self._puts.append(put)
         self._cells.append(cells)
+        self._bytes.append(value_bytes)
         return len(self._puts) - 1
 
     def get(self, slot: int) -> Put:
@@ -118,6 +129,9 @@ class PutTable:
 
     def drop(self, slot: int, cells: int) -> bool:
         """Count cells off; return whether the put has none left, and forget it then."""
+        gone_bytes = self._bytes[slot] * cells // self._cells[slot]
+        self._bytes[slot] -= gone_bytes
+        self.used_bytes -= gone_bytes
         self._cells[slot] -= cells
         if self._cells[slot] > 0:
             return False
@@ -141,6 +155,11 @@ class CellTable:
         self.default_layout = default_layout
         self.fields: dict[str, Field] = {}
 
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the values of all cells; where a part of a put is freed, its share by number of cells."""
+        return self._puts.used_bytes
+
     def declare(self, spec: FieldSpec) -> None:
         """Add a field before its first put."""
         self.fields[spec.name] = Field(spec, self._table)
@@ -162,12 +181,12 @@ class CellTable:
         return None if spec.layout is Layout.OBJECT or is_scalar else self.default_layout
 
     def write(self, put: Put, columns: Sequence[ColumnWrite], specs: Sequence[FieldSpec], positions: Indexes,
-              rows: Indexes, *, are_new: bool) -> list[FreedCells]:  # fmt: skip
+              rows: Indexes, *, value_bytes: int, are_new: bool) -> list[FreedCells]:  # fmt: skip
         """Point the cells of rows at `positions` to `rows` of the put; return the cells that this replaced.
 
-        Rows that `are_new` have no cells yet.
+        These cells have `value_bytes` together. Rows that `are_new` have no cells yet.
         """
-        slot = self._puts.add(put, len(columns) * positions.size)
+        slot = self._puts.add(put, len(columns) * positions.size, value_bytes)
         replaced: list[Field] = []
         for spec in specs:
             field = self.fields.get(spec.name)

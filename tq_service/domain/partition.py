@@ -31,6 +31,7 @@ from tq_service.domain.changes import (
 )
 from tq_service.domain.custom_meta import CustomMeta
 from tq_service.domain.groups import GroupTable
+from tq_service.domain.lowest_version import LowestVersion
 from tq_service.domain.plan import Indexes, Plan, RankPlan
 from tq_service.domain.resolve import Target, resolve_target
 from tq_service.domain.rows import RowTable
@@ -69,6 +70,12 @@ class Partition:
         self.touched_count = 0  # rows written so far, for those who wait for a number of them
         self.event_count = 0  # other changes that may matter to those who wait
         self.on_change: list[Callable[[], None]] = []
+        self.on_consumed: list[Callable[[], None]] = []  # called where a task has fewer samples left to consume
+        self.lowest_versions = {
+            limit.task_name: LowestVersion(limit.task_name, limit.version_column)
+            for limit in settings.run_ahead
+            if limit.max_versions is not None
+        }
         self.tell: Tell | None = None
         for spec in settings.fields:
             self.cells.declare(spec)
@@ -164,14 +171,18 @@ class Partition:
             return []
         if write.state is SampleState.FAILED:  # the bytes of failed samples are not kept
             return [FreedCells(put=write.put)]
+        size = sum(column.value_bytes for column in write.columns)
         if are_new:
             rows = np.arange(positions.size)
-            return self.cells.write(write.put, write.columns, specs, positions, rows, are_new=True)
+            return self.cells.write(write.put, write.columns, specs, positions, rows, value_bytes=size, are_new=True)
         kept = self.state.data[positions] != FAILED
         if not kept.any():
             return [FreedCells(put=write.put)]
         rows = np.flatnonzero(kept)
-        freed = self.cells.write(write.put, write.columns, specs, positions[kept], rows, are_new=False)
+        size = size * rows.size // positions.size
+        freed = self.cells.write(
+            write.put, write.columns, specs, positions[kept], rows, value_bytes=size, are_new=False
+        )
         if rows.size < positions.size:
             names = tuple(column.spec.name for column in write.columns)
             freed.append(FreedCells(put=write.put, field_names=names, rows=np.flatnonzero(~kept)))
@@ -296,6 +307,7 @@ class Partition:
     def record_batch(self, task: Task, binding: Binding, plan: Plan, positions: Indexes) -> None:
         """Record the plan of a task's next batch_index and mark its rows at `positions` consumed."""
         task.record_batch(binding, plan, positions)
+        self._consumed()
         if self.tell is not None:
             self.tell(BatchPlanned(partition_id=self.partition_id, task_name=task.name, binding=binding, plan=plan))
 
@@ -310,6 +322,7 @@ class Partition:
     def record_queue_claim(self, task: Task, request_id: bytes, part: RankPlan, positions: Indexes) -> None:
         """Record what a queue worker gets."""
         task.record_queue_claim(request_id, part, positions)
+        self._consumed()
         if self.tell is not None:
             self.tell(
                 QueueClaimed(partition_id=self.partition_id, task_name=task.name, request_id=request_id, part=part)
@@ -354,6 +367,8 @@ class Partition:
         task.reset(keep_consumed=keep_consumed)
         if not keep_consumed:
             task.open_count = self.open_count
+            if (lowest := self.lowest_versions.get(task.name)) is not None:
+                lowest.forget()
         self.event_count += 1
         self._changed()
         if self.tell is not None:
@@ -398,6 +413,8 @@ class Partition:
 
     def _touched(self, indexes: Indexes) -> None:
         self.touched_count += indexes.size
+        for lowest in self.lowest_versions.values():
+            lowest.touched(indexes)
         first = int(indexes.min())
         for task in self.tasks.values():
             task.touched(first)
@@ -405,6 +422,10 @@ class Partition:
 
     def _changed(self) -> None:
         for notify in self.on_change:
+            notify()
+
+    def _consumed(self) -> None:
+        for notify in self.on_consumed:
             notify()
 
 

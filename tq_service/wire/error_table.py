@@ -55,6 +55,8 @@ ERROR_TABLE: Final[dict[type[errors.TqError], grpc.StatusCode]] = {
     errors.LeaseExpiredError: _CODE.FAILED_PRECONDITION,
     errors.PreconditionError: _CODE.FAILED_PRECONDITION,
     errors.QuotaExceededError: _CODE.RESOURCE_EXHAUSTED,
+    errors.RunAheadError: _CODE.RESOURCE_EXHAUSTED,
+    errors.LimitExceededError: _CODE.RESOURCE_EXHAUSTED,
     errors.ResourceExhaustedError: _CODE.RESOURCE_EXHAUSTED,
     errors.UnauthenticatedError: _CODE.UNAUTHENTICATED,
     errors.PermissionDeniedError: _CODE.PERMISSION_DENIED,

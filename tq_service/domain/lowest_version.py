@@ -1,0 +1,92 @@
+"""The lowest version among the samples that a task has left to consume, found without looking at all of them."""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tq_service.domain.plan import Indexes
+from tq_service.domain.rows import RowTable
+from tq_service.domain.states import HELD, LIVE
+from tq_service.domain.task import UNCLAIMED
+
+if TYPE_CHECKING:
+    from tq_service.domain.partition import Partition
+
+_BLOCK_ROWS = 1024
+_LEAST_HEAP = 64
+
+
+class LowestVersion:
+    """Knows for each block of neighbouring rows a version below which none of its rows that are left lies.
+
+    Rows that leave keep that true, so only those that come, come back or change need to be told (`touched`). A search
+    looks at the block with the lowest bound, and at the next one only where the bound turned out to be too low: once
+    for each version that a block runs out of, however many rows there are.
+    """
+
+    def __init__(self, task_name: str, column: str) -> None:
+        self._task_name = task_name
+        self._column = column
+        self._bounds: dict[int, float] = {}
+        self._heap: list[tuple[float, int]] = []  # every bound with its block, among others that no longer hold
+        self._touched: set[int] | None = None  # blocks to be looked at; None: all
+
+    def touched(self, indexes: Indexes) -> None:
+        """Say that rows were added or written to, or are left again."""
+        if self._touched is not None:
+            self._touched.update(np.unique(indexes // _BLOCK_ROWS).tolist())
+
+    def forget(self) -> None:
+        """Say that any rows may be left again."""
+        self._touched = None
+
+    def find(self, partition: Partition) -> float | None:
+        """Return the lowest version, None where no row that is left has one."""
+        for block in self._blocks_to_look_at(partition.table):
+            self._set(block, self._lowest_of(partition, block))
+        self._touched = set()
+        while self._heap:
+            bound, block = self._heap[0]
+            if self._bounds.get(block) == bound:
+                lowest = self._lowest_of(partition, block)
+                if lowest == bound:
+                    return bound
+                self._set(block, lowest)
+            heapq.heappop(self._heap)
+        return None
+
+    def _blocks_to_look_at(self, table: RowTable) -> set[int]:
+        if self._touched is not None:
+            return self._touched
+        self._bounds.clear()
+        self._heap.clear()
+        return set(np.unique(table.index.data[table.present_positions()] // _BLOCK_ROWS).tolist())
+
+    def _set(self, block: int, lowest: float | None) -> None:
+        if lowest is None:
+            self._bounds.pop(block, None)
+        elif self._bounds.get(block) != lowest:
+            self._bounds[block] = lowest
+            heapq.heappush(self._heap, (lowest, block))
+            if len(self._heap) > 2 * len(self._bounds) + _LEAST_HEAP:
+                self._heap = [(bound, each) for each, bound in self._bounds.items()]
+                heapq.heapify(self._heap)
+
+    def _lowest_of(self, partition: Partition, block: int) -> float | None:
+        arrays = partition.meta.arrays(self._column)
+        if arrays is None or arrays[0].dtype.kind not in "if":
+            return None
+        table = partition.table
+        rows = slice(table.position_from(block * _BLOCK_ROWS), table.position_from((block + 1) * _BLOCK_ROWS))
+        state = partition.state.data[rows]
+        left = ((state == LIVE) | (state == HELD)) & arrays[1][rows]
+        task = partition.tasks.get(self._task_name)
+        if task is not None:
+            left &= task.claim.data[rows] == UNCLAIMED
+        values = arrays[0][rows][left]
+        values = values[~np.isnan(values)]  # not a number: no version
+        lowest: float | None = values.min().item() if values.size else None
+        return lowest
