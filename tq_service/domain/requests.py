@@ -36,6 +36,7 @@ class RequestLog:
         self._pack = pack
         self._unpack = unpack
         self._answers: AgingLog[Any] = AgingLog()
+        self.tell: Callable[[bytes, Any], None] | None = None  # told of each answer as it is kept, once it is recorded
 
     def __len__(self) -> int:
         return len(self._answers)
@@ -54,8 +55,15 @@ class RequestLog:
             recorded: Answer = self._unpack(known.value)
             return recorded
         answer = change()
-        self._answers.add(request_id, now, self._pack(answer))
+        packed = self._pack(answer)
+        self._answers.add(request_id, now, packed)
+        if self.tell is not None:
+            self.tell(request_id, packed)
         return answer
+
+    def restore(self, request_id: bytes, packed: Any) -> None:
+        """Record an answer that was told of before, as if it were given now."""
+        self._answers.add(request_id, time.monotonic(), packed)
 
     def recorded(self, request_id: bytes) -> Any | None:
         """Return the recorded answer, None where there is none."""
