@@ -11,6 +11,7 @@ import numpy as np
 
 from tq_service.domain.aging_log import AgingLog
 from tq_service.domain.asking import Binding, ClaimRequest
+from tq_service.domain.claim_records import Batch, QueueClaim
 from tq_service.domain.plan import Indexes, Plan, RankPlan
 from tq_service.domain.rows import RowTable
 from tq_service.domain.serial_map import SerialMap
@@ -26,33 +27,6 @@ UNCLAIMED = 0  # so that a new task costs the same however many rows there are
 _KEPT = 1  # consumed in an earlier epoch: no record goes with it
 _RELEASED_SECONDS = 900.0
 _MOST_ROWLESS_BATCHES = 16  # short batches come at the end of an epoch, so there is rarely more than one
-
-
-@dataclass(slots=True, kw_only=True)
-class Batch:
-    """A recorded plan of `size` samples, of which `remaining` are not cleared."""
-
-    binding: Binding
-    plan: Plan
-    batch_index: int
-    size: int
-    remaining: int
-
-
-@dataclass(slots=True, kw_only=True)
-class QueueClaim:
-    """What a queue worker got.
-
-    Attributes:
-        remaining: its samples that are not cleared.
-        given_count: calls that were answered with it: a call that left before its answer reached anybody takes the
-            claim back only if no retry was given the same.
-    """
-
-    request_id: bytes
-    part: RankPlan
-    remaining: int
-    given_count: int = 1
 
 
 @dataclass(frozen=True, slots=True)

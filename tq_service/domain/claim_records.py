@@ -1,0 +1,61 @@
+"""What a task has on record of each of its claims: the answer, which those who ask again get too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from tq_service.domain.asking import Binding
+from tq_service.domain.plan import Plan, RankPlan
+
+Decode: TypeAlias = Callable[[], Plan]
+DecodePart: TypeAlias = Callable[[], RankPlan]
+
+
+class Batch:
+    """A recorded plan of `size` samples, of which `remaining` are not cleared.
+
+    Its plan may be given as what decodes it, which is done when somebody asks for it: of a hundred thousand batches that
+    are read from a file, few are ever asked for again.
+    """
+
+    __slots__ = ("_plan", "batch_index", "binding", "remaining", "size")
+
+    def __init__(self, *, binding: Binding, plan: Plan | Decode, batch_index: int, size: int, remaining: int) -> None:
+        self.binding = binding
+        self.batch_index = batch_index
+        self.size = size
+        self.remaining = remaining
+        self._plan = plan
+
+    @property
+    def plan(self) -> Plan:
+        """The parts of all ranks."""
+        if not isinstance(self._plan, Plan):
+            self._plan = self._plan()
+        return self._plan
+
+
+class QueueClaim:
+    """What a queue worker got; its part may be given as what decodes it, like the plan of a batch.
+
+    Attributes:
+        remaining: its samples that are not cleared.
+        given_count: calls that were answered with it: a call that left before its answer reached anybody takes the
+            claim back only if no retry was given the same.
+    """
+
+    __slots__ = ("_part", "given_count", "remaining", "request_id")
+
+    def __init__(self, *, request_id: bytes, part: RankPlan | DecodePart, remaining: int, given_count: int = 1) -> None:
+        self.request_id = request_id
+        self.remaining = remaining
+        self.given_count = given_count
+        self._part = part
+
+    @property
+    def part(self) -> RankPlan:
+        """Its samples, and how they are used."""
+        if not isinstance(self._part, RankPlan):
+            self._part = self._part()
+        return self._part
