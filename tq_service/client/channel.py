@@ -11,6 +11,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from tq_service.v1.controller_service_pb2_grpc import ControllerServiceStub
 from tq_service.v1.storage_service_pb2 import GetRequest, PutResponse
 from tq_service.v1.storage_service_pb2_grpc import StorageServiceStub
+from tq_service.wire.connection import CONNECTION_OPTIONS
 from tq_service.wire.frames import decode_get_response, encode_put_request
 
 if TYPE_CHECKING:
@@ -29,13 +30,7 @@ MAX_MESSAGE_BYTES: Final = 256 << 20
 CHANNEL_OPTIONS: Final = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    # A peer that vanished without closing is noticed within 80 s while calls wait on it.
-    ("grpc.keepalive_time_ms", 60_000),
-    ("grpc.keepalive_timeout_ms", 20_000),
-    # A service that starts late is found at once; the calls' own back-off paces the tries.
-    ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.min_reconnect_backoff_ms", 50),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
+    *CONNECTION_OPTIONS,
     # Connections of a parent process must not serve its forked children.
     ("grpc.use_local_subchannel_pool", 1),
     # A get of the sync client reads its stream in its own thread instead of being woken by another one.

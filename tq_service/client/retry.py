@@ -10,11 +10,12 @@ from typing import Final
 
 import grpc
 
-from tq_service.errors import TqError, UnavailableError
+from tq_service.errors import DeadlineError, TqError, UnavailableError
 from tq_service.wire.error_table import from_rpc_error, status_from_trailers
 
 FIRST_PAUSE_SECONDS: Final = 0.05
-LONGEST_PAUSE_SECONDS: Final = 2.0
+SHORTEST_TRY_SECONDS: Final = 0.02
+LONGEST_PAUSE_SECONDS: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ class Backoff:
     deadline: Deadline
     draw: Callable[[], float] = field(default=random.random)
     tries: int = 0
+    _last: UnavailableError | None = field(default=None, init=False)
 
     def pause(self) -> float:
         """Return the next pause in seconds: between half of its step and the whole."""
@@ -52,18 +54,26 @@ class Backoff:
         """Return how long to pause before the call is tried again.
 
         Raises:
-            TqError: the failure itself where trying again is of no use, or the time left is too short for it.
+            UnavailableError: the time left is too short for another try, or was too short for this one to be answered;
+                with the last reason.
+            TqError: the failure itself, where trying again is of no use.
         """
+        if isinstance(failure, DeadlineError) and self._last is not None:
+            raise self._given_up(self._last, ", and once more without an answer")
         if not isinstance(failure, UnavailableError):
             raise failure
-        pause = self.pause()
-        if pause >= self.deadline.remaining():
-            raise UnavailableError(
-                f"{failure.message}; tried {self.tries} times in the timeout of {self.deadline.timeout:g} s; is the "
-                "service running at this address?",
-                metadata=failure.metadata,
-            )
-        return pause
+        self._last = failure
+        pause, remaining = self.pause(), self.deadline.remaining()
+        if remaining < SHORTEST_TRY_SECONDS:
+            raise self._given_up(failure)
+        return min(pause, remaining / 2)
+
+    def _given_up(self, failure: UnavailableError, more: str = "") -> UnavailableError:
+        return UnavailableError(
+            f"{failure.message}; tried {self.tries} times{more} in the timeout of {self.deadline.timeout:g} s; is the "
+            "service running at this address?",
+            metadata=failure.metadata,
+        )
 
 
 def error_of(error: grpc.RpcError, address: str) -> TqError:

@@ -27,6 +27,7 @@ from tq_service.server.storage_servicer import StorageServicer
 from tq_service.server.storages import EmbeddedStorage, StorageDirectory
 from tq_service.storage.engine import StorageEngine
 from tq_service.v1.controller_service_pb2_grpc import add_ControllerServiceServicer_to_server
+from tq_service.wire.connection import LISTENING_OPTIONS
 from tq_service.wire.shared_memory import check_supported
 
 _log = logging.getLogger(__name__)
@@ -55,8 +56,7 @@ class App:
                 # Thousands of ranks may ask in one moment; gRPC drops calls beyond 1,000 that wait to be accepted.
                 ("grpc.server.max_pending_requests", _MOST_PENDING_CALLS),
                 ("grpc.server.max_pending_requests_hard_limit", _MOST_PENDING_CALLS),
-                ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-                ("grpc.keepalive_permit_without_calls", 1),
+                *LISTENING_OPTIONS,
             ],
         )
         self._boundary: Any = ErrorBoundary(self._server)  # what generated code takes for a server

@@ -12,13 +12,14 @@ from tq_service.storage.engine import StorageEngine
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import metadata_pb2
 from tq_service.v1.controller_service_pb2_grpc import ControllerServiceStub
+from tq_service.wire.connection import CONNECTION_OPTIONS
 
 if TYPE_CHECKING:
     from tq_service.v1.controller_service_pb2_grpc import ControllerServiceAsyncStub  # exists for type checkers only
 
 _log = logging.getLogger(__name__)
 _CALL_SECONDS = 5.0
-_RETRY_SECONDS = 1.0
+_RETRY_SECONDS = 0.25
 
 
 async def announce_storage(engine: StorageEngine, address: str, controller: str) -> None:
@@ -27,7 +28,7 @@ async def announce_storage(engine: StorageEngine, address: str, controller: str)
     A controller that has restarted has forgotten what is stored here; that memory is freed.
     """
     endpoint = metadata_pb2.StorageEndpoint(storage_id=engine.storage_id, boot_id=engine.boot_id, address=address)
-    async with grpc.aio.insecure_channel(controller) as channel:
+    async with grpc.aio.insecure_channel(controller, options=CONNECTION_OPTIONS) as channel:
         stub = cast("ControllerServiceAsyncStub", ControllerServiceStub(channel))
         known_boot_id = b""
         while True:
