@@ -14,11 +14,14 @@ from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
 from tq_service.errors import InternalError, InvalidArgumentError, TqError
+from tq_service.server.settled import State, settled
 from tq_service.wire.error_table import to_status
 from tq_service.wire.frames import Garbled
 
 _log = logging.getLogger(__name__)
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+# What these tell was durable before anybody could ask for it.
+_WAIT_FOR_NOTHING = frozenset({"/tq_service.v1.StorageService/GetSmall", "/tq_service.v1.StorageService/Stat"})
 
 
 class ErrorBoundary:
@@ -28,14 +31,18 @@ class ErrorBoundary:
     without its text. Bytes that are no message become INVALID_ARGUMENT.
 
     Each handler is wrapped once. An interceptor of grpc.aio does the same by two more coroutines for every call.
+
+    Attributes:
+        state: what answers wait for to be durable; None: for nothing. To be set before services are added.
     """
 
     def __init__(self, server: grpc.aio.Server) -> None:
         self._server = server
+        self.state: State | None = None
 
     def add_generic_rpc_handlers(self, handlers: Iterable[grpc.GenericRpcHandler]) -> None:
         """Add services; generated code calls this."""
-        self._server.add_generic_rpc_handlers([_Guarded(handler) for handler in handlers])
+        self._server.add_generic_rpc_handlers([_Guarded(handler, self.state) for handler in handlers])
 
     def add_registered_method_handlers(self, service_name: str, method_handlers: object) -> None:
         """Do nothing; generated code calls this too, for methods that were added above."""
@@ -44,8 +51,9 @@ class ErrorBoundary:
 class _Guarded(grpc.GenericRpcHandler):
     """A service whose handlers are wrapped, each when its method is first called."""
 
-    def __init__(self, service: grpc.GenericRpcHandler) -> None:
+    def __init__(self, service: grpc.GenericRpcHandler, state: State | None) -> None:
         self._service = service
+        self._state = state
         self._wrapped: dict[str, Handler] = {}
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
@@ -56,22 +64,24 @@ class _Guarded(grpc.GenericRpcHandler):
             handler = self._service.service(handler_call_details)
             if handler is None:
                 return None
-            wrapped = self._wrapped[method] = _wrap(handler, method)
+            wrapped = self._wrapped[method] = _wrap(handler, method, self._state)
         return wrapped
 
 
-def _wrap(handler: Handler, method: str) -> Handler:
+def _wrap(handler: Handler, method: str, state: State | None) -> Handler:
     deserialize = _marking_garbage(handler.request_deserializer)
+    state = None if method in _WAIT_FOR_NOTHING else state
     if handler.unary_unary is not None:
         return grpc.unary_unary_rpc_method_handler(
-            _unary(handler.unary_unary, method), deserialize, handler.response_serializer
+            _unary(handler.unary_unary, method, state), deserialize, handler.response_serializer
         )
     if handler.stream_unary is not None:
         return grpc.stream_unary_rpc_method_handler(
-            _unary(handler.stream_unary, method), deserialize, handler.response_serializer
+            _unary(handler.stream_unary, method, state), deserialize, handler.response_serializer
         )
     if handler.unary_stream is not None:
         # A handler that writes through its context, such as Watch of the health service, is awaited like a unary one.
+        # What streams tell is that bytes are there, which was answered before; so they wait for no state.
         wrap = _streaming if inspect.isasyncgenfunction(handler.unary_stream) else _unary
         return grpc.unary_stream_rpc_method_handler(
             wrap(handler.unary_stream, method), deserialize, handler.response_serializer
@@ -93,7 +103,10 @@ def _marking_garbage(deserialize: Callable[[bytes], Any] | None) -> Callable[[by
     return marked
 
 
-def _unary(behavior: Callable[..., Any], method: str) -> Callable[..., Awaitable[Any]]:
+def _unary(behavior: Callable[..., Any], method: str, state: State | None = None) -> Callable[..., Awaitable[Any]]:
+    if state is not None:
+        behavior = settled(behavior, state)
+
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
             _refuse_garbage(request)
