@@ -1,0 +1,247 @@
+"""Bearer tokens: made once, kept as digests in a file, and read again when the file changes.
+
+A token is 256 random bits, so SHA-256 keeps it: nobody can try enough of them for a slow hash to matter, while a slow
+hash would let anybody keep the service busy with wrong tokens. Tokens are found by their digest, whose place in a table
+tells nothing about those that are stored: who sends a token cannot steer its digest, so no time is worth measuring.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import secrets
+import stat
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias, cast, get_args
+
+from tq_service.errors import InvalidArgumentError
+from tq_service.wire.credentials import file_signature
+
+_log = logging.getLogger(__name__)
+Role: TypeAlias = Literal["read", "produce", "consume", "admin", "service"]
+ROLES: Final[tuple[Role, ...]] = get_args(Role)
+ALL_PARTITIONS: Final = ""
+
+_MARK: Final = "tq_"  # so that programs that look for leaked secrets can find one
+_RANDOM_BYTES: Final = 32
+_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+_KEYS: Final = frozenset({"name", "sha256", "roles", "prefixes", "expires"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Token:
+    """What is known of a token: all but the token itself.
+
+    Attributes:
+        name: whose it is, for logs; letters, digits, ".", "_" and "-".
+        digest: its SHA-256.
+        roles: what its holder may do.
+        prefixes: beginnings of the names of the partitions that he may do it with; "" is all.
+        expires: until when it is valid; None: for ever.
+    """
+
+    name: str
+    digest: bytes
+    roles: frozenset[Role]
+    prefixes: tuple[str, ...] = (ALL_PARTITIONS,)
+    expires: datetime | None = None
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise InvalidArgumentError(f"name: got {self.name!r}, expected 1 to 64 letters, digits, '.', '_', '-'")
+        if unknown := sorted(self.roles - set(ROLES)):
+            raise InvalidArgumentError(f"roles: got {unknown[0]!r}, expected some of {', '.join(ROLES)}")
+        if not self.roles or not self.prefixes:
+            raise InvalidArgumentError("roles or prefixes are empty; give at least one of each ('' is all partitions)")
+        if self.expires is not None and self.expires.tzinfo is None:
+            raise InvalidArgumentError(
+                f"expires: got {self.expires}, expected a time with its zone, as 2027-01-31T00:00Z"
+            )
+
+    def covers(self, partition_id: str) -> bool:
+        """Whether a partition is among those that it is for."""
+        return partition_id.startswith(self.prefixes)
+
+
+def new_secret() -> str:
+    """Return a new token, as its holder sends it."""
+    return _MARK + secrets.token_urlsafe(_RANDOM_BYTES)
+
+
+def digest_of(secret: str) -> bytes:
+    """Return what is kept of a token."""
+    return hashlib.sha256(secret.encode("utf-8", "replace")).digest()
+
+
+def format_entry(token: Token) -> str:
+    """Return a token's entry for the file, in TOML."""
+    lines = [
+        "[[token]]",
+        f"name = {_quote(token.name)}",
+        f"sha256 = {_quote(token.digest.hex())}",
+        f"roles = [{', '.join(_quote(role) for role in ROLES if role in token.roles)}]",
+        f"prefixes = [{', '.join(map(_quote, token.prefixes))}]",
+    ]
+    if token.expires is not None:
+        lines.append(f"expires = {token.expires.astimezone(UTC).isoformat(timespec='seconds')}")
+    return "\n".join(lines) + "\n"
+
+
+def parse_tokens(text: str) -> dict[bytes, Token]:
+    """Return the tokens of a file by their digests.
+
+    Raises:
+        InvalidArgumentError: it is not TOML, or an entry is wrong, or two are of one name or token.
+    """
+    try:
+        document = tomllib.loads(text)
+    except ValueError as error:
+        raise InvalidArgumentError(f"not TOML: {error}") from None
+    entries = document.pop("token", [])
+    if document or not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise InvalidArgumentError("expected [[token]] entries and nothing else")
+    tokens: dict[bytes, Token] = {}
+    names: set[str] = set()
+    for number, entry in enumerate(entries, 1):
+        try:
+            token = _token_of(entry)
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(f"entry {number} ({entry.get('name')!r:.80}): {error}") from None
+        if token.name in names or token.digest in tokens:
+            raise InvalidArgumentError(f"entry {number}: the name {token.name!r} or its token is there twice")
+        names.add(token.name)
+        tokens[token.digest] = token
+    return tokens
+
+
+def read_tokens(path: Path) -> dict[bytes, Token]:
+    """Return the tokens of a file by their digests.
+
+    Raises:
+        InvalidArgumentError: it cannot be read, is open to others, or is wrong.
+    """
+    try:
+        check_private(path)
+        return parse_tokens(path.read_text())
+    except OSError as error:
+        raise InvalidArgumentError(f"the tokens file {path} cannot be read: {error.strerror}") from None
+    except ValueError as error:  # InvalidArgumentError, or bytes that are no text
+        raise InvalidArgumentError(f"the tokens file {path}: {error}") from None
+
+
+def check_private(path: Path) -> None:
+    """Refuse a file with secrets that others may read or change; its group may read it.
+
+    Raises:
+        OSError: it is not there.
+        InvalidArgumentError: it is open to others.
+    """
+    mode = path.stat().st_mode
+    if mode & (stat.S_IRWXO | stat.S_IWGRP):
+        raise InvalidArgumentError(
+            f"got mode {stat.S_IMODE(mode):04o} of {path}, which lets others read or change it; chmod 0600 or 0640"
+        )
+
+
+def append_token(path: Path, token: Token) -> None:
+    """Add a token to a file, which is made where it is not there; readers see the old file or the new one, whole.
+
+    Raises:
+        InvalidArgumentError: the file is wrong, or has a token of that name.
+        OSError: it cannot be written.
+    """
+    text = ""
+    if path.exists():
+        read_tokens(path)
+        text = path.read_text()
+    text = f"{text.rstrip()}\n\n{format_entry(token)}".lstrip()
+    parse_tokens(text)
+    unready = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(unready, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        if path.exists():
+            status = path.stat()
+            unready.chmod(stat.S_IMODE(status.st_mode))
+            if (status.st_uid, status.st_gid) != (os.geteuid(), os.getegid()):
+                os.chown(unready, status.st_uid, status.st_gid)
+        unready.rename(path)
+    except BaseException:
+        unready.unlink(missing_ok=True)
+        raise
+
+
+class TokenFile:
+    """The tokens of a file as it is now. A broken new file is logged, and the tokens read before stay.
+
+    Args:
+        path: the file.
+
+    Attributes:
+        tokens: by their digests; another mapping each time the file was read.
+
+    Raises:
+        InvalidArgumentError: it cannot be read, is open to others, or is wrong.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._signature = file_signature(path)
+        self.tokens: Mapping[bytes, Token] = read_tokens(path)
+        _log.info("%d tokens in %s", len(self.tokens), path)
+
+    def reload(self) -> None:
+        """Read the file again if it has changed."""
+        signature = file_signature(self._path)
+        if signature == self._signature:
+            return
+        self._signature = signature
+        try:
+            self.tokens = read_tokens(self._path)
+        except InvalidArgumentError as error:
+            _log.error("%s; the tokens read before stay valid", error)
+            return
+        _log.info("%d tokens in %s, which has changed", len(self.tokens), self._path)
+
+
+def _token_of(entry: Mapping[str, Any]) -> Token:
+    if unknown := sorted(entry.keys() - _KEYS):
+        raise InvalidArgumentError(f"got the key {unknown[0]!r}, expected {', '.join(sorted(_KEYS))}")
+    digest = entry.get("sha256")
+    if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+        raise InvalidArgumentError("sha256: expected 64 hexadecimal digits, as `tq-service token new` makes them")
+    name, expires = entry.get("name"), entry.get("expires")
+    if not isinstance(name, str):
+        raise InvalidArgumentError("name: expected a text")
+    if expires is not None and not isinstance(expires, datetime):
+        raise InvalidArgumentError(f"expires: got {expires!r}, expected a time as 2027-01-31T00:00:00Z, without quotes")
+    return Token(
+        name=name,
+        digest=bytes.fromhex(digest),
+        roles=cast("frozenset[Role]", frozenset(_texts(entry, "roles"))),
+        prefixes=tuple(_texts(entry, "prefixes")),
+        expires=expires,
+    )
+
+
+def _texts(entry: Mapping[str, Any], key: str) -> Iterable[str]:
+    values = entry.get(key)
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise InvalidArgumentError(f"{key}: got {values!r:.80}, expected a list of texts")
+    return values
+
+
+def _quote(text: str) -> str:
+    """Return a text as TOML and JSON both write it."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
