@@ -1,0 +1,108 @@
+"""Answers and errors wait until what they say is durable; nothing is done while nothing can be written down."""
+
+import asyncio
+
+import pytest
+
+from tq_service.errors import InvalidArgumentError, QuotaExceededError
+from tq_service.server.settled import settled
+
+
+class Disk:
+    """A journal that becomes durable when the test says so."""
+
+    def __init__(self):
+        self.written = self.synced = 0
+        self.is_stuck = self.is_full = False
+        self.events = []
+
+    @property
+    def is_behind(self):
+        return self.synced < self.written
+
+    def write(self):
+        self.written += 1
+        self.events.append("written")
+
+    async def durable(self):
+        await asyncio.sleep(0)
+        if self.is_full:
+            self.is_stuck = True
+            raise QuotaExceededError("the disk is full", retry_after_seconds=1.0)
+        self.is_stuck = False
+        self.synced = self.written
+        self.events.append("durable")
+
+
+async def change(request, context):
+    context.write()
+    if request == "refuse":
+        raise InvalidArgumentError("refused")
+    return "done"
+
+
+async def look(request, context):
+    return "seen"
+
+
+def call(behavior, request, disk):
+    return asyncio.run(settled(behavior, disk)(request, disk))
+
+
+def test_an_answer_waits_for_the_change():
+    disk = Disk()
+    assert call(change, "x", disk) == "done"
+    assert disk.events == ["written", "durable"]
+
+
+def test_what_changes_nothing_waits_for_nothing():
+    disk = Disk()
+    assert call(look, "x", disk) == "seen"
+    assert disk.events == []
+
+
+def test_a_look_waits_for_the_change_of_another():
+    disk = Disk()
+    disk.write()
+    assert call(look, "x", disk) == "seen"
+    assert disk.events == ["written", "durable"]
+
+
+def test_an_error_waits_too():
+    disk = Disk()
+    with pytest.raises(InvalidArgumentError, match="refused"):
+        call(change, "refuse", disk)
+    assert disk.events == ["written", "durable"]
+
+
+def test_a_change_that_cannot_be_written_is_not_acknowledged_but_is_there_for_the_retry():
+    disk = Disk()
+    disk.is_full = True
+    with pytest.raises(QuotaExceededError):
+        call(change, "x", disk)
+    assert disk.written == 1
+    with pytest.raises(QuotaExceededError):
+        call(change, "x", disk)
+    assert disk.written == 1  # while it is stuck nothing more is changed
+    disk.is_full = False
+    assert call(look, "x", disk) == "seen"
+    assert disk.synced == 1
+    assert not disk.is_stuck
+
+
+def test_a_call_that_leaves_waits_for_nothing():
+    disk = Disk()
+
+    async def leave(request, context):
+        context.write()
+        await asyncio.sleep(60)
+
+    async def main():
+        task = asyncio.ensure_future(settled(leave, disk)("x", disk))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    assert disk.events == ["written"]
