@@ -113,6 +113,16 @@ class ServeSettings(BaseSettings):
         gt=0,
         description="Quota of the storage service, such as 8GiB; none for no limit. Default: half of the memory.",
     )
+    data_dir: Path | None = Field(
+        None,
+        description="Folder in which the service keeps its state, for itself alone. Default: none, and what it holds is "
+        "gone when it stops.",
+    )
+    durability: Literal["auto", "memory", "process", "disk"] = Field(
+        "auto",
+        description="What an acknowledged change survives: nothing (memory), the death of any process (process), or that "
+        "of the machine (disk); auto is process with data_dir, memory without.",
+    )
     storage_id: str | None = Field(
         None, description="Name of the storage service, the same over restarts. Default: made of host name and port."
     )
@@ -170,6 +180,16 @@ class ServeSettings(BaseSettings):
             raise ValueError("role storage needs the setting controller, the address host:port to announce itself to")
         if self.role != "storage" and self.controller is not None:
             raise ValueError(f"the setting controller is for role storage, but the role is {self.role}; leave one out")
+        return self
+
+    @model_validator(mode="after")
+    def _durability_needs_a_folder(self) -> ServeSettings:
+        if self.durability in {"process", "disk"} and self.data_dir is None:
+            raise ValueError(
+                f"durability {self.durability} needs the setting data_dir, the folder to keep the state in"
+            )
+        if self.durability == "memory" and self.data_dir is not None:
+            raise ValueError("durability is memory, for which data_dir has no use; leave one of the two out")
         return self
 
     def advertised_address(self, port: int) -> str:

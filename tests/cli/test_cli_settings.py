@@ -175,3 +175,22 @@ def test_every_setting_has_a_flag_with_its_description() -> None:
         assert f"--{name.replace('_', '-')}" in shown
         assert field.description
         assert field.description in shown
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"durability": "process"}, "needs the setting data_dir"),
+        ({"durability": "disk"}, "needs the setting data_dir"),
+        ({"durability": "memory", "data_dir": "/srv/tq"}, "no use"),
+        ({"durability": "always"}, "--durability"),
+    ],
+)
+def test_durability_and_its_folder_go_together(flags, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        load_settings(flags)
+
+
+def test_a_folder_alone_asks_for_durability():
+    settings = load_settings({"data_dir": "/srv/tq"}).settings
+    assert (settings.durability, str(settings.data_dir)) == ("auto", "/srv/tq")
