@@ -3,6 +3,8 @@
 #   make install            .venv with torch, the package and the tools
 #   make test               the tests
 #   make demo               a tiny policy trained through the service, about a minute
+#   make chaos              kills the service and its clients at random while they work, and checks what was promised
+#   make fuzz               10,000 odd calls on every method, 100,000 odd frames, damaged files
 #   make check              format, lint, types, protos, generated code, layers: all that CI asks besides the tests
 #
 # Torch is installed first and alone, so that its build can be chosen: on Linux, PyPI's is for CUDA and has some GB. For
@@ -18,10 +20,10 @@ export PYTHON
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install format lint typecheck generate check test bench demo clean FORCE
+.PHONY: help install format lint typecheck generate check test chaos fuzz bench demo clean FORCE
 
 help:
-	@sed -n '3,6s/^# *//p' Makefile
+	@sed -n '3,8s/^# *//p' Makefile
 	@echo "also: format lint typecheck generate bench clean"
 
 # A virtual environment whose interpreter is gone (after an upgrade of Python, or a move of the folder) is stale too.
@@ -64,6 +66,12 @@ check: lint typecheck
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
 
+chaos: $(INSTALLED)
+	$(BIN)/python -m chaos
+
+fuzz: $(INSTALLED)
+	TQ_FUZZ_EXAMPLES=10000 $(BIN)/python -m pytest tests/fuzz --timeout 1800
+
 bench: $(INSTALLED)
 	TQ_BENCH_TORCH='$(TORCH)' $(BIN)/python -m benchmarks
 
@@ -71,5 +79,5 @@ demo: $(INSTALLED)
 	$(BIN)/tq-service demo
 
 clean:
-	rm -rf $(VENV) .venv-generate .venv-transferqueue .venv-ray build dist demo-output .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-generate .venv-transferqueue .venv-ray build dist demo-output chaos-output .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

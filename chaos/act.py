@@ -1,0 +1,296 @@
+"""One act: a partition from its first sample to its clear, with everybody at work and strikes at random moments."""
+
+from __future__ import annotations
+
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Literal
+
+import tq_service as tq
+from chaos.actors import described, rank_request
+from chaos.client_process import STOP_FILE
+from chaos.cluster import Cluster, Process, wait_until
+from chaos.content import REWARD, rewards_of, wrong_fields
+from chaos.model import Samples, claims_of, rank_violations, worker_violations
+
+Target = Literal["controller", "storage", "both", "client", "rolling restart"]
+
+_CLIENTS: Final = (
+    ("producer", (0, 1, 2, 3)),
+    ("producer", (4, 5, 6, 7)),
+    ("rank", (0, 1, 2, 3)),
+    ("rank", (4, 5, 6, 7)),
+    ("worker", (0, 1, 2, 3)),
+)
+_REPLAYED_CLAIMS: Final = 24
+_READ_SAMPLES: Final = 20
+_ROWS_A_READ: Final = 64
+_ANSWER_SECONDS: Final = 60.0
+_END_SECONDS: Final = 120.0
+
+
+@dataclass(slots=True)
+class Findings:
+    """What a trial has found; each act adds to it.
+
+    Attributes:
+        violations: what was promised and not kept.
+        strikes: how often each target was struck.
+        back_seconds: for each strike on the service, from the signal until all of it answered again.
+        acknowledged_count: samples whose put was acknowledged.
+        claim_count: batches that ranks were given.
+        replayed_count: claims that were asked for again and compared.
+        read_count: samples whose bytes were compared, besides those the actors read.
+    """
+
+    violations: list[str] = field(default_factory=list)
+    strikes: dict[Target, int] = field(default_factory=dict)
+    back_seconds: list[float] = field(default_factory=list)
+    acknowledged_count: int = 0
+    claim_count: int = 0
+    replayed_count: int = 0
+    read_count: int = 0
+
+
+class Act:
+    """One partition under load.
+
+    Args:
+        cluster: the running service.
+        name: of the partition.
+        folder: gets the logs of the actors.
+        dice: choose moments and targets.
+        seed: of the actors' dice.
+        findings: gets what comes of it.
+        say: gets a line about each strike.
+    """
+
+    def __init__(
+        self,
+        *,
+        cluster: Cluster,
+        name: str,
+        folder: Path,
+        dice: random.Random,
+        seed: int,
+        findings: Findings,
+        say: Callable[[str], None],
+    ) -> None:
+        folder.mkdir(parents=True)
+        self._cluster = cluster
+        self._name = name
+        self._folder = folder
+        self._dice = dice
+        self._findings = findings
+        self._say = say
+        self._clients = [
+            self._client_process(number, *one, seed)
+            for number, one in enumerate(_CLIENTS)
+            if one[0] != "worker" or hasattr(tq.Client, "ack")
+        ]
+        self._client = tq.Client(cluster.address, timeout=_ANSWER_SECONDS)
+        self._stored_before = {name: self._stored(name) for name in cluster.storage_names}
+
+    def _client_process(self, number: int, kind: str, numbers: Sequence[int], seed: int) -> Process:
+        module = [sys.executable, "-m", "chaos.client_process"]
+        arguments = [self._cluster.address, self._name, str(self._folder), str(seed), kind, *map(str, numbers)]
+        return Process(f"{kind}s-{number}", [*module, *arguments], self._folder / f"{kind}s-{number}.log")
+
+    def run(self, rounds: int, most_seconds: float, targets: Sequence[Target]) -> None:
+        """Strike `rounds` times, then let everybody finish and check everything."""
+        try:
+            self._client.create_partition(self._name)
+            for process in self._clients:
+                process.start()
+            wait_until(self._is_busy, _END_SECONDS)
+            for _ in range(rounds):
+                time.sleep(self._dice.uniform(0.1, most_seconds))
+                self._strike(self._dice.choice(targets))
+                self._found(self._check_between())
+            self._found(self._finish())
+        finally:
+            self._client.close()
+            for process in self._clients:
+                process.end()
+
+    def _found(self, violations: Iterator[str]) -> None:
+        for violation in violations:
+            self._say(f"VIOLATION {violation}")
+            self._findings.violations.append(f"{self._name}: {violation}")
+
+    def _is_busy(self) -> bool:
+        """Whether samples come and go."""
+        return bool(claims_of(self._folder))
+
+    # Strikes
+
+    def _strike(self, target: Target) -> None:
+        count = self._findings.strikes
+        count[target] = count.get(target, 0) + 1
+        if target == "client":
+            victim = self._dice.choice(self._clients)
+            self._say(f"{self._name}: kill {victim.name}")
+            victim.end()
+            victim.start()
+            return
+        if target == "rolling restart":
+            for name in self._cluster.processes:
+                self._hit([name], signal.SIGTERM)
+            return
+        self._hit(self._victims(target), signal.SIGKILL)
+
+    def _victims(self, target: Target) -> list[str]:
+        match target:
+            case "controller":
+                return [self._cluster.controller_name]
+            case "storage":
+                return [self._dice.choice(self._cluster.storage_names)]
+        return list(self._cluster.processes)
+
+    def _hit(self, names: Sequence[str], number: signal.Signals) -> None:
+        struck_at = time.monotonic()
+        self._found(iter(self._cluster.strike(names, number)))
+        if not wait_until(self._answers, _ANSWER_SECONDS):
+            self._found(iter([f"no answer within {_ANSWER_SECONDS:g} s of {number.name} to {', '.join(names)}"]))
+        took = time.monotonic() - struck_at
+        if number == signal.SIGKILL:
+            self._findings.back_seconds.append(took)
+        self._say(f"{self._name}: {number.name} {', '.join(names)}: back after {took:.2f} s")
+
+    def _answers(self) -> bool:
+        """Whether the controller answers, and all storage services."""
+        addresses = {self._cluster.address, *map(self._cluster.storage_address, self._cluster.storage_names)}
+        for address in sorted(addresses):
+            try:
+                with tq.Client(address, timeout=0.3) as client:
+                    if not client.health():
+                        return False
+            except tq.TqError:
+                return False
+        return True
+
+    # Checks while everybody works
+
+    def _check_between(self) -> Iterator[str]:
+        yield from (f"process {name} ended by itself" for name in self._cluster.dead())
+        yield from self._check_samples(_READ_SAMPLES)
+        claims = claims_of(self._folder)
+        yield from self._replay(self._dice.sample(range(len(claims)), min(_REPLAYED_CLAIMS, len(claims))))
+
+    def _check_samples(self, read_count: int | None) -> Iterator[str]:
+        """Compare what is there with what was acknowledged, and the bytes of so many samples; None: of all."""
+        before = Samples.told(self._folder)
+        present = self._present()
+        later = Samples.told(self._folder)
+        yield from before.violations(present, later)
+        readable = [key for key in before.acknowledged if key in present and key not in later.clearing]
+        if read_count is not None:
+            readable = self._dice.sample(readable, min(read_count, len(readable)))
+        yield from self._read(readable)
+
+    def _present(self) -> dict[str, int]:
+        meta, _ = self._client.lookup_samples(self._name)
+        return {str(key): index for key, index in zip(meta.keys, meta.global_indexes, strict=True)}
+
+    def _read(self, keys: Sequence[str]) -> Iterator[str]:
+        for start in range(0, len(keys), _ROWS_A_READ):
+            some = keys[start : start + _ROWS_A_READ]
+            try:
+                batch = self._client.get_data(
+                    partition_id=self._name, keys=some, data_fields=["ids", "blob", "text"], timeout=_ANSWER_SECONDS
+                )
+            except tq.TqError as error:
+                yield f"acknowledged samples cannot be read: {error}"
+                continue
+            self._findings.read_count += len(some)
+            yield from (f"wrong bytes: {wrong}" for wrong in wrong_fields(some, batch))
+
+    def _replay(self, chosen: Sequence[int] | None = None) -> Iterator[str]:
+        """Ask for claims again, those `chosen` of all that ranks have logged."""
+        claims = claims_of(self._folder)
+        for claim in claims if chosen is None else [claims[number] for number in chosen]:
+            asked = rank_request(self._name, claim.rank, claim.batch_index, max_wait=0.0)
+            try:
+                answer = described(self._client.get_meta(**asked))
+            except tq.TqError as error:
+                yield f"rank {claim.rank}, batch {claim.batch_index}: asked again, {error!r}"
+                continue
+            self._findings.replayed_count += 1
+            if answer != claim.answer:
+                yield f"rank {claim.rank}, batch {claim.batch_index} was {claim.answer} and is {answer}"
+
+    # The end of the act
+
+    def _finish(self) -> Iterator[str]:
+        (self._folder / STOP_FILE).touch()
+        yield from self._join("producer")
+        self._complete_rewards()
+        self._let_go()
+        self._client.seal_partition(self._name)
+        yield from self._join("rank", "worker")
+        yield from self._check_samples(None)
+        live = set(self._present().values())
+        yield from rank_violations(self._folder, live)
+        if hasattr(tq.Client, "ack"):
+            yield from worker_violations(self._folder, live)
+        yield from self._replay()
+        samples = Samples.told(self._folder)
+        self._findings.acknowledged_count += len(samples.acknowledged)
+        self._findings.claim_count += len(claims_of(self._folder))
+        self._client.clear_partition(self._name)
+        yield from self._leaks()
+
+    def _join(self, *kinds: str) -> Iterator[str]:
+        deadline = time.monotonic() + _END_SECONDS
+        for process in self._clients:
+            if not process.name.startswith(kinds):
+                continue
+            code = process.exit_code(max(0.1, deadline - time.monotonic()))
+            if code is None:
+                yield f"{process.name} did not come to its end within {_END_SECONDS:g} s ({process.log})"
+            elif code:
+                lines = process.log.read_text(errors="replace").strip().splitlines()
+                yield f"{process.name} ended with {code}: {lines[-1] if lines else 'no word'} ({process.log})"
+
+    def _complete_rewards(self) -> None:
+        """Put the rewards that producers who died still owed, so that every sample can be handed out."""
+        keys = sorted(self._present())
+        for start in range(0, len(keys), _ROWS_A_READ):
+            some = keys[start : start + _ROWS_A_READ]
+            found, _ = self._client.lookup_samples(self._name, some)
+            lacking = [key for key in some if key in self._unrewarded(found.keys)]
+            if lacking:
+                self._client.put(
+                    {REWARD: rewards_of(lacking)}, partition_id=self._name, keys=lacking, key_mode="existing"
+                )
+
+    def _unrewarded(self, keys: Sequence[str | None]) -> set[str]:
+        batch = self._client.get_data(
+            partition_id=self._name, keys=[str(key) for key in keys], data_fields=["text", REWARD], missing="skip"
+        )
+        rewarded = {text.split()[2] for text in batch["text"]}
+        return {str(key) for key in keys} - rewarded
+
+    def _let_go(self) -> None:
+        """Make live what is held, since tasks wait for that too."""
+        held = Samples.told(self._folder).held & self._present().keys()
+        if held:
+            meta, _ = self._client.lookup_samples(self._name, sorted(held))
+            self._client.put(metadata=meta, state="live")
+
+    def _leaks(self) -> Iterator[str]:
+        for name, before in self._stored_before.items():
+            if not wait_until(lambda name=name, before=before: self._stored(name) == before, _ANSWER_SECONDS):
+                used_bytes, put_count = self._stored(name)
+                yield f"{name} has {used_bytes} bytes in {put_count} puts after the clear, {before} before the act"
+
+    def _stored(self, storage_name: str) -> tuple[int, int]:
+        """Return bytes and puts of a storage service."""
+        with tq.Client(self._cluster.storage_address(storage_name), timeout=_ANSWER_SECONDS) as client:
+            stat = client.storage_stat()
+            return stat.used_bytes, stat.put_count

@@ -1,0 +1,205 @@
+"""Those who use the service: producers, trainer ranks and queue workers; each goes on from its log."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import tq_service as tq
+from chaos.content import FIELDS, REWARD, columns_of, rewards_of, wrong_fields
+from chaos.events import EventLog, read_events
+
+RANK_COUNT: Final = 8
+RANK_TASK: Final = "update_actor"
+WORKER_TASK: Final = "reward"
+LEASE_SECONDS: Final = 6.0
+
+_ALL_FIELDS: Final = [*FIELDS, REWARD]
+_MAX_WAIT_SECONDS: Final = 20.0
+_MOST_ROWS: Final = 6
+_LONGEST_PAUSE_SECONDS: Final = 0.06
+
+
+class Actor:
+    """What the three have in common.
+
+    Args:
+        client: its own.
+        partition_id: the partition of the act.
+        number: which of its kind it is.
+        folder: where its log is.
+        seed: of its dice.
+        stopping: whether producers are to stop.
+    """
+
+    kind: str
+
+    def __init__(
+        self,
+        *,
+        client: tq.AsyncClient,
+        partition_id: str,
+        number: int,
+        folder: Path,
+        seed: int,
+        stopping: Callable[[], bool],
+    ) -> None:
+        path = folder / f"{self.kind}-{number}.jsonl"
+        self.client = client
+        self.partition_id = partition_id
+        self.number = number
+        self.past = read_events(path)
+        self.log = EventLog(path)
+        self.dice = random.Random(f"{seed} {self.kind} {number} {len(self.past)}")
+        self.stopping = stopping
+
+    async def run(self) -> None:
+        """Work until there is nothing left to do."""
+        raise NotImplementedError
+
+
+class Producer(Actor):
+    """Puts samples, some with their reward in a second put; some are held, and cleared again."""
+
+    kind = "producer"
+
+    async def run(self) -> None:
+        """Put until told to stop."""
+        begun = sum(event["what"] == "put" for event in self.past)
+        while not self.stopping():
+            await self._put_one(begun)
+            begun += 1
+            await asyncio.sleep(self.dice.uniform(0, _LONGEST_PAUSE_SECONDS))
+
+    async def _put_one(self, serial: int) -> None:
+        keys = [f"p{self.number}-{serial}-{row}" for row in range(self.dice.randint(1, _MOST_ROWS))]
+        is_held = self.dice.random() < 0.15
+        has_reward = is_held or self.dice.random() < 0.7
+        data = columns_of(keys) | ({REWARD: rewards_of(keys)} if has_reward else {})
+        self.log.write("put", keys=keys, is_held=is_held)
+        meta = await self.client.put(
+            data,
+            partition_id=self.partition_id,
+            keys=keys,
+            key_mode="new",
+            state="held" if is_held else "live",
+            custom_meta=[{"version": serial}] * len(keys),
+        )
+        self.log.write("put_done", keys=keys, indexes=list(meta.global_indexes))
+        if not has_reward:
+            await self.client.put({REWARD: rewards_of(keys)}, metadata=meta)
+            self.log.write("reward_done", keys=keys)
+        elif is_held and self.dice.random() < 0.5:
+            self.log.write("clear", keys=keys)
+            await self.client.clear_samples(meta)
+            self.log.write("clear_done", keys=keys)
+
+
+class Rank(Actor):
+    """Takes the batches of one rank in order and reads them."""
+
+    kind = "rank"
+
+    async def run(self) -> None:
+        """Take and read batches until the end."""
+        claimed = {event["batch_index"]: event["claim"] for event in self.past if event["what"] == "claim"}
+        batch_index = sum(event["what"] == "read" for event in self.past)
+        while True:
+            meta = await self.client.get_meta(**rank_request(self.partition_id, self.number, batch_index))
+            if meta.status == "not_yet":
+                continue
+            claim = described(meta)
+            if batch_index not in claimed:
+                self.log.write("claim", batch_index=batch_index, claim=claim)
+            elif claimed[batch_index] != claim:
+                self.log.write("changed", batch_index=batch_index, before=claimed[batch_index], after=claim)
+            if meta.status == "end":
+                return
+            wrong = await read(self.client, meta)
+            self.log.write("read", batch_index=batch_index, wrong=wrong)
+            batch_index += 1
+
+
+class Worker(Actor):
+    """Takes leased samples, reads them, and acknowledges most; some it gives back, some it lets run out."""
+
+    kind = "worker"
+
+    async def run(self) -> None:
+        """Take and acknowledge samples until the end."""
+        while True:
+            self.log.write("ask")
+            meta = await self.client.get_meta(
+                partition_id=self.partition_id,
+                task_name=WORKER_TASK,
+                data_fields=_ALL_FIELDS,
+                batch_size=12,
+                min_batch_size=1,
+                lease=LEASE_SECONDS,
+                max_wait=_MAX_WAIT_SECONDS,
+            )
+            if meta.status == "end":
+                self.log.write("end")
+                return
+            if meta.status == "batch":
+                await self._work(meta)
+
+    async def _work(self, meta: tq.BatchMeta) -> None:
+        indexes = list(meta.global_indexes)
+        self.log.write("leased", indexes=indexes)
+        self.log.write("read", wrong=await read(self.client, meta))
+        fate = self.dice.random()
+        if fate < 0.05:
+            return  # the lease runs out
+        if fate < 0.15:
+            await self.client.release_claim(meta, WORKER_TASK)
+            self.log.write("released", indexes=indexes)
+            return
+        self.log.write("ack", indexes=indexes)
+        try:
+            await self.client.ack(meta, WORKER_TASK)
+        except tq.PreconditionError as late:
+            self.log.write("ack_late", indexes=indexes, error=str(late))
+        else:
+            self.log.write("ack_done", indexes=indexes)
+
+
+ACTORS: Final[dict[str, type[Actor]]] = {one.kind: one for one in (Producer, Rank, Worker)}
+
+
+def rank_request(partition_id: str, rank: int, batch_index: int, max_wait: float = _MAX_WAIT_SECONDS) -> dict[str, Any]:
+    """Return the arguments with which a rank asks for a batch."""
+    return {
+        "partition_id": partition_id,
+        "task_name": RANK_TASK,
+        "data_fields": _ALL_FIELDS,
+        "batch_size": 4,
+        "micro_batch_size": 2,
+        "dp_rank": rank,
+        "dp_size": RANK_COUNT,
+        "batch_index": batch_index,
+        "max_wait": max_wait,
+    }
+
+
+def described(meta: tq.BatchMeta) -> dict[str, Any]:
+    """Return what must be the same whenever a claim is asked for again, as JSON has it."""
+    return {
+        "status": meta.status,
+        "indexes": list(meta.global_indexes),
+        "keys": list(meta.keys),
+        "versions": [one["version"] for one in meta.custom_meta],
+        "micro_batches": [list(positions) for positions in meta.micro_batches],
+        "epoch": meta.epoch,
+        "incarnation": meta.incarnation.hex(),
+    }
+
+
+async def read(client: tq.AsyncClient, meta: tq.BatchMeta) -> list[str]:
+    """Read a batch and return what is wrong in it."""
+    if not meta.size:
+        return []
+    return wrong_fields([str(key) for key in meta.keys], await client.get_data(meta))

@@ -1,0 +1,41 @@
+"""A process with some actors: `python -m chaos.client_process ADDRESS PARTITION FOLDER SEED KIND NUMBER...`.
+
+It ends with 0 when all of them are done, with 1 when the service answered one of them what it must not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import tq_service as tq
+from chaos.actors import ACTORS
+from chaos.cluster import without_torch
+
+STOP_FILE = "stop"
+_TIMEOUT_SECONDS = 90.0
+
+
+async def _run(address: str, partition_id: str, folder: Path, seed: int, kind: str, *numbers: int) -> None:
+    async def act(number: int) -> None:
+        async with tq.AsyncClient(address, timeout=_TIMEOUT_SECONDS) as client:
+            actor = ACTORS[kind](
+                client=client,
+                partition_id=partition_id,
+                number=number,
+                folder=folder,
+                seed=seed,
+                stopping=(folder / STOP_FILE).exists,
+            )
+            await actor.run()
+
+    async with asyncio.TaskGroup() as actors:
+        for number in numbers:
+            actors.create_task(act(number))
+
+
+if __name__ == "__main__":
+    without_torch()
+    address, partition_id, folder, seed, kind, *numbers = sys.argv[1:]
+    asyncio.run(_run(address, partition_id, Path(folder), int(seed), kind, *map(int, numbers)))

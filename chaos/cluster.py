@@ -1,0 +1,172 @@
+"""The processes of a service on fixed ports of this machine, and how they are killed and started again."""
+
+from __future__ import annotations
+
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Literal
+
+Topology = Literal["embedded", "split"]
+Durability = Literal["memory", "process", "disk"]
+
+# Below those that the system gives to outgoing connections: none of these takes the port while its service is dead.
+_PORTS: Final = range(20_000, 30_000)
+_START_SECONDS: Final = 60.0
+_END_SECONDS: Final = 30.0
+_QUOTA: Final = "1GiB"
+_STORAGE_NAMES: Final = ("one", "two")
+
+
+def without_torch() -> None:
+    """Make this process one without torch: it reads arrays, and starts in a tenth of the time."""
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    sys.modules["tensordict"] = None  # type: ignore[assignment]
+
+
+@dataclass(slots=True)
+class Process:
+    """One process that can be started again with the same command; what it says goes to a file."""
+
+    name: str
+    command: Sequence[str]
+    log: Path
+    running: subprocess.Popen[bytes] | None = field(default=None, init=False)
+
+    def start(self) -> None:
+        """Start it."""
+        with self.log.open("ab") as log:
+            self.running = subprocess.Popen(self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    def send(self, number: signal.Signals) -> None:
+        """Send it a signal."""
+        if self.running is not None:
+            self.running.send_signal(number)
+
+    def exit_code(self, timeout_seconds: float = _END_SECONDS) -> int | None:
+        """Wait until it has ended; None where it has not in time, or never began."""
+        if self.running is None:
+            return None
+        try:
+            return self.running.wait(timeout_seconds)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def end(self) -> None:
+        """Kill it, if it still runs."""
+        if self.running is not None:
+            self.running.kill()
+            self.running.wait()
+
+
+class Cluster:
+    """A service as one process, or as a controller and two storage services.
+
+    Args:
+        topology: which of the two.
+        durability: how it keeps its state; in "memory" whoever kills it kills the state.
+        folder: gets data and logs.
+        dice: choose the ports.
+    """
+
+    def __init__(self, topology: Topology, durability: Durability, folder: Path, dice: random.Random) -> None:
+        self._durability = durability
+        self._folder = folder
+        names = ("service",) if topology == "embedded" else ("controller", *_STORAGE_NAMES)
+        self._ports = dict(zip(names, _free_ports(len(names), dice), strict=True))
+        self.address = f"127.0.0.1:{self._ports[names[0]]}"
+        self.controller_name = names[0]
+        self.storage_names = names if topology == "embedded" else _STORAGE_NAMES
+        self.processes = {name: self._process(name, topology) for name in names}
+
+    def _process(self, name: str, topology: Topology) -> Process:
+        flags = ["--port", str(self._ports[name]), "--grace-seconds", "2", "--log-level", "warning"]
+        if name in self.storage_names:
+            flags += ["--max-bytes", _QUOTA, "--storage-id", name, "--put-ttl-seconds", "5"]
+        if topology == "split":
+            flags += ["--role", "storage" if name in self.storage_names else "controller"]
+            flags += ["--controller", self.address] if name in self.storage_names else []
+        if self._durability != "memory":
+            flags += ["--data-dir", str(self._folder / f"data-{name}"), "--durability", self._durability]
+        command = [sys.executable, "-m", "tq_service.cli", "serve", *flags]
+        return Process(name, command, self._folder / f"{name}.log")
+
+    def storage_address(self, name: str) -> str:
+        """Return where a storage service listens."""
+        return f"127.0.0.1:{self._ports[name]}"
+
+    def start(self) -> None:
+        """Start all processes."""
+        for process in self.processes.values():
+            process.start()
+
+    def strike(self, names: Sequence[str], number: signal.Signals) -> list[str]:
+        """End processes by a signal and start them again at once.
+
+        Returns:
+            What is wrong with how they ended.
+        """
+        for name in names:
+            self.processes[name].send(number)
+        wrong = []
+        for name in names:
+            code = self.processes[name].exit_code()
+            if code != (0 if number == signal.SIGTERM else -number):
+                wrong.append(f"{name} ended with {code} after {number.name}")
+                self.processes[name].end()
+            self.processes[name].start()
+        return wrong
+
+    def dead(self) -> list[str]:
+        """Return the processes that ended by themselves."""
+        return [
+            name
+            for name, process in self.processes.items()
+            if process.running is not None and process.running.poll() is not None
+        ]
+
+    def failures(self) -> list[str]:
+        """Return the lines of the logs that tell of faults."""
+        marks = ("Traceback", " failed", "Fatal", "CRITICAL")
+        return [
+            f"{name}: {line}"
+            for name, process in self.processes.items()
+            if process.log.exists()
+            for line in process.log.read_text(errors="replace").splitlines()
+            if any(mark in line for mark in marks)
+        ]
+
+    def close(self) -> None:
+        """Kill what runs."""
+        for process in self.processes.values():
+            process.end()
+
+
+def wait_until(condition: Callable[[], bool], timeout_seconds: float, pause_seconds: float = 0.02) -> bool:
+    """Call `condition` until it is true; whether it was in time."""
+    deadline = time.monotonic() + timeout_seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause_seconds)
+    return True
+
+
+def _free_ports(count: int, dice: random.Random) -> list[int]:
+    found: list[int] = []
+    while len(found) < count:
+        port = dice.choice(_PORTS)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        if port not in found:
+            found.append(port)
+    return found

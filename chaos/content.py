@@ -1,0 +1,56 @@
+"""What the samples hold: made from their keys alone, so that whoever reads a sample knows what must be in it."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+FIELDS: Final = ("ids", "blob", "text")
+REWARD: Final = "reward"
+
+_LARGE_SHARE: Final = 0.04
+_LARGE_BYTES: Final = (64 << 10, 200 << 10)
+_SMALL_BYTES: Final = (0, 200)
+
+
+def columns_of(keys: Sequence[str]) -> dict[str, Any]:
+    """Return the columns of new samples: jagged integers, jagged bytes of which some are large, and text."""
+    samples = [_sample(key) for key in keys]
+    return {name: [sample[name] for sample in samples] for name in FIELDS}
+
+
+def rewards_of(keys: Sequence[str]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Return the column that some samples get in a put of its own."""
+    return np.array([_dice(key).random() for key in keys])
+
+
+def wrong_fields(keys: Sequence[str], batch: Mapping[str, Any]) -> list[str]:
+    """Return "key: field" for each value of a batch that is not what was put."""
+    wrong = []
+    rewards = rewards_of(keys)
+    for position, key in enumerate(keys):
+        sample = _sample(key)
+        for name in set(batch) & set(FIELDS):
+            got = batch[name][position]
+            same = got == sample[name] if name == "text" else np.array_equal(np.asarray(got), sample[name])
+            if not same:
+                wrong.append(f"{key}: {name}")
+        if REWARD in batch and float(batch[REWARD][position]) != rewards[position]:
+            wrong.append(f"{key}: {REWARD}")
+    return wrong
+
+
+def _dice(key: str) -> random.Random:
+    return random.Random(hashlib.blake2b(key.encode(), digest_size=8).digest())
+
+
+def _sample(key: str) -> dict[str, Any]:
+    dice = _dice(key)
+    size = dice.randint(*(_LARGE_BYTES if dice.random() < _LARGE_SHARE else _SMALL_BYTES))
+    blob = np.frombuffer(hashlib.shake_128(key.encode()).digest(size), np.uint8)
+    ids = np.frombuffer(hashlib.shake_128(b"ids" + key.encode()).digest(8 * dice.randint(1, 40)), np.int64)
+    return {"ids": ids, "blob": blob, "text": f"text of {key} " + "é" * dice.randint(0, 30)}

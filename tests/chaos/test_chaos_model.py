@@ -1,0 +1,113 @@
+"""The model of `make chaos` finds what it is there to find: each kind of broken promise, told in logs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from chaos.content import FIELDS, REWARD, columns_of, rewards_of, wrong_fields
+from chaos.events import EventLog, read_events
+from chaos.model import Samples, claims_of, rank_violations, worker_violations
+
+
+def told(folder: Path, actor: str, *events: dict[str, Any]) -> None:
+    log = EventLog(folder / f"{actor}.jsonl")
+    for event in events:
+        log.write(**event)
+
+
+PUT = {"what": "put", "keys": ["a", "b"], "is_held": False}
+DONE = {"what": "put_done", "keys": ["a", "b"], "indexes": [0, 1]}
+CLEAR = {"what": "clear", "keys": ["b"]}
+CLEARED = {"what": "clear_done", "keys": ["b"]}
+
+
+def sample_violations(folder: Path, present: dict[str, int]) -> list[str]:
+    samples = Samples.told(folder)
+    return list(samples.violations(present, samples))
+
+
+@pytest.mark.parametrize(
+    ("events", "present", "found"),
+    [
+        ([PUT, DONE], {"a": 0, "b": 1}, []),
+        ([PUT], {}, []),
+        ([PUT], {"a": 0, "b": 1}, []),
+        ([PUT, DONE], {"a": 0}, ["acknowledged sample b is lost"]),
+        ([PUT, DONE], {"a": 0, "b": 2}, ["sample b had index 1 and has 2"]),
+        ([PUT, DONE], {"a": 0, "b": 1, "c": 2}, ["sample c was never put"]),
+        ([PUT, DONE], {"a": 0, "b": 0}, ["sample b had index 1 and has 0", "index 0 has two keys"]),
+        ([PUT, DONE, CLEAR], {"a": 0}, []),
+        ([PUT, DONE, CLEAR], {"a": 0, "b": 1}, []),
+        ([PUT, DONE, CLEAR, CLEARED], {"a": 0}, []),
+        ([PUT, DONE, CLEAR, CLEARED], {"a": 0, "b": 1}, ["cleared sample b is back"]),
+    ],
+)
+def test_samples(tmp_path: Path, events: list[dict[str, Any]], present: dict[str, int], found: list[str]) -> None:
+    told(tmp_path, "producer-0", *events)
+    assert sample_violations(tmp_path, present) == found
+
+
+def test_what_happens_while_it_is_looked_up_is_no_violation(tmp_path: Path) -> None:
+    told(tmp_path, "producer-0", PUT, DONE)
+    before = Samples.told(tmp_path)
+    told(tmp_path, "producer-0", CLEAR, CLEARED, {"what": "put", "keys": ["c"], "is_held": True})
+    assert list(before.violations({"a": 0, "c": 2}, Samples.told(tmp_path))) == []
+
+
+def claim(batch_index: int, *indexes: int, status: str = "batch") -> dict[str, Any]:
+    return {"what": "claim", "batch_index": batch_index, "claim": {"indexes": indexes, "status": status}}
+
+
+def test_ranks(tmp_path: Path) -> None:
+    told(tmp_path, "rank-0", claim(0, 1, 2), claim(1, status="end"))
+    told(tmp_path, "rank-1", claim(0, 3), claim(1, status="end"))
+    assert [(one.rank, one.batch_index) for one in claims_of(tmp_path)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert list(rank_violations(tmp_path, {1, 2, 3})) == []
+    assert list(rank_violations(tmp_path, {1, 2, 3, 4})) == ["sample 4 was handed to no rank"]
+    assert list(rank_violations(tmp_path, {1, 2})) == ["sample 3 was handed out but is not there"]
+    told(tmp_path, "rank-1", claim(2, 2), {"what": "read", "batch_index": 2, "wrong": ["k: blob"]})
+    assert list(rank_violations(tmp_path, None)) == [
+        "sample 2 was handed to 2 batches",
+        "rank-1 read wrong bytes: k: blob",
+    ]
+    told(tmp_path, "rank-1", {"what": "changed", "batch_index": 0, "before": 1, "after": 2}, claim(3, status="end"))
+    assert list(rank_violations(tmp_path, {1, 2, 3}))[2:] == [
+        "rank-1: batch 0 changed from 1 to 2",
+        "the ranks saw the end at batches {1: 2, 3: 1}",
+    ]
+
+
+def test_workers(tmp_path: Path) -> None:
+    leased, ack, done = ({"what": what, "indexes": [5]} for what in ("leased", "ack", "ack_done"))
+    told(tmp_path, "worker-0", {"what": "ask"}, leased, {"what": "ask"}, leased, ack, done)
+    assert list(worker_violations(tmp_path, {5})) == []
+    assert list(worker_violations(tmp_path, {5, 6})) == ["sample 6 was acknowledged by no worker"]
+    told(tmp_path, "worker-1", {"what": "ask"}, leased)
+    assert list(worker_violations(tmp_path, None)) == ["sample 5 was leased to worker-1 after it was acknowledged"]
+    told(tmp_path, "worker-1", ack, done)
+    assert next(worker_violations(tmp_path, None)) == "sample 5 was acknowledged by worker-0 and by worker-1"
+
+
+def test_content_is_told_from_other_content() -> None:
+    keys = [f"p0-{serial}-0" for serial in range(40)]
+    good = columns_of(keys) | {REWARD: rewards_of(keys)}
+    assert wrong_fields(keys, good) == []
+    assert wrong_fields(keys[1:], {REWARD: good[REWARD]})
+    for name in FIELDS:
+        other = [*good[name][:7], good[name][8], *good[name][8:]]
+        assert wrong_fields(keys, {name: other}) == [f"p0-7-0: {name}"]
+    flipped = np.array(good["ids"][3])
+    flipped[0] ^= 1
+    assert wrong_fields(keys, {"ids": [*good["ids"][:3], flipped, *good["ids"][4:]]}) == ["p0-3-0: ids"]
+    assert max(len(blob) for blob in good["blob"]) > 64 << 10
+
+
+def test_a_line_that_was_being_written_is_left_out(tmp_path: Path) -> None:
+    told(tmp_path, "producer-0", PUT)
+    with (tmp_path / "producer-0.jsonl").open("a") as file:
+        file.write('{"what": "pu')
+    assert [event["what"] for event in read_events(tmp_path / "producer-0.jsonl")] == ["put"]
