@@ -10,6 +10,7 @@ from typing import Final
 from tq_service.errors import InvalidArgumentError
 from tq_service.storage.region import Region
 from tq_service.wire import shared_memory
+from tq_service.wire.mapping import map_over
 
 # The last one to close a memfd frees its pages, which takes the system 0.15 ms a MiB: too long for the event loop.
 _CLOSED_ASIDE_FROM_BYTES: Final = 8 << 20
@@ -38,7 +39,7 @@ class SharedRegion(Region):
         self.fds: list[int] = []
         self.shared_at = shared_region_start(table_bytes)
         size = self.shared_at + value_bytes
-        super().__init__(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), size, 0)
+        super().__init__(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), size)
         self.segment_bytes = shared_memory.segment_bytes(value_bytes)
 
     @property
@@ -63,7 +64,7 @@ class SharedRegion(Region):
                 shared_memory.check(fd, size)
                 if not isinstance(self._memory, mmap.mmap):
                     raise OSError("the region is closed")
-                shared_memory.map_over(self._memory, self.shared_at + number * self.segment_bytes, fd, size)
+                map_over(self._memory, self.shared_at + number * self.segment_bytes, fd, size)
         except BaseException:
             shared_memory.close_all(fds)
             raise

@@ -10,20 +10,20 @@ The memory is filled by `write`, not through a mapping: whole pages are then nei
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import socket
 import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 
 from tq_service.errors import InvalidArgumentError
 from tq_service.wire.columns import Column, ColumnShape
 from tq_service.wire.dtypes import Bytes
+from tq_service.wire.mapping import READ_WRITE, map_memory, unmapper
 
 if sys.platform == "linux":
     import fcntl
@@ -41,10 +41,6 @@ _SEGMENT_BYTES: Final = 32 << 20
 _MOST_SEGMENTS: Final = 64
 _MOST_THREADS: Final = 4
 _MOST_BUFFERS_OF_A_WRITE: Final = 1024  # IOV_MAX of Linux
-_READ_WRITE: Final = mmap.PROT_READ | mmap.PROT_WRITE
-_MAP_FAILED: Final = ctypes.c_void_p(-1).value
-_MAP_FIXED: Final = 0x10
-_MAP_NORESERVE: Final = 0x4000
 _STAT_BLOCK_BYTES: Final = 512  # the unit of st_blocks, whatever the file system
 
 
@@ -209,18 +205,6 @@ def map_private(pieces: Sequence[Piece]) -> Bytes:
     return np.asarray(_PrivateMapping(pieces))
 
 
-def map_over(memory: mmap.mmap, start: int, fd: int, size: int) -> None:
-    """Put shared memory in the place of the part of an anonymous mapping that begins at `start`, a multiple of a page.
-
-    From then on that part can only be read. It is unmapped with the rest.
-
-    Raises:
-        OSError: the system refuses the mapping.
-    """
-    whole = (ctypes.c_char * len(memory)).from_buffer(memory)
-    _map(fd, 0, size, protection=mmap.PROT_READ, flags=_MAP_FIXED, address=ctypes.addressof(whole) + start)
-
-
 def read_into(fd: int, start: int, target: Bytes) -> None:
     """Copy bytes of shared memory from `start` on until `target` is full.
 
@@ -253,13 +237,13 @@ class _PrivateMapping:
         before = start % PAGE_BYTES
         size = sum(size for _, _, size in pieces)
         self._size = before + size
-        self._unmap = _libc().munmap
+        self._unmap = unmapper()
         # The whole range first, for the pieces to take the place of its parts.
-        self._address: int | None = _map(-1, 0, self._size, protection=0, flags=mmap.MAP_ANONYMOUS)
+        self._address: int | None = map_memory(-1, 0, self._size, protection=0, anonymous=True)
         at = self._address
         for fd, first, length in pieces:
             inside = first % PAGE_BYTES
-            _map(fd, first - inside, inside + length, protection=_READ_WRITE, flags=_MAP_FIXED, address=at)
+            map_memory(fd, first - inside, inside + length, protection=READ_WRITE, address=at)
             at += inside + length
         self.__array_interface__ = {
             "data": (self._address + before, False),
@@ -269,35 +253,6 @@ class _PrivateMapping:
         }
 
     def __del__(self) -> None:
-        if getattr(self, "_address", None) is not None:
-            self._unmap(self._address, self._size)
-
-
-def _map(fd: int, start: int, size: int, *, protection: int, flags: int = 0, address: int | None = None) -> int:
-    flags |= mmap.MAP_PRIVATE | _MAP_NORESERVE
-    found: int | None = _libc().mmap(address, size, protection, flags, fd, start)
-    if found is None or found == _MAP_FAILED:
-        error = ctypes.get_errno()
-        raise OSError(error, f"{size} bytes of shared memory cannot be mapped: {os.strerror(error)}")
-    return found
-
-
-_library: Any = None
-
-
-def _libc() -> Any:
-    global _library  # noqa: PLW0603  (loaded once for the process)
-    if _library is None:
-        library = ctypes.CDLL(None, use_errno=True)
-        library.mmap.restype = ctypes.c_void_p
-        library.mmap.argtypes = (
-            ctypes.c_void_p,
-            ctypes.c_size_t,
-            ctypes.c_int,
-            ctypes.c_int,
-            ctypes.c_int,
-            ctypes.c_long,
-        )
-        library.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-        _library = library
-    return _library
+        address = getattr(self, "_address", None)
+        if address is not None:
+            self._unmap(address, self._size)

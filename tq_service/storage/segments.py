@@ -1,0 +1,214 @@
+"""Segments: files that hold the bytes of one put each, mapped and used again.
+
+A file is as large as its capacity from the start, and all of it is allocated: a full disk is an error of the one put
+for which a file was to be made, never a signal at a write into a mapping. Files are named by numbers of this service,
+never by anything that a client chose.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import re
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+import xxhash
+
+from tq_service.wire.mapping import map_over
+
+MIN_FREE_BYTES: Final = 256 << 20
+"""What is left free of the disk, so that clears can still be written down."""
+
+_READ_BYTES: Final = 4 << 20
+_ROOM_KNOWN_SECONDS: Final = 0.05
+_NAME: Final = re.compile(r"(\d{8,})\.seg")
+# The system takes about 0.1 ms a MiB to drop a file: too long for the event loop.
+_ASIDE: Final = ThreadPoolExecutor(1, thread_name_prefix="tq-segment-drop")
+
+
+class Segment:
+    """One file.
+
+    Attributes:
+        number: its name.
+        capacity: its size in bytes.
+        is_new: whether its name is not known to be on the disk yet.
+    """
+
+    __slots__ = ("_memory", "_path", "capacity", "is_new", "number")
+
+    def __init__(self, path: Path, number: int, capacity: int, *, is_new: bool) -> None:
+        self._path = path
+        self._memory: mmap.mmap | None = None
+        self.number = number
+        self.capacity = capacity
+        self.is_new = is_new
+
+    def open(self) -> int:
+        """Return a file descriptor of it, to be closed by the caller."""
+        return os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+
+    def map(self) -> mmap.mmap:
+        """Return its memory, mapped when it is first asked for; no file descriptor stays open.
+
+        Raises:
+            OSError: the file cannot be opened, or the system refuses the mapping.
+        """
+        if self._memory is None:
+            fd = self.open()
+            try:
+                memory = mmap.mmap(-1, self.capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                map_over(memory, 0, fd, self.capacity, writable=True)
+            finally:
+                os.close(fd)
+            self._memory = memory
+        return self._memory
+
+    def checksum(self, size: int) -> int:
+        """Return the checksum of its first `size` bytes, read as a file: a bad disk is an error then, not a signal.
+
+        Raises:
+            OSError: they cannot be read, or the file is shorter.
+        """
+        fd = self.open()
+        try:
+            return _checksum(fd, size)
+        finally:
+            os.close(fd)
+
+    def write(self, parts: Iterable[memoryview]) -> int:
+        """Write parts one after the other from its beginning, and return their checksum."""
+        digest = xxhash.xxh3_64()
+        fd, at = self.open(), 0
+        try:
+            for part in parts:
+                for start in range(0, len(part), _READ_BYTES):
+                    piece = part[start : start + _READ_BYTES]
+                    digest.update(piece)
+                    while piece:
+                        written = os.pwrite(fd, piece, at)
+                        at, piece = at + written, piece[written:]
+        finally:
+            os.close(fd)
+        return digest.intdigest()
+
+    def sync(self) -> None:
+        """Wait until what was written is on the disk, the name of the file included."""
+        fd = self.open()
+        try:
+            os.fdatasync(fd)
+        finally:
+            os.close(fd)
+        if self.is_new:
+            sync_folder(self._path.parent)
+            self.is_new = False
+
+    def remove(self) -> None:
+        """Remove the file; a mapping that is left keeps its bytes."""
+        self._memory = None
+        self._path.unlink(missing_ok=True)
+
+
+class SegmentFiles:
+    """The folder of segments.
+
+    Args:
+        folder: made where it is not there.
+        min_free_bytes: what is left free of the disk.
+    """
+
+    def __init__(self, folder: Path, *, min_free_bytes: int = MIN_FREE_BYTES) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._min_free_bytes = min_free_bytes
+        self._last_number = 0
+        self._free_bytes = 0
+        self._free_known_until = float("-inf")
+
+    def create(self, capacity: int) -> Segment:
+        """Make a file of so many bytes and map it.
+
+        Raises:
+            OSError: there is no room on the disk.
+        """
+        self.check_room(capacity)
+        self._last_number += 1
+        path = self._path(self._last_number)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, capacity)
+        except BaseException:
+            path.unlink()
+            raise
+        finally:
+            os.close(fd)
+        self._free_known_until = float("-inf")
+        return Segment(path, self._last_number, capacity, is_new=True)
+
+    def check_room(self, size: int) -> None:
+        """Check that the disk has room for so many bytes besides what is left free.
+
+        Raises:
+            OSError: it has not.
+        """
+        now = time.monotonic()
+        if now >= self._free_known_until:
+            stat = os.statvfs(self._folder)
+            self._free_bytes = stat.f_bavail * stat.f_frsize
+            self._free_known_until = now + _ROOM_KNOWN_SECONDS
+        if self._free_bytes - size < self._min_free_bytes:
+            raise OSError(
+                errno.ENOSPC,
+                f"the disk of {self._folder} has {self._free_bytes} bytes free; {self._min_free_bytes} stay so",
+            )
+
+    def drop(self, segment: Segment) -> None:
+        """Remove a file, soon."""
+        _ASIDE.submit(segment.remove)
+
+    def found(self) -> dict[int, Segment]:
+        """Return the files that are there, by number; new ones are numbered after them."""
+        segments = {}
+        with os.scandir(self._folder) as entries:
+            for entry in entries:
+                match = _NAME.fullmatch(entry.name)
+                if match is not None and entry.is_file(follow_symlinks=False):
+                    number = int(match[1])
+                    size = entry.stat(follow_symlinks=False).st_size
+                    segments[number] = Segment(Path(entry.path), number, size, is_new=True)
+        self.number_after(max(segments, default=0))
+        return segments
+
+    def number_after(self, number: int) -> None:
+        """Give no new file a number up to this one, such as one that is missing but that a put has its bytes in."""
+        self._last_number = max(self._last_number, number)
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"{number:08d}.seg"
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _checksum(fd: int, size: int) -> int:
+    digest = xxhash.xxh3_64()
+    buffer = memoryview(bytearray(min(size, _READ_BYTES)))
+    at = 0
+    while at < size:
+        count = os.preadv(fd, [buffer[: min(size - at, _READ_BYTES)]], at)
+        if not count:
+            raise OSError(errno.EIO, f"the file ends after {at} bytes, {size} were written")
+        digest.update(buffer[:count])
+        at += count
+    return digest.intdigest()
