@@ -1,6 +1,7 @@
 """Servers that are down, slow, draining or empty: retries under one id, deadlines, released claims, lost bytes."""
 
 import asyncio
+import time
 
 import numpy as np
 import pytest
@@ -362,7 +363,28 @@ async def test_answers_that_do_not_agree_are_errors(kind, parts, words):
 
 def test_pauses_double_to_a_bound_and_only_for_unavailable():
     backoff = Backoff(Deadline.after(3600), draw=lambda: 1.0)
-    assert [round(backoff.after(DRAINING), 3) for _ in range(8)] == [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0]
+    assert [round(backoff.after(DRAINING), 3) for _ in range(6)] == [0.05, 0.1, 0.2, 0.4, 0.5, 0.5]
     assert Backoff(Deadline.after(3600), draw=lambda: 0.0).pause() == 0.025
     with pytest.raises(tq.KeyNotFoundError):
         backoff.after(tq.KeyNotFoundError("no"))
+
+
+def test_the_time_that_is_left_is_used_for_further_tries_and_the_last_reason_told():
+    backoff = Backoff(Deadline.after(0.2), draw=lambda: 1.0)
+    pauses = []
+    with pytest.raises(tq.UnavailableError, match=r"draining; tried \d+ times in the timeout of 0\.2 s"):
+        while True:
+            pauses.append(backoff.after(DRAINING))
+            time.sleep(pauses[-1])
+    assert len(pauses) >= 3
+    assert sum(pauses) < 0.2
+
+
+async def test_a_service_that_comes_back_hung_is_unavailable_with_the_last_reason(kind):
+    script = Script(DRAINING, asyncio.Event())
+    async with serving(FakeController(ListPartitions=script)) as address:
+        client = make_client(kind, address)
+        with pytest.raises(tq.UnavailableError, match="draining; tried 1 times, and once more without an answer"):
+            await client.list_partitions(timeout=0.5)
+        await client.aclose()
+    assert len(script.requests) == 2

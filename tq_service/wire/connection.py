@@ -13,6 +13,7 @@ CONNECTION_OPTIONS: Final = (
     # A peer that vanished without closing is noticed within 20 s while calls wait on it.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),  # else a minute, whatever keepalive_timeout_ms says
     ("grpc.http2.max_pings_without_data", 0),  # a long poll has no data for long; 0: no bound
 )
 
@@ -20,6 +21,7 @@ LISTENING_OPTIONS: Final = (
     # A client that vanished without closing is noticed, so that what its calls hold does not stay.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
     # Clients that look for a vanished service more often than gRPC's five minutes are welcome.
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
