@@ -156,6 +156,11 @@ class Catalog:
                 line.end(_is_draining)
         return line
 
+    def waiting_put_count(self, partition_id: str) -> int:
+        """Return the number of writes of new samples that wait for room."""
+        line = self.put_line(partition_id)
+        return 0 if line is None else line.waiting_count
+
     # Claims
 
     def planner(self, partition: Partition, task_name: str) -> Planner:

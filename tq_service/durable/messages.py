@@ -36,6 +36,7 @@ from tq_service.wire.metadata import (
     encode_spec,
     encode_state,
 )
+from tq_service.wire.run_ahead import decode_run_ahead, encode_run_ahead
 
 
 def encode_indexes(indexes: Indexes) -> bytes:
@@ -55,6 +56,8 @@ def encode_settings(partition_id: str, settings: PartitionSettings) -> pb.Create
         expected_samples=settings.expected_samples,
         default_layout=encode_layout(settings.default_layout),
         fields=map(encode_spec, settings.fields),
+        max_bytes=settings.max_bytes,
+        run_ahead_limits=map(encode_run_ahead, settings.run_ahead),
     )
 
 
@@ -64,6 +67,8 @@ def decode_settings(message: pb.CreatePartitionRequest) -> PartitionSettings:
         expected_samples=message.expected_samples if message.HasField("expected_samples") else None,
         default_layout=decode_layout(message.default_layout),
         fields=tuple(map(decode_spec, message.fields)),
+        max_bytes=message.max_bytes if message.HasField("max_bytes") else None,
+        run_ahead=tuple(map(decode_run_ahead, message.run_ahead_limits)),
     )
 
 
@@ -110,14 +115,14 @@ def decode_write(message: pb.CommitRequest) -> SampleWrite:
 
 def _encode_column(column: ColumnWrite) -> metadata_pb2.ColumnHeader:
     extents = b"" if column.extents is None else encode_indexes(np.ascontiguousarray(column.extents))
-    return metadata_pb2.ColumnHeader(spec=encode_spec(column.spec), extents=extents)
+    return metadata_pb2.ColumnHeader(spec=encode_spec(column.spec), extents=extents, value_bytes=column.value_bytes)
 
 
 def _decode_column(message: metadata_pb2.ColumnHeader) -> ColumnWrite:
     spec = decode_spec(message.spec)
     width = len(spec.ragged_dims)
     extents = decode_indexes(message.extents).reshape(-1, width) if message.extents else None
-    return ColumnWrite(spec=spec, extents=extents)
+    return ColumnWrite(spec=spec, extents=extents, value_bytes=message.value_bytes)
 
 
 def encode_binding(binding: Binding) -> journal_pb2.ClaimBinding:

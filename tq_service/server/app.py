@@ -109,6 +109,7 @@ class App:
                 self._engine,
                 address=address,
                 commit=None if controller is None else controller.commit,
+                admit=None if controller is None else controller.admit,
                 recorded_commit=None if controller is None else controller.recorded_commit,
                 handover=self._handover,
             )

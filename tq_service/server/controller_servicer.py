@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import grpc
 import numpy as np
 
+from tq_service.domain import queue_claims
 from tq_service.domain.catalog import Catalog, check_name
 from tq_service.domain.cells import FreedCells, Put
 from tq_service.domain.partition import Partition
@@ -21,10 +23,13 @@ from tq_service.errors import (
     FieldNotFoundError,
     InvalidArgumentError,
     KeyNotFoundError,
+    PreconditionError,
+    ResourceExhaustedError,
     nearest,
 )
 from tq_service.samplers import PlanRunner, SamplerRegistry
 from tq_service.server import from_proto, to_proto
+from tq_service.server.progress import wait_until
 from tq_service.server.storages import Room, StorageDirectory
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import controller_service_pb2_grpc, metadata_pb2
@@ -95,23 +100,50 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
             meta = self._write(request.write, from_proto.sample_write(request.write))
             return pb.InsertResponse(meta=meta)
 
-        return self._requests.once(request.request_id, change)
+        with await self.admit(request, 0, wait_until(context)):
+            return self._requests.once(request.request_id, change)
 
     async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:
         if not request.HasField("placement"):
             if request.columns:
                 raise InvalidArgumentError("columns came without a placement; say where the put is", field="placement")
-            return self.commit(request, None, ())
-        put = from_proto.placement(request.placement)
-        if self._requests.recorded(request.request_id) is None:
-            self._storages.check_uncommitted(put)
-            await self._storages.confirm(put, request.write.partition_id)
+            with await self.admit(request, 0, wait_until(context)):
+                return self.commit(request, None, ())
+        put, columns = from_proto.placement(request.placement), from_proto.put_columns(request)
         try:
-            return self.commit(request, put, from_proto.put_columns(request))
-        except BaseException:
-            if not self._storages.is_committed(put):
-                self._storages.free([FreedCells(put=put)])
+            room = await self.admit(request, sum(column.value_bytes for column in columns), wait_until(context))
+        except (ResourceExhaustedError, PreconditionError):
+            self._free_uncommitted(put)
             raise
+        with room:
+            if self._requests.recorded(request.request_id) is None:
+                self._storages.check_uncommitted(put)
+                await self._storages.confirm(put, request.write.partition_id)
+            try:
+                return self.commit(request, put, columns)
+            except BaseException:
+                self._free_uncommitted(put)
+                raise
+
+    def _free_uncommitted(self, put: Put) -> None:
+        if not self._storages.is_committed(put):
+            self._storages.free([FreedCells(put=put)])
+
+    async def admit(
+        self, request: pb.InsertRequest | pb.CommitRequest, size_bytes: int, deadline: float | None
+    ) -> contextlib.AbstractContextManager[object]:
+        """Wait until a partition has room for new samples; return what keeps it for the `with` that writes them.
+
+        Raises:
+            QuotaExceededError, RunAheadError: there was none until the deadline, by `time.monotonic`, or never will be.
+        """
+        line = self._catalog.put_line(request.write.partition_id)
+        if line is None or self._requests.recorded(request.request_id) is not None:
+            return contextlib.nullcontext()
+        from_proto.check_request_id(request.request_id, "request_id")
+        self._catalog.get(request.write.partition_id, request.write.incarnation)
+        write = from_proto.sample_write(request.write)
+        return await line.enter(request.request_id, write, size_bytes, deadline) or contextlib.nullcontext()
 
     def commit(self, request: pb.CommitRequest, put: Put | None, columns: Sequence[ColumnShape]) -> pb.CommitResponse:
         """Make the columns of a stored put visible in one step, once for each request_id."""
@@ -218,7 +250,7 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
 
         def when_done(done: Context) -> None:
             if done.cancelled():
-                partition.take_back(partition.known_task(task_name), request_id)
+                queue_claims.take_back(partition, partition.known_task(task_name), request_id)
 
         context.add_done_callback(when_done)  # type: ignore[arg-type]  # typed as a class, called as a function
 
@@ -229,7 +261,9 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
             if request.partition_id not in self._catalog.names():  # the claim went with its partition
                 return pb.ReleaseClaimResponse()
             partition = self._catalog.get(request.partition_id)
-            count = partition.release(partition.task(request.task_name), request.claim_request_id)
+            rows = from_proto.indexes(request.global_indexes) if request.global_indexes else None
+            task = partition.task(request.task_name)
+            count = queue_claims.release(partition, task, request.claim_request_id, rows)
             return pb.ReleaseClaimResponse(released_count=count)
 
         return self._requests.once(request.request_id, change)

@@ -25,6 +25,7 @@ from tq_service.v1 import metadata_pb2
 from tq_service.wire.columns import ColumnShape, decode_headers
 from tq_service.wire.enums import BATCH_UNIT_WORDS, KEY_MODE_WORDS, OPERATOR_WORDS
 from tq_service.wire.metadata import decode_integers, decode_layout, decode_meta_columns, decode_spec, decode_state
+from tq_service.wire.run_ahead import decode_run_ahead
 
 DEFAULT_SAMPLER = "sequential"
 _MOST_RANKS = 65_536
@@ -67,15 +68,7 @@ def partition_settings(request: pb.CreatePartitionRequest) -> PartitionSettings:
 
 def _run_ahead(messages: Sequence[pb.RunAheadLimit]) -> tuple[RunAhead, ...]:
     """Return the limits of a partition in the order of their tasks, so that the same ones compare equal."""
-    limits = [
-        RunAhead(
-            task_name=message.task_name,
-            max_samples=message.max_samples if message.HasField("max_samples") else None,
-            max_versions=message.max_versions if message.HasField("max_versions") else None,
-            version_column=message.version_column or "version",
-        )
-        for message in messages
-    ]
+    limits = [decode_run_ahead(message) for message in messages]
     for limit in limits:
         check_name("task_name", limit.task_name)
     names = [limit.task_name for limit in limits]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import grpc
@@ -15,6 +14,7 @@ from tq_service.errors import DataLossError, InvalidArgumentError, PutNotFoundEr
 from tq_service.server import from_proto
 from tq_service.server.handover import HandoverServer
 from tq_service.server.handover_session import Session
+from tq_service.server.progress import LEAST_PROGRESS_BYTES, Progress, received, wait_until
 from tq_service.storage.cells import PutCells, ReadRuns
 from tq_service.storage.engine import StorageEngine
 from tq_service.storage.pending_put import PendingPut
@@ -41,6 +41,9 @@ Part = pb.PutHeader | pb.PutDeposited | memoryview | Garbled
 Commit = Callable[
     [controller_service_pb2.CommitRequest, Put, Sequence[ColumnShape]], controller_service_pb2.CommitResponse
 ]
+Admit = Callable[
+    [controller_service_pb2.CommitRequest, int, float | None], Awaitable[contextlib.AbstractContextManager[object]]
+]
 RecordedCommit = Callable[[bytes], controller_service_pb2.CommitResponse | None]
 Receive = Callable[[PendingPut], Awaitable[None]]
 SERVICE = "tq_service.v1.StorageService"
@@ -53,8 +56,11 @@ class StorageServicer:
         engine: holds the bytes.
         address: where clients reach this service; empty: at the address they used.
         commit: makes a put visible, where the controller is in this process.
+        admit: waits until the partition of such a commit has room for so many bytes and its new samples, and keeps it
+            for the time of a `with`.
         recorded_commit: returns the answer of a commit made earlier under a request_id.
         handover: takes and gives memory shared with clients of this host, where it can.
+        stall_seconds: how long the client of a stream may neither send nor take anything.
     """
 
     def __init__(
@@ -63,11 +69,15 @@ class StorageServicer:
         *,
         address: str = "",
         commit: Commit | None = None,
+        admit: Admit | None = None,
         recorded_commit: RecordedCommit | None = None,
         handover: HandoverServer | None = None,
+        stall_seconds: float = 60.0,
     ) -> None:
         self._engine = engine
         self._commit = commit
+        self._admit = admit
+        self._stall_seconds = stall_seconds
         self._recorded_commit = recorded_commit
         self._handover = handover
         self._endpoint = metadata_pb2.StorageEndpoint(
@@ -111,6 +121,7 @@ class StorageServicer:
                 except OSError as error:
                     raise UnavailableError(f"the shared memory of a put cannot be used: {error}") from error
 
+        parts = received(parts, self._stall_seconds, _progress)
         header = await _read_header(parts)
         session = self._session_for_put(header)
         if session is None:
@@ -154,24 +165,34 @@ class StorageServicer:
                 f"{sum(column.value_bytes for column in columns)} bytes; declare what is sent",
                 field="size_bytes",
             )
-        pending = await self._engine.reserve(
-            header.put_id,
-            columns,
-            header.row_count,
-            partition_id=header.partition_id,
-            for_existing_rows=header.for_existing_rows,
-            deadline=_wait_until(context),
-            shared=shared,
-        )
-        try:
-            if not pending.already_complete:
-                await receive(pending)
-                pending.finish()
-            return self._done(header, columns)
-        except BaseException:
-            pending.abort()
-            self._engine.discard(header.put_id)
-            raise
+        deadline = wait_until(context)
+        with await self._admitted(header, deadline):
+            pending = await self._engine.reserve(
+                header.put_id,
+                columns,
+                header.row_count,
+                partition_id=header.partition_id,
+                for_existing_rows=header.for_existing_rows,
+                deadline=deadline,
+                shared=shared,
+            )
+            try:
+                if not pending.already_complete:
+                    await receive(pending)
+                    pending.finish()
+                return self._done(header, columns)
+            except BaseException:
+                pending.abort()
+                self._engine.discard(header.put_id)
+                raise
+
+    async def _admitted(
+        self, header: pb.PutHeader, deadline: float | None
+    ) -> contextlib.AbstractContextManager[object]:
+        """Wait until the partition has room for what the put's own commit adds; other puts wait with their Commit."""
+        if self._admit is None or not header.HasField("commit"):
+            return contextlib.nullcontext()
+        return await self._admit(header.commit, header.size_bytes, deadline)
 
     def _recorded(self, header: pb.PutHeader) -> pb.PutResponse | None:
         if self._commit is None or self._recorded_commit is None:
@@ -193,21 +214,24 @@ class StorageServicer:
             self._engine.confirm(header.put_id, header.partition_id)
         return pb.PutResponse(storage=self._endpoint, commit=answer)
 
-    async def Get(self, request: pb.GetRequest, context: Context) -> AsyncIterator[pb.GetHeader | FrameParts]:
+    async def Get(self, request: pb.GetRequest, context: Context) -> None:
+        async def send(header: pb.GetHeader, frames: Iterable[FrameParts]) -> None:
+            await progress.wait_for(context.write(header))
+            for frame in frames:
+                await progress.wait_for(context.write(frame))
+                progress.moved(sum(map(len, frame)))
+
+        progress = Progress(self._stall_seconds, f"fewer than {LEAST_PROGRESS_BYTES} bytes of the answer were taken")
         with self._open(request) as reading:
             header = _header(reading)
             session, shared = self._shared_part(request, reading)
             if session is None:
-                yield header
-                for frame in iter_frames(reading.chunks()):
-                    yield frame
+                await send(header, iter_frames(reading.chunks()))
                 return
             with session.offering(shared.fds) as offer:
                 header.shared.MergeFrom(_encode_shared(shared, offer.offer_id))
-                yield header
-                for frame in iter_frames(reading.chunks(shared.column_indexes)):
-                    yield frame
-                await offer.wait()
+                await send(header, iter_frames(reading.chunks(shared.column_indexes)))
+                await progress.wait_for(offer.wait())
 
     async def GetSmall(self, request: pb.GetSmallRequest, context: Context) -> pb.GetSmallResponse:
         with contextlib.ExitStack() as stack:
@@ -275,12 +299,6 @@ class StorageServicer:
             )
 
 
-def _wait_until(context: Context) -> float | None:
-    """Return until when a put may wait for room, so that its refusal still arrives before the call's deadline."""
-    remaining = context.time_remaining()
-    return None if remaining is None else time.monotonic() + remaining - min(1.0, remaining / 4)
-
-
 def _check_partition(header: pb.PutHeader) -> None:
     check_name("partition_id", header.partition_id)
     if header.HasField("commit") and header.commit.write.partition_id != header.partition_id:
@@ -305,6 +323,11 @@ async def _read_deposited(parts: AsyncIterator[Part]) -> None:
             return
         raise InvalidArgumentError(f"this put has room for a deposit; expected the note of it, got {_name(part)}")
     raise InvalidArgumentError("this put has room for a deposit; expected the note of it, got the end of the stream")
+
+
+def _progress(part: Part) -> int:
+    """Return the bytes of a frame; what is no frame comes once."""
+    return len(part) if isinstance(part, memoryview) else LEAST_PROGRESS_BYTES
 
 
 def _frame(part: Part) -> memoryview:

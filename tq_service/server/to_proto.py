@@ -17,6 +17,7 @@ from tq_service.schema import FieldSpec
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import metadata_pb2
 from tq_service.wire.metadata import encode_meta_columns, encode_spec
+from tq_service.wire.run_ahead import encode_run_ahead
 
 
 def written_meta(partition: Partition, written: Written) -> metadata_pb2.BatchMeta:
@@ -189,4 +190,8 @@ def description(catalog: Catalog, partition: Partition) -> pb.DescribePartitionR
             for task in partition.tasks.values()
         ],
         custom_meta_columns=partition.meta.names(),
+        used_bytes=partition.cells.used_bytes,
+        max_bytes=partition.settings.max_bytes,
+        run_ahead_limits=[encode_run_ahead(limit) for limit in partition.settings.run_ahead],
+        waiting_put_count=catalog.waiting_put_count(partition.partition_id),
     )

@@ -1,0 +1,82 @@
+"""Time limits of calls: until when they may wait, and how slowly the other side of a stream may go."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Final, TypeAlias, TypeVar
+
+import grpc
+
+from tq_service.errors import DeadlineError
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Part = TypeVar("Part")
+
+LEAST_PROGRESS_BYTES: Final = 64 * 1024
+"""What must come, or go, within the time that a stream may stall; less is as good as nothing."""
+
+
+def wait_until(context: Context) -> float | None:
+    """Return until when a call may wait, by `time.monotonic`, so that a refusal still arrives before its deadline."""
+    remaining = context.time_remaining()
+    return None if remaining is None else time.monotonic() + remaining - min(1.0, remaining / 4)
+
+
+class Progress:
+    """Counts down while the other side of a stream is waited for, and starts anew whenever enough bytes have moved.
+
+    Args:
+        seconds: how long it may take to move `LEAST_PROGRESS_BYTES`.
+        what: what did not come or go, for the error.
+    """
+
+    def __init__(self, seconds: float, what: str) -> None:
+        self._seconds = seconds
+        self._left_seconds = seconds
+        self._moved_bytes = 0
+        self._what = what
+
+    async def wait_for(self, step: Awaitable[Part]) -> Part:
+        """Return what a step of the stream returns.
+
+        Raises:
+            DeadlineError: the time is over.
+        """
+        began_at = time.monotonic()
+        try:
+            async with asyncio.timeout(self._left_seconds):
+                return await step
+        except TimeoutError:
+            raise DeadlineError(
+                f"{self._what} within {self._seconds:g} s; the call is ended so that it holds no memory of the service"
+            ) from None
+        finally:
+            self._left_seconds -= time.monotonic() - began_at
+
+    def moved(self, size_bytes: int) -> None:
+        """Count bytes."""
+        self._moved_bytes += size_bytes
+        if self._moved_bytes >= LEAST_PROGRESS_BYTES:
+            self._moved_bytes = 0
+            self._left_seconds = self._seconds
+
+
+async def received(
+    parts: AsyncIterator[Part], stall_seconds: float, size: Callable[[Part], int]
+) -> AsyncIterator[Part]:
+    """Yield the messages of a stream as they come.
+
+    Raises:
+        DeadlineError: they come too slowly.
+    """
+    progress = Progress(stall_seconds, f"fewer than {LEAST_PROGRESS_BYTES} bytes came")
+    iterator = aiter(parts)
+    while True:
+        try:
+            part = await progress.wait_for(anext(iterator))
+        except StopAsyncIteration:
+            return
+        progress.moved(size(part))
+        yield part
