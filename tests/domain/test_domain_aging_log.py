@@ -7,7 +7,7 @@ from tq_service.domain.aging_log import AgingLog
 
 
 def entries(frozen):
-    return [(entry.key, entry.seconds, entry.value) for entry in itertools.chain.from_iterable(frozen)]
+    return [(entry.key, entry.seconds, entry.value) for entry in itertools.chain.from_iterable(frozen.blocks)]
 
 
 def log_of(count):

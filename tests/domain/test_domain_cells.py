@@ -180,7 +180,7 @@ def test_slots_of_puts_that_are_gone_are_used_again():
         train.clear(np.array([2 * number - 2, 2 * number - 1]))
     for number in range(100, 150):  # a column overwritten again and again
         put(train, number, 1, ("x",), **({"indexes": [198]} if number > 100 else {}))
-    assert len(train.cells._puts._puts) <= 2
+    assert train.cells._puts._slots.count <= 2
     assert len(list(train.cells._puts.all())) == 1
     with pytest.raises(LookupError):
         train.cells._puts.get(1 - (train.cells.fields["x"].cell.data[train.table.find(np.array([198]))][0] >> 32))

@@ -96,7 +96,7 @@ def test_slots_of_groups_that_are_gone_are_used_again(train):
         assert train.groups.names_of(train.table.find(np.array(indexes))) == names
         train.clear(np.array(indexes))
     assert len(train.groups) == 0
-    assert train.groups._slot_count == 2
+    assert train.groups._store.count == 2
     assert train.groups.in_use
     groups = train.groups
     assert groups.members.data.sum() == groups.declared.data.sum() == groups.closed.data.sum() == 0

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
 
 Value = TypeVar("Value")
 _BLOCK_ENTRIES = 1024
@@ -16,6 +19,19 @@ class Entry(NamedTuple, Generic[Value]):
     key: bytes
     seconds: float
     value: Value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrozenLog:
+    """What was remembered at one moment.
+
+    Attributes:
+        blocks: entries, oldest first.
+        now_seconds: when that was, on the clock of the entries.
+    """
+
+    blocks: Sequence[Sequence[Entry[Any]]] = ()
+    now_seconds: float = 0.0
 
 
 class AgingLog(Generic[Value]):
@@ -70,12 +86,18 @@ class AgingLog(Generic[Value]):
         while (oldest := self.oldest) is not None and oldest.seconds < seconds:
             self.drop_oldest()
 
-    def freeze(self) -> Sequence[Sequence[Entry[Value]]]:
-        """Return all entries as they are now, oldest first, in blocks."""
-        if not self._blocks:
-            return ()
+    def freeze(self) -> FrozenLog:
+        """Return all entries as they are now."""
         blocks = list(self._blocks)
-        if len(blocks) > 1:
+        if blocks:
             blocks[-1] = blocks[-1].copy()
-        blocks[0] = blocks[0][self._gone :]
-        return blocks
+            blocks[0] = blocks[0][self._gone :]
+        return FrozenLog(blocks=blocks, now_seconds=time.monotonic())
+
+    def thaw(self, frozen: FrozenLog) -> None:
+        """Remember what is frozen, each entry as old as it was then; for a log that is empty."""
+        shift = time.monotonic() - frozen.now_seconds
+        entries = (Entry(key, seconds + shift, value) for block in frozen.blocks for key, seconds, value in block)
+        while block := list(itertools.islice(entries, _BLOCK_ENTRIES)):
+            self._blocks.append(block)
+            self._entries.update((entry.key, entry) for entry in block)

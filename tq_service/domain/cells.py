@@ -9,8 +9,10 @@ from typing import NamedTuple
 import numpy as np
 
 from tq_service.domain.column import Column
+from tq_service.domain.frozen import FrozenField, FrozenPuts
 from tq_service.domain.plan import Indexes
 from tq_service.domain.rows import RowTable
+from tq_service.domain.slots import SlotTable
 from tq_service.errors import FieldMismatchError
 from tq_service.schema import FieldSpec, Layout
 
@@ -90,6 +92,20 @@ class Field:
         self.length: Column | None = None
         self.produced_count = 0
 
+    def freeze(self, count: int) -> FrozenField:
+        """Return the cells of the first `count` rows as they are now."""
+        length = None if self.length is None else self.length.freeze(count)
+        return FrozenField(spec=self.spec, cell=self.cell.freeze(count), length=length)
+
+    def thaw(self, frozen: FrozenField, table: RowTable) -> None:
+        """Have the cells of another field; `table` has its rows."""
+        self.spec = frozen.spec
+        table.thaw_column(self.cell, frozen.cell)
+        self.produced_count = int(np.count_nonzero(self.cell.data >= 0))
+        if frozen.length is not None:
+            self.length = table.add_column(np.int64, -1)
+            table.thaw_column(self.length, frozen.length)
+
 
 class PutTable:
     """The puts that hold cells of a partition, each counted by its cells and bytes; slots are used again.
@@ -99,49 +115,63 @@ class PutTable:
             each cell, since sizes of single cells are known to the storage service only.
     """
 
-    __slots__ = ("_bytes", "_cells", "_free", "_puts", "used_bytes")
+    __slots__ = ("_bytes", "_cells", "_puts", "_slots", "used_bytes")
 
     def __init__(self) -> None:
-        self._puts: list[Put | None] = []
-        self._cells: list[int] = []
-        self._bytes: list[int] = []
-        self._free: list[int] = []
+        self._slots = SlotTable()
+        self._puts = self._slots.add_column(np.object_, None)
+        self._cells = self._slots.add_column(np.int64, 0)
+        self._bytes = self._slots.add_column(np.int64, 0)
         self.used_bytes = 0
 
     def add(self, put: Put, cells: int, value_bytes: int) -> int:
         """Enter a put with so many cells of so many bytes together, and return its slot."""
         self.used_bytes += value_bytes
-        if self._free:
-            slot = self._free.pop()
-            self._puts[slot], self._cells[slot], self._bytes[slot] = put, cells, value_bytes
-            return slot
-        self._puts.append(put)
-        self._cells.append(cells)
-        self._bytes.append(value_bytes)
-        return len(self._puts) - 1
+        slot = self._slots.take()
+        self._puts.write(slot, put)
+        self._cells.write(slot, cells)
+        self._bytes.write(slot, value_bytes)
+        return slot
 
     def get(self, slot: int) -> Put:
         """Return the put of a slot in use."""
-        put = self._puts[slot]
+        put: Put | None = self._puts[slot]
         if put is None:
             raise LookupError(f"put slot {slot} is free")
         return put
 
     def drop(self, slot: int, cells: int) -> bool:
         """Count cells off; return whether the put has none left, and forget it then."""
-        gone_bytes = self._bytes[slot] * cells // self._cells[slot]
-        self._bytes[slot] -= gone_bytes
+        cells_left, bytes_left = int(self._cells[slot]), int(self._bytes[slot])
+        gone_bytes = bytes_left * cells // cells_left
         self.used_bytes -= gone_bytes
-        self._cells[slot] -= cells
-        if self._cells[slot] > 0:
+        if cells_left > cells:
+            self._cells.write(slot, cells_left - cells)
+            self._bytes.write(slot, bytes_left - gone_bytes)
             return False
-        self._puts[slot] = None
-        self._free.append(slot)
+        self._slots.give_up(slot)
         return True
 
     def all(self) -> Iterable[Put]:
         """Return all puts in use."""
-        return [put for put in self._puts if put is not None]
+        return [put for put in self._puts[: self._slots.count] if put is not None]
+
+    def freeze(self) -> FrozenPuts:
+        """Return the puts as they are now."""
+        count = self._slots.count
+        return FrozenPuts(
+            puts=self._puts.freeze(count), cell_counts=self._cells.freeze(count), value_bytes=self._bytes.freeze(count)
+        )
+
+    def thaw(self, frozen: FrozenPuts) -> None:
+        """Have the puts of another table; for one that has none."""
+        self._slots.thaw(frozen.puts.size)
+        for column, values in (
+            (self._puts, frozen.puts), (self._cells, frozen.cell_counts), (self._bytes, frozen.value_bytes)
+        ):  # fmt: skip
+            self._slots.thaw_column(column, values)
+        self._slots.find_free(self._puts)
+        self.used_bytes = int(self._bytes.data.sum())
 
 
 class CellTable:
@@ -159,6 +189,18 @@ class CellTable:
     def used_bytes(self) -> int:
         """Bytes of the values of all cells; where a part of a put is freed, its share by number of cells."""
         return self._puts.used_bytes
+
+    def freeze(self) -> tuple[FrozenPuts, list[FrozenField]]:
+        """Return puts and fields as they are now."""
+        return self._puts.freeze(), [field.freeze(self._table.count) for field in self.fields.values()]
+
+    def thaw(self, puts: FrozenPuts, fields: Sequence[FrozenField]) -> None:
+        """Have the puts and fields of another table; for one that has at most declared fields."""
+        self._puts.thaw(puts)
+        for frozen in fields:
+            if frozen.spec.name not in self.fields:
+                self.declare(frozen.spec)
+            self.fields[frozen.spec.name].thaw(frozen, self._table)
 
     def declare(self, spec: FieldSpec) -> None:
         """Add a field before its first put."""

@@ -17,7 +17,7 @@ from tq_service.domain.plan import Indexes
 
 _BLOCK_SHIFT = 12
 _BLOCK_ROWS = 1 << _BLOCK_SHIFT
-Where = slice | Indexes
+Where = slice | Indexes | int
 
 
 class FrozenColumn:
@@ -64,6 +64,8 @@ class FrozenColumn:
                 self._kept[number] = self._block(number)
 
     def _touched(self, where: Where) -> Iterable[int]:
+        if isinstance(where, int):
+            return (where >> _BLOCK_SHIFT,) if where < self.size else ()
         if not isinstance(where, slice):
             return set((where[where < self.size] >> _BLOCK_SHIFT).tolist())
         start, stop, _ = where.indices(self.size)
@@ -113,6 +115,15 @@ class Column:
     def convert(self, dtype: DTypeLike) -> None:
         """Change the type of all values."""
         self._replace(self.data.astype(dtype))
+
+    def thaw(self, frozen: FrozenColumn, capacity: int) -> None:
+        """Take over the values of a frozen column, with room for more."""
+        array = _filled(capacity, self.fill, frozen.dtype)
+        start = 0
+        for block in frozen.blocks():
+            array[start : start + block.size] = block
+            start += block.size
+        self._replace(array)
 
     def freeze(self, size: int) -> FrozenColumn:
         """Return the first `size` values as they are now; it costs the same however many there are."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.domain.column import Column
+from tq_service.domain.frozen import FrozenMeta
 from tq_service.domain.plan import Indexes
 from tq_service.domain.rows import RowTable
 from tq_service.errors import InvalidArgumentError
@@ -78,6 +79,24 @@ class CustomMeta:
     def __init__(self, table: RowTable) -> None:
         self._table = table
         self._columns: dict[str, _Stored] = {}
+
+    def freeze(self) -> list[FrozenMeta]:
+        """Return the columns as they are now."""
+        count = self._table.count
+        return [
+            FrozenMeta(name=name, values=stored.values.freeze(count), present=stored.present.freeze(count))
+            for name, stored in self._columns.items()
+        ]
+
+    def thaw(self, columns: Iterable[FrozenMeta]) -> None:
+        """Have the columns of another table; for one that has none, of a table that has the rows."""
+        for frozen in columns:
+            stored = self._columns[frozen.name] = _Stored(
+                self._table.add_column(frozen.values.dtype, _FILLS[frozen.values.dtype.kind]),
+                self._table.add_column(np.bool_, False),
+            )
+            self._table.thaw_column(stored.values, frozen.values)
+            self._table.thaw_column(stored.present, frozen.present)
 
     def names(self) -> list[str]:
         """Return the names of the columns in order of their first use."""

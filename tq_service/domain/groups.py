@@ -9,12 +9,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.domain.column import Column
+from tq_service.domain.frozen import FrozenGroups
 from tq_service.domain.plan import Indexes
 from tq_service.domain.rows import RowTable
+from tq_service.domain.slots import SlotTable
 from tq_service.errors import GroupNotFoundError, InvalidArgumentError, PreconditionError, nearest
 
 NO_GROUP = -1
-_FIRST_CAPACITY = 64
+
+
+def group_ids(groups: GroupTable, indexes: Indexes, positions: Indexes, block_size: int | None) -> Indexes:
+    """Return an id for the group of each row; a row outside of any group is a group of one.
+
+    Without explicit groups, blocks of consecutive indexes stand in for them where a `block_size` is given.
+    """
+    if groups.in_use:
+        ids = groups.of_rows[positions]
+        return np.where(ids == NO_GROUP, -2 - positions, ids)
+    return positions if block_size is None else indexes // block_size
 
 
 class GroupTable:
@@ -28,24 +40,23 @@ class GroupTable:
     """
 
     __slots__ = (
-        "_capacity", "_free", "_members", "_names", "_slot_count", "_slots",
+        "_members", "_names", "_slots", "_store", "_table",
         "cleared", "closed", "declared", "failed", "held", "in_use", "members",
     )  # fmt: skip
 
     def __init__(self, table: RowTable) -> None:
+        self._table = table
         self._slots: dict[str, int] = {}
-        self._slot_count = 0  # slots that were ever in use
-        self._capacity = _FIRST_CAPACITY
-        self._free: list[int] = []
+        self._store = SlotTable()
         self.in_use = False  # from the first named group on, also when all have been cleared
         self._members: Column = table.add_column(np.int64, NO_GROUP)
-        self._names = Column(np.object_, None, self._capacity)
-        self.declared = Column(np.int64, 0, self._capacity)
-        self.members = Column(np.int64, 0, self._capacity)
-        self.failed = Column(np.int64, 0, self._capacity)
-        self.cleared = Column(np.int64, 0, self._capacity)
-        self.held = Column(np.int64, 0, self._capacity)
-        self.closed = Column(np.bool_, False, self._capacity)
+        self._names = self._store.add_column(np.object_, None)
+        self.declared = self._store.add_column(np.int64, 0)
+        self.members = self._store.add_column(np.int64, 0)
+        self.failed = self._store.add_column(np.int64, 0)
+        self.cleared = self._store.add_column(np.int64, 0)
+        self.held = self._store.add_column(np.int64, 0)
+        self.closed = self._store.add_column(np.bool_, False)
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -136,31 +147,45 @@ class GroupTable:
         """Free the slots of groups whose members are all cleared."""
         slots = np.unique(slots[slots >= 0])
         empty = slots[(self.cleared[slots] >= self.members[slots]) & (self._names[slots] != None)]  # noqa: E711  (of each)
-        for name in self._names[empty]:
+        for slot, name in zip(empty.tolist(), self._names[empty], strict=True):
             del self._slots[name]
-        self._free.extend(empty.tolist())
-        for column in self._columns:
-            column.write(empty, column.fill)
+            self._store.give_up(slot)
 
     def _slot(self, name: str) -> int:
         slot = self._slots.get(name)
         if slot is None:
-            slot = self._free.pop() if self._free else self._new_slot()
-            self._names.write(slice(slot, slot + 1), name)
+            slot = self._store.take()
+            self._names.write(slot, name)
             self._slots[name] = slot
             self.in_use = True
         return slot
 
-    def _new_slot(self) -> int:
-        slot = self._slot_count
-        if slot == self._capacity:
-            self._capacity *= 2
-            for column in self._columns:
-                column.resize(self._capacity, None, slot)
-        self._slot_count += 1
-        return slot
+    def freeze(self) -> FrozenGroups:
+        """Return the groups as they are now."""
+        count = self._store.count
+        return FrozenGroups(
+            in_use=self.in_use,
+            slot_of_row=self._members.freeze(self._table.count),
+            names=self._names.freeze(count),
+            declared=self.declared.freeze(count),
+            members=self.members.freeze(count),
+            failed=self.failed.freeze(count),
+            cleared=self.cleared.freeze(count),
+            held=self.held.freeze(count),
+            closed=self.closed.freeze(count),
+        )
 
-    @property
-    def _columns(self) -> tuple[Column, ...]:
-        """What is known of each slot."""
-        return (self._names, self.declared, self.members, self.failed, self.cleared, self.held, self.closed)
+    def thaw(self, frozen: FrozenGroups) -> None:
+        """Have the groups of another table; for one that has none, of a table that has the rows."""
+        self.in_use = frozen.in_use
+        self._table.thaw_column(self._members, frozen.slot_of_row)
+        self._store.thaw(frozen.names.size)
+        for column, values in (
+            (self._names, frozen.names), (self.declared, frozen.declared), (self.members, frozen.members),
+            (self.failed, frozen.failed), (self.cleared, frozen.cleared), (self.held, frozen.held),
+            (self.closed, frozen.closed),
+        ):  # fmt: skip
+            self._store.thaw_column(column, values)
+        self._store.find_free(self._names)
+        names = self._names[: self._store.count].tolist()
+        self._slots = {name: slot for slot, name in enumerate(names) if name is not None}

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from tq_service.domain.column import Column
+from tq_service.domain.column import Column, FrozenColumn
+from tq_service.domain.frozen import FrozenTable
 from tq_service.domain.plan import Indexes
 
 _FIRST_CAPACITY = 64
@@ -43,6 +44,27 @@ class RowTable:
     def drop_column(self, column: Column) -> None:
         """Remove a column."""
         self._columns.remove(column)
+
+    def freeze(self) -> FrozenTable:
+        """Return the rows as they are now; columns are frozen by who uses them."""
+        return FrozenTable(
+            next_index=self.next_index,
+            index=self.index.freeze(self.count),
+            present=self._present.freeze(self.count),
+        )
+
+    def thaw(self, frozen: FrozenTable) -> None:
+        """Have the rows of another table; for a table that has none and whose columns are to be thawed after it."""
+        self.count = frozen.index.size
+        self.next_index = frozen.next_index
+        self._capacity = max(_FIRST_CAPACITY, self.count + self.count // 4)
+        self.thaw_column(self.index, frozen.index)
+        self.thaw_column(self._present, frozen.present)
+        self.present_count = int(np.count_nonzero(self._present.data[: self.count]))
+
+    def thaw_column(self, column: Column, frozen: FrozenColumn) -> None:
+        """Have the values of another table in one of the columns."""
+        column.thaw(frozen, self._capacity)
 
     def append(self, count: int) -> slice:
         """Add rows and return their positions."""
