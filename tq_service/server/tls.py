@@ -1,0 +1,121 @@
+"""The certificate of the port, taken from files that may be replaced while the service runs."""
+
+from __future__ import annotations
+
+import logging
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from tq_service.errors import InvalidArgumentError
+from tq_service.server.tokens import check_private
+from tq_service.wire.credentials import Signature, file_signature
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsFiles:
+    """Where the port's certificate is, all in PEM.
+
+    Attributes:
+        cert: the certificate with its chain.
+        key: its private key, without a passphrase, readable by no others.
+        client_ca: the authorities one of which must have signed the certificate of every client (mTLS); None: clients
+            need none.
+    """
+
+    cert: Path
+    key: Path
+    client_ca: Path | None = None
+
+    def signature(self) -> Signature:
+        """Return what differs once one of the files has been replaced."""
+        return tuple(None if path is None else file_signature(path) for path in (self.cert, self.key, self.client_ca))
+
+
+class ServerCertificate:
+    """Credentials of a port that follow their files.
+
+    gRPC asks for news at each handshake, in a thread of its own, and gets what was read last and found good;
+    connections that are open stay. Files that cannot be used, such as a certificate whose key has not been replaced
+    yet, are logged, and the pair before stays.
+
+    Args:
+        files: where it is.
+
+    Raises:
+        InvalidArgumentError: the files cannot be used.
+    """
+
+    def __init__(self, files: TlsFiles) -> None:
+        self._files = files
+        self._signature = files.signature()
+        self._current = _read(files)
+        self._news: grpc.ServerCertificateConfiguration | None = None
+
+    def credentials(self) -> grpc.ServerCredentials:
+        """Return what the port is opened with."""
+        return grpc.dynamic_ssl_server_credentials(
+            self._current,
+            self._take_news,  # type: ignore[arg-type]  # grpc's own documentation has None for no news
+            require_client_authentication=self._files.client_ca is not None,
+        )
+
+    def reload(self) -> None:
+        """Read the files again if one of them has changed."""
+        signature = self._files.signature()
+        if signature == self._signature:
+            return
+        try:
+            self._news = _read(self._files)
+        except InvalidArgumentError as error:
+            _log.error("%s; the certificate before stays in use", error)
+        else:
+            _log.info("the certificate of %s has changed; new connections get it", self._files.cert)
+        self._signature = signature
+
+    def _take_news(self) -> grpc.ServerCertificateConfiguration | None:
+        news, self._news = self._news, None
+        return news
+
+
+def _read(files: TlsFiles) -> grpc.ServerCertificateConfiguration:
+    """Read and check the files.
+
+    Raises:
+        InvalidArgumentError: one cannot be read, or they don't fit together.
+    """
+    try:
+        check_private(files.key)
+        cert, key = files.cert.read_bytes(), files.key.read_bytes()
+        client_ca = None if files.client_ca is None else files.client_ca.read_bytes()
+        _check(files, client_ca)
+        if (cert, key) != (files.cert.read_bytes(), files.key.read_bytes()):
+            raise InvalidArgumentError("they were replaced while they were read")
+    except OSError as error:  # ssl.SSLError is one
+        raise InvalidArgumentError(f"TLS cannot use {files.cert} and {files.key}: {_why(error)}") from None
+    except ValueError as error:
+        raise InvalidArgumentError(f"TLS cannot use {files.cert} and {files.key}: {error}") from None
+    return grpc.ssl_server_certificate_configuration([(key, cert)], client_ca)
+
+
+def _check(files: TlsFiles, client_ca: bytes | None) -> None:
+    """Have Python's ssl read the pair: gRPC says only in its own log, and at the first handshake, what is wrong."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(files.cert, files.key, password=_no_passphrase)
+    if client_ca is not None:
+        try:
+            context.load_verify_locations(cadata=client_ca.decode("ascii"))
+        except (ssl.SSLError, ValueError) as error:
+            raise InvalidArgumentError(f"{files.client_ca} holds no certificates: {error}") from None
+
+
+def _no_passphrase() -> str:
+    raise InvalidArgumentError("the key has a passphrase; give one without, that only this user may read")
+
+
+def _why(error: OSError) -> str:
+    return f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)
