@@ -24,7 +24,8 @@ ARROWS: dict[str, set[str]] = {
     "samplers": {"balancing", "domain"},
     "wire": {"v1"},
     "storage": {"wire", "v1"},
-    "server": {"samplers", "storage", "wire", "domain", "v1", "config"},
+    "durable": {"domain", "storage", "wire", "v1"},
+    "server": {"durable", "samplers", "storage", "wire", "domain", "v1", "config"},
     "client": {"wire", "v1"},
     "data": {"client", "balancing", "wire"},
     "cli": {"server", "client", "balancing", "config", "demo"},
@@ -40,6 +41,7 @@ FORBIDDEN_PACKAGES: dict[str, set[str]] = {
     "balancing": WIRE_FORMATS | TENSORS,
     "samplers": WIRE_FORMATS | TENSORS,
     "storage": TENSORS,
+    "durable": TENSORS | {"grpc", "grpc_status", "grpc_health", "grpc_reflection"},
     "server": TENSORS,
     "cli": TENSORS,
 }

@@ -241,10 +241,22 @@ class LimitExceededError(ResourceExhaustedError):
     reason = "LIMIT_EXCEEDED"
 
 
+class DiskFullError(ResourceExhaustedError):
+    """The disk of the data folder takes no more; the service goes on by itself once there is room."""
+
+    reason = "DISK_FULL"
+
+
 class DataLossError(TqError, RuntimeError):
     """Committed bytes are gone: their storage service came back empty."""
 
     reason = "DATA_LOSS"
+
+
+class JournalDamagedError(DataLossError):
+    """A record of the journal that had been written is damaged or missing."""
+
+    reason = "JOURNAL_DAMAGED"
 
 
 class SamplerError(TqError, RuntimeError):
@@ -269,6 +281,12 @@ class UnavailableError(TqError, ConnectionError):
     """The service could not be reached until the call's deadline, or is draining."""
 
     reason = "UNAVAILABLE"
+
+
+class DiskFailedError(UnavailableError):
+    """The disk of the data folder failed to sync; the service has to be started again."""
+
+    reason = "DISK_FAILED"
 
 
 class InternalError(TqError, RuntimeError):

@@ -1,0 +1,67 @@
+"""What lies in a data folder, by name: numbered journal files and snapshots."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Final
+
+_JOURNAL: Final = re.compile(r"journal-(\d{8,})\.sqlite3")
+_SNAPSHOT: Final = re.compile(r"snapshot-(\d{8,})\.tqs")
+SIDE_SUFFIXES: Final = ("-wal", "-shm", "-journal")
+LOST_SUFFIX: Final = ".lost"
+
+
+def journal_path(directory: Path, number: int) -> Path:
+    """Return the path of a journal file."""
+    return directory / f"journal-{number:08d}.sqlite3"
+
+
+def snapshot_path(directory: Path, generation: int) -> Path:
+    """Return the path of a snapshot: all that is in no journal file of this number or a later one."""
+    return directory / f"snapshot-{generation:08d}.tqs"
+
+
+def journal_numbers(directory: Path) -> list[int]:
+    """Return the numbers of the journal files that are there, ascending."""
+    return _numbers(directory, _JOURNAL)
+
+
+def snapshot_numbers(directory: Path) -> list[int]:
+    """Return the generations of the snapshots that are there, ascending."""
+    return _numbers(directory, _SNAPSHOT)
+
+
+def beside(path: Path, suffix: str) -> Path:
+    """Return the path with something added to its name, as SQLite names the files beside a database."""
+    return path.with_name(path.name + suffix)
+
+
+def remove_journal(path: Path) -> None:
+    """Remove a journal file: the database last, so that what is left of a crash in between is never a log alone."""
+    for suffix in SIDE_SUFFIXES:
+        beside(path, suffix).unlink(missing_ok=True)
+    path.unlink(missing_ok=True)
+
+
+def set_aside(path: Path) -> None:
+    """Rename a journal file so that it is not read again."""
+    for suffix in ("", *SIDE_SUFFIXES):
+        part = beside(path, suffix)
+        if part.exists():
+            part.rename(beside(part, LOST_SUFFIX))
+
+
+def sync_directory(directory: Path) -> None:
+    """Return when the names in a folder survive a loss of power."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _numbers(directory: Path, pattern: re.Pattern[str]) -> list[int]:
+    matches = (pattern.fullmatch(path.name) for path in directory.iterdir())
+    return sorted(int(match[1]) for match in matches if match is not None)

@@ -1,0 +1,281 @@
+"""The journal: what the service did, one record after the other, so that it can be done again after a crash."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+from tq_service.durable.direct_commit import DirectCommit
+from tq_service.durable.file_names import journal_numbers, journal_path, snapshot_numbers, snapshot_path
+from tq_service.durable.group_commit import GroupCommit
+from tq_service.durable.journal_file import JournalFile
+from tq_service.durable.journal_reader import JournalReader
+from tq_service.durable.upkeep import Upkeep
+from tq_service.errors import TqError
+
+_log = logging.getLogger(__name__)
+_FULL_LOG_BYTES: Final = 32 * 2**20
+
+
+class Journal:
+    """Records in numbered files; a generation is the files from one that `start_generation` began to the next.
+
+    open -> replay -> append ... durable ... start_generation ... finish_generation -> close
+
+    Without `sync`, what is durable is with the operating system, and survives any end of any process; a loss of power
+    may take the last records, never one before a record that it leaves. With `sync`, it is on the disk.
+
+    All but the constructor runs on one event loop.
+    """
+
+    def __init__(self, directory: Path, *, sync: bool, accept_loss: bool = False) -> None:
+        """Open the journal; see `open`."""
+        self._directory = directory
+        self._sync = sync
+        self._reader = JournalReader(directory, accept_loss=accept_loss)
+        self._appended = self._durable = 0
+        self._waiting: deque[tuple[int, Callable[[], None], Callable[[TqError], None] | None]] = deque()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._upkeep: Upkeep | None = None
+        self._writer: DirectCommit | GroupCommit | None = None
+        if not journal_numbers(directory) and not snapshot_numbers(directory):
+            self._start(0)
+
+    @classmethod
+    def open(cls, directory: Path, *, sync: bool, accept_loss: bool = False) -> Journal:
+        """Open the journal of a folder, which nobody else has open.
+
+        Args:
+            directory: where its files are; there.
+            sync: whether durable means on the disk.
+            accept_loss: whether `replay` goes on without what follows a damaged record, instead of raising.
+
+        Raises:
+            DiskFullError: there is no room for a file.
+        """
+        return cls(directory, sync=sync, accept_loss=accept_loss)
+
+    def replay(self, from_generation: int | None = None) -> Iterator[bytes]:
+        """Yield the records since a snapshot; once they are exhausted, the journal takes new ones.
+
+        Args:
+            from_generation: of the snapshot that was read; None: the newest that is there, 0: without one.
+
+        Raises:
+            JournalDamagedError: a record that had been written is damaged or missing.
+            DiskFullError: there is no room for a file.
+        """
+        if from_generation is None:
+            from_generation = max(self.snapshots(), default=0)
+        if self._writer is None:
+            yield from self._reader.records(from_generation)
+            self._start(self._reader.last_number)
+
+    def snapshots(self) -> list[int]:
+        """Return the generations of the snapshots that are there, ascending; at most the last two have a journal."""
+        return snapshot_numbers(self._directory)
+
+    def newest_snapshot(self) -> Path | None:
+        """Return the newest snapshot that is there, which is the one that `replay` goes on from."""
+        generations = self.snapshots()
+        return self.snapshot_path(generations[-1]) if generations else None
+
+    def snapshot_path(self, generation: int) -> Path:
+        """Return where the snapshot of a generation is, or is to be put once it is whole."""
+        return snapshot_path(self._directory, generation)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether something was appended that is not durable yet."""
+        return self._durable != self._appended
+
+    def append(self, record: bytes) -> None:
+        """Add a record, which is durable some time after.
+
+        Raises:
+            RuntimeError: what is there was not replayed, or the journal is closed.
+        """
+        if self._writer is None:
+            raise RuntimeError("the journal takes no records: exhaust replay() first, and append before close()")
+        self._appended += 1
+        self._writer.append(record)
+
+    def flush(self) -> None:
+        """Return once all that was appended is durable; with `sync`, that blocks for an fsync.
+
+        Raises:
+            DiskFullError: there is no room; all stays as it is, and the next flush tries again.
+            DiskFailedError: the disk fails.
+        """
+        if self.is_behind and self._writer is not None:
+            self._settle(self._writer.wait_for(self._appended))
+            self._go_on_when_full()
+
+    async def durable(self) -> None:
+        """Return once all that was appended before is durable.
+
+        Raises:
+            DiskFullError, DiskFailedError: see `flush`.
+        """
+        if not self.is_behind:
+            return
+        if not isinstance(self._writer, GroupCommit):
+            self.flush()
+            return
+        self._loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = self._loop.create_future()
+        self._waiting.append((self._appended, lambda: _succeed(done), lambda error: _fail(done, error)))
+        self._writer.ask()
+        await done
+
+    def after_durable(self, callback: Callable[[], None]) -> None:
+        """Call something once all that was appended before is durable: now, or later in the order of these calls."""
+        if not self.is_behind:
+            callback()
+            return
+        self._waiting.append((self._appended, callback, None))
+        if isinstance(self._writer, GroupCommit):
+            self._loop = asyncio.get_running_loop()
+            self._writer.ask()
+        else:
+            asyncio.get_running_loop().call_soon(self._try_flush)
+
+    def start_generation(self) -> int:
+        """Go on in a new file, and return its number: a snapshot of what is now holds all that is in files before it.
+
+        That snapshot must not be put into place before `durable` returned.
+
+        Raises:
+            DiskFullError, DiskFailedError: see `flush`; nothing has changed.
+        """
+        if self._upkeep is None or self._writer is None:
+            raise RuntimeError("the journal has no generations: exhaust replay() first")
+        return self._go_on(self._upkeep, self._writer)
+
+    def finish_generation(self, generation: int) -> None:
+        """Drop what no recovery needs, now that the snapshot of a generation is in place.
+
+        The snapshot before it stays, with the journal since then: should the new one turn out to be damaged.
+        """
+        before = [other for other in self.snapshots() if other < generation]
+        if not before or self._upkeep is None:
+            return
+        journals = [number for number in journal_numbers(self._directory) if number < before[-1]]
+        self._upkeep.remove(
+            [journal_path(self._directory, number) for number in journals],
+            [snapshot_path(self._directory, other) for other in before[:-1]],
+        )
+
+    def close(self) -> None:
+        """Make durable what was appended, bring all files to rest and end the threads.
+
+        Raises:
+            DiskFullError, DiskFailedError: what was appended last is not durable; all else is done.
+        """
+        upkeep, writer = self._upkeep, self._writer
+        if upkeep is None or writer is None:
+            return
+        self._upkeep = self._writer = None
+        try:
+            if self.is_behind:
+                self._settle(writer.wait_for(self._appended))
+        finally:
+            upkeep.retire(writer.close())
+            upkeep.close()
+
+    def _start(self, last_number: int) -> None:
+        numbers = [*journal_numbers(self._directory), *snapshot_numbers(self._directory)]
+        make = _files_from(self._directory, max(numbers, default=0) + 1, sync=self._sync)
+        file = make()
+        file.begin(last_number + 1)
+        self._newest = file
+        self._appended = self._durable = last_number + 1
+        self._upkeep = Upkeep(make)
+        if self._sync:
+            self._writer = GroupCommit(
+                file,
+                last_number + 1,
+                on_committed=self._tell_settled,
+                on_failed=self._tell_failed,
+                on_left=self._upkeep.retire,
+            )
+        else:
+            self._writer = DirectCommit(file, last_number + 1, on_left=self._upkeep.retire)
+
+    def _go_on(self, upkeep: Upkeep, writer: DirectCommit | GroupCommit) -> int:
+        file = upkeep.take()
+        try:
+            writer.go_on_in(file)
+        except TqError:
+            file.abandon()
+            raise
+        self._newest = file
+        self._appended += 1  # the start of a file has a number too
+        if isinstance(writer, DirectCommit):
+            self._settle(self._appended)
+        return file.number
+
+    def _go_on_when_full(self) -> None:
+        if self._newest.log_bytes < _FULL_LOG_BYTES or self._upkeep is None or self._writer is None:
+            return
+        if self._upkeep.is_ready:
+            self._go_on(self._upkeep, self._writer)
+        else:
+            self._upkeep.order()
+
+    def _settle(self, durable: int) -> None:
+        self._durable = durable
+        while self._waiting and self._waiting[0][0] <= durable:
+            _, succeed, _ = self._waiting.popleft()
+            try:
+                succeed()
+            except Exception:
+                _log.exception("what waited for the journal failed")
+
+    def _fail_waiting(self, error: TqError) -> None:
+        """Fail who awaits; what is to be called once durable stays."""
+        waiting, self._waiting = self._waiting, deque()
+        for number, succeed, fail in waiting:
+            if fail is None:
+                self._waiting.append((number, succeed, fail))
+            else:
+                fail(error)
+
+    def _try_flush(self) -> None:
+        try:
+            self.flush()
+        except TqError as error:
+            _log.warning("the journal is behind: %s", error)
+
+    def _tell_settled(self, durable: int) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._settled, durable)
+
+    def _settled(self, durable: int) -> None:
+        self._settle(max(durable, self._durable))
+        self._go_on_when_full()
+
+    def _tell_failed(self, error: TqError) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._fail_waiting, error)
+
+
+def _files_from(directory: Path, number: int, *, sync: bool) -> Callable[[], JournalFile]:
+    """Return what makes journal files with this number and the following ones."""
+    numbers = itertools.count(number)
+    return lambda: JournalFile(directory, next(numbers), sync=sync)
+
+
+def _succeed(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _fail(future: asyncio.Future[None], error: TqError) -> None:
+    if not future.done():
+        future.set_exception(error)
