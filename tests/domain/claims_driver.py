@@ -11,9 +11,10 @@ from model import End as ModelEnd
 
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.custom_meta import Condition, Order
+from tq_service.domain.leases import UNCLAIMED
 from tq_service.domain.plan import RankPlan
 from tq_service.domain.states import STATE_NAMES
-from tq_service.domain.task import UNCLAIMED, End
+from tq_service.domain.task import End
 from tq_service.domain.writes import PartitionSettings
 from tq_service.errors import (
     ClaimReleasedError,
@@ -140,15 +141,15 @@ class Driver:
                 self.check_end(name, self.tasks[name][0], end, ranked=False)
             record_end(dp_size, end)
 
-        def queue_claim(request_id, part, positions):
+        def queue_claim(request_id, part, positions, terms=None):
             if partition is self.partition:
                 self.on_queue_claim(name, request_id, part)
-            record_queue_claim(request_id, part, positions)
+            return record_queue_claim(request_id, part, positions, terms)
 
-        def released(request_id):
+        def released(claim, rows=None):
             if partition is self.partition:
-                self.model.release(self.model.task(name), request_id)
-            return release(request_id)
+                self.model.release(self.model.task(name), claim.request_id)
+            return release(claim, rows)
 
         task.record_batch, task.record_end = batch, end
         task.record_queue_claim, task.release = queue_claim, released

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from model import Asking
 
 from tq_service.domain.plan import RankPlan
+from tq_service.domain.queue_claims import release
 from tq_service.domain.task import End
 
 STEPS = (
@@ -254,7 +255,7 @@ class Interleaving:
         task.released.add(request_id)
         real = self.driver.partition.tasks[name]
         rows = [self.driver.model.rows[row] for row in task.claims.get(request_id, []) if row in self.driver.model.rows]
-        assert self.driver.partition.release(real, request_id) == sum(row.state == "live" for row in rows)
+        assert release(self.driver.partition, real, request_id) == sum(row.state == "live" for row in rows)
         self.driver.ask(name, asking, request_id=request_id, max_wait=0)
 
     async def reset(self, rng):

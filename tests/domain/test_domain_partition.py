@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 from domain_support import insert, new_id, new_write, partition, update
 
+from tq_service.domain.leases import UNCLAIMED
 from tq_service.domain.plan import Plan, RankPlan
+from tq_service.domain.queue_claims import release
 from tq_service.domain.states import CLEARED, FAILED, HELD, LIVE
-from tq_service.domain.task import UNCLAIMED
 from tq_service.errors import (
     InvalidArgumentError,
     PartitionSealedError,
@@ -77,10 +78,10 @@ def test_open_rows_of_a_task_are_counted_through_all_that_happens():
         lambda: update(train, [0, 4], state="failed"),  # one consumed, one open
         lambda: update(train, [1, 5], state="held"),
         lambda: train.clear(np.array([1, 5, 9])),
-        lambda: train.release(task, first),
+        lambda: release(train, task, first),
         lambda: train.clear(np.array([2, 0])),
-        lambda: train.release(task, second),
-        lambda: train.release(task, second),
+        lambda: release(train, task, second),
+        lambda: release(train, task, second),
         lambda: claim(train, task, [3]),
         lambda: train.reset(task, keep_consumed=True),
         lambda: train.reset(task, keep_consumed=False),
@@ -99,7 +100,7 @@ def test_releasing_counts_the_samples_that_are_claimable_again():
     update(train, [1], state="failed")
     update(train, [2], state="held")
     train.clear(np.array([3]))
-    assert train.release(task, request_id) == 1
+    assert release(train, task, request_id) == 1
     assert (task.consumed_count, task.open_count) == (0, 2)
     assert request_id in task.released
 
@@ -181,7 +182,7 @@ def test_every_change_is_told_and_counted():
         lambda: update(train, [0], state="held"),
         lambda: train.set_meta(np.array([0]), new_write(1, meta=[{"v": 1}]).meta),
         lambda: train.close_groups(["a"]),
-        lambda: train.release(task, request_id),
+        lambda: release(train, task, request_id),
         lambda: train.reset(task, keep_consumed=True),
         train.seal,
         lambda: train.clear(np.array([0])),

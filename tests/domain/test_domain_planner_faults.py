@@ -9,6 +9,7 @@ from domain_support import SlowSampler, new_id, turns, update
 from planner_bench import Bench, Whenever, finished, rows
 
 from tq_service.domain.plan import Plan
+from tq_service.domain.queue_claims import release
 from tq_service.errors import (
     ClaimReleasedError,
     MissingLengthError,
@@ -208,7 +209,7 @@ async def test_a_claim_released_while_it_is_planned_is_not_given(bench):
     bench.insert(2)
     call = bench.ask(sampler=slow, request_id=request_id)
     await slow.started.wait()
-    assert bench.partition.release(bench.task, request_id) == 0
+    assert release(bench.partition, bench.task, request_id) == 0
     slow.go.set()
     await asyncio.wait([call])
     assert isinstance(call.exception(), ClaimReleasedError)

@@ -7,7 +7,8 @@ from domain_support import asks, binding, insert, new_id, partition, update
 from tq_service.domain import task as task_module
 from tq_service.domain.custom_meta import Order
 from tq_service.domain.plan import Plan, RankPlan
-from tq_service.domain.task import End, Released
+from tq_service.domain.queue_claims import release, take_back
+from tq_service.domain.task import End, Refused
 from tq_service.errors import (
     ClaimReleasedError,
     RankDisagreementError,
@@ -125,7 +126,7 @@ def test_records_go_with_the_last_of_their_rows(train):
     train.clear(np.array([7]))
     assert not list(task.records())
     assert not (task._batches or task._queue_claims)
-    assert train.release(task, request_id) == 0
+    assert release(train, task, request_id) == 0
     assert task.consumed_count == 8
 
 
@@ -150,21 +151,21 @@ def test_a_reset_starts_an_epoch(train, keep_consumed):
 def test_a_released_claim_is_claimable_again_and_refused(train):
     task, request = train.task("t"), asks()
     task.record_queue_claim(request.request_id, RankPlan(rows=np.array([3, 4])), np.array([3, 4]))
-    assert train.release(task, request.request_id) == 2
+    assert release(train, task, request.request_id) == 2
     assert (task.consumed_count, task.open_count) == (0, 12)
     with pytest.raises(ClaimReleasedError):
         task.recorded(request)
-    assert train.release(task, new_id()) == 0
+    assert release(train, task, new_id()) == 0
 
 
 def test_a_claim_is_taken_back_only_when_nobody_else_has_it(train):
     task, request = train.task("t"), asks()
     task.record_queue_claim(request.request_id, RankPlan(rows=np.array([0])), np.array([0]))
     task.recorded(request)  # a retry is given the same
-    train.take_back(task, request.request_id)
+    take_back(train, task, request.request_id)
     assert task.consumed_count == 1
-    train.take_back(task, request.request_id)
-    train.take_back(task, request.request_id)
+    take_back(train, task, request.request_id)
+    take_back(train, task, request.request_id)
     assert task.consumed_count == 0
     assert task.recorded(request) is None  # not refused: the caller may ask again
 
@@ -172,7 +173,7 @@ def test_a_claim_is_taken_back_only_when_nobody_else_has_it(train):
 def test_released_ids_are_forgotten_in_time(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(task_module, "time", type("Clock", (), {"monotonic": staticmethod(lambda: now[0])}))
-    released, old, young = Released(), new_id(), new_id()
+    released, old, young = Refused(), new_id(), new_id()
     released.add(old)
     now[0] = 800.0
     released.add(young)

@@ -6,6 +6,7 @@ from domain_support import asks, binding, dense, insert, jagged, partition, upda
 
 from tq_service.domain.custom_meta import Condition, Order
 from tq_service.domain.plan import LengthSource, Plan, RankPlan
+from tq_service.domain.queue_claims import release
 from tq_service.domain.view import PartitionView
 from tq_service.errors import InvalidArgumentError, MissingLengthError
 
@@ -190,7 +191,7 @@ def test_a_released_claim_is_found_again(train):
     request, task = asks(), train.task("t")
     task.record_queue_claim(request.request_id, RankPlan(rows=np.array([0, 1])), np.array([0, 1]))
     assert ready(train, 1) == [2]
-    train.release(task, request.request_id)
+    release(train, task, request.request_id)
     assert ready(train) == [0, 1, 2, 3]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 
 from tq_service.domain.custom_meta import Condition, Order
+from tq_service.domain.leases import LeaseTerms
 from tq_service.domain.plan import PlanRequest, PlansBatches
 from tq_service.schema import BatchUnit
 
@@ -82,6 +83,7 @@ class ClaimRequest:
     Attributes:
         rank: the rank that asks, None for a queue worker; of the `dp_size` of `asked`.
         epoch: the task life the caller means, None for whichever.
+        lease: how a queue worker leases its samples, None where they are done once they are handed out.
     """
 
     request_id: bytes
@@ -90,6 +92,7 @@ class ClaimRequest:
     sampler: PlansBatches
     rank: Rank | None = None
     epoch: int | None = None
+    lease: LeaseTerms | None = None
 
     @property
     def binding(self) -> Binding:

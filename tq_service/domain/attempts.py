@@ -19,7 +19,7 @@ class _Attempt:
 
     event_count: int
     touched_count: int
-    consumed_count: int | None  # where what others of the task consume may bring the end nearer
+    consumed: tuple[int, int] | None  # where what others of the task consume may bring the end nearer
 
 
 class Attempts:
@@ -41,7 +41,7 @@ class Attempts:
             attempt is not None
             and self._partition.event_count == attempt.event_count
             and self._partition.touched_count < attempt.touched_count
-            and attempt.consumed_count in (None, self._task.consumed_count)
+            and attempt.consumed in (None, self._consumed)
         )
 
     def remember(
@@ -59,5 +59,10 @@ class Attempts:
             self._attempts.clear()
         event_count, touched_count = counts
         self._attempts[request.signature] = _Attempt(
-            event_count, touched_count + max(1, missing), self._task.consumed_count if is_closed else None
+            event_count, touched_count + max(1, missing), self._consumed if is_closed else None
         )
+
+    @property
+    def _consumed(self) -> tuple[int, int]:
+        """Counts that differ whenever samples were consumed, or are leased no longer."""
+        return self._task.consumed_count, self._task.leases.count

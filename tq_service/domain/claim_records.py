@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from tq_service.domain.asking import Binding
+from tq_service.domain.leases import Lease
 from tq_service.domain.plan import Plan, RankPlan
 
 Decode: TypeAlias = Callable[[], Plan]
@@ -15,8 +16,8 @@ DecodePart: TypeAlias = Callable[[], RankPlan]
 class Batch:
     """A recorded plan of `size` samples, of which `remaining` are not cleared.
 
-    Its plan may be given as what decodes it, which is done when somebody asks for it: of a hundred thousand batches that
-    are read from a file, few are ever asked for again.
+    Its plan may be given as what decodes it, which is done when somebody asks for it: of a hundred thousand batches
+    that are read from a file, few are ever asked for again.
     """
 
     __slots__ = ("_plan", "batch_index", "binding", "remaining", "size")
@@ -40,17 +41,30 @@ class QueueClaim:
     """What a queue worker got; its part may be given as what decodes it, like the plan of a batch.
 
     Attributes:
-        remaining: its samples that are not cleared.
+        serial: its number in the task.
+        remaining: its samples that are neither cleared nor given back.
+        lease: None: its samples are done.
         given_count: calls that were answered with it: a call that left before its answer reached anybody takes the
             claim back only if no retry was given the same.
     """
 
-    __slots__ = ("_part", "given_count", "remaining", "request_id")
+    __slots__ = ("_part", "given_count", "lease", "remaining", "request_id", "serial")
 
-    def __init__(self, *, request_id: bytes, part: RankPlan | DecodePart, remaining: int, given_count: int = 1) -> None:
+    def __init__(
+        self,
+        *,
+        request_id: bytes,
+        serial: int,
+        part: RankPlan | DecodePart,
+        remaining: int,
+        given_count: int = 1,
+        lease: Lease | None = None,
+    ) -> None:
         self.request_id = request_id
+        self.serial = serial
         self.remaining = remaining
         self.given_count = given_count
+        self.lease = lease
         self._part = part
 
     @property

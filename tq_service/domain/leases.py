@@ -12,7 +12,7 @@ One column, the `claim` of a task, says of each row what became of it:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,6 +63,10 @@ class Lease:
     delivery_counts: NDArray[np.int32]
     left_count: int
     deadline: float = math.inf
+
+    def extend(self, seconds: float) -> None:
+        """Change how long it lasts, also where it starts anew after a restart."""
+        self.terms = replace(self.terms, seconds=seconds)
 
     def remaining_seconds(self, now: float) -> float:
         """Return how long what is left of it stays with the worker; 0 where nothing is left."""

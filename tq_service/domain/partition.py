@@ -17,7 +17,6 @@ from tq_service.domain.asking import Binding
 from tq_service.domain.cells import CellTable, FreedCells
 from tq_service.domain.changes import (
     BatchPlanned,
-    ClaimReleased,
     ConsumptionReset,
     EndReached,
     GroupsClosed,
@@ -31,6 +30,7 @@ from tq_service.domain.changes import (
 )
 from tq_service.domain.custom_meta import CustomMeta
 from tq_service.domain.groups import GroupTable
+from tq_service.domain.leases import Lease, LeaseTerms
 from tq_service.domain.lowest_version import LowestVersion
 from tq_service.domain.plan import Indexes, Plan, RankPlan
 from tq_service.domain.resolve import Target, resolve_target
@@ -225,7 +225,7 @@ class Partition:
     def seal(self) -> None:
         """Say that no new samples come."""
         self._seal()
-        self._changed()
+        self.changed()
         if self.tell is not None:
             self.tell(PartitionSealed(partition_id=self.partition_id))
 
@@ -238,7 +238,7 @@ class Partition:
         """Say that no further members of groups come."""
         self.groups.close(names)
         self.event_count += 1
-        self._changed()
+        self.changed()
         if self.tell is not None:
             self.tell(GroupsClosed(partition_id=self.partition_id, names=names))
 
@@ -262,7 +262,7 @@ class Partition:
         count = positions.size
         self.table.remove(positions)
         self.event_count += 1
-        self._changed()
+        self.changed()
         if self.tell is not None:
             self.tell(SamplesCleared(partition_id=self.partition_id, global_indexes=indexes))
         return count, freed
@@ -319,42 +319,28 @@ class Partition:
                 EndReached(partition_id=self.partition_id, task_name=task.name, dp_size=dp_size, skipped=end.skipped)
             )
 
-    def record_queue_claim(self, task: Task, request_id: bytes, part: RankPlan, positions: Indexes) -> None:
-        """Record what a queue worker gets."""
-        task.record_queue_claim(request_id, part, positions)
+    def record_queue_claim(
+        self, task: Task, request_id: bytes, part: RankPlan, positions: Indexes, terms: LeaseTerms | None = None
+    ) -> Lease | None:
+        """Record what a queue worker gets; return its lease where it has `terms`."""
+        claim = task.record_queue_claim(request_id, part, positions, terms)
         self._consumed()
         if self.tell is not None:
             self.tell(
-                QueueClaimed(partition_id=self.partition_id, task_name=task.name, request_id=request_id, part=part)
-            )
-
-    def release(self, task: Task, request_id: bytes) -> int:
-        """Give back a queue claim and refuse it from now on; return the number of samples that are claimable again."""
-        task.released.add(request_id)
-        count = self._release(task, request_id)
-        self._tell_released(task, request_id, is_final=True)
-        return count
-
-    def take_back(self, task: Task, request_id: bytes) -> None:
-        """Undo a queue claim whose answer reached nobody; the caller may ask again under the same request_id."""
-        if task.is_given_once(request_id):
-            self.undo_claim(task, request_id)
-
-    def undo_claim(self, task: Task, request_id: bytes) -> None:
-        """Give back a queue claim; its request_id may be used again."""
-        self._release(task, request_id)
-        self._tell_released(task, request_id, is_final=False)
-
-    def _tell_released(self, task: Task, request_id: bytes, *, is_final: bool) -> None:
-        if self.tell is not None:
-            self.tell(
-                ClaimReleased(
-                    partition_id=self.partition_id, task_name=task.name, request_id=request_id, is_final=is_final
+                QueueClaimed(
+                    partition_id=self.partition_id,
+                    task_name=task.name,
+                    request_id=request_id,
+                    part=part,
+                    lease_seconds=None if terms is None else terms.seconds,
+                    max_deliveries=None if terms is None else terms.max_deliveries,
+                    group_block_size=None if terms is None else terms.group_block_size,
                 )
             )
+        return claim.lease
 
-    def _release(self, task: Task, request_id: bytes) -> int:
-        positions = task.release(request_id)
+    def reopen(self, task: Task, positions: Indexes) -> int:
+        """Count rows as open that a task has given back; return how many are live."""
         states = self.state.data[positions]
         task.open_count += int(np.count_nonzero((states == LIVE) | (states == HELD)))
         if positions.size:
@@ -364,13 +350,15 @@ class Partition:
 
     def reset(self, task: Task, *, keep_consumed: bool) -> int:
         """Start the next epoch of a task and return it."""
-        task.reset(keep_consumed=keep_consumed)
-        if not keep_consumed:
+        reopened = task.reset(keep_consumed=keep_consumed)
+        if keep_consumed:
+            self.reopen(task, reopened)
+        else:
             task.open_count = self.open_count
             if (lowest := self.lowest_versions.get(task.name)) is not None:
                 lowest.forget()
         self.event_count += 1
-        self._changed()
+        self.changed()
         if self.tell is not None:
             self.tell(
                 ConsumptionReset(partition_id=self.partition_id, task_name=task.name, keep_consumed=keep_consumed)
@@ -418,9 +406,10 @@ class Partition:
         first = int(indexes.min())
         for task in self.tasks.values():
             task.touched(first)
-        self._changed()
+        self.changed()
 
-    def _changed(self) -> None:
+    def changed(self) -> None:
+        """Have those who wait look again."""
         for notify in self.on_change:
             notify()
 

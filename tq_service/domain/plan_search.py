@@ -9,6 +9,7 @@ import numpy as np
 
 from tq_service.domain.asking import ClaimRequest
 from tq_service.domain.attempts import Attempts
+from tq_service.domain.leases import LeaseTerms
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes, LengthSource, Plan, PlanRequest, PlansBatches, View
 from tq_service.domain.task import End, Task
@@ -32,10 +33,16 @@ class RunsPlans(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan that may be recorded now: `positions` of all its rows in the table of this moment."""
+    """A plan that may be recorded now.
+
+    Attributes:
+        positions: of all its rows, in the table of this moment.
+        lease: how a queue worker gets it.
+    """
 
     plan: Plan
     positions: Indexes
+    lease: LeaseTerms | None = None
 
 
 class PlanSearch:
@@ -101,7 +108,7 @@ class PlanSearch:
         """Return the plan with its positions, None where its rows have been changed while it was made."""
         positions = view.still_ready(np.concatenate([part.rows for part in plan.ranks]))
         if positions is not None:
-            return Planned(plan, positions)
+            return Planned(plan, positions, None if request.lease is None else _lease_of_groups(request.lease, view))
         if view.made_at[0] == self._partition.event_count:
             raise _foreign_rows(request.sampler)
         return None
@@ -144,6 +151,11 @@ def _needs(sampler: PlansBatches, wanted: PlanRequest) -> tuple[bool, LengthSour
             f"sampler {sampler.name!r} raised {type(error).__name__}: {error}; nothing was consumed",
             metadata={"sampler": sampler.name, "exception": type(error).__name__},
         ) from error
+
+
+def _lease_of_groups(terms: LeaseTerms, view: PartitionView) -> LeaseTerms:
+    """Return the terms with what keeps the groups of a plan together, where its sampler took whole ones."""
+    return terms if view.grouping is None else replace(terms, group_block_size=view.grouping[0] or 0)
 
 
 def _foreign_rows(sampler: PlansBatches) -> SamplerError:

@@ -11,12 +11,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from tq_service.domain.asking import ClaimRequest
+from tq_service.domain.lease_clock import LeaseClock
 from tq_service.domain.micro_batches import cut_micro_batches
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import RankPlan
-from tq_service.domain.plan_search import PlanSearch, RunsPlans
+from tq_service.domain.plan_search import Planned, PlanSearch, RunsPlans
+from tq_service.domain.queue_claims import expire, extend, take_back
 from tq_service.domain.task import End, Task
 from tq_service.domain.waiters import Answer, Pace, Waiter, WaitingLine
 from tq_service.errors import InternalError, SamplesClearedError, TqError
@@ -37,6 +40,9 @@ class Planner:
         self._is_dirty = False
         self._gone: Callable[[], TqError] | None = None
         self._ending: asyncio.Task[None] | None = None
+        self._clock = LeaseClock(task.leases, partial(expire, partition, task))
+        for lease in task.leases.live.values():  # of an earlier life of the service
+            self._clock.start(lease)
         partition.on_change.append(self.wake)
 
     @property
@@ -90,11 +96,17 @@ class Planner:
             return None
         plan = cut_micro_batches(planned.plan, request.binding.micro_batch_size)
         if rank is None:
-            self._partition.record_queue_claim(self._task, request.request_id, plan.ranks[0], planned.positions)
+            self._record_queue_claim(request.request_id, plan.ranks[0], planned)
         else:
             self._partition.record_batch(self._task, request.binding, plan, planned.positions)
         self.wake()  # others may disagree with this plan, or have waited for what was the last batch
         return plan.ranks[0 if rank is None else rank.dp_rank]
+
+    def extend(self, request_id: bytes, seconds: float) -> int:
+        """Give a leased claim more time, from now on; return the number of samples left of it."""
+        lease = extend(self._partition, self._task, request_id, seconds)
+        self._clock.start(lease)
+        return lease.left_count
 
     def wake(self) -> None:
         """Start the pump, or have it look once more."""
@@ -105,6 +117,7 @@ class Planner:
     def end(self, error: Callable[[], TqError]) -> None:
         """End all waiting calls, and those to come, with an error."""
         self._gone = error
+        self._clock.stop()
         if self._ranks or self._queues:
             self._ending = asyncio.get_running_loop().create_task(self._end_all(error))
 
@@ -135,7 +148,7 @@ class Planner:
         answer = waiter.answer
         is_over = answer.done() and not answer.cancelled() and answer.exception() is None
         if waiter.request.rank is None and is_over and isinstance(answer.result(), RankPlan):
-            self._partition.take_back(self._task, waiter.request.request_id)
+            take_back(self._partition, self._task, waiter.request.request_id)
 
     def _end_with_pump(self, waiter: Waiter) -> None:
         if self._pump is None:
@@ -280,6 +293,11 @@ class Planner:
         self._task.recorded(request)  # refuses what was released while the plan was made
         part = cut_micro_batches(planned.plan, request.binding.micro_batch_size).ranks[0]
         if waiter.is_waiting:  # else it left while its plan was made, and nothing is consumed
-            self._partition.record_queue_claim(self._task, request.request_id, part, planned.positions)
+            self._record_queue_claim(request.request_id, part, planned)
             self._is_dirty = True  # this may have been the last that others waited for
         return part
+
+    def _record_queue_claim(self, request_id: bytes, part: RankPlan, planned: Planned) -> None:
+        lease = self._partition.record_queue_claim(self._task, request_id, part, planned.positions, planned.lease)
+        if lease is not None:
+            self._clock.start(lease)

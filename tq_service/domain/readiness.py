@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.domain.custom_meta import Condition, Order
+from tq_service.domain.leases import UNCLAIMED
 from tq_service.domain.plan import Indexes, LengthSource
 from tq_service.domain.states import LIVE
-from tq_service.domain.task import UNCLAIMED
 from tq_service.errors import InvalidArgumentError
 
 if TYPE_CHECKING:

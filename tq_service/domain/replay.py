@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
+from tq_service.domain import queue_claims
 from tq_service.domain.changes import (
     BatchPlanned,
     Change,
+    ClaimAcked,
+    ClaimExtended,
     ClaimReleased,
     ConsumptionReset,
     EndReached,
     GroupsClosed,
+    LeaseExpired,
     MetaSet,
     PartitionSealed,
     QueueClaimed,
@@ -18,6 +22,7 @@ from tq_service.domain.changes import (
     SamplesWritten,
     TaskSeen,
 )
+from tq_service.domain.leases import LeaseTerms
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes
 from tq_service.domain.task import End, Task
@@ -54,17 +59,32 @@ def _apply_to_task(partition: Partition, task: Task, change: Change) -> None:
         case EndReached():
             partition.record_end(task, change.dp_size, End(change.skipped))
         case QueueClaimed():
-            partition.record_queue_claim(task, change.request_id, change.part, _found(partition, change.part.rows))
+            positions = _found(partition, change.part.rows)
+            partition.record_queue_claim(task, change.request_id, change.part, positions, _terms(change))
             task.forget_callers(change.request_id)
         case ClaimReleased():
             if change.is_final:
-                partition.release(task, change.request_id)
+                queue_claims.release(partition, task, change.request_id, change.global_indexes)
             else:
-                partition.undo_claim(task, change.request_id)
+                queue_claims.undo(partition, task, change.request_id)
+        case ClaimAcked():
+            queue_claims.acknowledge(partition, task, change.request_id, change.global_indexes)
+        case ClaimExtended():
+            queue_claims.extend(partition, task, change.request_id, change.lease_seconds)
+        case LeaseExpired():
+            queue_claims.expire(partition, task, change.request_id)
         case ConsumptionReset():
             partition.reset(task, keep_consumed=change.keep_consumed)
         case _:
             raise ValueError(f"{type(change).__name__} is no change of a partition")
+
+
+def _terms(change: QueueClaimed) -> LeaseTerms | None:
+    if change.lease_seconds is None:
+        return None
+    return LeaseTerms(
+        seconds=change.lease_seconds, max_deliveries=change.max_deliveries, group_block_size=change.group_block_size
+    )
 
 
 def _found(partition: Partition, rows: Indexes) -> Indexes:

@@ -12,20 +12,20 @@ import numpy as np
 from tq_service.domain.aging_log import AgingLog
 from tq_service.domain.asking import Binding, ClaimRequest
 from tq_service.domain.claim_records import Batch, QueueClaim
+from tq_service.domain.leases import KEPT, UNCLAIMED, Lease, Leases, LeaseTerms
 from tq_service.domain.plan import Indexes, Plan, RankPlan
 from tq_service.domain.rows import RowTable
 from tq_service.domain.serial_map import SerialMap
 from tq_service.errors import (
     ClaimReleasedError,
+    LeaseExpiredError,
     PreconditionError,
     RankDisagreementError,
     SamplesClearedError,
     StaleEpochError,
 )
 
-UNCLAIMED = 0  # so that a new task costs the same however many rows there are
-_KEPT = 1  # consumed in an earlier epoch: no record goes with it
-_RELEASED_SECONDS = 900.0
+_REFUSED_SECONDS = 900.0
 _MOST_ROWLESS_BATCHES = 16  # short batches come at the end of an epoch, so there is rarely more than one
 
 
@@ -37,8 +37,8 @@ class End:
 
 
 @dataclass(slots=True)
-class Released:
-    """Request ids of released claims, remembered long enough for a late GetMeta to be refused."""
+class Refused:
+    """Request ids of claims that are no more, remembered long enough for a late GetMeta to be refused."""
 
     log: AgingLog[None] = field(default_factory=AgingLog)
 
@@ -46,7 +46,7 @@ class Released:
         """Remember one, forget those that are too old to matter."""
         now = time.monotonic()
         self.log.add(request_id, now, None)
-        self.log.drop_before(now - _RELEASED_SECONDS)
+        self.log.drop_before(now - _REFUSED_SECONDS)
 
     def __contains__(self, request_id: bytes) -> bool:
         return request_id in self.log
@@ -55,9 +55,13 @@ class Released:
 class Task:
     """Consumption of one partition by one named consumer.
 
-    `claim` holds for each row the serial of the claim that consumed it. Records of claims are dropped with the last of
-    their rows, so what a task keeps is bounded by what is stored. A short batch in which some ranks have no rows
-    outlives those of the others, since these ranks may come late.
+    `claim` says of each row what became of it, see `leases`. Records of claims are dropped with the last of their rows,
+    so what a task keeps is bounded by what is stored. A short batch in which some ranks have no rows outlives those of
+    the others, since these ranks may come late.
+
+    Attributes:
+        consumed_count: rows consumed in this epoch, leased and cleared ones included.
+        open_count: rows that are live or held, and neither consumed nor set aside.
     """
 
     def __init__(self, name: str, table: RowTable, *, open_count: int) -> None:
@@ -67,13 +71,15 @@ class Task:
         self.next_batch_index = 0
         self.end: End | None = None
         self.consumed_count = 0
-        self.open_count = open_count  # live or held, and not consumed
+        self.open_count = open_count
         self.claim = table.add_column(np.int64, UNCLAIMED)
+        self.leases = Leases(table, self.claim)
         # For each way of asking, a global index below which no row is ready.
         self.scan_from: dict[object, int] = {}
-        self.released = Released()
+        self.released = Refused()
+        self.expired = Refused()
         self._table = table
-        self._serial = _KEPT
+        self._serial = KEPT
         self._batches: dict[int, Batch] = {}
         self._queue_claims: dict[bytes, QueueClaim] = {}
         self._by_serial: SerialMap[Batch | QueueClaim] = SerialMap()
@@ -111,15 +117,21 @@ class Task:
         return part
 
     def _recorded_queue(self, request: ClaimRequest) -> RankPlan | End | None:
-        claim = self._queue_claims.get(request.request_id)
-        if claim is not None:
-            if claim.remaining < claim.part.rows.size:
-                self.check_present(claim.part)
-            claim.given_count += 1
-            return claim.part
-        if request.request_id in self.released:
+        request_id = request.request_id
+        if request_id in self.released:
             raise ClaimReleasedError(f"this claim of task {self.name!r} was released; ask again under a new request_id")
-        return None
+        if request_id in self.expired:
+            raise LeaseExpiredError(
+                f"the lease of this claim of task {self.name!r} ran out, and others may have its samples; ask again "
+                f"under a new request_id"
+            )
+        claim = self._queue_claims.get(request_id)
+        if claim is None:
+            return None
+        if claim.remaining < claim.part.rows.size:
+            self.check_present(claim.part)
+        claim.given_count += 1
+        return claim.part
 
     def check_present(self, part: RankPlan) -> None:
         """Refuse an answer of which samples have been cleared since it was planned."""
@@ -155,11 +167,20 @@ class Task:
         self.dp_size = dp_size
         self.end = end
 
-    def record_queue_claim(self, request_id: bytes, part: RankPlan, positions: Indexes) -> None:
-        """Record what a queue worker gets."""
-        claim = QueueClaim(request_id=request_id, part=part, remaining=positions.size)
+    def record_queue_claim(
+        self, request_id: bytes, part: RankPlan, positions: Indexes, terms: LeaseTerms | None = None
+    ) -> QueueClaim:
+        """Record what a queue worker gets, leased where `terms` are given."""
+        claim = QueueClaim(request_id=request_id, serial=self._serial + 1, part=part, remaining=positions.size)
         self._queue_claims[request_id] = claim
         self._consume(claim, positions)
+        if terms is not None:
+            claim.lease = self.leases.start(request_id, claim.serial, part.rows, positions, terms)
+        return claim
+
+    def queue_claim(self, request_id: bytes) -> QueueClaim | None:
+        """Return a recorded claim of a queue worker, None where there is none."""
+        return self._queue_claims.get(request_id)
 
     def _consume(self, record: Batch | QueueClaim, positions: Indexes) -> None:
         self._serial += 1
@@ -180,22 +201,48 @@ class Task:
         claim.given_count -= 1
         return claim.given_count == 0
 
-    def release(self, request_id: bytes) -> Indexes:
-        """Give back a queue claim; return the positions `(n,)` of its rows that are still there."""
-        claim = self._queue_claims.pop(request_id, None)
-        if claim is None:
-            return np.zeros(0, np.int64)
-        positions = self._table.find(claim.part.rows)
-        positions = positions[positions >= 0]
-        if positions.size:
-            self._by_serial.pop(int(self.claim.data[positions[0]]))
-        self.claim.write(positions, UNCLAIMED)
-        self.consumed_count -= claim.part.rows.size
+    def release(self, claim: QueueClaim, rows: Indexes | None = None) -> Indexes:
+        """Give back what is left of a queue claim, of a leased one maybe `rows` only; return their positions `(n,)`."""
+        if claim.lease is None:
+            positions = self._table.find(claim.part.rows)
+            positions = positions[positions >= 0]
+            self.claim.write(positions, UNCLAIMED)
+            self.consumed_count -= claim.part.rows.size
+            self._forget_queue_claim(claim)
+            return positions
+        positions = self.leases.left(claim.lease)
+        if rows is not None:
+            positions = positions[np.isin(self._table.index.data[positions], rows)]
+        self.leases.give_back(claim.lease, positions)
+        self._lose(claim, positions.size)
         return positions
 
-    def reset(self, *, keep_consumed: bool) -> None:
-        """Start the next epoch; the partition counts `open_count` anew unless `keep_consumed`."""
+    def expire(self, claim: QueueClaim, lease: Lease) -> Indexes:
+        """Take what is left of a leased claim; return the positions that can be claimed again, not those set aside."""
+        back, aside = self.leases.expire(lease)
+        self._lose(claim, back.size + aside.size)
+        self.expired.add(claim.request_id)
+        return back
+
+    def _lose(self, claim: QueueClaim, count: int) -> None:
+        """Count off rows that are no longer consumed by a claim."""
+        self.consumed_count -= count
+        claim.remaining -= count
+        if claim.remaining == 0:
+            self._forget_queue_claim(claim)
+
+    def _forget_queue_claim(self, claim: QueueClaim) -> None:
+        self._by_serial.pop(claim.serial)
+        del self._queue_claims[claim.request_id]
+
+    def reset(self, *, keep_consumed: bool) -> Indexes:
+        """Start the next epoch; the partition counts `open_count` anew unless `keep_consumed`.
+
+        Return the positions of rows that were leased or set aside: they were not done, and are claimable in any case.
+        """
         self.epoch += 1
+        self.consumed_count -= self.leases.count
+        reopened = self.leases.reset()
         self.dp_size = None
         self.next_batch_index = 0
         self.end = None
@@ -205,10 +252,11 @@ class Task:
         self._queue_claims.clear()
         self._by_serial.clear()
         if keep_consumed:
-            self.claim.write(np.flatnonzero(self.claim.data[: self._table.count] != UNCLAIMED), _KEPT)
+            self.claim.write(np.flatnonzero(self.claim.data[: self._table.count] != UNCLAIMED), KEPT)
         else:
             self.claim.write(slice(0, self._table.count), UNCLAIMED)
             self.consumed_count = 0
+        return reopened
 
     # Rows that come and go
 
@@ -221,6 +269,8 @@ class Task:
     def closes(self, positions: Indexes) -> None:
         """Say that open rows at `positions` are being cleared, or have failed."""
         self.open_count -= int(np.count_nonzero(self.claim.data[positions] == UNCLAIMED))
+        if self.leases.live:
+            self.leases.close(positions)
 
     def forget(self, positions: Indexes) -> None:
         """Drop the records whose last rows are being cleared."""
@@ -231,11 +281,11 @@ class Task:
                 continue
             record.remaining -= count
             if record.remaining == 0:
-                self._by_serial.pop(serial)
                 if isinstance(record, Batch):
+                    self._by_serial.pop(serial)
                     self._forget_batch(record)
                 else:
-                    del self._queue_claims[record.request_id]
+                    self._forget_queue_claim(record)
 
     def _forget_batch(self, batch: Batch) -> None:
         """Drop a batch whose rows are gone, but for the last few in which a rank had none: it still gets its answer."""

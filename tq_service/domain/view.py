@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.domain.groups import NO_GROUP
+from tq_service.domain.groups import group_ids
+from tq_service.domain.leases import UNCLAIMED
 from tq_service.domain.plan import Groups, Indexes, LengthSource
 from tq_service.domain.readiness import Readiness
 from tq_service.domain.states import CLEARED, HELD, LIVE, STATE_NAMES
-from tq_service.domain.task import UNCLAIMED
 from tq_service.errors import InvalidArgumentError, MissingLengthError
 from tq_service.schema import BatchUnit
 
@@ -126,12 +126,7 @@ class PartitionView:
 
     def _group_ids(self, positions: Indexes, block_size: int | None) -> Indexes:
         """Return one id a group; a row outside of any group is a group of one."""
-        if self._partition.groups.in_use:
-            ids = self._partition.groups.of_rows[positions]
-            return np.where(ids == NO_GROUP, -2 - positions, ids)
-        if block_size is not None:
-            return self._rows.index[positions] // block_size
-        return positions
+        return group_ids(self._partition.groups, self._rows.index[positions], positions, block_size)
 
     def _whole_groups(self, positions: Indexes, block_size: int | None, take: bool) -> tuple[Indexes, Indexes]:
         """Return the ready rows of whole groups, group by group in the order of first members, and group sizes."""
@@ -154,10 +149,11 @@ class PartitionView:
         if groups.in_use:
             explicit = ids >= 0
             slots = np.where(explicit, ids, 0)
-            left = groups.members[slots] - groups.failed[slots] - groups.cleared[slots]
+            aside, held_aside = self._set_aside_counts(ids, block_size)
+            left = groups.members[slots] - groups.failed[slots] - groups.cleared[slots] - aside
             is_broken = left != groups.members[slots]
             can = self._partition.groups.is_complete(slots, block_size, no_more=self.no_more) & (
-                groups.held[slots] == 0
+                groups.held[slots] == held_aside
             )
             can &= take | ~is_broken
             return np.where(explicit, np.where(can, left, -1), 1)
@@ -165,7 +161,26 @@ class PartitionView:
             return np.ones(ids.size, np.int64)
         if not take:
             return np.full(ids.size, block_size, np.int64)
-        return self._partition.block_counts(ids, block_size)
+        return self._partition.block_counts(ids, block_size) - self._set_aside_counts(ids, block_size)[0]
+
+    def _set_aside_counts(self, ids: Indexes, block_size: int | None) -> tuple[Indexes, Indexes]:
+        """Return how many members of groups the task has set aside, and how many of these are held.
+
+        To the task they are failed members; those that failed or were cleared since are not counted here.
+        """
+        positions = self._task.leases.set_aside()
+        state = self._rows.state[positions]
+        live = self._count_by_group(ids, positions[state == LIVE], block_size)
+        held = self._count_by_group(ids, positions[state == HELD], block_size)
+        return live + held, held
+
+    def _count_by_group(self, ids: Indexes, positions: Indexes, block_size: int | None) -> Indexes:
+        counts = np.zeros(ids.size, np.int64)
+        if positions.size:
+            found, number = np.unique(self._group_ids(positions, block_size), return_counts=True)
+            where = np.minimum(np.searchsorted(found, ids), found.size - 1)
+            counts = np.where(found[where] == ids, number[where], 0)
+        return counts
 
     # Anything else about rows
 
@@ -214,7 +229,9 @@ class PartitionView:
     # For the planner
 
     def is_settled(self) -> bool:
-        """Whether no row can become ready any more, given that no new rows come."""
+        """Whether no row can become ready any more, given that no new rows come. What is leased may come back."""
+        if self._task.leases.count:
+            return False
         if self.is_plain and self.exhausted:
             return self.unready_count == 0
         rows = slice(0, self._rows.count)
@@ -245,14 +262,16 @@ class PartitionView:
         groups = self._partition.groups
         if groups.in_use:
             slots = np.where(ids >= 0, ids, 0)
-            is_broken = (groups.failed[slots] + groups.cleared[slots]) > 0
+            aside, _ = self._set_aside_counts(ids, block_size)
+            is_broken = (groups.failed[slots] + groups.cleared[slots] + aside) > 0
             is_short = ~groups.is_complete(slots, block_size, no_more=True)
             dead: NDArray[np.bool_] = (ids >= 0) & (is_short | (is_broken & (not take)))
             return dead
         if block_size is None or take:
             return np.zeros(positions.size, np.bool_)
         blocks, group_of = np.unique(ids, return_inverse=True)
-        is_broken = self._partition.block_counts(blocks, block_size) < block_size
+        aside, _ = self._set_aside_counts(blocks, block_size)
+        is_broken = self._partition.block_counts(blocks, block_size) - aside < block_size
         return np.asarray(is_broken[group_of], np.bool_)
 
     @property
