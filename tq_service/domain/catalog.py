@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from tq_service.domain.asking import ClaimRequest
 from tq_service.domain.cells import FreedCells
 from tq_service.domain.changes import Change, PartitionCleared, PartitionCreated, SamplesWritten, Tell
+from tq_service.domain.frozen import FrozenPartition
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan_search import RunsPlans
 from tq_service.domain.planner import Planner
@@ -160,6 +161,23 @@ class Catalog:
         """Return the number of writes of new samples that wait for room."""
         line = self.put_line(partition_id)
         return 0 if line is None else line.waiting_count
+
+    # Snapshots
+
+    def freeze(self) -> list[FrozenPartition]:
+        """Return all partitions as they are now, for another thread to read."""
+        return [partition.freeze() for partition in self._partitions.values()]
+
+    def thaw(self, partitions: Iterable[FrozenPartition]) -> None:
+        """Take over partitions that were frozen, into a catalog that has none; nothing is told of it."""
+        thawed = [Partition.thaw(frozen) for frozen in partitions]
+        tell, self._tell = self._tell, None
+        try:
+            for partition in thawed:
+                self._add(partition)
+                partition.tell = tell
+        finally:
+            self._tell = tell
 
     # Claims
 

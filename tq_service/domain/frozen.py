@@ -74,6 +74,14 @@ class FrozenPuts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FrozenLeases:
+    """How often rows were leased, None where none was in this epoch, and how many were set aside."""
+
+    deliveries: FrozenColumn | None = None
+    set_aside_count: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FrozenTask:
     """What a task has consumed.
 
@@ -84,6 +92,7 @@ class FrozenTask:
         records: the claims that still have rows.
         rowless: batches kept though their rows are gone.
         released: ids of claims that were given back.
+        expired: ids of claims of which samples were not acknowledged in time.
     """
 
     name: str
@@ -97,7 +106,9 @@ class FrozenTask:
     claim: FrozenColumn
     records: Records = ()
     rowless: Sequence[Batch] = ()
+    leases: FrozenLeases = field(default_factory=FrozenLeases)
     released: FrozenLog = field(default_factory=FrozenLog)
+    expired: FrozenLog = field(default_factory=FrozenLog)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

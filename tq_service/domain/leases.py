@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.domain.column import Column
+from tq_service.domain.frozen import FrozenLeases
 from tq_service.domain.plan import Indexes
 from tq_service.domain.rows import RowTable
 
@@ -96,6 +97,24 @@ class Leases:
         if self._deliveries is None:
             self._deliveries = self._table.add_column(np.int32, 0)
         return self._deliveries
+
+    def freeze(self) -> FrozenLeases:
+        """Return what is known of rows as it is now; the leases themselves are frozen with their claims."""
+        deliveries = None if self._deliveries is None else self._deliveries.freeze(self._table.count)
+        return FrozenLeases(deliveries=deliveries, set_aside_count=self.set_aside_count)
+
+    def thaw(self, frozen: FrozenLeases) -> None:
+        """Have what is known of the rows of another table; for one that has no leases, before they are resumed."""
+        self.set_aside_count = frozen.set_aside_count
+        if frozen.deliveries is not None:
+            self._table.thaw_column(self.deliveries, frozen.deliveries)
+
+    def resume(self, lease: Lease, left_count: int) -> None:
+        """Have a lease of which so many rows are leased; its time begins anew."""
+        lease.left_count = left_count
+        if left_count:
+            self.live[lease.serial] = lease
+            self.count += left_count
 
     def start(self, request_id: bytes, serial: int, rows: Indexes, positions: Indexes, terms: LeaseTerms) -> Lease:
         """Lease rows to the claim with this serial."""

@@ -29,6 +29,7 @@ from tq_service.domain.changes import (
     Tell,
 )
 from tq_service.domain.custom_meta import CustomMeta
+from tq_service.domain.frozen import FrozenPartition
 from tq_service.domain.groups import GroupTable
 from tq_service.domain.leases import Lease, LeaseTerms
 from tq_service.domain.lowest_version import LowestVersion
@@ -396,6 +397,47 @@ class Partition:
         for name in names:
             mask &= self.cells.fields[name].cell.data[positions] >= 0
         return mask
+
+    # Freezing
+
+    def freeze(self) -> FrozenPartition:
+        """Return the partition as it is now; it costs the same however many samples there are."""
+        puts, fields = self.cells.freeze()
+        return FrozenPartition(
+            partition_id=self.partition_id,
+            incarnation=self.incarnation,
+            settings=self.settings,
+            sealed=self.sealed,
+            insert_step=self.insert_step,
+            table=self.table.freeze(),
+            state=self.state.freeze(self.table.count),
+            key=self.key.freeze(self.table.count),
+            groups=self.groups.freeze(),
+            meta=self.meta.freeze(),
+            puts=puts,
+            fields=fields,
+            tasks=[task.freeze() for task in self.tasks.values()],
+        )
+
+    @classmethod
+    def thaw(cls, frozen: FrozenPartition) -> Partition:
+        """Return the partition that was frozen; what is frozen cannot be used again."""
+        partition = cls(frozen.partition_id, frozen.settings, frozen.incarnation)
+        table = partition.table
+        table.thaw(frozen.table)
+        table.thaw_column(partition.state, frozen.state)
+        table.thaw_column(partition.key, frozen.key)
+        partition.groups.thaw(frozen.groups)
+        partition.meta.thaw(frozen.meta)
+        partition.cells.thaw(frozen.puts, frozen.fields)
+        partition.tasks = {task.name: Task.thaw(task, table) for task in frozen.tasks}
+        partition.sealed = frozen.sealed
+        partition.insert_step = frozen.insert_step
+        states = partition.state[table.present_positions()]
+        partition.state_counts = np.bincount(states, minlength=4).tolist()
+        indexes, keys = table.index[: table.count].tolist(), partition.key[: table.count].tolist()
+        partition.key_index = {key: index for key, index in zip(keys, indexes, strict=True) if key is not None}
+        return partition
 
     # Change notices
 

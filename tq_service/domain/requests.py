@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from tq_service.domain.aging_log import AgingLog
+from tq_service.domain.aging_log import AgingLog, FrozenLog
 from tq_service.errors import InvalidArgumentError
 
 Answer = TypeVar("Answer")
@@ -64,6 +64,14 @@ class RequestLog:
     def restore(self, request_id: bytes, packed: Any) -> None:
         """Record an answer that was told of before, as if it were given now."""
         self._answers.add(request_id, time.monotonic(), packed)
+
+    def freeze(self) -> FrozenLog:
+        """Return the answers as they are now, packed."""
+        return self._answers.freeze()
+
+    def thaw(self, answers: FrozenLog) -> None:
+        """Record answers that were frozen, each as old as it was then; for a log that is empty."""
+        self._answers.thaw(answers)
 
     def recorded(self, request_id: bytes) -> Any | None:
         """Return the recorded answer, None where there is none."""

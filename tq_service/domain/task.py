@@ -12,6 +12,7 @@ import numpy as np
 from tq_service.domain.aging_log import AgingLog
 from tq_service.domain.asking import Binding, ClaimRequest
 from tq_service.domain.claim_records import Batch, QueueClaim
+from tq_service.domain.frozen import FrozenTask
 from tq_service.domain.leases import KEPT, UNCLAIMED, Lease, Leases, LeaseTerms
 from tq_service.domain.plan import Indexes, Plan, RankPlan
 from tq_service.domain.rows import RowTable
@@ -84,6 +85,60 @@ class Task:
         self._queue_claims: dict[bytes, QueueClaim] = {}
         self._by_serial: SerialMap[Batch | QueueClaim] = SerialMap()
         self._rowless: deque[int] = deque()  # batches kept though their rows are gone
+
+    # Freezing
+
+    def freeze(self) -> FrozenTask:
+        """Return all that the task has on record, as it is now."""
+        return FrozenTask(
+            name=self.name,
+            epoch=self.epoch,
+            dp_size=self.dp_size,
+            next_batch_index=self.next_batch_index,
+            end_skipped=None if self.end is None else self.end.skipped,
+            consumed_count=self.consumed_count,
+            open_count=self.open_count,
+            serial=self._serial,
+            claim=self.claim.freeze(self._table.count),
+            records=self._by_serial.freeze(),
+            rowless=[self._batches[batch_index] for batch_index in self._rowless],
+            leases=self.leases.freeze(),
+            released=self.released.log.freeze(),
+            expired=self.expired.log.freeze(),
+        )
+
+    @classmethod
+    def thaw(cls, frozen: FrozenTask, table: RowTable) -> Task:
+        """Return the task that was frozen, with the records of `frozen` for its own; `table` has its rows."""
+        task = cls(frozen.name, table, open_count=frozen.open_count)
+        task.epoch, task.dp_size = frozen.epoch, frozen.dp_size
+        task.next_batch_index = frozen.next_batch_index
+        task.end = None if frozen.end_skipped is None else End(frozen.end_skipped)
+        task.consumed_count = frozen.consumed_count
+        task._serial = frozen.serial
+        table.thaw_column(task.claim, frozen.claim)
+        task.leases.thaw(frozen.leases)
+        task.released.log.thaw(frozen.released)
+        task.expired.log.thaw(frozen.expired)
+        task._resume_records(frozen)
+        return task
+
+    def _resume_records(self, frozen: FrozenTask) -> None:
+        serials, counts = np.unique(self.claim.data[: self._table.count], return_counts=True)
+        rows_of = dict(zip(serials.tolist(), counts.tolist(), strict=True))
+        for block in frozen.records:
+            for serial, record in block.items():
+                self._by_serial.add(serial, record)
+                record.remaining = rows_of.get(serial, 0) + rows_of.get(-serial, 0)
+                if isinstance(record, Batch):
+                    self._batches[record.batch_index] = record
+                    continue
+                self._queue_claims[record.request_id] = record
+                if record.lease is not None:
+                    self.leases.resume(record.lease, rows_of.get(-serial, 0))
+        for batch in frozen.rowless:
+            self._batches[batch.batch_index] = batch
+            self._rowless.append(batch.batch_index)
 
     # Replays
 
