@@ -133,7 +133,8 @@ class Leases:
         """Return the positions of the rows that are still leased."""
         positions = self._table.find(lease.rows)
         positions = positions[positions >= 0]
-        return positions[self._claim.data[positions] == -lease.serial]
+        left: Indexes = positions[self._claim.data[positions] == -lease.serial]
+        return left
 
     def settle(self, lease: Lease, positions: Indexes) -> None:
         """Have leased rows consumed for good."""

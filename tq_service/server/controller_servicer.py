@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -10,12 +11,14 @@ import grpc
 import numpy as np
 
 from tq_service.domain import queue_claims
+from tq_service.domain.asking import ClaimRequest
 from tq_service.domain.catalog import Catalog, check_name
 from tq_service.domain.cells import FreedCells, Put
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes, RankPlan
 from tq_service.domain.requests import RequestLog
 from tq_service.domain.resolve import some
+from tq_service.domain.task import Task
 from tq_service.domain.writes import SampleWrite
 from tq_service.errors import (
     CellNotFoundError,
@@ -23,6 +26,7 @@ from tq_service.errors import (
     FieldNotFoundError,
     InvalidArgumentError,
     KeyNotFoundError,
+    LeaseExpiredError,
     PreconditionError,
     ResourceExhaustedError,
     nearest,
@@ -242,6 +246,7 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
             request.partition_id, claimed, claim.task_name, asked.data_fields, self._storages.addresses
         )
         if claim.rank is None and claimed.partition is not None and isinstance(claimed.answer, RankPlan):
+            _add_lease(meta, claimed.partition.known_task(claim.task_name), claim)
             self._take_back_if_unsent(context, claimed.partition, claim.task_name, claim.request_id)
         return pb.GetMetaResponse(meta=meta)
 
@@ -265,6 +270,27 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
             task = partition.task(request.task_name)
             count = queue_claims.release(partition, task, request.claim_request_id, rows)
             return pb.ReleaseClaimResponse(released_count=count)
+
+        return self._requests.once(request.request_id, change)
+
+    async def AckClaim(self, request: pb.AckClaimRequest, context: Context) -> pb.AckClaimResponse:
+        def change() -> pb.AckClaimResponse:
+            from_proto.check_request_id(request.claim_request_id, "claim_request_id")
+            partition = self._catalog.get(request.partition_id, request.incarnation)
+            task = partition.known_task(request.task_name)
+            rows = from_proto.indexes(request.global_indexes) if request.global_indexes else None
+            count = queue_claims.acknowledge(partition, task, request.claim_request_id, rows)
+            return pb.AckClaimResponse(acked_count=count)
+
+        return self._requests.once(request.request_id, change)
+
+    async def ExtendClaim(self, request: pb.ExtendClaimRequest, context: Context) -> pb.ExtendClaimResponse:
+        def change() -> pb.ExtendClaimResponse:
+            from_proto.check_request_id(request.claim_request_id, "claim_request_id")
+            seconds = from_proto.lease_seconds(request.lease_seconds)
+            partition = self._catalog.get(request.partition_id, request.incarnation)
+            planner = self._catalog.planner(partition, partition.known_task(request.task_name).name)
+            return pb.ExtendClaimResponse(leased_count=planner.extend(request.claim_request_id, seconds))
 
         return self._requests.once(request.request_id, change)
 
@@ -323,6 +349,18 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
         self._storages.register(storage, Room(max_bytes=request.max_bytes or None, used_bytes=request.used_bytes))
         return pb.RegisterStorageResponse(
             heartbeat_seconds=self._storages.heartbeat_seconds, controller_boot_id=self._storages.boot_id
+        )
+
+
+def _add_lease(meta: metadata_pb2.BatchMeta, task: Task, request: ClaimRequest) -> None:
+    """Say how the samples of an answer are leased; refuse one whose claim went while the answer was on its way."""
+    claim = task.queue_claim(request.request_id)
+    if claim is not None and claim.lease is not None:
+        to_proto.add_lease(meta, claim.lease, asyncio.get_running_loop().time())
+    elif request.lease is not None and claim is None:
+        raise LeaseExpiredError(
+            f"the lease of this claim of task {task.name!r} ended before its answer was sent; ask again under a new "
+            f"request_id"
         )
 
 

@@ -15,6 +15,7 @@ from tq_service.domain.asking import Binding, ClaimRequest, Rank, WayOfAsking
 from tq_service.domain.catalog import check_name
 from tq_service.domain.cells import ColumnWrite, Put
 from tq_service.domain.custom_meta import Condition, Order
+from tq_service.domain.leases import LeaseTerms
 from tq_service.domain.plan import Indexes
 from tq_service.domain.writes import PartitionSettings, SampleWrite
 from tq_service.errors import InvalidArgumentError
@@ -31,10 +32,12 @@ DEFAULT_SAMPLER = "sequential"
 _MOST_RANKS = 65_536
 _MOST_SAMPLES = 2**24
 _REMEMBERED_REQUEST_BYTES = 1024
+MAX_LEASE_SECONDS: Final = 86_400.0
 _RANK_FIELDS: Final = ("dp_rank", "dp_size", "batch_index")
 # Of GetMetaRequest: what differs between calls of the ranks of one task.
 _FIELDS_OF_ONE_CALL: Final = (
     "request_id", "partition_id", "incarnation", "task_name", "epoch", "dp_rank", "batch_index", "max_wait_seconds",
+    "lease_seconds", "max_deliveries",
 )  # fmt: skip
 
 
@@ -184,7 +187,41 @@ def claim_request(request: pb.GetMetaRequest, asked: WayOfAsking, sampler: Sampl
         sampler=sampler,
         rank=_rank(request),
         epoch=request.epoch if request.HasField("epoch") else None,
+        lease=_lease(request),
     )
+
+
+def _lease(request: pb.GetMetaRequest) -> LeaseTerms | None:
+    if request.lease_seconds == 0:
+        if request.max_deliveries:
+            raise InvalidArgumentError(
+                f"max_deliveries is {request.max_deliveries} without a lease; give lease_seconds too",
+                field="max_deliveries",
+            )
+        return None
+    if any(request.HasField(name) for name in _RANK_FIELDS):
+        raise InvalidArgumentError(
+            "lease_seconds is for queue workers; the batches of ranks are not leased, a rank that asks again gets the "
+            "same",
+            field="lease_seconds",
+        )
+    if request.max_deliveries < 0:
+        raise InvalidArgumentError(
+            f"max_deliveries is {request.max_deliveries}; give a positive number, or 0 for no bound",
+            field="max_deliveries",
+        )
+    return LeaseTerms(seconds=lease_seconds(request.lease_seconds), max_deliveries=request.max_deliveries or None)
+
+
+def lease_seconds(seconds: float) -> float:
+    """Return how long a lease lasts, checked."""
+    if not 0 < seconds <= MAX_LEASE_SECONDS:  # which NaN fails too
+        raise InvalidArgumentError(
+            f"lease_seconds is {seconds}; give a positive number of at most {MAX_LEASE_SECONDS:g} (a day), and extend "
+            f"the lease where the work takes longer",
+            field="lease_seconds",
+        )
+    return seconds
 
 
 def check_request_id(request_id: bytes, name: str) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 
 from tq_service.domain.catalog import Catalog, Claimed
 from tq_service.domain.cells import CellRuns, Put
+from tq_service.domain.leases import Lease
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes, RankPlan
 from tq_service.domain.states import FAILED, HELD, LIVE
@@ -18,6 +19,8 @@ from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import metadata_pb2
 from tq_service.wire.metadata import encode_meta_columns, encode_spec
 from tq_service.wire.run_ahead import encode_run_ahead
+
+_MOST_SET_ASIDE = 100  # named in a status
 
 
 def written_meta(partition: Partition, written: Written) -> metadata_pb2.BatchMeta:
@@ -52,6 +55,13 @@ def claim_meta(
         epoch=epoch,
         skipped=answer.skipped if isinstance(answer, End) else 0,
     )
+
+
+def add_lease(meta: metadata_pb2.BatchMeta, lease: Lease, now: float) -> None:
+    """Say how long the samples of a claim are leased, by the clock of the event loop."""
+    meta.claim_request_id = lease.request_id
+    meta.lease_seconds = lease.remaining_seconds(now)
+    meta.delivery_counts.extend(lease.delivery_counts.tolist())
 
 
 def samples_meta(
@@ -89,7 +99,10 @@ def _add_locations(message: metadata_pb2.Locations, runs: Iterable[CellRuns], ad
             if storage not in storage_indexes:
                 storage_indexes[storage] = len(storage_indexes)
                 message.storages.add(
-                    storage_id=put.storage_id, boot_id=put.boot_id, address=addresses.get(put.storage_id, "")
+                    storage_id=put.storage_id,
+                    boot_id=put.boot_id,
+                    address=addresses.get(put.storage_id, ""),
+                    is_away=put.storage_id not in addresses,
                 )
             put_indexes[put] = len(put_indexes)
             message.puts.add(put_id=put.put_id, storage_index=storage_indexes[storage])
@@ -127,6 +140,8 @@ def consumption(partition: Partition, task: Task) -> pb.CheckConsumptionResponse
         sealed=partition.sealed,
         complete=is_complete(partition, task),
         epoch=task.epoch,
+        leased=task.leases.count,
+        set_aside=task.leases.set_aside_count,
     )
 
 
@@ -139,7 +154,7 @@ def skipped_count(partition: Partition, task: Task) -> int:
 
 def is_complete(partition: Partition, task: Task) -> bool:
     """Return whether nothing is left for a task."""
-    return task.end is not None or (partition.sealed and task.open_count == 0)
+    return task.end is not None or (partition.sealed and task.open_count == 0 and task.leases.count == 0)
 
 
 def production(partition: Partition, names: Sequence[str]) -> pb.CheckProductionResponse:
@@ -186,6 +201,9 @@ def description(catalog: Catalog, partition: Partition) -> pb.DescribePartitionR
                 dp_size=task.dp_size or 0,
                 waiting_count=catalog.waiting_count(partition, task.name),
                 complete=is_complete(partition, task),
+                leased_count=task.leases.count,
+                set_aside_count=task.leases.set_aside_count,
+                set_aside_indexes=partition.table.index.data[task.leases.set_aside()[:_MOST_SET_ASIDE]].tolist(),
             )
             for task in partition.tasks.values()
         ],
