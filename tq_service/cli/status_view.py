@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from rich.console import Group, RenderableType
+from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
@@ -45,6 +47,10 @@ def _document(description: PartitionDescription) -> Document:
         "failed": description.failed_count,
         "groups": description.group_count,
         "custom_meta": list(description.custom_meta_columns),
+        "used_bytes": description.used_bytes,
+        "max_bytes": description.max_bytes,
+        "waiting_puts": description.waiting_put_count,
+        "run_ahead": [dataclasses.asdict(limit) for limit in description.run_ahead],
         "fields": [
             {
                 "name": field.spec.name,
@@ -80,6 +86,8 @@ def render(documents: list[Document]) -> RenderableType:
         parts += [Text(), _fields(documents)]
     if any(document["tasks"] for document in documents):
         parts += [Text(), _tasks(documents)]
+    if any(document["run_ahead"] or document["max_bytes"] is not None for document in documents):
+        parts += [Text(), _bounds(documents)]
     return Group(*parts)
 
 
@@ -93,12 +101,30 @@ def _table(*headings: str) -> Table:
 
 
 def _partitions(documents: list[Document]) -> Table:
-    table = _table("partition.", "inserted", "expected", "present", "live", "held", "failed", "groups", "state.")
+    table = _table(
+        "partition.", "inserted", "expected", "present", "live", "held", "failed", "groups", "bytes", "state."
+    )
     for document in documents:
         expected = "-" if document["expected"] is None else f"{document['expected']:,}"
         counts = [f"{document[name]:,}" for name in ("present", "live", "held", "failed", "groups")]
+        counts.append(decimal(document["used_bytes"]))
         state = "sealed" if document["sealed"] else "open"
         table.add_row(Text(document["partition_id"]), f"{document['inserted']:,}", expected, *counts, state)
+    return table
+
+
+def _bounds(documents: list[Document]) -> Table:
+    """Return one line for each bound of each partition."""
+    table = _table("partition.", "puts wait for.", "at most", "of.", "puts that wait")
+    for document in documents:
+        bounds = [] if document["max_bytes"] is None else [("room", document["max_bytes"], "bytes")]
+        for limit in document["run_ahead"]:
+            task, column = f"task {limit['task_name']}", limit["version_column"]
+            most = [(limit["max_samples"], "samples left"), (limit["max_versions"], f"{column} ahead")]
+            bounds += [(task, number, what) for number, what in most if number is not None]
+        for task, number, what in bounds:
+            waiting = f"{document['waiting_puts']:,}"
+            table.add_row(Text(document["partition_id"]), Text(task), f"{number:,}", Text(what), waiting)
     return table
 
 
