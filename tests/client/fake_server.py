@@ -86,6 +86,8 @@ class FakeStorage(StorageServiceServicer):
     async def Get(self, request, context):  # noqa: N802  (the name of the rpc)
         self.get_requests.append(request)
         answer = self.get_answers.pop(0) if len(self.get_answers) > 1 else self.get_answers[0]
+        if isinstance(answer, asyncio.Event):
+            await answer.wait()
         if isinstance(answer, errors.TqError):
             await abort_with(context, answer)
         for part in answer:

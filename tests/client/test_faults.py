@@ -22,8 +22,8 @@ NOT_YET = pb.GetMetaResponse(meta=metadata_pb2.BatchMeta(status=metadata_pb2.BAT
 QUEUE = {"partition_id": "p", "task_name": "t", "data_fields": ["x"], "batch_size": 1}
 
 
-def endpoint(name, address="", boot=b"b" * 16):
-    return metadata_pb2.StorageEndpoint(storage_id=name, boot_id=boot, address=address)
+def endpoint(name, address="", boot=b"b" * 16, *, is_away=False):
+    return metadata_pb2.StorageEndpoint(storage_id=name, boot_id=boot, address=address, is_away=is_away)
 
 
 def answer_of(values, name="x"):
@@ -337,6 +337,58 @@ async def test_lost_bytes_name_the_samples_that_were_there(kind):
                 await client.get_data(partition_id="p", global_indexes=range(10, 14), data_fields=["x"])
             await client.aclose()
     assert raised.value.metadata["global_indexes"] == "11,12"
+
+
+@pytest.mark.parametrize("fault", ["down", "hung", "unknown"])
+async def test_a_storage_service_out_of_reach_is_named_with_what_lies_there(kind, fault):
+    one, two = FakeStorage(get_answers=[answer_of([0, 3])]), FakeStorage(get_answers=[asyncio.Event()])
+    async with serving(storage=two) as hung_address:
+        address_of_two = {"down": "127.0.0.1:1", "hung": hung_address, "unknown": ""}[fault]
+        away = endpoint("two", address_of_two, is_away=fault == "unknown")
+        locate = Script(pb.LocateResponse(meta=located([endpoint("one"), away], [0, 1, 1, 0])))
+        async with serving(FakeController(Locate=locate), one) as address:
+            client = make_client(kind, address)
+            kind_of_error = tq.DeadlineError if fault == "hung" else tq.UnavailableError
+            words = rf"'two'.*{address_of_two}.* did not answer within 0\.6 s; it holds 'x' of 2 of the 4 samples"
+            with pytest.raises(kind_of_error, match=words) as raised:
+                await client.get_data(partition_id="p", global_indexes=range(10, 14), data_fields=["x"], timeout=0.6)
+            await client.aclose()
+    assert raised.value.metadata["storage_id"] == "two"
+    assert raised.value.metadata["address"] == address_of_two
+    assert (raised.value.metadata["sample_count"], raised.value.metadata["data_fields"]) == ("2", "x")
+
+
+@pytest.mark.parametrize("is_away", [False, True])
+async def test_a_storage_service_that_came_back_at_another_address_is_found_there(kind, is_away, monkeypatch):
+    for module in ("_async", "_sync"):
+        monkeypatch.setattr(f"tq_service.client.{module}.fetches._PATIENCE_SECONDS", 0.2)
+    async with serving(storage=FakeStorage(get_answers=[answer_of([7])])) as new_address:
+        before = endpoint("two", "" if is_away else "127.0.0.1:1", is_away=is_away)
+        locate = Script(
+            *(pb.LocateResponse(meta=located([one], [0])) for one in (before, endpoint("two", new_address)))
+        )
+        async with serving(FakeController(Locate=locate)) as address:
+            client = make_client(kind, address, timeout=20)
+            batch = await client.get_data(partition_id="p", keys=["k"], data_fields=["x"])
+            await client.aclose()
+    assert batch["x"].tolist() == [7]
+    assert len(locate.requests) == 2
+    assert list(locate.requests[1].global_indexes) == [10]
+
+
+async def test_cells_that_moved_away_from_a_dead_storage_service_are_read_where_they_are(kind, monkeypatch):
+    for module in ("_async", "_sync"):
+        monkeypatch.setattr(f"tq_service.client.{module}.fetches._PATIENCE_SECONDS", 0.2)
+    storage = FakeStorage(get_answers=[answer_of([7])])
+    places = [endpoint("dead", "127.0.0.1:1"), endpoint("one"), endpoint("one")]
+    metas = [located([place], [0]) for place in places]
+    metas[1].locations.puts[0].put_id = metas[2].locations.puts[0].put_id = b"again" * 3 + b"!"
+    locate = Script(*(pb.LocateResponse(meta=meta) for meta in metas))
+    async with serving(FakeController(Locate=locate), storage) as address:
+        client = make_client(kind, address, timeout=20)
+        assert (await client.get_data(partition_id="p", keys=["k"], data_fields=["x"]))["x"].tolist() == [7]
+        await client.aclose()
+    assert list(storage.get_requests[0].put_ids) == [b"again" * 3 + b"!"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What `get_data` returns, and the error of bytes that are lost."""
+"""What `get_data` returns, and the errors of bytes that are lost or out of reach."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from importlib.util import find_spec
 from typing import Any, Final
 
 from tq_service.client.batch_meta import BatchMeta
-from tq_service.client.locations import Indexes
-from tq_service.client.reads import Received
-from tq_service.errors import DataLossError
+from tq_service.client.locations import Indexes, StorageRef
+from tq_service.client.reads import Received, StorageRead
+from tq_service.client.retry import Deadline
+from tq_service.errors import DataLossError, DeadlineError, UnavailableError
 from tq_service.wire.layouts import decode_columns, to_tensordict
 
 _MOST_NAMED: Final = 20
@@ -39,4 +40,37 @@ def lost_samples(metadata: BatchMeta, positions: Indexes, error: DataLossError) 
     return DataLossError(
         f"samples {', '.join(names)}{more} of partition {metadata.partition_id!r} are lost: {error.message}",
         metadata={**error.metadata, **facts},
+    )
+
+
+def unread_samples(
+    metadata: BatchMeta,
+    read: StorageRead,
+    storage: StorageRef,
+    deadline: Deadline,
+    error: DeadlineError | UnavailableError,
+) -> DeadlineError | UnavailableError:
+    """Return the error of a storage service that did not answer, saying what of the batch lies there.
+
+    Args:
+        metadata: the batch.
+        read: what was asked of the storage service.
+        storage: it, as the controller last told of it.
+        deadline: until when it was tried.
+        error: why it was not read.
+    """
+    reason = error.__cause__ if isinstance(error.__cause__, UnavailableError) else error
+    place = f" at {storage.address}" if storage.address else ""
+    fields = ", ".join(repr(name) for name in read.field_names)
+    return type(error)(
+        f"storage service {storage.storage_id!r}{place} did not answer within {deadline.timeout:g} s; it "
+        f"holds {fields} of {read.positions.size} of the {metadata.size} samples of partition "
+        f"{metadata.partition_id!r}: {reason.message}",
+        metadata={
+            **error.metadata,
+            "storage_id": storage.storage_id,
+            "address": storage.address,
+            "sample_count": str(read.positions.size),
+            "data_fields": ",".join(read.field_names),
+        },
     )

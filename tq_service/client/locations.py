@@ -16,11 +16,19 @@ Indexes = NDArray[np.int64]
 
 
 class StorageRef(NamedTuple):
-    """A storage service in one of its lives; an empty address is the client's own."""
+    """A storage service in one of its lives; an empty address is the client's own.
+
+    Attributes:
+        storage_id: its name.
+        boot_id: its life.
+        address: where it is.
+        is_away: whether the controller does not know where it is.
+    """
 
     storage_id: str
     boot_id: bytes
     address: str
+    is_away: bool = False
 
 
 class PutRef(NamedTuple):
@@ -76,7 +84,7 @@ class CellLocations:
     @classmethod
     def from_proto(cls, message: pb.Locations) -> CellLocations:
         """Return the locations of a message."""
-        storages = [StorageRef(one.storage_id, one.boot_id, one.address) for one in message.storages]
+        storages = [StorageRef(one.storage_id, one.boot_id, one.address, one.is_away) for one in message.storages]
         return cls(
             puts=tuple(PutRef(storages[put.storage_index], put.put_id) for put in message.puts),
             runs=tuple(

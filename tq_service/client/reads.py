@@ -43,6 +43,11 @@ class StorageRead:
     positions: Indexes
     request: GetRequest
 
+    @property
+    def field_names(self) -> list[str]:
+        """The fields that are read."""
+        return [name for runs in self.request.runs for name in runs.field_names]
+
 
 def plan_reads(locations: CellLocations, data_fields: Sequence[str]) -> list[StorageRead]:
     """Return the reads that fetch these fields: one for each storage service and set of samples it has fields of."""

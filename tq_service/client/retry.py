@@ -59,13 +59,13 @@ class Backoff:
             TqError: the failure itself, where trying again is of no use.
         """
         if isinstance(failure, DeadlineError) and self._last is not None:
-            raise self._given_up(self._last, ", and once more without an answer")
+            raise self._given_up(self._last, ", and once more without an answer") from self._last
         if not isinstance(failure, UnavailableError):
             raise failure
         self._last = failure
         pause, remaining = self.pause(), self.deadline.remaining()
         if remaining < SHORTEST_TRY_SECONDS:
-            raise self._given_up(failure)
+            raise self._given_up(failure) from failure
         return min(pause, remaining / 2)
 
     def _given_up(self, failure: UnavailableError, more: str = "") -> UnavailableError:

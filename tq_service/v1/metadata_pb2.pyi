@@ -276,6 +276,7 @@ class StorageEndpoint(google.protobuf.message.Message):
     STORAGE_ID_FIELD_NUMBER: builtins.int
     BOOT_ID_FIELD_NUMBER: builtins.int
     ADDRESS_FIELD_NUMBER: builtins.int
+    IS_AWAY_FIELD_NUMBER: builtins.int
     storage_id: builtins.str
     """Name of the storage service, the same over restarts."""
     boot_id: builtins.bytes
@@ -284,14 +285,17 @@ class StorageEndpoint(google.protobuf.message.Message):
     """
     address: builtins.str
     """Where clients reach it, "host:port"; empty: at the address the client used for the controller."""
+    is_away: builtins.bool
+    """Whether its address is not known: it has not announced itself since the controller started. Locate tells later."""
     def __init__(
         self,
         *,
         storage_id: builtins.str = ...,
         boot_id: builtins.bytes = ...,
         address: builtins.str = ...,
+        is_away: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "boot_id", b"boot_id", "storage_id", b"storage_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "boot_id", b"boot_id", "is_away", b"is_away", "storage_id", b"storage_id"]) -> None: ...
 
 global___StorageEndpoint = StorageEndpoint
 

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from tq_service.client._async.base import AsyncBase
 from tq_service.client.batch_meta import BatchMeta
-from tq_service.client.batches import lost_samples, to_batch
-from tq_service.client.concurrency import async_gather
+from tq_service.client.batches import lost_samples, to_batch, unread_samples
+from tq_service.client.concurrency import async_gather, async_sleep
+from tq_service.client.locations import StorageRef
 from tq_service.client.reads import Received, StorageRead, empty_columns, merge_answers, plan_reads
 from tq_service.client.requests import integers, partition_of, texts
-from tq_service.client.retry import Deadline
+from tq_service.client.retry import SHORTEST_TRY_SECONDS, Deadline
 from tq_service.client.written import check_is_batch
 from tq_service.errors import (
     DataLossError,
+    DeadlineError,
     FieldNotFoundError,
     InternalError,
     InvalidArgumentError,
     PutNotFoundError,
+    UnavailableError,
     nearest,
 )
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.metadata import decode_spec
+
+# How long a storage service is tried before the controller is asked whether it is elsewhere now.
+_PATIENCE_SECONDS: Final = 2.0
+_ASK_AGAIN_SECONDS: Final = 0.2
 
 
 class AsyncFetchCalls(AsyncBase):
@@ -60,6 +67,7 @@ class AsyncFetchCalls(AsyncBase):
             CellNotFoundError: a sample lacks one of the fields.
             StaleIncarnationError: the partition of `metadata` has been made anew.
             DataLossError: the storage service that held them came back empty; names the samples.
+            UnavailableError: the controller, or the storage service that holds them, did not answer until the timeout.
         """
         deadline = self._deadline(timeout)
         fields = None if data_fields is None else texts("data_fields", data_fields)
@@ -103,10 +111,39 @@ class AsyncFetchCalls(AsyncBase):
         return to_batch(merge_answers(reads, answers, wanted, specs), located.size)
 
     async def _read(self, located: BatchMeta, read: StorageRead, deadline: Deadline) -> list[Received]:
-        try:
-            return await self._calls.get(read.request, read.positions.size, deadline, read.storage.address)
-        except DataLossError as error:
-            raise lost_samples(located, read.positions, error) from None
+        """Read from one storage service; while it does not answer, ask the controller where it is now."""
+        storage = read.storage
+        while True:
+            patience = Deadline.after(min(_PATIENCE_SECONDS, deadline.remaining()))
+            try:
+                if storage.is_away:
+                    raise UnavailableError("it has not announced itself since the controller started")
+                return await self._calls.get(read.request, read.positions.size, deadline, storage.address, patience)
+            except DataLossError as error:
+                raise lost_samples(located, read.positions, error) from None
+            except (DeadlineError, UnavailableError) as error:
+                if isinstance(error, DeadlineError) or deadline.remaining() < SHORTEST_TRY_SECONDS:
+                    raise unread_samples(located, read, storage, deadline, error) from error
+                failure = error
+            await async_sleep(min(_ASK_AGAIN_SECONDS, deadline.remaining() / 2))
+            try:
+                storage = await self._find_storage(located, read, deadline)
+            except UnavailableError:
+                raise unread_samples(located, read, storage, deadline, failure) from failure
+
+    async def _find_storage(self, located: BatchMeta, read: StorageRead, deadline: Deadline) -> StorageRef:
+        """Ask where a storage service is that does not answer: it may have come back at another address."""
+        request = pb.LocateRequest(
+            partition_id=located.partition_id,
+            incarnation=located.incarnation,
+            global_indexes=located.indexes[read.positions[:1]].tolist(),
+            data_fields=read.field_names[:1],
+        )
+        now = await self._locate(request, deadline)
+        for put in now.locations.puts if now.locations is not None else ():
+            if put.storage.storage_id == read.storage.storage_id:
+                return put.storage
+        raise PutNotFoundError(f"the cells have moved from storage service {read.storage.storage_id!r} to another")
 
     async def _empty_batch(self, request: pb.LocateRequest, metadata: BatchMeta | None, deadline: Deadline) -> Any:
         """Return columns without rows; the partition is asked only for fields that the batch does not describe."""

@@ -89,9 +89,19 @@ class Calls:
             except grpc.RpcError as error:
                 raise error_of(error, endpoint.address) from None
 
-    def get(self, request: GetRequest, row_count: int, deadline: Deadline, address: str) -> list[Received]:
-        """Read cells into fresh memory, from the start again where the service is unavailable in the middle."""
-        return self.retried(lambda: self._get_once(request, row_count, deadline, address), deadline)
+    def get(
+        self, request: GetRequest, row_count: int, deadline: Deadline, address: str, patience: Deadline
+    ) -> list[Received]:
+        """Read cells into fresh memory, from the start again where the service is unavailable in the middle.
+
+        Args:
+            request: the cells.
+            row_count: number of rows asked for.
+            deadline: until when an answer may take.
+            address: the storage service.
+            patience: until when the service is tried while it is unavailable.
+        """
+        return self.retried(lambda: self._get_once(request, row_count, deadline, address), patience)
 
     def _get_once(self, request: GetRequest, row_count: int, deadline: Deadline, address: str) -> list[Received]:
         keep_frame_buffers()
