@@ -195,6 +195,12 @@ class LeaseExpiredError(PreconditionError):
     reason = "LEASE_EXPIRED"
 
 
+class DataDirError(PreconditionError):
+    """The data folder cannot be used: another process has it, or it is of a later format, damaged, or not writable."""
+
+    reason = "DATA_DIR"
+
+
 class ResourceExhaustedError(TqError, RuntimeError):
     """A bound is reached; `retry_after_seconds` says when to try again, None that it is of no use."""
 
