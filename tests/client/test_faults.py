@@ -259,6 +259,26 @@ async def test_a_put_into_another_storage_is_committed_after_it(kind):
     assert request.write.row_count == 4
 
 
+@pytest.mark.parametrize(
+    "failure", [tq.DataLossError("storage two has restarted"), tq.PutNotFoundError("expired"), DRAINING]
+)
+async def test_a_put_that_was_lost_before_its_commit_is_sent_again_under_its_ids(kind, failure, monkeypatch):
+    for module in ("_async", "_sync"):
+        monkeypatch.setattr(f"tq_service.client.{module}.puts._COMMIT_PATIENCE_SECONDS", 0.0)
+    remote = FakeStorage(put_answer=storage_pb.PutResponse(storage=endpoint("two")))
+    async with serving(storage=remote) as remote_address:
+        place = Script(pb.PlacePutResponse(storage=endpoint("two", remote_address)))
+        commit = Script(failure, pb.CommitResponse(meta=metadata_pb2.BatchMeta(global_indexes=[3])))
+        async with serving(FakeController(PlacePut=place, Commit=commit)) as address:
+            client = make_client(kind, address, timeout=20)
+            meta = await client.put({"x": torch.zeros(1)}, partition_id="p")
+            await client.aclose()
+    assert meta.global_indexes == [3]
+    assert remote.put_sizes == [4, 4]
+    assert len({header.put_id for header in remote.put_headers}) == 1
+    assert len({request.request_id for request in commit.requests}) == 1
+
+
 async def test_small_gets_are_one_message_large_ones_streams_from_the_second_on(kind):
     small = storage_pb.GetSmallResponse(header=answer_of([7])[0].header, values=np.array([7]).tobytes(), size_bytes=8)
     large = storage_pb.GetSmallResponse(size_bytes=SMALL_GET_BYTES + 1)

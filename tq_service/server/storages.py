@@ -15,7 +15,7 @@ import grpc
 import numpy as np
 
 from tq_service.domain.cells import FreedCells, Put
-from tq_service.errors import AlreadyExistsError, DataLossError, PutNotFoundError, QuotaExceededError, UnavailableError
+from tq_service.errors import AlreadyExistsError, DataLossError, QuotaExceededError, UnavailableError
 from tq_service.storage.cells import PutCells
 from tq_service.storage.engine import StorageEngine
 from tq_service.v1 import metadata_pb2
@@ -228,7 +228,7 @@ class StorageDirectory:
         """Make an uncommitted put of a partition stay."""
         storage = self._storages.get(put.storage_id)
         if storage is None:
-            raise PutNotFoundError(f"no storage service {put.storage_id!r} is known here; put the data again")
+            raise UnavailableError(f"storage service {put.storage_id!r} has not announced itself here yet; try again")
         if storage.boot_id != put.boot_id:
             raise DataLossError(f"storage service {put.storage_id!r} has restarted since the put; put the data again")
         await storage.confirm(put.put_id, partition_id)

@@ -9,7 +9,7 @@ from typing import Final
 from tq_service.client._async.base import AsyncBase
 from tq_service.client.requests import new_id
 from tq_service.client.retry import Deadline
-from tq_service.errors import UnavailableError
+from tq_service.errors import DataLossError, PutNotFoundError, UnavailableError
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.storage_service_pb2 import PutHeader
 from tq_service.wire.columns import Column, encode_header
@@ -18,6 +18,8 @@ from tq_service.wire.columns import Column, encode_header
 # that several storage services fill evenly, unless there is only one.
 _SMALL_PUT_BYTES: Final = 1 << 20
 _REMEMBERED_SECONDS: Final = 10.0
+_COMMIT_PATIENCE_SECONDS: Final = 5.0
+_MOST_LOSSES: Final = 3
 
 
 class AsyncPuts(AsyncBase):
@@ -36,12 +38,21 @@ class AsyncPuts(AsyncBase):
             partition_id=request.write.partition_id,
         )
 
+        loss_count = 0
+
         async def attempt() -> pb.CommitResponse:
+            nonlocal loss_count
             try:
                 return await self._put_where_told(header, request, columns, deadline)
             except UnavailableError:
                 self._embedded_until = 0.0
                 raise
+            except (DataLossError, PutNotFoundError) as error:
+                # The storage service has lost it before its commit, by a restart or because it took too long.
+                loss_count += 1
+                if loss_count > _MOST_LOSSES:
+                    raise
+                raise UnavailableError(error.message) from error
 
         return await self._calls.retried(attempt, deadline)
 
@@ -61,7 +72,11 @@ class AsyncPuts(AsyncBase):
             placement=pb.PutPlacement(storage=answer.storage, put_id=header.put_id),
             columns=header.columns,
         )
-        return await self._calls.unary(lambda to: to.controller.Commit, commit, deadline)
+        # Where it stays unavailable, the put is sent again: perhaps to another storage service.
+        patience = Deadline.after(min(_COMMIT_PATIENCE_SECONDS, deadline.remaining()))
+        return await self._calls.retried(
+            lambda: self._calls.unary_once(lambda to: to.controller.Commit, commit, deadline), patience
+        )
 
     async def _place(self, header: PutHeader, deadline: Deadline) -> pb.PlacePutResponse:
         """Return the storage service for a put."""
