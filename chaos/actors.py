@@ -155,7 +155,7 @@ class Worker(Actor):
         if fate < 0.05:
             return  # the lease runs out
         if fate < 0.15:
-            await self.client.release_claim(meta, WORKER_TASK)
+            await self.client.release(meta)
             self.log.write("released", indexes=indexes)
             return
         self.log.write("ack", indexes=indexes)

@@ -80,7 +80,7 @@ def test_status_as_tables(filled: tq.Client, address: str) -> None:
     assert ["train@1", "0", "10", "0", "0", "0", "0", "0", "open"] in lines
     assert ["train@0", "reward", "float32", "dense", "scalar", "6", "6"] in lines
     assert ["train@0", "text", "-", "object", "-", "6", "6"] in lines
-    assert ["train@0", "update", "0", "2", "1", "4", "6", "0", "0", "active"] in lines
+    assert ["train@0", "update", "0", "2", "1", "4", "6", "0", "0", "0", "0", "active"] in lines
 
 
 def test_status_of_one_partition(filled: tq.Client, address: str) -> None:

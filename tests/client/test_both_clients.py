@@ -114,7 +114,7 @@ async def test_ranks_queue_workers_and_the_end(client):
     assert not set(parts[0].global_indexes) & set(parts[1].global_indexes)
     queue = await client.get_meta(**ask, task_name="reward", batch_size=6)
     assert queue.size == 6
-    assert await client.release_claim(queue, "reward") == 6
+    assert await client.release(queue) == 6
     again = await client.get_meta(**ask, task_name="reward", batch_size=8)
     assert again.size == 8
     not_yet = await client.get_meta(**ask, task_name="reward", batch_size=8, max_wait=0)

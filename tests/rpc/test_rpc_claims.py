@@ -101,8 +101,8 @@ def test_tasks_consume_independently(client: AnyClient) -> None:
 def test_a_released_claim_is_claimable_again(client: AnyClient) -> None:
     put_rows(client, 4)
     first = client.get_meta(**ASKS, batch_size=3)
-    assert client.release_claim(first, "t") == 3
-    assert client.release_claim(first, "t") == 0
+    assert client.release(first) == 3
+    assert client.release(first) == 0
     assert client.get_meta(**ASKS, batch_size=4).global_indexes == [0, 1, 2, 3]
     assert client.check_consumption("train", "t").consumed == 4
 

@@ -67,6 +67,9 @@ def _document(description: PartitionDescription) -> Document:
                 "epoch": task.epoch,
                 "consumed": task.consumed_count,
                 "skipped": task.skipped_count,
+                "leased": task.leased_count,
+                "set_aside": task.set_aside_count,
+                "set_aside_indexes": list(task.set_aside_indexes),
                 "waiting": task.waiting_count,
                 "planned_batches": task.planned_batch_count,
                 "dp_size": task.dp_size,
@@ -147,11 +150,22 @@ def _fields(documents: list[Document]) -> Table:
 
 def _tasks(documents: list[Document]) -> Table:
     table = _table(
-        "partition.", "task.", "epoch", "ranks", "batches", "consumed", "of", "skipped", "waiting calls", "state."
+        "partition.",
+        "task.",
+        "epoch",
+        "ranks",
+        "batches",
+        "consumed",
+        "of",
+        "leased",
+        "skipped",
+        "set aside",
+        "waiting calls",
+        "state.",
     )
     for document in documents:
         for task in document["tasks"]:
-            counts = [f"{task[name]:,}" for name in ("skipped", "waiting")]
+            counts = [f"{task[name]:,}" for name in ("leased", "skipped", "set_aside", "waiting")]
             table.add_row(
                 Text(document["partition_id"]),
                 Text(task["task_name"]),

@@ -45,7 +45,10 @@ class BatchMeta:
         steps: how the samples are to be used; plain micro-batches are one step.
         skipped: with "end": how many samples the task will never get.
         locations: where the cells are; None where not known, then `get_data` asks.
-        claim_id: the claim of a queue worker, for `release_claim`; empty otherwise.
+        claim_id: the claim of a queue worker, for `ack`, `extend` and `release`; empty otherwise.
+        task_name: the consumer that claimed it; empty where none did.
+        lease_seconds: how long the samples were leased when the answer was sent; None where they are not.
+        delivery_counts: of leased samples, how often each was handed out to the task, this time included.
     """
 
     status: Status = "batch"
@@ -58,6 +61,9 @@ class BatchMeta:
     skipped: int = 0
     locations: CellLocations | None = None
     claim_id: bytes = b""
+    task_name: str = ""
+    lease_seconds: float | None = None
+    delivery_counts: tuple[int, ...] = ()
     # "" for a sample without; empty where none has one.
     key_column: tuple[str, ...] = ()
     group_column: tuple[str, ...] = ()
@@ -67,7 +73,7 @@ class BatchMeta:
         self.indexes.setflags(write=False)
 
     @classmethod
-    def from_proto(cls, message: pb.BatchMeta, *, claim_id: bytes = b"") -> BatchMeta:
+    def from_proto(cls, message: pb.BatchMeta, *, claim_id: bytes = b"", task_name: str = "") -> BatchMeta:
         """Return the batch of a message."""
         indexes = decode_integers(message.global_indexes)
         return cls(
@@ -81,6 +87,9 @@ class BatchMeta:
             skipped=message.skipped,
             locations=CellLocations.from_proto(message.locations) if message.HasField("locations") else None,
             claim_id=claim_id,
+            task_name=task_name,
+            lease_seconds=message.lease_seconds if message.claim_request_id else None,
+            delivery_counts=tuple(message.delivery_counts),
             key_column=tuple(message.keys),
             group_column=tuple(message.groups),
             meta_columns=tuple(decode_meta_columns(message.custom_meta, indexes.size)),
@@ -128,6 +137,8 @@ class BatchMeta:
     def select_samples(self, positions: Sequence[int] | NDArray[Any]) -> BatchMeta:
         """Return the batch of the samples at `positions`, in this order; steps keep what is left of them.
 
+        It is a part of the same claim: of a leased one it can be acknowledged or released by itself.
+
         Raises:
             InvalidArgumentError: a position is outside the batch or comes twice.
         """
@@ -153,6 +164,7 @@ class BatchMeta:
             indexes=self.indexes[chosen],
             steps=select_steps(self.steps, new_position),
             locations=None if self.locations is None else self.locations.select(chosen),
+            delivery_counts=tuple(self.delivery_counts[place] for place in places) if self.delivery_counts else (),
             key_column=tuple(self.key_column[place] for place in places) if self.key_column else (),
             group_column=tuple(self.group_column[place] for place in places) if self.group_column else (),
             meta_columns=select_columns(self.meta_columns, chosen),
@@ -192,6 +204,9 @@ class BatchMeta:
     def concat(parts: Sequence[BatchMeta]) -> BatchMeta:
         """Return one batch of the samples of several, one after the other.
 
+        Parts of one claim are of that claim together; those of several claims are of none any more, and each is to be
+        acknowledged or released by itself.
+
         Raises:
             InvalidArgumentError: no parts, parts of different partitions, lives, epochs or fields, one that is not a
                 batch, or a sample that comes twice.
@@ -214,7 +229,7 @@ class BatchMeta:
                 step for part, start in zip(parts, starts, strict=True) for step in shift_steps(part.steps, start)
             ),
             locations=CellLocations.concat(located) if located and len(located) == sum(map(bool, sizes)) else None,
-            claim_id=b"",
+            **_claim_of(parts),
             key_column=concat_names([part.key_column for part in parts], sizes),
             group_column=concat_names([part.group_column for part in parts], sizes),
             meta_columns=concat_columns([part.meta_columns for part in parts], sizes),
@@ -244,6 +259,14 @@ class BatchMeta:
             f"BatchMeta(status={self.status!r}, partition_id={self.partition_id!r}, size={self.size}, "
             f"epoch={self.epoch}, data_fields={self.data_fields})"
         )
+
+
+def _claim_of(parts: Sequence[BatchMeta]) -> dict[str, Any]:
+    """Return the claim that all parts are of, if there is one."""
+    first = parts[0]
+    if any((part.claim_id, part.task_name) != (first.claim_id, first.task_name) for part in parts):
+        return {"claim_id": b"", "task_name": "", "lease_seconds": None, "delivery_counts": ()}
+    return {"delivery_counts": tuple(count for part in parts for count in part.delivery_counts)}
 
 
 def _check_concat(first: BatchMeta, part: BatchMeta) -> None:

@@ -194,6 +194,8 @@ def get_meta_request(
     finite: bool,
     incarnation: bytes,
     epoch: int | None,
+    lease: float | None,
+    max_deliveries: int | None,
 ) -> pb.GetMetaRequest:
     """Return the request for a batch; `max_wait_seconds` is set at each poll."""
     return pb.GetMetaRequest(
@@ -219,7 +221,34 @@ def get_meta_request(
         incarnation=incarnation,
         epoch=None if epoch is None else integer("epoch", epoch),
         finite=bool(finite),
+        lease_seconds=0.0 if lease is None else lease_span(lease),
+        max_deliveries=0 if max_deliveries is None else _deliveries(max_deliveries),
     )
+
+
+def lease_span(lease: float) -> float:
+    """Return the seconds of a lease; 0 would stand for none."""
+    span = seconds("lease", lease)
+    if not span:
+        raise InvalidArgumentError("lease is 0, expected a positive number of seconds", field="lease")
+    return span
+
+
+def _deliveries(count: int) -> int:
+    """Return a bound of deliveries; 0 would stand for none."""
+    if integer("max_deliveries", count, 32) < 1:
+        raise InvalidArgumentError(f"max_deliveries is {count}, expected at least 1", field="max_deliveries")
+    return count
+
+
+def check_leased(metadata: BatchMeta) -> None:
+    """Refuse batches that are not of one leased claim."""
+    if metadata.lease_seconds is None:
+        raise InvalidArgumentError(
+            "metadata is of no leased claim: ask for it with get_meta(lease=...); batches of several claims that were "
+            "put together with concat are acknowledged and extended one by one",
+            field="metadata",
+        )
 
 
 def _condition(position: int, condition: Any) -> pb.Condition:

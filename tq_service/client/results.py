@@ -22,6 +22,8 @@ class ConsumptionStatus:
         sealed: whether no new samples will come.
         complete: whether nothing is left for the task.
         epoch: the life of the task's consumption.
+        leased: those of `consumed` that are leased and not acknowledged; they may come back.
+        set_aside: those of `skipped` that were handed out `max_deliveries` times without being acknowledged.
     """
 
     consumed: int
@@ -30,6 +32,8 @@ class ConsumptionStatus:
     sealed: bool
     complete: bool
     epoch: int
+    leased: int = 0
+    set_aside: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +102,9 @@ class TaskStatus:
         dp_size: number of ranks, once bound; 0 before.
         waiting_count: calls that wait.
         complete: whether nothing is left for it.
+        leased_count: samples that are leased and not acknowledged; they may come back.
+        set_aside_count: samples that were handed out `max_deliveries` times without being acknowledged.
+        set_aside_indexes: the first hundred of them that are not cleared.
     """
 
     task_name: str
@@ -108,6 +115,9 @@ class TaskStatus:
     dp_size: int
     waiting_count: int
     complete: bool
+    leased_count: int = 0
+    set_aside_count: int = 0
+    set_aside_indexes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +177,9 @@ class PartitionDescription:
                     dp_size=task.dp_size,
                     waiting_count=task.waiting_count,
                     complete=task.complete,
+                    leased_count=task.leased_count,
+                    set_aside_count=task.set_aside_count,
+                    set_aside_indexes=tuple(task.set_aside_indexes),
                 )
                 for task in message.tasks
             ),

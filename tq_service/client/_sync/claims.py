@@ -52,6 +52,8 @@ class ClaimCalls(Base):
         finite: bool = False,
         incarnation: bytes = b"",
         epoch: int | None = None,
+        lease: float | None = None,
+        max_deliveries: int | None = None,
         max_wait: float = DEFAULT_MAX_WAIT_SECONDS,
         timeout: float | None = None,
     ) -> BatchMeta:
@@ -80,6 +82,10 @@ class ClaimCalls(Base):
             finite: also end when every sample inserted so far is consumed, without waiting for the seal.
             incarnation: the life of the partition; empty: whichever.
             epoch: the life of the task's consumption; None: whichever.
+            lease: queue workers: seconds within which the samples are to be acknowledged (`ack`), at most a day; what
+                is not can be claimed by others. None: they are done once they are handed out.
+            max_deliveries: with a lease: a sample that was handed out so often and never acknowledged in time is set
+                aside: not handed out again in this epoch, and counted as skipped. None: no bound.
             max_wait: seconds to wait for a batch; then the answer is "not_yet".
             timeout: seconds beyond `max_wait` until the call fails; None: the client's.
 
@@ -89,6 +95,7 @@ class ClaimCalls(Base):
         Raises:
             InvalidArgumentError: an argument is wrong; also UnknownSamplerError, MissingLengthError.
             PreconditionError: the ranks disagree, the partition was cleared, or the incarnation or epoch is stale.
+            LeaseExpiredError: a retry came after the lease of the first answer had run out.
             SamplerError: the sampler failed; SamplerTimeoutError: it hung.
         """
         request = get_meta_request(
@@ -110,6 +117,8 @@ class ClaimCalls(Base):
             finite=finite,
             incarnation=incarnation,
             epoch=epoch,
+            lease=lease,
+            max_deliveries=max_deliveries,
         )
         is_queue = dp_rank is None and dp_size is None and batch_index is None
         wait = seconds("max_wait", max_wait)
@@ -119,7 +128,8 @@ class ClaimCalls(Base):
             if is_queue and (isinstance(error, _UNKNOWN_OUTCOMES) or not isinstance(error, TqError)):
                 self._aftermath.run(lambda: self._release(request))
             raise
-        return BatchMeta.from_proto(answer.meta, claim_id=request.request_id if is_queue else b"")
+        claim_id = request.request_id if is_queue else b""
+        return BatchMeta.from_proto(answer.meta, claim_id=claim_id, task_name=request.task_name)
 
     def _poll(self, request: pb.GetMetaRequest, wait: Deadline, deadline: Deadline) -> pb.GetMetaResponse:
         """Ask until there is an answer or the wait is spent: the server may cap how long one call waits."""
@@ -147,28 +157,6 @@ class ClaimCalls(Base):
         deadline = Deadline.after(RELEASE_SECONDS)
         self._calls.unary_once(lambda to: to.controller.ReleaseClaim, request, deadline)
 
-    def release_claim(self, metadata: BatchMeta, task_name: str, *, timeout: float | None = None) -> int:
-        """Give back a batch that a queue worker got and will not process: its samples are claimable again.
-
-        Args:
-            metadata: the batch, as `get_meta` answered it.
-            task_name: the consumer that claimed it.
-            timeout: seconds until the call fails; None: the client's.
-
-        Returns:
-            The number of samples that are claimable again; 0 where `metadata` is no queue claim.
-        """
-        if not metadata.claim_id:
-            return 0
-        request = pb.ReleaseClaimRequest(
-            request_id=new_id(),
-            partition_id=metadata.partition_id,
-            task_name=text("task_name", task_name),
-            claim_request_id=metadata.claim_id,
-        )
-        answer = self._calls.unary(lambda to: to.controller.ReleaseClaim, request, self._deadline(timeout))
-        return answer.released_count
-
     def check_consumption(
         self, partition_id: str, task_name: str, *, timeout: float | None = None
     ) -> ConsumptionStatus:
@@ -189,6 +177,8 @@ class ClaimCalls(Base):
             sealed=answer.sealed,
             complete=answer.complete,
             epoch=answer.epoch,
+            leased=answer.leased,
+            set_aside=answer.set_aside,
         )
 
     def check_production(
