@@ -1,0 +1,254 @@
+"""Keeps the state of a service in its data folder.
+
+It writes down every change, and takes a snapshot when there are many, so that a start has few to make again.
+
+    domain, request log, engine --tell--> journal --(when it is long)--> snapshot, and a new journal
+    start: newest snapshot, then the journal after it, then tell
+
+Nobody is answered before what the answer says is durable: the servicers' boundary awaits `durable()` for that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from google.protobuf.message import Message
+
+from tq_service.domain.catalog import Catalog
+from tq_service.domain.changes import Change
+from tq_service.domain.requests import RequestLog
+from tq_service.durable.data_dir import DataDir
+from tq_service.durable.identity import Identity
+from tq_service.durable.journal import Journal
+from tq_service.durable.records import decode_change, encode_change
+from tq_service.errors import JournalDamagedError, TqError
+from tq_service.v1 import controller_service_pb2, journal_pb2
+
+_log = logging.getLogger(__name__)
+
+Packed = tuple[type[Message], bytes]
+
+# A journal is replaced by a snapshot once making it again may take about half a second.
+_MOST_RECORDS: Final = 20_000
+_MOST_BYTES: Final = 64 << 20
+_FLUSH_SECONDS: Final = 0.05
+_RETRY_SECONDS: Final = 10.0
+
+
+class KeptEngine(Protocol):
+    """What the keeper needs of a storage engine whose puts are kept."""
+
+    def recover(self, records: Iterable[bytes]) -> int:
+        """Take over the puts of records, in order; return how many there are."""
+        ...
+
+    def kept_records(self) -> Sequence[bytes]:
+        """Return a record of each put, as of now; cheap, since it is called on the event loop."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovered:
+    """What was found in the data folder."""
+
+    partition_count: int
+    sample_count: int
+    put_count: int
+    record_count: int
+    seconds: float
+
+
+class Keeper:
+    """Keeps a controller, a storage engine, or both.
+
+    open -> recover -> start -> append ... durable ... -> close
+
+    Confined to one event loop.
+
+    Attributes:
+        is_stuck: whether nothing could be written down when it was last tried.
+    """
+
+    def __init__(self, data_dir: DataDir, journal: Journal) -> None:
+        self._data_dir = data_dir
+        self._journal = journal
+        self._catalog: Catalog | None = None
+        self._requests: RequestLog | None = None
+        self._engine: KeptEngine | None = None
+        self._record_count = 0
+        self._byte_count = 0
+        self._flush: asyncio.TimerHandle | None = None
+        self._snapshot: asyncio.Task[None] | None = None
+        self._retry_at = 0.0
+        self.is_stuck = False
+
+    @classmethod
+    def open(cls, path: Path, *, sync: bool, accept_loss: bool = False) -> Keeper:
+        """Open a data folder.
+
+        Args:
+            path: of the folder.
+            sync: whether what is durable survives the death of the machine, instead of that of the process alone.
+            accept_loss: whether to go on without what follows a damaged record.
+
+        Raises:
+            DataDirError: another process has it open, or it cannot be used.
+            DiskFullError: there is no room for a journal.
+        """
+        data_dir = DataDir.open(path)
+        try:
+            return cls(data_dir, data_dir.journal(sync=sync, accept_loss=accept_loss))
+        except BaseException:
+            data_dir.close()
+            raise
+
+    @property
+    def identity(self) -> Identity:
+        """Names that outlive the process."""
+        return self._data_dir.identity
+
+    @property
+    def segments_path(self) -> Path:
+        """Folder of the files with the bytes of large puts."""
+        return self._data_dir.segments_path
+
+    # Recovery
+
+    def recover(
+        self,
+        *,
+        catalog: Catalog | None = None,
+        requests: RequestLog | None = None,
+        engine: KeptEngine | None = None,
+    ) -> Recovered:
+        """Bring back what the data folder has; call it once, before anything is told.
+
+        Args:
+            catalog: takes the partitions; None in a service that has no controller.
+            requests: takes the answers for retries, likewise.
+            engine: takes the puts; None in a service that stores none.
+
+        Raises:
+            JournalDamagedError: a record is damaged, or does not fit what is before it.
+        """
+        self._catalog, self._requests, self._engine = catalog, requests, engine
+        started_at = time.perf_counter()
+        puts: list[bytes] = []
+        for data in self._journal.replay():
+            self._replay(data, puts)
+            self._count(len(data))
+        put_count = 0 if self._engine is None else self._engine.recover(puts)
+        partitions = [] if self._catalog is None else [self._catalog.get(name) for name in self._catalog.names()]
+        return Recovered(
+            partition_count=len(partitions),
+            sample_count=sum(partition.table.present_count for partition in partitions),
+            put_count=put_count,
+            record_count=self._record_count,
+            seconds=time.perf_counter() - started_at,
+        )
+
+    def _replay(self, data: bytes, puts: list[bytes]) -> None:
+        record = journal_pb2.JournalRecord.FromString(data)
+        kind = record.WhichOneof("change")
+        if kind in {"put_kept", "put_dropped"}:
+            puts.append(data)
+        elif kind == "request_answered":
+            if self._requests is not None:
+                self._requests.restore(record.request_answered.request_id, _unpack(record.request_answered))
+        elif self._catalog is not None:
+            change = decode_change(record)
+            if change is None:
+                raise JournalDamagedError(
+                    f"a record of the journal is of the unknown kind {kind!r}; install the version that wrote it"
+                )
+            try:
+                self._catalog.apply(change)
+            except (TqError, LookupError, ValueError) as error:
+                raise JournalDamagedError(
+                    f"record {self._record_count} of the journal ({kind}) does not fit the state before it: {error}; "
+                    f"restore a checkpoint into an empty data folder"
+                ) from error
+
+    # Telling
+
+    def start(self) -> None:
+        """Write down every change from now on."""
+        if self._catalog is not None:
+            self._catalog.start_telling(self._tell_change)
+        if self._requests is not None:
+            self._requests.tell = self._tell_answer
+
+    def append(self, record: bytes) -> None:
+        """Write down a record; it is durable before anybody is answered who could have seen what it says."""
+        self._journal.append(record)
+        self._count(len(record))
+        if self._flush is None:  # for changes that no call waits for, such as a lease that ran out
+            self._flush = asyncio.get_running_loop().call_later(_FLUSH_SECONDS, self._flush_later)
+
+    def _tell_change(self, change: Change) -> None:
+        self.append(encode_change(change).SerializeToString())
+
+    def _tell_answer(self, request_id: bytes, packed: Packed) -> None:
+        kind, answer = packed
+        record = journal_pb2.RequestAnswered(request_id=request_id, message_type=kind.DESCRIPTOR.name, answer=answer)
+        self.append(journal_pb2.JournalRecord(request_answered=record).SerializeToString())
+
+    def _count(self, size: int) -> None:
+        self._record_count += 1
+        self._byte_count += size
+
+    @property
+    def _is_long(self) -> bool:
+        return self._record_count >= _MOST_RECORDS or self._byte_count >= _MOST_BYTES
+
+    # Durability
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether something was written down that is not durable yet."""
+        return self._journal.is_behind
+
+    async def durable(self) -> None:
+        """Return once all that was written down so far is durable.
+
+        Raises:
+            DiskFullError: it cannot be written now; it will be as soon as there is room.
+        """
+        try:
+            await self._journal.durable()
+        except TqError:
+            self.is_stuck = True
+            raise
+        self.is_stuck = False
+
+    def _flush_later(self) -> None:
+        self._flush = None
+        if self._journal.is_behind:
+            self._flushing = asyncio.get_running_loop().create_task(self._flush_now())
+
+    async def _flush_now(self) -> None:
+        with contextlib.suppress(TqError):  # who asks next is told
+            await self.durable()
+
+    async def close(self) -> None:
+        """Make everything durable and close the journal."""
+        if self._flush is not None:
+            self._flush.cancel()
+        await self._flush_now()
+        try:
+            self._journal.close()
+        except TqError as error:
+            _log.error("what was done last could not be written down: %s", error)
+        self._data_dir.close()
+
+
+def _unpack(record: journal_pb2.RequestAnswered) -> Packed:
+    kind: Any = getattr(controller_service_pb2, record.message_type)
+    return kind, record.answer
