@@ -123,6 +123,11 @@ class ServeSettings(BaseSettings):
         description="What an acknowledged change survives: nothing (memory), the death of any process (process), or that "
         "of the machine (disk); auto is process with data_dir, memory without.",
     )
+    accept_journal_loss: bool = Field(
+        False,
+        description="Whether to start although a record of the journal in data_dir is damaged, with what was written "
+        "before it; all that came later is forgotten. For one start, after a look at what the refused one said.",
+    )
     storage_id: str | None = Field(
         None, description="Name of the storage service, the same over restarts. Default: made of host name and port."
     )
@@ -153,9 +158,47 @@ class ServeSettings(BaseSettings):
     allow_sampler_import: bool = Field(
         False,
         description="Whether clients may name samplers as module:Class, which imports the module in the server. "
-        "Default: yes where only this machine reaches the server, else no.",
+        "Default: yes where only this machine reaches the server and no tokens are asked for, else no.",
     )
     reflection: bool = Field(False, description="Whether grpcurl and the like may ask for the services' descriptions.")
+    tls_cert: Path | None = Field(
+        None,
+        description="Certificate with its chain (PEM) with which the service proves who it is; what it listens on is "
+        "TLS then. Read again when it changes.",
+    )
+    tls_key: Path | None = Field(
+        None, description="Private key of tls_cert (PEM, no passphrase), which others may not read."
+    )
+    tls_client_ca: Path | None = Field(
+        None, description="Authorities (PEM) one of which must have signed the certificate of every client (mTLS)."
+    )
+    tls_ca: Path | None = Field(
+        None,
+        description="Authorities (PEM) that the certificates of other services are checked against; they are reached "
+        "over TLS then, with tls_cert shown to those that ask for one.",
+    )
+    tokens_file: Path | None = Field(
+        None,
+        description="File with the digests of the bearer tokens that are valid, made by `tq-service token new`; calls "
+        "without one are refused then. Read again when it changes.",
+    )
+    token_file: Path | None = Field(
+        None, description="File with the token of role service that this service shows to others."
+    )
+    insecure: bool = Field(
+        False, description="Listen beyond this machine without TLS and tokens, which only a trusted network allows."
+    )
+    audit_file: Path | None = Field(
+        None,
+        description="File to which the audit log is appended: a line for each refused and each administrative call. "
+        "Default: stderr, with the other log lines.",
+    )
+    audit_repeat_seconds: float = Field(
+        0.0,
+        ge=0,
+        description="For how long refusals of one kind are counted after the first and then told in one line, so that "
+        "a flood of them cannot fill the disk; 0: each has its line.",
+    )
     grace_seconds: float = Field(15.0, ge=0, description="How long running calls may take to finish after SIGTERM.")
     request_record_seconds: float = Field(
         600.0, gt=0, description="How long the answer of a mutating request is kept for retries."
@@ -171,8 +214,32 @@ class ServeSettings(BaseSettings):
 
     @model_validator(mode="before")
     @classmethod
-    def _import_follows_host(cls, values: dict[str, Any]) -> dict[str, Any]:
-        return {"allow_sampler_import": is_loopback(str(values.get("host", "127.0.0.1"))), **values}
+    def _import_follows_door(cls, values: dict[str, Any]) -> dict[str, Any]:
+        is_private = is_loopback(str(values.get("host", "127.0.0.1"))) and not values.get("tokens_file")
+        return {"allow_sampler_import": is_private, **values}
+
+    @model_validator(mode="after")
+    def _tls_is_whole(self) -> ServeSettings:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("got one of tls_cert and tls_key; give both, or none to listen without TLS")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ValueError("tls_client_ca asks clients for certificates, which needs tls_cert and tls_key")
+        return self
+
+    @model_validator(mode="after")
+    def _is_closed_beyond_loopback(self) -> ServeSettings:
+        if not self.is_closed and not is_loopback(self.host) and not self.insecure:
+            lacking = [name for name in ("tls_cert", "tokens_file") if getattr(self, name) is None]
+            raise ValueError(
+                f"other machines reach {self.host}, and there is no {' and no '.join(lacking)}; give TLS and tokens "
+                "(docs/security.md), listen on 127.0.0.1, or set insecure where the network itself is trusted"
+            )
+        return self
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nobody gets in without a token, and nobody on the way can read it."""
+        return self.tls_cert is not None and self.tokens_file is not None
 
     @model_validator(mode="after")
     def _storage_needs_controller(self) -> ServeSettings:

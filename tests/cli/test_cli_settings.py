@@ -132,13 +132,41 @@ def test_the_default_quota_is_half_of_the_memory() -> None:
 )
 def test_clients_may_name_classes_only_where_no_other_machine_reaches(host: str, expected: bool) -> None:
     assert is_loopback(host) is expected
-    assert load_settings({"host": host}).settings.allow_sampler_import is expected
-    assert load_settings({"host": host, "allow_sampler_import": True}).settings.allow_sampler_import
+    assert load_settings({"host": host, "insecure": True}).settings.allow_sampler_import is expected
+    assert load_settings({"host": host, "insecure": True, "allow_sampler_import": True}).settings.allow_sampler_import
+    assert not load_settings({"host": host, "insecure": True, "tokens_file": "t"}).settings.allow_sampler_import
+
+
+def test_a_port_beyond_this_machine_takes_tls_and_tokens_or_insecure() -> None:
+    pair = {"tls_cert": "c", "tls_key": "k"}
+    assert load_settings({"host": "0.0.0.0", "tokens_file": "t", **pair}).settings.is_closed
+    assert not load_settings({"host": "0.0.0.0", "insecure": True}).settings.is_closed
+    for partly, lacking in (
+        ({}, "tls_cert and no tokens_file"),
+        (pair, "no tokens_file"),
+        ({"tokens_file": "t"}, "no tls_cert"),
+    ):
+        for host in ("0.0.0.0", "::", "tq", "10.0.0.1"):
+            with pytest.raises(InvalidArgumentError, match=f"{lacking}.*set insecure"):
+                load_settings({"host": host, **partly})
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"tls_cert": "c"}, "one of tls_cert and tls_key"),
+        ({"tls_key": "k"}, "one of tls_cert and tls_key"),
+        ({"tls_client_ca": "a"}, "needs tls_cert and tls_key"),
+    ],
+)
+def test_tls_settings_go_together(given: dict[str, str], match: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=match):
+        load_settings(given)
 
 
 def test_addresses_of_a_storage_service() -> None:
     def storage(**given: object) -> ServeSettings:
-        return load_settings({"role": "storage", "controller": "c:1", **given}).settings
+        return load_settings({"role": "storage", "controller": "c:1", "insecure": True, **given}).settings
 
     assert storage().advertised_address(7) == "127.0.0.1:7"
     assert storage(host="::1").advertised_address(7) == "[::1]:7"

@@ -15,9 +15,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tq_service.config import ServeSettings, default_shared_memory_dir, join_address
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.requests import RequestLog
+from tq_service.durable.keeper import Keeper
+from tq_service.errors import TqError
 from tq_service.samplers import PlanRunner, SamplerRegistry
 from tq_service.server import answers
 from tq_service.server.controller_servicer import ControllerServicer
+from tq_service.server.entrance import Entrance
 from tq_service.server.error_boundary import ErrorBoundary
 from tq_service.server.handover import HandoverServer, make_private
 from tq_service.server.health import Health
@@ -42,12 +45,15 @@ class App:
 
     def __init__(self, settings: ServeSettings) -> None:
         self._settings = settings
+        self._entrance = Entrance(settings)
         self._health = Health()
         self._background: list[asyncio.Task[None]] = []
         self._catalog: Catalog | None = None
         self._storages: StorageDirectory | None = None
         self._engine: StorageEngine | None = None
         self._handover: HandoverServer | None = None
+        self._requests: RequestLog | None = None
+        self._keeper: Keeper | None = None
         self._server = grpc.aio.server(
             options=[
                 ("grpc.max_receive_message_length", settings.max_message_bytes),
@@ -67,22 +73,33 @@ class App:
 
         Raises:
             OSError: the address is taken or cannot be listened on.
+            DataDirError: the data folder is in use or cannot be used.
+            JournalDamagedError: what was kept in it cannot be brought back.
+            DiskFullError: there is no room in it.
         """
         settings = self._settings
-        try:
-            self.port = self._server.add_insecure_port(join_address(settings.host, settings.port))
-        except RuntimeError:
-            self.port = 0
-        if self.port == 0:
-            raise OSError(f"cannot listen on {join_address(settings.host, settings.port)}; is the port in use?")
+        self.port = self._entrance.listen(self._server)
+        self._boundary.door = self._entrance.door(self._partition_of)
+        self._background.append(asyncio.create_task(self._entrance.watch()))
+        if settings.data_dir is not None:
+            self._keeper = Keeper.open(
+                settings.data_dir,
+                sync=settings.durability == "disk",
+                accept_loss=settings.accept_journal_loss,
+            )
+            self._boundary.state = self._keeper
         services = self._add_services()
+        if self._keeper is not None:
+            self._recover(self._keeper)
         self._health.add(("", *services))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._boundary)
         if settings.reflection:
-            from grpc_reflection.v1alpha import reflection  # noqa: PLC0415  (takes a twentieth of the start, rarely used)
+            # These take a twentieth of the start and are rarely used.
+            from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc  # noqa: PLC0415
 
             names = (*services, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
-            reflection.enable_server_reflection(names, self._server)
+            servicer = reflection.aio.ReflectionServicer(names)
+            reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, self._boundary)
         await self._server.start()
         self._health.serve()
 
@@ -119,6 +136,22 @@ class App:
                 self._background.append(asyncio.create_task(announcing))
         return services
 
+    def _recover(self, keeper: Keeper) -> None:
+        """Bring back what the data folder has, and write down every change from now on."""
+        found = keeper.recover(catalog=self._catalog, requests=self._requests)
+        _log.info(
+            "recovered %d partitions with %d samples and %d puts in %.2f s, from a snapshot and %d records after it",
+            found.partition_count,
+            found.sample_count,
+            found.put_count,
+            found.seconds,
+            found.record_count,
+        )
+        keeper.start()
+
+    def _partition_of(self, put_id: bytes) -> str | None:
+        return None if self._engine is None else self._engine.partition_of(put_id)
+
     def _open_handover(self, boot_id: bytes) -> HandoverServer | None:
         """Listen for clients of this host that share memory.
 
@@ -150,9 +183,10 @@ class App:
         runner = PlanRunner(max_threads=settings.sampler_threads, timeout_seconds=settings.sampler_timeout_seconds)
         self._catalog = Catalog(runner)
         self._storages = StorageDirectory(embedded, HEARTBEAT_SECONDS)
+        self._requests = RequestLog(settings.request_record_seconds, pack=answers.pack, unpack=answers.unpack)
         return ControllerServicer(
             catalog=self._catalog,
-            requests=RequestLog(settings.request_record_seconds, pack=answers.pack, unpack=answers.unpack),
+            requests=self._requests,
             registry=SamplerRegistry(allow_import=settings.allow_sampler_import),
             runner=runner,
             storages=self._storages,
@@ -179,8 +213,11 @@ class App:
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
+        self._entrance.close()
         if self._storages is not None:
             await self._storages.close()
+        if self._keeper is not None:
+            await self._keeper.close()
 
 
 async def serve(settings: ServeSettings, *, announce: Callable[[str], None]) -> int:
@@ -197,7 +234,7 @@ async def serve(settings: ServeSettings, *, announce: Callable[[str], None]) -> 
     app = App(settings)
     try:
         await app.start()
-    except OSError as error:
+    except (OSError, TqError) as error:
         _log.error("%s", error)
         await app.stop(0)
         return 1

@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
 from tq_service.errors import InternalError, InvalidArgumentError, TqError
+from tq_service.server.door import Door, Entry
 from tq_service.server.settled import State, settled
 from tq_service.wire.error_table import to_status
 from tq_service.wire.frames import Garbled
@@ -34,37 +35,45 @@ class ErrorBoundary:
 
     Attributes:
         state: what answers wait for to be durable; None: for nothing. To be set before services are added.
+        door: what lets calls in; None: all come in. To be set before services are added.
     """
 
     def __init__(self, server: grpc.aio.Server) -> None:
         self._server = server
         self.state: State | None = None
+        self.door: Door | None = None
 
     def add_generic_rpc_handlers(self, handlers: Iterable[grpc.GenericRpcHandler]) -> None:
         """Add services; generated code calls this."""
-        self._server.add_generic_rpc_handlers([_Guarded(handler, self.state) for handler in handlers])
+        self._server.add_generic_rpc_handlers([_Guarded(handler, self.state, self.door) for handler in handlers])
 
     def add_registered_method_handlers(self, service_name: str, method_handlers: object) -> None:
         """Do nothing; generated code calls this too, for methods that were added above."""
 
 
 class _Guarded(grpc.GenericRpcHandler):
-    """A service whose handlers are wrapped, each when its method is first called."""
+    """A service whose handlers are wrapped, each when its method is first called, with each token anew."""
 
-    def __init__(self, service: grpc.GenericRpcHandler, state: State | None) -> None:
+    def __init__(self, service: grpc.GenericRpcHandler, state: State | None, door: Door | None) -> None:
         self._service = service
         self._state = state
-        self._wrapped: dict[str, Handler] = {}
+        self._door = door
+        self._open = Entry()
+        self._handlers: dict[str, Handler] = {}
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
         """Return the handler of a method, None where this service does not have it."""
         method = handler_call_details.method
-        wrapped = self._wrapped.get(method)
-        if wrapped is None:
+        handler = self._handlers.get(method)
+        if handler is None:
             handler = self._service.service(handler_call_details)
             if handler is None:
                 return None
-            wrapped = self._wrapped[method] = _wrap(handler, method, self._state)
+            self._handlers[method] = handler
+        entry = self._open if self._door is None else self._door.entry(handler_call_details)
+        wrapped = entry.handlers.get(method)
+        if wrapped is None:
+            wrapped = entry.handlers[method] = _wrap(entry.guard(handler, method), method, self._state)
         return wrapped
 
 

@@ -1,0 +1,97 @@
+"""What the settings say about who comes in: TLS of the port, tokens, audit, and what the service shows to others."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Final
+
+import grpc
+
+from tq_service.config import ServeSettings, is_loopback, join_address
+from tq_service.server.audit import Audit
+from tq_service.server.door import Door
+from tq_service.server.permissions import PartitionOf, rules
+from tq_service.server.tls import ServerCertificate, TlsFiles
+from tq_service.server.tokens import TokenFile
+from tq_service.wire.credentials import Credentials, Tls
+
+_log = logging.getLogger(__name__)
+_LOOK_SECONDS: Final = 1.0
+
+
+class Entrance:
+    """The port, and what guards it.
+
+    Args:
+        settings: how the service runs.
+
+    Attributes:
+        credentials: what this service shows to others.
+
+    Raises:
+        InvalidArgumentError: a file that the settings name cannot be used.
+    """
+
+    def __init__(self, settings: ServeSettings) -> None:
+        self._settings = settings
+        self._certificate: ServerCertificate | None = None
+        if settings.tls_cert is not None and settings.tls_key is not None:
+            files = TlsFiles(cert=settings.tls_cert, key=settings.tls_key, client_ca=settings.tls_client_ca)
+            self._certificate = ServerCertificate(files)
+        self._tokens = None if settings.tokens_file is None else TokenFile(settings.tokens_file)
+        self._audit = Audit(settings.audit_repeat_seconds)
+        tls = None
+        if settings.tls_ca is not None:
+            tls = Tls(ca=settings.tls_ca, cert=settings.tls_cert, key=settings.tls_key)
+        self.credentials = Credentials(settings.token_file, tls, settings.insecure)
+
+    def listen(self, server: grpc.aio.Server) -> int:
+        """Open the port and return its number.
+
+        Raises:
+            OSError: the address is taken or cannot be listened on.
+        """
+        settings = self._settings
+        address = join_address(settings.host, settings.port)
+        try:
+            if self._certificate is None:
+                port = server.add_insecure_port(address)
+            else:
+                port = server.add_secure_port(address, self._certificate.credentials())
+        except RuntimeError:
+            port = 0
+        if port == 0:
+            raise OSError(f"cannot listen on {address}; is the port in use?")
+        if not settings.is_closed and not is_loopback(settings.host):
+            # Critical, so that no log level hides it.
+            _log.critical(
+                "INSECURE: every machine that reaches %s may %s. Use TLS and tokens, see docs/security.md",
+                join_address(settings.host, port),
+                "read, change and clear everything"
+                if self._tokens is None
+                else "listen to what is sent, tokens included",
+            )
+        return port
+
+    def door(self, partition_of: PartitionOf) -> Door:
+        """Return what lets calls in.
+
+        Args:
+            partition_of: returns the partition of a complete put of this storage service, None for one not here.
+        """
+        return Door(rules(partition_of), self._audit, self._tokens)
+
+    async def watch(self) -> None:
+        """Follow the files of certificate and tokens, and write what the audit log counted, until cancelled."""
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            if self._certificate is not None:
+                self._certificate.reload()
+            if self._tokens is not None:
+                self._tokens.reload()
+            self._audit.flush()
+
+    def close(self) -> None:
+        """Write the rest of the audit log."""
+        self._audit.flush(everything=True)
