@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 from tq_service.durable.file_names import journal_numbers, snapshot_numbers, snapshot_path
 from tq_service.durable.identity import Identity, new_identity, read_identity, write_identity
 from tq_service.durable.journal import Journal
 from tq_service.durable.lock import DirectoryLock
 from tq_service.errors import DataDirError
+
+_IDENTITY: Final = "identity.json"
 
 
 class DataDir:
@@ -64,6 +68,31 @@ class DataDir:
         """Open the journal; see `Journal.open`."""
         return Journal.open(self.path, sync=sync, accept_loss=accept_loss)
 
+    def storage_id(self, given: str | None, default: str) -> str:
+        """Return the name of the storage service that keeps its puts here, which stays what it was at first.
+
+        Args:
+            given: the name it is told to have, None where it is told none.
+            default: the name it gets then, if it has none yet.
+
+        Raises:
+            DataDirError: it has another name than the one given, or the folder cannot be written to.
+        """
+        known = self.identity.storage_id
+        if known and given not in (None, known):
+            raise DataDirError(
+                f"the data dir {self.path} keeps the puts of storage service {known!r}, got storage_id {given!r}; leave "
+                f"storage_id out, or use another folder"
+            )
+        if not known:
+            identity = replace(self.identity, storage_id=given or default)
+            try:
+                write_identity(self.path / _IDENTITY, identity)
+            except OSError as error:
+                raise _unusable(self.path, error) from error
+            self.identity = identity
+        return self.identity.storage_id
+
     def snapshot_path(self, generation: int) -> Path:
         """Return where the snapshot of a generation is, or is to be put once it is whole."""
         return snapshot_path(self.path, generation)
@@ -74,7 +103,7 @@ class DataDir:
 
 
 def _identity(path: Path) -> Identity:
-    file = path / "identity.json"
+    file = path / _IDENTITY
     identity = read_identity(file)
     if identity is None:
         if journal_numbers(path) or snapshot_numbers(path):

@@ -23,10 +23,12 @@ class Identity:
     Attributes:
         controller_boot_id: 16 bytes, of the controller that keeps its state in the folder.
         storage_boot_id: 16 bytes, of the storage service that keeps its puts there.
+        storage_id: name of that storage service, by which samples say where their cells are; empty until it has one.
     """
 
     controller_boot_id: bytes
     storage_boot_id: bytes
+    storage_id: str = ""
 
 
 def new_identity() -> Identity:
@@ -47,6 +49,7 @@ def write_identity(path: Path, identity: Identity) -> None:
             "format_version": FORMAT_VERSION,
             "controller_boot_id": identity.controller_boot_id.hex(),
             "storage_boot_id": identity.storage_boot_id.hex(),
+            "storage_id": identity.storage_id,
         },
         indent=2,
     )
@@ -81,6 +84,7 @@ def read_identity(path: Path) -> Identity | None:
         identity = Identity(
             controller_boot_id=bytes.fromhex(values["controller_boot_id"]),
             storage_boot_id=bytes.fromhex(values["storage_boot_id"]),
+            storage_id=str(values["storage_id"]),
         )
         if {len(identity.controller_boot_id), len(identity.storage_boot_id)} != {_BOOT_ID_BYTES}:
             raise ValueError(f"boot ids have {_BOOT_ID_BYTES} bytes")

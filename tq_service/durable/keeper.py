@@ -114,6 +114,10 @@ class Keeper:
         """Names that outlive the process."""
         return self._data_dir.identity
 
+    def storage_id(self, given: str | None, default: str) -> str:
+        """Return the name of the storage service whose puts are kept; see `DataDir.storage_id`."""
+        return self._data_dir.storage_id(given, default)
+
     @property
     def segments_path(self) -> Path:
         """Folder of the files with the bytes of large puts."""
