@@ -81,8 +81,8 @@ class DataDir:
         known = self.identity.storage_id
         if known and given not in (None, known):
             raise DataDirError(
-                f"the data dir {self.path} keeps the puts of storage service {known!r}, got storage_id {given!r}; leave "
-                f"storage_id out, or use another folder"
+                f"the data dir {self.path} keeps the puts of storage service {known!r}, got storage_id {given!r}; "
+                f"leave storage_id out, or use another folder"
             )
         if not known:
             identity = replace(self.identity, storage_id=given or default)
