@@ -1,0 +1,287 @@
+"""What a partition has room for, and what is counted for it."""
+
+import asyncio
+import time
+
+import numpy as np
+import pytest
+from domain_support import asks, insert, new_id, new_write, turns, update
+
+from tq_service.domain.bounds import Bounds
+from tq_service.domain.catalog import Catalog
+from tq_service.domain.cells import ColumnWrite
+from tq_service.domain.partition import Partition
+from tq_service.domain.put_line import PutLine
+from tq_service.domain.writes import PartitionSettings
+from tq_service.errors import (
+    AlreadyExistsError,
+    InvalidArgumentError,
+    PartitionClearedError,
+    PartitionSealedError,
+    QuotaExceededError,
+    RunAheadError,
+    UnavailableError,
+)
+from tq_service.samplers import PlanRunner
+from tq_service.schema import FieldSpec, Layout, RunAhead
+
+
+def column(name, value_bytes):
+    return ColumnWrite(
+        spec=FieldSpec(name, dtype="uint8", layout=Layout.DENSE, row_shape=(1,)), value_bytes=value_bytes
+    )
+
+
+def bounded(**settings):
+    run_ahead = (RunAhead(task_name="t", **settings.pop("run_ahead")),) if "run_ahead" in settings else ()
+    return Partition("p", PartitionSettings(run_ahead=run_ahead, **settings))
+
+
+def used(partition):
+    return partition.cells.used_bytes
+
+
+# What is counted
+
+
+def test_bytes_are_those_of_the_cells_and_go_with_them():
+    train = bounded(max_bytes=1000)
+    rows = insert(train, 4, [column("x", 400), column("y", 40)])
+    assert used(train) == 440
+    update(train, rows, [column("y", 80)])  # 4 of the 8 cells of the first put are gone
+    assert used(train) == 220 + 80
+    train.clear(np.array(rows[:2]))
+    assert used(train) == 110 + 40
+    update(train, rows[2:], state="failed")
+    assert used(train) == 0
+
+
+def test_cells_of_a_put_for_failed_samples_are_not_counted():
+    train = bounded(max_bytes=1000)
+    rows = insert(train, 4, [column("x", 40)])
+    update(train, rows[:1], state="failed")
+    update(train, rows, [column("y", 400)])
+    assert used(train) == 30 + 300
+    insert(train, 2, [column("x", 100)], state="failed")
+    assert used(train) == 30 + 300
+
+
+def test_the_last_cell_of_a_put_gives_the_rest_back_whatever_the_shares_were():
+    train = bounded(max_bytes=1000)
+    rows = insert(train, 3, [column("x", 100)])
+    for row in rows:
+        train.clear(np.array([row]))
+    assert used(train) == 0
+    insert(train, 3, [column("x", 7)])  # its slot is used again
+    assert used(train) == 7
+
+
+def test_samples_left_are_those_that_a_task_may_still_get():
+    train = bounded(run_ahead={"max_samples": 100})
+    bounds = Bounds(train)
+    rows = insert(train, 6)
+    insert(train, 2, state="held")
+    insert(train, 1, state="failed")
+    assert bounds.left_count("t") == 8  # it has not asked: all
+    task = train.task("t")
+    train.clear(np.array(rows[:1]))
+    update(train, rows[1:2], state="failed")
+    assert (bounds.left_count("t"), task.open_count) == (6, 6)
+
+
+def test_existing_samples_need_no_room():
+    train = bounded(max_bytes=10)
+    insert(train, 2, [column("x", 10)], keys=["a", "b"])
+    bounds = Bounds(train)
+    assert bounds.need(new_write(2, [column("y", 1000)], indexes=[0, 1]), 1000) is None
+    assert bounds.need(new_write(2, [column("y", 1000)], keys=["a", "b"]), 1000) is None
+    assert bounds.need(new_write(2, state="failed"), 0) is None
+    mixed = bounds.need(new_write(4, [column("y", 1000)], keys=["a", "b", "c", "d"]), 1000)
+    assert (mixed.sample_count, mixed.value_bytes) == (2, 500)
+
+
+def test_what_the_partition_would_refuse_is_refused_before_it_waits():
+    train = bounded(max_bytes=10)
+    insert(train, 1, keys=["a"])
+    bounds = Bounds(train)
+    with pytest.raises(AlreadyExistsError):
+        bounds.need(new_write(1, ["x"], keys=["a"], key_mode="new"), 4)
+    train.seal()
+    with pytest.raises(PartitionSealedError):
+        bounds.need(new_write(1, ["x"]), 4)
+
+
+def test_versions_that_bound_are_numbers():
+    train = bounded(run_ahead={"max_versions": 1})
+    with pytest.raises(InvalidArgumentError, match="numbers"):
+        Bounds(train).need(new_write(1, ["x"], meta=[{"version": "three"}]), 4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "arguments", "error", "bound"),
+    [
+        ({"max_bytes": 10}, {"value_bytes": 11}, QuotaExceededError, "max_bytes"),
+        ({"run_ahead": {"max_samples": 2}}, {"value_bytes": 1}, RunAheadError, "max_samples"),
+    ],
+)
+def test_what_never_fits_is_refused_at_once_and_says_by_which_bound(settings, arguments, error, bound):
+    bounds = Bounds(bounded(**settings))
+    with pytest.raises(error) as caught:
+        bounds.check_possible(bounds.need(new_write(3, ["x"]), **arguments))
+    assert caught.value.retry_after_seconds is None
+    got, limit = caught.value.metadata["got"], caught.value.metadata["limit"]
+    assert (caught.value.metadata["bound"], int(got) > int(limit)) == (bound, True)
+
+
+# Waiting
+
+
+async def test_versions_ahead_of_the_oldest_that_is_left_wait():
+    train = bounded(run_ahead={"max_versions": 2, "version_column": "policy"})
+    line = PutLine(train)
+
+    async def put(version):
+        write = new_write(1, ["x"], meta=[{"policy": version}])
+        with await line.enter(new_id(), write, 4, None):
+            return train.write(write).global_indexes.tolist()
+
+    await put(5)  # nothing is left, so any version may come
+    await put(7)
+    ahead = asyncio.create_task(put(8))
+    await turns()
+    assert not ahead.done()
+    train.clear(np.array([0]))  # version 5; the oldest is 7 now
+    assert await ahead == [2]
+    without = new_write(1, ["x"])
+    with await line.enter(new_id(), without, 4, None):  # a sample without a version is not bounded by it
+        train.write(without)
+
+
+async def test_the_deadline_says_which_bound_and_when_to_try_again():
+    train = bounded(max_bytes=10, run_ahead={"max_samples": 100})
+    line = PutLine(train)
+    insert(train, 1, [column("x", 8)])
+    with pytest.raises(QuotaExceededError, match="until the deadline") as caught:
+        await line.enter(new_id(), new_write(1, ["x"]), 4, time.monotonic() + 0.01)
+    assert caught.value.retry_after_seconds
+    assert caught.value.metadata == {"bound": "max_bytes", "got": "12", "limit": "10"}
+    assert line.waiting_count == 0
+
+
+async def test_who_is_behind_others_at_his_deadline_learns_what_they_wait_for():
+    train = bounded(run_ahead={"max_samples": 4})
+    line = PutLine(train)
+    insert(train, 2)
+    first = asyncio.create_task(line.enter(new_id(), new_write(3, ["x"]), 4, None))
+    await turns()
+    with pytest.raises(RunAheadError) as caught:
+        await line.enter(new_id(), new_write(1, ["x"]), 4, time.monotonic() + 0.01)
+    assert caught.value.metadata == {"bound": "max_samples", "got": "5", "limit": "4", "task_name": "t"}
+    train.clear(np.array([0, 1]))
+    assert await first is not None
+
+
+async def test_keys_that_become_known_meanwhile_need_no_room():
+    train = bounded(run_ahead={"max_samples": 2})
+    line = PutLine(train)
+    insert(train, 1, keys=["a"])
+    waiting = asyncio.create_task(line.enter(new_id(), new_write(2, ["x"], keys=["b", "c"]), 4, None))
+    await turns()
+    assert not waiting.done()
+    insert(train, 2, keys=["b", "c"])
+    assert await waiting is None
+
+
+async def test_a_seal_ends_the_wait():
+    train = bounded(run_ahead={"max_samples": 2})
+    line = PutLine(train)
+    insert(train, 2)
+    waiting = asyncio.create_task(line.enter(new_id(), new_write(1, ["x"]), 4, None))
+    await turns()
+    train.seal()
+    with pytest.raises(PartitionSealedError):
+        await waiting
+
+
+async def test_a_retry_of_what_was_let_in_takes_its_room_over():
+    train = bounded(run_ahead={"max_samples": 2})
+    line = PutLine(train)
+    request_id, write = new_id(), new_write(2, ["x"])
+    stalled = await line.enter(request_id, write, 4, None)
+    other = asyncio.create_task(line.enter(new_id(), new_write(1, ["x"]), 4, None))
+    await turns()
+    retried = await line.enter(request_id, write, 4, None)
+    with stalled:
+        pass
+    await turns()
+    assert not other.done()  # the room is that of the retry
+    with retried:
+        pass
+    assert (await other).need.sample_count == 1
+
+
+async def test_a_call_cancelled_in_the_turn_in_which_it_is_let_in_gives_its_room_back():
+    train = bounded(run_ahead={"max_samples": 2})
+    line = PutLine(train)
+    insert(train, 2)
+    waiting = asyncio.create_task(line.enter(new_id(), new_write(2, ["x"]), 4, None))
+    await turns()
+    train.clear(np.array([0, 1]))
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert await line.enter(new_id(), new_write(2, ["x"]), 4, None) is not None
+
+
+async def test_claims_let_waiting_puts_in():
+    catalog = Catalog(PlanRunner())
+    train = catalog.create("p", PartitionSettings(run_ahead=(RunAhead(task_name="t", max_samples=4),)))
+    insert(train, 4)
+    line = catalog.put_line("p")
+    waiting = asyncio.create_task(line.enter(new_id(), new_write(2, ["x"]), 4, None))
+    await turns()
+    assert catalog.waiting_put_count("p") == 1
+    await catalog.claim("p", b"", asks((0, 1, 0)), 1.0)  # a batch of two
+    assert (await waiting).need.sample_count == 2
+    assert catalog.waiting_put_count("p") == 0
+
+
+async def test_a_clear_of_the_partition_and_a_drain_end_the_waits():
+    catalog = Catalog(PlanRunner())
+    settings = PartitionSettings(run_ahead=(RunAhead(task_name="t", max_samples=1),))
+    for end, error in ((lambda: catalog.remove("p", b""), PartitionClearedError), (catalog.drain, UnavailableError)):
+        insert(catalog.create("p", settings), 1)
+        waiting = asyncio.create_task(catalog.put_line("p").enter(new_id(), new_write(1, ["x"]), 4, None))
+        await turns()
+        end()
+        with pytest.raises(error):
+            await waiting
+    with pytest.raises(UnavailableError):
+        await catalog.put_line("p").enter(new_id(), new_write(1, ["x"]), 4, None)
+
+
+async def test_a_partition_without_bounds_has_no_line():
+    catalog = Catalog(PlanRunner())
+    catalog.create("free", PartitionSettings())
+    assert (catalog.put_line("free"), catalog.put_line("unknown"), catalog.waiting_put_count("free")) == (None, None, 0)
+
+
+def test_the_same_partition_is_asked_for_with_the_same_bounds():
+    catalog = Catalog(PlanRunner())
+    settings = PartitionSettings(max_bytes=10, run_ahead=(RunAhead(task_name="t", max_samples=1),))
+
+    async def create():
+        assert catalog.create("p", settings) is catalog.create("p", settings)
+        with pytest.raises(AlreadyExistsError, match="max_bytes=10"):
+            catalog.create("p", PartitionSettings(max_bytes=11))
+
+    asyncio.run(create())
+
+
+@pytest.mark.parametrize(
+    "arguments", [{}, {"max_samples": 0}, {"max_versions": -1}, {"max_samples": 1, "version_column": ""}]
+)
+def test_limits_that_bound_nothing_or_make_no_sense_are_refused(arguments):
+    with pytest.raises(InvalidArgumentError) as caught:
+        RunAhead(task_name="t", **arguments)
+    assert caught.value.field == "run_ahead"

@@ -1,0 +1,150 @@
+"""The lowest version that a task has left, against a look at every row."""
+
+import numpy as np
+import pytest
+from domain_support import insert, new_id
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tq_service.domain import lowest_version
+from tq_service.domain.lowest_version import LowestVersion
+from tq_service.domain.partition import Partition
+from tq_service.domain.plan import RankPlan
+from tq_service.domain.queue_claims import release
+from tq_service.domain.states import HELD, LIVE
+from tq_service.domain.task import UNCLAIMED
+from tq_service.domain.writes import PartitionSettings
+from tq_service.schema import MetaColumn, RunAhead
+
+BOUNDED = PartitionSettings(run_ahead=(RunAhead(task_name="t", max_versions=1),))
+
+
+def versions(values):
+    return [MetaColumn(name="version", values=np.array(values), present=np.ones(len(values), bool))]
+
+
+def looked_at_one_by_one(partition):
+    arrays = partition.meta.arrays("version")
+    if arrays is None:
+        return None
+    positions = partition.table.present_positions()
+    left = np.isin(partition.state.data[positions], (LIVE, HELD)) & arrays[1][positions]
+    if "t" in partition.tasks:
+        left &= partition.tasks["t"].claim.data[positions] == UNCLAIMED
+    values = arrays[0][positions][left]
+    return values.min() if values.size else None
+
+
+def consume(partition, indexes):
+    rows = np.array(indexes, np.int64)
+    part = RankPlan(rows=rows, steps=())
+    request_id = new_id()
+    partition.record_queue_claim(partition.task("t"), request_id, part, partition.table.find(rows))
+    return request_id
+
+
+class Rows:
+    def __init__(self):
+        self.partition = Partition("p", BOUNDED)
+        self.claims = []
+
+    def add(self, count, version):
+        entries = [{"version": version + row % 2} for row in range(count)]
+        insert(self.partition, count, meta=entries, state="held" if version == 3 else "live")
+
+    def add_without(self, count, _):
+        insert(self.partition, count)
+
+    def some(self, first, count, *, left):
+        positions = self.partition.table.present_positions()
+        if left:
+            positions = positions[np.isin(self.partition.state.data[positions], (LIVE, HELD))]
+            positions = positions[self.partition.task("t").claim.data[positions] == UNCLAIMED]
+        indexes = self.partition.table.index.data[positions]
+        return indexes[first * 7 % max(1, indexes.size) :][:count]
+
+    def consume(self, first, count):
+        rows = self.some(count // 5, first * 3, left=True)
+        if rows.size:
+            self.claims.append(consume(self.partition, rows))
+
+    def release(self, which, _):
+        if self.claims:
+            release(self.partition, self.partition.task("t"), self.claims.pop(which % len(self.claims)))
+
+    def clear(self, first, count):
+        self.partition.clear(self.some(first, 40 * count, left=False))
+
+    def set_version(self, first, count):
+        rows = self.some(first, count, left=False)
+        if rows.size:
+            self.partition.set_meta(rows, versions([first % 5] * rows.size))
+
+    def reset(self, keep, _):
+        self.partition.reset(self.partition.task("t"), keep_consumed=keep % 2 == 0)
+        self.claims.clear()
+
+
+ACTIONS = st.tuples(
+    st.sampled_from(["add", "add", "add_without", "consume", "consume", "release", "clear", "set_version", "reset"]),
+    st.integers(0, 12),
+    st.integers(0, 9),
+)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(lowest_version, "_BLOCK_ROWS", 4)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(ACTIONS, max_size=30), st.randoms(use_true_random=False))
+def test_it_is_that_of_all_rows_that_are_left(actions, random):
+    rows = Rows()
+    for name, first, second in actions:
+        getattr(rows, name)(first + name.startswith("add"), second)
+        if random.random() < 0.6:  # not after each, so that changes pile up
+            lowest = rows.partition.lowest_versions["t"].find(rows.partition)
+            assert lowest == looked_at_one_by_one(rows.partition)
+
+
+def test_a_reset_brings_the_lowest_back():
+    train = Partition("p", BOUNDED)
+    insert(train, 8, meta=[{"version": version} for version in range(8)])
+    find = train.lowest_versions["t"].find
+    assert find(train) == 0
+    consume(train, range(6))
+    assert find(train) == 6
+    train.reset(train.task("t"), keep_consumed=True)
+    assert find(train) == 6
+    train.reset(train.task("t"), keep_consumed=False)
+    assert find(train) == 0
+
+
+def test_a_search_looks_at_few_blocks_however_many_there_are(monkeypatch):
+    looked_at = []
+    look = LowestVersion._lowest_of
+    monkeypatch.setattr(
+        LowestVersion,
+        "_lowest_of",
+        lambda self, partition, block: looked_at.append(block) or look(self, partition, block),
+    )
+    train = Partition("p", BOUNDED)
+    insert(train, 4000, meta=[{"version": row // 400} for row in range(4000)])
+    find = train.lowest_versions["t"].find
+    assert find(train) == 0
+    looked_at.clear()
+    for batch in range(900):
+        consume(train, range(4 * batch, 4 * batch + 4))
+        insert(train, 4, meta=[{"version": 10}] * 4)
+        assert find(train) == (4 * batch + 4) // 400
+    assert len(looked_at) <= 4 * 900
+
+
+def test_text_and_what_is_no_number_is_no_version():
+    train = Partition("p", BOUNDED)
+    insert(train, 2, meta=[{"version": float("nan")}, {"version": 2.5}])
+    assert train.lowest_versions["t"].find(train) == 2.5
+    words = Partition("p", BOUNDED)
+    insert(words, 1, meta=[{"version": "three"}])
+    assert words.lowest_versions["t"].find(words) is None
