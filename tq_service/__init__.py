@@ -56,7 +56,7 @@ from tq_service.errors import (
 from tq_service.schema import FieldSpec, Layout, RunAhead, SampleState
 
 if TYPE_CHECKING:
-    from tq_service.client import AsyncClient, BatchMeta, Client
+    from tq_service.client import AsyncClient, BatchMeta, Client, Tls
 
 __version__ = "0.1.0"
 
@@ -105,6 +105,7 @@ __all__ = [
     "StaleEpochError",
     "StaleIncarnationError",
     "TaskNotFoundError",
+    "Tls",
     "TqError",
     "UnauthenticatedError",
     "UnavailableError",
@@ -114,7 +115,7 @@ __all__ = [
 ]
 
 # These need grpc, and are imported on first use: domain, samplers and balancing do without it.
-_LAZY: Final = frozenset({"AsyncClient", "BatchMeta", "Client"})
+_LAZY: Final = frozenset({"AsyncClient", "BatchMeta", "Client", "Tls"})
 
 
 def __getattr__(name: str) -> Any:

@@ -16,6 +16,7 @@ from tq_service.client.results import (
     TaskStatus,
 )
 from tq_service.client.steps import Pack, Step
+from tq_service.wire.credentials import Tls
 
 __all__ = [
     "AsyncClient",
@@ -31,4 +32,5 @@ __all__ = [
     "Step",
     "StorageStat",
     "TaskStatus",
+    "Tls",
 ]

@@ -16,6 +16,7 @@ import grpc
 from tq_service.client.retry import Deadline
 from tq_service.errors import UnavailableError
 from tq_service.v1.storage_service_pb2 import PutDeposited, PutHeader, PutResponse
+from tq_service.wire.credentials import Metadata
 from tq_service.wire.frames import ROOM_FOR_DEPOSIT, ROOM_KEY, FrameParts
 
 _LOST_STATUS = "Internal error from Core"
@@ -24,7 +25,13 @@ Deposit = Callable[[], None]
 
 
 async def async_send_put(
-    call: Any, header: PutHeader, frames: Iterable[FrameParts], deadline: Deadline, deposit: Deposit | None = None
+    call: Any,
+    header: PutHeader,
+    frames: Iterable[FrameParts],
+    deadline: Deadline,
+    *,
+    deposit: Deposit | None = None,
+    metadata: Metadata | None = None,
 ) -> PutResponse:
     """Stream a put and return its answer.
 
@@ -34,12 +41,13 @@ async def async_send_put(
         frames: the bytes.
         deadline: of the call.
         deposit: hands the bytes over as shared memory, for headers with a session; the service decides.
+        metadata: of the call.
 
     Raises:
         grpc.RpcError: the call failed.
         UnavailableError: it ended while frames were sent, and why is lost; another attempt will tell.
     """
-    stream = call(timeout=deadline.remaining())
+    stream = call(timeout=deadline.remaining(), metadata=metadata)
     try:
         await _write(stream, header, frames, deposit)
         answer: PutResponse = await stream
@@ -70,7 +78,13 @@ async def _write(stream: Any, header: PutHeader, frames: Iterable[FrameParts], d
 
 
 def send_put(
-    call: Any, header: PutHeader, frames: Iterable[FrameParts], deadline: Deadline, deposit: Deposit | None = None
+    call: Any,
+    header: PutHeader,
+    frames: Iterable[FrameParts],
+    deadline: Deadline,
+    *,
+    deposit: Deposit | None = None,
+    metadata: Metadata | None = None,
 ) -> PutResponse:
     """Stream a put and return its answer; see `async_send_put`.
 
@@ -78,17 +92,23 @@ def send_put(
         grpc.RpcError: the call failed.
     """
     if deposit is not None:
-        return _send_after_room(call, header, frames, deadline, deposit)
-    answer: PutResponse = call(_messages(header, frames), timeout=deadline.remaining())
+        return _send_after_room(call, header, frames, deadline, deposit=deposit, metadata=metadata)
+    answer: PutResponse = call(_messages(header, frames), timeout=deadline.remaining(), metadata=metadata)
     return answer
 
 
 def _send_after_room(
-    call: Any, header: PutHeader, frames: Iterable[FrameParts], deadline: Deadline, deposit: Deposit
+    call: Any,
+    header: PutHeader,
+    frames: Iterable[FrameParts],
+    deadline: Deadline,
+    *,
+    deposit: Deposit,
+    metadata: Metadata | None,
 ) -> PutResponse:
     """Send the header, wait for what the service answers, then hand the bytes over or send them."""
     outbox: SimpleQueue[PutHeader | PutDeposited | FrameParts | None] = SimpleQueue()
-    stream = call.future(iter(outbox.get, None), timeout=deadline.remaining())
+    stream = call.future(iter(outbox.get, None), timeout=deadline.remaining(), metadata=metadata)
     try:
         outbox.put(header)
         room = dict(stream.initial_metadata()).get(ROOM_KEY)

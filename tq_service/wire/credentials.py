@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -93,19 +94,21 @@ class Credentials:
     """
 
     def __init__(self, token: str | Path | None = None, tls: Tls | None = None, insecure: bool | None = None) -> None:
-        self._token_file = token if isinstance(token, Path) else None
-        text = token if isinstance(token, str) else None
+        self._arguments = {
+            "token": token if isinstance(token, Path) else None,
+            "tls": tls,
+            "insecure": insecure,
+        }
         if token is None:
-            text = os.environ.get(TOKEN_VARIABLE) or None
-            if text is None and (path := os.environ.get(TOKEN_FILE_VARIABLE)):
-                self._token_file = Path(path)
-        self.tls = Tls.of_environment() if tls is None else tls
-        self._insecure_argument = insecure
-        self._insecure = _is_set(INSECURE_VARIABLE) if insecure is None else insecure
-        self._tls_argument = tls
+            token = os.environ.get(TOKEN_VARIABLE) or None
+        if token is None and (path := os.environ.get(TOKEN_FILE_VARIABLE)):
+            token = Path(path)
+        self._token_file = token if isinstance(token, Path) else None
+        self._metadata: Metadata | None = _bearer(token, "token") if isinstance(token, str) else None
         self._file_signature: tuple[int, int, int] | None = None
         self._reread_at = 0.0
-        self._metadata: Metadata | None = None if text is None else _bearer(text, "token")
+        self.tls = Tls.of_environment() if tls is None else tls
+        self._insecure = _is_set(INSECURE_VARIABLE) if insecure is None else insecure
 
     @property
     def has_token(self) -> bool:
@@ -150,8 +153,12 @@ class Credentials:
                 field="tls",
             )
 
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments that make such credentials elsewhere, secrets left out."""
+        return dict(self._arguments)
+
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self._token_file, self._tls_argument, self._insecure_argument)
+        return partial(type(self), **self.arguments()), ()
 
     def __repr__(self) -> str:
         return f"Credentials(has_token={self.has_token}, tls={self.tls})"

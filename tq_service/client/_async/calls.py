@@ -25,6 +25,7 @@ from tq_service.v1.storage_service_pb2 import (
     StatRequest,
 )
 from tq_service.wire.columns import Column
+from tq_service.wire.credentials import Credentials
 from tq_service.wire.frames import SMALL_PUT_BYTES, iter_frames
 
 T = TypeVar("T")
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
 class AsyncCalls:
     """Makes the calls of one client. An address that is empty is the client's own."""
 
-    def __init__(self, address: str) -> None:
-        self.channels = AsyncChannels(address)
+    def __init__(self, address: str, credentials: Credentials) -> None:
+        self.channels = AsyncChannels(address, credentials)
 
     async def retried(self, attempt: Callable[[], Awaitable[T]], deadline: Deadline) -> T:
         """Return what `attempt` returns, trying again with back-off while it fails with UnavailableError."""
@@ -51,6 +52,7 @@ class AsyncCalls:
                 return await attempt()
             except TqError as failure:
                 pause = backoff.after(failure)
+            self.channels.follow_files()
             await async_sleep(pause)
 
     async def unary(
@@ -65,7 +67,7 @@ class AsyncCalls:
         """Make a unary call."""
         endpoint = self.channels.endpoint(address)
         try:
-            return await pick(endpoint)(request, timeout=deadline.remaining())
+            return await pick(endpoint)(request, timeout=deadline.remaining(), metadata=endpoint.metadata())
         except grpc.RpcError as error:
             raise error_of(error, endpoint.address) from None
 
@@ -86,7 +88,14 @@ class AsyncCalls:
             deposit = None if handover is None else partial(handover.deposit, header.put_id, columns)
             header.handover_session = b"" if handover is None else handover.session_id
             try:
-                return await async_send_put(endpoint.put, header, iter_frames(chunks), deadline, deposit)
+                return await async_send_put(
+                    endpoint.put,
+                    header,
+                    iter_frames(chunks),
+                    deadline,
+                    deposit=deposit,
+                    metadata=endpoint.metadata(),
+                )
             except grpc.RpcError as error:
                 raise error_of(error, endpoint.address) from None
 
@@ -126,7 +135,8 @@ class AsyncCalls:
         self, endpoint: AsyncEndpoint, request: GetRequest, reader: AnswerReader, deadline: Deadline
     ) -> bool:
         """Get in one message; return False where the answer is too large for that."""
-        answer = await endpoint.storage.GetSmall(GetSmallRequest(get=request), timeout=deadline.remaining())
+        small = GetSmallRequest(get=request)
+        answer = await endpoint.storage.GetSmall(small, timeout=deadline.remaining(), metadata=endpoint.metadata())
         if not answer.HasField("header"):
             return False
         reader.take(answer.header)
@@ -138,7 +148,7 @@ class AsyncCalls:
     async def _get_stream(
         self, endpoint: AsyncEndpoint, request: GetRequest, reader: AnswerReader, deadline: Deadline
     ) -> None:
-        stream: Any = endpoint.get(request, timeout=deadline.remaining())
+        stream: Any = endpoint.get(request, timeout=deadline.remaining(), metadata=endpoint.metadata())
         try:
             async for part in stream:
                 reader.take(part)
@@ -152,7 +162,9 @@ class AsyncCalls:
         if not endpoint.link.is_due():
             return
         try:
-            stat = await endpoint.storage.Stat(StatRequest(), timeout=min(deadline.remaining(), _ASK_SECONDS))
+            stat = await endpoint.storage.Stat(
+                StatRequest(), timeout=min(deadline.remaining(), _ASK_SECONDS), metadata=endpoint.metadata()
+            )
         except grpc.RpcError:  # the call that is about to be made will say what is wrong
             endpoint.link.postpone()
             return

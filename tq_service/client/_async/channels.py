@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-import grpc
-
 from tq_service.client.channel import CHANNEL_OPTIONS, controller_stub, get_call, health_stub, put_call, storage_stub
 from tq_service.client.concurrency import AsyncHome
 from tq_service.client.handover import HostLink
 from tq_service.client.sent_sizes import SentSizes
 from tq_service.errors import PreconditionError
+from tq_service.wire.credentials import Credentials, async_open_channel
 
 if TYPE_CHECKING:
     from tq_service.client.channel import AsyncControllerStub, AsyncStorageStub
@@ -22,9 +21,11 @@ _ABANDONED: Final[list[object]] = []
 class AsyncEndpoint:
     """A channel to one address, and the calls on it."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, credentials: Credentials) -> None:
         self.address = address
-        self.channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self.metadata = credentials.metadata
+        self.opened_with = credentials.signature()
+        self.channel = async_open_channel(address, credentials, CHANNEL_OPTIONS)
         self.controller: AsyncControllerStub = controller_stub(self.channel)
         self.storage: AsyncStorageStub = storage_stub(self.channel)
         self.health: Any = health_stub(self.channel)
@@ -37,10 +38,12 @@ class AsyncEndpoint:
 class AsyncChannels:
     """Opens channels where they are first used, and anew where the old ones no longer work."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, credentials: Credentials) -> None:
         self.address = address
+        self.credentials = credentials
         self._home = AsyncHome()
         self._endpoints: dict[str, AsyncEndpoint] = {}
+        self._outdated: list[AsyncEndpoint] = []
         self._closed = False
 
     def endpoint(self, address: str = "") -> AsyncEndpoint:
@@ -49,23 +52,37 @@ class AsyncChannels:
         Raises:
             ForkedClientError: the channels belong to another process or event loop and cannot be opened anew.
             PreconditionError: the client is closed.
+            InvalidArgumentError: the credentials cannot be used for this address.
         """
         if self._closed:
             raise PreconditionError("the client is closed; make a new one")
         if self._home.moved():
-            _ABANDONED.append(self._endpoints)
-            self._endpoints = {}
+            _ABANDONED.append((self._endpoints, self._outdated))
+            self._endpoints, self._outdated = {}, []
         target = address or self.address
         # No lock, which a fork could leave locked: threads that race make two channels, and all use the first stored.
-        return self._endpoints.get(target) or self._endpoints.setdefault(target, AsyncEndpoint(target))
+        return self._endpoints.get(target) or self._endpoints.setdefault(
+            target, AsyncEndpoint(target, self.credentials)
+        )
+
+    def follow_files(self) -> None:
+        """Leave channels whose certificates have been replaced since; calls that are under way on them may end."""
+        signature = self.credentials.signature()
+        for address, endpoint in list(self._endpoints.items()):
+            if endpoint.opened_with != signature and self._endpoints.pop(address, None) is endpoint:
+                endpoint.link.close()
+                self._outdated.append(endpoint)
 
     async def aclose(self) -> None:
         """Close all channels; calls that are still running are cancelled."""
         self._closed = True
         if self._endpoints and self._home.moved():
-            _ABANDONED.append(self._endpoints)
-            self._endpoints = {}
+            _ABANDONED.append((self._endpoints, self._outdated))
+            self._endpoints, self._outdated = {}, []
         while self._endpoints:
             _, endpoint = self._endpoints.popitem()
+            self._outdated.append(endpoint)
+        while self._outdated:
+            endpoint = self._outdated.pop()
             endpoint.link.close()
             await endpoint.channel.close()

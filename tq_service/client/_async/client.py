@@ -14,7 +14,8 @@ class AsyncClient(AsyncPartitionCalls, AsyncSampleCalls, AsyncFetchCalls, AsyncC
 
     Every call has a deadline of `timeout` seconds (`get_meta`: beyond its `max_wait`), and is tried again with back-off
     under one request id while the service is unavailable, so that a client may start before its service. Errors derive
-    from `TqError`, see docs/errors.md. Pickled, it is its address and timeout.
+    from `TqError`, see docs/errors.md. Pickled, it is its address, its timeout and the paths it was given: a token that
+    was given as text is not in the pickle, and is taken from the environment where it is unpickled.
 
     `Client` is for threads; it opens its channels on first use, and new ones after a fork. `AsyncClient` is for one
     event loop, which it binds to on first use; in a forked child it raises ForkedClientError: start processes by spawn.
@@ -22,4 +23,10 @@ class AsyncClient(AsyncPartitionCalls, AsyncSampleCalls, AsyncFetchCalls, AsyncC
     Args:
         address: "host:port"; None: the environment variable TQ_ADDRESS, else localhost:50051.
         timeout: default deadline of the calls, in seconds.
+        token: the bearer token, or the path of a file that holds it and is read again when it changes; None:
+            `TQ_TOKEN`, else the file that `TQ_TOKEN_FILE` names, else none.
+        tls: how to reach the service over TLS; None: as `TQ_TLS_CA`, `TQ_TLS_CERT` and `TQ_TLS_KEY` say, else in
+            plaintext.
+        insecure: whether the token may be sent in plaintext to other machines, which raises InvalidArgumentError
+            otherwise; None: whether `TQ_INSECURE` is true.
     """

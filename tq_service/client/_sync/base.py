@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -11,6 +13,7 @@ from tq_service.client.channel import resolve_address
 from tq_service.client.concurrency import Aftermath
 from tq_service.client.requests import seconds
 from tq_service.client.retry import Deadline
+from tq_service.wire.credentials import Credentials, Tls
 
 DEFAULT_TIMEOUT_SECONDS = 60.0
 
@@ -18,10 +21,19 @@ DEFAULT_TIMEOUT_SECONDS = 60.0
 class Base:
     """Holds the calls of a client. See `Client`."""
 
-    def __init__(self, address: str | None = None, timeout: float = DEFAULT_TIMEOUT_SECONDS) -> None:
+    def __init__(
+        self,
+        address: str | None = None,
+        timeout: float = DEFAULT_TIMEOUT_SECONDS,
+        *,
+        token: str | Path | None = None,
+        tls: Tls | None = None,
+        insecure: bool | None = None,
+    ) -> None:
         self.address = resolve_address(address)
         self.timeout = seconds("timeout", timeout)
-        self._calls = Calls(self.address)
+        self._credentials = Credentials(token, tls, insecure)
+        self._calls = Calls(self.address, self._credentials)
         self._aftermath = Aftermath()
         # Until when small puts go to the controller's own storage without asking.
         self._embedded_until = 0.0
@@ -45,7 +57,7 @@ class Base:
         self.close()
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.address, self.timeout)
+        return partial(type(self), **self._credentials.arguments()), (self.address, self.timeout)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.address!r}, timeout={self.timeout:g})"

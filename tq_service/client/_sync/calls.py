@@ -26,6 +26,7 @@ from tq_service.v1.storage_service_pb2 import (
     StatRequest,
 )
 from tq_service.wire.columns import Column
+from tq_service.wire.credentials import Credentials
 from tq_service.wire.frames import SMALL_PUT_BYTES, iter_frames
 
 T = TypeVar("T")
@@ -41,8 +42,8 @@ if TYPE_CHECKING:
 class Calls:
     """Makes the calls of one client. An address that is empty is the client's own."""
 
-    def __init__(self, address: str) -> None:
-        self.channels = Channels(address)
+    def __init__(self, address: str, credentials: Credentials) -> None:
+        self.channels = Channels(address, credentials)
 
     def retried(self, attempt: Callable[[], T], deadline: Deadline) -> T:
         """Return what `attempt` returns, trying again with back-off while it fails with UnavailableError."""
@@ -52,6 +53,7 @@ class Calls:
                 return attempt()
             except TqError as failure:
                 pause = backoff.after(failure)
+            self.channels.follow_files()
             sleep(pause)
 
     def unary(
@@ -66,7 +68,7 @@ class Calls:
         """Make a unary call."""
         endpoint = self.channels.endpoint(address)
         try:
-            return pick(endpoint)(request, timeout=deadline.remaining())
+            return pick(endpoint)(request, timeout=deadline.remaining(), metadata=endpoint.metadata())
         except grpc.RpcError as error:
             raise error_of(error, endpoint.address) from None
 
@@ -85,7 +87,14 @@ class Calls:
             deposit = None if handover is None else partial(handover.deposit, header.put_id, columns)
             header.handover_session = b"" if handover is None else handover.session_id
             try:
-                return send_put(endpoint.put, header, iter_frames(chunks), deadline, deposit)
+                return send_put(
+                    endpoint.put,
+                    header,
+                    iter_frames(chunks),
+                    deadline,
+                    deposit=deposit,
+                    metadata=endpoint.metadata(),
+                )
             except grpc.RpcError as error:
                 raise error_of(error, endpoint.address) from None
 
@@ -123,7 +132,8 @@ class Calls:
 
     def _get_small(self, endpoint: Endpoint, request: GetRequest, reader: AnswerReader, deadline: Deadline) -> bool:
         """Get in one message; return False where the answer is too large for that."""
-        answer = endpoint.storage.GetSmall(GetSmallRequest(get=request), timeout=deadline.remaining())
+        small = GetSmallRequest(get=request)
+        answer = endpoint.storage.GetSmall(small, timeout=deadline.remaining(), metadata=endpoint.metadata())
         if not answer.HasField("header"):
             return False
         reader.take(answer.header)
@@ -133,7 +143,7 @@ class Calls:
         return True
 
     def _get_stream(self, endpoint: Endpoint, request: GetRequest, reader: AnswerReader, deadline: Deadline) -> None:
-        stream: Any = endpoint.get(request, timeout=deadline.remaining())
+        stream: Any = endpoint.get(request, timeout=deadline.remaining(), metadata=endpoint.metadata())
         try:
             for part in stream:
                 reader.take(part)
@@ -147,7 +157,9 @@ class Calls:
         if not endpoint.link.is_due():
             return
         try:
-            stat = endpoint.storage.Stat(StatRequest(), timeout=min(deadline.remaining(), _ASK_SECONDS))
+            stat = endpoint.storage.Stat(
+                StatRequest(), timeout=min(deadline.remaining(), _ASK_SECONDS), metadata=endpoint.metadata()
+            )
         except grpc.RpcError:  # the call that is about to be made will say what is wrong
             endpoint.link.postpone()
             return

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-import grpc
-
 from tq_service.client.channel import CHANNEL_OPTIONS, controller_stub, get_call, health_stub, put_call, storage_stub
 from tq_service.client.concurrency import Home
 from tq_service.client.handover import HostLink
 from tq_service.client.sent_sizes import SentSizes
 from tq_service.errors import PreconditionError
+from tq_service.wire.credentials import Credentials, open_channel
 
 if TYPE_CHECKING:
     from tq_service.client.channel import ControllerStub, StorageStub
@@ -23,9 +22,11 @@ _ABANDONED: Final[list[object]] = []
 class Endpoint:
     """A channel to one address, and the calls on it."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, credentials: Credentials) -> None:
         self.address = address
-        self.channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self.metadata = credentials.metadata
+        self.opened_with = credentials.signature()
+        self.channel = open_channel(address, credentials, CHANNEL_OPTIONS)
         self.controller: ControllerStub = controller_stub(self.channel)
         self.storage: StorageStub = storage_stub(self.channel)
         self.health: Any = health_stub(self.channel)
@@ -38,10 +39,12 @@ class Endpoint:
 class Channels:
     """Opens channels where they are first used, and anew where the old ones no longer work."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, credentials: Credentials) -> None:
         self.address = address
+        self.credentials = credentials
         self._home = Home()
         self._endpoints: dict[str, Endpoint] = {}
+        self._outdated: list[Endpoint] = []
         self._closed = False
 
     def endpoint(self, address: str = "") -> Endpoint:
@@ -50,23 +53,35 @@ class Channels:
         Raises:
             ForkedClientError: the channels belong to another process or event loop and cannot be opened anew.
             PreconditionError: the client is closed.
+            InvalidArgumentError: the credentials cannot be used for this address.
         """
         if self._closed:
             raise PreconditionError("the client is closed; make a new one")
         if self._home.moved():
-            _ABANDONED.append(self._endpoints)
-            self._endpoints = {}
+            _ABANDONED.append((self._endpoints, self._outdated))
+            self._endpoints, self._outdated = {}, []
         target = address or self.address
         # No lock, which a fork could leave locked: threads that race make two channels, and all use the first stored.
-        return self._endpoints.get(target) or self._endpoints.setdefault(target, Endpoint(target))
+        return self._endpoints.get(target) or self._endpoints.setdefault(target, Endpoint(target, self.credentials))
+
+    def follow_files(self) -> None:
+        """Leave channels whose certificates have been replaced since; calls that are under way on them may end."""
+        signature = self.credentials.signature()
+        for address, endpoint in list(self._endpoints.items()):
+            if endpoint.opened_with != signature and self._endpoints.pop(address, None) is endpoint:
+                endpoint.link.close()
+                self._outdated.append(endpoint)
 
     def close(self) -> None:
         """Close all channels; calls that are still running are cancelled."""
         self._closed = True
         if self._endpoints and self._home.moved():
-            _ABANDONED.append(self._endpoints)
-            self._endpoints = {}
+            _ABANDONED.append((self._endpoints, self._outdated))
+            self._endpoints, self._outdated = {}, []
         while self._endpoints:
             _, endpoint = self._endpoints.popitem()
+            self._outdated.append(endpoint)
+        while self._outdated:
+            endpoint = self._outdated.pop()
             endpoint.link.close()
             endpoint.channel.close()
