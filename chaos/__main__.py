@@ -27,6 +27,7 @@ from chaos.table import table_of
 _TOPOLOGIES: Final[tuple[Topology, ...]] = ("embedded", "split")
 _START_SECONDS: Final = 60.0
 _PREFILL_PUT_ROWS: Final = 500
+_SHOWN_VIOLATIONS: Final = 50
 _CLIENTS_ONLY: Final[tuple[Target, ...]] = ("client",)
 _TARGETS: Final[dict[Topology, tuple[Target, ...]]] = {
     "embedded": ("controller", "controller", "client", "rolling restart"),
@@ -115,8 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         findings[topology] = _trial(topology, given, folder)
     print(table_of(findings))
     broken = [violation for each in findings.values() for violation in each.violations]
-    for violation in broken:
-        print(f"violation: {violation}")
+    for violation in broken[:_SHOWN_VIOLATIONS]:
+        print(f"violation: {violation[:1000]}")
     print(f"{len(broken)} violations; seed {given.seed}; logs and data in {output}")
     return 1 if broken else 0
 

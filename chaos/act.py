@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
@@ -32,6 +33,7 @@ _READ_SAMPLES: Final = 20
 _ROWS_A_READ: Final = 64
 _ANSWER_SECONDS: Final = 60.0
 _END_SECONDS: Final = 120.0
+_SAID_CHARACTERS: Final = 300
 
 
 @dataclass(slots=True)
@@ -88,11 +90,7 @@ class Act:
         self._dice = dice
         self._findings = findings
         self._say = say
-        self._clients = [
-            self._client_process(number, *one, seed)
-            for number, one in enumerate(_CLIENTS)
-            if one[0] != "worker" or hasattr(tq.Client, "ack")
-        ]
+        self._clients = [self._client_process(number, *one, seed) for number, one in enumerate(_CLIENTS)]
         self._client = tq.Client(cluster.address, timeout=_ANSWER_SECONDS)
         self._stored_before = {name: self._stored(name) for name in cluster.storage_names}
 
@@ -119,9 +117,15 @@ class Act:
                 process.end()
 
     def _found(self, violations: Iterator[str]) -> None:
-        for violation in violations:
-            self._say(f"VIOLATION {violation}")
-            self._findings.violations.append(f"{self._name}: {violation}")
+        try:
+            for violation in violations:
+                self._violated(violation)
+        except tq.TqError as error:
+            self._violated(f"a call that must succeed: {error!r}")
+
+    def _violated(self, violation: str) -> None:
+        self._say(f"VIOLATION {violation[:_SAID_CHARACTERS]}")
+        self._findings.violations.append(f"{self._name}: {violation}")
 
     def _is_busy(self) -> bool:
         """Whether samples come and go."""
@@ -236,8 +240,7 @@ class Act:
         yield from self._check_samples(None)
         live = set(self._present().values())
         yield from rank_violations(self._folder, live)
-        if hasattr(tq.Client, "ack"):
-            yield from worker_violations(self._folder, live)
+        yield from worker_violations(self._folder, live)
         yield from self._replay()
         samples = Samples.told(self._folder)
         self._findings.acknowledged_count += len(samples.acknowledged)
@@ -263,7 +266,8 @@ class Act:
         for start in range(0, len(keys), _ROWS_A_READ):
             some = keys[start : start + _ROWS_A_READ]
             found, _ = self._client.lookup_samples(self._name, some)
-            lacking = [key for key in some if key in self._unrewarded(found.keys)]
+            unrewarded = self._unrewarded(found.keys)
+            lacking = [key for key in some if key in unrewarded]
             if lacking:
                 self._client.put(
                     {REWARD: rewards_of(lacking)}, partition_id=self._name, keys=lacking, key_mode="existing"
@@ -285,9 +289,12 @@ class Act:
 
     def _leaks(self) -> Iterator[str]:
         for name, before in self._stored_before.items():
-            if not wait_until(lambda name=name, before=before: self._stored(name) == before, _ANSWER_SECONDS):
+            if not wait_until(partial(self._stores, name, before), _ANSWER_SECONDS):
                 used_bytes, put_count = self._stored(name)
                 yield f"{name} has {used_bytes} bytes in {put_count} puts after the clear, {before} before the act"
+
+    def _stores(self, storage_name: str, expected: tuple[int, int]) -> bool:
+        return self._stored(storage_name) == expected
 
     def _stored(self, storage_name: str) -> tuple[int, int]:
         """Return bytes and puts of a storage service."""

@@ -152,7 +152,7 @@ class Worker(Actor):
         self.log.write("leased", indexes=indexes)
         self.log.write("read", wrong=await read(self.client, meta))
         fate = self.dice.random()
-        if fate < 0.05:
+        if fate < 0.03:
             return  # the lease runs out
         if fate < 0.15:
             await self.client.release(meta)
@@ -160,8 +160,8 @@ class Worker(Actor):
             return
         self.log.write("ack", indexes=indexes)
         try:
-            await self.client.ack(meta, WORKER_TASK)
-        except tq.PreconditionError as late:
+            await self.client.ack(meta)
+        except tq.LeaseExpiredError as late:
             self.log.write("ack_late", indexes=indexes, error=str(late))
         else:
             self.log.write("ack_done", indexes=indexes)

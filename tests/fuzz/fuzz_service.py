@@ -1,0 +1,266 @@
+"""The service that is fuzzed: a process with some state, a digest of all that can be seen of it, and real traffic."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+from fuzz_messages import BOOT_ID, CLAIM_ID, FRESH_ID, INCARNATION, OTHER_PUT_ID, PUT_ID
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.rpc.error_details_pb2 import ErrorInfo
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from recording_proxy import RecordingProxy
+
+import tq_service as tq
+from tq_service.v1 import controller_service_pb2 as pb
+from tq_service.v1 import storage_service_pb2 as storage_pb
+from tq_service.v1.controller_service_pb2_grpc import ControllerServiceStub
+from tq_service.v1.storage_service_pb2_grpc import StorageServiceStub
+from tq_service.wire.columns import encode_header
+from tq_service.wire.error_table import status_from_trailers
+from tq_service.wire.layouts import encode_columns
+
+SERVICES: list[ServiceDescriptor] = [
+    pb.DESCRIPTOR.services_by_name["ControllerService"],
+    storage_pb.DESCRIPTOR.services_by_name["StorageService"],
+]
+METHODS: list[MethodDescriptor] = [method for service in SERVICES for method in service.methods]
+CALL_SECONDS = 10.0
+"""By then every call has an answer: the service lets a claim wait for a hundredth of a second."""
+
+_RANKED = {"task_name": "update_actor", "data_fields": ["input_ids"], "batch_size": 1, "dp_size": 2}
+
+
+class FuzzedService:
+    """A service process; what it logs goes to a file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.log = folder / "service.log"
+        command = [sys.executable, "-m", "tq_service.cli", "serve", "--port", "0", "--log-level", "warning"]
+        flags = ["--max-bytes", "1GiB", "--max-wait-cap-seconds", "0.01", "--shared-memory", "off"]
+        flags += ["--storage-id", "fuzzed", "--no-allow-sampler-import"]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*command, *flags], stdout=subprocess.PIPE, stderr=log, text=True, cwd=folder,
+                env={**os.environ, "TQ_CONFIG": ""},
+            )  # fmt: skip
+        assert self.process.stdout is not None
+        self.address = self.process.stdout.readline().split()[2]
+        self.channel = grpc.insecure_channel(self.address, options=[("grpc.use_local_subchannel_pool", 1)])
+        self.controller = ControllerServiceStub(self.channel)
+        self.storage = StorageServiceStub(self.channel)
+        self.ids: dict[bytes, bytes] = {}
+        self._read_bytes = 0
+
+    def close(self) -> None:
+        """End it."""
+        self.channel.close()
+        self.process.kill()
+        self.process.communicate()
+
+    def faults(self) -> str:
+        """Return what the service has logged since this was asked last, where it tells of faults of its own."""
+        with self.log.open() as log:
+            log.seek(self._read_bytes)
+            text = log.read()
+            self._read_bytes = log.tell()
+        return text if "ERROR" in text or "Traceback" in text else ""
+
+    # State
+
+    def set_up(self) -> None:
+        """Clear everything, then make a partition with samples, groups, a planned batch and a claim of a worker."""
+        for partition in self.controller.ListPartitions(pb.ListPartitionsRequest()).partitions:
+            self.controller.ClearPartition(
+                pb.ClearPartitionRequest(request_id=os.urandom(16), partition_id=partition.partition_id)
+            )
+        stat = self.storage.Stat(storage_pb.StatRequest())
+        self.ids = {BOOT_ID: stat.storage.boot_id, PUT_ID: os.urandom(16), OTHER_PUT_ID: os.urandom(16)}
+        write = pb.SampleWrite(partition_id="train", row_count=4, keys=["k0", "k1", "k2", "k3"], group_size=2)
+        write.groups.extend(["g0", "g0", "g1", "g1"])
+        write.custom_meta.add(name="total_lengths").int64_values.values.extend([5, 3, 8, 2])
+        write.custom_meta.add(name="version").int64_values.values.extend([3, 3, 4, 4])
+        rows = {
+            "input_ids": [np.arange(length) for length in (5, 3, 8, 2)],
+            "score": np.arange(12, dtype=np.float32).reshape(4, 3),
+            "text": ["a", "bb", "", "dddd"],
+        }
+        answer = self._put(PUT_ID, rows, pb.CommitRequest(request_id=os.urandom(16), write=write))
+        self.ids[INCARNATION] = answer.put.commit.meta.incarnation
+        self._put(OTHER_PUT_ID, {"score": np.zeros((2, 3), np.float32)}, None)
+        self._claim(0)
+        claim = {"partition_id": "train", "task_name": "reward", "data_fields": ["text"], "batch_size": 2}
+        self.controller.GetMeta(pb.GetMetaRequest(**claim, request_id=CLAIM_ID))
+
+    def _put(self, put_id: bytes, data: Any, commit: pb.CommitRequest | None) -> storage_pb.PutSmallResponse:
+        columns = encode_columns(data)
+        header = storage_pb.PutHeader(
+            put_id=self.ids[put_id],
+            partition_id="train",
+            row_count=columns[0].row_count,
+            columns=[encode_header(column) for column in columns],
+            size_bytes=sum(column.value_bytes for column in columns),
+            commit=commit,
+        )
+        values = b"".join(bytes(chunk) for column in columns for chunk in column.chunks)
+        return self.storage.PutSmall(storage_pb.PutSmallRequest(header=header, values=values))
+
+    def _claim(self, rank: int) -> pb.GetMetaResponse:
+        request = pb.GetMetaRequest(
+            request_id=os.urandom(16), partition_id="train", dp_rank=rank, batch_index=0, **_RANKED
+        )
+        return self.controller.GetMeta(request, timeout=CALL_SECONDS)
+
+    def digest(self) -> bytes:
+        """Return a digest of all that can be seen of the service and that a refused call must not change."""
+        digest = hashlib.blake2b()
+        listed = self.controller.ListPartitions(pb.ListPartitionsRequest(), timeout=CALL_SECONDS)
+        digest.update(listed.SerializeToString(deterministic=True))
+        for partition in listed.partitions:
+            for part in self._described(partition.partition_id):
+                digest.update(part)
+        stat = self.storage.Stat(storage_pb.StatRequest(), timeout=CALL_SECONDS)
+        stat.ClearField("pooled_bytes")
+        digest.update(stat.SerializeToString(deterministic=True))
+        return digest.digest()
+
+    def _described(self, name: str) -> Iterator[bytes]:
+        described = self.controller.DescribePartition(
+            pb.DescribePartitionRequest(partition_id=name), timeout=CALL_SECONDS
+        )
+        # A task that has asked and got nothing is no change; nor are calls that wait.
+        tasks = [task for task in described.tasks if task.consumed_count or task.planned_batch_count or task.epoch]
+        described.ClearField("tasks")
+        described.ClearField("waiting_put_count")
+        yield described.SerializeToString(deterministic=True)
+        for task in tasks:
+            task.ClearField("waiting_count")
+            yield task.SerializeToString(deterministic=True)
+        samples = pb.LookupSamplesRequest(partition_id=name, all_samples=True)
+        yield self.controller.LookupSamples(samples, timeout=CALL_SECONDS).SerializeToString(deterministic=True)
+        if name == "train":
+            for rank in range(2):
+                with contextlib.suppress(grpc.RpcError):  # an accepted call has changed the task
+                    yield self._claim(rank).SerializeToString(deterministic=True)
+
+    # Calls
+
+    def call(self, method: MethodDescriptor, sent: Sequence[bytes]) -> grpc.RpcError | None:
+        """Make a call of bytes; return its error, None where it was accepted."""
+        path = f"/{method.containing_service.full_name}/{method.name}"
+        data = [self._with_ids(message) for message in sent]
+        try:
+            if method.client_streaming:
+                self.channel.stream_unary(path)(iter(data), timeout=CALL_SECONDS)
+            elif method.server_streaming:
+                list(self.channel.unary_stream(path)(data[0], timeout=CALL_SECONDS))
+            else:
+                self.channel.unary_unary(path)(data[0], timeout=CALL_SECONDS)
+        except grpc.RpcError as error:
+            return error
+        return None
+
+    def _with_ids(self, data: bytes) -> bytes:
+        for token, value in self.ids.items():
+            data = data.replace(token, value)
+        while FRESH_ID in data:
+            data = data.replace(FRESH_ID, os.urandom(16), 1)
+        return data
+
+    def traffic(self) -> dict[str, list[list[bytes]]]:
+        """Return by method the messages of calls that a client made, ids of the service replaced by their tokens."""
+        self.set_up()
+        with RecordingProxy(self.address) as proxy, tq.Client(proxy.address) as client:
+            _use_all_of(client)
+        incarnation = self.controller.ListPartitions(pb.ListPartitionsRequest()).partitions[0].incarnation
+        tokens = {**{value: token for token, value in self.ids.items()}, incarnation: INCARNATION}
+        return {
+            method: [[_with_tokens(message, tokens) for message in call] for call in calls]
+            for method, calls in proxy.calls.items()
+        }
+
+
+def reason_of(error: Any) -> str:
+    """Return the reason of docs/errors.md in a call's error; empty where it is none of ours."""
+    status = status_from_trailers(error.trailing_metadata() or ())
+    info = ErrorInfo()
+    return info.reason if status is not None and any(detail.Unpack(info) for detail in status.details) else ""
+
+
+def _with_tokens(data: bytes, tokens: dict[bytes, bytes]) -> bytes:
+    for value, token in tokens.items():
+        data = data.replace(value, token)
+    return data
+
+
+def _use_all_of(client: tq.Client) -> None:
+    """Make the calls of a short training; what comes of it does not matter here."""
+    client.create_partition("train@1", expected_samples=100, fields=[tq.FieldSpec("x", dtype="int64", layout="dense")])
+    meta = client.put({"x": np.arange(4)}, partition_id="train@1", keys=list("abcd"), groups=list("gghh"), group_size=2)
+    client.put({"y": np.zeros((4, 100_000))}, metadata=meta)
+    client.put({"score": np.zeros((2, 3), np.float32)}, partition_id="train", keys=["n5", "n6"])
+    client.put(metadata=meta, custom_meta=[{"version": 1}] * 4)
+    client.insert("train", 2, keys=["i0", "i1"], state="held")
+    client.set_custom_meta(meta, [{"tag": "t"}] * 4)
+    client.close_groups("train", ["g0"])
+    client.get_data(client.lookup_samples("train", ["k0", "k1"])[0])
+    client.get_data(partition_id="train@1", keys=["a", "d"], data_fields=["y"])
+    asked = {"partition_id": "train", "data_fields": ["score"], "max_wait": 0.0}
+    client.get_meta(**asked, task_name="critic", batch_size=1, dp_rank=0, dp_size=2, batch_index=0,
+                    where=[("version", ">=", 1)], order_by=["-version"])  # fmt: skip
+    claim = client.get_meta(**asked, task_name="scorer", batch_size=2, min_batch_size=1)
+    client.release(claim)
+    client.check_consumption("train", "critic")
+    client.check_production("train", ["score"])
+    client.reset_consumption("train", "critic", 0)
+    client.list_partitions("tr")
+    client.describe_partition("train")
+    client.list_samplers()
+    client.storage_stat()
+    client.seal_partition("train@1")
+    client.clear_samples(partition_id="train", keys=["k3"])
+    client.clear_partition("train@1")
+
+
+class HealthWatch:
+    """Asks for the health of the service all the time, beside whatever else it does."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
+        self._stopping = threading.Event()
+        self.answer_count = 0
+        self.failures: list[str] = []
+        self._thread = threading.Thread(target=self._watch)
+
+    def __enter__(self) -> HealthWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stopping.set()
+        self._thread.join()
+        self._channel.close()
+
+    def _watch(self) -> None:
+        health = health_pb2_grpc.HealthStub(self._channel)
+        while True:
+            try:
+                status = health.Check(health_pb2.HealthCheckRequest(), timeout=CALL_SECONDS).status
+            except grpc.RpcError as error:
+                self.failures.append(str(error))
+            else:
+                self.answer_count += 1
+                if status != health_pb2.HealthCheckResponse.SERVING:
+                    self.failures.append(f"health is {status}")
+            if self._stopping.wait(0.05):
+                return
