@@ -9,6 +9,7 @@ from typing import Final
 
 _JOURNAL: Final = re.compile(r"journal-(\d{8,})\.sqlite3")
 _SNAPSHOT: Final = re.compile(r"snapshot-(\d{8,})\.tqs")
+_ANY: Final = re.compile(r"(?:journal|snapshot)-(\d{8,})\..*")
 SIDE_SUFFIXES: Final = ("-wal", "-shm", "-journal")
 LOST_SUFFIX: Final = ".lost"
 
@@ -16,6 +17,11 @@ LOST_SUFFIX: Final = ".lost"
 def journal_path(directory: Path, number: int) -> Path:
     """Return the path of a journal file."""
     return directory / f"journal-{number:08d}.sqlite3"
+
+
+def making_path(directory: Path, number: int) -> Path:
+    """Return the path of a journal file until it is whole."""
+    return directory / f"making-{number:08d}.sqlite3"
 
 
 def snapshot_path(directory: Path, generation: int) -> Path:
@@ -31,6 +37,17 @@ def journal_numbers(directory: Path) -> list[int]:
 def snapshot_numbers(directory: Path) -> list[int]:
     """Return the generations of the snapshots that are there, ascending."""
     return _numbers(directory, _SNAPSHOT)
+
+
+def highest_number(directory: Path) -> int:
+    """Return the highest number that a file has, among them those that were set aside; 0 without any."""
+    return max(_numbers(directory, _ANY), default=0)
+
+
+def remove_unfinished(directory: Path) -> None:
+    """Remove journal files that a process was making when it ended."""
+    for path in directory.glob("making-*.sqlite3*"):
+        path.unlink()
 
 
 def beside(path: Path, suffix: str) -> Path:

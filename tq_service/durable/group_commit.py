@@ -83,12 +83,17 @@ class GroupCommit:
         self._is_closing = True
         self.ask()
         self._thread.join()
+        for unused in self._queue:
+            if isinstance(unused, JournalFile):
+                unused.abandon()
         return self._file
 
     def _run(self) -> None:
-        while not self._is_closing:
+        is_last = False
+        while not is_last:
             self._asked.wait()
             self._asked.clear()
+            is_last = self._is_closing
             self._commit_all()
 
     def _commit_all(self) -> None:

@@ -5,21 +5,33 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
 from tq_service.durable.direct_commit import DirectCommit
-from tq_service.durable.file_names import journal_numbers, journal_path, snapshot_numbers, snapshot_path
+from tq_service.durable.file_names import (
+    beside,
+    highest_number,
+    journal_numbers,
+    journal_path,
+    remove_journal,
+    remove_unfinished,
+    snapshot_numbers,
+    snapshot_path,
+)
 from tq_service.durable.group_commit import GroupCommit
 from tq_service.durable.journal_file import JournalFile
 from tq_service.durable.journal_reader import JournalReader
+from tq_service.durable.reserve import Reserve
 from tq_service.durable.upkeep import Upkeep
 from tq_service.errors import TqError
 
 _log = logging.getLogger(__name__)
 _FULL_LOG_BYTES: Final = 32 * 2**20
+_LOOK_SECONDS: Final = 1.0
 
 
 class Journal:
@@ -39,10 +51,13 @@ class Journal:
         self._sync = sync
         self._reader = JournalReader(directory, accept_loss=accept_loss)
         self._appended = self._durable = 0
+        self._reserve = Reserve(directory / "reserve")
+        self._look_at = 0.0
         self._waiting: deque[tuple[int, Callable[[], None], Callable[[TqError], None] | None]] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._upkeep: Upkeep | None = None
         self._writer: DirectCommit | GroupCommit | None = None
+        remove_unfinished(directory)
         if not journal_numbers(directory) and not snapshot_numbers(directory):
             self._start(0)
 
@@ -88,6 +103,24 @@ class Journal:
     def snapshot_path(self, generation: int) -> Path:
         """Return where the snapshot of a generation is, or is to be put once it is whole."""
         return snapshot_path(self._directory, generation)
+
+    def set_snapshot_aside(self, generation: int) -> None:
+        """Rename a snapshot that turned out to be damaged, so that none goes on from it."""
+        path = self.snapshot_path(generation)
+        path.rename(beside(path, ".damaged"))
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the disk has been full, and has hardly any room still: what adds to the state had better be refused.
+
+        There is room for some more records then, so that what makes room can be written down.
+        """
+        if self._reserve.is_there:
+            return False
+        if self._upkeep is not None and time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + _LOOK_SECONDS
+            self._upkeep.do(self._reserve.fill)
+        return True
 
     @property
     def is_behind(self) -> bool:
@@ -165,11 +198,7 @@ class Journal:
         before = [other for other in self.snapshots() if other < generation]
         if not before or self._upkeep is None:
             return
-        journals = [number for number in journal_numbers(self._directory) if number < before[-1]]
-        self._upkeep.remove(
-            [journal_path(self._directory, number) for number in journals],
-            [snapshot_path(self._directory, other) for other in before[:-1]],
-        )
+        self._upkeep.do(lambda: _drop_before(self._directory, before[-1]))
 
     def close(self) -> None:
         """Make durable what was appended, bring all files to rest and end the threads.
@@ -189,8 +218,8 @@ class Journal:
             upkeep.close()
 
     def _start(self, last_number: int) -> None:
-        numbers = [*journal_numbers(self._directory), *snapshot_numbers(self._directory)]
-        make = _files_from(self._directory, max(numbers, default=0) + 1, sync=self._sync)
+        self._reserve.fill()
+        make = self._file_maker()
         file = make()
         file.begin(last_number + 1)
         self._newest = file
@@ -224,9 +253,14 @@ class Journal:
         if self._newest.log_bytes < _FULL_LOG_BYTES or self._upkeep is None or self._writer is None:
             return
         if self._upkeep.is_ready:
-            self._go_on(self._upkeep, self._writer)
-        else:
-            self._upkeep.order()
+            try:
+                self._go_on(self._upkeep, self._writer)
+            except TqError as error:
+                _log.warning("the journal stays in a file that is full: %s", error)
+
+    def _file_maker(self) -> Callable[[], JournalFile]:
+        numbers = itertools.count(highest_number(self._directory) + 1)
+        return lambda: JournalFile(self._directory, next(numbers), sync=self._sync, make_room=self._reserve.give_up)
 
     def _settle(self, durable: int) -> None:
         self._durable = durable
@@ -265,10 +299,13 @@ class Journal:
             self._loop.call_soon_threadsafe(self._fail_waiting, error)
 
 
-def _files_from(directory: Path, number: int, *, sync: bool) -> Callable[[], JournalFile]:
-    """Return what makes journal files with this number and the following ones."""
-    numbers = itertools.count(number)
-    return lambda: JournalFile(directory, next(numbers), sync=sync)
+def _drop_before(directory: Path, generation: int) -> None:
+    for number in journal_numbers(directory):
+        if number < generation:
+            remove_journal(journal_path(directory, number))
+    for other in snapshot_numbers(directory):
+        if other < generation:
+            snapshot_path(directory, other).unlink()
 
 
 def _succeed(future: asyncio.Future[None]) -> None:

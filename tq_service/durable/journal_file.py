@@ -7,24 +7,26 @@ rest.
 
 from __future__ import annotations
 
+import errno
 import sqlite3
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Final
 
-from tq_service.durable.file_names import journal_path, remove_journal, sync_directory
+from tq_service.durable.file_names import journal_path, making_path, remove_journal, sync_directory
 from tq_service.durable.machine import machine_boot_id
 from tq_service.errors import DiskFailedError, DiskFullError, TqError
 
 PAGE_BYTES: Final = 4096
 _FRAME_BYTES: Final = PAGE_BYTES + 24
 _RETRY_SECONDS: Final = 1.0
-_SCHEMA: Final = """
-CREATE TABLE made (machine_boot_id TEXT NOT NULL, is_synced INTEGER NOT NULL);
-CREATE TABLE start (number INTEGER NOT NULL);
-CREATE TABLE records (number INTEGER PRIMARY KEY, crc INTEGER NOT NULL, record BLOB NOT NULL);
-"""
+_SCHEMA: Final = (
+    "CREATE TABLE made (machine_boot_id TEXT NOT NULL, is_synced INTEGER NOT NULL)",
+    "CREATE TABLE start (number INTEGER NOT NULL)",
+    "CREATE TABLE records (number INTEGER PRIMARY KEY, crc INTEGER NOT NULL, record BLOB NOT NULL)",
+)
 _INSERT: Final = "INSERT INTO records VALUES (?, ?, ?)"
 _FSYNC_FAILED: Final = frozenset({sqlite3.SQLITE_IOERR_FSYNC, sqlite3.SQLITE_IOERR_DIR_FSYNC})
 
@@ -43,7 +45,9 @@ class JournalFile:
         log_bytes: about how long its write-ahead log is.
     """
 
-    def __init__(self, directory: Path, number: int, *, sync: bool) -> None:
+    def __init__(
+        self, directory: Path, number: int, *, sync: bool, make_room: Callable[[], bool] = lambda: False
+    ) -> None:
         """Make the file.
 
         Args:
@@ -51,6 +55,7 @@ class JournalFile:
             number: of the file, which is not there yet.
             sync: whether a commit survives a loss of power. Without it, a loss of power may take the last commits, but
                 none before one that it leaves.
+            make_room: called where there is no room for a commit; whether there may be some then.
 
         Raises:
             DiskFullError: there is no room for it.
@@ -59,35 +64,16 @@ class JournalFile:
         self.number = number
         self.path = journal_path(directory, number)
         self.log_bytes = 0
-        self._sync = sync
+        self._make_room = make_room
+        self._failure: DiskFailedError | None = None
         try:
-            self._connection = self._made()
-            sync_directory(directory)
-        except sqlite3.Error as error:
+            _make(making_path(directory, number), self.path, sync=sync)
+            self._connection = _opened(self.path, sync=sync)
+        except (sqlite3.Error, OSError) as error:
+            remove_journal(making_path(directory, number))
             remove_journal(self.path)
             raise write_error(error, self.path) from error
         self._execute = self._connection.cursor().execute
-
-    def _made(self) -> sqlite3.Connection:
-        connection = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
-        try:
-            for pragma in (
-                f"page_size = {PAGE_BYTES}",
-                "locking_mode = EXCLUSIVE",  # keeps the index of the log in memory, and others out
-                "synchronous = FULL",
-            ):
-                connection.execute(f"PRAGMA {pragma}")
-            connection.executescript(_SCHEMA)
-            connection.execute("INSERT INTO made VALUES (?, ?)", (machine_boot_id(), self._sync))
-            connection.execute("PRAGMA journal_mode = WAL")
-            connection.execute(f"PRAGMA synchronous = {'FULL' if self._sync else 'NORMAL'}")
-            connection.execute("PRAGMA wal_autocheckpoint = 0")
-            # The first write makes the log and syncs its header, so that no later one has to.
-            connection.execute("PRAGMA user_version = 1")
-        except BaseException:
-            connection.close()
-            raise
-        return connection
 
     def begin(self, number: int) -> None:
         """Write down that the file is in use; that has a number like a record, and the first record has the next.
@@ -95,7 +81,7 @@ class JournalFile:
         Raises:
             DiskFullError, DiskFailedError: see `write`.
         """
-        self._run("INSERT INTO start VALUES (?)", (number,))
+        self._commit(lambda: self._execute("INSERT INTO start VALUES (?)", (number,)))
 
     def write(self, first: int, records: Sequence[bytes]) -> None:
         """Commit records, all or none.
@@ -106,50 +92,96 @@ class JournalFile:
 
         Raises:
             DiskFullError: there is no room; nothing is written, and trying again later is right.
-            DiskFailedError: an fsync failed; what the disk has is unknown.
+            DiskFailedError: an fsync failed, now or before; what the disk has is unknown.
         """
         if len(records) == 1:
-            self._run(_INSERT, (first, checksum(first, records[0]), records[0]))
+            self._commit(lambda: self._execute(_INSERT, (first, checksum(first, records[0]), records[0])))
             self.log_bytes += _FRAME_BYTES + len(records[0])
-            return
-        rows = [(number, checksum(number, record), record) for number, record in enumerate(records, start=first)]
-        try:
-            self._execute("BEGIN IMMEDIATE")
-            self._connection.executemany(_INSERT, rows)
-            self._execute("COMMIT")
-        except sqlite3.Error as error:
-            self._roll_back()
-            raise write_error(error, self.path) from error
-        self.log_bytes += _FRAME_BYTES + sum(map(len, records))
+        else:
+            self._commit(lambda: self._write_group(first, records))
+            self.log_bytes += _FRAME_BYTES + sum(map(len, records))
 
     def rest(self) -> None:
         """Bring all that is in the log into the database, synced, and close it; the log is gone then.
 
         Raises:
-            DiskFullError, DiskFailedError: see `write`; the file stays open, and nothing is lost.
+            DiskFullError: there is no room for that; the file stays open.
+            DiskFailedError: the disk fails; the file stays open, with its log.
         """
-        self._run("PRAGMA wal_checkpoint(TRUNCATE)", ())
+        try:
+            self._execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        except sqlite3.Error as error:
+            raise write_error(error, self.path) from error
+        self.close()
+
+    def close(self) -> None:
+        """Close the file, which keeps its log where that cannot be brought into the database."""
         self._connection.close()
 
     def abandon(self) -> None:
         """Close and remove the file."""
-        self._connection.close()
+        self.close()
         remove_journal(self.path)
 
-    def _run(self, statement: str, values: tuple[object, ...]) -> None:
+    def _write_group(self, first: int, records: Sequence[bytes]) -> None:
+        rows = [(number, checksum(number, record), record) for number, record in enumerate(records, start=first)]
+        self._execute("BEGIN IMMEDIATE")
+        self._connection.executemany(_INSERT, rows)
+        self._execute("COMMIT")
+
+    def _commit(self, change: Callable[[], object]) -> None:
+        if self._failure is not None:
+            raise self._failure
         try:
-            self._execute(statement, values).fetchall()
+            change()
         except sqlite3.Error as error:
             self._roll_back()
-            raise write_error(error, self.path) from error
+            failure = write_error(error, self.path)
+            if isinstance(failure, DiskFailedError):
+                self._failure = failure
+            elif self._make_room():
+                self._commit(change)
+                return
+            raise failure from error
 
     def _roll_back(self) -> None:
         if self._connection.in_transaction:
             self._connection.rollback()
 
 
-def write_error(error: sqlite3.Error, path: Path) -> TqError:
-    """Return what it means that SQLite could not write.
+def _make(making: Path, path: Path, *, sync: bool) -> None:
+    """Make a database that nothing was written to yet; it has its name once all else is on the disk."""
+    remove_journal(making)
+    with closing(sqlite3.connect(making, isolation_level=None)) as connection:
+        connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute("BEGIN")
+        for statement in _SCHEMA:
+            connection.execute(statement)
+        connection.execute("INSERT INTO made VALUES (?, ?)", (machine_boot_id(), sync))
+        connection.execute("COMMIT")
+        connection.execute("PRAGMA journal_mode = WAL")
+    making.rename(path)
+    sync_directory(path.parent)
+
+
+def _opened(path: Path, *, sync: bool) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    try:
+        connection.execute("PRAGMA locking_mode = EXCLUSIVE")  # keeps the index of the log in memory
+        connection.execute(f"PRAGMA synchronous = {'FULL' if sync else 'NORMAL'}")
+        connection.execute("PRAGMA wal_autocheckpoint = 0")
+        # The first write makes the log and syncs its header, so that no later one has to.
+        connection.execute("PRAGMA user_version = 1")
+        sync_directory(path.parent)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def write_error(error: sqlite3.Error | OSError, path: Path) -> TqError:
+    """Return what it means that a file could not be written.
 
     After an fsync that failed, the system takes pages that never reached the disk for written: a second try would prove
     nothing.
@@ -160,7 +192,8 @@ def write_error(error: sqlite3.Error, path: Path) -> TqError:
             f"the disk of the data dir failed to sync {path.name} ({error}): what was not acknowledged may be lost; "
             "check the disk, then start the service again"
         )
-    reason = "is full" if code == sqlite3.SQLITE_FULL else f"does not take what is written ({error})"
+    is_full = code == sqlite3.SQLITE_FULL or getattr(error, "errno", None) == errno.ENOSPC
+    reason = "is full" if is_full else f"does not take what is written ({error})"
     return DiskFullError(
         f"the disk of the data dir {reason}: {path.name} cannot grow; nothing that was acknowledged is lost; free "
         "space, the service goes on by itself",

@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Sequence
-from pathlib import Path
+import time
+from collections.abc import Callable
 from typing import Final
 
-from tq_service.durable.file_names import remove_journal
 from tq_service.durable.journal_file import JournalFile
-from tq_service.errors import TqError
+from tq_service.errors import DiskFullError, TqError
 
 _log = logging.getLogger(__name__)
-_MAKE_SECONDS: Final = 30.0
+_MAKE_SECONDS: Final = 1.0
+_RETRY_SECONDS: Final = 1.0
 
 
 class Upkeep:
@@ -29,50 +29,49 @@ class Upkeep:
         self._make = make
         self._next: JournalFile | None = None
         self._failure: TqError | None = None
+        self._retry_at = 0.0
+        self._is_ordered = False
         self._made = threading.Event()
         self._full: list[JournalFile] = []
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="tq-journal-upkeep", daemon=True)
         self._thread.start()
-        self.order()
+        self._order()
 
     @property
     def is_ready(self) -> bool:
-        """Whether `take` returns at once."""
+        """Whether `take` returns at once; where making the next file has failed, this has it tried again."""
+        if self._next is None and time.monotonic() >= self._retry_at:
+            self._order()
         return self._next is not None
 
-    def order(self) -> None:
-        """Have the next file made, where there is none."""
-        self._made.clear()
-        self._jobs.put(self._make_next)
-
     def take(self) -> JournalFile:
-        """Return the next file and have another one made; waits for it where files are taken faster than they are made.
+        """Return the next file and have another one made; waits where files are taken faster than they are made.
 
         Raises:
-            DiskFullError, DiskFailedError: it could not be made; it is tried again at the next call.
+            DiskFullError: there is none yet, since the disk is full or slow.
+            DiskFailedError: it could not be made.
         """
-        if self._next is None and self._failure is not None:
-            self.order()
-        if not self._made.wait(_MAKE_SECONDS):
-            raise TimeoutError(
-                f"the next file of the journal was not made within {_MAKE_SECONDS:.0f} s: the disk stands"
-            )
-        taken, failure = self._next, self._failure
+        self._order()
+        self._made.wait(_MAKE_SECONDS)
+        taken, self._next = self._next, None
         if taken is None:
-            raise failure or RuntimeError("the thread that makes journal files has ended")
-        self._next = None
-        self.order()
+            raise self._failure or DiskFullError(
+                f"the next file of the journal was not made within {_MAKE_SECONDS:g} s; the disk of the data dir is "
+                "slow: try again",
+                retry_after_seconds=_RETRY_SECONDS,
+            )
+        self._order()
         return taken
 
     def retire(self, file: JournalFile) -> None:
         """Bring a file to rest that nothing more is written to."""
         self._full.append(file)
-        self._jobs.put(self._rest_all)
+        self.do(self._rest_all)
 
-    def remove(self, journals: Sequence[Path], snapshots: Sequence[Path]) -> None:
-        """Remove files that nobody needs; journal files among them have been left before."""
-        self._jobs.put(lambda: _remove(journals, snapshots))
+    def do(self, job: Callable[[], object]) -> None:
+        """Do something after what was asked for before."""
+        self._jobs.put(job)
 
     def close(self) -> None:
         """Finish what is to be done, and end the thread."""
@@ -80,7 +79,8 @@ class Upkeep:
         self._thread.join()
         if self._next is not None:
             self._next.abandon()
-            self._next = None
+        for file in self._full:
+            file.close()
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -89,13 +89,21 @@ class Upkeep:
             except Exception:
                 _log.exception("upkeep of the journal failed")
 
+    def _order(self) -> None:
+        """Have the next file made, where there is none."""
+        if self._next is None and not self._is_ordered:
+            self._is_ordered = True
+            self._made.clear()
+            self.do(self._make_next)
+
     def _make_next(self) -> None:
         try:
             self._next, self._failure = self._make(), None
         except TqError as error:
-            self._failure = error
+            self._failure, self._retry_at = error, time.monotonic() + _RETRY_SECONDS
             _log.warning("the next file of the journal cannot be made: %s", error)
         finally:
+            self._is_ordered = False
             self._made.set()
 
     def _rest_all(self) -> None:
@@ -103,13 +111,6 @@ class Upkeep:
             try:
                 self._full[0].rest()
             except TqError as error:
-                _log.warning("%s stays open until the next one is full: %s", self._full[0].path.name, error)
+                _log.warning("%s stays open until another one is full: %s", self._full[0].path.name, error)
                 return
             del self._full[0]
-
-
-def _remove(journals: Sequence[Path], snapshots: Sequence[Path]) -> None:
-    for path in journals:
-        remove_journal(path)
-    for path in snapshots:
-        path.unlink(missing_ok=True)

@@ -1,0 +1,99 @@
+"""A journal file that somebody else has written: what it says of itself before its records are read."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from tq_service.durable.file_names import beside
+from tq_service.durable.log_tail import LogTail, read_log_tail
+from tq_service.durable.machine import machine_boot_id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundFile:
+    """A journal file, as it was found.
+
+    Attributes:
+        path: of the database.
+        start: number of its start, which its records follow; 0 in one that was made but never used.
+        may_lose_tail: whether it was written without fsyncs before the machine was started anew.
+        tail: what its log held.
+    """
+
+    path: Path
+    start: int
+    may_lose_tail: bool
+    tail: LogTail
+
+    def rows(self, limit: int) -> Iterator[tuple[int, int, bytes]]:
+        """Yield number, checksum and record of what is before a number, in order.
+
+        Raises:
+            sqlite3.DatabaseError: the file cannot be read.
+        """
+        query = "SELECT number, crc, record FROM records WHERE number < ? ORDER BY number"
+        with closing(_connect(self.path)) as connection:
+            yield from connection.execute(query, (limit,))
+
+
+class TornFile(Exception):  # noqa: N818  (a finding, which the reader turns into an error or a line of the log)
+    """The log of a file breaks where it was whole once."""
+
+    def __init__(self, tail: LogTail) -> None:
+        super().__init__(
+            f"breaks at byte {tail.whole_bytes} of its log, and {tail.torn_bytes} bytes follow, with at least "
+            f"{tail.torn_commit_count} commits that had been written"
+        )
+
+
+def look_at(path: Path, *, accept_loss: bool) -> FoundFile:
+    """Return what a file says of itself.
+
+    Raises:
+        TornFile: its log is damaged, and it is left as it is; not with `accept_loss`.
+        sqlite3.DatabaseError: it cannot be read.
+    """
+    tail = read_log_tail(beside(path, "-wal"))
+    # Immutable: without its log, which closing would remove, and with it what shows the damage.
+    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True)) as connection:
+        boot_id, is_synced = connection.execute("SELECT machine_boot_id, is_synced FROM made").fetchone()
+    is_same_run = boot_id == machine_boot_id()
+    if not accept_loss and _is_damage(tail, is_synced=bool(is_synced), is_same_run=is_same_run):
+        raise TornFile(tail)
+    with closing(_connect(path)) as connection:
+        row = connection.execute("SELECT number FROM start").fetchone()
+    return FoundFile(
+        path=path, start=0 if row is None else row[0], may_lose_tail=not is_synced and not is_same_run, tail=tail
+    )
+
+
+def _is_damage(tail: LogTail, *, is_synced: bool, is_same_run: bool) -> bool:
+    """Whether a torn log is more than what the end of a process, or else a loss of power, may leave.
+
+    A process that ends leaves whole pages, so that at most the commit is missing that it was about to finish. A loss of
+    power may take any page since the last fsync: with one in each commit, those of the last commit.
+    """
+    if is_same_run:
+        return tail.torn_commit_count > 0
+    return is_synced and tail.goes_on_after_commit
+
+
+def last_number(path: Path) -> int:
+    """Return the highest number in a file, 0 in one without any.
+
+    Raises:
+        sqlite3.DatabaseError: it cannot be read.
+    """
+    query = "SELECT max(number) FROM (SELECT number FROM start UNION ALL SELECT max(number) FROM records)"
+    with closing(_connect(path)) as connection:
+        return int(connection.execute(query).fetchone()[0] or 0)
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, isolation_level=None)
+    connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+    return connection
