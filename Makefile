@@ -3,6 +3,7 @@
 #   make install            .venv with torch, the package and the tools
 #   make test               the tests
 #   make demo               a tiny policy trained through the service, about a minute
+#   make soak               an hour's worth of load in 5 minutes, in memory and durable: does the service stay small
 #   make chaos              kills the service and its clients at random while they work, and checks what was promised
 #   make fuzz               10,000 odd calls on every method, 100,000 odd frames, damaged files
 #   make check              format, lint, types, protos, generated code, layers: all that CI asks besides the tests
@@ -20,10 +21,10 @@ export PYTHON
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install format lint typecheck generate check test chaos fuzz bench demo clean FORCE
+.PHONY: help install format lint typecheck generate check test chaos fuzz soak bench demo clean FORCE
 
 help:
-	@sed -n '3,8s/^# *//p' Makefile
+	@sed -n '3,9s/^# *//p' Makefile
 	@echo "also: format lint typecheck generate bench clean"
 
 # A virtual environment whose interpreter is gone (after an upgrade of Python, or a move of the folder) is stale too.
@@ -71,6 +72,9 @@ chaos: $(INSTALLED)
 
 fuzz: $(INSTALLED)
 	TQ_FUZZ_EXAMPLES=10000 $(BIN)/python -m pytest tests/fuzz --timeout 1800
+
+soak: $(INSTALLED)
+	$(BIN)/python -m benchmarks.soak
 
 bench: $(INSTALLED)
 	TQ_BENCH_TORCH='$(TORCH)' $(BIN)/python -m benchmarks

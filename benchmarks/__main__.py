@@ -33,6 +33,7 @@ BENCHMARKS = (
     "data_loader",
     "memory",
     "idle_server",
+    "durability_cost",
     "balancing",
     "packing",
     "planning_delay",
