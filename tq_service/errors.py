@@ -265,6 +265,12 @@ class JournalDamagedError(DataLossError):
     reason = "JOURNAL_DAMAGED"
 
 
+class SnapshotDamagedError(DataLossError):
+    """A file of a snapshot or a checkpoint does not hold what was written to it."""
+
+    reason = "SNAPSHOT_DAMAGED"
+
+
 class SamplerError(TqError, RuntimeError):
     """A sampler raised, or returned rows it was not given."""
 

@@ -30,6 +30,11 @@ class Batch:
         self._plan = plan
 
     @property
+    def kept_plan(self) -> Plan | Decode:
+        """The plan as it is kept."""
+        return self._plan
+
+    @property
     def plan(self) -> Plan:
         """The parts of all ranks."""
         if not isinstance(self._plan, Plan):
@@ -66,6 +71,11 @@ class QueueClaim:
         self.given_count = given_count
         self.lease = lease
         self._part = part
+
+    @property
+    def kept_part(self) -> RankPlan | DecodePart:
+        """The part as it is kept."""
+        return self._part
 
     @property
     def part(self) -> RankPlan:

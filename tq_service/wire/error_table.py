@@ -63,6 +63,7 @@ ERROR_TABLE: Final[dict[type[errors.TqError], grpc.StatusCode]] = {
     errors.UnauthenticatedError: _CODE.UNAUTHENTICATED,
     errors.PermissionDeniedError: _CODE.PERMISSION_DENIED,
     errors.JournalDamagedError: _CODE.DATA_LOSS,
+    errors.SnapshotDamagedError: _CODE.DATA_LOSS,
     errors.DataLossError: _CODE.DATA_LOSS,
     errors.SamplerError: _CODE.INTERNAL,
     errors.SamplerTimeoutError: _CODE.DEADLINE_EXCEEDED,

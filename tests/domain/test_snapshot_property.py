@@ -1,0 +1,127 @@
+"""Whatever happens to a catalog, a snapshot of it read back is the same catalog, and goes on in the same way."""
+
+import asyncio
+import os
+import random
+
+from claims_driver import NAME
+from digest import digest
+from domain_support import turns
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_claims_property import SEEDS, Interleaving, sequences
+
+from tq_service.domain.catalog import Catalog
+from tq_service.durable.snapshot import FrozenService, read_snapshot, write_snapshot
+from tq_service.samplers import PlanRunner
+
+
+def thawed(frozen, path):
+    """Return the catalog that a snapshot makes."""
+    write_snapshot(path, FrozenService(partitions=frozen))
+    catalog = Catalog(PlanRunner())
+    catalog.thaw(read_snapshot(path).partitions)
+    return catalog
+
+
+def whole_digest(catalog):
+    """Return everything a catalog answers from, also what journals do not bring back exactly."""
+    return {name: (digest(catalog.get(name)), _details(catalog.get(name))) for name in catalog.names()}
+
+
+def _details(partition):
+    table = partition.table
+    return {
+        "gaps": (table.count, table.present_count, table.index[: table.count].tolist()),
+        "bytes": partition.cells.used_bytes,
+        "groups in use": partition.groups.in_use,
+        "tasks": {name: _task_details(task, table.count) for name, task in partition.tasks.items()},
+    }
+
+
+def _task_details(task, count):
+    leases = task.leases
+    claims = task._queue_claims.values()
+    return {
+        "claim": task.claim[:count].tolist(),
+        "rowless": list(task._rowless),
+        "expired": sorted(task.expired.log),
+        "deliveries": None if leases._deliveries is None else leases.deliveries[:count].tolist(),
+        "leased": (leases.count, leases.set_aside_count, sorted(leases.live)),
+        "leases": {claim.request_id: _lease(claim) for claim in claims if claim.lease is not None},
+    }
+
+
+def _lease(claim):
+    lease = claim.lease
+    return (lease.serial, lease.rows.tolist(), lease.terms, lease.delivery_counts.tolist(), lease.left_count)
+
+
+class Twin:
+    """Asks another catalog what was asked of a driver's."""
+
+    def __init__(self, driver, catalog):
+        self.catalog, self.model = catalog, driver.model
+        self._driver = driver
+
+    async def answer(self, call):
+        """Return what the catalog answers to a call of the driver: rows, packs, or the error."""
+        try:
+            claimed = await self.catalog.claim(NAME, b"", call.request, 0)
+        except Exception as error:
+            return type(error), str(error)
+        return repr(claimed.answer)
+
+
+async def settled(driver):
+    for call in driver.calls:
+        call.future.cancel()
+    await driver.settle()
+
+
+async def compare(seed, steps, later, path):
+    interleaving = Interleaving(seed)
+    driver = interleaving.driver
+    for name, step_seed in steps:
+        await interleaving.step(name, step_seed)
+    await settled(driver)
+    before = whole_digest(driver.catalog)
+    frozen = driver.catalog.freeze()
+    calls = list(driver.calls)
+    for name, step_seed in later:  # none of this is seen by who reads the snapshot
+        await interleaving.step(name, step_seed)
+    await settled(driver)
+    first = thawed(frozen, path)
+    assert whole_digest(first) == before
+    second = thawed(first.freeze(), path)  # of plans that nobody asked for since they were read
+    assert whole_digest(second) == before
+    third = thawed(second.freeze(), path)
+    await answer_alike(seed, driver, calls, first, third)
+    assert whole_digest(first) == whole_digest(third)
+
+
+async def answer_alike(seed, driver, calls, one, other):
+    """Ask two catalogs the same: what was asked before, and what comes next."""
+    rng = random.Random(seed)
+    for call in rng.sample(calls, min(len(calls), 10)):
+        assert await Twin(driver, one).answer(call) == await Twin(driver, other).answer(call)
+        await turns(5)
+    for name, ways in driver.tasks.items():
+        for asking in ways:
+            next_index = one.get(NAME).tasks[name].next_batch_index
+            for rank in [(dp_rank, asking.dp_size, next_index) for dp_rank in range(asking.dp_size)] or [None]:
+                call = driver.ask(name, asking, rank)
+                call.future.cancel()
+                assert await Twin(driver, one).answer(call) == await Twin(driver, other).answer(call)
+                await turns(5)
+
+
+@settings(
+    max_examples=int(os.environ.get("TQ_CLAIMS_EXAMPLES", "120")),
+    deadline=None,
+    derandomize="TQ_CLAIMS_EXAMPLES" not in os.environ,
+)
+@given(SEEDS, sequences(50), sequences(10) | st.just([]))
+def test_a_snapshot_is_the_catalog_as_it_was(tmp_path_factory, seed, steps, later):
+    path = tmp_path_factory.getbasetemp() / "property.tqs"
+    asyncio.run(compare(seed, steps, later, path))
