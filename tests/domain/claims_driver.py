@@ -5,13 +5,13 @@ from collections import Counter
 from contextlib import suppress
 
 import numpy as np
-from domain_support import SlowSampler, asks, meta, new_id, new_write
+from domain_support import SlowSampler, asks, meta, new_id, new_write, turns
 from model import BlocksError, Model, RefusedError
 from model import End as ModelEnd
 
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.custom_meta import Condition, Order
-from tq_service.domain.leases import UNCLAIMED
+from tq_service.domain.leases import SET_ASIDE, UNCLAIMED, LeaseTerms
 from tq_service.domain.plan import RankPlan
 from tq_service.domain.states import STATE_NAMES
 from tq_service.domain.task import End
@@ -19,6 +19,7 @@ from tq_service.domain.writes import PartitionSettings
 from tq_service.errors import (
     ClaimReleasedError,
     InvalidArgumentError,
+    LeaseExpiredError,
     MissingLengthError,
     PartitionClearedError,
     RankDisagreementError,
@@ -36,6 +37,7 @@ from tq_service.samplers import (
 
 NAME = "train"
 FOREVER = 1e6
+MOMENT = 5.0  # seconds; those of the model are multiples of 10, and a run is shorter than this
 
 
 def sampler_of(asking):
@@ -79,6 +81,9 @@ class Call:
             data_fields=asking.fields,
             drop_last=asking.drop_last,
             finite=asking.finite,
+            lease=None
+            if asking.lease is None
+            else LeaseTerms(seconds=asking.lease, max_deliveries=asking.max_deliveries),
         )
         self.future = asyncio.ensure_future(self._run(max_wait))
 
@@ -112,9 +117,22 @@ class Driver:
         self.samplers = {}
         self.calls = []
         self.receivers = Counter()
+        self.asked_by = {}
         self.life = 0
         self.model = self.partition = None
+        self.skipped_seconds = 0.0
+        self._real_time = asyncio.get_running_loop().time
+        asyncio.get_running_loop().time = self.now
         self.open_life()
+
+    def now(self):
+        """Return the time of the event loop: real time goes on, and `pass_time` skips some."""
+        return self._real_time() + self.skipped_seconds
+
+    async def pass_time(self, seconds):
+        """Let much time pass, and what is due happen."""
+        self.skipped_seconds += seconds
+        await turns(3)
 
     def open_life(self):
         self.life += 1
@@ -127,7 +145,7 @@ class Driver:
     def _watch(self, task, name, partition):
         """Have the model look at every record in the moment it is made."""
         record_batch, record_end = task.record_batch, task.record_end
-        record_queue_claim, release = task.record_queue_claim, task.release
+        record_queue_claim, release, expire = task.record_queue_claim, task.release, task.expire
 
         def batch(binding, plan, positions):
             if partition is self.partition:
@@ -142,17 +160,25 @@ class Driver:
             record_end(dp_size, end)
 
         def queue_claim(request_id, part, positions, terms=None):
+            claim = record_queue_claim(request_id, part, positions, terms)
             if partition is self.partition:
-                self.on_queue_claim(name, request_id, part)
-            return record_queue_claim(request_id, part, positions, terms)
+                self.on_queue_claim(name, request_id, part, claim.lease)
+            return claim
 
         def released(claim, rows=None):
             if partition is self.partition:
-                self.model.release(self.model.task(name), claim.request_id)
+                self.model.release(self.model.task(name), claim.request_id, rows)
             return release(claim, rows)
 
+        def expired(claim, lease):
+            if partition is self.partition:
+                model = self.model.task(name)
+                assert self.now() > model.claims[claim.request_id].deadline - MOMENT, "before its time"
+                self.model.expire(model, claim.request_id)
+            return expire(claim, lease)
+
         task.record_batch, task.record_end = batch, end
-        task.record_queue_claim, task.release = queue_claim, released
+        task.record_queue_claim, task.release, task.expire = queue_claim, released, expired
 
     def sampler(self, asking):
         return self.samplers.setdefault(asking, sampler_of(asking))
@@ -213,15 +239,19 @@ class Driver:
         task.batches.append(parts)
         task.dp_size = asking.dp_size
 
-    def on_queue_claim(self, name, request_id, part):
+    def on_queue_claim(self, name, request_id, part, lease):
         task = self.model.task(name)
         rows = part.rows.tolist()
         assert request_id not in task.claims
-        assert request_id not in task.released
+        assert request_id not in task.released | task.expired
+        asking = self.asked_by[request_id]
         if len(self.tasks[name]) == 1:
-            self._check_taken(task, self.tasks[name][0], rows)
-        self.model.consume(task, rows)
-        task.claims[request_id] = rows
+            self._check_taken(task, asking, rows)
+        self.model.claim(task, asking, request_id, rows, self.now())
+        assert (lease is not None) == (asking.lease is not None)
+        if lease is not None:
+            assert lease.delivery_counts.tolist() == [task.deliveries[row] for row in rows]
+            assert lease.terms.group_block_size == ((asking.block_size or 0) if asking.grouped else None)
 
     def _check_packs(self, asking, plan):
         shapes = {tuple(len(step) for step in part.steps) for part in plan.ranks}
@@ -292,7 +322,9 @@ class Driver:
     # Calls
 
     def ask(self, name, asking, rank=None, *, request_id=None, epoch=None, max_wait=FOREVER):
-        call = Call(self, name, asking, rank=rank, request_id=request_id or new_id(), epoch=epoch, max_wait=max_wait)
+        request_id = request_id or new_id()
+        self.asked_by.setdefault(request_id, asking)
+        call = Call(self, name, asking, rank=rank, request_id=request_id, epoch=epoch, max_wait=max_wait)
         self.calls.append(call)
         return call
 
@@ -358,8 +390,10 @@ class Driver:
             assert call.may_disagree
         elif isinstance(error, ClaimReleasedError):
             assert call.request_id in task.released
+        elif isinstance(error, LeaseExpiredError):
+            assert call.request_id in task.expired
         elif isinstance(error, SamplesClearedError) and call.error_epoch == task.epoch:
-            parts = task.batches[call.rank[2]] if call.rank else [task.claims.get(call.request_id, [-1])]
+            parts = task.batches[call.rank[2]] if call.rank else [task.rows_of_claims.get(call.request_id, [-1])]
             rows = [row for part in parts for row in part]
             assert any(row not in self.model.rows for row in rows)
         elif isinstance(error, MissingLengthError):
@@ -409,8 +443,17 @@ class Driver:
         assert real.dp_size == task.dp_size
         assert real.end == task.end
         table = self.partition.table
-        claims = table.index.data[: table.count][real.claim.data[: table.count] != UNCLAIMED]
-        assert set(claims.tolist()) == task.consumed
+        indexes, claims = table.index.data[: table.count], real.claim.data[: table.count]
+        assert set(indexes[(claims != UNCLAIMED) & (claims != SET_ASIDE)].tolist()) == task.consumed
+        assert set(indexes[claims == SET_ASIDE].tolist()) == task.set_aside
+        assert set(indexes[claims < SET_ASIDE].tolist()) == task.leased
+        assert real.leases.count == len(task.leased)
+        assert real.leases.set_aside_count == task.set_aside_count
+        leased = {request_id: claim for request_id, claim in task.claims.items() if claim.left}
+        assert {lease.request_id: lease.left_count for lease in real.leases.live.values()} == {
+            request_id: len(claim.left) for request_id, claim in leased.items()
+        }
+        assert all(claim.deadline > self.now() - MOMENT for claim in leased.values()), "a lease that does not run out"
         kept = {
             index: parts
             for index, parts in enumerate(task.batches)
@@ -418,7 +461,9 @@ class Driver:
         }
         with_rows = [parts for parts in kept.values() if any(row in self.model.rows for part in parts for row in part)]
         assert set(real._batches) == set(kept)
-        assert {key: claim.part.rows.tolist() for key, claim in real._queue_claims.items()} == task.claims
+        assert {key: claim.part.rows.tolist() for key, claim in real._queue_claims.items()} == {
+            key: claim.rows for key, claim in task.claims.items()
+        }
         assert len(real._by_serial) == len(with_rows) + len(task.claims)
         for request_id in task.claims:
             assert self.receivers[self.life, name, request_id], "nobody has this claim"

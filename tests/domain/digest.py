@@ -64,14 +64,26 @@ def _task(task, positions):
         "end": task.end,
         "consumed": task.consumed_count,
         "open": task.open_count,
-        "taken": (task.claim.data[positions] != 0).tolist(),
+        "taken": task.claim.data[positions].tolist(),
         "batches": {
             index: (batch.binding, [_part(part) for part in batch.plan.ranks], batch.size, batch.remaining)
             for index, batch in task._batches.items()
         },
         "claims": {name: (_part(claim.part), claim.remaining) for name, claim in task._queue_claims.items()},
+        "leases": [
+            (lease.request_id, lease.serial, lease.terms, lease.left_count, lease.delivery_counts.tolist())
+            for lease in task.leases.live.values()
+        ],
+        "deliveries": _deliveries(task.leases, positions),
+        "leased": (task.leases.count, task.leases.set_aside_count),
         "released": sorted(task.released.log),
+        "expired": sorted(task.expired.log),
     }
+
+
+def _deliveries(leases, positions):
+    column = leases._deliveries
+    return [0] * positions.size if column is None else column.data[positions].tolist()
 
 
 def _part(part):

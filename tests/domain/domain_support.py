@@ -90,7 +90,7 @@ def binding(**arguments):
     return Binding(**{**defaults, **arguments})
 
 
-def asks(rank=None, *, task="t", sampler=None, least=None, request_id=None, epoch=None, **bound):
+def asks(rank=None, *, task="t", sampler=None, least=None, request_id=None, epoch=None, lease=None, **bound):
     """Return a claim; `rank` is (dp_rank, dp_size, batch_index), None for a queue worker."""
     sampler = sampler or SequentialSampler()
     fixed = binding(sampler=sampler.name, **bound)
@@ -106,6 +106,7 @@ def asks(rank=None, *, task="t", sampler=None, least=None, request_id=None, epoc
         sampler=sampler,
         rank=None if rank is None else Rank(dp_rank=rank[0], dp_size=rank[1], batch_index=rank[2]),
         epoch=epoch,
+        lease=lease,
     )
 
 

@@ -54,6 +54,8 @@ class Asking:
     finite: bool = False
     micro_batch_size: int | None = None
     slow: bool = False
+    lease: float | None = None
+    max_deliveries: int | None = None
 
     @property
     def total(self):
@@ -70,6 +72,17 @@ class End:
 
 
 @dataclass
+class Claim:
+    """What a queue worker got: `held` has the rows not given back, `left` those of them that are leased."""
+
+    rows: list
+    asking: Asking
+    held: set
+    left: set = field(default_factory=set)
+    deadline: float = 0.0
+
+
+@dataclass
 class TaskModel:
     epoch: int = 0
     dp_size: int | None = None
@@ -77,8 +90,18 @@ class TaskModel:
     consumed_count: int = 0
     batches: list = field(default_factory=list)  # of each batch_index: the rows of each rank
     end: End | None = None
-    claims: dict = field(default_factory=dict)  # request_id -> rows
+    claims: dict = field(default_factory=dict)  # request_id -> Claim
+    rows_of_claims: dict = field(default_factory=dict)  # also of those that are gone
     released: set = field(default_factory=set)
+    expired: set = field(default_factory=set)
+    deliveries: dict = field(default_factory=dict)
+    acked: set = field(default_factory=set)
+    set_aside: set = field(default_factory=set)
+    set_aside_count: int = 0
+
+    @property
+    def leased(self):
+        return set().union(*(claim.left for claim in self.claims.values()))
 
 
 class Model:
@@ -138,6 +161,8 @@ class Model:
             raise RefusedError("failed is final")
         for row in rows:
             row.state = state or row.state
+        if state == "failed":
+            self._end_leases_of(set(indexes))
         self._fill(rows, fields, meta)
 
     def _fill(self, rows, fields, meta):
@@ -148,6 +173,12 @@ class Model:
             if meta:
                 row.meta.update(meta[position])
                 self.had_lengths |= "total_lengths" in meta[position]
+
+    def _end_leases_of(self, indexes):
+        """What failed or was cleared while it was leased counts as done."""
+        for task in self.tasks.values():
+            for claim in task.claims.values():
+                claim.left -= indexes
 
     def seal(self):
         self.sealed = True
@@ -161,10 +192,10 @@ class Model:
             row.state = "cleared"
             for task in self.tasks.values():
                 task.consumed.discard(row.index)
-        for task in self.tasks.values():  # a record goes with the last of its rows
-            task.claims = {
-                request_id: rows for request_id, rows in task.claims.items() if any(row in self.rows for row in rows)
-            }
+                task.set_aside.discard(row.index)
+        self._end_leases_of({row.index for row in gone})
+        for task in self.tasks.values():
+            self._drop_empty_claims(task)
         for name in {row.group for row in gone if row.group}:
             if all(row.state == "cleared" for row in self.groups[name].members):
                 del self.groups[name]
@@ -172,20 +203,24 @@ class Model:
 
     def reset(self, name, *, keep_consumed):
         task = self.task(name)
+        leased = task.leased
+        task.consumed -= leased
+        task.consumed_count -= len(leased)
         if not keep_consumed:
-            task.consumed, task.consumed_count = set(), 0
+            task.consumed, task.consumed_count, task.acked = set(), 0, set()
+        task.deliveries, task.set_aside, task.set_aside_count = {}, set(), 0
         task.epoch += 1
         task.dp_size, task.batches, task.end, task.claims = None, [], None, {}
 
     # What is ready
 
     def is_open(self, task, row):
-        return row.state in ("live", "held") and row.index not in task.consumed
+        return row.state in ("live", "held") and row.index not in task.consumed | task.set_aside
 
     def is_ready(self, task, asking, row):
         return (
             row.state == "live"
-            and row.index not in task.consumed
+            and row.index not in task.consumed | task.set_aside
             and row.fields >= set(asking.fields)
             and self.passes(asking, row)
             and (not asking.needs_length or "total_lengths" in row.meta)
@@ -214,7 +249,7 @@ class Model:
         together = {}
         for row in ready:
             together.setdefault(self.unit_of(asking, row), []).append(row)
-        return [rows for unit, rows in together.items() if self.is_whole(asking, unit, rows, no_more=no_more)]
+        return [rows for unit, rows in together.items() if self.is_whole(task, asking, unit, rows, no_more=no_more)]
 
     def unit_of(self, asking, row):
         if not asking.grouped:
@@ -232,9 +267,13 @@ class Model:
             return [self.rows.get(name * asking.block_size + i) for i in range(asking.block_size)]
         return [self.rows[name]]
 
-    def is_whole(self, asking, unit, ready_rows, *, no_more):
+    def is_lost(self, task, member):
+        """Whether a member of a unit failed, for all or, having been set aside, for the task."""
+        return member is None or member.state in ("failed", "cleared") or member.index in task.set_aside
+
+    def is_whole(self, task, asking, unit, ready_rows, *, no_more):
         members = self.members(asking, unit)
-        left = [row for row in members if row is not None and row.state not in ("failed", "cleared")]
+        left = [row for row in members if not self.is_lost(task, row)]
         if unit[0] == "group" and not self.is_complete(asking, unit[1], no_more=no_more):
             return False
         if len(left) < len(members) and not asking.take:
@@ -246,11 +285,11 @@ class Model:
         size = group.declared or asking.block_size or 0
         return group.closed or 0 < size <= len(group.members) or (group.declared == 0 and no_more)
 
-    def is_dead(self, asking, row):
+    def is_dead(self, task, asking, row):
         """Whether the row's group can no longer be whole, given that no new rows come."""
         unit = self.unit_of(asking, row)
         members = self.members(asking, unit)
-        broken = any(member is None or member.state in ("failed", "cleared") for member in members)
+        broken = any(self.is_lost(task, member) for member in members)
         short = unit[0] == "group" and not self.is_complete(asking, unit[1], no_more=True)
         return short or (broken and not asking.take)
 
@@ -266,14 +305,14 @@ class Model:
             for row in self.rows.values()
             if self.is_open(task, row)
             and not self.is_ready(task, asking, row)
-            and not self.is_dead(asking, row)
+            and not self.is_dead(task, asking, row)
             and not self.is_excluded(asking, row)
         ]
 
     def answer(self, task, asking):
         """Return the units of the next batch, an End, or None for not yet."""
         taken = self.take(task, asking, asking.least, no_more=self.sealed)
-        if taken is None and self.is_closed(asking) and not self.pending(task, asking):
+        if taken is None and self.is_closed(asking) and not self.pending(task, asking) and not task.leased:
             least = asking.total if asking.drop_last else 1
             taken = self.take(task, asking, least, no_more=True)
             return taken or End(self.inserted - task.consumed_count)
@@ -303,7 +342,7 @@ class Model:
             and not self.had_lengths
             and any(
                 row.state == "live"
-                and row.index not in task.consumed
+                and row.index not in task.consumed | task.set_aside
                 and row.fields >= set(asking.fields)
                 and self.passes(asking, row)
                 for row in self.rows.values()
@@ -318,7 +357,68 @@ class Model:
         task.consumed |= set(indexes)
         task.consumed_count += len(indexes)
 
-    def release(self, task, request_id):
-        rows = task.claims.pop(request_id, [])
-        task.consumed -= set(rows)
-        task.consumed_count -= len(rows)
+    def claim(self, task, asking, request_id, rows, now):
+        """Hand out rows to a queue worker."""
+        self.consume(task, rows)
+        claim = task.claims[request_id] = Claim(rows, asking, set(rows))
+        task.rows_of_claims[request_id] = rows
+        if asking.lease:
+            assert not set(rows) & (task.acked | task.set_aside), "handed out although it was done, or set aside"
+            claim.left, claim.deadline = set(rows), now + asking.lease
+            for row in rows:
+                task.deliveries[row] = task.deliveries.get(row, 0) + 1
+
+    def release(self, task, request_id, rows=None):
+        claim = task.claims[request_id]
+        if not claim.asking.lease:
+            del task.claims[request_id]
+            task.consumed -= set(claim.rows)
+            task.consumed_count -= len(claim.rows)
+            return
+        back = claim.left if rows is None else claim.left & set(rows)
+        for row in back:
+            task.deliveries[row] -= 1
+        self._lose(task, claim, back)
+
+    def _lose(self, task, claim, back):
+        task.consumed -= back
+        task.consumed_count -= len(back)
+        claim.held -= back
+        claim.left = claim.left - back
+        self._drop_empty_claims(task)
+
+    def _drop_empty_claims(self, task):
+        """A record goes with the last of its rows."""
+        kept = {request_id: claim for request_id, claim in task.claims.items() if claim.held & self.rows.keys()}
+        task.claims = kept
+
+    def expire(self, task, request_id):
+        claim = task.claims[request_id]
+        left, most = set(claim.left), claim.asking.max_deliveries
+        self._lose(task, claim, left)
+        aside = {row for row in left if most is not None and task.deliveries[row] >= most}
+        task.set_aside |= aside
+        task.set_aside_count += len(aside)
+        task.expired.add(request_id)
+
+    def parts_a_group(self, claim, rows):
+        """Whether some rows of what is left of a claim are a part of a group only."""
+        units = [{self.unit_of(claim.asking, self.rows[row]) for row in some} for some in (rows, claim.left - rows)]
+        return bool(units[0] & units[1])
+
+    def ack(self, task, request_id, rows):
+        """Return how many are acknowledged, or the name of the error."""
+        claim = task.claims.get(request_id)
+        there = set(rows) & self.rows.keys()
+        if claim is None:
+            return "LeaseExpiredError" if there or request_id in task.expired else 0
+        if not claim.asking.lease:
+            return "PreconditionError"
+        if there - claim.held:
+            return "LeaseExpiredError"
+        chosen = there & claim.left
+        if self.parts_a_group(claim, chosen):
+            return "InvalidArgumentError"
+        claim.left = claim.left - chosen
+        task.acked |= chosen
+        return len(chosen)

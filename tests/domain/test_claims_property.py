@@ -9,6 +9,7 @@ import os
 import random
 
 import numpy as np
+import pytest
 from claims_driver import NAME, Driver
 from domain_support import new_id, turns
 from hypothesis import given, settings
@@ -16,13 +17,14 @@ from hypothesis import strategies as st
 from model import Asking
 
 from tq_service.domain.plan import RankPlan
-from tq_service.domain.queue_claims import release
+from tq_service.domain.queue_claims import acknowledge, release
 from tq_service.domain.task import End
+from tq_service.errors import InvalidArgumentError, TqError
 
 STEPS = (
     *["insert"] * 6, *["columns"] * 5, *["ask"] * 8, "ask_ahead", "replay", "retry", "leave", "leave_late", "look",
     "disagree", "release", "fail", "hold", "free", "set_meta", "seal", "close_group", "reset", "clear", "clear_all",
-    "overwrite", "turn", "turn",
+    "overwrite", "turn", "turn", "ack", "ack", "ack", "extend", "pass_time",
 )  # fmt: skip
 GROUPS = ("a", "b", "c", "d")
 
@@ -54,6 +56,8 @@ def asking_for(rng, *, ranked):
         finite=finite,
         micro_batch_size=rng.choice([None, 1, 3]),
         slow=rng.random() < 0.3,
+        lease=None if ranked or rng.random() < 0.4 else rng.choice([50.0, 200.0, 500.0]),
+        max_deliveries=rng.choice([None, 1, 2, 3]),
     )
 
 
@@ -223,7 +227,7 @@ class Interleaving:
         waiting = [call for call in self.driver.calls if call.task == name and not call.future.done()]
         if task.claims and rng.random() < 0.6:
             request_id = rng.choice(sorted(task.claims))
-            rows = task.claims[request_id]
+            rows = task.claims[request_id].rows
             call = self.driver.ask(name, asking, request_id=request_id, max_wait=0)
             await turns(3)
             if call.error is None:
@@ -252,11 +256,63 @@ class Interleaving:
         if not known:
             return
         request_id = rng.choice(known)
-        task.released.add(request_id)
-        real = self.driver.partition.tasks[name]
-        rows = [self.driver.model.rows[row] for row in task.claims.get(request_id, []) if row in self.driver.model.rows]
-        assert release(self.driver.partition, real, request_id) == sum(row.state == "live" for row in rows)
+        real, model, claim = self.driver.partition.tasks[name], self.driver.model, task.claims.get(request_id)
+        rows = None
+        if claim is not None and rng.random() < 0.5:
+            rows = np.array(rng.sample(claim.rows, rng.randint(1, len(claim.rows))), np.int64)
+        if claim is None:
+            expected = set()
+        elif claim.asking.lease:
+            expected = claim.left if rows is None else claim.left & set(rows.tolist())
+            if model.parts_a_group(claim, expected):
+                expected = None
+        else:
+            expected = set(claim.rows) & model.rows.keys()
+            if rows is not None and not expected <= set(rows.tolist()):
+                expected = None
+        if expected is None:
+            with pytest.raises(InvalidArgumentError):
+                release(self.driver.partition, real, request_id, rows)
+            return
+        if rows is None or expected or not claim.asking.lease:
+            task.released.add(request_id)
+        count = sum(model.rows[row].state == "live" for row in expected)
+        assert release(self.driver.partition, real, request_id, rows) == count
         self.driver.ask(name, asking, request_id=request_id, max_wait=0)
+
+    async def ack(self, rng):
+        name, _, task = self._task(rng, ranked=False)
+        if not task.rows_of_claims:
+            return
+        leased = [request_id for request_id, claim in task.claims.items() if claim.left]
+        known = sorted(leased) if leased and rng.random() < 0.7 else sorted(task.rows_of_claims)
+        request_id = rng.choice(known)
+        rows = task.rows_of_claims[request_id]
+        if rng.random() < 0.5:
+            rows = rng.sample(rows, rng.randint(1, len(rows)))
+        real, before = self.driver.partition.tasks[name], set(task.acked)
+        expected = self.driver.model.ack(task, request_id, rows)
+        try:
+            count = acknowledge(self.driver.partition, real, request_id, np.array(rows, np.int64))
+        except TqError as error:
+            assert type(error).__name__ == expected
+            assert task.acked == before
+        else:
+            assert count == expected
+
+    async def extend(self, rng):
+        name, _, task = self._task(rng, ranked=False)
+        leased = [request_id for request_id, claim in task.claims.items() if claim.left]
+        if leased:
+            request_id, seconds = rng.choice(sorted(leased)), rng.choice([10.0, 1000.0])
+            planner = self.driver.catalog.planner(self.driver.partition, name)
+            claim = task.claims[request_id]
+            assert planner.extend(request_id, seconds) == len(claim.left)
+            claim.deadline = self.driver.now() + seconds
+
+    async def pass_time(self, rng):
+        """Workers that do not acknowledge in time have crashed."""
+        await self.driver.pass_time(rng.choice([20.0, 60.0, 300.0, 2000.0]))
 
     async def reset(self, rng):
         name = rng.choice(list(self.driver.tasks))
@@ -274,6 +330,8 @@ class Interleaving:
         driver = self.driver
         for call in driver.calls:
             call.future.cancel()
+        await driver.check()
+        await driver.pass_time(5000.0)
         await driver.check()
         model = driver.model
         held = [index for index, row in model.rows.items() if row.state == "held"]
@@ -298,12 +356,21 @@ class Interleaving:
             calls = [driver.ask(name, asking, rank) for rank in ranks]
             await driver.settle()
             assert all(call.future.done() for call in calls), "a wait that does not end"
+            self._acknowledge(name)
             kinds = {type(call.error or call.answer) for call in calls}
             assert len(kinds) == 1, "ranks got answers of different kinds"
             if kinds != {RankPlan}:
                 break
         await driver.check()
         assert all(isinstance(call.answer, End) or driver_refuses(call) for call in calls)
+
+    def _acknowledge(self, name):
+        task, partition = self.driver.model.task(name), self.driver.partition
+        for request_id, claim in task.claims.items():
+            if claim.left:
+                left = len(claim.left)
+                assert self.driver.model.ack(task, request_id, claim.rows) == left
+                assert acknowledge(partition, partition.tasks[name], request_id) == left
 
     def _clear_and_look_for_leftovers(self):
         partition = self.driver.partition
@@ -320,6 +387,7 @@ class Interleaving:
             assert not (task._by_serial or task._queue_claims)
             assert all(any(not part.rows.size for part in batch.plan.ranks) for batch in task._batches.values())
             assert task.open_count == 0
+            assert not (task.leases.live or task.leases.count)
         for planner in self.driver.catalog._planners[partition].values():
             assert planner.waiting_count == 0
 
