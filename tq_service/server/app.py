@@ -80,7 +80,6 @@ class App:
         settings = self._settings
         self.port = self._entrance.listen(self._server)
         self._boundary.door = self._entrance.door(self._partition_of)
-        self._background.append(asyncio.create_task(self._entrance.watch()))
         if settings.data_dir is not None:
             self._keeper = Keeper.open(
                 settings.data_dir,
@@ -101,6 +100,7 @@ class App:
             servicer = reflection.aio.ReflectionServicer(names)
             reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, self._boundary)
         await self._server.start()
+        self._background.append(asyncio.create_task(self._entrance.watch()))
         self._health.serve()
 
     def _add_services(self) -> list[str]:
@@ -132,7 +132,7 @@ class App:
             )
             self._boundary.add_generic_rpc_handlers((storage.handler(),))
             if settings.controller is not None:
-                announcing = announce_storage(self._engine, address, settings.controller)
+                announcing = announce_storage(self._engine, address, settings.controller, self._entrance.credentials)
                 self._background.append(asyncio.create_task(announcing))
         return services
 
@@ -182,7 +182,7 @@ class App:
         embedded = None if self._engine is None else EmbeddedStorage(self._engine, address)
         runner = PlanRunner(max_threads=settings.sampler_threads, timeout_seconds=settings.sampler_timeout_seconds)
         self._catalog = Catalog(runner)
-        self._storages = StorageDirectory(embedded, HEARTBEAT_SECONDS)
+        self._storages = StorageDirectory(embedded, HEARTBEAT_SECONDS, self._entrance.credentials)
         self._requests = RequestLog(settings.request_record_seconds, pack=answers.pack, unpack=answers.unpack)
         return ControllerServicer(
             catalog=self._catalog,

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from typing import TYPE_CHECKING, cast
 
 import grpc
 
+from tq_service.errors import TqError
+from tq_service.server.peer import Peer
 from tq_service.storage.engine import StorageEngine
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import metadata_pb2
 from tq_service.v1.controller_service_pb2_grpc import ControllerServiceStub
-from tq_service.wire.connection import CONNECTION_OPTIONS
+from tq_service.wire.credentials import Credentials
 
 if TYPE_CHECKING:
     from tq_service.v1.controller_service_pb2_grpc import ControllerServiceAsyncStub  # exists for type checkers only
@@ -20,16 +23,17 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _CALL_SECONDS = 5.0
 _RETRY_SECONDS = 0.25
+_REFUSED_SECONDS = 5.0
+_REFUSALS = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.INVALID_ARGUMENT}
 
 
-async def announce_storage(engine: StorageEngine, address: str, controller: str) -> None:
+async def announce_storage(engine: StorageEngine, address: str, controller: str, credentials: Credentials) -> None:
     """Announce the storage service to the controller until cancelled.
 
     A controller that has restarted has forgotten what is stored here; that memory is freed.
     """
     endpoint = metadata_pb2.StorageEndpoint(storage_id=engine.storage_id, boot_id=engine.boot_id, address=address)
-    async with grpc.aio.insecure_channel(controller, options=CONNECTION_OPTIONS) as channel:
-        stub = cast("ControllerServiceAsyncStub", ControllerServiceStub(channel))
+    async with contextlib.aclosing(Peer(controller, credentials, _stub)) as peer:
         known_boot_id = b""
         while True:
             stat = engine.stat()
@@ -37,10 +41,10 @@ async def announce_storage(engine: StorageEngine, address: str, controller: str)
                 storage=endpoint, max_bytes=stat.max_bytes or 0, used_bytes=stat.used_bytes
             )
             try:
-                answer = await stub.RegisterStorage(request, timeout=_CALL_SECONDS)
-            except grpc.aio.AioRpcError as error:
-                _log.warning("the controller at %s does not answer: %s", controller, error.code().name)
-                await asyncio.sleep(_RETRY_SECONDS)
+                answer = await peer.stub.RegisterStorage(request, timeout=_CALL_SECONDS, metadata=peer.metadata())
+            except (grpc.aio.AioRpcError, TqError) as error:
+                peer.follow_files()
+                await asyncio.sleep(_pause_after(error, controller))
                 continue
             if answer.controller_boot_id != known_boot_id:
                 dropped = engine.drop_confirmed() if known_boot_id else 0
@@ -49,3 +53,17 @@ async def announce_storage(engine: StorageEngine, address: str, controller: str)
                 if dropped:
                     _log.warning("the controller has restarted: dropped %d puts that nobody can find any more", dropped)
             await asyncio.sleep(answer.heartbeat_seconds)
+
+
+def _stub(channel: grpc.aio.Channel) -> ControllerServiceAsyncStub:
+    return cast("ControllerServiceAsyncStub", ControllerServiceStub(channel))
+
+
+def _pause_after(error: grpc.aio.AioRpcError | TqError, controller: str) -> float:
+    """Log why the controller did not take an announcement, and return how long to wait with the next."""
+    if isinstance(error, grpc.aio.AioRpcError) and error.code() not in _REFUSALS:
+        _log.warning("the controller at %s does not answer: %s", controller, error.code().name)
+        return _RETRY_SECONDS
+    reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
+    _log.error("the controller at %s does not let this service in: %s", controller, reason)
+    return _REFUSED_SECONDS

@@ -15,13 +15,14 @@ import grpc
 import numpy as np
 
 from tq_service.domain.cells import FreedCells, Put
-from tq_service.errors import AlreadyExistsError, DataLossError, QuotaExceededError, UnavailableError
+from tq_service.errors import AlreadyExistsError, DataLossError, QuotaExceededError, TqError, UnavailableError
+from tq_service.server.peer import Peer
 from tq_service.storage.cells import PutCells
 from tq_service.storage.engine import StorageEngine
 from tq_service.v1 import metadata_pb2
 from tq_service.v1 import storage_service_pb2 as pb
 from tq_service.v1.storage_service_pb2_grpc import StorageServiceStub
-from tq_service.wire.connection import CONNECTION_OPTIONS
+from tq_service.wire.credentials import Credentials
 from tq_service.wire.error_table import from_rpc_error, status_from_trailers
 
 if TYPE_CHECKING:
@@ -109,7 +110,13 @@ class EmbeddedStorage:
 class RemoteStorage:
     """A storage service reached over gRPC; it announces itself again and again."""
 
-    def __init__(self, endpoint: metadata_pb2.StorageEndpoint, room: Room, silence_seconds: float) -> None:
+    def __init__(
+        self,
+        endpoint: metadata_pb2.StorageEndpoint,
+        room: Room,
+        silence_seconds: float,
+        credentials: Credentials,
+    ) -> None:
         self.storage_id = endpoint.storage_id
         self.boot_id = endpoint.boot_id
         self.address = endpoint.address
@@ -117,8 +124,7 @@ class RemoteStorage:
         self._room = room
         self._placed_bytes = 0  # sent there since it last told of its room
         self._heard_at = time.monotonic()
-        self._channel = grpc.aio.insecure_channel(endpoint.address, options=CONNECTION_OPTIONS)
-        self._stub = cast("StorageServiceAsyncStub", StorageServiceStub(self._channel))
+        self._peer = Peer(endpoint.address, credentials, _stub)
         self._to_free: list[PutCells] = []
         self._freeing: asyncio.Task[None] | None = None
 
@@ -141,8 +147,9 @@ class RemoteStorage:
         """Make an uncommitted put of a partition stay."""
         request = pb.ConfirmPutRequest(boot_id=self.boot_id, put_id=put_id, partition_id=partition_id)
         try:
-            await self._stub.ConfirmPut(request, timeout=_CALL_SECONDS)
+            await self._peer.stub.ConfirmPut(request, timeout=_CALL_SECONDS, metadata=self._peer.metadata())
         except grpc.aio.AioRpcError as error:
+            self._peer.follow_files()
             status = status_from_trailers(error.trailing_metadata())
             raise from_rpc_error(error.code(), error.details(), status) from error
 
@@ -158,9 +165,11 @@ class RemoteStorage:
             cells = self._to_free[:_MOST_CELLS_A_CALL]
             request = pb.FreeCellsRequest(boot_id=self.boot_id, cells=map(_encode_cells, cells))
             try:
-                await self._stub.FreeCells(request, timeout=_CALL_SECONDS)
-            except grpc.aio.AioRpcError as error:
-                _log.warning("storage %s cannot be told to free cells: %s", self.storage_id, error.code())
+                await self._peer.stub.FreeCells(request, timeout=_CALL_SECONDS, metadata=self._peer.metadata())
+            except (grpc.aio.AioRpcError, TqError) as error:
+                reason = error.code() if isinstance(error, grpc.aio.AioRpcError) else error
+                _log.warning("storage %s cannot be told to free cells: %s", self.storage_id, reason)
+                self._peer.follow_files()
                 await asyncio.sleep(delay)  # it may come back in the same life; in another there is nothing to free
                 delay = min(2 * delay, _LAST_RETRY_SECONDS)
                 continue
@@ -171,16 +180,17 @@ class RemoteStorage:
         """Stop freeing and close the channel."""
         if self._freeing is not None:
             self._freeing.cancel()
-        await self._channel.close()
+        await self._peer.aclose()
 
 
 class StorageDirectory:
     """All storage services of a controller by name."""
 
-    def __init__(self, embedded: EmbeddedStorage | None, heartbeat_seconds: float) -> None:
+    def __init__(self, embedded: EmbeddedStorage | None, heartbeat_seconds: float, credentials: Credentials) -> None:
         self.boot_id = os.urandom(16)
         self.embedded = embedded
         self.heartbeat_seconds = heartbeat_seconds
+        self._credentials = credentials
         self._storages: dict[str, Storage] = {} if embedded is None else {embedded.storage_id: embedded}
         self._closing: set[asyncio.Task[None]] = set()
         self._committed: set[Put] = set()
@@ -198,15 +208,16 @@ class StorageDirectory:
     def register(self, endpoint: metadata_pb2.StorageEndpoint, room: Room) -> None:
         """Take note of a storage service that announces itself; a new life takes the place of the old one."""
         known = self._storages.get(endpoint.storage_id)
+        if isinstance(known, RemoteStorage) and known.boot_id == endpoint.boot_id and known.address == endpoint.address:
+            known.hear(room)
+            return
+        storage = RemoteStorage(endpoint, room, 3 * self.heartbeat_seconds, self._credentials)
         if isinstance(known, RemoteStorage):
-            if known.boot_id == endpoint.boot_id and known.address == endpoint.address:
-                known.hear(room)
-                return
             closing = asyncio.get_running_loop().create_task(known.close())
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
         _log.info("storage %s is at %s", endpoint.storage_id, endpoint.address)
-        self._storages[endpoint.storage_id] = RemoteStorage(endpoint, room, 3 * self.heartbeat_seconds)
+        self._storages[endpoint.storage_id] = storage
 
     def place(self, size_bytes: int) -> Storage:
         """Return the storage service with the most free bytes that could ever take so many."""
@@ -269,6 +280,10 @@ class StorageDirectory:
     async def close(self) -> None:
         """End what runs in the background."""
         await asyncio.gather(*(storage.close() for storage in self._storages.values()), *self._closing)
+
+
+def _stub(channel: grpc.aio.Channel) -> StorageServiceAsyncStub:
+    return cast("StorageServiceAsyncStub", StorageServiceStub(channel))
 
 
 def _put_cells(cells: FreedCells) -> PutCells:
