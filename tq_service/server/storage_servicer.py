@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
@@ -36,6 +37,7 @@ from tq_service.wire.frames import (
     iter_frames,
 )
 
+_log = logging.getLogger(__name__)
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Part = pb.PutHeader | pb.PutDeposited | memoryview | Garbled
 Commit = Callable[
@@ -100,6 +102,7 @@ class StorageServicer:
                 "ConfirmPut": unary(
                     self.ConfirmPut, pb.ConfirmPutRequest.FromString, pb.ConfirmPutResponse.SerializeToString
                 ),
+                "KeepPuts": unary(self.KeepPuts, pb.KeepPutsRequest.FromString, pb.KeepPutsResponse.SerializeToString),
                 "FreeCells": unary(
                     self.FreeCells, pb.FreeCellsRequest.FromString, pb.FreeCellsResponse.SerializeToString
                 ),
@@ -179,6 +182,7 @@ class StorageServicer:
             try:
                 if not pending.already_complete:
                     await receive(pending)
+                    await self._engine.settle(pending)
                     pending.finish()
                 return self._done(header, columns)
             except BaseException:
@@ -222,7 +226,7 @@ class StorageServicer:
                 progress.moved(sum(map(len, frame)))
 
         progress = Progress(self._stall_seconds, f"fewer than {LEAST_PROGRESS_BYTES} bytes of the answer were taken")
-        with self._open(request) as reading:
+        with await self._open(request) as reading:
             header = _header(reading)
             session, shared = self._shared_part(request, reading)
             if session is None:
@@ -235,7 +239,7 @@ class StorageServicer:
 
     async def GetSmall(self, request: pb.GetSmallRequest, context: Context) -> pb.GetSmallResponse:
         with contextlib.ExitStack() as stack:
-            reading = stack.enter_context(self._open(request.get))
+            reading = stack.enter_context(await self._open(request.get))
             session, shared = self._shared_part(request.get, reading)
             sent = (column for index, column in enumerate(reading.headers) if index not in shared.column_indexes)
             size = sum(column.value_bytes for column in sent)
@@ -248,8 +252,9 @@ class StorageServicer:
                 answer.header.shared.MergeFrom(_encode_shared(shared, offer.offer_id))
             return answer
 
-    def _open(self, request: pb.GetRequest) -> Reading:
+    async def _open(self, request: pb.GetRequest) -> Reading:
         self._check_boot(request.boot_id)
+        await self._engine.check(request.put_ids)
         runs = [
             ReadRuns(
                 field_names=tuple(run.field_names),
@@ -276,6 +281,7 @@ class StorageServicer:
             pooled_bytes=stat.pooled_bytes,
             put_count=stat.put_count,
             uncommitted_put_count=stat.uncommitted_put_count,
+            damaged_put_count=stat.damaged_put_count,
             handover_socket="" if self._handover is None else str(self._handover.path),
             shared_memory_count=self._engine.shared_memory_count,
         )
@@ -284,6 +290,13 @@ class StorageServicer:
         self._check_boot(request.boot_id)
         self._engine.confirm(request.put_id, request.partition_id)
         return pb.ConfirmPutResponse()
+
+    async def KeepPuts(self, request: pb.KeepPutsRequest, context: Context) -> pb.KeepPutsResponse:
+        self._check_boot(request.boot_id)
+        kept = self._engine.keep([_put_cells(cells) for cells in request.cells])
+        if kept.dropped_count:
+            _log.warning("dropped %d puts that the controller does not know", kept.dropped_count)
+        return pb.KeepPutsResponse(missing_put_ids=kept.missing_put_ids, dropped_count=kept.dropped_count)
 
     async def FreeCells(self, request: pb.FreeCellsRequest, context: Context) -> pb.FreeCellsResponse:
         if request.boot_id == self._engine.boot_id:

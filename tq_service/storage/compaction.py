@@ -23,31 +23,25 @@ def compact(put: StoredPut, pool: RegionPool) -> StoredPut:
     base_tables = {name: max(size - 8, 0) for name, size in tables.items()}
     values_start = sum(tables.values())
     region = pool.take(values_start + sum(sizes[name] - base_tables[name] for name in columns))
-    row_sets = {id(row_set): _kept_rows(row_set, kept[id(row_set)]) for row_set in put.row_sets()}
+    row_sets = {id(row_set): RowSet.of_rows(row_set.rows_at(kept[id(row_set)])) for row_set in put.row_sets()}
     moved: dict[str, StoredColumn | None] = dict.fromkeys(put.columns)
     table_at, values_at = 0, values_start
     for name, column in columns.items():
         positions = kept[id(column.row_set)]
-        placed = StoredColumn(column.spec, row_sets[id(column.row_set)], table_at, values_at)
+        value_bytes = sizes[name] - base_tables[name]
+        placed = StoredColumn(column.spec, row_sets[id(column.row_set)], table_at, values_at, value_bytes)
         if tables[name]:
             _move_ragged(column, put.region, placed, region, positions)
         else:
             _move_dense(column, put.region, placed, region, positions)
         table_at += tables[name]
-        values_at += sizes[name] - base_tables[name]
+        values_at += value_bytes
         moved[name] = placed
     return StoredPut(region, moved, put.row_count, put.partition_id, put.live_bytes)
 
 
 def _table_size(column: StoredColumn, positions: Rows) -> int:
     return len(positions) * table_bytes(column.spec) + 8
-
-
-def _kept_rows(row_set: RowSet, positions: Rows) -> RowSet:
-    rows = row_set.rows_at(positions)
-    base = int(rows[0])
-    neighbours = int(rows[-1]) - base + 1 == len(rows)
-    return RowSet(len(rows), base) if neighbours else RowSet(len(rows), 0, rows)
 
 
 def _move_dense(source: StoredColumn, old: Region, target: StoredColumn, new: Region, positions: Rows) -> None:

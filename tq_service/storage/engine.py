@@ -7,25 +7,33 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Final
 
-from tq_service.errors import InvalidArgumentError, PutNotFoundError, QuotaExceededError
+from tq_service.errors import DataLossError, InvalidArgumentError, PutNotFoundError, QuotaExceededError
 from tq_service.schema import FieldSpec
 from tq_service.storage.admission import RETRY_AFTER_SECONDS, Admission
 from tq_service.storage.cells import PutCells, ReadRuns
 from tq_service.storage.compaction import compact
+from tq_service.storage.durability import Durability
+from tq_service.storage.keeping import cells_besides, group_cells
+from tq_service.storage.kept import KeepsPuts, KeptPut
 from tq_service.storage.pending_put import PendingPut
 from tq_service.storage.pool import RegionPool
+from tq_service.storage.put_table import PutTable
 from tq_service.storage.reading import Reading, open_reading
+from tq_service.storage.region import Region
+from tq_service.storage.segments import Segment, SegmentFiles
 from tq_service.storage.shared_region import SharedRegion
 from tq_service.storage.stored_put import StoredPut, stored_bytes, tables_size
+from tq_service.v1.journal_pb2 import PutKept
 from tq_service.wire.columns import ColumnShape
 from tq_service.wire.shared_memory import place_columns
 
 _KNOWN_SPECS: Final = 4096
+_MOST_NAMED: Final = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +46,7 @@ class EngineStat:
         pooled_bytes: bytes of memory held for reuse, besides `used_bytes`.
         put_count: complete puts held.
         uncommitted_put_count: those of them that are not confirmed yet.
+        damaged_put_count: those whose bytes are lost, as far as that is known.
     """
 
     max_bytes: int | None
@@ -45,13 +54,30 @@ class EngineStat:
     pooled_bytes: int
     put_count: int
     uncommitted_put_count: int
+    damaged_put_count: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """What came of telling an engine which puts are known.
+
+    Attributes:
+        missing_put_ids: known puts that are not here, or damaged.
+        dropped_count: number of confirmed puts that are not known, and were dropped.
+    """
+
+    missing_put_ids: Sequence[bytes]
+    dropped_count: int
 
 
 class StorageEngine:
-    """Holds puts in memory.
+    """Holds puts in memory, or in files that outlive the process.
 
-    A put is reserved, written, finished, then confirmed by its commit; one that is not confirmed in time expires. Its
-    cells are freed one by one or all at once, and its memory shrinks with them.
+    A put is reserved, written, settled, finished, then confirmed by its commit; one that is not confirmed in time
+    expires. Its cells are freed one by one or all at once, and its memory shrinks with them.
+
+    With `files`, `recover` comes first and then `start_keeping`. That a put is confirmed is not written down: recovered
+    puts stay until `keep` tells which of them are known.
 
     Args:
         max_bytes: quota in bytes; None: no bound.
@@ -59,9 +85,13 @@ class StorageEngine:
         reserve_share: share of the quota that only columns for existing rows may use.
         storage_id: name of this storage service.
         clock: what deadlines and expiry are measured with.
+        boot_id: of the engine whose puts are recovered; None: a new one.
+        files: where puts are kept; None: they end with the process.
+        sync: whether kept means on the disk; else with the operating system.
 
     Attributes:
-        boot_id: 16 random bytes, new for every engine: what another boot stored is gone.
+        boot_id: 16 random bytes: what another boot stored is gone.
+        run_id: 16 random bytes, new for every engine.
         storage_id: name of this storage service.
     """
 
@@ -73,6 +103,9 @@ class StorageEngine:
         reserve_share: float = 0.10,
         storage_id: str = "storage-0",
         clock: Callable[[], float] = time.monotonic,
+        boot_id: bytes | None = None,
+        files: SegmentFiles | None = None,
+        sync: bool = False,
     ) -> None:
         if max_bytes is not None and max_bytes <= 0:
             raise InvalidArgumentError(f"max_bytes is {max_bytes}; expected at least 1, or None", field="max_bytes")
@@ -81,14 +114,17 @@ class StorageEngine:
                 f"reserve_share is {reserve_share}, put_ttl_seconds {put_ttl_seconds}; expected a share of 0 or more "
                 "and below 1, and a time above 0"
             )
-        self.boot_id = os.urandom(16)
+        self.boot_id = os.urandom(16) if boot_id is None else boot_id
+        self.run_id = os.urandom(16)
         self.storage_id = storage_id
         self._put_ttl_seconds = put_ttl_seconds
         self._clock = clock
         self._admission = Admission(max_bytes, reserve_share, clock, on_shortage=self._squeeze)
-        self._pool = RegionPool(on_return=self._admission.release)
-        self._puts: dict[bytes, StoredPut] = {}
+        self._pool = RegionPool(on_return=self._admission.release, files=files)
+        self._durability = None if files is None else Durability(files, self._pool, sync=sync)
+        self._puts = PutTable()
         self._expiries: dict[bytes, float] = {}  # of unconfirmed puts, oldest first
+        self._recovered: dict[bytes, None] = {}  # puts of which it is not known whether they are confirmed
         self._pending: dict[bytes, PendingPut] = {}
         self._holed: dict[bytes, None] = {}  # puts with dead cells that still take memory
         self._specs: dict[FieldSpec, FieldSpec] = {}
@@ -121,6 +157,7 @@ class StorageEngine:
             InvalidArgumentError: headers are wrong, or the put is there for another partition.
             QuotaExceededError: larger than the quota (at once), or no room until the deadline (with
                 `retry_after_seconds`).
+            DiskFullError: the disk has no room.
             CallCancelledError: a retry of the same put took over while this call waited.
         """
         _check_headers(put_id, headers, row_count)
@@ -138,11 +175,35 @@ class StorageEngine:
         except BaseException:
             pending.abort()
             raise
+        fresh = await self._make_room(pending, size, stored_bytes(headers)) if self._durability is not None else None
         if pending.is_aborted:
             self._admission.release(size)
+            if fresh is not None:
+                self._pool.keep(fresh)
             pending.check_open()
-        self._begin(pending, size=size, headers=headers, row_count=row_count, partition_id=partition_id, shared=shared)
+        region = self._take_region(pending, size, headers, fresh, shared=shared)
+        self._begin(pending, region, headers, row_count, partition_id)
         return pending
+
+    async def _make_room(self, pending: PendingPut, size: int, kept_bytes: int) -> Segment | None:
+        try:
+            return None if self._durability is None else await self._durability.make_room(kept_bytes)
+        except BaseException:
+            self._admission.release(size)
+            pending.abort()
+            raise
+
+    async def settle(self, pending: PendingPut) -> None:
+        """Wait until the bytes of a put are where they outlive this process, before it is finished.
+
+        Raises:
+            InvalidArgumentError: bytes are missing.
+            CallCancelledError: a retry took over.
+            DiskFailedError: they could not be written.
+        """
+        if self._durability is not None:
+            await self._durability.settle(pending)
+            pending.check_open()
 
     def confirm(self, put_id: bytes, partition_id: str) -> None:
         """Make a complete put stay. Idempotent.
@@ -157,6 +218,7 @@ class StorageEngine:
             )
         self._check_partition(put_id, partition_id)
         self._expiries.pop(put_id, None)
+        self._recovered.pop(put_id, None)
 
     def partition_of(self, put_id: bytes) -> str | None:
         """Return the partition that a complete put is for, None where it is not here."""
@@ -170,10 +232,36 @@ class StorageEngine:
 
     def drop_confirmed(self) -> int:
         """Drop every put that was confirmed, because whoever knew of them is gone; return how many there were."""
-        confirmed = [put_id for put_id in self._puts if put_id not in self._expiries]
+        confirmed = [put_id for put_id in self._puts if not self._is_waiting(put_id)]
         for put_id in confirmed:
             self._drop(put_id)
         return len(confirmed)
+
+    def keep(self, cells: Sequence[PutCells]) -> Kept:
+        """Learn which puts are known, and which of their cells: of confirmed puts, all else is dropped.
+
+        Recovered puts that are not among them wait for their commit from now on, as they may have done before.
+        """
+        known = group_cells(cells)
+        missing = [put_id for put_id in known if put_id not in self._puts or put_id in self.damaged]
+        if self._durability is not None:
+            for put_id in missing:
+                self._durability.mark_missing(put_id)
+        unknown = [put_id for put_id in self._puts if put_id not in known and not self._is_waiting(put_id)]
+        for put_id in unknown:
+            self._drop(put_id)
+        for put_id, parts in known.items():
+            self._expiries.pop(put_id, None)
+            self._recovered.pop(put_id, None)
+            if parts and put_id in self._puts and put_id not in self.damaged:
+                self.free(cells_besides(put_id, self._puts[put_id], parts))
+        expires_at = self._clock() + self._put_ttl_seconds
+        self._expiries |= dict.fromkeys(self._recovered, expires_at)
+        self._recovered.clear()
+        return Kept(missing_put_ids=missing, dropped_count=len(unknown))
+
+    def _is_waiting(self, put_id: bytes) -> bool:
+        return put_id in self._expiries or put_id in self._recovered
 
     def expire(self) -> int:
         """Drop puts whose confirmation is overdue, and return pooled memory that was not needed; call it regularly.
@@ -192,12 +280,17 @@ class StorageEngine:
     def free(self, cells: Sequence[PutCells]) -> None:
         """Give cells back; those that are not here are ignored."""
         for some in cells:
-            put = self._puts.get(some.put_id)
-            if put is None:
+            is_whole = some.first_rows is None and not some.field_names
+            if some.put_id not in self._puts:
+                if is_whole and self._durability is not None:
+                    self._durability.forget_missing(some.put_id)
                 continue
-            if some.first_rows is None and not some.field_names:
+            if is_whole:
                 self._drop(some.put_id)
                 continue
+            if some.put_id in self.damaged:
+                continue
+            put = self._puts[some.put_id]
             put.free(some.field_names, some.first_rows, some.row_counts)
             if put.is_empty():
                 self._drop(some.put_id)
@@ -218,7 +311,10 @@ class StorageEngine:
             PutNotFoundError: a put, or a cell of it, was freed or never there.
             FieldNotFoundError: a put never had the field.
             InvalidArgumentError: rows outside a put, or row counts that differ between fields.
+            DataLossError: the bytes of a put are damaged.
         """
+        if self.damaged:
+            self._check_damage(put_ids)
         return open_reading(self._pool, self._puts, runs, put_ids)
 
     @property
@@ -233,21 +329,70 @@ class StorageEngine:
             used_bytes=self._admission.used_bytes,
             pooled_bytes=self._pool.pooled_bytes,
             put_count=len(self._puts),
-            uncommitted_put_count=len(self._expiries),
+            uncommitted_put_count=len(self._expiries) + len(self._recovered),
+            damaged_put_count=len(self.damaged),
         )
 
-    def _begin(
-        self,
-        pending: PendingPut,
-        *,
-        size: int,
-        headers: Sequence[ColumnShape],
-        row_count: int,
-        partition_id: str,
-        shared: bool,
-    ) -> None:
+    # Outliving the process
+
+    def recover(self, messages: Iterable[PutKept]) -> int:
+        """Take over the puts that were written down, as they are left; return how many there are."""
+        durability = self._needed_durability()
+        regions = durability.recover(messages)
+        self._puts.add_asleep(regions, durability.wake)
+        self._recovered = dict.fromkeys(regions)
+        self._admission.add(sum(region.size for region in regions.values()))
+        return len(regions)
+
+    def start_keeping(self, keeps: KeepsPuts) -> None:
+        """Write down what becomes of puts from now on; without it, an engine with files takes none."""
+        self._needed_durability().start(keeps)
+
+    def kept_puts(self) -> Sequence[KeptPut]:
+        """Return what is written down of each put, as of now."""
+        return self._needed_durability().records()
+
+    async def check(self, put_ids: Iterable[bytes]) -> None:
+        """Look at the bytes of recovered puts, before they are first read."""
+        if self._durability is not None:
+            await self._durability.check(put_ids)
+
+    async def scrub(self) -> None:
+        """Look at the bytes of all recovered puts, slowly."""
+        if self._durability is not None:
+            await self._durability.scrub()
+
+    @property
+    def damaged(self) -> Mapping[bytes, str]:
+        """Puts whose bytes are lost, and why; what was not looked at since the start is not known to be."""
+        return {} if self._durability is None else self._durability.damaged
+
+    def _needed_durability(self) -> Durability:
+        if self._durability is None:
+            raise RuntimeError("this engine has no files to keep puts in")
+        return self._durability
+
+    def _check_damage(self, put_ids: Sequence[bytes]) -> None:
+        lost = [put_id for put_id in put_ids if put_id in self.damaged]
+        if lost:
+            names = ", ".join(put_id.hex() for put_id in lost[:_MOST_NAMED])
+            more = f" and {len(lost) - _MOST_NAMED} more" if len(lost) > _MOST_NAMED else ""
+            raise DataLossError(
+                f"storage service {self.storage_id!r} has lost the bytes of put {names}{more}: "
+                f"{self.damaged[lost[0]]}; put them again, or clear them",
+                metadata={"storage_id": self.storage_id, "put_ids": ",".join(put_id.hex() for put_id in lost)},
+            )
+
+    # Parts of the above
+
+    def _take_region(
+        self, pending: PendingPut, size: int, headers: Sequence[ColumnShape], fresh: Segment | None, *, shared: bool
+    ) -> Region:
         try:
-            region = self._shared_region(headers) if shared else self._pool.take(size)
+            if not shared:
+                return self._pool.take(size, fresh)
+            values = place_columns(headers)[1]
+            return self._pool.take_shared(tables_size(headers), values, stored_bytes(headers), fresh)
         except (OSError, MemoryError) as error:
             self._admission.release(size)
             pending.abort()
@@ -255,19 +400,23 @@ class StorageEngine:
                 f"the machine has no memory for {size} bytes ({error}); lower max_bytes below what it has",
                 retry_after_seconds=RETRY_AFTER_SECONDS,
             ) from error
+
+    def _begin(
+        self, pending: PendingPut, region: Region, headers: Sequence[ColumnShape], row_count: int, partition_id: str
+    ) -> None:
         stored = StoredPut.of(region, headers, row_count, partition_id)
         if len(self._specs) >= _KNOWN_SPECS:
             self._specs.clear()
         for column in stored.columns.values():
             if column is not None:
                 column.spec = self._specs.setdefault(column.spec, column.spec)
-        pending.begin(stored)
-
-    def _shared_region(self, headers: Sequence[ColumnShape]) -> SharedRegion:
-        return self._pool.take_shared(tables_size(headers), place_columns(headers)[1])
+        is_shared = isinstance(region, SharedRegion)
+        pending.begin(stored, with_checksum=isinstance(region.backing, Segment) and not is_shared)
 
     def _finish(self, pending: PendingPut, stored: StoredPut) -> None:
         del self._pending[pending.put_id]
+        if self._durability is not None:
+            self._durability.keep(pending.put_id, stored, pending.checksum)
         self._puts[pending.put_id] = stored
         self._expiries[pending.put_id] = self._clock() + self._put_ttl_seconds
 
@@ -278,18 +427,30 @@ class StorageEngine:
             self._pool.release(stored.region)
 
     def _drop(self, put_id: bytes) -> None:
-        put = self._puts.pop(put_id)
+        region = self._puts.pop(put_id)
         self._expiries.pop(put_id, None)
+        self._recovered.pop(put_id, None)
         self._holed.pop(put_id, None)
-        self._pool.release(put.region)
+        if self._durability is None:
+            self._pool.release(region)
+        else:
+            self._durability.drop(put_id, region)
 
     def _compact(self, put_id: bytes) -> None:
         put = self._puts[put_id]
-        smaller = compact(put, self._pool)
+        if self._durability is not None and not self._durability.may_compact(put_id):
+            return
+        try:
+            smaller = compact(put, self._pool)
+        except OSError:  # the disk is full: what is dead of the put goes with the rest of it
+            return
         self._puts[put_id] = smaller
         self._holed.pop(put_id, None)
         self._admission.add(smaller.region.size)
-        self._pool.release(put.region)
+        if self._durability is None:
+            self._pool.release(put.region)
+        else:
+            self._durability.move(put_id, put.region, smaller)
 
     def _check_partition(self, put_id: bytes, partition_id: str) -> None:
         own = self.partition_of(put_id)

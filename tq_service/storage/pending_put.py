@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
+from xxhash import xxh3_64
+
 from tq_service.errors import CallCancelledError, InvalidArgumentError
 from tq_service.storage.shared_region import SharedRegion
 from tq_service.storage.stored_put import StoredPut
@@ -28,9 +30,24 @@ class PendingPut:
         put_id: the put.
         on_finish: called with the put when all bytes are there.
         on_abort: called once with what is stored so far, None where it has no memory yet.
+
+    Attributes:
+        already_complete: whether the put was there before.
+        checksum: of all its bytes, once they are in a segment.
     """
 
-    __slots__ = ("_filled", "_on_abort", "_on_finish", "_stage", "_stored", "_view", "already_complete", "put_id")
+    __slots__ = (
+        "_digest",
+        "_filled",
+        "_on_abort",
+        "_on_finish",
+        "_stage",
+        "_stored",
+        "_view",
+        "already_complete",
+        "checksum",
+        "put_id",
+    )
 
     def __init__(
         self,
@@ -47,6 +64,8 @@ class PendingPut:
         self._stored: StoredPut | None = None
         self._view = memoryview(b"")
         self._filled = 0
+        self._digest: xxh3_64 | None = None
+        self.checksum: int | None = None
 
     @classmethod
     def completed(cls, put_id: bytes) -> PendingPut:
@@ -61,12 +80,19 @@ class PendingPut:
         """Whether it was aborted, by its owner or by a retry."""
         return self._stage is _Stage.ABORTED
 
-    def begin(self, stored: StoredPut) -> None:
-        """Give it the memory it writes to."""
+    def begin(self, stored: StoredPut, *, with_checksum: bool = False) -> None:
+        """Give it the memory it writes to.
+
+        Args:
+            stored: its tables written, its values to come.
+            with_checksum: whether the checksum of both is wanted in the end.
+        """
         self._stored = stored
         self._view = stored.region.view()
         self._filled = stored.values_at
         self._stage = _Stage.OPEN
+        if with_checksum:
+            self._digest = xxh3_64(self._view[: self._filled])
 
     def write(self, data: memoryview | bytes) -> None:
         """Append bytes of the values; ignored where the put is complete already.
@@ -86,6 +112,8 @@ class PendingPut:
                 f"the stream has at least {end - len(self._view)} bytes more than its header declared", field="frame"
             )
         self._view[self._filled : end] = data
+        if self._digest is not None:
+            self._digest.update(data)
         self._filled = end
 
     @property
@@ -111,22 +139,36 @@ class PendingPut:
         region.adopt(fds)
         self._filled = len(self._view)
 
-    def finish(self) -> None:
-        """Make the put complete.
+    def whole(self) -> StoredPut | None:
+        """Return what is stored, None where the put was there already.
 
         Raises:
             InvalidArgumentError: bytes are missing.
             CallCancelledError: a retry took over.
         """
         if self._stage is _Stage.DONE:
-            return
+            return None
         self.check_open()
         if self._filled < len(self._view) or self._stored is None:
             raise InvalidArgumentError(
                 f"the stream ended {len(self._view) - self._filled} bytes before what its header declared",
                 field="frame",
             )
-        stored, self._stored, self._view = self._stored, None, memoryview(b"")
+        if self._digest is not None:
+            self.checksum = self._digest.intdigest()
+        return self._stored
+
+    def finish(self) -> None:
+        """Make the put complete; where it is to outlive this process, `StorageEngine.settle` comes before.
+
+        Raises:
+            InvalidArgumentError: bytes are missing.
+            CallCancelledError: a retry took over.
+        """
+        stored = self.whole()
+        if stored is None:
+            return
+        self._stored, self._view = None, memoryview(b"")
         self._stage = _Stage.DONE
         self._on_finish(self, stored)
 

@@ -11,6 +11,7 @@ import errno
 import mmap
 import os
 import re
+import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -127,18 +128,21 @@ class SegmentFiles:
         self._folder = folder
         self._min_free_bytes = min_free_bytes
         self._last_number = 0
+        self._numbering = threading.Lock()
         self._free_bytes = 0
         self._free_known_until = float("-inf")
 
     def create(self, capacity: int) -> Segment:
-        """Make a file of so many bytes and map it.
+        """Make a file of so many bytes; any thread may.
 
         Raises:
             OSError: there is no room on the disk.
         """
         self.check_room(capacity)
-        self._last_number += 1
-        path = self._path(self._last_number)
+        with self._numbering:
+            self._last_number += 1
+            number = self._last_number
+        path = self._folder / f"{number:08d}.seg"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(fd, 0, capacity)
@@ -148,7 +152,7 @@ class SegmentFiles:
         finally:
             os.close(fd)
         self._free_known_until = float("-inf")
-        return Segment(path, self._last_number, capacity, is_new=True)
+        return Segment(path, number, capacity, is_new=True)
 
     def check_room(self, size: int) -> None:
         """Check that the disk has room for so many bytes besides what is left free.
@@ -187,9 +191,6 @@ class SegmentFiles:
     def number_after(self, number: int) -> None:
         """Give no new file a number up to this one, such as one that is missing but that a put has its bytes in."""
         self._last_number = max(self._last_number, number)
-
-    def _path(self, number: int) -> Path:
-        return self._folder / f"{number:08d}.seg"
 
 
 def sync_folder(folder: Path) -> None:

@@ -43,6 +43,13 @@ class RowSet:
         self.live: NDArray[np.bool_] | None = None
         self.live_count = stored_count
 
+    @classmethod
+    def of_rows(cls, rows: Rows) -> RowSet:
+        """Return the set of these rows, ascending, at least one."""
+        base = int(rows[0])
+        neighbours = int(rows[-1]) - base + 1 == len(rows)
+        return cls(len(rows), base) if neighbours else cls(len(rows), 0, rows)
+
     def copy(self) -> RowSet:
         """Return a set that is freed on its own from now on."""
         twin = RowSet(self.stored_count, self.base, self.kept)
@@ -95,13 +102,14 @@ class RowSet:
 class StoredColumn:
     """Where a column lies in the region of its put: its tables from `table_at`, its values from `values_at`."""
 
-    __slots__ = ("row_set", "spec", "table_at", "values_at")
+    __slots__ = ("row_set", "spec", "table_at", "value_bytes", "values_at")
 
-    def __init__(self, spec: FieldSpec, row_set: RowSet, table_at: int, values_at: int) -> None:
+    def __init__(self, spec: FieldSpec, row_set: RowSet, table_at: int, values_at: int, value_bytes: int) -> None:
         self.spec = spec
         self.row_set = row_set
         self.table_at = table_at
         self.values_at = values_at
+        self.value_bytes = value_bytes
 
     def offsets(self, region: Region) -> Rows:
         """Return where each row starts in the values, and their end: `(stored + 1,)`. Not for dense columns."""
@@ -188,7 +196,7 @@ class StoredPut:
         table_at = 0
         stored: dict[str, StoredColumn | None] = {}
         for column, values_at in zip(columns, _values_places(region, columns), strict=True):
-            placed = StoredColumn(column.spec, row_set, table_at, values_at)
+            placed = StoredColumn(column.spec, row_set, table_at, values_at, column.value_bytes)
             if column.extents is not None:
                 placed.offsets(region)[:] = column.row_offsets()
                 placed.extents(region)[:] = column.extents
@@ -253,6 +261,24 @@ class StoredPut:
     def row_sets(self) -> list[RowSet]:
         """Return the sets of rows that its columns have."""
         return list({id(column.row_set): column.row_set for column in self.columns.values() if column}.values())
+
+    def plain_parts(self) -> list[memoryview]:
+        """Return its tables and the values of its columns: its bytes as they are in a region that is not shared."""
+        view = self.region.view()
+        columns = [column for column in self.columns.values() if column is not None]
+        tables = sum(
+            column.row_set.stored_count * table_bytes(column.spec) + 8
+            for column in columns
+            if fixed_row_bytes(column.spec) is None
+        )
+        return [
+            view[:tables],
+            *(view[column.values_at : column.values_at + column.value_bytes] for column in columns),
+        ]
+
+    def members(self, row_set: RowSet) -> list[str]:
+        """Return the columns that have these rows."""
+        return list(self._members(row_set))
 
     def _members(self, row_set: RowSet) -> dict[str, StoredColumn]:
         return {name: column for name, column in self.columns.items() if column and column.row_set is row_set}

@@ -1,0 +1,272 @@
+"""What lets the puts of an engine outlive its process: their bytes in segments, and a record of each written down.
+
+    bytes are written to a segment -> (copied, synced) -> record written down -> the put is complete
+    the put is dropped -> that is written down -> when it cannot be lost any more: the segment is used again
+
+A small put has its bytes in its record. Those of a put in shared memory are copied to a segment before it is complete,
+and go on being read from the shared memory as long as the process lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Final
+
+from xxhash import xxh3_64_intdigest
+
+from tq_service.errors import DiskFailedError, DiskFullError
+from tq_service.storage.kept import KeepsPuts, KeptPut, describe_put, restore_put
+from tq_service.storage.pending_put import PendingPut
+from tq_service.storage.pool import SMALL_BYTES, RegionPool, size_class
+from tq_service.storage.region import Region
+from tq_service.storage.segment_checks import SegmentChecks
+from tq_service.storage.segment_threads import SegmentThreads
+from tq_service.storage.segments import Segment, SegmentFiles
+from tq_service.storage.shared_region import SharedRegion
+from tq_service.storage.stored_put import StoredPut
+from tq_service.v1 import journal_pb2 as pb
+
+_log = logging.getLogger(__name__)
+_RETRY_AFTER_SECONDS: Final = 1.0
+
+
+class Durability:
+    """The part of an engine that keeps its puts. Confined to the engine's event loop.
+
+    Args:
+        files: the folder of segments.
+        pool: the engine's.
+        sync: whether kept means on the disk; else with the operating system.
+    """
+
+    def __init__(self, files: SegmentFiles, pool: RegionPool, *, sync: bool) -> None:
+        self._files = files
+        self._pool = pool
+        self._sync = sync
+        self._keeps: KeepsPuts | None = None
+        self._threads = SegmentThreads(pool)
+        self._checks = SegmentChecks(self._threads)
+        self._records: dict[bytes, KeptPut] = {}
+        self._moving: dict[bytes, asyncio.Task[None]] = {}
+        self._left_behind: dict[bytes, Region] = {}  # regions of puts whose move could not be written down
+
+    @property
+    def damaged(self) -> Mapping[bytes, str]:
+        """Puts whose bytes are not as they were put, and why."""
+        return self._checks.damaged
+
+    async def check(self, put_ids: Iterable[bytes]) -> None:
+        """Look at the bytes of recovered puts that were not looked at yet."""
+        await self._checks.check(put_ids)
+
+    async def scrub(self) -> None:
+        """Look at the bytes of all recovered puts, slowly."""
+        await self._checks.scrub()
+
+    def mark_missing(self, put_id: bytes) -> None:
+        """Take note of a put that is known elsewhere, but not here."""
+        self._checks.mark_damaged(put_id, "it is not here")
+
+    def forget_missing(self, put_id: bytes) -> None:
+        """Forget a put that was not here."""
+        if put_id not in self._records:
+            self._checks.forget(put_id)
+
+    def start(self, keeps: KeepsPuts) -> None:
+        """Write down what becomes of puts from now on."""
+        self._keeps = keeps
+
+    # Taking puts
+
+    async def make_room(self, size: int) -> Segment | None:
+        """Return a new file where a put of so many bytes needs one; None where it does not, or one is kept for reuse.
+
+        Raises:
+            DiskFullError: there is no room on the disk.
+        """
+        try:
+            if not self._pool.needs_file(size):
+                if size < SMALL_BYTES:
+                    self._files.check_room(size)
+                return None
+            try:
+                return await self._create(size_class(size))
+            except OSError:
+                unused = self._pool.take_all_kept()
+                if not unused:
+                    raise
+                await self._threads.run(_remove_all, unused)
+                return await self._create(size_class(size))
+        except OSError as error:
+            raise DiskFullError(
+                f"a put of {size} bytes cannot be kept: {error}; clear consumed samples, or give the data folder a "
+                "larger disk",
+                retry_after_seconds=_RETRY_AFTER_SECONDS,
+            ) from error
+
+    async def _create(self, capacity: int) -> Segment:
+        created = self._threads.run(self._files.create, capacity)
+        try:
+            return await asyncio.shield(created)
+        except asyncio.CancelledError:
+            created.add_done_callback(self._keep_unused)
+            raise
+
+    def _keep_unused(self, created: asyncio.Future[Segment]) -> None:
+        if created.exception() is None:
+            self._pool.keep(created.result())
+
+    async def settle(self, pending: PendingPut) -> None:
+        """Wait until the bytes of a put are where they outlive this process; see `StorageEngine.settle`."""
+        stored = pending.whole()
+        if stored is None:
+            return
+        region = stored.region
+        is_copied = isinstance(region, SharedRegion)
+        if not isinstance(region.backing, Segment) or not (is_copied or self._sync):
+            return
+        parts = stored.plain_parts() if is_copied else None
+        try:
+            work = self._threads.run(_bring_to_rest, region.backing, parts, self._sync, pinned=region)
+            checksum = await asyncio.shield(work)
+        except OSError as error:
+            raise DiskFailedError(f"the bytes of a put could not be written: {error}; put it again") from error
+        if checksum is not None:
+            pending.checksum = checksum
+
+    def keep(self, put_id: bytes, stored: StoredPut, checksum: int | None) -> None:
+        """Write down that a put is complete."""
+        backing = stored.region.backing
+        if isinstance(backing, Segment):
+            if checksum is None:
+                raise RuntimeError(f"put {put_id.hex()} was finished before it was settled")
+            size = sum(map(len, stored.plain_parts()))
+            message = describe_put(put_id, stored, backing.number, size)
+            message.checksum = checksum
+            self._write(put_id, KeptPut.of(message, None))
+        else:
+            self._write(put_id, _small(put_id, stored))
+
+    def _write(self, put_id: bytes, record: KeptPut) -> None:
+        self._records[put_id] = record
+        self._keeps_puts.keep(record)
+
+    @property
+    def _keeps_puts(self) -> KeepsPuts:
+        if self._keeps is None:
+            raise RuntimeError("puts came before it was said where they are to be written down")
+        return self._keeps
+
+    # Giving them back
+
+    def drop(self, put_id: bytes, region: Region) -> None:
+        """Write down that a put is gone, and give its memory back once that cannot be lost any more."""
+        self._records.pop(put_id, None)
+        region.is_damaged = self._checks.forget(put_id)
+        self._keeps_puts.drop(put_id)
+        self._release_later(region)
+        left = self._left_behind.pop(put_id, None)
+        if left is not None:
+            self._release_later(left)
+
+    def may_compact(self, put_id: bytes) -> bool:
+        """Whether a put may be moved now."""
+        return put_id not in self._moving and put_id not in self._left_behind and self._checks.is_sound(put_id)
+
+    def move(self, put_id: bytes, old: Region, moved: StoredPut) -> None:
+        """Write down a put that was compacted, and give its old region back once that cannot be lost any more."""
+        backing = moved.region.backing
+        if not isinstance(backing, Segment):
+            self._write(put_id, _small(put_id, moved))
+            self._release_later(old)
+            return
+        message = describe_put(put_id, moved, backing.number, moved.region.size)
+        checksum = self._threads.run(_checksum_and_sync, moved.region, backing, self._sync, pinned=moved.region)
+        self._moving[put_id] = asyncio.get_running_loop().create_task(self._finish_move(message, old, checksum))
+
+    async def _finish_move(self, message: pb.PutKept, old: Region, checksum: asyncio.Future[int]) -> None:
+        put_id = message.put_id
+        record = self._records.get(put_id)
+        try:
+            message.checksum = await checksum
+        except OSError as error:
+            _log.error("put %s cannot be moved to a smaller segment: %s", put_id.hex(), error)
+            if put_id in self._records:
+                self._left_behind[put_id] = old  # it is what a restart would find
+                return
+        finally:
+            self._moving.pop(put_id, None)
+        if record is not None and self._records.get(put_id) is record:
+            self._write(put_id, KeptPut.of(message, None))
+        self._release_later(old)
+
+    def _release_later(self, region: Region) -> None:
+        self._keeps_puts.after_durable(partial(self._pool.release, region))
+
+    def records(self) -> Sequence[KeptPut]:
+        """Return what is written down of each put now."""
+        return list(self._records.values())
+
+    # After a restart
+
+    def recover(self, messages: Iterable[pb.PutKept]) -> dict[bytes, Region]:
+        """Find the bytes of puts that were written down; return the region of each, and keep what no put has for reuse.
+
+        A put whose segment is missing or too short is damaged. What is in the segments is not looked at yet.
+        """
+        found = self._files.found()
+        regions = {}
+        for message in messages:
+            put_id, number, size = message.put_id, message.segment, message.size_bytes
+            data = None if number else message.data
+            message.ClearField("data")
+            self._records[put_id] = KeptPut.of(message, data)
+            if data is not None:
+                regions[put_id] = Region(data, len(data))
+                continue
+            self._files.number_after(number)
+            segment = found.pop(number, None)
+            if segment is not None and segment.capacity >= size:
+                regions[put_id] = self._pool.take_kept(size, segment)
+                self._checks.expect(put_id, regions[put_id], message.checksum)
+                continue
+            there = "is missing" if segment is None else f"has {segment.capacity} of {size} bytes"
+            self._checks.mark_damaged(put_id, f"segment {number} {there}")
+            regions[put_id] = Region(b"", size)
+        for segment in found.values():
+            self._pool.keep(segment)
+        return regions
+
+    def wake(self, put_id: bytes, region: Region) -> StoredPut:
+        """Return a recovered put."""
+        return restore_put(pb.PutKept.FromString(self._records[put_id].head), region)
+
+
+def _small(put_id: bytes, put: StoredPut) -> KeptPut:
+    """Return what is written down of a put whose bytes are written down with it."""
+    region = put.region
+    data = b"".join(put.plain_parts()) if isinstance(region, SharedRegion) else region.memory()
+    return KeptPut.of(describe_put(put_id, put, 0, len(data)), data if isinstance(data, bytearray) else bytes(data))
+
+
+def _bring_to_rest(segment: Segment, parts: Sequence[memoryview] | None, sync: bool) -> int | None:
+    """Write parts to a segment, where there are any, and wait for the disk; return the checksum of the parts."""
+    checksum = None if parts is None else segment.write(parts)
+    if sync:
+        segment.sync()
+    return checksum
+
+
+def _checksum_and_sync(region: Region, segment: Segment, sync: bool) -> int:
+    checksum = xxh3_64_intdigest(region.view())
+    if sync:
+        segment.sync()
+    return checksum
+
+
+def _remove_all(segments: Iterable[Segment]) -> None:
+    for segment in segments:
+        segment.remove()

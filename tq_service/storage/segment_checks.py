@@ -1,0 +1,87 @@
+"""Whether the bytes of recovered puts are as they were put: looked at before the first read, and in the background."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from tq_service.storage.region import Region
+from tq_service.storage.segment_threads import SegmentThreads
+from tq_service.storage.segments import Segment
+
+_log = logging.getLogger(__name__)
+_SCRUB_BYTES_PER_SECOND: Final = 100e6
+_LEAST_PAUSE_SECONDS: Final = 0.001
+
+
+class SegmentChecks:
+    """Knows which puts were not looked at yet, and which are damaged. Confined to one event loop."""
+
+    def __init__(self, threads: SegmentThreads) -> None:
+        self._threads = threads
+        self._expected: dict[bytes, tuple[Region, int]] = {}
+        self._running: dict[bytes, asyncio.Task[None]] = {}
+        self._damaged: dict[bytes, str] = {}
+
+    @property
+    def damaged(self) -> Mapping[bytes, str]:
+        """Puts whose bytes are not as they were put, and why."""
+        return self._damaged
+
+    def expect(self, put_id: bytes, region: Region, checksum: int) -> None:
+        """Have a put looked at: its region, a segment, is to have this checksum."""
+        self._expected[put_id] = region, checksum
+
+    def is_sound(self, put_id: bytes) -> bool:
+        """Whether a put is known to be as it was put."""
+        return put_id not in self._expected and put_id not in self._damaged
+
+    def mark_damaged(self, put_id: bytes, reason: str) -> None:
+        """Take note of a put that cannot be read."""
+        _log.error("put %s is damaged: %s", put_id.hex(), reason)
+        self._damaged[put_id] = reason
+
+    def forget(self, put_id: bytes) -> bool:
+        """Forget a put; return whether it was damaged."""
+        self._expected.pop(put_id, None)
+        return self._damaged.pop(put_id, None) is not None
+
+    async def check(self, put_ids: Iterable[bytes]) -> None:
+        """Look at those of these puts that were not looked at yet."""
+        if self._expected:
+            tasks = [self._start(put_id) for put_id in put_ids if put_id in self._expected]
+            if tasks:
+                await asyncio.wait(tasks)
+
+    async def scrub(self) -> None:
+        """Look at all puts that were not looked at yet, one after the other, slowly."""
+        while self._expected:
+            put_id, (region, _) = next(iter(self._expected.items()))
+            await asyncio.wait([self._start(put_id)])
+            await asyncio.sleep(max(region.size / _SCRUB_BYTES_PER_SECOND, _LEAST_PAUSE_SECONDS))
+
+    def _start(self, put_id: bytes) -> asyncio.Task[None]:
+        task = self._running.get(put_id)
+        if task is None:
+            task = self._running[put_id] = asyncio.get_running_loop().create_task(self._check(put_id))
+            task.add_done_callback(lambda _: self._running.pop(put_id))
+        return task
+
+    async def _check(self, put_id: bytes) -> None:
+        region, expected = self._expected.get(put_id, (None, 0))
+        if region is None:
+            return
+        reason = ""
+        try:
+            if isinstance(region.backing, Segment):
+                found = await self._threads.run(region.backing.checksum, region.size, pinned=region)
+                if found != expected:
+                    reason = f"segment {region.backing.number} has checksum {found:016x}, expected {expected:016x}"
+                else:
+                    region.memory()
+        except OSError as error:
+            reason = f"its segment cannot be read: {error}"
+        if self._expected.pop(put_id, None) is not None and reason:
+            self.mark_damaged(put_id, reason)
