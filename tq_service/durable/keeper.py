@@ -14,13 +14,14 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 from google.protobuf.message import Message
 
+from tq_service.domain.aging_log import FrozenLog
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.changes import Change
 from tq_service.domain.requests import RequestLog
@@ -28,29 +29,39 @@ from tq_service.durable.data_dir import DataDir
 from tq_service.durable.identity import Identity
 from tq_service.durable.journal import Journal
 from tq_service.durable.records import decode_change, encode_change
-from tq_service.errors import JournalDamagedError, TqError
+from tq_service.durable.snapshot import FrozenService, read_snapshot, write_snapshot
+from tq_service.errors import JournalDamagedError, SnapshotDamagedError, TqError
 from tq_service.v1 import controller_service_pb2, journal_pb2
 
 _log = logging.getLogger(__name__)
 
 Packed = tuple[type[Message], bytes]
 
-# A journal is replaced by a snapshot once making it again may take about half a second.
-_MOST_RECORDS: Final = 20_000
-_MOST_BYTES: Final = 64 << 20
+# What making a record again takes, as measured; a new journal is begun with a snapshot once it adds up to this long, or
+# as long as the last snapshot took, so that no more time goes into snapshots than into what they save.
+_CHANGE_SECONDS: Final = 40e-6
+_CHANGE_BYTE_SECONDS: Final = 100e-9
+_PUT_SECONDS: Final = 20e-6
+_PUT_BYTE_SECONDS: Final = 1e-9
+_LONG_SECONDS: Final = 0.4
+_LONGEST_SECONDS: Final = 0.8
 _FLUSH_SECONDS: Final = 0.05
 _RETRY_SECONDS: Final = 10.0
 
 
-class KeptEngine(Protocol):
-    """What the keeper needs of a storage engine whose puts are kept."""
+class KeepsEngine(Protocol):
+    """What the keeper needs of a storage engine whose puts are kept; `put_records.PutRecords` has it."""
 
     def recover(self, records: Iterable[bytes]) -> int:
         """Take over the puts of records, in order; return how many there are."""
         ...
 
+    def start(self, append: Callable[[bytes], None], after_durable: Callable[[Callable[[], None]], None]) -> None:
+        """Write down what becomes of puts from now on, and learn when that cannot be lost any more."""
+        ...
+
     def kept_records(self) -> Sequence[bytes]:
-        """Return a record of each put, as of now; cheap, since it is called on the event loop."""
+        """Return a record of each put, as of now, for another thread to read."""
         ...
 
 
@@ -81,9 +92,9 @@ class Keeper:
         self._journal = journal
         self._catalog: Catalog | None = None
         self._requests: RequestLog | None = None
-        self._engine: KeptEngine | None = None
-        self._record_count = 0
-        self._byte_count = 0
+        self._engine: KeepsEngine | None = None
+        self._replay_seconds = 0.0  # what making the journal again would take, about
+        self._snapshot_seconds = 0.0  # what the last snapshot took
         self._flush: asyncio.TimerHandle | None = None
         self._snapshot: asyncio.Task[None] | None = None
         self._retry_at = 0.0
@@ -130,7 +141,7 @@ class Keeper:
         *,
         catalog: Catalog | None = None,
         requests: RequestLog | None = None,
-        engine: KeptEngine | None = None,
+        engine: KeepsEngine | None = None,
     ) -> Recovered:
         """Bring back what the data folder has; call it once, before anything is told.
 
@@ -144,41 +155,67 @@ class Keeper:
         """
         self._catalog, self._requests, self._engine = catalog, requests, engine
         started_at = time.perf_counter()
-        puts: list[bytes] = []
-        for data in self._journal.replay():
-            self._replay(data, puts)
-            self._count(len(data))
+        generation, puts = self._thaw_newest()
+        record_count = 0
+        for data in self._journal.replay(generation):
+            self._replay(record_count, data, puts)
+            record_count += 1
         put_count = 0 if self._engine is None else self._engine.recover(puts)
         partitions = [] if self._catalog is None else [self._catalog.get(name) for name in self._catalog.names()]
         return Recovered(
             partition_count=len(partitions),
             sample_count=sum(partition.table.present_count for partition in partitions),
             put_count=put_count,
-            record_count=self._record_count,
+            record_count=record_count,
             seconds=time.perf_counter() - started_at,
         )
 
-    def _replay(self, data: bytes, puts: list[bytes]) -> None:
+    def _thaw_newest(self) -> tuple[int, list[bytes]]:
+        """Take over the newest snapshot that is whole; return its generation, and the puts in it."""
+        damages: list[SnapshotDamagedError] = []
+        for generation in reversed(self._journal.snapshots()):
+            try:
+                frozen = read_snapshot(self._journal.snapshot_path(generation))
+            except SnapshotDamagedError as error:
+                _log.error("%s; going on with the one before it", error)
+                damages.append(error)
+                continue
+            if self._catalog is not None:
+                self._catalog.thaw(frozen.partitions)
+            if self._requests is not None:
+                self._requests.thaw(frozen.answers)
+            return generation, list(frozen.puts)
+        if damages:  # the journal from the first record on is gone
+            raise damages[0]
+        return 0, []
+
+    def _replay(self, number: int, data: bytes, puts: list[bytes]) -> None:
         record = journal_pb2.JournalRecord.FromString(data)
         kind = record.WhichOneof("change")
         if kind in {"put_kept", "put_dropped"}:
             puts.append(data)
-        elif kind == "request_answered":
+            self._count(_PUT_SECONDS + _PUT_BYTE_SECONDS * len(data))
+            return
+        self._count(_CHANGE_SECONDS + _CHANGE_BYTE_SECONDS * len(data))
+        if kind == "request_answered":
             if self._requests is not None:
                 self._requests.restore(record.request_answered.request_id, _unpack(record.request_answered))
         elif self._catalog is not None:
-            change = decode_change(record)
-            if change is None:
-                raise JournalDamagedError(
-                    f"a record of the journal is of the unknown kind {kind!r}; install the version that wrote it"
-                )
-            try:
-                self._catalog.apply(change)
-            except (TqError, LookupError, ValueError) as error:
-                raise JournalDamagedError(
-                    f"record {self._record_count} of the journal ({kind}) does not fit the state before it: {error}; "
-                    f"restore a checkpoint into an empty data folder"
-                ) from error
+            self._apply(number, record)
+
+    def _apply(self, number: int, record: journal_pb2.JournalRecord) -> None:
+        kind, change = record.WhichOneof("change"), decode_change(record)
+        if self._catalog is None or change is None:
+            raise JournalDamagedError(
+                f"record {number} of the journal is of the unknown kind {kind!r}; install the version that wrote it"
+            )
+        try:
+            self._catalog.apply(change)
+        except (TqError, LookupError, ValueError) as error:
+            raise JournalDamagedError(
+                f"record {number} of the journal ({kind}) does not fit the state before it: {error}; restore a "
+                f"checkpoint into an empty data folder"
+            ) from error
 
     # Telling
 
@@ -188,29 +225,38 @@ class Keeper:
             self._catalog.start_telling(self._tell_change)
         if self._requests is not None:
             self._requests.tell = self._tell_answer
-
-    def append(self, record: bytes) -> None:
-        """Write down a record; it is durable before anybody is answered who could have seen what it says."""
-        self._journal.append(record)
-        self._count(len(record))
-        if self._flush is None:  # for changes that no call waits for, such as a lease that ran out
-            self._flush = asyncio.get_running_loop().call_later(_FLUSH_SECONDS, self._flush_later)
+        if self._engine is not None:
+            self._engine.start(self._tell_put, self._journal.after_durable)
 
     def _tell_change(self, change: Change) -> None:
-        self.append(encode_change(change).SerializeToString())
+        self._append_change(encode_change(change))
 
     def _tell_answer(self, request_id: bytes, packed: Packed) -> None:
         kind, answer = packed
-        record = journal_pb2.RequestAnswered(request_id=request_id, message_type=kind.DESCRIPTOR.name, answer=answer)
-        self.append(journal_pb2.JournalRecord(request_answered=record).SerializeToString())
+        answered = journal_pb2.RequestAnswered(request_id=request_id, message_type=kind.DESCRIPTOR.name, answer=answer)
+        self._append_change(journal_pb2.JournalRecord(request_answered=answered))
 
-    def _count(self, size: int) -> None:
-        self._record_count += 1
-        self._byte_count += size
+    def _append_change(self, record: journal_pb2.JournalRecord) -> None:
+        data = record.SerializeToString()
+        self._append(data, _CHANGE_SECONDS + _CHANGE_BYTE_SECONDS * len(data))
+
+    def _tell_put(self, data: bytes) -> None:
+        self._append(data, _PUT_SECONDS + _PUT_BYTE_SECONDS * len(data))
+
+    def _append(self, record: bytes, seconds: float) -> None:
+        self._journal.append(record)
+        self._count(seconds)
+        if self._flush is None:  # for changes that no call waits for, such as a lease that ran out
+            self._flush = asyncio.get_running_loop().call_later(_FLUSH_SECONDS, self._flush_later)
+        if self._is_long and self._snapshot is None and time.monotonic() >= self._retry_at:
+            self._snapshot = asyncio.get_running_loop().create_task(self._try_snapshot())
+
+    def _count(self, seconds: float) -> None:
+        self._replay_seconds += seconds
 
     @property
     def _is_long(self) -> bool:
-        return self._record_count >= _MOST_RECORDS or self._byte_count >= _MOST_BYTES
+        return self._replay_seconds >= min(max(_LONG_SECONDS, self._snapshot_seconds), _LONGEST_SECONDS)
 
     # Durability
 
@@ -241,10 +287,49 @@ class Keeper:
         with contextlib.suppress(TqError):  # who asks next is told
             await self.durable()
 
+    # Snapshots
+
+    async def take_snapshot(self) -> None:
+        """Write a snapshot of now and begin a new journal.
+
+        Raises:
+            DiskFullError: there is no room for it; the journal goes on.
+        """
+        while self._snapshot is not None:
+            await asyncio.wait([self._snapshot])
+        self._snapshot = asyncio.get_running_loop().create_task(self._write_snapshot())
+        await asyncio.shield(self._snapshot)
+
+    async def _try_snapshot(self) -> None:
+        try:
+            await self._write_snapshot()
+        except (OSError, TqError) as error:
+            self._retry_at = time.monotonic() + _RETRY_SECONDS
+            _log.warning("no snapshot can be written (%s); the journal grows until one can", error)
+
+    async def _write_snapshot(self) -> None:
+        try:
+            generation = self._journal.start_generation()
+            frozen = FrozenService(  # in one step with the new journal: whatever comes later is in that
+                partitions=() if self._catalog is None else self._catalog.freeze(),
+                answers=FrozenLog() if self._requests is None else self._requests.freeze(),
+                puts=() if self._engine is None else self._engine.kept_records(),
+            )
+            self._replay_seconds = 0.0
+            started_at = time.monotonic()
+            await self._journal.durable()
+            await asyncio.to_thread(write_snapshot, self._journal.snapshot_path(generation), frozen)
+            self._journal.finish_generation(generation)
+            self._snapshot_seconds = time.monotonic() - started_at
+        finally:
+            self._snapshot = None
+
     async def close(self) -> None:
         """Make everything durable and close the journal."""
         if self._flush is not None:
             self._flush.cancel()
+        if self._snapshot is not None:
+            await asyncio.wait([self._snapshot])
         await self._flush_now()
         try:
             self._journal.close()
