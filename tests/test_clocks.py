@@ -1,0 +1,42 @@
+"""Waits, leases and deadlines are measured by the monotonic clock: a jump of the system's time must not end them."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "tq_service"
+FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent.name != "v1"]
+
+WALL_CLOCK = {("time", "time"), ("time", "time_ns"), ("datetime", "now"), ("datetime", "utcnow"), ("datetime", "today")}
+# Who means a date, not a span: the day on which a token expires.
+MEAN_A_DATE = {"server/door.py"}
+
+
+def wall_clock_lines(path: Path) -> list[int]:
+    """Return the lines in which a file reads the wall clock."""
+    lines = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute):
+            owner = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
+            if (owner, node.attr) in WALL_CLOCK:
+                lines.append(node.lineno)
+        if isinstance(node, ast.ImportFrom) and node.module == "time":
+            lines += [node.lineno for name in node.names if ("time", name.name) in WALL_CLOCK]
+    return lines
+
+
+def test_the_wall_clock_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "reads.py"
+    path.write_text(
+        "import time\nfrom time import time\nx = time.time()\ny = datetime.datetime.now()\nz = time.monotonic()\n"
+    )
+    assert wall_clock_lines(path) == [2, 3, 4]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_nobody_reads_the_wall_clock_but_for_a_date(path: Path) -> None:
+    if str(path.relative_to(PACKAGE)) not in MEAN_A_DATE:
+        assert wall_clock_lines(path) == []
