@@ -115,13 +115,13 @@ class ServeSettings(BaseSettings):
     )
     data_dir: Path | None = Field(
         None,
-        description="Folder in which the service keeps its state, for itself alone. Default: none, and what it holds is "
-        "gone when it stops.",
+        description="Folder in which the service keeps its state, for itself alone. Default: none, and what it holds "
+        "is gone when it stops.",
     )
     durability: Literal["auto", "memory", "process", "disk"] = Field(
         "auto",
-        description="What an acknowledged change survives: nothing (memory), the death of any process (process), or that "
-        "of the machine (disk); auto is process with data_dir, memory without.",
+        description="What an acknowledged change survives: nothing (memory), the death of any process (process), or "
+        "that of the machine (disk); auto is process with data_dir, memory without.",
     )
     accept_journal_loss: bool = Field(
         False,
@@ -205,6 +205,45 @@ class ServeSettings(BaseSettings):
     )
     max_message_bytes: Size = Field(
         256 * 2**20, ge=2**20, description="Largest gRPC message accepted; bulk data comes in frames far below it."
+    )
+    max_metadata_bytes: Size = Field(
+        16 * 2**10, ge=2**10, description="Largest metadata of one call: its headers, the token among them."
+    )
+    max_connections: int = Field(16_384, ge=1, description="Connections there may be at once; more are closed.")
+    max_streams: int = Field(
+        16_384, ge=1, description="Calls of one connection at once; its client holds further ones back."
+    )
+    max_calls: int = Field(65_536, ge=1, description="Calls that are answered at once, health checks not counted.")
+    max_waiting_calls: int = Field(
+        32_768, ge=1, description="Calls that wait for samples or for room in a partition at once."
+    )
+    max_waiting_calls_per_client: int = Field(
+        16_384, ge=1, description="Of these, calls of one client, which is a connection."
+    )
+    stall_seconds: float = Field(
+        60.0,
+        gt=0,
+        description="How long the client of a stream may take to send or to take 64 KiB before the call is ended and "
+        "its memory given back.",
+    )
+    max_puts: int = Field(4_000_000, ge=1, description="Puts that the storage service holds.")
+    max_uncommitted_puts: int = Field(
+        65_536, ge=1, description="Of these, puts that wait for a commit to another process."
+    )
+    request_record_bytes: Size = Field(
+        128 * 2**20,
+        ge=2**20,
+        description="Memory for the answers kept for retries; the oldest are forgotten sooner when it is full.",
+    )
+    max_partitions: int = Field(10_000, ge=1, description="Partitions there may be at once.")
+    max_fields: int = Field(1_024, ge=1, description="Fields of one partition.")
+    max_tasks: int = Field(256, ge=1, description="Tasks of one partition.")
+    max_meta_columns: int = Field(256, ge=1, description="custom_meta columns of one partition.")
+    max_sample_meta_bytes: Size = Field(
+        16 * 2**10, ge=8, description="custom_meta that is written for one sample at once."
+    )
+    max_name_length: int = Field(
+        512, ge=1, description="Characters of a key, or of the name of a group, field, task or custom_meta column."
     )
     uvloop: Literal["auto", "on", "off"] = Field(
         "auto", description="Event loop: uvloop (on), asyncio's own (off), or uvloop where installed (auto)."

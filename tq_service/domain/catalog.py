@@ -10,6 +10,7 @@ from tq_service.domain.asking import ClaimRequest
 from tq_service.domain.cells import FreedCells
 from tq_service.domain.changes import Change, PartitionCleared, PartitionCreated, SamplesWritten, Tell
 from tq_service.domain.frozen import FrozenPartition
+from tq_service.domain.limits import Limits
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan_search import RunsPlans
 from tq_service.domain.planner import Planner
@@ -39,7 +40,8 @@ class Claimed:
 class Catalog:
     """The partitions of a controller. All methods run on its event loop."""
 
-    def __init__(self, runner: RunsPlans) -> None:
+    def __init__(self, runner: RunsPlans, limits: Limits | None = None) -> None:
+        self.limits = limits or Limits()
         self._runner = runner
         self._tell: Tell | None = None
         self._partitions: dict[str, Partition] = {}
@@ -68,6 +70,7 @@ class Catalog:
         partition = self._partitions.get(partition_id)
         if partition is None:
             check_name("partition_id", partition_id)
+            self.limits.check_create(settings, len(self._partitions))
             return self._add(Partition(partition_id, settings))
         if partition.settings != settings:
             raise AlreadyExistsError(
@@ -81,8 +84,11 @@ class Catalog:
         is_for_new = write.global_indexes is None and not (write.keys is not None and write.key_mode == "existing")
         if partition_id in self._partitions or incarnation or not is_for_new:
             partition = self.get(partition_id, incarnation)
+            self.limits.check_write(partition, write)
             return partition, partition.write(write)
         check_name("partition_id", partition_id)
+        self.limits.check_create(PartitionSettings(), len(self._partitions))
+        self.limits.check_write(None, write)
         partition = Partition(partition_id, PartitionSettings())
         written = partition.write(write)
         self._add(partition)
@@ -185,6 +191,7 @@ class Catalog:
         """Return the planner of a task, made on its first use."""
         planners = self._planners[partition]
         if task_name not in planners:
+            self.limits.check_task(partition, task_name)
             planners[task_name] = Planner(partition, partition.task(task_name), self._runner)
         return planners[task_name]
 

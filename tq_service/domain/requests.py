@@ -10,6 +10,7 @@ from tq_service.domain.aging_log import AgingLog, FrozenLog
 from tq_service.errors import InvalidArgumentError
 
 Answer = TypeVar("Answer")
+_ENTRY_BYTES = 256  # of an id, a time, and what holds them together
 
 
 class RequestLog:
@@ -24,6 +25,8 @@ class RequestLog:
         *,
         pack: Callable[[Any], Any] = lambda answer: answer,
         unpack: Callable[[Any], Any] = lambda packed: packed,
+        max_bytes: int | None = None,
+        weigh: Callable[[Any], int] = lambda packed: 0,
     ) -> None:
         """Make an empty log.
 
@@ -31,10 +34,15 @@ class RequestLog:
             keep_seconds: how long an answer is kept.
             pack: makes of an answer what is kept, which should be small: there may be a million of them.
             unpack: makes the answer of it again.
+            max_bytes: what the log may take; the oldest answers are forgotten sooner then. None: no bound.
+            weigh: returns the bytes of what is kept of an answer.
         """
         self._keep_seconds = keep_seconds
         self._pack = pack
         self._unpack = unpack
+        self._max_bytes = max_bytes
+        self._weigh = weigh
+        self._used_bytes = 0
         self._answers: AgingLog[Any] = AgingLog()
         self.tell: Callable[[bytes, Any], None] | None = None  # told of each answer as it is kept, once it is recorded
 
@@ -49,21 +57,38 @@ class RequestLog:
                 field="request_id",
             )
         now = time.monotonic()
-        self._answers.drop_before(now - self._keep_seconds)
+        self._forget_old(now)
         known = self._answers.get(request_id)
         if known is not None:
             recorded: Answer = self._unpack(known.value)
             return recorded
         answer = change()
         packed = self._pack(answer)
-        self._answers.add(request_id, now, packed)
+        self._keep(request_id, now, packed)
         if self.tell is not None:
             self.tell(request_id, packed)
         return answer
 
     def restore(self, request_id: bytes, packed: Any) -> None:
         """Record an answer that was told of before, as if it were given now."""
-        self._answers.add(request_id, time.monotonic(), packed)
+        self._keep(request_id, time.monotonic(), packed)
+
+    def _keep(self, request_id: bytes, now: float, packed: Any) -> None:
+        self._answers.add(request_id, now, packed)
+        self._used_bytes += _ENTRY_BYTES + self._weigh(packed)
+
+    def _forget_old(self, now: float) -> None:
+        while (oldest := self._answers.oldest) is not None:
+            is_too_much = self._max_bytes is not None and self._used_bytes > self._max_bytes
+            if not is_too_much and oldest.seconds >= now - self._keep_seconds:
+                break
+            self._used_bytes -= _ENTRY_BYTES + self._weigh(oldest.value)
+            self._answers.drop_oldest()
+
+    @property
+    def used_bytes(self) -> int:
+        """About how much memory the answers take."""
+        return self._used_bytes
 
     def freeze(self) -> FrozenLog:
         """Return the answers as they are now, packed."""
@@ -72,6 +97,8 @@ class RequestLog:
     def thaw(self, answers: FrozenLog) -> None:
         """Record answers that were frozen, each as old as it was then; for a log that is empty."""
         self._answers.thaw(answers)
+        entries = [entry for request_id in self._answers if (entry := self._answers.get(request_id)) is not None]
+        self._used_bytes = sum(_ENTRY_BYTES + self._weigh(entry.value) for entry in entries)
 
     def recorded(self, request_id: bytes) -> Any | None:
         """Return the recorded answer, None where there is none."""

@@ -12,6 +12,11 @@ def pack(answer: Message) -> Packed:
     return type(answer), answer.SerializeToString()
 
 
+def weigh(packed: Packed) -> int:
+    """Return the bytes of what is kept of an answer."""
+    return len(packed[1])
+
+
 def unpack(packed: Packed) -> Message:
     """Return the answer."""
     kind, data = packed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import signal
 from collections.abc import AsyncIterator, Callable
@@ -14,11 +15,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tq_service.config import ServeSettings, default_shared_memory_dir, join_address
 from tq_service.domain.catalog import Catalog
+from tq_service.domain.limits import Limits
 from tq_service.domain.requests import RequestLog
 from tq_service.durable.keeper import Keeper
+from tq_service.durable.put_records import PutRecords
 from tq_service.errors import TqError
 from tq_service.samplers import PlanRunner, SamplerRegistry
 from tq_service.server import answers
+from tq_service.server.call_limits import RunningCalls, WaitingCalls
 from tq_service.server.controller_servicer import ControllerServicer
 from tq_service.server.entrance import Entrance
 from tq_service.server.error_boundary import ErrorBoundary
@@ -29,6 +33,7 @@ from tq_service.server.storage_servicer import SERVICE as STORAGE_SERVICE
 from tq_service.server.storage_servicer import StorageServicer
 from tq_service.server.storages import EmbeddedStorage, StorageDirectory
 from tq_service.storage.engine import StorageEngine
+from tq_service.storage.segments import SegmentFiles
 from tq_service.v1.controller_service_pb2_grpc import add_ControllerServiceServicer_to_server
 from tq_service.wire.connection import LISTENING_OPTIONS
 from tq_service.wire.shared_memory import check_supported
@@ -47,6 +52,7 @@ class App:
         self._settings = settings
         self._entrance = Entrance(settings)
         self._health = Health()
+        self._waiting = WaitingCalls(settings.max_waiting_calls, settings.max_waiting_calls_per_client)
         self._background: list[asyncio.Task[None]] = []
         self._catalog: Catalog | None = None
         self._storages: StorageDirectory | None = None
@@ -57,6 +63,10 @@ class App:
         self._server = grpc.aio.server(
             options=[
                 ("grpc.max_receive_message_length", settings.max_message_bytes),
+                ("grpc.max_metadata_size", settings.max_metadata_bytes),
+                ("grpc.absolute_max_metadata_size", settings.max_metadata_bytes),
+                ("grpc.max_allowed_incoming_connections", settings.max_connections),
+                ("grpc.max_concurrent_streams", settings.max_streams),
                 ("grpc.max_send_message_length", -1),
                 ("grpc.so_reuseport", 0),  # a second server on the port is a mistake, not a second worker
                 # Thousands of ranks may ask in one moment; gRPC drops calls beyond 1,000 that wait to be accepted.
@@ -65,7 +75,8 @@ class App:
                 *LISTENING_OPTIONS,
             ],
         )
-        self._boundary: Any = ErrorBoundary(self._server)  # what generated code takes for a server
+        self._calls = RunningCalls(settings.max_calls)
+        self._boundary: Any = ErrorBoundary(self._server, self._calls)  # what generated code takes for a server
         self.port = 0
 
     async def start(self) -> None:
@@ -101,6 +112,7 @@ class App:
             reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, self._boundary)
         await self._server.start()
         self._background.append(asyncio.create_task(self._entrance.watch()))
+        self._background.append(asyncio.create_task(self._keep_house()))
         self._health.serve()
 
     def _add_services(self) -> list[str]:
@@ -108,13 +120,8 @@ class App:
         services = []
         address = settings.advertised_address(self.port)
         if settings.role != "controller":
-            self._engine = StorageEngine(
-                storage_id=settings.storage_name(self.port),
-                max_bytes=settings.max_bytes,
-                put_ttl_seconds=settings.put_ttl_seconds,
-            )
+            self._engine = self._storage_engine()
             self._handover = self._open_handover(self._engine.boot_id)
-            self._background.append(asyncio.create_task(self._keep_house(self._engine)))
             services.append(STORAGE_SERVICE)
         controller = None
         if settings.role != "storage":
@@ -129,6 +136,10 @@ class App:
                 admit=None if controller is None else controller.admit,
                 recorded_commit=None if controller is None else controller.recorded_commit,
                 handover=self._handover,
+                stall_seconds=settings.stall_seconds,
+                waiting=self._waiting,
+                max_puts=settings.max_puts,
+                max_uncommitted_puts=settings.max_uncommitted_puts,
             )
             self._boundary.add_generic_rpc_handlers((storage.handler(),))
             if settings.controller is not None:
@@ -136,9 +147,28 @@ class App:
                 self._background.append(asyncio.create_task(announcing))
         return services
 
+    def _storage_engine(self) -> StorageEngine:
+        settings, keeper, name = self._settings, self._keeper, self._settings.storage_name(self.port)
+        if keeper is None:
+            return StorageEngine(
+                storage_id=name, max_bytes=settings.max_bytes, put_ttl_seconds=settings.put_ttl_seconds
+            )
+        return StorageEngine(
+            storage_id=keeper.storage_id(settings.storage_id, name),
+            max_bytes=settings.max_bytes,
+            put_ttl_seconds=settings.put_ttl_seconds,
+            boot_id=keeper.identity.storage_boot_id,
+            files=SegmentFiles(keeper.segments_path),
+            sync=settings.durability == "disk",
+        )
+
     def _recover(self, keeper: Keeper) -> None:
         """Bring back what the data folder has, and write down every change from now on."""
-        found = keeper.recover(catalog=self._catalog, requests=self._requests)
+        found = keeper.recover(
+            catalog=self._catalog,
+            requests=self._requests,
+            engine=None if self._engine is None else PutRecords(self._engine),
+        )
         _log.info(
             "recovered %d partitions with %d samples and %d puts in %.2f s, from a snapshot and %d records after it",
             found.partition_count,
@@ -181,9 +211,16 @@ class App:
         settings = self._settings
         embedded = None if self._engine is None else EmbeddedStorage(self._engine, address)
         runner = PlanRunner(max_threads=settings.sampler_threads, timeout_seconds=settings.sampler_timeout_seconds)
-        self._catalog = Catalog(runner)
+        limits = Limits(**{each.name: getattr(settings, each.name) for each in dataclasses.fields(Limits)})
+        self._catalog = Catalog(runner, limits)
         self._storages = StorageDirectory(embedded, HEARTBEAT_SECONDS, self._entrance.credentials)
-        self._requests = RequestLog(settings.request_record_seconds, pack=answers.pack, unpack=answers.unpack)
+        self._requests = RequestLog(
+            settings.request_record_seconds,
+            pack=answers.pack,
+            unpack=answers.unpack,
+            max_bytes=settings.request_record_bytes,
+            weigh=answers.weigh,
+        )
         return ControllerServicer(
             catalog=self._catalog,
             requests=self._requests,
@@ -191,12 +228,14 @@ class App:
             runner=runner,
             storages=self._storages,
             max_wait_cap_seconds=settings.max_wait_cap_seconds,
+            waiting=self._waiting,
         )
 
-    async def _keep_house(self, engine: StorageEngine) -> None:
+    async def _keep_house(self) -> None:
         while True:
             await asyncio.sleep(_HOUSEKEEPING_SECONDS)
-            expired = engine.expire()
+            self._calls.report()
+            expired = 0 if self._engine is None else self._engine.expire()
             if expired:
                 _log.warning("%d puts expired without a commit; their producers have probably died", expired)
 

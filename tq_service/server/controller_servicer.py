@@ -33,6 +33,7 @@ from tq_service.errors import (
 )
 from tq_service.samplers import PlanRunner, SamplerRegistry
 from tq_service.server import from_proto, to_proto
+from tq_service.server.call_limits import WaitingCalls
 from tq_service.server.progress import wait_until
 from tq_service.server.storages import Room, StorageDirectory
 from tq_service.v1 import controller_service_pb2 as pb
@@ -55,6 +56,7 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
         runner: PlanRunner,
         storages: StorageDirectory,
         max_wait_cap_seconds: float,
+        waiting: WaitingCalls,
     ) -> None:
         self._catalog = catalog
         self._requests = requests
@@ -62,6 +64,7 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
         self._runner = runner
         self._storages = storages
         self._max_wait_cap_seconds = max_wait_cap_seconds
+        self._waiting = waiting
 
     # Partitions
 
@@ -104,18 +107,18 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
             meta = self._write(request.write, from_proto.sample_write(request.write))
             return pb.InsertResponse(meta=meta)
 
-        with await self.admit(request, 0, wait_until(context)):
+        with await self.admit(request, 0, context):
             return self._requests.once(request.request_id, change)
 
     async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:
         if not request.HasField("placement"):
             if request.columns:
                 raise InvalidArgumentError("columns came without a placement; say where the put is", field="placement")
-            with await self.admit(request, 0, wait_until(context)):
+            with await self.admit(request, 0, context):
                 return self.commit(request, None, ())
         put, columns = from_proto.placement(request.placement), from_proto.put_columns(request)
         try:
-            room = await self.admit(request, sum(column.value_bytes for column in columns), wait_until(context))
+            room = await self.admit(request, sum(column.value_bytes for column in columns), context)
         except (ResourceExhaustedError, PreconditionError):
             self._free_uncommitted(put)
             raise
@@ -134,12 +137,13 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
             self._storages.free([FreedCells(put=put)])
 
     async def admit(
-        self, request: pb.InsertRequest | pb.CommitRequest, size_bytes: int, deadline: float | None
+        self, request: pb.InsertRequest | pb.CommitRequest, size_bytes: int, context: Context
     ) -> contextlib.AbstractContextManager[object]:
         """Wait until a partition has room for new samples; return what keeps it for the `with` that writes them.
 
         Raises:
-            QuotaExceededError, RunAheadError: there was none until the deadline, by `time.monotonic`, or never will be.
+            QuotaExceededError, RunAheadError: there was none until the call was about to end, or never is.
+            LimitExceededError: too many calls wait.
         """
         line = self._catalog.put_line(request.write.partition_id)
         if line is None or self._requests.recorded(request.request_id) is not None:
@@ -147,7 +151,9 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
         from_proto.check_request_id(request.request_id, "request_id")
         self._catalog.get(request.write.partition_id, request.write.incarnation)
         write = from_proto.sample_write(request.write)
-        return await line.enter(request.request_id, write, size_bytes, deadline) or contextlib.nullcontext()
+        with self._waiting.one(context):
+            grant = await line.enter(request.request_id, write, size_bytes, wait_until(context))
+        return grant or contextlib.nullcontext()
 
     def commit(self, request: pb.CommitRequest, put: Put | None, columns: Sequence[ColumnShape]) -> pb.CommitResponse:
         """Make the columns of a stored put visible in one step, once for each request_id."""
@@ -178,7 +184,9 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
             indexes = from_proto.indexes(request.global_indexes)
             if indexes.size == 0:
                 raise InvalidArgumentError("global_indexes is empty; name at least one sample", field="global_indexes")
-            partition.set_meta(indexes, decode_meta_columns(request.custom_meta, indexes.size))
+            columns = decode_meta_columns(request.custom_meta, indexes.size)
+            self._catalog.limits.check_meta(partition, columns)
+            partition.set_meta(indexes, columns)
             return pb.SetCustomMetaResponse()
 
         return self._requests.once(request.request_id, change)
@@ -241,7 +249,8 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
         remaining = context.time_remaining()
         if remaining is not None and remaining <= 0:  # nobody would get what is handed out now
             raise DeadlineError("the call's deadline had passed when it arrived")
-        claimed = await self._catalog.claim(request.partition_id, request.incarnation, claim, seconds)
+        with self._waiting.one(context):
+            claimed = await self._catalog.claim(request.partition_id, request.incarnation, claim, seconds)
         meta = to_proto.claim_meta(
             request.partition_id, claimed, claim.task_name, asked.data_fields, self._storages.addresses
         )
@@ -267,6 +276,7 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
                 return pb.ReleaseClaimResponse()
             partition = self._catalog.get(request.partition_id)
             rows = from_proto.indexes(request.global_indexes) if request.global_indexes else None
+            self._catalog.limits.check_task(partition, request.task_name)
             task = partition.task(request.task_name)
             count = queue_claims.release(partition, task, request.claim_request_id, rows)
             return pb.ReleaseClaimResponse(released_count=count)

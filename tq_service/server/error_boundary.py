@@ -13,8 +13,10 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
-from tq_service.errors import InternalError, InvalidArgumentError, TqError
+from tq_service.errors import InternalError, InvalidArgumentError, ResourceExhaustedError, TqError
+from tq_service.server.call_limits import RunningCalls
 from tq_service.server.door import Door, Entry
+from tq_service.server.permissions import OPEN_METHODS
 from tq_service.server.settled import State, settled
 from tq_service.wire.error_table import to_status
 from tq_service.wire.frames import Garbled
@@ -36,16 +38,20 @@ class ErrorBoundary:
     Attributes:
         state: what answers wait for to be durable; None: for nothing. To be set before services are added.
         door: what lets calls in; None: all come in. To be set before services are added.
+        calls: counts the calls there are, but for those of health checks.
     """
 
-    def __init__(self, server: grpc.aio.Server) -> None:
+    def __init__(self, server: grpc.aio.Server, calls: RunningCalls | None = None) -> None:
         self._server = server
+        self.calls = calls or RunningCalls()
         self.state: State | None = None
         self.door: Door | None = None
 
     def add_generic_rpc_handlers(self, handlers: Iterable[grpc.GenericRpcHandler]) -> None:
         """Add services; generated code calls this."""
-        self._server.add_generic_rpc_handlers([_Guarded(handler, self.state, self.door) for handler in handlers])
+        self._server.add_generic_rpc_handlers(
+            [_Guarded(handler, self.state, self.door, self.calls) for handler in handlers]
+        )
 
     def add_registered_method_handlers(self, service_name: str, method_handlers: object) -> None:
         """Do nothing; generated code calls this too, for methods that were added above."""
@@ -54,10 +60,14 @@ class ErrorBoundary:
 class _Guarded(grpc.GenericRpcHandler):
     """A service whose handlers are wrapped, each when its method is first called, with each token anew."""
 
-    def __init__(self, service: grpc.GenericRpcHandler, state: State | None, door: Door | None) -> None:
+    def __init__(
+        self, service: grpc.GenericRpcHandler, state: State | None, door: Door | None, calls: RunningCalls
+    ) -> None:
         self._service = service
         self._state = state
         self._door = door
+        self._calls = calls
+        self._full: Handler = grpc.stream_unary_rpc_method_handler(self._refuse_unread)
         self._open = Entry()
         self._handlers: dict[str, Handler] = {}
 
@@ -70,30 +80,36 @@ class _Guarded(grpc.GenericRpcHandler):
             if handler is None:
                 return None
             self._handlers[method] = handler
+        if self._calls.is_full and method not in OPEN_METHODS:
+            return self._full
         entry = self._open if self._door is None else self._door.entry(handler_call_details)
         wrapped = entry.handlers.get(method)
         if wrapped is None:
-            wrapped = entry.handlers[method] = _wrap(entry.guard(handler, method), method, self._state)
+            wrapped = entry.handlers[method] = _wrap(entry.guard(handler, method), method, self._state, self._calls)
         return wrapped
 
+    async def _refuse_unread(self, requests: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """Refuse a call as a method with a stream of requests, none of which is read, whatever it is to others."""
+        await _abort(context, self._calls.refusal(), "", self._calls)
 
-def _wrap(handler: Handler, method: str, state: State | None) -> Handler:
+
+def _wrap(handler: Handler, method: str, state: State | None, calls: RunningCalls) -> Handler:
     deserialize = _marking_garbage(handler.request_deserializer)
     state = None if method in _WAIT_FOR_NOTHING else state
     if handler.unary_unary is not None:
         return grpc.unary_unary_rpc_method_handler(
-            _unary(handler.unary_unary, method, state), deserialize, handler.response_serializer
+            _unary(handler.unary_unary, method, calls, state), deserialize, handler.response_serializer
         )
     if handler.stream_unary is not None:
         return grpc.stream_unary_rpc_method_handler(
-            _unary(handler.stream_unary, method, state), deserialize, handler.response_serializer
+            _unary(handler.stream_unary, method, calls, state), deserialize, handler.response_serializer
         )
     if handler.unary_stream is not None:
         # A handler that writes through its context, such as Watch of the health service, is awaited like a unary one.
         # What streams tell is that bytes are there, which was answered before; so they wait for no state.
         wrap = _streaming if inspect.isasyncgenfunction(handler.unary_stream) else _unary
         return grpc.unary_stream_rpc_method_handler(
-            wrap(handler.unary_stream, method), deserialize, handler.response_serializer
+            wrap(handler.unary_stream, method, calls), deserialize, handler.response_serializer
         )
     return handler  # streams both ways: reflection alone, which answers errors in its messages
 
@@ -112,24 +128,31 @@ def _marking_garbage(deserialize: Callable[[bytes], Any] | None) -> Callable[[by
     return marked
 
 
-def _unary(behavior: Callable[..., Any], method: str, state: State | None = None) -> Callable[..., Awaitable[Any]]:
+def _unary(
+    behavior: Callable[..., Any], method: str, calls: RunningCalls, state: State | None = None
+) -> Callable[..., Awaitable[Any]]:
     if state is not None:
         behavior = settled(behavior, state)
+    weight = 0 if method in OPEN_METHODS else 1
 
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        calls.count += weight
         try:
             _refuse_garbage(request)
             return await behavior(request, context)
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
         except Exception as error:
-            return await _abort(context, error, method)
+            return await _abort(context, error, method, calls)
+        finally:
+            calls.count -= weight
 
     return call
 
 
-def _streaming(behavior: Callable[..., Any], method: str) -> Callable[..., AsyncIterator[Any]]:
+def _streaming(behavior: Callable[..., Any], method: str, calls: RunningCalls) -> Callable[..., AsyncIterator[Any]]:
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        calls.count += 1
         try:
             _refuse_garbage(request)
             async with contextlib.aclosing(behavior(request, context)) as responses:
@@ -138,7 +161,9 @@ def _streaming(behavior: Callable[..., Any], method: str) -> Callable[..., Async
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
         except Exception as error:
-            await _abort(context, error, method)
+            await _abort(context, error, method, calls)
+        finally:
+            calls.count -= 1
 
     return call
 
@@ -148,7 +173,11 @@ def _refuse_garbage(request: Any) -> None:
         raise InvalidArgumentError(f"the request cannot be read: {request.reason}; send what the protos say")
 
 
-async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception, method: str) -> None:
+async def _abort(
+    context: grpc.aio.ServicerContext[Any, Any], error: Exception, method: str, calls: RunningCalls
+) -> None:
+    if isinstance(error, ResourceExhaustedError):
+        calls.count_refusal(error)
     if not isinstance(error, TqError):
         _log.error("%s failed", method, exc_info=error)
         error = InternalError("the service failed; its log has the details")

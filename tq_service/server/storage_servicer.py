@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
@@ -11,8 +12,15 @@ import grpc
 
 from tq_service.domain.catalog import check_name
 from tq_service.domain.cells import Put
-from tq_service.errors import DataLossError, InvalidArgumentError, PutNotFoundError, UnavailableError
+from tq_service.errors import (
+    DataLossError,
+    InvalidArgumentError,
+    LimitExceededError,
+    PutNotFoundError,
+    UnavailableError,
+)
 from tq_service.server import from_proto
+from tq_service.server.call_limits import RETRY_AFTER_SECONDS, WaitingCalls
 from tq_service.server.handover import HandoverServer
 from tq_service.server.handover_session import Session
 from tq_service.server.progress import LEAST_PROGRESS_BYTES, Progress, received, wait_until
@@ -44,7 +52,7 @@ Commit = Callable[
     [controller_service_pb2.CommitRequest, Put, Sequence[ColumnShape]], controller_service_pb2.CommitResponse
 ]
 Admit = Callable[
-    [controller_service_pb2.CommitRequest, int, float | None], Awaitable[contextlib.AbstractContextManager[object]]
+    [controller_service_pb2.CommitRequest, int, Context], Awaitable[contextlib.AbstractContextManager[object]]
 ]
 RecordedCommit = Callable[[bytes], controller_service_pb2.CommitResponse | None]
 Receive = Callable[[PendingPut], Awaitable[None]]
@@ -63,6 +71,9 @@ class StorageServicer:
         recorded_commit: returns the answer of a commit made earlier under a request_id.
         handover: takes and gives memory shared with clients of this host, where it can.
         stall_seconds: how long the client of a stream may neither send nor take anything.
+        waiting: counts the calls that wait for room.
+        max_puts: puts there may be.
+        max_uncommitted_puts: of them, puts that wait for a commit that does not come with them.
     """
 
     def __init__(
@@ -75,11 +86,17 @@ class StorageServicer:
         recorded_commit: RecordedCommit | None = None,
         handover: HandoverServer | None = None,
         stall_seconds: float = 60.0,
+        waiting: WaitingCalls | None = None,
+        max_puts: int = sys.maxsize,
+        max_uncommitted_puts: int = sys.maxsize,
     ) -> None:
         self._engine = engine
         self._commit = commit
         self._admit = admit
         self._stall_seconds = stall_seconds
+        self._waiting = waiting or WaitingCalls()
+        self._max_puts = max_puts
+        self._max_uncommitted_puts = max_uncommitted_puts
         self._recorded_commit = recorded_commit
         self._handover = handover
         self._endpoint = metadata_pb2.StorageEndpoint(
@@ -168,17 +185,18 @@ class StorageServicer:
                 f"{sum(column.value_bytes for column in columns)} bytes; declare what is sent",
                 field="size_bytes",
             )
-        deadline = wait_until(context)
-        with await self._admitted(header, deadline):
-            pending = await self._engine.reserve(
-                header.put_id,
-                columns,
-                header.row_count,
-                partition_id=header.partition_id,
-                for_existing_rows=header.for_existing_rows,
-                deadline=deadline,
-                shared=shared,
-            )
+        self._check_put_counts(header)
+        with await self._admitted(header, context):
+            with self._waiting.one(context):
+                pending = await self._engine.reserve(
+                    header.put_id,
+                    columns,
+                    header.row_count,
+                    partition_id=header.partition_id,
+                    for_existing_rows=header.for_existing_rows,
+                    deadline=wait_until(context),
+                    shared=shared,
+                )
             try:
                 if not pending.already_complete:
                     await receive(pending)
@@ -190,13 +208,26 @@ class StorageServicer:
                 self._engine.discard(header.put_id)
                 raise
 
-    async def _admitted(
-        self, header: pb.PutHeader, deadline: float | None
-    ) -> contextlib.AbstractContextManager[object]:
+    async def _admitted(self, header: pb.PutHeader, context: Context) -> contextlib.AbstractContextManager[object]:
         """Wait until the partition has room for what the put's own commit adds; other puts wait with their Commit."""
         if self._admit is None or not header.HasField("commit"):
             return contextlib.nullcontext()
-        return await self._admit(header.commit, header.size_bytes, deadline)
+        return await self._admit(header.commit, header.size_bytes, context)
+
+    def _check_put_counts(self, header: pb.PutHeader) -> None:
+        """Refuse one put too many, other than one that is here already."""
+        stat = self._engine.stat()
+        counts = [("max_puts", stat.put_count, self._max_puts)]
+        if not header.HasField("commit"):
+            counts.append(("max_uncommitted_puts", stat.uncommitted_put_count, self._max_uncommitted_puts))
+        for limit_name, count, limit in counts:
+            if count >= limit and self._engine.partition_of(header.put_id) is None:
+                raise LimitExceededError(
+                    f"this storage service holds {count} such puts, at most {limit} expected ({limit_name}); put more "
+                    "samples at once, or clear what is consumed",
+                    retry_after_seconds=RETRY_AFTER_SECONDS,
+                    metadata={"limit_name": limit_name, "got": str(count + 1), "limit": str(limit)},
+                )
 
     def _recorded(self, header: pb.PutHeader) -> pb.PutResponse | None:
         if self._commit is None or self._recorded_commit is None:

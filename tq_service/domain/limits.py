@@ -1,0 +1,124 @@
+"""Limits on what clients can make the controller keep by naming things: partitions, fields, tasks, names, custom_meta.
+
+They are compared when a request comes, never when a change is made again: what was let in under higher limits stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tq_service.errors import InvalidArgumentError, LimitExceededError
+from tq_service.schema import MetaColumn
+
+if TYPE_CHECKING:
+    from tq_service.domain.partition import Partition
+    from tq_service.domain.writes import PartitionSettings, SampleWrite
+
+_NUMBER_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The limits of one controller; each has the name of its setting.
+
+    Attributes:
+        max_partitions: partitions there may be.
+        max_fields: fields of one partition.
+        max_tasks: tasks of one partition.
+        max_meta_columns: custom_meta columns of one partition.
+        max_sample_meta_bytes: custom_meta that is written for one sample at once, its texts in UTF-8.
+        max_name_length: characters of a key, or of the name of a group, field, task or custom_meta column.
+    """
+
+    max_partitions: int = 10_000
+    max_fields: int = 1_024
+    max_tasks: int = 256
+    max_meta_columns: int = 256
+    max_sample_meta_bytes: int = 16 * 1024
+    max_name_length: int = 512
+
+    def check_create(self, settings: PartitionSettings, partition_count: int) -> None:
+        """Refuse a new partition that is one too many, or declares too much."""
+        _check_count(
+            "max_partitions", "partitions", partition_count + 1, self.max_partitions, "clear some that are done"
+        )
+        self._check_fields("", 0, [spec.name for spec in settings.fields])
+
+    def check_write(self, partition: Partition | None, write: SampleWrite) -> None:
+        """Refuse a write that names too much; None: it makes its partition."""
+        self._check_names("keys", write.keys or ())
+        self._check_names("groups", write.groups or ())
+        known = {} if partition is None else partition.cells.fields
+        new = [column.spec.name for column in write.columns if column.spec.name not in known]
+        if new:
+            self._check_fields("" if partition is None else partition.partition_id, len(known), new)
+        if write.meta:
+            self.check_meta(partition, write.meta)
+
+    def check_meta(self, partition: Partition | None, columns: Sequence[MetaColumn]) -> None:
+        """Refuse custom_meta of too many columns, or too large for one sample."""
+        new = [column.name for column in columns if partition is None or not partition.meta.has(column.name)]
+        if new:
+            self._check_names("custom_meta", new)
+            count = len(new) + (0 if partition is None else len(partition.meta.names()))
+            _check_count(
+                "max_meta_columns", "custom_meta columns in the partition", count, self.max_meta_columns,
+                "use one column for values of one kind",
+            )  # fmt: skip
+        texts = [column for column in columns if column.values.dtype.kind == "O"]
+        if not texts and len(columns) * _NUMBER_BYTES <= self.max_sample_meta_bytes:
+            return
+        sizes = sum(map(_text_bytes, texts), np.zeros(columns[0].values.size, np.int64))
+        largest = int(sizes.max(initial=0)) + (len(columns) - len(texts)) * _NUMBER_BYTES
+        if largest > self.max_sample_meta_bytes:
+            raise InvalidArgumentError(
+                f"custom_meta of sample {int(sizes.argmax())} of the write has {largest} bytes, at most "
+                f"{self.max_sample_meta_bytes} expected (max_sample_meta_bytes); put large values as an object field",
+                field="custom_meta",
+                metadata={"got": str(largest), "limit": str(self.max_sample_meta_bytes)},
+            )
+
+    def check_task(self, partition: Partition, task_name: str) -> None:
+        """Refuse a task that is not there yet and one too many."""
+        if task_name not in partition.tasks:
+            self._check_names("task_name", (task_name,))
+            _check_count(
+                "max_tasks", f"tasks in partition {partition.partition_id!r}", len(partition.tasks) + 1,
+                self.max_tasks, "name tasks by what they do, not by process or step",
+            )  # fmt: skip
+
+    def _check_fields(self, partition_id: str, known_count: int, new: Sequence[str]) -> None:
+        self._check_names("fields", new)
+        where = f" in partition {partition_id!r}" if partition_id else ""
+        _check_count(
+            "max_fields", f"fields{where}", known_count + len(new), self.max_fields,
+            "put what differs from sample to sample as an object field",
+        )  # fmt: skip
+
+    def _check_names(self, what: str, names: Iterable[str]) -> None:
+        longest = max(map(len, names), default=0)
+        if longest > self.max_name_length:
+            raise InvalidArgumentError(
+                f"{what} has a name of {longest} characters, at most {self.max_name_length} expected (max_name_length)",
+                field=what,
+                metadata={"got": str(longest), "limit": str(self.max_name_length)},
+            )
+
+
+def _check_count(limit_name: str, what: str, got: int, limit: int, remedy: str) -> None:
+    if got > limit:
+        raise LimitExceededError(
+            f"there would be {got} {what}, at most {limit} expected ({limit_name}); {remedy}, or raise {limit_name}",
+            metadata={"limit_name": limit_name, "got": str(got), "limit": str(limit)},
+        )
+
+
+def _text_bytes(column: MetaColumn) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Return the bytes of each text in UTF-8, 0 for one that is not there."""
+    pairs = zip(column.values.tolist(), column.present.tolist(), strict=True)
+    sizes = (len(text.encode()) if is_there else 0 for text, is_there in pairs)
+    return np.fromiter(sizes, np.int64, column.values.size)
