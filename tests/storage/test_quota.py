@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from engine_driver import begin, cells, put
 
-from tq_service.errors import CallCancelledError, QuotaExceededError
+from tq_service.errors import CallCancelledError, QuotaExceededError, UnavailableError
 from tq_service.storage.engine import StorageEngine
 
 
@@ -166,3 +166,18 @@ async def test_without_quota_nothing_waits():
         await put(engine, number, rows(1000))
     assert engine.stat().max_bytes is None
     assert engine.stat().used_bytes == 20_000
+
+
+async def test_a_drain_ends_the_waits_and_takes_what_fits(engine):
+    await put(engine, 1, rows(900))
+    waiting = [asyncio.create_task(put(engine, number, rows(200), existing=number == 2)) for number in (2, 3)]
+    await settle()
+    engine.drain()
+    for task in [*waiting, asyncio.create_task(put(engine, 4, rows(300)))]:
+        with pytest.raises(UnavailableError, match="draining"):
+            await task
+    assert engine.stat().used_bytes == 900
+    await put(engine, 5, rows(100), existing=True)
+    engine.free([cells(1)])
+    await put(engine, 6, rows(700))
+    assert engine.stat().used_bytes == 800

@@ -244,6 +244,8 @@ class App:
         self._health.drain()
         if self._catalog is not None:
             self._catalog.drain()
+        if self._engine is not None:
+            self._engine.drain()
         if self._handover is not None:
             self._handover.drain()
         await self._server.stop(grace_seconds)

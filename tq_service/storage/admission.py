@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from tq_service.errors import QuotaExceededError
+from tq_service.errors import QuotaExceededError, UnavailableError
 
 RETRY_AFTER_SECONDS: Final = 1.0
 
@@ -41,12 +41,14 @@ class Admission:
         self._is_relieving = False
         self._new: deque[_Waiter] = deque()
         self._existing: deque[_Waiter] = deque()
+        self._is_draining = False
 
     async def reserve(self, size: int, *, for_existing_rows: bool, deadline: float | None) -> None:
         """Count `size` bytes as used, waiting for room until the deadline.
 
         Raises:
             QuotaExceededError: larger than the quota (at once), or no room until the deadline (with retry-after).
+            UnavailableError: no room, and the service is draining.
         """
         limit = self.max_bytes if for_existing_rows else self._new_rows_limit
         if limit is not None and size > limit:
@@ -60,8 +62,23 @@ class Admission:
         queue = self._existing if for_existing_rows else self._new
         queue.append(waiter)
         self.admit()
+        if self._is_draining:
+            self._end_waits()
         if not waiter.granted.done():
             await self._wait(waiter, deadline)
+        waiter.granted.result()
+
+    def drain(self) -> None:
+        """End the waits, and let nobody wait any more: the service is about to stop."""
+        self._is_draining = True
+        self._end_waits()
+
+    def _end_waits(self) -> None:
+        for waiter in (*self._existing, *self._new):
+            if not waiter.granted.done():
+                waiter.granted.set_exception(
+                    UnavailableError("there is no room, and the service is draining; put it again when it is back")
+                )
 
     def release(self, size: int) -> None:
         """Count bytes as free again, and let those in who fit now."""
@@ -88,7 +105,7 @@ class Admission:
         for queue in (self._existing, self._new):
             while queue:
                 waiter = queue[0]
-                if waiter.granted.cancelled():  # its task has not run since
+                if waiter.granted.done():  # its wait has ended, but its task has not run since
                     queue.popleft()
                     continue
                 if waiter.limit is not None and self.used_bytes + waiter.size > waiter.limit:
@@ -104,7 +121,7 @@ class Admission:
                 await waiter.granted
         except BaseException as error:
             # Room may have been granted in the very turn in which the wait was given up.
-            if waiter.granted.done() and not waiter.granted.cancelled():
+            if waiter.is_granted:
                 self.release(waiter.size)
             else:
                 waiter.granted.cancel()
@@ -128,3 +145,8 @@ class _Waiter:
         self.size = size
         self.limit = limit
         self.granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def is_granted(self) -> bool:
+        """Whether it has its room."""
+        return self.granted.done() and not self.granted.cancelled() and self.granted.exception() is None

@@ -300,6 +300,10 @@ class StorageEngine:
                 self._compact(some.put_id)
         self._admission.admit()  # holes that are too small to close for themselves may serve those who wait
 
+    def drain(self) -> None:
+        """End the waits for room: the service is about to stop."""
+        self._admission.drain()
+
     def open_read(self, runs: Sequence[ReadRuns], put_ids: Sequence[bytes]) -> Reading:
         """Find cells and keep them as they are until the result is closed; use it in a `with`.
 
