@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from tq_service.cli.log_lines import AUDIT_LOGGER, configure_logging
 from tq_service.cli.process import (
     collect_garbage_rarely,
     collect_young_garbage,
-    configure_logging,
     keep_freed_memory,
     loop_factory,
     shorten_switch_interval,
@@ -26,7 +26,11 @@ from tq_service.errors import InvalidArgumentError
 def process_is_put_back() -> Iterator[None]:
     root = logging.getLogger()
     handlers, level, interval = root.handlers[:], root.level, sys.getswitchinterval()
+    audit = logging.getLogger(AUDIT_LOGGER)
     yield
+    audit.handlers[:] = []
+    audit.setLevel(logging.NOTSET)
+    audit.propagate = True
     root.handlers[:] = handlers
     root.setLevel(level)
     sys.setswitchinterval(interval)

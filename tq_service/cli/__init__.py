@@ -12,12 +12,14 @@ from typer.core import TyperGroup
 
 from tq_service.errors import TqError
 
-# The commands in a word; the module of that name here has a function `command`, and `EXAMPLES` which end its --help.
+# The commands in a word; the module of that name here has a function `command`, and `EXAMPLES` which end its --help, or
+# a `group` of commands.
 _COMMANDS = {
     "serve": "Run the service until SIGTERM or SIGINT.",
     "health": "Print the health of a service; exit code 0 when it is SERVING.",
     "status": "Show partitions, fields and tasks of a service.",
     "samplers": "List the samplers of a service, with their options.",
+    "token": "Make bearer tokens, and list those of a file.",
     "plan": "Show what each sampler would do with the samples of a file of lengths.",
     "bench": "Measure claims, puts and gets against a service for a few seconds.",
     "demo": "Train a tiny policy through a service of its own, about a minute.",
@@ -37,6 +39,10 @@ class _CommandsOnDemand(TyperGroup):
         if cmd_name not in _COMMANDS:
             return super().get_command(ctx, cmd_name)
         module = importlib.import_module(f"tq_service.cli.{cmd_name}")
+        if hasattr(module, "group"):  # a command with commands of its own
+            command = typer.main.get_command(module.group)
+            command.name = cmd_name
+            return command
         holder = typer.Typer(add_completion=False, rich_markup_mode=None)
         function: Callable[..., None] = module.command
         holder.command(cmd_name, epilog=f"\b\nExamples:\n{module.EXAMPLES}")(function)

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from tq_service.cli.door_options import with_door_options
 from tq_service.config import parse_size
 from tq_service.errors import InvalidArgumentError
 
@@ -18,6 +19,7 @@ EXAMPLES = """\
   tq-service bench --size 256MiB --json"""
 
 
+@with_door_options
 def command(
     address: Annotated[
         str | None,

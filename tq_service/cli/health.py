@@ -7,12 +7,15 @@ from typing import Annotated
 import typer
 
 from tq_service.cli.addresses import probed_address
+from tq_service.cli.door_options import with_door_options
 
 EXAMPLES = """\
   tq-service health
-  tq-service health controller:50051 --timeout 2"""
+  tq-service health controller:50051 --timeout 2
+  tq-service health controller:50051 --tls-ca ca.pem"""
 
 
+@with_door_options
 def command(
     address: Annotated[
         str | None,
@@ -31,8 +34,13 @@ def command(
     import grpc  # noqa: PLC0415  (`--help` does without)
     from grpc_health.v1 import health_pb2, health_pb2_grpc  # noqa: PLC0415  (`--help` does without)
 
+    from tq_service.wire.credentials import Tls  # noqa: PLC0415  (`--help` does without)
+
     target = probed_address(address)
-    with grpc.insecure_channel(target) as channel:
+    tls = Tls.of_environment()  # no token: health is open
+    with (
+        grpc.insecure_channel(target) if tls is None else grpc.secure_channel(target, tls.channel_credentials())
+    ) as channel:
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(service=service), timeout=timeout

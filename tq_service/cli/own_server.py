@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from tq_service.config import ENV_PREFIX
 from tq_service.errors import UnavailableError
 
 _LISTENING = re.compile(r"listening on (\S+)")
 _STOP_SECONDS = 10.0
+_DOOR_VARIABLES = [
+    f"{ENV_PREFIX}{name.upper()}"
+    for name in ("tls_ca", "tls_cert", "tls_key", "tls_client_ca", "token", "token_file", "tokens_file", "insecure")
+]
 
 
 @contextmanager
 def own_server(*flags: str) -> Iterator[str]:
-    """Run `tq-service serve` as a process of its own on a free port; yield its address, stop it at the end."""
+    """Run `tq-service serve` as a process of its own on a free port; yield its address, stop it at the end.
+
+    What the environment says about TLS and tokens is for other services, and is set aside meanwhile.
+    """
+    elsewhere = {name: os.environ.pop(name) for name in _DOOR_VARIABLES if name in os.environ}
+    try:
+        with _running(*flags) as address:
+            yield address
+    finally:
+        os.environ.update(elsewhere)
+
+
+@contextmanager
+def _running(*flags: str) -> Iterator[str]:
     command = [sys.executable, "-m", "tq_service.cli", "serve", "--port", "0", "--log-level", "warning", *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:

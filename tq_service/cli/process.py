@@ -1,14 +1,11 @@
-"""What the server process is set up with before its event loop starts: memory, threads, event loop, logging."""
+"""What the server process is set up with before its event loop starts: memory, threads, event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
 import gc
-import json
-import logging
 import sys
-import time
 from collections.abc import Callable
 
 from tq_service.errors import InvalidArgumentError
@@ -96,30 +93,3 @@ def loop_factory(mode: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
         ) from None
     factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
     return factory
-
-
-class _JsonFormatter(logging.Formatter):
-    """One JSON object a line."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        line = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line)
-
-
-def configure_logging(level: str, style: str) -> None:
-    """Send log lines to stderr: for people ("text") or one JSON object each ("json")."""
-    handler = logging.StreamHandler()
-    if style == "json":
-        handler.setFormatter(_JsonFormatter())
-    else:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
-    root.setLevel(level.upper())

@@ -9,12 +9,14 @@ from typing import Annotated
 import typer
 
 from tq_service.cli.addresses import Address
+from tq_service.cli.door_options import with_door_options
 
 EXAMPLES = """\
   tq-service samplers
   tq-service samplers controller:50051 --json"""
 
 
+@with_door_options
 def command(
     address: Address = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,

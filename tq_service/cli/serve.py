@@ -9,10 +9,10 @@ from typing import Annotated
 
 import typer
 
+from tq_service.cli.log_lines import configure_logging
 from tq_service.cli.process import (
     collect_garbage_rarely,
     collect_young_garbage,
-    configure_logging,
     keep_freed_memory,
     loop_factory,
     shorten_switch_interval,
@@ -53,7 +53,7 @@ def command(
 def _run(settings: ServeSettings) -> int:
     keep_freed_memory()
     shorten_switch_interval()
-    configure_logging(settings.log_level, settings.log_format)
+    configure_logging(settings.log_level, settings.log_format, settings.audit_file)
     factory = loop_factory(settings.uvloop)
     from tq_service.server.app import serve  # noqa: PLC0415  (--show-config and --help do without the server)
 

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from tq_service.cli.addresses import Address
+from tq_service.cli.door_options import with_door_options
 
 EXAMPLES = """\
   tq-service status
@@ -18,6 +19,7 @@ EXAMPLES = """\
   tq-service status --json | jq '.partitions[].tasks'"""
 
 
+@with_door_options
 def command(
     address: Address = None,
     partition: Annotated[str | None, typer.Option(help="Show this partition only.", show_default=False)] = None,

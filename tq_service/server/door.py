@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, TypeAlias
 
@@ -57,7 +56,7 @@ class Door:
         token = self._known.get(digest)
         if token is None:
             return self._unknown
-        if token.expires is not None and token.expires.timestamp() <= time.time():
+        if token.is_expired():
             return Entry(lambda method: self._shut_gate(method, _BAD_TOKEN, "token has expired", token.name))
         entry = self._entries.get(digest)
         if entry is None:

@@ -66,6 +66,28 @@ class Token:
                 f"expires: got {self.expires}, expected a time with its zone, as 2027-01-31T00:00Z"
             )
 
+    @classmethod
+    def checked(
+        cls,
+        *,
+        name: str,
+        digest: bytes,
+        roles: Iterable[str],
+        prefixes: tuple[str, ...] = (ALL_PARTITIONS,),
+        expires: datetime | None = None,
+    ) -> Token:
+        """Return a token whose roles may come from anywhere.
+
+        Raises:
+            InvalidArgumentError: a value is wrong.
+        """
+        known = cast("frozenset[Role]", frozenset(roles))
+        return cls(name=name, digest=digest, roles=known, prefixes=prefixes, expires=expires)
+
+    def is_expired(self) -> bool:
+        """Whether its time is over, on the clock of this machine."""
+        return self.expires is not None and self.expires <= datetime.now(UTC)
+
     def covers(self, partition_id: str) -> bool:
         """Whether a partition is among those that it is for."""
         return partition_id.startswith(self.prefixes)
@@ -226,10 +248,10 @@ def _token_of(entry: Mapping[str, Any]) -> Token:
         raise InvalidArgumentError("name: expected a text")
     if expires is not None and not isinstance(expires, datetime):
         raise InvalidArgumentError(f"expires: got {expires!r}, expected a time as 2027-01-31T00:00:00Z, without quotes")
-    return Token(
+    return Token.checked(
         name=name,
         digest=bytes.fromhex(digest),
-        roles=cast("frozenset[Role]", frozenset(_texts(entry, "roles"))),
+        roles=_texts(entry, "roles"),
         prefixes=tuple(_texts(entry, "prefixes")),
         expires=expires,
     )

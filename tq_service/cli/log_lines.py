@@ -1,0 +1,81 @@
+"""Where log lines go, and what they look like."""
+
+from __future__ import annotations
+
+import json
+import logging
+import logging.handlers
+import time
+from pathlib import Path
+from typing import Any
+
+from tq_service.errors import InvalidArgumentError
+
+# Spelled out: the module of the audit log is the server's, which --help does without.
+AUDIT_LOGGER = "tq_service.audit"
+
+
+class _JsonFormatter(logging.Formatter):
+    """One JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": _moment(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+class _AuditFormatter(logging.Formatter):
+    """Lines of the audit log: as text, or as JSON with the facts by name."""
+
+    def __init__(self, style: str) -> None:
+        super().__init__()
+        self._is_json = style == "json"
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: Any = vars(record)["audit"]
+        if not self._is_json:
+            return f"{_moment(record)} AUDIT   {line}"
+        return json.dumps({"time": _moment(record), "level": "audit", "logger": record.name, **dict(line.shown())})
+
+
+def configure_logging(level: str, style: str, audit_file: Path | None = None) -> None:
+    """Send log lines to stderr, for people ("text") or one JSON object each ("json"), and the audit log beside them.
+
+    Args:
+        level: the least that is logged; the audit log is written whatever it is.
+        style: "text" or "json".
+        audit_file: where the audit log is appended, and opened anew when the file is moved away; None: stderr.
+
+    Raises:
+        InvalidArgumentError: the file cannot be written.
+    """
+    handler = logging.StreamHandler()
+    if style == "json":
+        handler.setFormatter(_JsonFormatter())
+    else:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    try:
+        audit_handler: logging.Handler = (
+            logging.StreamHandler() if audit_file is None else logging.handlers.WatchedFileHandler(audit_file)
+        )
+    except OSError as error:
+        raise InvalidArgumentError(f"the audit file {audit_file} cannot be written: {error.strerror}") from None
+    audit_handler.setFormatter(_AuditFormatter(style))
+    audit = logging.getLogger(AUDIT_LOGGER)
+    audit.handlers[:] = [audit_handler]
+    audit.setLevel(logging.INFO)
+    audit.propagate = False
+
+
+def _moment(record: logging.LogRecord) -> str:
+    """Return when a line was written, in UTC."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"

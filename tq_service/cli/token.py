@@ -1,0 +1,139 @@
+"""`tq-service token`: makes bearer tokens and lists those of a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tq_service.errors import AlreadyExistsError, InvalidArgumentError
+
+EXAMPLES = """\
+  tq-service token new --name rollouts --role produce --prefix train@ --file tokens.toml > rollouts.token
+  tq-service token new --name trainer --role consume --expires 90d --file tokens.toml --output trainer.token
+  tq-service token list --file tokens.toml"""
+
+_SPAN = re.compile(r"(\d+)([hd])")
+
+group = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True)
+File = Annotated[
+    Path | None,
+    typer.Option(envvar="TQ_TOKENS_FILE", help="The service's file of tokens (TOML).", show_default=False),
+]
+
+
+@group.callback(epilog=f"\b\nExamples:\n{EXAMPLES}")
+def command() -> None:
+    """Make bearer tokens, and list those of a file."""
+
+
+@group.command()
+def new(
+    *,
+    name: Annotated[str, typer.Option(help="Whose it is, for logs and for taking it back.")],
+    role: Annotated[list[str], typer.Option(help="read, produce, consume, admin or service; may be repeated.")],
+    prefix: Annotated[
+        list[str] | None,
+        typer.Option(help="Only partitions whose names begin so; may be repeated. Default: all.", show_default=False),
+    ] = None,
+    expires: Annotated[
+        str | None,
+        typer.Option(help="Until when, as 2027-01-31, 2027-01-31T12:00Z, 12h or 90d. Default: for ever."),
+    ] = None,
+    file: File = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="New file for the token, for this user alone. Default: stdout.", show_default=False),
+    ] = None,
+) -> None:
+    """Make a token. It is shown this once; its entry, which holds a digest of it, is added to --file, or printed.
+
+    A running service sees the new entry within a second.
+    """
+    from tq_service.server.tokens import Token, append_token, digest_of, format_entry, new_secret  # noqa: PLC0415
+
+    secret = new_secret()
+    token = Token.checked(
+        name=name,
+        digest=digest_of(secret),
+        roles=role,
+        prefixes=tuple(prefix or ("",)),
+        expires=None if expires is None else _moment(expires),
+    )
+    if output is not None:
+        _write_private(output, secret)
+    try:
+        if file is not None:
+            append_token(file, token)
+    except BaseException:
+        if output is not None:
+            output.unlink()
+        raise
+    if output is None:
+        typer.echo(secret)
+    typer.echo(f"added to {file}: {name}" if file is not None else f"\n{format_entry(token)}".rstrip(), err=True)
+
+
+@group.command("list")
+def list_tokens(
+    file: File = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """List the tokens of a file: names, roles, prefixes and ends."""
+    from tq_service.server.tokens import ROLES, read_tokens  # noqa: PLC0415  (--help does without)
+
+    if file is None:
+        raise InvalidArgumentError("no file given; name it with --file or TQ_TOKENS_FILE", field="file")
+    tokens = read_tokens(file).values()
+    shown = [
+        {
+            "name": token.name,
+            "roles": [role for role in ROLES if role in token.roles],
+            "prefixes": list(token.prefixes),
+            "expires": None if token.expires is None else token.expires.isoformat(),
+            "is_expired": token.is_expired(),
+        }
+        for token in tokens
+    ]
+    if as_json:
+        typer.echo(json.dumps(shown, indent=2))
+        return
+    from rich.table import Table  # noqa: PLC0415  (only for people)
+
+    from tq_service.cli.output import print_table  # noqa: PLC0415  (only for people)
+
+    table = Table("token", "roles", "prefixes", "expires", box=None, pad_edge=False)
+    for token in tokens:
+        prefixes = ", ".join(each or "(all)" for each in token.prefixes)
+        end = "" if token.expires is None else token.expires.isoformat()
+        roles = ", ".join(role for role in ROLES if role in token.roles)
+        table.add_row(token.name, roles, prefixes, f"{end} (over)" if token.is_expired() else end)
+    print_table(table)
+
+
+def _moment(text: str) -> datetime:
+    """Return the end that was asked for; without a zone it is UTC."""
+    span = _SPAN.fullmatch(text)
+    if span is not None:
+        return datetime.now(UTC) + timedelta(hours=int(span[1]) * (24 if span[2] == "d" else 1))
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise InvalidArgumentError(
+            f"--expires: got {text!r}; expected 2027-01-31, 2027-01-31T12:00Z, 12h or 90d", field="expires"
+        ) from None
+    return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
+
+
+def _write_private(path: Path, secret: str) -> None:
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        raise AlreadyExistsError(f"--output: {path} is there already; name a new file") from None
+    with os.fdopen(descriptor, "w") as file:
+        file.write(f"{secret}\n")
