@@ -1,0 +1,93 @@
+"""A data folder with a journal in memory, and the engines that come and go over it."""
+
+import asyncio
+
+from engine_driver import begin, begin_shared, put_id
+
+from tq_service.durable.put_records import PutRecords
+from tq_service.storage import segments
+from tq_service.storage.engine import StorageEngine
+from tq_service.storage.segments import SegmentFiles
+from tq_service.wire import shared_memory
+from tq_service.wire.frames import iter_frames
+
+BOOT = bytes(range(16))
+
+
+class Folder:
+    """What is left of engines that end without a word: their segments, and the records that were durable."""
+
+    def __init__(self, path, **settings):
+        self.path = path
+        self.settings = {"max_bytes": None, "boot_id": BOOT, **settings}
+        self.min_free_bytes = 0
+        self.records = []
+        self.durable_count = 0
+        self._callbacks = []
+        self.engine = None
+        self.puts = None
+
+    def open(self):
+        """Start an engine; what an earlier one had not made durable is gone."""
+        del self.records[self.durable_count :]
+        self.records, self._callbacks = list(self.records), []  # those of the engine before lead nowhere
+        if self.engine is not None:
+            self._end(self.engine)
+        files = SegmentFiles(self.path / "segments", min_free_bytes=self.min_free_bytes)
+        self.engine = StorageEngine(files=files, **self.settings)
+        self.puts = PutRecords(self.engine)
+        self.puts.recover(self.records)
+        journal = _Journal(self.records, self._callbacks)
+        self.puts.start(journal.append, journal.after_durable)
+        return self.engine
+
+    def _end(self, engine):
+        """Wait for threads of an engine that would have ended with its process."""
+        engine._durability._threads._executor.shutdown()
+        segments._ASIDE.submit(int).result()
+
+    def flush(self):
+        """Make durable what was written down."""
+        self.durable_count = len(self.records)
+        while self._callbacks:
+            self._callbacks.pop(0)()
+
+    def snapshot(self):
+        """Go on from what is there now, as a snapshot and a new journal do."""
+        self.flush()
+        self.records[:] = list(self.puts.kept_records())
+        self.durable_count = len(self.records)
+
+    def segments(self):
+        """Return the files that are there, by number."""
+        return {int(path.stem): path for path in sorted((self.path / "segments").glob("*.seg"))}
+
+
+class _Journal:
+    """The way of one engine to its folder."""
+
+    def __init__(self, records, callbacks):
+        self.append = records.append
+        self.after_durable = callbacks.append
+
+
+async def put(engine, number, data, *, shared=False, confirm=True):
+    if shared:
+        pending, columns = await begin_shared(engine, number, data)
+        pending.adopt(shared_memory.write_columns(columns))
+    else:
+        pending, chunks = await begin(engine, number, data)
+        for parts in iter_frames(chunks, 1 << 16):
+            pending.write(b"".join(parts))
+    await engine.settle(pending)
+    pending.finish()
+    if confirm:
+        engine.confirm(put_id(number), "train@0")
+
+
+async def settled(folder):
+    """Let the moves of compacted puts be written down."""
+    while folder.engine._durability._moving:
+        await asyncio.wait(list(folder.engine._durability._moving.values()))
+        await asyncio.sleep(0)
+    folder.flush()

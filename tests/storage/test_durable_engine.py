@@ -1,0 +1,388 @@
+import asyncio
+import errno
+import gc
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from durable_driver import BOOT, Folder, put, settled
+from engine_driver import PARTITION, begin, begin_shared, cells, put_id, read, runs
+
+from tq_service.errors import CallCancelledError, DataLossError, DiskFullError, PutNotFoundError
+from tq_service.storage import segments
+from tq_service.storage.engine import StorageEngine
+from tq_service.wire import shared_memory
+
+ROWS = 100
+BIG = {
+    "dense": np.arange(ROWS * 300).reshape(ROWS, 300),
+    "jagged": [np.arange(row % 7) for row in range(ROWS)],
+    "object": [{"row": row} for row in range(ROWS)],
+}
+SMALL = {"dense": np.arange(12).reshape(4, 3), "object": ["a", "bb", "", "dddd"]}
+
+needs_memfd = pytest.mark.skipif(not shared_memory.is_supported(), reason="sealed memfds are there on Linux only")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return Folder(tmp_path)
+
+
+async def eventually(condition):
+    for _ in range(3000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it never came")
+
+
+def check(engine, number, data, rows=None):
+    names = list(data)
+    wanted = range(len(data[names[0]])) if rows is None else rows
+    back = read(engine, [number], runs(names, *((0, row, 1) for row in wanted)))
+    for name, values in data.items():
+        for got, row in zip(back[name], wanted, strict=True):
+            assert np.array_equal(got, values[row]) if name != "object" else got == values[row]
+
+
+@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=needs_memfd)])
+@pytest.mark.parametrize("data", [BIG, SMALL], ids=["big", "small"])
+@pytest.mark.parametrize("sync", [False, True])
+async def test_puts_come_back_as_they_were(tmp_path, shared, data, sync):
+    folder = Folder(tmp_path, sync=sync)
+    engine = folder.open()
+    await put(engine, 1, data, shared=shared)
+    check(engine, 1, data)
+    folder.flush()
+    used = engine.stat().used_bytes
+    for _ in range(2):
+        engine = folder.open()
+        assert engine.boot_id == BOOT
+        assert engine.partition_of(put_id(1)) == PARTITION
+        assert engine.stat().put_count == engine.stat().uncommitted_put_count == 1
+        await engine.check([put_id(1)])
+        check(engine, 1, data)
+        assert engine.stat().used_bytes == pytest.approx(used, abs=8192)
+        folder.snapshot()
+    assert len({StorageEngine(max_bytes=None, boot_id=BOOT).run_id for _ in range(3)}) == 3
+
+
+async def test_what_was_not_durable_is_gone_and_its_segment_is_used_again(folder):
+    engine = folder.open()
+    await put(engine, 1, BIG)
+    engine = folder.open()
+    assert engine.stat().put_count == 0
+    assert len(folder.segments()) == 1
+    await put(engine, 2, BIG)
+    folder.flush()
+    assert len(folder.segments()) == 1
+    check(engine, 2, BIG)
+
+
+async def test_a_segment_is_not_used_again_before_the_end_of_its_put_is_durable(folder):
+    engine = folder.open()
+    await put(engine, 1, BIG)
+    folder.flush()
+    engine.free([cells(1)])
+    await put(engine, 2, BIG)
+    assert len(folder.segments()) == 2
+    with pytest.raises(PutNotFoundError):
+        check(engine, 1, BIG)
+    engine = folder.open()  # neither the end of the one nor the other was durable
+    await engine.check([put_id(1)])
+    check(engine, 1, BIG)
+    engine.free([cells(1)])
+    used = engine.stat().used_bytes
+    folder.flush()
+    assert engine.stat().used_bytes < used
+    await put(engine, 3, BIG)
+    assert len(folder.segments()) == 2
+
+
+async def test_a_put_is_not_finished_before_it_is_settled(folder):
+    engine = folder.open()
+    pending, columns = await begin_shared(engine, 1, BIG)
+    pending.adopt(shared_memory.write_columns(columns))
+    with pytest.raises(RuntimeError, match="settled"):
+        pending.finish()
+
+
+async def test_a_retry_may_take_over_while_a_put_settles(folder):
+    engine = folder.open()
+    first, columns = await begin_shared(engine, 1, BIG)
+    first.adopt(shared_memory.write_columns(columns))
+    settling = asyncio.create_task(engine.settle(first))
+    await asyncio.sleep(0)
+    await put(engine, 1, BIG)
+    with pytest.raises(CallCancelledError):
+        await settling
+    folder.flush()
+    engine = folder.open()
+    await engine.check([put_id(1)])
+    check(engine, 1, BIG)
+
+
+async def test_a_compacted_put_comes_back_with_what_was_left(folder):
+    engine = folder.open()
+    await put(engine, 1, BIG)
+    folder.flush()
+    engine.free([cells(1, *range(0, 70))])
+    engine.free([cells(1, fields=["jagged"])])
+    left = {name: BIG[name] for name in ("dense", "object")}
+    check(engine, 1, left, range(70, ROWS))
+    folder.flush()
+    await settled(folder)
+    for _ in range(2):
+        engine = folder.open()
+        await engine.check([put_id(1)])
+        check(engine, 1, left, range(70, ROWS))
+        with pytest.raises(PutNotFoundError):
+            check(engine, 1, left, [3])
+        folder.snapshot()
+
+
+async def test_a_put_may_go_while_it_is_moved(folder):
+    engine = folder.open()
+    await put(engine, 1, BIG)
+    folder.flush()
+    engine.free([cells(1, *range(0, 60))])
+    assert engine._durability._moving
+    engine.free([cells(1)])
+    await settled(folder)
+    assert engine.stat().used_bytes == 0
+    engine = folder.open()
+    assert engine.stat().put_count == 0
+
+
+# Damage
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[1000] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "harm", [flip, Path.unlink, lambda path: os.truncate(path, 5000)], ids=["bit", "gone", "short"]
+)
+async def test_a_damaged_segment_loses_exactly_its_put(folder, harm):
+    engine = folder.open()
+    for number in range(5):
+        await put(engine, number, BIG)
+    await put(engine, 5, SMALL)
+    folder.flush()
+    harm(folder.segments()[3])
+    engine = folder.open()
+    names = [put_id(number) for number in range(6)]
+    await engine.check(names)
+    for number in (0, 1, 3, 4):
+        check(engine, number, BIG)
+    check(engine, 5, SMALL)
+    with pytest.raises(DataLossError, match=put_id(2).hex()) as caught:
+        read(engine, range(5), runs(["dense"], (2, 0, 1), (4, 0, 1)))
+    assert caught.value.metadata["put_ids"] == put_id(2).hex()
+    assert engine.stat().damaged_put_count == 1
+    kept = engine.keep([cells(number) for number in range(6)])
+    assert (kept.missing_put_ids, kept.dropped_count) == ([put_id(2)], 0)
+    engine.free([cells(2, 1, 2), cells(2)])
+    assert engine.stat().damaged_put_count == 0
+    folder.flush()
+    await put(engine, 9, BIG)
+    check(engine, 9, BIG)
+    assert len({path.name for path in folder.segments().values()}) == len(folder.segments())
+
+
+async def test_the_scrub_finds_damage_that_nobody_read(folder):
+    engine = folder.open()
+    for number in range(4):
+        await put(engine, number, BIG)
+    folder.flush()
+    flip(folder.segments()[2])
+    engine = folder.open()
+    assert engine.stat().damaged_put_count == 0
+    await engine.scrub()
+    assert list(engine.damaged) == [put_id(1)]
+
+
+async def test_a_number_that_a_put_refers_to_is_not_given_out_again(folder):
+    engine = folder.open()
+    for number in range(3):
+        await put(engine, number, BIG)
+    folder.flush()
+    folder.segments()[3].unlink()
+    engine = folder.open()
+    await put(engine, 7, BIG)
+    assert max(folder.segments()) == 4
+
+
+# Disk full
+
+
+async def test_a_full_disk_refuses_one_put_and_nothing_else(folder, monkeypatch):
+    engine = folder.open()
+    await put(engine, 1, BIG)
+
+    def full(fd, start, size):
+        os.pwrite(fd, b"x", 0)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(segments.os, "posix_fallocate", full)
+        with pytest.raises(DiskFullError, match="cannot be kept") as caught:
+            await put(engine, 2, BIG)
+        assert caught.value.retry_after_seconds
+        await put(engine, 3, SMALL)
+        check(engine, 1, BIG)
+        engine.free([cells(1)])
+        folder.flush()
+        await put(engine, 4, BIG)  # into the segment that was freed
+    assert len(folder.segments()) == 1
+    await put(engine, 2, BIG)
+    assert sorted(folder.engine._puts) == [put_id(number) for number in (2, 3, 4)]
+    engine.free([cells(number) for number in (2, 3, 4)])
+    folder.flush()
+    assert engine.stat().used_bytes == 0
+
+
+async def test_room_is_left_for_clears(folder, monkeypatch):
+    folder.min_free_bytes = 1 << 60
+    engine = folder.open()
+    for data in (BIG, SMALL):
+        with pytest.raises(DiskFullError):
+            await put(engine, 1, data)
+    assert engine.stat().used_bytes == 0
+    assert folder.segments() == {}
+
+
+async def test_segments_that_wait_for_reuse_make_room(folder, monkeypatch):
+    engine = folder.open()
+    await put(engine, 1, BIG)
+    engine.free([cells(1)])
+    folder.flush()
+    real, calls = os.posix_fallocate, []
+
+    def full_at_first(fd, start, size):
+        calls.append(size)
+        if len(calls) == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(fd, start, size)
+
+    monkeypatch.setattr(segments.os, "posix_fallocate", full_at_first)
+    await put(engine, 2, {"dense": np.arange(400_000)})
+    assert len(calls) == 2
+    assert list(folder.segments()) == [3]
+
+
+async def test_a_put_that_is_given_up_while_its_file_is_made_leaves_nothing(folder, monkeypatch):
+    engine = folder.open()
+    real = os.posix_fallocate
+
+    def slow(fd, start, size):
+        time.sleep(0.2)
+        real(fd, start, size)
+
+    monkeypatch.setattr(segments.os, "posix_fallocate", slow)
+    making = asyncio.create_task(begin(engine, 1, BIG))
+    await asyncio.sleep(0.05)
+    making.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await making
+    assert engine.stat().used_bytes == 0
+    await eventually(lambda: engine.stat().pooled_bytes)
+    await put(engine, 2, BIG)
+    assert len(folder.segments()) == 1
+
+
+# Bounds
+
+
+async def test_disk_files_and_mappings_stay_flat(folder):
+    engine = folder.open()
+    process = psutil.Process()
+
+    async def cycle(number, size):
+        await put(engine, number, {"dense": np.zeros((1, 100_000 + size), np.uint8)})
+        engine.free([cells(number)])
+        if len(folder.records) > 500:
+            folder.snapshot()
+        else:
+            folder.flush()
+
+    async def cycles(start):
+        for number in range(start, start + 1000):
+            await cycle(number, number // 50 % 7 * 20_000)
+
+    await cycles(0)
+    gc.collect()
+    before = process.num_fds(), len(process.memory_maps(grouped=False)), len(folder.segments())
+    await cycles(1000)
+    gc.collect()
+    after = process.num_fds(), len(process.memory_maps(grouped=False)), len(folder.segments())
+    assert all(late <= early + 8 for late, early in zip(after, before, strict=True)), (before, after)
+    assert len(folder.segments()) <= 4
+
+
+async def test_segments_that_are_not_needed_any_more_are_removed(tmp_path):
+    now = [0.0]
+    folder = Folder(tmp_path, clock=lambda: now[0])
+    engine = folder.open()
+    for number in range(8):
+        await put(engine, number, BIG)
+    engine.free([cells(number) for number in range(8)])
+    folder.flush()
+    assert len(folder.segments()) == 8
+    engine = folder.open()
+    assert engine.stat().pooled_bytes
+    for _ in range(20):
+        now[0] += 60
+        engine.expire()
+    await eventually(lambda: not folder.segments())
+    assert engine.stat().pooled_bytes == 0
+
+
+# Who knows what
+
+
+async def test_recovered_puts_wait_for_what_the_controller_knows(tmp_path):
+    now = [0.0]
+    folder = Folder(tmp_path, clock=lambda: now[0], put_ttl_seconds=10)
+    engine = folder.open()
+    for number in range(4):
+        await put(engine, number, BIG)
+    folder.flush()
+    engine = folder.open()
+    now[0] += 1000
+    assert engine.expire() == 0
+    await put(engine, 4, SMALL)
+    await put(engine, 5, SMALL, confirm=False)
+    kept = engine.keep([cells(0), cells(1, 0, 1, 2), cells(1, fields=["dense"]), cells(8)])
+    assert (kept.missing_put_ids, kept.dropped_count) == ([put_id(8)], 1)  # 4 was confirmed, but is not known
+    check(engine, 0, BIG)
+    check(engine, 1, BIG, range(3))
+    check(engine, 1, {"dense": BIG["dense"]})
+    with pytest.raises(PutNotFoundError):
+        check(engine, 1, {"object": BIG["object"]}, [3])
+    assert engine.stat().uncommitted_put_count == 3
+    with pytest.raises(DataLossError, match="it is not here"):
+        read(engine, [8], runs(["dense"], (0, 0, 1)))
+    now[0] += 11
+    assert engine.expire() == 3
+    assert engine.stat().put_count == 2
+    assert engine.keep([cells(0)]).dropped_count == 1
+    engine.free([cells(8)])
+    assert engine.stat().damaged_put_count == 0
+
+
+async def test_a_confirm_that_comes_before_is_not_forgotten(folder):
+    engine = folder.open()
+    await put(engine, 1, BIG, confirm=False)
+    folder.flush()
+    engine = folder.open()
+    engine.confirm(put_id(1), PARTITION)
+    assert engine.stat().uncommitted_put_count == 0
+    assert engine.drop_confirmed() == 1
