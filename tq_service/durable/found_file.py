@@ -37,7 +37,10 @@ class FoundFile:
         """
         query = "SELECT number, crc, record FROM records WHERE number < ? ORDER BY number"
         with closing(_connect(self.path)) as connection:
-            yield from connection.execute(query, (limit,))
+            for row in connection.execute(query, (limit,)):
+                if tuple(map(type, row)) != (int, int, bytes):  # SQLite keeps what is damaged as what it looks like
+                    raise sqlite3.DatabaseError("a record has values of other types")
+                yield row
 
 
 class TornFile(Exception):  # noqa: N818  (a finding, which the reader turns into an error or a line of the log)
@@ -66,9 +69,10 @@ def look_at(path: Path, *, accept_loss: bool) -> FoundFile:
         raise TornFile(tail)
     with closing(_connect(path)) as connection:
         row = connection.execute("SELECT number FROM start").fetchone()
-    return FoundFile(
-        path=path, start=0 if row is None else row[0], may_lose_tail=not is_synced and not is_same_run, tail=tail
-    )
+    start = 0 if row is None else row[0]
+    if not isinstance(start, int):
+        raise sqlite3.DatabaseError(f"its start is {start!r}")
+    return FoundFile(path=path, start=start, may_lose_tail=not is_synced and not is_same_run, tail=tail)
 
 
 def _is_damage(tail: LogTail, *, is_synced: bool, is_same_run: bool) -> bool:

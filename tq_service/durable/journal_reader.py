@@ -57,6 +57,8 @@ class JournalReader:
             self.last_number = self._number_after_a_gap(generation)
         for file in found:
             if not file.start:
+                if not file.tail.whole_bytes:
+                    _log.warning("%s has no log, and is taken for one that was never used", file.path.name)
                 remove_journal(file.path)
 
     def _look_at(self, number: int) -> FoundFile | None:
