@@ -435,8 +435,9 @@ class Partition:
         partition.insert_step = frozen.insert_step
         states = partition.state[table.present_positions()]
         partition.state_counts = np.bincount(states, minlength=4).tolist()
-        indexes, keys = table.index[: table.count].tolist(), partition.key[: table.count].tolist()
-        partition.key_index = {key: index for key, index in zip(keys, indexes, strict=True) if key is not None}
+        keys = partition.key[: table.count]
+        named = np.flatnonzero(keys != None)  # noqa: E711  (of each)
+        partition.key_index = dict(zip(keys[named].tolist(), table.index[named].tolist(), strict=True))
         return partition
 
     # Change notices

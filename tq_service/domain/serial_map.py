@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Mapping
 from typing import Generic, TypeVar
 
 Value = TypeVar("Value")
@@ -34,6 +35,12 @@ class SerialMap(Generic[Value]):
         """Enter a value under a new serial."""
         self._own(serial >> _BLOCK_SHIFT)[serial] = value
         self._size += 1
+
+    def update(self, values: Mapping[int, Value]) -> None:
+        """Enter values under new serials."""
+        for number, numbered in itertools.groupby(values.items(), lambda item: item[0] >> _BLOCK_SHIFT):
+            self._own(number).update(numbered)
+        self._size += len(values)
 
     def pop(self, serial: int) -> Value | None:
         """Remove a value and return it; None where there was none."""

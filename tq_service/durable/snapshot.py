@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,11 +61,24 @@ def read_snapshot(path: Path) -> FrozenService:
     """
     reader = SnapshotReader(path)
     try:
-        return _read(reader)
+        with _collecting_later():
+            return _read(reader)
     except (DecodeError, ValueError, LookupError, AttributeError, TypeError) as error:
         if isinstance(error, TqError):
             raise
         raise reader.damaged(f"{type(error).__name__}: {error}") from error
+
+
+@contextlib.contextmanager
+def _collecting_later() -> Iterator[None]:
+    """Leave out the garbage collector, which would look at a million new objects again and again, and find nothing."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _records(frozen: FrozenService) -> Iterator[pb.SnapshotRecord]:

@@ -24,6 +24,7 @@ from tq_service.durable.messages import decode_settings, encode_settings
 from tq_service.durable.snapshot_columns import encode_numbers, encode_puts, encode_strings
 from tq_service.durable.snapshot_reader import SnapshotReader
 from tq_service.durable.snapshot_tasks import (
+    PartEncoder,
     decode_batches,
     decode_claims,
     decode_ids,
@@ -180,9 +181,10 @@ def _encode_task(task: FrozenTask) -> Iterator[pb.SnapshotRecord]:
     if task.leases.deliveries is not None:
         for column in encode_numbers("deliveries", task.leases.deliveries):
             yield pb.SnapshotRecord(column=column)
+    encoder = PartEncoder()
     for block in task.records:
-        yield from encode_records(block)
-    yield from encode_batches([(0, batch) for batch in task.rowless])
+        yield from encode_records(block, encoder)
+    yield from encode_batches([(0, batch) for batch in task.rowless], encoder)
     yield from encode_ids(task.released)
     yield from encode_ids(task.expired)
 

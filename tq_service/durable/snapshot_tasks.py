@@ -11,13 +11,15 @@ from tq_service.domain.aging_log import Entry, FrozenLog
 from tq_service.domain.asking import Binding
 from tq_service.domain.claim_records import Batch, QueueClaim
 from tq_service.domain.leases import Lease, LeaseTerms
-from tq_service.domain.plan import Plan, RankPlan
-from tq_service.durable.messages import decode_binding, decode_part, encode_binding, encode_part
+from tq_service.domain.plan import Pack, Plan, RankPlan
+from tq_service.durable.messages import decode_binding, decode_part, encode_binding, encode_indexes, encode_steps
 from tq_service.v1 import journal_pb2
 from tq_service.v1 import snapshot_pb2 as pb
 
 _CLAIMS_A_RECORD: Final = 256  # what is encoded without giving way to others
 _IDS_A_RECORD: Final = 1024
+_MOST_STEPS: Final = 4096
+Steps = tuple[tuple[Pack, ...], ...]
 Each = TypeVar("Each")
 
 
@@ -44,41 +46,59 @@ class EncodedPlan:
 
     def __call__(self) -> Plan:
         """Return the plan."""
-        return Plan(ranks=tuple(map(decode_part, pb.SnapshotPlan.FromString(self.data).ranks)))
+        return Plan(ranks=tuple(EncodedPart(part)() for part in pb.SnapshotPlan.FromString(self.data).ranks))
+
+
+class PartEncoder:
+    """Encodes the parts of plans; steps that several of them share, as plain batches do, are encoded once."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, tuple[Steps, bytes]] = {}  # by identity, which is theirs while they are in here
+
+    def encode(self, part: RankPlan) -> bytes:
+        """Return a PlannedPart, encoded: a message is what its fields are, one after the other."""
+        rows = journal_pb2.PlannedPart(rows=encode_indexes(part.rows)).SerializeToString()
+        known = self._steps.get(id(part.steps))
+        if known is None:
+            if len(self._steps) >= _MOST_STEPS:
+                self._steps.clear()
+            steps = journal_pb2.PlannedPart(steps=encode_steps(part.steps)).SerializeToString()
+            known = self._steps[id(part.steps)] = (part.steps, steps)
+        return rows + known[1]
 
 
 # Claims
 
 
-def encode_records(block: Mapping[int, Batch | QueueClaim]) -> Iterator[pb.SnapshotRecord]:
+def encode_records(block: Mapping[int, Batch | QueueClaim], encoder: PartEncoder) -> Iterator[pb.SnapshotRecord]:
     """Yield the records of claims by their serial."""
     claims = [record for record in block.values() if isinstance(record, QueueClaim)]
     for some in _batched(claims, _CLAIMS_A_RECORD):
-        yield pb.SnapshotRecord(claims=_encode_claims(some))
+        yield pb.SnapshotRecord(claims=_encode_claims(some, encoder))
     batches = [(serial, record) for serial, record in block.items() if isinstance(record, Batch)]
-    yield from encode_batches(batches)
+    yield from encode_batches(batches, encoder)
 
 
-def encode_batches(batches: Sequence[tuple[int, Batch]]) -> Iterator[pb.SnapshotRecord]:
+def encode_batches(batches: Sequence[tuple[int, Batch]], encoder: PartEncoder) -> Iterator[pb.SnapshotRecord]:
     """Yield the records of batches with their serials, 0 for those whose rows are gone."""
     for some in _batched(batches, _CLAIMS_A_RECORD):
-        yield pb.SnapshotRecord(batches=_encode_batches(some))
+        yield pb.SnapshotRecord(batches=_encode_batches(some, encoder))
 
 
-def _encode_claims(claims: Sequence[QueueClaim]) -> pb.SnapshotClaims:
+def _encode_claims(claims: Sequence[QueueClaim], encoder: PartEncoder) -> pb.SnapshotClaims:
     return pb.SnapshotClaims(
         serials=_integers(claim.serial for claim in claims),
         request_ids=[claim.request_id for claim in claims],
-        parts=[_part_bytes(claim) for claim in claims],
+        parts=[_part_bytes(claim, encoder) for claim in claims],
         leases=[
             _encode_lease(position, claim.lease) for position, claim in enumerate(claims) if claim.lease is not None
         ],
     )
 
 
-def _part_bytes(claim: QueueClaim) -> bytes:
+def _part_bytes(claim: QueueClaim, encoder: PartEncoder) -> bytes:
     kept = claim.kept_part
-    return kept.data if isinstance(kept, EncodedPart) else encode_part(claim.part).SerializeToString()
+    return kept.data if isinstance(kept, EncodedPart) else encoder.encode(claim.part)
 
 
 def _encode_lease(position: int, lease: Lease) -> pb.SnapshotLease:
@@ -91,7 +111,7 @@ def _encode_lease(position: int, lease: Lease) -> pb.SnapshotLease:
     )
 
 
-def _encode_batches(batches: Sequence[tuple[int, Batch]]) -> pb.SnapshotBatches:
+def _encode_batches(batches: Sequence[tuple[int, Batch]], encoder: PartEncoder) -> pb.SnapshotBatches:
     numbers: dict[Binding, int] = {}
     indexes = [numbers.setdefault(batch.binding, len(numbers)) for _, batch in batches]
     return pb.SnapshotBatches(
@@ -100,15 +120,15 @@ def _encode_batches(batches: Sequence[tuple[int, Batch]]) -> pb.SnapshotBatches:
         sizes=_integers(batch.size for _, batch in batches),
         bindings=map(encode_binding, numbers),
         binding_indexes=np.array(indexes, "<i4").tobytes(),
-        plans=[_plan_bytes(batch) for _, batch in batches],
+        plans=[_plan_bytes(batch, encoder) for _, batch in batches],
     )
 
 
-def _plan_bytes(batch: Batch) -> bytes:
+def _plan_bytes(batch: Batch, encoder: PartEncoder) -> bytes:
     kept = batch.kept_plan
     if isinstance(kept, EncodedPlan):
         return kept.data
-    return pb.SnapshotPlan(ranks=map(encode_part, batch.plan.ranks)).SerializeToString()
+    return pb.SnapshotPlan(ranks=map(encoder.encode, batch.plan.ranks)).SerializeToString()
 
 
 def decode_claims(message: pb.SnapshotClaims) -> dict[int, Batch | QueueClaim]:

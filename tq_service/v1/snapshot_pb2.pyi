@@ -598,13 +598,13 @@ class SnapshotPlan(google.protobuf.message.Message):
 
     RANKS_FIELD_NUMBER: builtins.int
     @property
-    def ranks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[tq_service.v1.journal_pb2.PlannedPart]:
-        """The parts, by rank."""
+    def ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """The parts, by rank: PlannedPart, encoded."""
 
     def __init__(
         self,
         *,
-        ranks: collections.abc.Iterable[tq_service.v1.journal_pb2.PlannedPart] | None = ...,
+        ranks: collections.abc.Iterable[builtins.bytes] | None = ...,
     ) -> None: ...
     def ClearField(self, field_name: typing.Literal["ranks", b"ranks"]) -> None: ...
 
