@@ -225,11 +225,28 @@ async def test_a_deposit_without_file_descriptors_is_refused(server):
 async def test_too_many_sessions_are_refused_the_others_served(server, monkeypatch):
     monkeypatch.setattr(server_side, "_MOST_SESSIONS", 2)
     first, second = await connect(server), await connect(server)
+    assert server.session(first.session_id) is not None
+    assert server.session(second.session_id) is not None
     with pytest.raises(UnavailableError):
         await connect(server)
     second.close()
     await settled(lambda: server.session(second.session_id) is None)
     assert (await connect(server)).session_id != first.session_id
+
+
+async def test_who_opens_sessions_but_makes_no_calls_keeps_nobody_out(server, monkeypatch):
+    monkeypatch.setattr(server_side, "_MOST_SESSIONS", 4)
+    used = await connect(server)
+    assert server.session(used.session_id) is not None
+    idle = [raw(server) for _ in range(16)]
+    greeted = await connect(server)
+    assert server.session(greeted.session_id) is not None
+    assert server.session(used.session_id) is not None
+    assert len(server._connections) <= 4
+    assert await ask(idle[-1], HandoverRequest(greeting=Greeting(boot_id=BOOT))) == "welcome"
+    assert idle[0].recv(1) == b""
+    for connection in idle:
+        connection.close()
 
 
 async def test_sockets_of_killed_services_are_removed_those_of_others_left(server, tmp_path):

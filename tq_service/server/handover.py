@@ -19,6 +19,7 @@ _log = logging.getLogger(__name__)
 _SUFFIX: Final = ".sock"
 _MOST_SESSIONS: Final = 1024
 _BACKLOG: Final = 128
+_MOST_ACCEPTED_AT_ONCE: Final = 32
 _PAUSE_SECONDS: Final = 1.0
 _COLLECT_SECONDS: Final = 1.0
 _MOST_MEMORIES: Final = 16_384  # of the 65,530 mappings that Linux gives a process by default
@@ -43,7 +44,8 @@ class HandoverServer:
         self.path = folder / f"{boot_id[:8].hex()}{_SUFFIX}"  # paths of sockets are short
         self._boot_id = boot_id
         self._listener: socket.socket | None = None
-        self._connections: set[Session] = set()
+        self._connections: dict[Session, None] = {}  # in the order in which they came
+        self._proven: set[Session] = set()
         self._sessions: dict[bytes, Session] = {}
         self._drained: asyncio.TimerHandle | None = None
 
@@ -72,8 +74,11 @@ class HandoverServer:
         asyncio.get_running_loop().add_reader(listener, self._accept)
 
     def session(self, session_id: bytes) -> Session | None:
-        """Return the open session of this name."""
-        return self._sessions.get(session_id)
+        """Return the open session of this name, for a call that was let in and names it."""
+        session = self._sessions.get(session_id)
+        if session is not None:
+            self._proven.add(session)
+        return session
 
     def drain(self) -> None:
         """Take back soon what nobody collects: a get lasts until its offer is collected, and would hold up the end."""
@@ -96,7 +101,9 @@ class HandoverServer:
             session.close()
 
     def _accept(self) -> None:
-        while self._listener is not None:
+        for _ in range(_MOST_ACCEPTED_AT_ONCE):
+            if self._listener is None:
+                return
             try:
                 connection, _ = self._listener.accept()
             except BlockingIOError:
@@ -107,11 +114,19 @@ class HandoverServer:
                     self._pause()
                     return
                 continue
-            if len(self._connections) >= _MOST_SESSIONS:
+            if len(self._connections) >= _MOST_SESSIONS and not self._make_room():
                 connection.close()
                 continue
             connection.setblocking(False)
-            self._connections.add(Session(connection, self._boot_id, self._opened, self._closed))
+            self._connections[Session(connection, self._boot_id, self._opened, self._closed)] = None
+
+    def _make_room(self) -> bool:
+        """End the oldest session that no call has named yet; whoever cannot make calls cannot keep others out."""
+        unproven = next((session for session in self._connections if session not in self._proven), None)
+        if unproven is None:
+            return False
+        unproven.close()
+        return True
 
     def _pause(self) -> None:
         """Stop accepting for a moment; the connection that could not be accepted would wake the loop all the time."""
@@ -128,7 +143,8 @@ class HandoverServer:
         self._sessions[session.session_id] = session
 
     def _closed(self, session: Session) -> None:
-        self._connections.discard(session)
+        self._connections.pop(session, None)
+        self._proven.discard(session)
         self._sessions.pop(session.session_id, None)
 
 
