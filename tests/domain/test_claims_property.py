@@ -26,6 +26,11 @@ STEPS = (
     "disagree", "release", "fail", "hold", "free", "set_meta", "seal", "close_group", "reset", "clear", "clear_all",
     "overwrite", "turn", "turn", "ack", "ack", "ack", "extend", "pass_time",
 )  # fmt: skip
+# Workers that lease, and crash, in partitions that soon come to their end.
+LEASE_STEPS = (
+    *["insert"] * 2, *["columns"] * 2, *["ask"] * 8, *["ack"] * 4, *["pass_time"] * 3, *["seal"] * 3, "look", "fail",
+    "hold", "free", "release", "retry", "extend", "leave_late", "close_group", "clear", "reset", "turn",
+)  # fmt: skip
 GROUPS = ("a", "b", "c", "d")
 
 
@@ -66,14 +71,18 @@ class Interleaving:
 
     def __init__(self, seed):
         rng = random.Random(seed)
+        self.in_groups = rng.random() < 0.7
+        self.driver = Driver(self.ways(rng), expected=rng.choice([None, None, 20]))
+        self.key_count = 0
+
+    def ways(self, rng):
+        """Return the tasks, each with the ways in which it asks."""
         ways = {"trainer": [asking_for(rng, ranked=True)], "reward": [asking_for(rng, ranked=False)]}
         if rng.random() < 0.5:
             ways["critic"] = [asking_for(rng, ranked=True)]
         if rng.random() < 0.3:  # workers of one task that ask in two ways
             ways["mixed"] = [asking_for(rng, ranked=False), asking_for(rng, ranked=False)]
-        self.in_groups = rng.random() < 0.7
-        self.driver = Driver(ways, expected=rng.choice([None, None, 20]))
-        self.key_count = 0
+        return ways
 
     async def step(self, name, seed):
         await getattr(self, name)(random.Random(seed))
@@ -401,8 +410,19 @@ def _facts(asking):
     return {name: getattr(asking, name) for name in Asking.__dataclass_fields__}
 
 
-async def interleave(seed, steps):
-    interleaving = Interleaving(seed)
+class Leasing(Interleaving):
+    """All tasks are queue workers that lease."""
+
+    def ways(self, rng):
+        """Return one task, with one way of asking or two that differ in their leases."""
+        asking = asking_for(rng, ranked=False)
+        leases = rng.choices([(50.0, None), (200.0, 1), (200.0, 2), (500.0, 3)], k=rng.choice([1, 1, 2]))
+        facts = {**_facts(asking), "slow": False}
+        return {"worker": [Asking(**{**facts, "lease": span, "max_deliveries": most}) for span, most in leases]}
+
+
+async def interleave(seed, steps, kind=Interleaving):
+    interleaving = kind(seed)
     for name, step_seed in steps:
         await interleaving.step(name, step_seed)
         if step_seed % 3:  # else the next step comes while plans are being made
@@ -414,9 +434,9 @@ async def interleave(seed, steps):
 SEEDS = st.integers(0, 2**32 - 1)
 
 
-def sequences(most):
+def sequences(most, steps=STEPS):
     """Return sequences of steps, of all lengths alike: plain lists have six on average, too few to get far."""
-    step = st.tuples(st.sampled_from(STEPS), SEEDS)
+    step = st.tuples(st.sampled_from(steps), SEEDS)
     return st.integers(1, most).flatmap(lambda count: st.lists(step, min_size=count, max_size=count))
 
 
@@ -428,5 +448,17 @@ def sequences(most):
 @given(SEEDS, sequences(80))
 def test_claims_are_what_the_model_says(seed, steps):
     driver = asyncio.run(interleave(seed, steps))  # which compares with the model after each step
+    assert not driver.model.rows
+    assert driver.partition.table.present_count == 0
+
+
+@settings(
+    max_examples=int(os.environ.get("TQ_CLAIMS_EXAMPLES", "300")),
+    deadline=None,
+    derandomize="TQ_CLAIMS_EXAMPLES" not in os.environ,
+)
+@given(SEEDS, sequences(60, LEASE_STEPS))
+def test_leases_are_what_the_model_says(seed, steps):
+    driver = asyncio.run(interleave(seed, steps, Leasing))
     assert not driver.model.rows
     assert driver.partition.table.present_count == 0
