@@ -66,3 +66,26 @@ def test_answers_are_forgotten_when_nobody_can_be_retrying(clock):
 def test_ids_are_16_bytes(size):
     with pytest.raises(InvalidArgumentError, match=f"{size} bytes"):
         RequestLog(60).once(bytes(size), lambda: None)
+
+
+def test_the_oldest_answers_go_first_where_there_are_too_many_bytes(clock):
+    log = RequestLog(60, pack=lambda answer: b"x" * answer, max_bytes=3_000, weigh=len)
+    ids = [new_id() for _ in range(4)]
+    for request_id in ids:
+        log.once(request_id, lambda: 1_000)
+        clock.now += 1
+    log.once(new_id(), lambda: 0)
+    assert [log.recorded(request_id) is not None for request_id in ids] == [False, False, True, True]
+    assert log.used_bytes <= 3_000
+    clock.now += 100
+    log.once(new_id(), lambda: 0)
+    assert (len(log), log.used_bytes < 1_000) == (1, True)
+
+
+def test_what_answers_take_is_the_same_after_they_were_frozen(clock):
+    log = RequestLog(60, weigh=len)
+    for size in (10, 20):
+        log.once(new_id(), lambda size=size: b"x" * size)
+    again = RequestLog(60, weigh=len)
+    again.thaw(log.freeze())
+    assert again.used_bytes == log.used_bytes > 30
