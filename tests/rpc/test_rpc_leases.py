@@ -1,0 +1,296 @@
+"""Leases through a real server, with both clients: done, given back, extended, run out, set aside."""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from live_server import AnyClient, LiveServer
+
+import tq_service as tq
+from tq_service.v1 import controller_service_pb2 as pb
+
+ASKS: dict[str, Any] = {"partition_id": "train", "task_name": "t", "data_fields": ["x"], "min_batch_size": 1}
+LONG = 600.0
+SHORT = 0.15
+
+CRASHES = """
+import os, signal, sys
+import tq_service as tq
+
+client = tq.Client(sys.argv[1])
+taken = 0
+while taken < 1000:
+    taken += client.get_meta(partition_id="train", task_name="t", data_fields=["x"], batch_size=10, lease=3.0).size
+print(taken, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def put_rows(client: AnyClient, count: int, **arguments: Any) -> None:
+    client.put({"x": torch.arange(count)}, partition_id="train", **arguments)
+    client.seal_partition("train")
+
+
+def task_of(client: AnyClient) -> Any:
+    (task,) = client.describe_partition("train").tasks
+    return task
+
+
+def test_what_is_acknowledged_stays_done_and_the_last_one_brings_the_end(server: LiveServer, client: AnyClient) -> None:
+    put_rows(client, 4)
+    meta = client.get_meta(**ASKS, batch_size=4, lease=LONG)
+    assert meta == pickle.loads(pickle.dumps(meta))
+    assert (meta.task_name, meta.delivery_counts) == ("t", (1, 1, 1, 1))
+    assert 0 < meta.lease_seconds <= LONG
+    status = client.check_consumption("train", "t")
+    assert (status.consumed, status.leased, status.complete) == (4, 4, False)
+    first, second = meta.chunk(2)
+    assert [client.ack(first), client.ack(first)] == [2, 0]
+    assert client.get_meta(**ASKS, batch_size=1, max_wait=0).status == "not_yet"  # the rest may come back
+    with ThreadPoolExecutor(1) as pool:
+        other = server.client()
+        waiting = pool.submit(other.get_meta, **ASKS, batch_size=1, max_wait=20.0)
+        while task_of(client).waiting_count == 0:
+            pass
+        assert client.ack(tq.BatchMeta.concat([first, second])) == 2
+        assert waiting.result().status == "end"
+    status = client.check_consumption("train", "t")
+    assert (status.consumed, status.leased, status.skipped, status.complete) == (4, 0, 0, True)
+
+
+def test_what_is_not_acknowledged_in_time_goes_to_another(server: LiveServer, client: AnyClient) -> None:
+    put_rows(client, 3)
+    slow = client.get_meta(**ASKS, batch_size=3, lease=SHORT)
+    assert client.ack(slow.select_samples([1])) == 1
+    again = server.client().get_meta(**ASKS, batch_size=3, lease=LONG, max_wait=20.0)
+    assert (again.global_indexes, again.delivery_counts) == ([0, 2], (2, 2))
+    with pytest.raises(tq.LeaseExpiredError, match="0, 2") as refused:
+        client.ack(slow)
+    assert refused.value.metadata == {"global_indexes": "0, 2"}
+    with pytest.raises(tq.LeaseExpiredError):
+        client.ack(slow.select_samples([0, 1]))
+    assert client.ack(slow.select_samples([1])) == 0
+    with pytest.raises(tq.LeaseExpiredError):
+        client.extend(slow, LONG)
+    assert client.release(slow) == 0
+    assert client.check_consumption("train", "t").leased == 2
+    assert client.ack(again) == 2
+    assert client.get_meta(**ASKS, batch_size=1).status == "end"
+
+
+def test_what_is_handed_out_too_often_is_set_aside(client: AnyClient) -> None:
+    put_rows(client, 3)
+    asks = {**ASKS, "batch_size": 3, "lease": SHORT, "max_deliveries": 2, "max_wait": 20.0}
+    assert client.ack(client.get_meta(**asks).select_samples([0])) == 1
+    assert client.get_meta(**asks).delivery_counts == (2, 2)
+    end = client.get_meta(**asks)
+    assert (end.status, end.skipped) == ("end", 2)
+    status = client.check_consumption("train", "t")
+    assert (status.consumed, status.skipped, status.set_aside, status.leased) == (1, 2, 2, 0)
+    assert status.complete
+    assert (task_of(client).set_aside_count, task_of(client).set_aside_indexes) == (2, (1, 2))
+    assert client.get_meta(**{**ASKS, "task_name": "other"}, batch_size=3).size == 3  # set aside for one task only
+    client.reset_consumption("train", "t", 0, keep_consumed=True)
+    back = client.get_meta(**asks)
+    assert (back.global_indexes, back.delivery_counts) == ([1, 2], (1, 1))
+
+
+def test_what_is_given_back_is_claimable_at_once_and_counts_as_no_delivery(client: AnyClient) -> None:
+    put_rows(client, 4)
+    meta = client.get_meta(**ASKS, batch_size=4, lease=LONG, max_deliveries=1)
+    assert client.release(meta.select_samples([1, 2])) == 2
+    again = client.get_meta(**ASKS, batch_size=4, lease=LONG, max_deliveries=1)
+    assert (again.global_indexes, again.delivery_counts) == ([1, 2], (1, 1))
+    assert client.ack(meta.select_samples([0, 3])) == 2
+    with pytest.raises(tq.LeaseExpiredError, match="1, 2"):
+        client.ack(meta)
+    assert client.release(again) == 2
+    assert client.get_meta(**ASKS, batch_size=4).global_indexes == [1, 2]
+
+
+def test_a_claim_without_a_lease_is_given_back_whole(client: AnyClient) -> None:
+    put_rows(client, 4)
+    meta = client.get_meta(**ASKS, batch_size=4)
+    assert (meta.lease_seconds, meta.delivery_counts) == (None, ())
+    with pytest.raises(tq.InvalidArgumentError, match="given back whole"):
+        client.release(meta.select_samples([0]))
+    for call in (client.ack, lambda metadata: client.extend(metadata, 1.0)):
+        with pytest.raises(tq.InvalidArgumentError, match="no leased claim"):
+            call(meta)
+    assert client.release(meta) == 4
+
+
+def test_a_lease_can_be_extended(client: AnyClient) -> None:
+    put_rows(client, 2)
+    meta = client.get_meta(**ASKS, batch_size=2, lease=1.0)
+    assert client.extend(meta, LONG) == 2
+    assert client.ack(meta.select_samples([0])) == 1
+    assert client.extend(meta, SHORT) == 1
+    assert client.get_meta(**ASKS, batch_size=2, max_wait=20.0).global_indexes == [1]
+
+
+def test_a_retry_gets_the_same_claim_while_it_is_leased(server: LiveServer) -> None:
+    client = server.client()
+    put_rows(client, 4)
+    request = pb.GetMetaRequest(
+        request_id=os.urandom(16), **{**ASKS, "batch_size": 2}, lease_seconds=LONG, max_wait_seconds=5
+    )
+    first = server.controller.GetMeta(request).meta
+    second = server.controller.GetMeta(request).meta
+    assert first.claim_request_id == second.claim_request_id == request.request_id
+    assert 0 < second.lease_seconds < first.lease_seconds <= LONG
+    assert list(first.global_indexes) == list(second.global_indexes) == [0, 1]
+    server.controller.AckClaim(
+        pb.AckClaimRequest(
+            request_id=os.urandom(16), partition_id="train", task_name="t", claim_request_id=request.request_id
+        )
+    )
+    third = server.controller.GetMeta(request).meta
+    assert (list(third.global_indexes), third.lease_seconds) == ([0, 1], 0.0)
+    assert client.check_consumption("train", "t").consumed == 2
+
+
+def test_a_retry_after_the_lease_is_told_so(server: LiveServer) -> None:
+    client = server.client()
+    put_rows(client, 1)
+    request = pb.GetMetaRequest(request_id=os.urandom(16), **{**ASKS, "batch_size": 1}, lease_seconds=SHORT)
+    assert server.controller.GetMeta(request).meta.global_indexes == [0]
+    meta = client.get_meta(**ASKS, batch_size=1, lease=LONG, max_wait=20.0)
+    with pytest.raises(Exception, match="ran out") as refused:
+        server.controller.GetMeta(request)
+    assert "FAILED_PRECONDITION" in str(refused.value)
+    assert client.ack(meta) == 1
+
+
+def test_groups_are_acknowledged_and_come_back_whole(client: AnyClient) -> None:
+    put_rows(client, 6, groups=list("aabbcc"), group_size=2)
+    asks = {**ASKS, "batch_unit": "group", "sampler": "grpo_group_n", "sampler_config": {"n_samples_per_prompt": 2}}
+    meta = client.get_meta(**asks, batch_size=3, lease=LONG)
+    for call in (client.ack, client.release):
+        with pytest.raises(tq.InvalidArgumentError, match="2, 3 are a group"):
+            call(meta.select_samples([0, 1, 2]))
+    assert client.check_consumption("train", "t").leased == 6
+    assert client.ack(meta.select_samples([0, 1])) == 2
+    client.put(metadata=meta.select_samples([2]), state="failed")
+    assert client.extend(meta, SHORT) == 3  # the failed one is done
+    again = client.get_meta(**asks, batch_size=3, lease=LONG, max_wait=20.0)
+    assert again.groups == ["c", "c"]  # of "b" one has failed: the other is skipped
+    assert client.ack(again) == 2
+    end = client.get_meta(**asks, batch_size=3)
+    assert (end.status, end.skipped) == ("end", 1)
+
+
+def test_the_rest_of_a_group_with_a_failed_member_is_handed_out_where_asked(client: AnyClient) -> None:
+    put_rows(client, 3, groups=list("aaa"), group_size=3)
+    asks = {**ASKS, "batch_unit": "group", "batch_size": 1, "sampler": "grpo_group_n", "max_wait": 20.0}
+    asks["sampler_config"] = {"n_samples_per_prompt": 3, "incomplete_groups": "take"}
+    meta = client.get_meta(**asks, lease=LONG)
+    client.put(metadata=meta.select_samples([1]), state="failed")
+    assert client.extend(meta, SHORT) == 2
+    again = client.get_meta(**asks, lease=LONG)
+    assert (again.global_indexes, again.delivery_counts) == ([0, 2], (2, 2))
+    assert client.ack(again) == 2
+
+
+def test_samples_that_failed_or_were_cleared_can_be_acknowledged(client: AnyClient) -> None:
+    put_rows(client, 4)
+    meta = client.get_meta(**ASKS, batch_size=4, lease=LONG)
+    client.put(metadata=meta.select_samples([0]), state="failed")
+    client.clear_samples(meta.select_samples([1]))
+    assert client.check_consumption("train", "t").leased == 2
+    assert client.ack(meta) == 2
+    client.clear_samples(meta)
+    assert client.ack(meta) == 0
+    client.clear_partition("train")
+    with pytest.raises(tq.PartitionNotFoundError):
+        client.ack(meta)
+    assert client.release(meta) == 0
+
+
+def test_a_reset_ends_the_leases(client: AnyClient) -> None:
+    put_rows(client, 2)
+    meta = client.get_meta(**ASKS, batch_size=2, lease=LONG)
+    assert client.ack(meta.select_samples([0])) == 1
+    client.reset_consumption("train", "t", 0, keep_consumed=True)
+    with pytest.raises(tq.LeaseExpiredError):
+        client.ack(meta.select_samples([1]))
+    again = client.get_meta(**ASKS, batch_size=2, lease=LONG)
+    assert (again.global_indexes, again.delivery_counts) == ([1], (1,))
+
+
+REFUSED: dict[str, tuple[Callable[[AnyClient], object], str]] = {
+    "rank": (lambda c: c.get_meta(**RANKED, lease=1.0), "for queue workers"),
+    "no lease": (lambda c: c.get_meta(**ASKS, batch_size=1, max_deliveries=2), "without a lease"),
+    "zero": (lambda c: c.get_meta(**ASKS, batch_size=1, lease=0), "positive"),
+    "negative": (lambda c: c.get_meta(**ASKS, batch_size=1, lease=-1), "0 or more"),
+    "infinite": (lambda c: c.get_meta(**ASKS, batch_size=1, lease=math.inf), "finite"),
+    "too long": (lambda c: c.get_meta(**ASKS, batch_size=1, lease=86_401), "a day"),
+    "never": (lambda c: c.get_meta(**ASKS, batch_size=1, lease=1.0, max_deliveries=0), "at least 1"),
+}
+RANKED = {**ASKS, "min_batch_size": None, "batch_size": 1, "dp_rank": 0, "dp_size": 1, "batch_index": 0}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_leases_that_mean_nothing_are_refused(client: AnyClient, name: str) -> None:
+    call, says = REFUSED[name]
+    put_rows(client, 1)
+    with pytest.raises(tq.InvalidArgumentError, match=says):
+        call(client)
+    assert client.describe_partition("train").tasks == ()
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf, 1e9])
+def test_an_extension_is_checked_by_the_service(server: LiveServer, seconds: float) -> None:
+    client = server.client()
+    put_rows(client, 1)
+    meta = client.get_meta(**ASKS, batch_size=1, lease=LONG)
+    request = pb.ExtendClaimRequest(
+        request_id=os.urandom(16), partition_id="train", task_name="t", claim_request_id=meta.claim_id,
+        lease_seconds=seconds,
+    )  # fmt: skip
+    with pytest.raises(Exception, match="INVALID_ARGUMENT"):
+        server.controller.ExtendClaim(request)
+    assert client.ack(meta) == 1
+
+
+def test_parts_of_two_claims_are_acknowledged_one_by_one(client: AnyClient) -> None:
+    put_rows(client, 4)
+    parts = [client.get_meta(**ASKS, batch_size=2, lease=LONG) for _ in range(2)]
+    both = tq.BatchMeta.concat(parts)
+    assert (both.lease_seconds, both.delivery_counts, both.task_name) == (None, (), "")
+    with pytest.raises(tq.InvalidArgumentError, match="one by one"):
+        client.ack(both)
+    assert [client.ack(part) for part in parts] == [2, 2]
+    assert client.ack(parts[0].select_samples([])) == 0
+
+
+def test_a_killed_worker_with_1000_leased_samples_loses_none(server: LiveServer) -> None:
+    client = server.client()
+    put_rows(client, 1000)
+    worker = subprocess.run(
+        [sys.executable, "-c", CRASHES, server.address], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert worker.stdout == "1000\n", worker.stderr
+    assert worker.returncode < 0
+    status = client.check_consumption("train", "t")
+    assert (status.leased, status.complete) == (1000, False)
+    got: list[int] = []
+    counts: set[int] = set()
+    while (meta := client.get_meta(**ASKS, batch_size=64, lease=LONG, max_wait=30.0)).status == "batch":
+        got += meta.global_indexes
+        counts |= set(meta.delivery_counts)
+        assert client.ack(meta) == meta.size
+    assert meta.status == "end"
+    assert meta.skipped == 0
+    assert np.array_equal(np.sort(got), np.arange(1000))
+    assert counts == {2}
