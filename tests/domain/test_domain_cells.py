@@ -150,6 +150,18 @@ def test_overwriting_frees_the_cells_it_replaces():
     assert [train.cells.fields[name].produced_count for name in "xy"] == [3, 3]
 
 
+def test_live_cells_are_those_that_were_not_freed():
+    train = partition()
+    put(train, 1, 3, ("x", "y"))
+    put(train, 2, 2, ("x",), indexes=[2, 0])
+    put(train, 3, 2, ("x",))
+    assert freed(train.cells.live_cells()) == [(1, ["x"], [1]), (1, ["y"], [0, 1, 2]), (2, [], None), (3, [], None)]
+    train.clear(np.array([0, 4]))
+    assert freed(train.cells.live_cells()) == [(1, ["x"], [1]), (1, ["y"], [1, 2]), (2, ["x"], [0]), (3, ["x"], [0])]
+    train.clear(np.array([1, 2, 3]))
+    assert train.cells.live_cells() == []
+
+
 def test_clearing_frees_cells_and_whole_puts():
     train = partition()
     put(train, 1, 2, ("x", "y"))

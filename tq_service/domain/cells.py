@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tq_service.domain.column import Column
 from tq_service.domain.frozen import FrozenField, FrozenPuts
@@ -81,6 +82,15 @@ class FreedCells:
     rows: Indexes | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveCells:
+    """Cells that samples have; no rows: all that the put was made with."""
+
+    put: Put
+    field_names: tuple[str, ...] = ()
+    rows: Indexes | None = None
+
+
 class Field:
     """A column of the partition: which put and which row of it holds each cell, as one number of both."""
 
@@ -115,12 +125,13 @@ class PutTable:
             each cell, since sizes of single cells are known to the storage service only.
     """
 
-    __slots__ = ("_bytes", "_cells", "_puts", "_slots", "used_bytes")
+    __slots__ = ("_bytes", "_cells", "_made", "_puts", "_slots", "used_bytes")
 
     def __init__(self) -> None:
         self._slots = SlotTable()
         self._puts = self._slots.add_column(np.object_, None)
         self._cells = self._slots.add_column(np.int64, 0)
+        self._made = self._slots.add_column(np.int64, 0)
         self._bytes = self._slots.add_column(np.int64, 0)
         self.used_bytes = 0
 
@@ -130,6 +141,7 @@ class PutTable:
         slot = self._slots.take()
         self._puts.write(slot, put)
         self._cells.write(slot, cells)
+        self._made.write(slot, cells)
         self._bytes.write(slot, value_bytes)
         return slot
 
@@ -156,18 +168,27 @@ class PutTable:
         """Return all puts in use."""
         return [put for put in self._puts[: self._slots.count] if put is not None]
 
+    def whole_and_parts(self) -> tuple[list[Put], NDArray[np.bool_]]:
+        """Return the puts that have all the cells they were made with, and by slot whether a put has some of them."""
+        count = self._slots.count
+        cells, made = self._cells[:count], self._made[:count]
+        whole = np.flatnonzero((cells == made) & (cells > 0))
+        return self._puts[:count][whole].tolist(), (cells < made) & (cells > 0)
+
     def freeze(self) -> FrozenPuts:
         """Return the puts as they are now."""
         count = self._slots.count
         return FrozenPuts(
-            puts=self._puts.freeze(count), cell_counts=self._cells.freeze(count), value_bytes=self._bytes.freeze(count)
-        )
+            puts=self._puts.freeze(count), cell_counts=self._cells.freeze(count),
+            made_cell_counts=self._made.freeze(count), value_bytes=self._bytes.freeze(count),
+        )  # fmt: skip
 
     def thaw(self, frozen: FrozenPuts) -> None:
         """Have the puts of another table; for one that has none."""
         self._slots.thaw(frozen.puts.size)
         for column, values in (
-            (self._puts, frozen.puts), (self._cells, frozen.cell_counts), (self._bytes, frozen.value_bytes)
+            (self._puts, frozen.puts), (self._cells, frozen.cell_counts), (self._made, frozen.made_cell_counts),
+            (self._bytes, frozen.value_bytes),
         ):  # fmt: skip
             self._slots.thaw_column(column, values)
         self._slots.find_free(self._puts)
@@ -260,11 +281,8 @@ class CellTable:
             field.cell.write(positions[produced], NOT_PRODUCED)
             cells = cells[produced]
             field.produced_count -= cells.size
-            cells = cells[np.argsort(cells >> _SLOT_SHIFT, kind="stable")]
-            slots, rows = cells >> _SLOT_SHIFT, cells & _ROW_MASK
-            bounds = np.flatnonzero(np.diff(slots)) + 1
-            for slot, part in zip(slots[np.r_[0, bounds]].tolist(), np.split(rows, bounds), strict=True):
-                freed.setdefault((slot, part.tobytes()), []).append(field.spec.name)
+            for slot, rows in _rows_by_slot(cells):
+                freed.setdefault((slot, rows.tobytes()), []).append(field.spec.name)
         return [
             FreedCells(put=put, field_names=tuple(names), rows=None if gone else rows)
             for put, names, rows, gone in self._drop(freed)
@@ -284,6 +302,25 @@ class CellTable:
         for put, names, rows in parts:
             if put not in whole:
                 yield put, names, rows, False
+
+    def live_cells(self) -> list[LiveCells]:
+        """Return the cells that samples have, put by put."""
+        whole, is_part = self._puts.whole_and_parts()
+        live = [LiveCells(put=put) for put in whole]
+        if not is_part.any():
+            return live
+        alike: dict[tuple[int, bytes], list[str]] = {}
+        for field in self.fields.values():
+            cells = field.cell.data[: self._table.count]
+            cells = cells[cells >= 0]
+            cells = cells[is_part[cells >> _SLOT_SHIFT]]
+            for slot, rows in _rows_by_slot(cells):
+                alike.setdefault((slot, rows.tobytes()), []).append(field.spec.name)
+        live += [
+            LiveCells(put=self._puts.get(slot), field_names=tuple(names), rows=np.frombuffer(rows, np.int64))
+            for (slot, rows), names in alike.items()
+        ]
+        return live
 
     def forget_all(self) -> list[FreedCells]:
         """Return all puts as freed, for a partition that is cleared."""
@@ -322,6 +359,16 @@ class CellTable:
             first_rows=(cells[starts] & _ROW_MASK).tolist(),
             row_counts=np.diff(starts, append=cells.size).tolist(),
         )
+
+
+def _rows_by_slot(cells: Indexes) -> Iterable[tuple[int, Indexes]]:
+    """Return the rows of cells, put by put, in the order of the cells."""
+    if not cells.size:
+        return ()
+    cells = cells[np.argsort(cells >> _SLOT_SHIFT, kind="stable")]
+    slots, rows = cells >> _SLOT_SHIFT, cells & _ROW_MASK
+    bounds = np.flatnonzero(np.diff(slots)) + 1
+    return zip(slots[np.r_[0, bounds]].tolist(), np.split(rows, bounds), strict=True)
 
 
 def merge_specs(known: FieldSpec, column: ColumnWrite) -> FieldSpec:

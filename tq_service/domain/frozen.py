@@ -66,10 +66,11 @@ class FrozenField:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrozenPuts:
-    """By slot: the put (None: not in use), its cells and their bytes."""
+    """By slot: the put (None: not in use), its cells, how many it was made with, and the bytes of those it has."""
 
     puts: FrozenColumn
     cell_counts: FrozenColumn
+    made_cell_counts: FrozenColumn
     value_bytes: FrozenColumn
 
 

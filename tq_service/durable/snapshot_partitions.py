@@ -87,6 +87,7 @@ def _encode_columns(partition: FrozenPartition) -> Iterator[pb.SnapshotColumn]:
         yield from encode_numbers(f"presence of custom_meta {meta.name}", meta.present)
     yield from encode_puts("puts", partition.puts.puts)
     yield from encode_numbers("cells of puts", partition.puts.cell_counts)
+    yield from encode_numbers("cells puts were made with", partition.puts.made_cell_counts)
     yield from encode_numbers("bytes of puts", partition.puts.value_bytes)
     for field in partition.fields:
         yield from encode_numbers(f"cells of field {field.spec.name}", field.cell)
@@ -125,6 +126,7 @@ def decode_partition(reader: SnapshotReader) -> FrozenPartition:
         puts=FrozenPuts(
             puts=reader.column(message.put_slot_count, np.object_),
             cell_counts=reader.column(message.put_slot_count, np.int64),
+            made_cell_counts=reader.column(message.put_slot_count, np.int64),
             value_bytes=reader.column(message.put_slot_count, np.int64),
         ),
         fields=[
