@@ -20,12 +20,14 @@ class FoundFile:
     Attributes:
         path: of the database.
         start: number of its start, which its records follow; 0 in one that was made but never used.
+        machine_boot_id: of the machine, while it was written.
         may_lose_tail: whether it was written without fsyncs before the machine was started anew.
         tail: what its log held.
     """
 
     path: Path
     start: int
+    machine_boot_id: str
     may_lose_tail: bool
     tail: LogTail
 
@@ -72,7 +74,13 @@ def look_at(path: Path, *, accept_loss: bool) -> FoundFile:
     start = 0 if row is None else row[0]
     if not isinstance(start, int):
         raise sqlite3.DatabaseError(f"its start is {start!r}")
-    return FoundFile(path=path, start=start, may_lose_tail=not is_synced and not is_same_run, tail=tail)
+    return FoundFile(
+        path=path,
+        start=start,
+        machine_boot_id=boot_id,
+        may_lose_tail=not is_synced and not is_same_run,
+        tail=tail,
+    )
 
 
 def _is_damage(tail: LogTail, *, is_synced: bool, is_same_run: bool) -> bool:
@@ -87,14 +95,13 @@ def _is_damage(tail: LogTail, *, is_synced: bool, is_same_run: bool) -> bool:
 
 
 def last_number(path: Path) -> int:
-    """Return the highest number in a file, 0 in one without any.
-
-    Raises:
-        sqlite3.DatabaseError: it cannot be read.
-    """
+    """Return the highest number in a file; 0 in one without any, or that cannot be read."""
     query = "SELECT max(number) FROM (SELECT number FROM start UNION ALL SELECT max(number) FROM records)"
-    with closing(_connect(path)) as connection:
-        return int(connection.execute(query).fetchone()[0] or 0)
+    try:
+        with closing(_connect(path)) as connection:
+            return int(connection.execute(query).fetchone()[0] or 0)
+    except sqlite3.DatabaseError:
+        return 0
 
 
 def _connect(path: Path) -> sqlite3.Connection:

@@ -8,6 +8,7 @@ rest.
 from __future__ import annotations
 
 import errno
+import os
 import sqlite3
 import zlib
 from collections.abc import Callable, Sequence
@@ -154,13 +155,15 @@ def _make(making: Path, path: Path, *, sync: bool) -> None:
     remove_journal(making)
     with closing(sqlite3.connect(making, isolation_level=None)) as connection:
         connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
-        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute("PRAGMA synchronous = OFF")
+        connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("BEGIN")
         for statement in _SCHEMA:
             connection.execute(statement)
         connection.execute("INSERT INTO made VALUES (?, ?)", (machine_boot_id(), sync))
         connection.execute("COMMIT")
-        connection.execute("PRAGMA journal_mode = WAL")
+    with making.open("rb") as file:
+        os.fsync(file.fileno())
     making.rename(path)
     sync_directory(path.parent)
 

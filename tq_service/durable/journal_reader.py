@@ -8,9 +8,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from tq_service.durable.file_names import journal_numbers, journal_path, remove_journal, set_aside
+from tq_service.durable.file_names import (
+    journal_numbers,
+    journal_path,
+    journals_without_database,
+    remove_journal,
+    set_aside,
+)
 from tq_service.durable.found_file import FoundFile, TornFile, last_number, look_at
-from tq_service.durable.journal_file import checksum
+from tq_service.durable.journal_file import JournalFile, checksum
 from tq_service.errors import JournalDamagedError
 
 _log = logging.getLogger(__name__)
@@ -47,6 +53,8 @@ class JournalReader:
         Raises:
             JournalDamagedError: a record is damaged or missing that had been written.
         """
+        for path in journals_without_database(self._directory):
+            self._damaged(path, "is missing, but its log is there")
         numbers = [number for number in journal_numbers(self._directory) if number >= generation]
         found = [file for number in numbers if (file := self._look_at(number)) is not None]
         used = [file for file in found if file.start]
@@ -54,9 +62,9 @@ class JournalReader:
             yield from self._read_all(used)
         else:
             self._lose(used)
-            self.last_number = self._number_after_a_gap(generation)
+            self._begin_anew(generation)
         for file in found:
-            if not file.start:
+            if not file.start and file.path != journal_path(self._directory, generation):
                 if not file.tail.whole_bytes:
                     _log.warning("%s has no log, and is taken for one that was never used", file.path.name)
                 remove_journal(file.path)
@@ -90,14 +98,15 @@ class JournalReader:
 
     def _read_all(self, used: Sequence[FoundFile]) -> Iterator[bytes]:
         for index, file in enumerate(used):
-            following = used[index + 1].start if index + 1 < len(used) else None
-            yield from self._read(file, _NO_LIMIT if following is None else following)
-            if following is not None and self.last_number + 1 < following:
-                if not file.may_lose_tail:
+            rest = used[index + 1 :]
+            yield from self._read(file, rest[0].start if rest else _NO_LIMIT)
+            if rest and self.last_number + 1 < rest[0].start:
+                # A file of a later run of the machine was begun when what a loss of power took was known.
+                if not file.may_lose_tail or rest[0].machine_boot_id != file.machine_boot_id:
                     self._damaged(
-                        file.path, f"ends with record {self.last_number}, but the next file begins with {following}"
+                        file.path, f"ends with record {self.last_number}, but the next file begins with {rest[0].start}"
                     )
-                self._lose(used[index + 1 :])
+                self._lose(rest)
                 return
 
     def _read(self, file: FoundFile, limit: int) -> Iterator[bytes]:
@@ -130,15 +139,19 @@ class JournalReader:
             _log.warning("%s is set aside: what was before it is lost", file.path.name)
             set_aside(file.path)
 
-    def _number_after_a_gap(self, generation: int) -> int:
-        """Return a number that tells who goes on from an older snapshot that records are missing before it."""
-        for number in reversed(journal_numbers(self._directory)):
-            if number < generation:
-                try:
-                    return last_number(journal_path(self._directory, number)) + 1
-                except sqlite3.DatabaseError:
-                    continue
-        return 0
+    def _begin_anew(self, generation: int) -> None:
+        """Have an empty file where the journal goes on from a snapshot, instead of the one whose start is lost.
+
+        Its number tells who goes on from an older snapshot that records are missing before it.
+        """
+        if not generation:
+            return
+        remove_journal(journal_path(self._directory, generation))
+        before = [number for number in journal_numbers(self._directory) if number < generation]
+        self.last_number = 2 + (last_number(journal_path(self._directory, before[-1])) if before else 0)
+        file = JournalFile(self._directory, generation, sync=True)
+        file.begin(self.last_number)
+        file.rest()
 
     def _damaged(self, path: Path, what: str) -> None:
         if not self._accept_loss:

@@ -1,0 +1,120 @@
+"""A data folder belongs to one process, keeps its identity, and says what is wrong with it."""
+
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+from journal_support import commit_each, open_file_count, replayed
+
+from tq_service.durable.data_dir import DataDir
+from tq_service.durable.identity import FORMAT_VERSION, new_identity, read_identity, write_identity
+from tq_service.errors import DataDirError
+
+
+def test_the_identity_stays(tmp_path: Path) -> None:
+    first = DataDir.open(tmp_path / "data")
+    first.close()
+    again = DataDir.open(tmp_path / "data")
+    again.close()
+    other = DataDir.open(tmp_path / "other")
+    other.close()
+    assert again.identity == first.identity
+    assert len({first.identity.controller_boot_id, first.identity.storage_boot_id, other.identity.storage_boot_id}) == 3
+    assert {len(first.identity.controller_boot_id), len(first.identity.storage_boot_id)} == {16}
+
+
+def test_a_new_folder_is_for_its_owner_alone(tmp_path: Path) -> None:
+    data_dir = DataDir.open(tmp_path / "some" / "data")
+    assert stat.S_IMODE((tmp_path / "some" / "data").stat().st_mode) == 0o700
+    assert data_dir.segments_path.is_dir()
+    assert data_dir.snapshot_path(12) == tmp_path / "some" / "data" / "snapshot-00000012.tqs"
+    data_dir.close()
+
+
+def test_its_journal_is_found_again(tmp_path: Path) -> None:
+    for expected in ([], [b"record"]):
+        data_dir = DataDir.open(tmp_path)
+        journal = data_dir.journal(sync=False)
+        assert replayed(journal) == expected
+        commit_each(journal, [b"record"])
+        journal.close()
+        data_dir.close()
+
+
+def test_a_second_opening_is_refused_until_the_first_is_closed(tmp_path: Path) -> None:
+    before = open_file_count()
+    data_dir = DataDir.open(tmp_path)
+    for _ in range(2):
+        with pytest.raises(DataDirError, match=rf"{tmp_path} is in use by process {os.getpid()} on .*; stop it first"):
+            DataDir.open(tmp_path)
+    data_dir.close()
+    data_dir.close()
+    DataDir.open(tmp_path).close()
+    assert open_file_count() == before
+
+
+def test_a_later_format_is_refused_with_both_versions(tmp_path: Path) -> None:
+    DataDir.open(tmp_path).close()
+    path = tmp_path / "identity.json"
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps({**values, "format_version": FORMAT_VERSION + 1}))
+    with pytest.raises(DataDirError, match=f"has format {FORMAT_VERSION + 1}, .* reads formats up to {FORMAT_VERSION}"):
+        DataDir.open(tmp_path)
+    path.write_text(json.dumps(values))
+    DataDir.open(tmp_path).close()  # the refused one has let go of the lock
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "null",
+        "{}",
+        '{"format_version": "one"}',
+        '{"format_version": 1, "controller_boot_id": "00", "storage_boot_id": "00"}',
+        '{"format_version": 1, "controller_boot_id": 7, "storage_boot_id": "00"}',
+        '{"format_version": 1, "controller_boot_id": "no hex", "storage_boot_id": "00"}',
+        b"\xff\xfe",
+    ],
+)
+def test_a_damaged_identity_is_refused(tmp_path: Path, text: str | bytes) -> None:
+    path = tmp_path / "identity.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(DataDirError, match=r"identity\.json cannot be read"):
+        DataDir.open(tmp_path)
+
+
+def test_a_lost_identity_is_not_made_up(tmp_path: Path) -> None:
+    data_dir = DataDir.open(tmp_path)
+    data_dir.journal(sync=False).close()
+    data_dir.close()
+    (tmp_path / "identity.json").unlink()
+    with pytest.raises(DataDirError, match=r"has a journal or snapshots, but no identity\.json"):
+        DataDir.open(tmp_path)
+
+
+def test_an_identity_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "identity.json"
+    first, second = new_identity(), new_identity()
+    write_identity(path, first)
+
+    def fail(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space"):
+        patched.setattr("tq_service.durable.identity.os.fsync", fail)
+        write_identity(path, second)
+    assert read_identity(path) == first
+    write_identity(path, second)
+    assert read_identity(path) == second
+
+
+def test_a_place_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(DataDirError, match=r"cannot be used: .* name a folder that this user may write to"):
+        DataDir.open(tmp_path / "file")
+    with pytest.raises(DataDirError, match="cannot be used: Not a directory"):
+        DataDir.open(tmp_path / "file" / "data")

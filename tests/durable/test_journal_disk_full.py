@@ -1,0 +1,274 @@
+"""A disk that is full or fails: nothing is lost, what waits is told, and the service goes on when there is room."""
+
+import asyncio
+import os
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from journal_support import commit_each, copy, opened, read
+
+from tq_service.durable import journal as journal_module
+from tq_service.durable import reserve as reserve_module
+from tq_service.durable.journal import Journal
+from tq_service.durable.journal_file import JournalFile, write_error
+from tq_service.durable.reserve import RESERVE_BYTES, Reserve
+from tq_service.errors import DiskFailedError, DiskFullError
+
+MODES = pytest.mark.parametrize("sync", [False, True], ids=["process", "disk"])
+
+
+class Disk:
+    """Stands between a journal and SQLite: refuses commits while it is full."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.code: int | None = None
+        self.attempts = 0
+        commit = JournalFile._commit
+
+        def checked(file: JournalFile, change: Callable[[], object]) -> None:
+            def refused() -> None:
+                self.attempts += 1
+                if self.code is not None:
+                    error = sqlite3.OperationalError("database or disk is full")
+                    error.sqlite_errorcode = self.code
+                    raise error
+                change()
+
+            commit(file, refused)
+
+        monkeypatch.setattr(JournalFile, "_commit", checked)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    return Disk(monkeypatch)
+
+
+@MODES
+async def test_what_cannot_be_written_waits_and_is_written_when_there_is_room(
+    tmp_path: Path, disk: Disk, sync: bool
+) -> None:
+    with opened(tmp_path, sync=sync) as journal:
+        commit_each(journal, [b"before"])
+        disk.code = sqlite3.SQLITE_FULL
+        for number in range(5):
+            journal.append(b"%d" % number)
+            with pytest.raises(
+                DiskFullError, match=r"is full: .*; free space, the service goes on by itself"
+            ) as caught:
+                await journal.durable()
+            assert caught.value.retry_after_seconds == 1.0
+            assert journal.is_behind
+        told: list[str] = []
+        journal.after_durable(lambda: told.append("durable"))
+        disk.code = None
+        await journal.durable()
+        assert not journal.is_behind
+        assert told == ["durable"]
+    assert read(tmp_path) == [b"before", *(b"%d" % number for number in range(5))]
+
+
+@MODES
+async def test_nobody_tries_until_somebody_asks(tmp_path: Path, disk: Disk, sync: bool) -> None:
+    with opened(tmp_path, sync=sync) as journal:
+        journal._reserve.give_up()
+        disk.code = sqlite3.SQLITE_FULL
+        journal.append(b"record")
+        for asked in range(1, 4):
+            before = disk.attempts
+            with pytest.raises(DiskFullError):
+                await journal.durable()
+            await asyncio.sleep(0.02)
+            assert disk.attempts == before + 1, asked
+        disk.code = None
+
+
+@MODES
+def test_a_quota_counts_as_a_full_disk(tmp_path: Path, disk: Disk, sync: bool) -> None:
+    with opened(tmp_path, sync=sync) as journal:
+        disk.code = sqlite3.SQLITE_IOERR_WRITE
+        journal.append(b"record")
+        with pytest.raises(DiskFullError, match="does not take what is written"):
+            journal.flush()
+        disk.code = None
+    assert read(tmp_path) == [b"record"]
+
+
+async def test_after_a_failed_fsync_nothing_is_acknowledged_again(tmp_path: Path, disk: Disk) -> None:
+    (tmp_path / "journal").mkdir()
+    journal = Journal.open(tmp_path / "journal", sync=True)
+    commit_each(journal, [b"before"])
+    disk.code = sqlite3.SQLITE_IOERR_FSYNC
+    journal.append(b"unknown")
+    with pytest.raises(DiskFailedError, match="failed to sync journal-00000001"):
+        await journal.durable()
+    disk.code = None  # a second fsync would succeed without having written anything
+    for _ in range(2):
+        with pytest.raises(DiskFailedError):
+            await journal.durable()
+    copy(tmp_path / "journal", tmp_path / "image", journal)
+    with pytest.raises(DiskFailedError):
+        journal.close()
+    assert read(tmp_path / "image") == [b"before"]
+
+
+def test_a_generation_that_cannot_begin_changes_nothing(tmp_path: Path, disk: Disk) -> None:
+    with opened(tmp_path) as journal:
+        commit_each(journal, [b"1"])
+        journal.append(b"2")
+        disk.code = sqlite3.SQLITE_FULL
+        with pytest.raises(DiskFullError):
+            journal.start_generation()
+        disk.code = None
+        commit_each(journal, [b"3"])
+        generation = journal.start_generation()
+        commit_each(journal, [b"4"])
+    assert read(tmp_path, 0) == [b"1", b"2", b"3", b"4"]
+    assert read(tmp_path, generation) == [b"4"]
+
+
+def test_a_disk_that_stays_full_fails_the_close_and_loses_what_was_durable_never(tmp_path: Path, disk: Disk) -> None:
+    for sync in (False, True):
+        journal = Journal.open(tmp_path, sync=sync)
+        list(journal.replay())
+        commit_each(journal, [b"durable"])
+        disk.code = sqlite3.SQLITE_FULL
+        journal.append(b"refused")
+        with pytest.raises(DiskFullError):
+            journal.close()
+        disk.code = None
+    assert read(tmp_path) == [b"durable", b"durable"]
+
+
+def test_room_set_aside_is_given_up_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: Disk, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(journal_module, "_LOOK_SECONDS", 0.0)
+    reserve = tmp_path / "reserve"
+    give_up = Reserve.give_up
+
+    def freed(one: Reserve) -> bool:
+        disk.code = None
+        return give_up(one)
+
+    monkeypatch.setattr(Reserve, "give_up", freed)
+    with opened(tmp_path) as journal:
+        assert reserve.stat().st_size == RESERVE_BYTES
+        assert reserve.stat().st_blocks * 512 >= RESERVE_BYTES
+        assert not journal.is_short
+        with monkeypatch.context() as full:
+            full.setattr(reserve_module.os, "statvfs", no_room)
+            disk.code = sqlite3.SQLITE_FULL
+            commit_each(journal, [b"a clear"])
+            assert not reserve.exists()
+            assert journal.is_short
+            assert "4 MiB that were set aside are given up" in caplog.text
+        while journal.is_short:
+            pass
+        assert reserve.stat().st_size == RESERVE_BYTES
+    assert read(tmp_path) == [b"a clear"]
+
+
+def no_room(_: Path) -> os.statvfs_result:
+    return os.statvfs_result((4096, 4096, 10, 0, 0, 0, 0, 0, 0, 255))
+
+
+def test_a_reserve_that_does_not_fit_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(reserve_module.os, "posix_fallocate", refuse)
+    reserve = Reserve(tmp_path / "reserve")
+    assert not reserve.fill()
+    assert not reserve.is_there
+    assert not (tmp_path / "reserve").exists()
+    assert not reserve.give_up()
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (OSError(28, "No space left on device"), DiskFullError),
+        (sqlite3.OperationalError("without a code"), DiskFullError),
+    ],
+)
+def test_errors_of_the_system_mean_a_full_disk(error: Exception, kind: type[Exception]) -> None:
+    assert isinstance(write_error(error, Path("journal")), kind)
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from tq_service.durable import journal as journal_module
+from tq_service.durable.journal import Journal
+from tq_service.errors import DiskFullError
+
+directory, sync = Path(sys.argv[1]), sys.argv[2] == "disk"
+journal = Journal.open(directory, sync=sync)
+soft = 600_000
+resource.setrlimit(resource.RLIMIT_FSIZE, (soft, resource.RLIM_INFINITY))
+number = refused = 0
+while refused < 3:
+    journal.append(b"%d" % number + bytes(5000))
+    number += 1
+    try:
+        journal.flush()
+    except DiskFullError:
+        refused += 1
+assert number > 20, number
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+journal.flush()
+journal.close()
+print(number)
+"""
+
+
+@MODES
+def test_a_file_that_the_system_lets_grow_no_further(tmp_path: Path, sync: bool) -> None:
+    command = [sys.executable, "-c", LIMITED, str(tmp_path), "disk" if sync else "process"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert read(tmp_path) == [b"%d" % number + bytes(5000) for number in range(int(done.stdout))]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 12 MiB, where this user may mount one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(folder)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("this user may not mount a file system")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@MODES
+async def test_a_disk_that_is_full_and_has_room_again(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch, sync: bool
+) -> None:
+    monkeypatch.setattr(journal_module, "_LOOK_SECONDS", 0.0)
+    ballast = small_disk / "ballast"
+    with opened(small_disk / "journal", sync=sync) as journal:
+        assert not journal.is_short
+        with ballast.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, 6 << 20)
+        count = refused = 0
+        while refused < 3:
+            journal.append(b"%d" % count + bytes(5000))
+            count += 1
+            try:
+                await journal.durable()
+            except DiskFullError:
+                refused += 1
+        assert journal.is_short
+        assert not (small_disk / "journal" / "reserve").exists()
+        ballast.unlink()
+        await journal.durable()
+    assert read(small_disk / "journal") == [b"%d" % number + bytes(5000) for number in range(count)]
