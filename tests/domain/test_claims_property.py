@@ -414,11 +414,19 @@ class Leasing(Interleaving):
     """All tasks are queue workers that lease."""
 
     def ways(self, rng):
-        """Return one task, with one way of asking or two that differ in their leases."""
-        asking = asking_for(rng, ranked=False)
-        leases = rng.choices([(50.0, None), (200.0, 1), (200.0, 2), (500.0, 3)], k=rng.choice([1, 1, 2]))
-        facts = {**_facts(asking), "slow": False}
-        return {"worker": [Asking(**{**facts, "lease": span, "max_deliveries": most}) for span, most in leases]}
+        """Return one task, with one way of asking or two: the other with another lease, or sample by sample."""
+        facts = {**_facts(asking_for(rng, ranked=False)), "slow": False}
+        ways = [facts]
+        if rng.random() < 0.5:
+            singly = {"sampler": "sequential", "unit": "sample", "grouped": False, "block_size": None, "take": False}
+            ways.append({**facts, **rng.choice([{}, {**singly, "needs_length": False}])})
+        leases = [rng.choice([(50.0, None), (200.0, 1), (200.0, 2), (500.0, 3)]) for _ in ways]
+        return {
+            "worker": [
+                Asking(**{**way, "lease": span, "max_deliveries": most})
+                for way, (span, most) in zip(ways, leases, strict=True)
+            ]
+        }
 
 
 async def interleave(seed, steps, kind=Interleaving):
