@@ -55,6 +55,15 @@ def beside(path: Path, suffix: str) -> Path:
     return path.with_name(path.name + suffix)
 
 
+def journals_without_database(directory: Path) -> list[Path]:
+    """Return the paths of journal files of which only the log is there, which no crash leaves."""
+    return [
+        path
+        for log in sorted(directory.glob("journal-*.sqlite3-wal"))
+        if not (path := log.with_name(log.name.removesuffix("-wal"))).exists()
+    ]
+
+
 def remove_journal(path: Path) -> None:
     """Remove a journal file: the database last, so that what is left of a crash in between is never a log alone."""
     for suffix in SIDE_SUFFIXES:

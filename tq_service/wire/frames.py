@@ -39,7 +39,7 @@ SMALL_GET_BYTES: Final = 256 << 10
 """Gets of up to this size, shared memory apart, are answered in one message (GetSmall)."""
 
 _FRAME_TAG: Final = 0x12  # field 2, length-delimited
-_MAX_VARINT_BYTES: Final = 10
+_MAX_VARINT_BYTES: Final = 5  # of a size; the library refuses longer ones
 
 FrameParts: TypeAlias = Sequence[memoryview | bytes | bytearray]
 
