@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any, Literal, NoReturn, TypeAlias, cast
 
 import grpc
@@ -15,7 +14,6 @@ from tq_service.server.tokens import Token
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-Streams: TypeAlias = Callable[..., AsyncGenerator[Any, None]]
 
 
 class Gate:
@@ -61,9 +59,9 @@ class Gate:
         if handler.stream_unary is not None:
             return grpc.stream_unary_rpc_method_handler(self._parts(handler.stream_unary), deserialize, serialize)
         if handler.unary_stream is not None:
-            return grpc.unary_stream_rpc_method_handler(
-                self._stream(cast("Streams", handler.unary_stream)), deserialize, serialize
-            )
+            # It writes through its context, so it is awaited like a unary one.
+            behavior = cast("Callable[..., Awaitable[Any]]", handler.unary_stream)
+            return grpc.unary_stream_rpc_method_handler(self._unary(behavior), deserialize, serialize)
         return handler  # reflection, for which any token will do
 
     def enter(self, request: Any, context: Context) -> None:
@@ -131,15 +129,6 @@ class Gate:
             first = await anext(parts, None)
             self.enter(first, context)
             return await behavior(_Resumed(first, parts), context)
-
-        return call
-
-    def _stream(self, behavior: Streams) -> Streams:
-        async def call(request: Any, context: Context) -> AsyncGenerator[Any, None]:
-            self.enter(request, context)
-            async with contextlib.aclosing(behavior(request, context)) as responses:
-                async for response in responses:
-                    yield response
 
         return call
 

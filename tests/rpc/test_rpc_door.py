@@ -1,0 +1,368 @@
+"""The door, at every method of every service: who is not let in learns nothing and changes nothing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from certificates import Authority, add_token, bearer, request_id
+from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from live_server import LiveServer, LoopThread, StartServer
+
+import tq_service as tq
+from tq_service.server.audit import LOGGER_NAME, AuditLine
+from tq_service.server.permissions import Rule, rules
+from tq_service.server.tokens import ROLES
+from tq_service.v1 import controller_service_pb2 as pb
+from tq_service.v1 import storage_service_pb2 as storage_pb
+
+_FILES = (pb.DESCRIPTOR, storage_pb.DESCRIPTOR)
+_METHODS = {
+    f"/{service.full_name}/{method.name}": method
+    for file in _FILES
+    for service in file.services_by_name.values()
+    for method in service.methods
+}
+_RULES = rules(lambda _put_id: None)
+_FOR_ANY_TOKEN = [name for name in _METHODS if _RULES[name].roles == frozenset(ROLES)]
+_GUARDED = [name for name in _METHODS if name not in _FOR_ANY_TOKEN]
+_BY_PREFIX = [name for name in _GUARDED if not name.endswith("/ListPartitions")]
+_SECRET = "secret/train"
+
+
+def test_every_method_of_the_protos_has_a_rule() -> None:
+    assert {name for name in _RULES if "reflection" not in name} == set(_METHODS)
+
+
+def test_no_role_but_those_of_admin_and_service_is_for_the_service_itself() -> None:
+    whole = {name.rpartition("/")[2] for name, rule in _RULES.items() if rule.is_whole}
+    assert whole == {"Checkpoint", "Restore", "RegisterStorage", "ConfirmPut", "KeepPuts", "FreeCells"}
+    for name, rule in _RULES.items():
+        if rule.is_whole:
+            assert rule.roles <= {"admin", "service"}, name
+
+
+@dataclass
+class Guarded:
+    """A service with tokens, some data, and the tokens' file."""
+
+    live: LiveServer
+    tokens: Path
+    admin: str
+    put_id: bytes
+
+    def token(self, rule: Rule, prefixes: tuple[str, ...] = ("",), *, is_right: bool = True) -> str:
+        """Return a new token with the roles of a rule, or with all others but admin."""
+        wrong = frozenset(ROLES) - rule.roles - {"admin"}
+        secret = add_token(self.tokens, f"t{request_id().hex()}", rule.roles if is_right else wrong, prefixes)
+        self.live.app._entrance._tokens.reload()
+        return secret
+
+    def state(self) -> list[bytes]:
+        """Return all that can be seen of the service."""
+        metadata = bearer(self.admin)
+        listed = self.live.controller.ListPartitions(pb.ListPartitionsRequest(), metadata=metadata)
+        described = [
+            self.live.controller.DescribePartition(
+                pb.DescribePartitionRequest(partition_id=summary.partition_id), metadata=metadata
+            )
+            for summary in listed.partitions
+        ]
+        stat = self.live.storage.Stat(storage_pb.StatRequest(), metadata=metadata)
+        return [message.SerializeToString(deterministic=True) for message in (listed, *described, stat)]
+
+
+@pytest.fixture(scope="module")
+def guarded(loop_thread: LoopThread, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    tokens = tmp_path_factory.mktemp("door") / "tokens.toml"
+    admin = add_token(tokens, "boss", ["admin"])
+    with LiveServer(loop_thread, tokens_file=str(tokens)) as live:
+        client = live.client(token=admin)
+        client.put({"x": np.arange(8)}, partition_id=_SECRET, keys=[f"k{i}" for i in range(8)])
+        located = live.controller.Locate(
+            pb.LocateRequest(partition_id=_SECRET, keys=["k0"], data_fields=["x"]), metadata=bearer(admin)
+        )
+        yield Guarded(live, tokens, admin, located.meta.locations.puts[0].put_id)
+
+
+@pytest.fixture
+def audit(caplog: pytest.LogCaptureFixture) -> Callable[[], list[AuditLine]]:
+    """Returns the lines written since it was called last."""
+    caplog.set_level(logging.INFO, LOGGER_NAME)
+
+    def lines() -> list[AuditLine]:
+        written = [vars(record)["audit"] for record in caplog.records if record.name == LOGGER_NAME]
+        caplog.clear()
+        return written
+
+    return lines
+
+
+def request_of(name: str, live: LiveServer, partition_id: str, put_id: bytes) -> Message:
+    """Return a request that would do something, if it were let in."""
+    kind = _METHODS[name].input_type
+    boot_id = live.app._engine.boot_id
+    header = storage_pb.PutHeader(put_id=request_id(), partition_id=partition_id)
+    header.commit.write.partition_id = partition_id
+    header.commit.request_id = request_id()
+    cells = storage_pb.PutCells(put_id=put_id)
+    get = storage_pb.GetRequest(boot_id=boot_id, put_ids=[put_id])
+    write = pb.SampleWrite(partition_id=partition_id, row_count=4)
+    special: dict[str, Message] = {
+        "Insert": pb.InsertRequest(request_id=request_id(), write=write),
+        "Commit": pb.CommitRequest(request_id=request_id(), write=write),
+        "Put": storage_pb.PutRequest(header=header),
+        "PutSmall": storage_pb.PutSmallRequest(header=header),
+        "Get": get,
+        "GetSmall": storage_pb.GetSmallRequest(get=get),
+        "ConfirmPut": storage_pb.ConfirmPutRequest(boot_id=boot_id, put_id=put_id, partition_id=partition_id),
+        "FreeCells": storage_pb.FreeCellsRequest(boot_id=boot_id, cells=[cells]),
+        "KeepPuts": storage_pb.KeepPutsRequest(boot_id=boot_id),
+    }
+    if kind.name.removesuffix("Request") in special:
+        return special[kind.name.removesuffix("Request")]
+    message = kind._concrete_class()
+    for field, value in {
+        "request_id": request_id(),
+        "partition_id": partition_id,
+        "task_name": "t",
+        "data_fields": ["x"],
+        "batch_size": 1,
+        "keys": ["k0"],
+    }.items():
+        if field in kind.fields_by_name:
+            if isinstance(value, list):
+                getattr(message, field).extend(value)
+            else:
+                setattr(message, field, value)
+    return message
+
+
+def call(live: LiveServer, name: str, request: Message, metadata: Any = None, channel: Any = None) -> Any:
+    """Make a call and return its answer, or the list of them."""
+    method = _METHODS[name]
+    kind = ("stream" if method.client_streaming else "unary") + "_" + ("stream" if method.server_streaming else "unary")
+    make = getattr(channel or live.channel, kind)(
+        name,
+        request_serializer=lambda message: message.SerializeToString(),
+        response_deserializer=method.output_type._concrete_class.FromString,
+    )
+    answer = make(iter([request]) if method.client_streaming else request, timeout=20, metadata=metadata)
+    return list(answer) if method.server_streaming else answer
+
+
+def refused(live: LiveServer, name: str, request: Message, metadata: Any) -> grpc.RpcError:
+    with pytest.raises(grpc.RpcError) as caught:
+        call(live, name, request, metadata)
+    return caught.value
+
+
+@pytest.mark.parametrize("name", _METHODS)
+def test_without_a_valid_token_nothing_is_answered(
+    guarded: Guarded, name: str, audit: Callable[[], list[AuditLine]]
+) -> None:
+    old = add_token(guarded.tokens, f"old{request_id().hex()}", ["admin"], expires=datetime(2020, 1, 1, tzinfo=UTC))
+    guarded.live.app._entrance._tokens.reload()
+    before = guarded.state()
+    audit()
+    basic = (("authorization", f"Basic {guarded.admin}"),)
+    messages = set()
+    for metadata, reason, is_told in (
+        (None, "no token", False),
+        (basic, "no token", False),
+        (bearer("tq_wrong"), "unknown token", True),
+        (bearer(guarded.admin[:-1]), "unknown token", True),
+        (bearer(old), "token has expired", True),
+    ):
+        error = refused(guarded.live, name, request_of(name, guarded.live, _SECRET, guarded.put_id), metadata)
+        assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+        (line,) = audit()
+        assert (line.decision, line.method, line.reason) == ("refused", name, reason)
+        assert line.peer.startswith("ipv4:127.0.0.1:")
+        assert guarded.admin not in str(line)
+        if is_told:
+            messages.add(error.details())
+    assert len(messages) == 1  # an expired token is not told from one that never was
+    assert guarded.state() == before
+
+
+@pytest.mark.parametrize("name", _GUARDED)
+def test_a_token_of_another_role_is_refused(guarded: Guarded, name: str, audit: Callable[[], list[AuditLine]]) -> None:
+    secret = guarded.token(_RULES[name], is_right=False)
+    before = guarded.state()
+    audit()
+    error = refused(guarded.live, name, request_of(name, guarded.live, _SECRET, guarded.put_id), bearer(secret))
+    assert error.code() is grpc.StatusCode.PERMISSION_DENIED
+    assert "needs one of the roles" in error.details()
+    (line,) = audit()
+    assert (line.decision, line.method) == ("refused", name)
+    assert line.reason.startswith("none of the roles")
+    assert line.token
+    assert secret not in str(line)
+    assert guarded.state() == before
+
+
+@pytest.mark.parametrize("name", _BY_PREFIX)
+def test_a_token_for_other_partitions_is_refused(
+    guarded: Guarded, name: str, audit: Callable[[], list[AuditLine]]
+) -> None:
+    secret = guarded.token(_RULES[name], ("mine/", "secret/trail"))
+    before = guarded.state()
+    audit()
+    error = refused(guarded.live, name, request_of(name, guarded.live, _SECRET, guarded.put_id), bearer(secret))
+    assert error.code() is grpc.StatusCode.PERMISSION_DENIED
+    (line,) = audit()
+    assert (line.decision, line.method) == ("refused", name)
+    assert line.reason in {"outside its prefixes", "not for all partitions"}
+    assert guarded.state() == before
+
+
+@pytest.mark.parametrize("name", _METHODS)
+def test_a_token_of_the_right_role_and_prefix_gets_through(guarded: Guarded, name: str) -> None:
+    rule = _RULES[name]
+    secret = guarded.token(rule, ("",) if rule.is_whole else ("open/",))
+    request = request_of(name, guarded.live, "open/train", request_id())
+    if name.endswith("/KeepPuts"):
+        request = storage_pb.KeepPutsRequest(boot_id=b"x" * 16)  # of another life, so that it drops nothing
+    try:
+        call(guarded.live, name, request, bearer(secret))
+    except grpc.RpcError as error:  # what it asks for may not be there, but the door is not why
+        assert error.code() not in {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}
+
+
+def test_a_put_is_refused_for_the_partition_of_its_commit_too(guarded: Guarded) -> None:
+    secret = guarded.token(Rule(roles=frozenset({"produce"}), partitions=lambda _: ()), ("mine/",))
+    before = guarded.state()
+    header = storage_pb.PutHeader(put_id=request_id(), partition_id="mine/a")
+    header.commit.CopyFrom(pb.CommitRequest(request_id=request_id(), write=pb.SampleWrite(partition_id=_SECRET)))
+    put, small = storage_pb.PutRequest(header=header), storage_pb.PutSmallRequest(header=header)
+    for name, request in (("Put", put), ("PutSmall", small)):
+        error = refused(guarded.live, f"/tq_service.v1.StorageService/{name}", request, bearer(secret))
+        assert error.code() is grpc.StatusCode.PERMISSION_DENIED
+    assert guarded.state() == before
+
+
+def test_lists_show_only_what_a_token_is_for(guarded: Guarded) -> None:
+    boss = guarded.live.client(token=guarded.admin)
+    boss.create_partition("mine/a")
+    secret = guarded.token(_RULES["/tq_service.v1.ControllerService/ListPartitions"], ("mine/",))
+    mine = guarded.live.client(token=secret)
+    assert [each.partition_id for each in mine.list_partitions()] == ["mine/a"]
+    assert mine.list_partitions("secret/") == []
+    assert {"mine/a", _SECRET} <= {each.partition_id for each in boss.list_partitions()}
+    boss.clear_partition("mine/a")
+
+
+def test_names_cannot_forge_lines(guarded: Guarded, audit: Callable[[], list[AuditLine]]) -> None:
+    secret = guarded.token(_RULES["/tq_service.v1.ControllerService/DescribePartition"], ("mine/",))
+    audit()
+    evil = "x\nrefused method=\u202e\x1b[2J" + "y" * 5000
+    with pytest.raises(grpc.RpcError):
+        guarded.live.controller.DescribePartition(
+            pb.DescribePartitionRequest(partition_id=evil), metadata=bearer(secret)
+        )
+    (line,) = audit()
+    assert str(line).isascii()
+    assert str(line).isprintable()
+    assert len(str(line)) < 1000
+
+
+def test_administrative_calls_are_in_the_audit_log(guarded: Guarded, audit: Callable[[], list[AuditLine]]) -> None:
+    boss = guarded.live.client(token=guarded.admin)
+    boss.create_partition("mine/b")
+    boss.list_partitions()
+    audit()
+    boss.clear_partition("mine/b")
+    (line,) = audit()
+    assert (line.decision, line.token, line.partition) == ("allowed", "boss", "mine/b")
+    assert line.method.endswith("/ClearPartition")
+
+
+def test_a_stranger_is_refused_before_a_large_request_is_read(guarded: Guarded) -> None:
+    request = pb.InsertRequest(request_id=b"x" * (32 << 20))
+    error = refused(guarded.live, "/tq_service.v1.ControllerService/Insert", request, None)
+    assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_clients_raise_at_once_and_do_not_try_again(
+    guarded: Guarded, client_kind: Any, audit: Callable[[], list[AuditLine]]
+) -> None:
+    large = {"x": np.zeros((64, 1 << 14), np.float32)}
+    for token, error in (
+        ("tq_wrong", tq.UnauthenticatedError),
+        (guarded.token(_RULES["/tq_service.v1.StorageService/Get"]), tq.PermissionDeniedError),
+    ):
+        client = guarded.live.client(client_kind, token=token)
+        for attempt in (
+            lambda client=client: client.put(large, partition_id="mine/c"),
+            lambda client=client: client.put({"x": np.zeros(1)}, partition_id="mine/c"),
+            lambda client=client: client.create_partition("mine/c"),
+        ):
+            audit()
+            with pytest.raises(error) as caught:
+                attempt()
+            assert isinstance(caught.value, PermissionError)
+            assert token not in str(caught.value)
+            # A large put asks first where to go; the storage service that is asked for shared memory refuses, too.
+            assert 1 <= len(audit()) <= 3
+
+
+def test_health_is_open_and_reflection_asks_for_a_token(start_server: StartServer, tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens.toml"
+    secret = add_token(tokens, "reader", ["read"], ("mine/",))
+    live = start_server(tokens_file=str(tokens), reflection=True)
+    health = health_pb2_grpc.HealthStub(live.channel)
+    assert health.Check(health_pb2.HealthCheckRequest()).status == health_pb2.HealthCheckResponse.SERVING
+    assert next(health.Watch(health_pb2.HealthCheckRequest())).status == health_pb2.HealthCheckResponse.SERVING
+    ask = reflection_pb2_grpc.ServerReflectionStub(live.channel).ServerReflectionInfo
+    question = reflection_pb2.ServerReflectionRequest(list_services="")
+    with pytest.raises(grpc.RpcError) as caught:
+        next(ask(iter([question])))
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    names = next(ask(iter([question]), metadata=bearer(secret))).list_services_response.service
+    assert "tq_service.v1.ControllerService" in {service.name for service in names}
+
+
+def test_reflection_is_off_unless_asked_for(guarded: Guarded) -> None:
+    ask = reflection_pb2_grpc.ServerReflectionStub(guarded.live.channel).ServerReflectionInfo
+    with pytest.raises(grpc.RpcError) as caught:
+        next(ask(iter([reflection_pb2.ServerReflectionRequest(list_services="")]), metadata=bearer(guarded.admin)))
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_without_a_certificate_no_call_arrives(start_server: StartServer, tmp_path: Path) -> None:
+    authority, other = Authority(tmp_path / "own"), Authority(tmp_path / "other")
+    own, stranger = authority.issue("service"), other.issue("stranger")
+    tokens = tmp_path / "tokens.toml"
+    secret = add_token(tokens, "boss", ["admin"])
+    live = start_server(
+        tls_cert=str(own.cert), tls_key=str(own.key), tls_client_ca=str(own.ca), tokens_file=str(tokens)
+    )
+    target = f"localhost:{live.app.port}"
+    ca = Path(str(own.ca)).read_bytes()
+    key, cert = Path(str(stranger.key)).read_bytes(), Path(str(stranger.cert)).read_bytes()
+    alone = [("grpc.use_local_subchannel_pool", 1)]
+    with tq.Client(target, token=secret, tls=own) as client:
+        client.create_partition("mine/a")
+        before = client.describe_partition("mine/a"), client.storage_stat()
+        for credentials in (None, grpc.ssl_channel_credentials(ca), grpc.ssl_channel_credentials(ca, key, cert)):
+            with (
+                grpc.insecure_channel(target, alone)
+                if credentials is None
+                else grpc.secure_channel(target, credentials, alone)
+            ) as channel:
+                for name in _METHODS:
+                    request = request_of(name, live, "mine/a", request_id())
+                    with pytest.raises(grpc.RpcError) as caught:
+                        call(live, name, request, bearer(secret), channel)
+                    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert (client.describe_partition("mine/a"), client.storage_stat()) == before
