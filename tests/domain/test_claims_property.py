@@ -19,7 +19,7 @@ from model import Asking
 from tq_service.domain.plan import RankPlan
 from tq_service.domain.queue_claims import acknowledge, release
 from tq_service.domain.task import End
-from tq_service.errors import InvalidArgumentError, TqError
+from tq_service.errors import ClaimReleasedError, InvalidArgumentError, LeaseExpiredError, TqError
 
 STEPS = (
     *["insert"] * 6, *["columns"] * 5, *["ask"] * 8, "ask_ahead", "replay", "retry", "leave", "leave_late", "look",
@@ -28,8 +28,8 @@ STEPS = (
 )  # fmt: skip
 # Workers that lease, and crash, in partitions that soon come to their end.
 LEASE_STEPS = (
-    *["insert"] * 2, *["columns"] * 2, *["ask"] * 8, *["ack"] * 4, *["pass_time"] * 3, *["seal"] * 3, "look", "fail",
-    "hold", "free", "release", "retry", "extend", "leave_late", "close_group", "clear", "reset", "turn",
+    *["insert"] * 2, *["columns"] * 2, *["ask"] * 8, *["ack"] * 6, *["pass_time"] * 4, *["seal"] * 2, "look", "fail",
+    "hold", "free", "release", "retry", "retry", *["extend"] * 3, "leave_late", "close_group", "clear", "reset", "turn",
 )  # fmt: skip
 GROUPS = ("a", "b", "c", "d")
 
@@ -234,7 +234,11 @@ class Interleaving:
     async def retry(self, rng):
         name, asking, task = self._task(rng, ranked=False)
         waiting = [call for call in self.driver.calls if call.task == name and not call.future.done()]
-        if task.claims and rng.random() < 0.6:
+        if task.expired and rng.random() < 0.3:
+            call = self.driver.ask(name, asking, request_id=rng.choice(sorted(task.expired)), max_wait=0)
+            await turns(3)
+            assert isinstance(call.error, LeaseExpiredError | ClaimReleasedError)
+        elif task.claims and rng.random() < 0.6:
             request_id = rng.choice(sorted(task.claims))
             rows = task.claims[request_id].rows
             call = self.driver.ask(name, asking, request_id=request_id, max_wait=0)
@@ -461,7 +465,7 @@ def test_claims_are_what_the_model_says(seed, steps):
 
 
 @settings(
-    max_examples=int(os.environ.get("TQ_CLAIMS_EXAMPLES", "300")),
+    max_examples=int(os.environ.get("TQ_CLAIMS_EXAMPLES", "600")),
     deadline=None,
     derandomize="TQ_CLAIMS_EXAMPLES" not in os.environ,
 )
