@@ -195,6 +195,13 @@ class Catalog:
             planners[task_name] = Planner(partition, partition.task(task_name), self._runner)
         return planners[task_name]
 
+    def start_leases(self) -> None:
+        """Let the leases run out that were recovered or restored, each after its full time."""
+        for partition in self._partitions.values():
+            for task in partition.tasks.values():
+                if task.leases.live:
+                    self.planner(partition, task.name).start_leases()
+
     def waiting_count(self, partition: Partition, task_name: str) -> int:
         """Return the number of calls that wait for a task."""
         planner = self._planners[partition].get(task_name)

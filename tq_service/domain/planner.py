@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -41,8 +42,7 @@ class Planner:
         self._gone: Callable[[], TqError] | None = None
         self._ending: asyncio.Task[None] | None = None
         self._clock = LeaseClock(task.leases, partial(expire, partition, task))
-        for lease in task.leases.live.values():  # of an earlier life of the service
-            self._clock.start(lease)
+        self.start_leases()
         partition.on_change.append(self.wake)
 
     @property
@@ -101,6 +101,12 @@ class Planner:
             self._partition.record_batch(self._task, request.binding, plan, planned.positions)
         self.wake()  # others may disagree with this plan, or have waited for what was the last batch
         return plan.ranks[0 if rank is None else rank.dp_rank]
+
+    def start_leases(self) -> None:
+        """Let leases run out that no clock knows: those of an earlier life of the service, after their full time."""
+        for lease in self._task.leases.live.values():
+            if math.isinf(lease.deadline):
+                self._clock.start(lease)
 
     def extend(self, request_id: bytes, seconds: float) -> int:
         """Give a leased claim more time, from now on; return the number of samples left of it."""

@@ -178,6 +178,8 @@ class App:
             found.record_count,
         )
         keeper.start()
+        if self._catalog is not None:
+            self._catalog.start_leases()
 
     def _partition_of(self, put_id: bytes) -> str | None:
         return None if self._engine is None else self._engine.partition_of(put_id)

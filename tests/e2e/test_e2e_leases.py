@@ -1,0 +1,40 @@
+"""Leases over a crash of the service: kept, with their full time from the restart on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from live_server import server_process
+
+import tq_service as tq
+
+ASKS: dict[str, Any] = {"partition_id": "train", "task_name": "t", "data_fields": ["x"], "min_batch_size": 1}
+
+
+def test_leases_outlive_a_crash_of_the_service(tmp_path: Path) -> None:
+    flags = ("--data-dir", str(tmp_path), "--durability", "process")
+    with server_process(*flags) as server, tq.Client(server.address, timeout=60.0) as client:
+        client.put({"x": torch.arange(8)}, partition_id="train")
+        client.seal_partition("train")
+        kept = client.get_meta(**ASKS, batch_size=4, lease=600.0)
+        crashed = client.get_meta(**ASKS, batch_size=4, lease=1.0, max_deliveries=2)
+        assert client.ack(kept.select_samples([0])) == 1
+        assert client.ack(crashed.select_samples([0])) == 1
+        server.restart()
+        assert client.check_consumption("train", "t").leased == 6
+        assert client.ack(kept) == 3
+        again = client.get_meta(**ASKS, batch_size=4, lease=0.2, max_deliveries=2, max_wait=30.0)
+        assert (again.global_indexes, again.delivery_counts) == ([5, 6, 7], (2, 2, 2))
+        with pytest.raises(tq.LeaseExpiredError, match="5, 6, 7"):
+            client.ack(crashed)
+        end = client.get_meta(**ASKS, batch_size=4, max_wait=30.0)
+        assert (end.status, end.skipped) == ("end", 3)
+        server.restart()
+        status = client.check_consumption("train", "t")
+        assert (status.consumed, status.set_aside, status.leased, status.complete) == (5, 3, 0, True)
+        with pytest.raises(tq.LeaseExpiredError):
+            client.ack(again)
+        assert client.ack(kept) == 0
