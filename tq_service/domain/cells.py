@@ -22,6 +22,16 @@ _SLOT_SHIFT = 32  # a cell is (slot of its put << 32 | row in the put), so that 
 _ROW_MASK = (1 << _SLOT_SHIFT) - 1
 
 
+def cells_of(slot: int, rows: Indexes) -> Indexes:
+    """Return the cells that rows of a put are."""
+    return rows + (slot << _SLOT_SHIFT)
+
+
+def slots_and_rows(cells: Indexes) -> tuple[Indexes, Indexes]:
+    """Return the slots of the puts that hold cells, and the rows in these puts."""
+    return cells >> _SLOT_SHIFT, cells & _ROW_MASK
+
+
 class Put(NamedTuple):
     """A put in the life of the storage service that took it."""
 
@@ -259,7 +269,7 @@ class CellTable:
             field.spec = spec
             replaced.append(field)
         freed = [] if are_new else self.forget(positions, replaced)
-        cells = rows + (slot << _SLOT_SHIFT)
+        cells = cells_of(slot, rows)
         for column, field, spec in zip(columns, replaced, specs, strict=True):
             field.cell.write(positions, cells)
             field.produced_count += positions.size
@@ -366,7 +376,7 @@ def _rows_by_slot(cells: Indexes) -> Iterable[tuple[int, Indexes]]:
     if not cells.size:
         return ()
     cells = cells[np.argsort(cells >> _SLOT_SHIFT, kind="stable")]
-    slots, rows = cells >> _SLOT_SHIFT, cells & _ROW_MASK
+    slots, rows = slots_and_rows(cells)
     bounds = np.flatnonzero(np.diff(slots)) + 1
     return zip(slots[np.r_[0, bounds]].tolist(), np.split(rows, bounds), strict=True)
 

@@ -50,12 +50,16 @@ class RecordWriter:
         self._resumed_at = time.perf_counter()
         return self
 
-    def write(self, record: bytes) -> None:
-        """Append a record."""
+    def write(self, *parts: bytes | memoryview) -> None:
+        """Append a record, whose bytes may come in parts."""
         if self._file is None:
             raise ValueError("records are written inside the `with` of their writer")
-        self._file.write(_FRAME.pack(len(record), xxhash.xxh3_64_intdigest(record)))
-        self._file.write(record)
+        checksum = xxhash.xxh3_64()
+        for part in parts:
+            checksum.update(part)
+        self._file.write(_FRAME.pack(sum(len(part) for part in parts), checksum.intdigest()))
+        for part in parts:
+            self._file.write(part)
         self.count += 1
         if time.perf_counter() - self._resumed_at > _WORK_SECONDS:
             time.sleep(_REST_SECONDS)
@@ -80,8 +84,12 @@ class RecordWriter:
                 self._partial.unlink(missing_ok=True)
 
 
-def read_records(path: Path) -> Iterator[tuple[int, bytes]]:
+def read_records(path: Path, at: int = 0) -> Iterator[tuple[int, bytes]]:
     """Yield for each record of a file where it begins, and its bytes.
+
+    Args:
+        path: the file.
+        at: where to begin, at a record or at 0.
 
     Raises:
         SnapshotDamagedError: the file does not hold what was written.
@@ -91,7 +99,8 @@ def read_records(path: Path) -> Iterator[tuple[int, bytes]]:
     with path.open("rb", buffering=_BUFFER_BYTES) as file:
         if file.read(len(_MAGIC)) != _MAGIC:
             raise damaged(path, 0, "it does not begin like a file of records")
-        at = len(_MAGIC)
+        at = at or len(_MAGIC)
+        file.seek(at)
         while at < size:
             frame = file.read(_FRAME.size)
             if len(frame) < _FRAME.size:

@@ -47,9 +47,8 @@ def write_snapshot(path: Path, frozen: FrozenService) -> None:
         OSError: it cannot be written.
     """
     with RecordWriter(path) as writer:
-        for record in _records(frozen):
-            writer.write(record.SerializeToString())
-        writer.write(pb.SnapshotRecord(end=pb.SnapshotEnd(record_count=writer.count)).SerializeToString())
+        write_header(writer, is_checkpoint=False)
+        write_state(writer, frozen)
 
 
 def read_snapshot(path: Path) -> FrozenService:
@@ -59,14 +58,69 @@ def read_snapshot(path: Path) -> FrozenService:
         SnapshotDamagedError: the file does not hold what was written, or is of a later version.
         OSError: it cannot be read.
     """
+    with reading(path) as reader:
+        read_header(reader, is_checkpoint=False)
+        return read_state(reader)
+
+
+# What snapshots and checkpoints have in common
+
+
+def write_header(writer: RecordWriter, *, is_checkpoint: bool) -> None:
+    """Begin a file."""
+    header = pb.SnapshotHeader(format_version=FORMAT_VERSION, is_checkpoint=is_checkpoint)
+    writer.write(pb.SnapshotRecord(header=header).SerializeToString())
+
+
+def write_state(writer: RecordWriter, frozen: FrozenService) -> None:
+    """Write the state, and end the file."""
+    for record in _records(frozen):
+        writer.write(record.SerializeToString())
+    writer.write(pb.SnapshotRecord(end=pb.SnapshotEnd(record_count=writer.count)).SerializeToString())
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[SnapshotReader]:
+    """Read a file from its beginning; whatever is wrong with it becomes SnapshotDamagedError."""
     reader = SnapshotReader(path)
     try:
         with _collecting_later():
-            return _read(reader)
-    except (DecodeError, ValueError, LookupError, AttributeError, TypeError) as error:
+            yield reader
+    except (DecodeError, ValueError, LookupError, AttributeError, TypeError, OverflowError, MemoryError) as error:
         if isinstance(error, TqError):
             raise
         raise reader.damaged(f"{type(error).__name__}: {error}") from error
+
+
+def read_header(reader: SnapshotReader, *, is_checkpoint: bool) -> None:
+    """Read how a file begins."""
+    header = reader.take("header")
+    if header.format_version != FORMAT_VERSION:
+        raise ValueError(f"its format has version {header.format_version}, this service reads {FORMAT_VERSION}")
+    if header.is_checkpoint != is_checkpoint:
+        kinds = ("the snapshot of a data folder", "a checkpoint")
+        raise ValueError(f"it is {kinds[header.is_checkpoint]}, expected {kinds[is_checkpoint]}")
+
+
+def read_state(reader: SnapshotReader) -> FrozenService:
+    """Read the state, to the end of the file."""
+    partitions: list[FrozenPartition] = []
+    answers: list[Sequence[Entry[Any]]] = []
+    puts: list[bytes] = []
+    while (kind := reader.kind) != "end":
+        match kind:
+            case "partition":
+                partitions.append(decode_partition(reader))
+            case "answers":
+                answers.append(decode_answers(reader.take("answers"), _type_of))
+            case "puts":
+                puts.extend(reader.take("puts").records)
+            case _:
+                raise reader.damaged(f"{kind or 'the end of the file'} is out of place")
+    expected = reader.count
+    if reader.take("end").record_count != expected or reader.kind is not None:
+        raise reader.damaged("its end is not where it should be")
+    return FrozenService(partitions=partitions, answers=FrozenLog(blocks=answers), puts=puts)
 
 
 @contextlib.contextmanager
@@ -82,7 +136,6 @@ def _collecting_later() -> Iterator[None]:
 
 
 def _records(frozen: FrozenService) -> Iterator[pb.SnapshotRecord]:
-    yield pb.SnapshotRecord(header=pb.SnapshotHeader(format_version=FORMAT_VERSION))
     for partition in frozen.partitions:
         yield from encode_partition(partition)
     yield from encode_answers(frozen.answers)
@@ -102,26 +155,5 @@ def _encode_puts(puts: Iterable[bytes]) -> Iterator[pb.SnapshotRecord]:
         yield pb.SnapshotRecord(puts=pb.SnapshotPuts(records=some))
 
 
-def _read(reader: SnapshotReader) -> FrozenService:
-    version = reader.take("header").format_version
-    if version != FORMAT_VERSION:
-        raise ValueError(f"its format has version {version}, this service reads version {FORMAT_VERSION}")
-    partitions: list[FrozenPartition] = []
-    answers: list[Sequence[Entry[Any]]] = []
-    puts: list[bytes] = []
-    while reader.kind != "end":
-        match reader.kind:
-            case "partition":
-                partitions.append(decode_partition(reader))
-            case "answers":
-                answers.append(
-                    decode_answers(reader.take("answers"), lambda name: getattr(controller_service_pb2, name))
-                )
-            case "puts":
-                puts.extend(reader.take("puts").records)
-            case kind:
-                raise ValueError(f"a record of kind {kind!r} is out of place")
-    expected = reader.count
-    if reader.take("end").record_count != expected or reader.kind is not None:
-        raise ValueError("its end is not where it should be")
-    return FrozenService(partitions=partitions, answers=FrozenLog(blocks=answers), puts=puts)
+def _type_of(name: str) -> Any:
+    return getattr(controller_service_pb2, name)

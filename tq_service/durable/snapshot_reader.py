@@ -18,18 +18,27 @@ class SnapshotReader:
     """A place in a snapshot.
 
     Attributes:
-        kind: of the next record; None at the end of the file.
         count: number of records before it.
+        at: where the next record begins, in bytes; that of the last one at the end of the file.
     """
 
     def __init__(self, path: Path) -> None:
-        self.kind: str | None = None
-        self.count = -1
+        self.count = 0
+        self.at = 0
         self._path = path
         self._records = read_records(path)
-        self._next: tuple[int, pb.SnapshotRecord] | None = None
-        self._at = 0
+        self._data: bytes | None = None
+        self._record: pb.SnapshotRecord | None = None
         self._advance()
+
+    @property
+    def kind(self) -> str | None:
+        """Kind of the next record; None at the end of the file."""
+        if self._data is None:
+            return None
+        if self._record is None:
+            self._record = pb.SnapshotRecord.FromString(self._data)
+        return self._record.WhichOneof("content")
 
     def take(self, kind: str) -> Any:
         """Return the next record, which is of this kind.
@@ -37,11 +46,24 @@ class SnapshotReader:
         Raises:
             SnapshotDamagedError: it is of another, or damaged.
         """
-        if self._next is None or self.kind != kind:
-            raise self.damaged(f"expected a record of kind {kind!r}, got {self.kind or 'the end of the file'!r}")
-        record = self._next[1]
-        self._advance()
-        return getattr(record, kind)
+        got = self.kind
+        if got != kind:
+            raise self.damaged(f"expected a record of kind {kind!r}, got {got or 'the end of the file'!r}")
+        content = getattr(self._record, kind)
+        self._take()
+        return content
+
+    def take_bytes(self) -> bytes:
+        """Return the next record, which is bytes of a block.
+
+        Raises:
+            SnapshotDamagedError: the file ends here, or the record is damaged.
+        """
+        if self._data is None:
+            raise self.damaged("expected bytes of a block, got the end of the file")
+        data = self._data
+        self._take()
+        return data
 
     def column(self, size: int, dtype: DTypeLike) -> FrozenColumn:
         """Return the next column, of which it is known how many values it has, and of which type."""
@@ -49,14 +71,14 @@ class SnapshotReader:
 
     def damaged(self, what: str) -> SnapshotDamagedError:
         """Return the error for the place that is being read."""
-        return damaged(self._path, self._at, what)
+        return damaged(self._path, self.at, what)
+
+    def _take(self) -> None:
+        self.count += 1
+        self._advance()
 
     def _advance(self) -> None:
-        self._at = 0 if self._next is None else self._next[0]
+        self._data = self._record = None
         found = next(self._records, None)
-        self.count += 1
-        if found is None:
-            self._next = self.kind = None
-            return
-        self._next = found[0], pb.SnapshotRecord.FromString(found[1])
-        self.kind = self._next[1].WhichOneof("content")
+        if found is not None:
+            self.at, self._data = found

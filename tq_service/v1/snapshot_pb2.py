@@ -17,7 +17,7 @@ from tq_service.v1 import journal_pb2 as tq__service_dot_v1_dot_journal__pb2
 from tq_service.v1 import metadata_pb2 as tq__service_dot_v1_dot_metadata__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctq_service/v1/snapshot.proto\x12\rtq_service.v1\x1a&tq_service/v1/controller_service.proto\x1a\x1btq_service/v1/journal.proto\x1a\x1ctq_service/v1/metadata.proto\"\xfb\x03\n\x0eSnapshotRecord\x12/\n\x06header\x18\x01 \x01(\x0b\x32\x1d.tq_service.v1.SnapshotHeaderH\x00\x12\x35\n\tpartition\x18\x02 \x01(\x0b\x32 .tq_service.v1.SnapshotPartitionH\x00\x12/\n\x06\x63olumn\x18\x03 \x01(\x0b\x32\x1d.tq_service.v1.SnapshotColumnH\x00\x12+\n\x04task\x18\x04 \x01(\x0b\x32\x1b.tq_service.v1.SnapshotTaskH\x00\x12/\n\x06\x63laims\x18\x05 \x01(\x0b\x32\x1d.tq_service.v1.SnapshotClaimsH\x00\x12\x31\n\x07\x62\x61tches\x18\x06 \x01(\x0b\x32\x1e.tq_service.v1.SnapshotBatchesH\x00\x12)\n\x03ids\x18\x07 \x01(\x0b\x32\x1a.tq_service.v1.SnapshotIdsH\x00\x12\x31\n\x07\x61nswers\x18\x08 \x01(\x0b\x32\x1e.tq_service.v1.SnapshotAnswersH\x00\x12+\n\x04puts\x18\t \x01(\x0b\x32\x1b.tq_service.v1.SnapshotPutsH\x00\x12)\n\x03\x65nd\x18\n \x01(\x0b\x32\x1a.tq_service.v1.SnapshotEndH\x00\x42\t\n\x07\x63ontent\"(\n\x0eSnapshotHeader\x12\x16\n\x0e\x66ormat_version\x18\x01 \x01(\x05\"#\n\x0bSnapshotEnd\x12\x14\n\x0crecord_count\x18\x01 \x01(\x03\"\xee\x02\n\x11SnapshotPartition\x12\x37\n\x08settings\x18\x01 \x01(\x0b\x32%.tq_service.v1.CreatePartitionRequest\x12\x13\n\x0bincarnation\x18\x02 \x01(\x0c\x12\x0e\n\x06sealed\x18\x03 \x01(\x08\x12\x13\n\x0binsert_step\x18\x04 \x01(\x03\x12\x12\n\nnext_index\x18\x05 \x01(\x03\x12\x11\n\trow_count\x18\x06 \x01(\x03\x12\x12\n\nhas_groups\x18\x07 \x01(\x08\x12\x18\n\x10group_slot_count\x18\x08 \x01(\x03\x12\x16\n\x0eput_slot_count\x18\t \x01(\x03\x12\x37\n\x0cmeta_columns\x18\n \x03(\x0b\x32!.tq_service.v1.SnapshotMetaColumn\x12,\n\x06\x66ields\x18\x0b \x03(\x0b\x32\x1c.tq_service.v1.SnapshotField\x12\x12\n\ntask_count\x18\x0c \x01(\x03\"0\n\x12SnapshotMetaColumn\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\"L\n\rSnapshotField\x12&\n\x04spec\x18\x01 \x01(\x0b\x32\x18.tq_service.v1.FieldSpec\x12\x13\n\x0bhas_lengths\x18\x02 \x01(\x08\"\x81\x02\n\x0eSnapshotColumn\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x33\n\x08integers\x18\x02 \x01(\x0b\x32\x1f.tq_service.v1.SnapshotIntegersH\x00\x12+\n\x04runs\x18\x03 \x01(\x0b\x32\x1b.tq_service.v1.SnapshotRunsH\x00\x12\x11\n\x07\x64oubles\x18\x04 \x01(\x0cH\x00\x12\x31\n\x07strings\x18\x05 \x01(\x0b\x32\x1e.tq_service.v1.SnapshotStringsH\x00\x12/\n\x06places\x18\x06 \x01(\x0b\x32\x1d.tq_service.v1.SnapshotPlacesH\x00\x42\x08\n\x06values\"L\n\x10SnapshotIntegers\x12\r\n\x05\x63ount\x18\x01 \x01(\x03\x12\x0c\n\x04\x62\x61se\x18\x02 \x01(\x12\x12\r\n\x05width\x18\x03 \x01(\x05\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\"/\n\x0cSnapshotRuns\x12\x0e\n\x06\x66irsts\x18\x01 \x01(\x0c\x12\x0f\n\x07lengths\x18\x02 \x01(\x0c\"2\n\x0fSnapshotStrings\x12\x0f\n\x07present\x18\x01 \x01(\x0c\x12\x0e\n\x06values\x18\x02 \x03(\t\"l\n\x0eSnapshotPlaces\x12\x30\n\x08storages\x18\x01 \x03(\x0b\x32\x1e.tq_service.v1.StorageEndpoint\x12\x17\n\x0fstorage_numbers\x18\x02 \x01(\x0c\x12\x0f\n\x07put_ids\x18\x03 \x03(\x0c\"\xd9\x02\n\x0cSnapshotTask\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x14\n\x07\x64p_size\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12\x18\n\x10next_batch_index\x18\x04 \x01(\x03\x12\x18\n\x0b\x65nd_skipped\x18\x05 \x01(\x03H\x01\x88\x01\x01\x12\x16\n\x0e\x63onsumed_count\x18\x06 \x01(\x03\x12\x12\n\nopen_count\x18\x07 \x01(\x03\x12\x0e\n\x06serial\x18\x08 \x01(\x03\x12\x16\n\x0ehas_deliveries\x18\t \x01(\x08\x12\x17\n\x0fset_aside_count\x18\n \x01(\x03\x12\x13\n\x0b\x63laim_count\x18\x0b \x01(\x03\x12\x15\n\rrowless_count\x18\x0c \x01(\x03\x12\x16\n\x0ereleased_count\x18\r \x01(\x03\x12\x15\n\rexpired_count\x18\x0e \x01(\x03\x42\n\n\x08_dp_sizeB\x0e\n\x0c_end_skipped\"s\n\x0eSnapshotClaims\x12\x0f\n\x07serials\x18\x01 \x01(\x0c\x12\x13\n\x0brequest_ids\x18\x02 \x03(\x0c\x12\r\n\x05parts\x18\x03 \x03(\x0c\x12,\n\x06leases\x18\x04 \x03(\x0b\x32\x1c.tq_service.v1.SnapshotLease\"\x97\x01\n\rSnapshotLease\x12\x10\n\x08position\x18\x01 \x01(\x03\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x12\x16\n\x0emax_deliveries\x18\x03 \x01(\x05\x12\x1d\n\x10group_block_size\x18\x04 \x01(\x03H\x00\x88\x01\x01\x12\x17\n\x0f\x64\x65livery_counts\x18\x05 \x01(\x0c\x42\x13\n\x11_group_block_size\"\x9f\x01\n\x0fSnapshotBatches\x12\x0f\n\x07serials\x18\x01 \x01(\x0c\x12\x15\n\rbatch_indexes\x18\x02 \x01(\x0c\x12\r\n\x05sizes\x18\x03 \x01(\x0c\x12-\n\x08\x62indings\x18\x04 \x03(\x0b\x32\x1b.tq_service.v1.ClaimBinding\x12\x17\n\x0f\x62inding_indexes\x18\x05 \x01(\x0c\x12\r\n\x05plans\x18\x06 \x03(\x0c\"\x1d\n\x0cSnapshotPlan\x12\r\n\x05ranks\x18\x01 \x03(\x0c\"(\n\x0bSnapshotIds\x12\x0b\n\x03ids\x18\x01 \x03(\x0c\x12\x0c\n\x04\x61ges\x18\x02 \x01(\x0c\"r\n\x0fSnapshotAnswers\x12\x13\n\x0brequest_ids\x18\x01 \x03(\x0c\x12\x0c\n\x04\x61ges\x18\x02 \x01(\x0c\x12\x15\n\rmessage_types\x18\x03 \x03(\t\x12\x14\n\x0ctype_indexes\x18\x04 \x01(\x0c\x12\x0f\n\x07\x61nswers\x18\x05 \x03(\x0c\"\x1f\n\x0cSnapshotPuts\x12\x0f\n\x07records\x18\x01 \x03(\x0c\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctq_service/v1/snapshot.proto\x12\rtq_service.v1\x1a&tq_service/v1/controller_service.proto\x1a\x1btq_service/v1/journal.proto\x1a\x1ctq_service/v1/metadata.proto\"\xaa\x04\n\x0eSnapshotRecord\x12/\n\x06header\x18\x01 \x01(\x0b\x32\x1d.tq_service.v1.SnapshotHeaderH\x00\x12\x35\n\tpartition\x18\x02 \x01(\x0b\x32 .tq_service.v1.SnapshotPartitionH\x00\x12/\n\x06\x63olumn\x18\x03 \x01(\x0b\x32\x1d.tq_service.v1.SnapshotColumnH\x00\x12+\n\x04task\x18\x04 \x01(\x0b\x32\x1b.tq_service.v1.SnapshotTaskH\x00\x12/\n\x06\x63laims\x18\x05 \x01(\x0b\x32\x1d.tq_service.v1.SnapshotClaimsH\x00\x12\x31\n\x07\x62\x61tches\x18\x06 \x01(\x0b\x32\x1e.tq_service.v1.SnapshotBatchesH\x00\x12)\n\x03ids\x18\x07 \x01(\x0b\x32\x1a.tq_service.v1.SnapshotIdsH\x00\x12\x31\n\x07\x61nswers\x18\x08 \x01(\x0b\x32\x1e.tq_service.v1.SnapshotAnswersH\x00\x12+\n\x04puts\x18\t \x01(\x0b\x32\x1b.tq_service.v1.SnapshotPutsH\x00\x12)\n\x03\x65nd\x18\n \x01(\x0b\x32\x1a.tq_service.v1.SnapshotEndH\x00\x12-\n\x05\x62lock\x18\x0b \x01(\x0b\x32\x1c.tq_service.v1.SnapshotBlockH\x00\x42\t\n\x07\x63ontent\"?\n\x0eSnapshotHeader\x12\x16\n\x0e\x66ormat_version\x18\x01 \x01(\x05\x12\x15\n\ris_checkpoint\x18\x02 \x01(\x08\"z\n\rSnapshotBlock\x12\x14\n\x0cpartition_id\x18\x01 \x01(\t\x12\x11\n\trow_count\x18\x02 \x01(\x03\x12,\n\x07\x63olumns\x18\x03 \x03(\x0b\x32\x1b.tq_service.v1.ColumnHeader\x12\x12\n\nsize_bytes\x18\x04 \x01(\x03\"#\n\x0bSnapshotEnd\x12\x14\n\x0crecord_count\x18\x01 \x01(\x03\"\xee\x02\n\x11SnapshotPartition\x12\x37\n\x08settings\x18\x01 \x01(\x0b\x32%.tq_service.v1.CreatePartitionRequest\x12\x13\n\x0bincarnation\x18\x02 \x01(\x0c\x12\x0e\n\x06sealed\x18\x03 \x01(\x08\x12\x13\n\x0binsert_step\x18\x04 \x01(\x03\x12\x12\n\nnext_index\x18\x05 \x01(\x03\x12\x11\n\trow_count\x18\x06 \x01(\x03\x12\x12\n\nhas_groups\x18\x07 \x01(\x08\x12\x18\n\x10group_slot_count\x18\x08 \x01(\x03\x12\x16\n\x0eput_slot_count\x18\t \x01(\x03\x12\x37\n\x0cmeta_columns\x18\n \x03(\x0b\x32!.tq_service.v1.SnapshotMetaColumn\x12,\n\x06\x66ields\x18\x0b \x03(\x0b\x32\x1c.tq_service.v1.SnapshotField\x12\x12\n\ntask_count\x18\x0c \x01(\x03\"0\n\x12SnapshotMetaColumn\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\"L\n\rSnapshotField\x12&\n\x04spec\x18\x01 \x01(\x0b\x32\x18.tq_service.v1.FieldSpec\x12\x13\n\x0bhas_lengths\x18\x02 \x01(\x08\"\x81\x02\n\x0eSnapshotColumn\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x33\n\x08integers\x18\x02 \x01(\x0b\x32\x1f.tq_service.v1.SnapshotIntegersH\x00\x12+\n\x04runs\x18\x03 \x01(\x0b\x32\x1b.tq_service.v1.SnapshotRunsH\x00\x12\x11\n\x07\x64oubles\x18\x04 \x01(\x0cH\x00\x12\x31\n\x07strings\x18\x05 \x01(\x0b\x32\x1e.tq_service.v1.SnapshotStringsH\x00\x12/\n\x06places\x18\x06 \x01(\x0b\x32\x1d.tq_service.v1.SnapshotPlacesH\x00\x42\x08\n\x06values\"L\n\x10SnapshotIntegers\x12\r\n\x05\x63ount\x18\x01 \x01(\x03\x12\x0c\n\x04\x62\x61se\x18\x02 \x01(\x12\x12\r\n\x05width\x18\x03 \x01(\x05\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\"/\n\x0cSnapshotRuns\x12\x0e\n\x06\x66irsts\x18\x01 \x01(\x0c\x12\x0f\n\x07lengths\x18\x02 \x01(\x0c\"2\n\x0fSnapshotStrings\x12\x0f\n\x07present\x18\x01 \x01(\x0c\x12\x0e\n\x06values\x18\x02 \x03(\t\"l\n\x0eSnapshotPlaces\x12\x30\n\x08storages\x18\x01 \x03(\x0b\x32\x1e.tq_service.v1.StorageEndpoint\x12\x17\n\x0fstorage_numbers\x18\x02 \x01(\x0c\x12\x0f\n\x07put_ids\x18\x03 \x03(\x0c\"\xd9\x02\n\x0cSnapshotTask\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x14\n\x07\x64p_size\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12\x18\n\x10next_batch_index\x18\x04 \x01(\x03\x12\x18\n\x0b\x65nd_skipped\x18\x05 \x01(\x03H\x01\x88\x01\x01\x12\x16\n\x0e\x63onsumed_count\x18\x06 \x01(\x03\x12\x12\n\nopen_count\x18\x07 \x01(\x03\x12\x0e\n\x06serial\x18\x08 \x01(\x03\x12\x16\n\x0ehas_deliveries\x18\t \x01(\x08\x12\x17\n\x0fset_aside_count\x18\n \x01(\x03\x12\x13\n\x0b\x63laim_count\x18\x0b \x01(\x03\x12\x15\n\rrowless_count\x18\x0c \x01(\x03\x12\x16\n\x0ereleased_count\x18\r \x01(\x03\x12\x15\n\rexpired_count\x18\x0e \x01(\x03\x42\n\n\x08_dp_sizeB\x0e\n\x0c_end_skipped\"s\n\x0eSnapshotClaims\x12\x0f\n\x07serials\x18\x01 \x01(\x0c\x12\x13\n\x0brequest_ids\x18\x02 \x03(\x0c\x12\r\n\x05parts\x18\x03 \x03(\x0c\x12,\n\x06leases\x18\x04 \x03(\x0b\x32\x1c.tq_service.v1.SnapshotLease\"\x97\x01\n\rSnapshotLease\x12\x10\n\x08position\x18\x01 \x01(\x03\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x12\x16\n\x0emax_deliveries\x18\x03 \x01(\x05\x12\x1d\n\x10group_block_size\x18\x04 \x01(\x03H\x00\x88\x01\x01\x12\x17\n\x0f\x64\x65livery_counts\x18\x05 \x01(\x0c\x42\x13\n\x11_group_block_size\"\x9f\x01\n\x0fSnapshotBatches\x12\x0f\n\x07serials\x18\x01 \x01(\x0c\x12\x15\n\rbatch_indexes\x18\x02 \x01(\x0c\x12\r\n\x05sizes\x18\x03 \x01(\x0c\x12-\n\x08\x62indings\x18\x04 \x03(\x0b\x32\x1b.tq_service.v1.ClaimBinding\x12\x17\n\x0f\x62inding_indexes\x18\x05 \x01(\x0c\x12\r\n\x05plans\x18\x06 \x03(\x0c\"\x1d\n\x0cSnapshotPlan\x12\r\n\x05ranks\x18\x01 \x03(\x0c\"(\n\x0bSnapshotIds\x12\x0b\n\x03ids\x18\x01 \x03(\x0c\x12\x0c\n\x04\x61ges\x18\x02 \x01(\x0c\"r\n\x0fSnapshotAnswers\x12\x13\n\x0brequest_ids\x18\x01 \x03(\x0c\x12\x0c\n\x04\x61ges\x18\x02 \x01(\x0c\x12\x15\n\rmessage_types\x18\x03 \x03(\t\x12\x14\n\x0ctype_indexes\x18\x04 \x01(\x0c\x12\x0f\n\x07\x61nswers\x18\x05 \x03(\x0c\"\x1f\n\x0cSnapshotPuts\x12\x0f\n\x07records\x18\x01 \x03(\x0c\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -25,41 +25,43 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tq_service.v1.snapshot_pb2'
 if _descriptor._USE_C_DESCRIPTORS == False:
   DESCRIPTOR._options = None
   _globals['_SNAPSHOTRECORD']._serialized_start=147
-  _globals['_SNAPSHOTRECORD']._serialized_end=654
-  _globals['_SNAPSHOTHEADER']._serialized_start=656
-  _globals['_SNAPSHOTHEADER']._serialized_end=696
-  _globals['_SNAPSHOTEND']._serialized_start=698
-  _globals['_SNAPSHOTEND']._serialized_end=733
-  _globals['_SNAPSHOTPARTITION']._serialized_start=736
-  _globals['_SNAPSHOTPARTITION']._serialized_end=1102
-  _globals['_SNAPSHOTMETACOLUMN']._serialized_start=1104
-  _globals['_SNAPSHOTMETACOLUMN']._serialized_end=1152
-  _globals['_SNAPSHOTFIELD']._serialized_start=1154
-  _globals['_SNAPSHOTFIELD']._serialized_end=1230
-  _globals['_SNAPSHOTCOLUMN']._serialized_start=1233
-  _globals['_SNAPSHOTCOLUMN']._serialized_end=1490
-  _globals['_SNAPSHOTINTEGERS']._serialized_start=1492
-  _globals['_SNAPSHOTINTEGERS']._serialized_end=1568
-  _globals['_SNAPSHOTRUNS']._serialized_start=1570
-  _globals['_SNAPSHOTRUNS']._serialized_end=1617
-  _globals['_SNAPSHOTSTRINGS']._serialized_start=1619
-  _globals['_SNAPSHOTSTRINGS']._serialized_end=1669
-  _globals['_SNAPSHOTPLACES']._serialized_start=1671
-  _globals['_SNAPSHOTPLACES']._serialized_end=1779
-  _globals['_SNAPSHOTTASK']._serialized_start=1782
-  _globals['_SNAPSHOTTASK']._serialized_end=2127
-  _globals['_SNAPSHOTCLAIMS']._serialized_start=2129
-  _globals['_SNAPSHOTCLAIMS']._serialized_end=2244
-  _globals['_SNAPSHOTLEASE']._serialized_start=2247
-  _globals['_SNAPSHOTLEASE']._serialized_end=2398
-  _globals['_SNAPSHOTBATCHES']._serialized_start=2401
-  _globals['_SNAPSHOTBATCHES']._serialized_end=2560
-  _globals['_SNAPSHOTPLAN']._serialized_start=2562
-  _globals['_SNAPSHOTPLAN']._serialized_end=2591
-  _globals['_SNAPSHOTIDS']._serialized_start=2593
-  _globals['_SNAPSHOTIDS']._serialized_end=2633
-  _globals['_SNAPSHOTANSWERS']._serialized_start=2635
-  _globals['_SNAPSHOTANSWERS']._serialized_end=2749
-  _globals['_SNAPSHOTPUTS']._serialized_start=2751
-  _globals['_SNAPSHOTPUTS']._serialized_end=2782
+  _globals['_SNAPSHOTRECORD']._serialized_end=701
+  _globals['_SNAPSHOTHEADER']._serialized_start=703
+  _globals['_SNAPSHOTHEADER']._serialized_end=766
+  _globals['_SNAPSHOTBLOCK']._serialized_start=768
+  _globals['_SNAPSHOTBLOCK']._serialized_end=890
+  _globals['_SNAPSHOTEND']._serialized_start=892
+  _globals['_SNAPSHOTEND']._serialized_end=927
+  _globals['_SNAPSHOTPARTITION']._serialized_start=930
+  _globals['_SNAPSHOTPARTITION']._serialized_end=1296
+  _globals['_SNAPSHOTMETACOLUMN']._serialized_start=1298
+  _globals['_SNAPSHOTMETACOLUMN']._serialized_end=1346
+  _globals['_SNAPSHOTFIELD']._serialized_start=1348
+  _globals['_SNAPSHOTFIELD']._serialized_end=1424
+  _globals['_SNAPSHOTCOLUMN']._serialized_start=1427
+  _globals['_SNAPSHOTCOLUMN']._serialized_end=1684
+  _globals['_SNAPSHOTINTEGERS']._serialized_start=1686
+  _globals['_SNAPSHOTINTEGERS']._serialized_end=1762
+  _globals['_SNAPSHOTRUNS']._serialized_start=1764
+  _globals['_SNAPSHOTRUNS']._serialized_end=1811
+  _globals['_SNAPSHOTSTRINGS']._serialized_start=1813
+  _globals['_SNAPSHOTSTRINGS']._serialized_end=1863
+  _globals['_SNAPSHOTPLACES']._serialized_start=1865
+  _globals['_SNAPSHOTPLACES']._serialized_end=1973
+  _globals['_SNAPSHOTTASK']._serialized_start=1976
+  _globals['_SNAPSHOTTASK']._serialized_end=2321
+  _globals['_SNAPSHOTCLAIMS']._serialized_start=2323
+  _globals['_SNAPSHOTCLAIMS']._serialized_end=2438
+  _globals['_SNAPSHOTLEASE']._serialized_start=2441
+  _globals['_SNAPSHOTLEASE']._serialized_end=2592
+  _globals['_SNAPSHOTBATCHES']._serialized_start=2595
+  _globals['_SNAPSHOTBATCHES']._serialized_end=2754
+  _globals['_SNAPSHOTPLAN']._serialized_start=2756
+  _globals['_SNAPSHOTPLAN']._serialized_end=2785
+  _globals['_SNAPSHOTIDS']._serialized_start=2787
+  _globals['_SNAPSHOTIDS']._serialized_end=2827
+  _globals['_SNAPSHOTANSWERS']._serialized_start=2829
+  _globals['_SNAPSHOTANSWERS']._serialized_end=2943
+  _globals['_SNAPSHOTPUTS']._serialized_start=2945
+  _globals['_SNAPSHOTPUTS']._serialized_end=2976
 # @@protoc_insertion_point(module_scope)

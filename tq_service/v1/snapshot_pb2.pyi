@@ -19,8 +19,9 @@ DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
 class SnapshotRecord(google.protobuf.message.Message):
-    """One record: the header first, the end last; between them partition by partition, each followed by its columns and its
-    tasks, each of which is followed by its columns, claims, batches and ids; then answers, then puts.
+    """One record: the header first, the end last; between them the blocks of a checkpoint, each followed by records that are
+    its bytes and nothing else; then partition by partition, each followed by its columns and its tasks, each of which is
+    followed by its columns, claims, batches and ids; then answers, then puts.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -35,6 +36,7 @@ class SnapshotRecord(google.protobuf.message.Message):
     ANSWERS_FIELD_NUMBER: builtins.int
     PUTS_FIELD_NUMBER: builtins.int
     END_FIELD_NUMBER: builtins.int
+    BLOCK_FIELD_NUMBER: builtins.int
     @property
     def header(self) -> global___SnapshotHeader:
         """Begins the file."""
@@ -75,6 +77,10 @@ class SnapshotRecord(google.protobuf.message.Message):
     def end(self) -> global___SnapshotEnd:
         """Ends the file."""
 
+    @property
+    def block(self) -> global___SnapshotBlock:
+        """Cells of a checkpoint."""
+
     def __init__(
         self,
         *,
@@ -88,10 +94,11 @@ class SnapshotRecord(google.protobuf.message.Message):
         answers: global___SnapshotAnswers | None = ...,
         puts: global___SnapshotPuts | None = ...,
         end: global___SnapshotEnd | None = ...,
+        block: global___SnapshotBlock | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["answers", b"answers", "batches", b"batches", "claims", b"claims", "column", b"column", "content", b"content", "end", b"end", "header", b"header", "ids", b"ids", "partition", b"partition", "puts", b"puts", "task", b"task"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["answers", b"answers", "batches", b"batches", "claims", b"claims", "column", b"column", "content", b"content", "end", b"end", "header", b"header", "ids", b"ids", "partition", b"partition", "puts", b"puts", "task", b"task"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["content", b"content"]) -> typing.Literal["header", "partition", "column", "task", "claims", "batches", "ids", "answers", "puts", "end"] | None: ...
+    def HasField(self, field_name: typing.Literal["answers", b"answers", "batches", b"batches", "block", b"block", "claims", b"claims", "column", b"column", "content", b"content", "end", b"end", "header", b"header", "ids", b"ids", "partition", b"partition", "puts", b"puts", "task", b"task"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["answers", b"answers", "batches", b"batches", "block", b"block", "claims", b"claims", "column", b"column", "content", b"content", "end", b"end", "header", b"header", "ids", b"ids", "partition", b"partition", "puts", b"puts", "task", b"task"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["content", b"content"]) -> typing.Literal["header", "partition", "column", "task", "claims", "batches", "ids", "answers", "puts", "end", "block"] | None: ...
 
 global___SnapshotRecord = SnapshotRecord
 
@@ -102,16 +109,52 @@ class SnapshotHeader(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     FORMAT_VERSION_FIELD_NUMBER: builtins.int
+    IS_CHECKPOINT_FIELD_NUMBER: builtins.int
     format_version: builtins.int
     """1; a reader refuses what is higher than it knows."""
+    is_checkpoint: builtins.bool
+    """Whether it is a checkpoint: the bytes of the puts are in blocks, and partitions name these for their puts."""
     def __init__(
         self,
         *,
         format_version: builtins.int = ...,
+        is_checkpoint: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["format_version", b"format_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["format_version", b"format_version", "is_checkpoint", b"is_checkpoint"]) -> None: ...
 
 global___SnapshotHeader = SnapshotHeader
+
+@typing.final
+class SnapshotBlock(google.protobuf.message.Message):
+    """Cells of a checkpoint that become one put when it is restored; the put slots of a partition are its blocks in order."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PARTITION_ID_FIELD_NUMBER: builtins.int
+    ROW_COUNT_FIELD_NUMBER: builtins.int
+    COLUMNS_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
+    partition_id: builtins.str
+    """The partition."""
+    row_count: builtins.int
+    """Number of rows of every column."""
+    size_bytes: builtins.int
+    """Bytes of all columns together, and of the records that follow."""
+    @property
+    def columns(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[tq_service.v1.metadata_pb2.ColumnHeader]:
+        """The columns, in the order of their bytes in the records that follow."""
+
+    def __init__(
+        self,
+        *,
+        partition_id: builtins.str = ...,
+        row_count: builtins.int = ...,
+        columns: collections.abc.Iterable[tq_service.v1.metadata_pb2.ColumnHeader] | None = ...,
+        size_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["columns", b"columns", "partition_id", b"partition_id", "row_count", b"row_count", "size_bytes", b"size_bytes"]) -> None: ...
+
+global___SnapshotBlock = SnapshotBlock
 
 @typing.final
 class SnapshotEnd(google.protobuf.message.Message):
