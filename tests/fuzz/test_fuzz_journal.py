@@ -16,6 +16,7 @@ from damage import DAMAGES, damage
 from fuzz_messages import EXAMPLES
 
 from tq_service.durable.journal import Journal
+from tq_service.durable.journal_file import PAGE_BYTES
 from tq_service.errors import DiskFullError, JournalDamagedError
 
 RECORD_COUNT = 300
@@ -84,3 +85,28 @@ def test_damaged_files(crashed: Path, tmp_path: Path, caplog: pytest.LogCaptureF
             assert records == RECORDS or caplog.records, f"{what}: {len(records)} records, and no word about the rest"
             assert replayed(folder) == records, f"{what}: read again"
         shutil.rmtree(folder)
+
+
+def test_a_crash_while_a_file_is_brought_to_rest_loses_nothing(tmp_path: Path) -> None:
+    """SQLite brings pages from the log into the database in their order; a process may be killed after each."""
+    live, image = tmp_path / "live", tmp_path / "image"
+    live.mkdir()
+
+    async def write() -> None:
+        journal = Journal.open(live, sync=False)
+        assert list(journal.replay()) == []
+        for record in RECORDS:
+            journal.append(record)
+        await journal.durable()
+        shutil.copytree(live, image, ignore=shutil.ignore_patterns("making-*"))
+        journal.close()
+
+    asyncio.run(write())
+    name = "journal-00000001.sqlite3"
+    before, after = (image / name).read_bytes(), (live / name).read_bytes()
+    assert len(after) > len(before)
+    for page in (1, 2, 3, 9, len(after) // PAGE_BYTES):
+        folder = shutil.copytree(image, tmp_path / f"after-{page}")
+        written = after[: page * PAGE_BYTES]
+        (folder / name).write_bytes(written + before[len(written) :])
+        assert replayed(folder) == RECORDS, f"killed after page {page}"

@@ -63,8 +63,9 @@ def look_at(path: Path, *, accept_loss: bool) -> FoundFile:
         sqlite3.DatabaseError: it cannot be read.
     """
     tail = read_log_tail(beside(path, "-wal"))
-    # Immutable: without its log, which closing would remove, and with it what shows the damage.
-    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True)) as connection:
+    # Read-only: closing would remove the log, and with it what shows the damage. Not without the log: a process that
+    # was killed while it brought the log into the database leaves one that cannot be read alone.
+    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection:
         boot_id, is_synced = connection.execute("SELECT machine_boot_id, is_synced FROM made").fetchone()
     is_same_run = boot_id == machine_boot_id()
     if not accept_loss and _is_damage(tail, is_synced=bool(is_synced), is_same_run=is_same_run):
