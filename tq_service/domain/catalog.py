@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from tq_service.domain.asking import ClaimRequest
-from tq_service.domain.cells import FreedCells
+from tq_service.domain.cells import FreedCells, LiveCells
 from tq_service.domain.changes import Change, PartitionCleared, PartitionCreated, SamplesWritten, Tell
 from tq_service.domain.frozen import FrozenPartition
 from tq_service.domain.limits import Limits
@@ -56,6 +56,11 @@ class Catalog:
     def names(self) -> Iterable[str]:
         """Return the names of all partitions."""
         return self._partitions.keys()
+
+    def live_cells(self) -> Iterable[LiveCells]:
+        """Return the cells that samples of all partitions have."""
+        for partition in self._partitions.values():
+            yield from partition.cells.live_cells()
 
     def get(self, partition_id: str, incarnation: bytes = b"") -> Partition:
         """Return a partition that must be there, in the life the caller means."""

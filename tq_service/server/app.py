@@ -180,6 +180,8 @@ class App:
         keeper.start()
         if self._catalog is not None:
             self._catalog.start_leases()
+        if self._storages is not None:
+            self._storages.recover()
 
     def _partition_of(self, put_id: bytes) -> str | None:
         return None if self._engine is None else self._engine.partition_of(put_id)
@@ -215,7 +217,13 @@ class App:
         runner = PlanRunner(max_threads=settings.sampler_threads, timeout_seconds=settings.sampler_timeout_seconds)
         limits = Limits(**{each.name: getattr(settings, each.name) for each in dataclasses.fields(Limits)})
         self._catalog = Catalog(runner, limits)
-        self._storages = StorageDirectory(embedded, HEARTBEAT_SECONDS, self._entrance.credentials)
+        self._storages = StorageDirectory(
+            embedded,
+            HEARTBEAT_SECONDS,
+            self._entrance.credentials,
+            live_cells=self._catalog.live_cells,
+            boot_id=None if self._keeper is None else self._keeper.identity.controller_boot_id,
+        )
         self._requests = RequestLog(
             settings.request_record_seconds,
             pack=answers.pack,

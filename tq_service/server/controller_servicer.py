@@ -35,7 +35,8 @@ from tq_service.samplers import PlanRunner, SamplerRegistry
 from tq_service.server import from_proto, to_proto
 from tq_service.server.call_limits import WaitingCalls
 from tq_service.server.progress import wait_until
-from tq_service.server.storages import Room, StorageDirectory
+from tq_service.server.remote_storage import Announced, Room
+from tq_service.server.storages import StorageDirectory
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import controller_service_pb2_grpc, metadata_pb2
 from tq_service.wire.columns import ColumnShape
@@ -356,7 +357,8 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
                 "a storage service announces itself with a storage_id, an address and a boot_id of 16 bytes",
                 field="storage",
             )
-        self._storages.register(storage, Room(max_bytes=request.max_bytes or None, used_bytes=request.used_bytes))
+        room = Room(max_bytes=request.max_bytes or None, used_bytes=request.used_bytes)
+        self._storages.register(Announced(endpoint=storage, run_id=request.run_id, room=room))
         return pb.RegisterStorageResponse(
             heartbeat_seconds=self._storages.heartbeat_seconds, controller_boot_id=self._storages.boot_id
         )

@@ -38,7 +38,10 @@ async def announce_storage(engine: StorageEngine, address: str, controller: str,
         while True:
             stat = engine.stat()
             request = pb.RegisterStorageRequest(
-                storage=endpoint, max_bytes=stat.max_bytes or 0, used_bytes=stat.used_bytes
+                storage=endpoint,
+                max_bytes=stat.max_bytes or 0,
+                used_bytes=stat.used_bytes,
+                run_id=engine.run_id,
             )
             try:
                 answer = await peer.stub.RegisterStorage(request, timeout=_CALL_SECONDS, metadata=peer.metadata())

@@ -6,46 +6,20 @@ import asyncio
 import contextlib
 import logging
 import os
-import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, cast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Protocol
 
-import grpc
 import numpy as np
 
-from tq_service.domain.cells import FreedCells, Put
-from tq_service.errors import AlreadyExistsError, DataLossError, QuotaExceededError, TqError, UnavailableError
-from tq_service.server.peer import Peer
+from tq_service.domain.cells import FreedCells, LiveCells, Put
+from tq_service.errors import AlreadyExistsError, DataLossError, QuotaExceededError, UnavailableError
+from tq_service.server.remote_storage import Announced, RemoteStorage, Room, report_kept
 from tq_service.storage.cells import PutCells
 from tq_service.storage.engine import StorageEngine
-from tq_service.v1 import metadata_pb2
-from tq_service.v1 import storage_service_pb2 as pb
-from tq_service.v1.storage_service_pb2_grpc import StorageServiceStub
 from tq_service.wire.credentials import Credentials
-from tq_service.wire.error_table import from_rpc_error, status_from_trailers
-
-if TYPE_CHECKING:
-    from tq_service.v1.storage_service_pb2_grpc import StorageServiceAsyncStub  # exists for type checkers only
 
 _log = logging.getLogger(__name__)
-_CALL_SECONDS = 10.0
-_FIRST_RETRY_SECONDS = 0.2
-_LAST_RETRY_SECONDS = 10.0
-_MOST_CELLS_A_CALL = 4096
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
-    """Bytes of a storage service: its quota (None: no bound) and what is used."""
-
-    max_bytes: int | None
-    used_bytes: int
-
-    @property
-    def free_bytes(self) -> float:
-        """Bytes that are free, as many as can be where there is no bound."""
-        return float("inf") if self.max_bytes is None else self.max_bytes - self.used_bytes
 
 
 class Storage(Protocol):
@@ -103,97 +77,44 @@ class EmbeddedStorage:
         """Give cells back."""
         self._engine.free(cells)
 
+    def keep(self, cells: Sequence[PutCells]) -> None:
+        """Say which cells samples have."""
+        kept = self._engine.keep(cells)
+        report_kept(self.storage_id, kept.missing_put_ids, kept.dropped_count)
+
     async def close(self) -> None:
         """Do nothing: the engine's owner closes it."""
 
 
-class RemoteStorage:
-    """A storage service reached over gRPC; it announces itself again and again."""
+class StorageDirectory:
+    """All storage services of a controller by name.
+
+    Args:
+        embedded: the one in this process.
+        heartbeat_seconds: how often the others announce themselves.
+        credentials: what this controller shows them.
+        live_cells: returns the cells that samples have.
+        boot_id: of this controller, the same over restarts where it keeps its state; None: a new one.
+    """
 
     def __init__(
         self,
-        endpoint: metadata_pb2.StorageEndpoint,
-        room: Room,
-        silence_seconds: float,
+        embedded: EmbeddedStorage | None,
+        heartbeat_seconds: float,
         credentials: Credentials,
+        *,
+        live_cells: Callable[[], Iterable[LiveCells]] = tuple,
+        boot_id: bytes | None = None,
     ) -> None:
-        self.storage_id = endpoint.storage_id
-        self.boot_id = endpoint.boot_id
-        self.address = endpoint.address
-        self._silence_seconds = silence_seconds
-        self._room = room
-        self._placed_bytes = 0  # sent there since it last told of its room
-        self._heard_at = time.monotonic()
-        self._peer = Peer(endpoint.address, credentials, _stub)
-        self._to_free: list[PutCells] = []
-        self._freeing: asyncio.Task[None] | None = None
-
-    def hear(self, room: Room) -> None:
-        """Take note of a heartbeat."""
-        self._room = room
-        self._placed_bytes = 0
-        self._heard_at = time.monotonic()
-
-    def expect(self, size_bytes: int) -> None:
-        """Count a put that is about to come, so that those of one heartbeat don't all go to one service."""
-        self._placed_bytes += size_bytes
-
-    def room(self) -> Room | None:
-        """Return the bytes it last told of, None when it has been silent for too long."""
-        is_silent = time.monotonic() - self._heard_at > self._silence_seconds
-        return None if is_silent else replace(self._room, used_bytes=self._room.used_bytes + self._placed_bytes)
-
-    async def confirm(self, put_id: bytes, partition_id: str) -> None:
-        """Make an uncommitted put of a partition stay."""
-        request = pb.ConfirmPutRequest(boot_id=self.boot_id, put_id=put_id, partition_id=partition_id)
-        try:
-            await self._peer.stub.ConfirmPut(request, timeout=_CALL_SECONDS, metadata=self._peer.metadata())
-        except grpc.aio.AioRpcError as error:
-            self._peer.follow_files()
-            status = status_from_trailers(error.trailing_metadata())
-            raise from_rpc_error(error.code(), error.details(), status) from error
-
-    def free(self, cells: Sequence[PutCells]) -> None:
-        """Give cells back as soon as the service can be reached."""
-        self._to_free.extend(cells)
-        if self._freeing is None or self._freeing.done():
-            self._freeing = asyncio.get_running_loop().create_task(self._free_all())
-
-    async def _free_all(self) -> None:
-        delay = _FIRST_RETRY_SECONDS
-        while self._to_free:
-            cells = self._to_free[:_MOST_CELLS_A_CALL]
-            request = pb.FreeCellsRequest(boot_id=self.boot_id, cells=map(_encode_cells, cells))
-            try:
-                await self._peer.stub.FreeCells(request, timeout=_CALL_SECONDS, metadata=self._peer.metadata())
-            except (grpc.aio.AioRpcError, TqError) as error:
-                reason = error.code() if isinstance(error, grpc.aio.AioRpcError) else error
-                _log.warning("storage %s cannot be told to free cells: %s", self.storage_id, reason)
-                self._peer.follow_files()
-                await asyncio.sleep(delay)  # it may come back in the same life; in another there is nothing to free
-                delay = min(2 * delay, _LAST_RETRY_SECONDS)
-                continue
-            del self._to_free[: len(cells)]
-            delay = _FIRST_RETRY_SECONDS
-
-    async def close(self) -> None:
-        """Stop freeing and close the channel."""
-        if self._freeing is not None:
-            self._freeing.cancel()
-        await self._peer.aclose()
-
-
-class StorageDirectory:
-    """All storage services of a controller by name."""
-
-    def __init__(self, embedded: EmbeddedStorage | None, heartbeat_seconds: float, credentials: Credentials) -> None:
-        self.boot_id = os.urandom(16)
+        self.boot_id = os.urandom(16) if boot_id is None else boot_id
         self.embedded = embedded
+        self._live_cells = live_cells
         self.heartbeat_seconds = heartbeat_seconds
         self._credentials = credentials
         self._storages: dict[str, Storage] = {} if embedded is None else {embedded.storage_id: embedded}
         self._closing: set[asyncio.Task[None]] = set()
         self._committed: set[Put] = set()
+        self._confirming: set[Put] = set()
 
     @property
     def count(self) -> int:
@@ -205,19 +126,33 @@ class StorageDirectory:
         """Where clients reach each storage service."""
         return {storage_id: storage.address for storage_id, storage in self._storages.items()}
 
-    def register(self, endpoint: metadata_pb2.StorageEndpoint, room: Room) -> None:
-        """Take note of a storage service that announces itself; a new life takes the place of the old one."""
+    def recover(self) -> None:
+        """Learn which puts are committed, and tell the embedded storage, once the samples are there again."""
+        self._committed = {cells.put for cells in self._live_cells()}
+        if self.embedded is not None:
+            self.embedded.keep(self._known(self.embedded.storage_id, self.embedded.boot_id))
+
+    def register(self, announced: Announced) -> None:
+        """Take note of a storage service that announces itself; a new run takes the place of the old one."""
+        endpoint = announced.endpoint
         known = self._storages.get(endpoint.storage_id)
-        if isinstance(known, RemoteStorage) and known.boot_id == endpoint.boot_id and known.address == endpoint.address:
-            known.hear(room)
+        if isinstance(known, RemoteStorage) and known.is_same(announced):
+            known.hear(announced.room)
             return
-        storage = RemoteStorage(endpoint, room, 3 * self.heartbeat_seconds, self._credentials)
+        tell = partial(self._known, endpoint.storage_id, endpoint.boot_id)
+        storage = RemoteStorage(announced, tell, 3 * self.heartbeat_seconds, self._credentials)
         if isinstance(known, RemoteStorage):
             closing = asyncio.get_running_loop().create_task(known.close())
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
         _log.info("storage %s is at %s", endpoint.storage_id, endpoint.address)
         self._storages[endpoint.storage_id] = storage
+
+    def _known(self, storage_id: str, boot_id: bytes) -> list[PutCells]:
+        """Return the cells of a storage service that samples have, and puts whose commit is under way."""
+        owner = (storage_id, boot_id)
+        cells = [_put_cells(cells) for cells in self._live_cells() if cells.put[:2] == owner]
+        return cells + [PutCells(put_id=put.put_id) for put in self._confirming if put[:2] == owner]
 
     def place(self, size_bytes: int) -> Storage:
         """Return the storage service with the most free bytes that could ever take so many."""
@@ -242,7 +177,12 @@ class StorageDirectory:
             raise UnavailableError(f"storage service {put.storage_id!r} has not announced itself here yet; try again")
         if storage.boot_id != put.boot_id:
             raise DataLossError(f"storage service {put.storage_id!r} has restarted since the put; put the data again")
-        await storage.confirm(put.put_id, partition_id)
+        self._confirming.add(put)
+        try:
+            await storage.confirm(put.put_id, partition_id)
+        except BaseException:
+            self._confirming.discard(put)
+            raise
 
     def is_committed(self, put: Put) -> bool:
         """Whether some samples have their cells in this put."""
@@ -259,6 +199,7 @@ class StorageDirectory:
     def committing(self, put: Put) -> Iterator[None]:
         """Take note that a put is committed by what is done in the `with`, unless it raises."""
         self._committed.add(put)
+        self._confirming.discard(put)
         try:
             yield
         except BaseException:
@@ -271,6 +212,7 @@ class StorageDirectory:
         for each in freed:
             if each.rows is None:
                 self._committed.discard(each.put)
+                self._confirming.discard(each.put)
             storage = self._storages.get(each.put.storage_id)
             if storage is not None and storage.boot_id == each.put.boot_id:
                 cells_of.setdefault(each.put.storage_id, []).append(_put_cells(each))
@@ -282,11 +224,7 @@ class StorageDirectory:
         await asyncio.gather(*(storage.close() for storage in self._storages.values()), *self._closing)
 
 
-def _stub(channel: grpc.aio.Channel) -> StorageServiceAsyncStub:
-    return cast("StorageServiceAsyncStub", StorageServiceStub(channel))
-
-
-def _put_cells(cells: FreedCells) -> PutCells:
+def _put_cells(cells: FreedCells | LiveCells) -> PutCells:
     if cells.rows is None:
         return PutCells(put_id=cells.put.put_id)
     rows = np.sort(cells.rows)
@@ -296,13 +234,4 @@ def _put_cells(cells: FreedCells) -> PutCells:
         field_names=cells.field_names,
         first_rows=rows[starts],
         row_counts=np.diff(np.r_[starts, rows.size]),
-    )
-
-
-def _encode_cells(cells: PutCells) -> pb.PutCells:
-    return pb.PutCells(
-        put_id=cells.put_id,
-        field_names=cells.field_names,
-        first_rows=() if cells.first_rows is None else cells.first_rows.tolist(),
-        row_counts=() if cells.row_counts is None else cells.row_counts.tolist(),
     )

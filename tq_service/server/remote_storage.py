@@ -1,0 +1,211 @@
+"""A storage service that runs in another process, as its controller uses it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, cast
+
+import grpc
+
+from tq_service.errors import TqError, UnavailableError
+from tq_service.server.peer import Peer
+from tq_service.storage.cells import PutCells
+from tq_service.v1 import metadata_pb2
+from tq_service.v1 import storage_service_pb2 as pb
+from tq_service.v1.storage_service_pb2_grpc import StorageServiceStub
+from tq_service.wire.credentials import Credentials
+from tq_service.wire.error_table import from_rpc_error, status_from_trailers
+
+if TYPE_CHECKING:
+    from tq_service.v1.storage_service_pb2_grpc import StorageServiceAsyncStub  # exists for type checkers only
+
+_log = logging.getLogger(__name__)
+_CALL_SECONDS = 10.0
+_KEEP_SECONDS = 60.0
+_FIRST_RETRY_SECONDS = 0.2
+_LAST_RETRY_SECONDS = 10.0
+_MOST_CELLS_A_CALL = 4096
+_MOST_NAMED = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """Bytes of a storage service: its quota (None: no bound) and what is used."""
+
+    max_bytes: int | None
+    used_bytes: int
+
+    @property
+    def free_bytes(self) -> float:
+        """Bytes that are free, as many as can be where there is no bound."""
+        return float("inf") if self.max_bytes is None else self.max_bytes - self.used_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Announced:
+    """What a storage service tells of itself.
+
+    Attributes:
+        endpoint: its name, boot and address.
+        run_id: new at every start of its process, also where the boot stays.
+        room: its bytes.
+    """
+
+    endpoint: metadata_pb2.StorageEndpoint
+    run_id: bytes
+    room: Room
+
+
+class RemoteStorage:
+    """A storage service reached over gRPC; it announces itself again and again.
+
+    First of all it is told which puts are known. Until then nothing is confirmed or freed, so that a put is never taken
+    for unknown whose commit is under way.
+
+    Args:
+        announced: what it told of itself.
+        known: returns the cells that it is to keep, as of the moment of the call.
+        silence_seconds: how long it may be silent before it gets no more puts.
+        credentials: what this controller shows.
+    """
+
+    def __init__(
+        self,
+        announced: Announced,
+        known: Callable[[], Sequence[PutCells]],
+        silence_seconds: float,
+        credentials: Credentials,
+    ) -> None:
+        self.storage_id = announced.endpoint.storage_id
+        self.boot_id = announced.endpoint.boot_id
+        self.address = announced.endpoint.address
+        self._run_id = announced.run_id
+        self._known = known
+        self._silence_seconds = silence_seconds
+        self._room = announced.room
+        self._placed_bytes = 0  # sent there since it last told of its room
+        self._heard_at = time.monotonic()
+        self._peer = Peer(self.address, credentials, _stub)
+        self._to_free: list[PutCells] = []
+        self._freeing: asyncio.Task[None] | None = None
+        self._is_told = asyncio.Event()
+        self._telling = asyncio.get_running_loop().create_task(self._tell_known())
+
+    def is_same(self, announced: Announced) -> bool:
+        """Whether it is this run of this service at this address that announces itself."""
+        return (self.boot_id, self._run_id, self.address) == (
+            announced.endpoint.boot_id,
+            announced.run_id,
+            announced.endpoint.address,
+        )
+
+    def hear(self, room: Room) -> None:
+        """Take note of a heartbeat."""
+        self._room = room
+        self._placed_bytes = 0
+        self._heard_at = time.monotonic()
+
+    def expect(self, size_bytes: int) -> None:
+        """Count a put that is about to come, so that those of one heartbeat don't all go to one service."""
+        self._placed_bytes += size_bytes
+
+    def room(self) -> Room | None:
+        """Return the bytes it last told of, None when it has been silent for too long."""
+        is_silent = time.monotonic() - self._heard_at > self._silence_seconds
+        return None if is_silent else replace(self._room, used_bytes=self._room.used_bytes + self._placed_bytes)
+
+    async def confirm(self, put_id: bytes, partition_id: str) -> None:
+        """Make an uncommitted put of a partition stay."""
+        try:
+            await asyncio.wait_for(self._is_told.wait(), _CALL_SECONDS)
+        except TimeoutError:
+            raise UnavailableError(
+                f"storage service {self.storage_id!r} at {self.address} does not answer; try again"
+            ) from None
+        request = pb.ConfirmPutRequest(boot_id=self.boot_id, put_id=put_id, partition_id=partition_id)
+        try:
+            await self._peer.stub.ConfirmPut(request, timeout=_CALL_SECONDS, metadata=self._peer.metadata())
+        except grpc.aio.AioRpcError as error:
+            self._peer.follow_files()
+            status = status_from_trailers(error.trailing_metadata())
+            raise from_rpc_error(error.code(), error.details(), status) from error
+
+    def free(self, cells: Sequence[PutCells]) -> None:
+        """Give cells back as soon as the service can be reached."""
+        self._to_free.extend(cells)
+        if self._freeing is None or self._freeing.done():
+            self._freeing = asyncio.get_running_loop().create_task(self._free_all())
+
+    async def _tell_known(self) -> None:
+        delay = _FIRST_RETRY_SECONDS
+        while True:
+            request = await asyncio.to_thread(_encode_known, self.boot_id, self._known())
+            try:
+                answer = await self._peer.stub.KeepPuts(request, timeout=_KEEP_SECONDS, metadata=self._peer.metadata())
+            except (grpc.aio.AioRpcError, TqError) as error:
+                reason = error.code() if isinstance(error, grpc.aio.AioRpcError) else error
+                if reason is grpc.StatusCode.DATA_LOSS:  # it has another boot by now, and will announce that
+                    return
+                _log.warning("storage %s cannot be told which puts are known: %s", self.storage_id, reason)
+                self._peer.follow_files()
+                await asyncio.sleep(delay)
+                delay = min(2 * delay, _LAST_RETRY_SECONDS)
+                continue
+            self._is_told.set()
+            report_kept(self.storage_id, answer.missing_put_ids, answer.dropped_count)
+            return
+
+    async def _free_all(self) -> None:
+        await self._is_told.wait()
+        delay = _FIRST_RETRY_SECONDS
+        while self._to_free:
+            cells = self._to_free[:_MOST_CELLS_A_CALL]
+            request = pb.FreeCellsRequest(boot_id=self.boot_id, cells=map(_encode_cells, cells))
+            try:
+                await self._peer.stub.FreeCells(request, timeout=_CALL_SECONDS, metadata=self._peer.metadata())
+            except (grpc.aio.AioRpcError, TqError) as error:
+                reason = error.code() if isinstance(error, grpc.aio.AioRpcError) else error
+                _log.warning("storage %s cannot be told to free cells: %s", self.storage_id, reason)
+                self._peer.follow_files()
+                await asyncio.sleep(delay)  # it may come back in the same life; in another there is nothing to free
+                delay = min(2 * delay, _LAST_RETRY_SECONDS)
+                continue
+            del self._to_free[: len(cells)]
+            delay = _FIRST_RETRY_SECONDS
+
+    async def close(self) -> None:
+        """Stop what runs in the background and close the channel."""
+        self._telling.cancel()
+        if self._freeing is not None:
+            self._freeing.cancel()
+        await self._peer.aclose()
+
+
+def _stub(channel: grpc.aio.Channel) -> StorageServiceAsyncStub:
+    return cast("StorageServiceAsyncStub", StorageServiceStub(channel))
+
+
+def report_kept(storage_id: str, missing_put_ids: Sequence[bytes], dropped_count: int) -> None:
+    """Log what came of telling a storage service which puts are known."""
+    if missing_put_ids:
+        names = ", ".join(put_id.hex() for put_id in missing_put_ids[:_MOST_NAMED])
+        _log.error("storage %s has lost %d puts that samples need: %s", storage_id, len(missing_put_ids), names)
+    if dropped_count:
+        _log.warning("storage %s dropped %d puts that no sample needs", storage_id, dropped_count)
+
+
+def _encode_known(boot_id: bytes, cells: Sequence[PutCells]) -> pb.KeepPutsRequest:
+    return pb.KeepPutsRequest(boot_id=boot_id, cells=map(_encode_cells, cells))
+
+
+def _encode_cells(cells: PutCells) -> pb.PutCells:
+    return pb.PutCells(
+        put_id=cells.put_id,
+        field_names=cells.field_names,
+        first_rows=() if cells.first_rows is None else cells.first_rows.tolist(),
+        row_counts=() if cells.row_counts is None else cells.row_counts.tolist(),
+    )
