@@ -211,14 +211,14 @@ class ServeSettings(BaseSettings):
     )
     max_connections: int = Field(16_384, ge=1, description="Connections there may be at once; more are closed.")
     max_streams: int = Field(
-        16_384, ge=1, description="Calls of one connection at once; its client holds further ones back."
+        4_096, ge=1, description="Calls of one connection at once; its client holds further ones back."
     )
     max_calls: int = Field(65_536, ge=1, description="Calls that are answered at once, health checks not counted.")
     max_waiting_calls: int = Field(
         32_768, ge=1, description="Calls that wait for samples or for room in a partition at once."
     )
     max_waiting_calls_per_client: int = Field(
-        16_384, ge=1, description="Of these, calls of one client, which is a connection."
+        2_048, ge=1, description="Of these, calls of one client, which is a connection."
     )
     stall_seconds: float = Field(
         60.0,

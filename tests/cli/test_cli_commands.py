@@ -76,8 +76,8 @@ def test_status_as_json(filled: tq.Client, address: str) -> None:
 
 def test_status_as_tables(filled: tq.Client, address: str) -> None:
     lines = [line.split() for line in invoke("status", address).splitlines()]
-    assert ["train@0", "6", "-", "6", "6", "0", "0", "3", "sealed"] in lines
-    assert ["train@1", "0", "10", "0", "0", "0", "0", "0", "open"] in lines
+    assert ["train@0", "6", "-", "6", "6", "0", "0", "3", "48", "bytes", "sealed"] in lines
+    assert ["train@1", "0", "10", "0", "0", "0", "0", "0", "0", "bytes", "open"] in lines
     assert ["train@0", "reward", "float32", "dense", "scalar", "6", "6"] in lines
     assert ["train@0", "text", "-", "object", "-", "6", "6"] in lines
     assert ["train@0", "update", "0", "2", "1", "4", "6", "0", "0", "0", "0", "active"] in lines
