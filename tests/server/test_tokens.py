@@ -1,0 +1,168 @@
+"""The tokens file: what it says, what is refused, and how it is followed."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from certificates import add_token
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tq_service.errors import InvalidArgumentError
+from tq_service.server.tokens import (
+    ROLES,
+    Token,
+    TokenFile,
+    append_token,
+    digest_of,
+    format_entry,
+    new_secret,
+    parse_tokens,
+    read_tokens,
+)
+
+GOOD = '[[token]]\nname = "a"\nsha256 = "' + "0" * 64 + '"\nroles = ["read"]\nprefixes = [""]\n'
+
+
+def token(name: str = "a", **more: object) -> Token:
+    values: dict[str, object] = {"digest": digest_of(name), "roles": frozenset({"read"}), **more}
+    return Token(name=name, **values)  # type: ignore[arg-type]
+
+
+@given(
+    prefixes=st.lists(st.text(st.characters(exclude_categories=["Cs"])), min_size=1),
+    roles=st.sets(st.sampled_from(ROLES), min_size=1),
+    expires=st.none() | st.datetimes(datetime(1, 1, 2), datetime(9999, 12, 30), timezones=st.just(UTC)),
+)
+def test_entries_are_read_as_they_were_written(prefixes: list[str], roles: set[str], expires: datetime | None) -> None:
+    end = None if expires is None else expires.replace(microsecond=0)
+    written = token(prefixes=tuple(prefixes), roles=frozenset(roles), expires=end)
+    assert parse_tokens(format_entry(written)) == {written.digest: written}
+
+
+def test_a_secret_is_random_and_only_its_digest_is_kept() -> None:
+    first, second = new_secret(), new_secret()
+    assert first != second
+    assert len(first) == 46
+    assert first.startswith("tq_")
+    assert digest_of(first) == hashlib.sha256(first.encode()).digest()
+    assert first not in format_entry(token(digest=digest_of(first)))
+    assert first not in repr(token(digest=digest_of(first)))
+
+
+def test_prefixes() -> None:
+    assert token(prefixes=("",)).covers("anything")
+    limited = token(prefixes=("train@", "eval/"))
+    assert limited.covers("train@3")
+    assert not limited.covers("train")
+    assert not limited.covers("")
+    assert not limited.covers("Train@3")
+
+
+def test_the_end_of_a_token() -> None:
+    now = datetime.now(UTC)
+    assert not token().is_expired()
+    assert token(expires=now).is_expired()
+    assert not token(expires=now + timedelta(hours=1)).is_expired()
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("[[token", "not TOML"),
+        ("a = 1", r"\[\[token\]\] entries and nothing else"),
+        ("token = 3", r"\[\[token\]\] entries"),
+        ("token = [3]", r"\[\[token\]\] entries"),
+        (GOOD.replace("name", "nam"), "got the key 'nam'"),
+        (GOOD.replace('"a"', "3"), "name: expected a text"),
+        (GOOD.replace('"a"', '"a b"'), "name: got 'a b'"),
+        (GOOD.replace('"a"', '""'), "name: got ''"),
+        (GOOD.replace("0" * 64, "0" * 63), "sha256: expected 64"),
+        (GOOD.replace('["read"]', '["boss"]'), "roles: got 'boss'"),
+        (GOOD.replace('["read"]', "[]"), "roles or prefixes are empty"),
+        (GOOD.replace('["read"]', '"read"'), "roles: got 'read', expected a list"),
+        (GOOD.replace('[""]', "[]"), "roles or prefixes are empty"),
+        (GOOD.replace('[""]', "[1]"), "prefixes: got"),
+        (GOOD + 'expires = "2027-01-01"', "expires: got"),
+        (GOOD + "expires = 2027-01-01T00:00:00", "a time with its zone"),
+        (GOOD + GOOD, "there twice"),
+        (GOOD + GOOD.replace('"a"', '"b"'), "there twice"),
+        (GOOD + GOOD.replace("000", "111"), "there twice"),
+    ],
+)
+def test_wrong_files_say_what_is_wrong(text: str, match: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=match):
+        parse_tokens(text)
+
+
+@pytest.mark.parametrize(("mode", "is_good"), [(0o600, True), (0o640, True), (0o644, False), (0o660, False)])
+def test_a_file_that_others_read_or_change_is_refused(tmp_path: Path, mode: int, is_good: bool) -> None:
+    path = tmp_path / "tokens.toml"
+    add_token(path, "a", ["read"])
+    assert path.stat().st_mode & 0o777 == 0o600
+    path.chmod(mode)
+    if is_good:
+        assert len(read_tokens(path)) == 1
+    else:
+        with pytest.raises(InvalidArgumentError, match=f"got mode {mode:04o} .*chmod 0600 or 0640"):
+            read_tokens(path)
+
+
+def test_appending_keeps_what_is_there_and_its_mode(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.toml"
+    path.write_text("# ours\n" + format_entry(token("a")))
+    path.chmod(0o640)
+    append_token(path, token("b"))
+    assert path.read_text().startswith("# ours\n")
+    assert {each.name for each in read_tokens(path).values()} == {"a", "b"}
+    assert path.stat().st_mode & 0o777 == 0o640
+    before = path.read_text()
+    with pytest.raises(InvalidArgumentError, match="there twice"):
+        append_token(path, token("b", digest=digest_of("other")))
+    assert path.read_text() == before
+    assert [each.name for each in tmp_path.iterdir()] == ["tokens.toml"]
+
+
+def test_a_file_that_is_missing_or_no_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.toml"
+    with pytest.raises(InvalidArgumentError, match="cannot be read: No such file"):
+        read_tokens(path)
+    path.write_bytes(b"\xff\xfe")
+    path.chmod(0o600)
+    with pytest.raises(InvalidArgumentError, match=r"tokens\.toml"):
+        read_tokens(path)
+
+
+def test_a_changed_file_is_followed_and_a_broken_one_is_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "tokens.toml"
+    first = add_token(path, "a", ["read"])
+    file = TokenFile(path)
+    known = file.tokens
+    file.reload()
+    assert file.tokens is known
+    second = add_token(path, "b", ["produce"])
+    file.reload()
+    assert set(file.tokens) == {digest_of(first), digest_of(second)}
+    known = file.tokens
+    for break_it in (
+        lambda: path.write_text("[[token"),
+        lambda: path.chmod(0o644),
+        path.unlink,
+    ):
+        caplog.clear()
+        break_it()
+        os.utime(tmp_path)
+        file.reload()
+        assert file.tokens is known
+    assert "stay valid" in caplog.text
+    third = add_token(path, "c", ["read"])
+    with caplog.at_level(logging.INFO):
+        file.reload()
+    assert set(file.tokens) == {digest_of(third)}
+    assert "1 tokens in" in caplog.text
+    assert all(secret not in caplog.text for secret in (first, second, third))
