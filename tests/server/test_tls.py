@@ -1,0 +1,98 @@
+"""The certificate of the port: what is refused, and how its files are followed."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from certificates import Authority, replace
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
+
+from tq_service.errors import InvalidArgumentError
+from tq_service.server.tls import ServerCertificate, TlsFiles
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> TlsFiles:
+    return files_of(Authority(tmp_path / "own"), "service")
+
+
+def files_of(authority: Authority, name: str) -> TlsFiles:
+    issued = authority.issue(name)
+    return TlsFiles(cert=Path(str(issued.cert)), key=Path(str(issued.key)), client_ca=authority.ca)
+
+
+def test_a_pair_that_fits_is_taken(files: TlsFiles) -> None:
+    assert ServerCertificate(files).credentials() is not None
+
+
+def test_a_key_of_another_certificate_is_refused(files: TlsFiles, tmp_path: Path) -> None:
+    other = files_of(Authority(tmp_path / "other"), "other")
+    with pytest.raises(InvalidArgumentError, match=r"TLS cannot use .*service\.pem and .*other\.key: .*MISMATCH"):
+        ServerCertificate(TlsFiles(cert=files.cert, key=other.key))
+
+
+@pytest.mark.parametrize("name", ["cert", "key", "client_ca"])
+@pytest.mark.parametrize("content", [b"", b"-----BEGIN CERTIFICATE-----\nhalf", b"\xff" * 100])
+def test_files_that_are_half_written_or_something_else_are_refused(files: TlsFiles, name: str, content: bytes) -> None:
+    replace(getattr(files, name), content)
+    with pytest.raises(InvalidArgumentError, match="TLS cannot use"):
+        ServerCertificate(files)
+
+
+def test_a_file_that_is_missing_is_named(files: TlsFiles) -> None:
+    files.cert.unlink()
+    with pytest.raises(InvalidArgumentError, match=r"service\.pem: No such file"):
+        ServerCertificate(files)
+
+
+def test_a_key_that_others_may_read_is_refused(files: TlsFiles) -> None:
+    files.key.chmod(0o644)
+    with pytest.raises(InvalidArgumentError, match=r"got mode 0644 of .*chmod 0600"):
+        ServerCertificate(files)
+
+
+def test_a_key_with_a_passphrase_is_refused_instead_of_asking_for_it(files: TlsFiles) -> None:
+    key = load_pem_private_key(files.key.read_bytes(), None)
+    replace(files.key, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"swordfish")))
+    with pytest.raises(InvalidArgumentError, match="has a passphrase"):
+        ServerCertificate(files)
+
+
+def test_new_files_are_taken_once_they_fit_together(
+    files: TlsFiles, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    certificate = ServerCertificate(files)
+    certificate.reload()
+    assert certificate._take_news() is None
+    other = files_of(Authority(tmp_path / "other"), "other")
+    replace(files.cert, other.cert.read_bytes())
+    certificate.reload()
+    assert "the certificate before stays in use" in caplog.text
+    assert certificate._take_news() is None
+    caplog.clear()
+    certificate.reload()
+    assert not caplog.records  # it is said once
+    replace(files.key, other.key.read_bytes())
+    certificate.reload()
+    assert certificate._take_news() is not None
+    assert certificate._take_news() is None
+
+
+def test_the_script_makes_what_the_service_takes(tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "docker" / "make_certificates.sh"
+    subprocess.run(["sh", script, tmp_path, "controller", "client"], check=True, capture_output=True, timeout=60)
+    files = TlsFiles(cert=tmp_path / "controller.pem", key=tmp_path / "controller.key", client_ca=tmp_path / "ca.pem")
+    assert ServerCertificate(files).credentials() is not None
+    first = files.cert.read_bytes()
+    authority = files.client_ca.read_bytes() if files.client_ca else b""
+    subprocess.run(["sh", script, tmp_path, "controller"], check=True, capture_output=True, timeout=60)
+    assert files.cert.read_bytes() != first
+    assert (tmp_path / "ca.pem").read_bytes() == authority
+    assert ServerCertificate(files).credentials() is not None
