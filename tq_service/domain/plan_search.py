@@ -106,7 +106,8 @@ class PlanSearch:
 
     def _checked(self, request: ClaimRequest, view: PartitionView, plan: Plan) -> Planned | None:
         """Return the plan with its positions, None where its rows have been changed while it was made."""
-        positions = view.still_ready(np.concatenate([part.rows for part in plan.ranks]))
+        parts = [part.rows for part in plan.ranks]
+        positions = view.still_ready(parts[0] if len(parts) == 1 else np.concatenate(parts))
         if positions is not None:
             return Planned(plan, positions, None if request.lease is None else _lease_of_groups(request.lease, view))
         if view.made_at[0] == self._partition.event_count:
