@@ -1,0 +1,234 @@
+"""A closed deployment: controller and storage service behind TLS, client certificates and tokens, which are renewed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from certificates import Authority, add_token, replace
+from live_server import AnyClient, ClientKind, LoopThread, StartServer, server_process
+
+import tq_service as tq
+from tq_service.server import entrance
+
+COMMAND = (sys.executable, "-m", "tq_service.cli")
+
+
+@pytest.fixture(autouse=True)
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entrance, "_LOOK_SECONDS", 0.05)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.02)
+
+
+class Deployment:
+    """A controller without storage and a storage service, each with its certificate and token."""
+
+    def __init__(self, folder: Path, start_server: StartServer) -> None:
+        self.authority = Authority(folder)
+        self.tokens = folder / "tokens.toml"
+        service = folder / "service.token"
+        replace(service, add_token(self.tokens, "services", ["service"]).encode())
+        self.controller = start_server(role="controller", **self._settings("controller", service))
+        self.address = f"localhost:{self.controller.app.port}"
+        self.storage = start_server(
+            role="storage", controller=self.address, storage_id="s1", **self._settings("storage", service)
+        )
+
+    def _settings(self, name: str, service: Path) -> dict[str, Any]:
+        return self.settings_of(self.authority.issue(name), service)
+
+    def settings_of(self, tls: tq.Tls, service: Path) -> dict[str, Any]:
+        return {
+            "tls_cert": str(tls.cert),
+            "tls_key": str(tls.key),
+            "tls_client_ca": str(self.authority.ca),
+            "tls_ca": str(self.authority.ca),
+            "tokens_file": str(self.tokens),
+            "token_file": str(service),
+        }
+
+    def client(self, kind: ClientKind, loop: LoopThread, token: str) -> AnyClient:
+        return AnyClient(kind, self.address, loop, token=token, tls=self.authority.issue("client"), timeout=30.0)
+
+
+@pytest.fixture
+def deployment(tmp_path: Path, start_server: StartServer) -> Deployment:
+    return Deployment(tmp_path, start_server)
+
+
+def test_the_way_of_a_sample(deployment: Deployment, client_kind: ClientKind, loop_thread: LoopThread) -> None:
+    producer = deployment.client(client_kind, loop_thread, add_token(deployment.tokens, "p", ["produce"], ("train@",)))
+    consumer = deployment.client(client_kind, loop_thread, add_token(deployment.tokens, "c", ["consume"], ("train@",)))
+    large = np.arange(1 << 20, dtype=np.float32).reshape(16, -1)
+    until(lambda: _works(lambda: producer.put({"x": large}, partition_id="train@0")))  # the storage service is known
+    producer.put({"x": large + 1}, partition_id="train@0")
+    producer.put({"x": large[:1] + 2}, partition_id="train@0")
+    with pytest.raises(tq.PermissionDeniedError, match="begin with 'train@'; got 'eval'"):
+        producer.put({"x": large}, partition_id="eval")
+    meta = consumer.get_meta(
+        partition_id="train@0", task_name="t", data_fields=["x"], batch_size=33, min_batch_size=33, max_wait=20.0
+    )
+    values = np.asarray(consumer.get_data(meta)["x"])
+    assert np.array_equal(values, np.concatenate([large, large + 1, large[:1] + 2]))
+    with pytest.raises(tq.PermissionDeniedError, match="needs one of the roles"):
+        producer.get_data(meta)
+    consumer.clear_partition("train@0")
+    until(lambda: deployment.storage.app._engine.stat().put_count == 0)  # the controller may free cells there
+    producer.close()
+    consumer.close()
+
+
+def _works(call: Callable[[], object]) -> bool:
+    try:
+        call()
+    except (tq.UnavailableError, tq.UnauthenticatedError):  # the token may not have been read yet
+        return False
+    return True
+
+
+def test_tokens_are_taken_back_and_given_without_a_restart(
+    deployment: Deployment, client_kind: ClientKind, loop_thread: LoopThread
+) -> None:
+    first = add_token(deployment.tokens, "first", ["admin"])
+    client = deployment.client(client_kind, loop_thread, first)
+    until(lambda: _works(client.list_partitions))
+    before = deployment.tokens.read_text()
+    replace(deployment.tokens, b"[[token")
+    time.sleep(0.2)
+    client.list_partitions()  # a broken file takes nothing back
+    replace(deployment.tokens, before.replace('"first"', '"renamed"').replace("admin", "read").encode())
+    until(lambda: not _may(lambda: client.create_partition("a")))
+    replace(deployment.tokens, before.partition('[[token]]\nname = "first"')[0].encode())
+    until(lambda: not _works(client.list_partitions))
+    second = deployment.client(client_kind, loop_thread, add_token(deployment.tokens, "second", ["admin"]))
+    until(lambda: _works(second.list_partitions))
+    client.close()
+    second.close()
+
+
+def _may(call: Callable[[], object]) -> bool:
+    try:
+        call()
+    except tq.PermissionDeniedError:
+        return False
+    return True
+
+
+def test_certificates_are_renewed_without_a_restart(
+    tmp_path: Path, start_server: StartServer, client_kind: ClientKind, loop_thread: LoopThread
+) -> None:
+    deployment = Deployment(tmp_path / "old", start_server)
+    token = add_token(deployment.tokens, "boss", ["admin"])
+    client = deployment.client(client_kind, loop_thread, token)
+    until(lambda: _works(lambda: client.put({"x": np.arange(4)}, partition_id="a")))
+    # All are of a new authority from now on, whose files take the place of those of the old one.
+    new = Authority(tmp_path / "new")
+    for name in ("controller", "storage", "client"):
+        issued = new.issue(name)
+        for path in (issued.cert, issued.key):
+            replace(tmp_path / "old" / Path(str(path)).name, Path(str(path)).read_bytes())
+    replace(deployment.authority.ca, new.ca.read_bytes())
+    outsider = {"token": token, "timeout": 1.0}
+    with tq.Client(deployment.address, tls=new.issue("outsider"), **outsider) as newcomer:
+        until(lambda: _works(newcomer.list_partitions))
+    third = Authority(tmp_path / "third").issue("x")
+    with tq.Client(deployment.address, tls=third, **outsider) as stranger, pytest.raises(tq.UnavailableError):
+        stranger.list_partitions()
+    client.list_partitions()  # the connection of before stays
+    # Connections that break are made again with the new files, by clients and between services.
+    deployment.controller.stop()
+    port = int(deployment.address.rpartition(":")[2])
+    old = tmp_path / "old"
+    renewed = tq.Tls(ca=old / "ca.pem", cert=old / "controller.pem", key=old / "controller.key")
+    again = start_server(role="controller", port=port, **deployment.settings_of(renewed, old / "service.token"))
+    until(lambda: _works(lambda: client.put({"x": np.arange(4)}, partition_id="b")))
+    assert again.app.port == port
+    client.close()
+
+
+def test_a_service_without_the_right_token_is_not_let_in(
+    deployment: Deployment, start_server: StartServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrong = tmp_path / "wrong.token"
+    replace(wrong, add_token(deployment.tokens, "worker", ["produce", "consume"]).encode())
+    settings = deployment._settings("intruder", wrong)
+    start_server(role="storage", controller=deployment.address, storage_id="s2", **settings)
+    until(lambda: "does not let this service in" in caplog.text)
+    assert "s2" not in deployment.controller.app._storages.addresses
+
+
+def test_the_command_line(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    service, client = authority.issue("service"), authority.issue("client")
+    tokens, token = tmp_path / "tokens.toml", tmp_path / "boss.token"
+    made = subprocess.run(
+        [*COMMAND, "token", "new", "--name", "boss", "--role", "admin", "--file", tokens, "--output", token],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    secret = token.read_text().strip()
+    assert secret not in made.stdout + made.stderr
+    assert token.stat().st_mode & 0o777 == 0o600
+    audit = tmp_path / "audit.log"
+    flags = {
+        "--tls-cert": service.cert,
+        "--tls-key": service.key,
+        "--tls-client-ca": service.ca,
+        "--tokens-file": tokens,
+        "--audit-file": audit,
+        "--log-format": "json",
+    }
+    arguments = [str(part) for pair in flags.items() for part in pair]
+    with server_process("--host", "0.0.0.0", *arguments) as server:
+        target = f"localhost:{server.address.rpartition(':')[2]}"
+        door = ["--tls-ca", client.ca, "--tls-cert", client.cert, "--tls-key", client.key]
+
+        def run(*command: object) -> subprocess.CompletedProcess[str]:
+            arguments = [*COMMAND, *map(str, command)]
+            return subprocess.run(arguments, check=False, capture_output=True, text=True, timeout=60)
+
+        assert run("health", target).returncode == 1
+        assert run("health", target, *door).stdout == "SERVING\n"
+        refused = run("status", target, "--json", *door)
+        assert refused.returncode == 1
+        assert refused.stderr.startswith("error: this service asks for a bearer token")
+        answer = run("status", target, "--json", *door, "--token-file", token)
+        assert json.loads(answer.stdout) == {"partitions": []}
+    (line,) = map(json.loads, audit.read_text().splitlines())
+    assert (line["decision"], line["reason"], line["certificate"]) == ("refused", "no token", "client")
+    assert line["method"].endswith("/ListPartitions")
+    assert line["time"].endswith("Z")
+
+
+def test_an_open_port_is_refused_or_said_loudly(tmp_path: Path) -> None:
+    def serve(*flags: str) -> subprocess.Popen[str]:
+        command = [*COMMAND, "serve", "--host", "0.0.0.0", "--port", "0", "--log-level", "error", *flags]
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("TQ_")}
+        return subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=tmp_path
+        )
+
+    with serve() as refused:
+        output, error = refused.communicate(timeout=60)
+        assert (refused.returncode, output) == (1, "")
+        assert "no tls_cert and no tokens_file" in error
+    with serve("--insecure") as warned:
+        assert warned.stdout is not None
+        assert warned.stdout.readline().startswith("listening on 0.0.0.0:")
+        warned.terminate()
+        assert "INSECURE: every machine that reaches 0.0.0.0:" in warned.communicate(timeout=60)[1]
