@@ -242,6 +242,12 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
     # Tasks
 
     async def GetMeta(self, request: pb.GetMetaRequest, context: Context) -> pb.GetMetaResponse:
+        if request.max_wait_seconds <= 0:
+            return await self._claim(request, context)
+        with self._waiting.one(context):  # before all that costs, so that one too many costs little
+            return await self._claim(request, context)
+
+    async def _claim(self, request: pb.GetMetaRequest, context: Context) -> pb.GetMetaResponse:
         asked = from_proto.way_of_asking(request)
         sampler = await self._registry.resolve_json(asked.binding.sampler, asked.binding.sampler_config)
         claim = from_proto.claim_request(request, asked, sampler)
@@ -250,8 +256,7 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
         remaining = context.time_remaining()
         if remaining is not None and remaining <= 0:  # nobody would get what is handed out now
             raise DeadlineError("the call's deadline had passed when it arrived")
-        with self._waiting.one(context):
-            claimed = await self._catalog.claim(request.partition_id, request.incarnation, claim, seconds)
+        claimed = await self._catalog.claim(request.partition_id, request.incarnation, claim, seconds)
         meta = to_proto.claim_meta(
             request.partition_id, claimed, claim.task_name, asked.data_fields, self._storages.addresses
         )
