@@ -81,8 +81,10 @@ def _trial(topology: Topology, given: argparse.Namespace, folder: Path) -> Findi
                 findings=findings,
                 say=_say,
             )
-            act.run(min(given.rounds_per_act, given.rounds - start), given.seconds, targets)
-        findings.violations += _prefill_violations(cluster, given.prefill)
+            if not act.run(min(given.rounds_per_act, given.rounds - start), given.seconds, targets):
+                break
+        else:
+            findings.violations += _prefill_violations(cluster, given.prefill)
         findings.violations += [f"log of {line}" for line in cluster.failures()]
     finally:
         cluster.close()

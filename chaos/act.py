@@ -99,8 +99,8 @@ class Act:
         arguments = [self._cluster.address, self._name, str(self._folder), str(seed), kind, *map(str, numbers)]
         return Process(f"{kind}s-{number}", [*module, *arguments], self._folder / f"{kind}s-{number}.log")
 
-    def run(self, rounds: int, most_seconds: float, targets: Sequence[Target]) -> None:
-        """Strike `rounds` times, then let everybody finish and check everything."""
+    def run(self, rounds: int, most_seconds: float, targets: Sequence[Target]) -> bool:
+        """Strike `rounds` times, then let everybody finish and check everything; return whether to go on."""
         try:
             self._client.create_partition(self._name)
             for process in self._clients:
@@ -110,7 +110,11 @@ class Act:
                 time.sleep(self._dice.uniform(0.1, most_seconds))
                 self._strike(self._dice.choice(targets))
                 self._found(self._check_between())
+                if dead := self._cluster.dead():
+                    self._violated(f"{', '.join(dead)} ended by themselves, see the logs; the trial ends here")
+                    return False
             self._found(self._finish())
+            return True
         finally:
             self._client.close()
             for process in self._clients:
@@ -181,7 +185,6 @@ class Act:
     # Checks while everybody works
 
     def _check_between(self) -> Iterator[str]:
-        yield from (f"process {name} ended by itself" for name in self._cluster.dead())
         yield from self._check_samples(_READ_SAMPLES)
         claims = claims_of(self._folder)
         yield from self._replay(self._dice.sample(range(len(claims)), min(_REPLAYED_CLAIMS, len(claims))))

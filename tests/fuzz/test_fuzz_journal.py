@@ -46,7 +46,7 @@ async def _write(live: Path, image: Path, *, sync: bool) -> None:
         if number % 3 == 0:
             await journal.durable()
     await journal.durable()
-    while (live / "journal-00000001.sqlite3-wal").exists():  # a copy of what is written meanwhile is like no crash
+    while (live / "journal-00000001.sqlite3-wal").exists():  # noqa: ASYNC110  (a copy of what is written is like no crash)
         await asyncio.sleep(0.01)
     shutil.copytree(live, image, ignore=shutil.ignore_patterns("making-*"))
     journal.close()
