@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import struct
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -17,21 +16,19 @@ from typing import BinaryIO, Final
 import xxhash
 
 from tq_service.durable.file_names import sync_directory
+from tq_service.durable.pace import Pace
 from tq_service.errors import SnapshotDamagedError
 
 PARTIAL_SUFFIX: Final = ".partial"
 _MAGIC: Final = b"tqrecs01"
 _FRAME: Final = struct.Struct("<IQ")
 _BUFFER_BYTES: Final = 1 << 20
-_WORK_SECONDS: Final = 0.0005
-_REST_SECONDS: Final = 0.0001
 
 
 class RecordWriter:
-    """Writes records one after the other; use it in a `with`, whose end gives the file its name, or leaves no trace.
+    """Writes records one after the other, then commits them, or leaves no trace; in a `with`, by how it ends.
 
-    It is made for a thread beside an event loop: every half a millisecond it lets others run, since a thread that works
-    in Python would keep the loop waiting for ten times as long before it is made to.
+    It is made for a thread beside an event loop, and gives way to it.
 
     Raises:
         OSError: the file cannot be written.
@@ -42,18 +39,17 @@ class RecordWriter:
         self._path = path
         self._partial = path.with_name(path.name + PARTIAL_SUFFIX)
         self._file: BinaryIO | None = None
-        self._resumed_at = 0.0
+        self._pace = Pace()
 
-    def __enter__(self) -> RecordWriter:
+    def open(self) -> None:
+        """Begin the file."""
         self._file = self._partial.open("wb", buffering=_BUFFER_BYTES)
         self._file.write(_MAGIC)
-        self._resumed_at = time.perf_counter()
-        return self
 
     def write(self, *parts: bytes | memoryview) -> None:
         """Append a record, whose bytes may come in parts."""
         if self._file is None:
-            raise ValueError("records are written inside the `with` of their writer")
+            raise ValueError("records are written after `open`, and before `commit` or `abort`")
         checksum = xxhash.xxh3_64()
         for part in parts:
             checksum.update(part)
@@ -61,27 +57,46 @@ class RecordWriter:
         for part in parts:
             self._file.write(part)
         self.count += 1
-        if time.perf_counter() - self._resumed_at > _WORK_SECONDS:
-            time.sleep(_REST_SECONDS)
-            self._resumed_at = time.perf_counter()
+        self._pace.step()
+
+    def commit(self) -> None:
+        """Give the file its name, once all of it is on the disk."""
+        file, self._file = self._file, None
+        if file is None:
+            raise ValueError("only an open file can be committed")
+        try:
+            with file:
+                file.flush()
+                os.fsync(file.fileno())
+            self._partial.rename(self._path)
+            sync_directory(self._path.parent)
+        except BaseException:
+            self._remove()
+            raise
+
+    def abort(self) -> None:
+        """Leave no trace; nothing where it is committed, or was never open."""
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):  # what is still in the buffer has no room on the disk
+                file.close()
+            self._remove()
+
+    def _remove(self) -> None:
+        with contextlib.suppress(OSError):
+            self._partial.unlink(missing_ok=True)
+
+    def __enter__(self) -> RecordWriter:
+        self.open()
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        file, self._file = self._file, None
-        if file is None:
-            return
-        try:
-            with file:
-                if kind is None:
-                    file.flush()
-                    os.fsync(file.fileno())
-            if kind is None:
-                self._partial.rename(self._path)
-                sync_directory(self._path.parent)
-        finally:
-            with contextlib.suppress(OSError):
-                self._partial.unlink(missing_ok=True)
+        if kind is None:
+            self.commit()
+        else:
+            self.abort()
 
 
 def read_records(path: Path, at: int = 0) -> Iterator[tuple[int, bytes]]:
