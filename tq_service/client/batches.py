@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any, Final
 
+import numpy as np
+
 from tq_service.client.batch_meta import BatchMeta
 from tq_service.client.locations import Indexes, StorageRef
 from tq_service.client.reads import Received, StorageRead
@@ -27,8 +29,12 @@ def to_batch(received: Sequence[Received], row_count: int) -> Any:
     return to_tensordict(data, row_count)
 
 
-def lost_samples(metadata: BatchMeta, positions: Indexes, error: DataLossError) -> DataLossError:
-    """Return the error of a storage service that lost its bytes, naming the samples of the batch that it held."""
+def lost_samples(metadata: BatchMeta, read: StorageRead, error: DataLossError) -> DataLossError:
+    """Return the error of a storage service that lost bytes, naming samples of the batch, and fields.
+
+    Where the service says which puts it lost, these are the samples in them; else all that it was asked for.
+    """
+    positions, fields = _lost_cells(read, error.metadata.get("put_ids", ""))
     part = metadata.select_samples(positions)
     names = [
         f"{index} ({key})" if key else str(index)
@@ -38,9 +44,24 @@ def lost_samples(metadata: BatchMeta, positions: Indexes, error: DataLossError) 
     keys = [key for key in part.keys if key]
     facts = {"global_indexes": ",".join(map(str, part.global_indexes))} | ({"keys": ",".join(keys)} if keys else {})
     return DataLossError(
-        f"samples {', '.join(names)}{more} of partition {metadata.partition_id!r} are lost: {error.message}",
-        metadata={**error.metadata, **facts},
+        f"{', '.join(map(repr, fields))} of samples {', '.join(names)}{more} of partition {metadata.partition_id!r} "
+        f"are lost: {error.message}",
+        metadata={**error.metadata, **facts, "partition_id": metadata.partition_id, "data_fields": ",".join(fields)},
     )
+
+
+def _lost_cells(read: StorageRead, put_ids: str) -> tuple[Indexes, list[str]]:
+    """Return the positions in the batch of samples that have cells in some puts, and the fields of those cells."""
+    named = set(put_ids.split(",")) if put_ids else {put_id.hex() for put_id in read.request.put_ids}
+    is_lost = np.array([put_id.hex() in named for put_id in read.request.put_ids], np.bool_)
+    lost = np.zeros(read.positions.size, np.bool_)
+    fields: list[str] = []
+    for runs in read.request.runs:
+        of_row = np.repeat(is_lost[np.array(runs.put_indexes, np.int64)], np.array(runs.row_counts, np.int64))
+        if of_row.any():
+            lost |= of_row
+            fields += runs.field_names
+    return read.positions[lost], fields
 
 
 def unread_samples(

@@ -213,6 +213,7 @@ class StorageStat:
         put_count: puts held.
         uncommitted_put_count: puts not yet committed.
         shared_memory_count: memfds that clients of the same host have handed over.
+        damaged_put_count: puts whose bytes are lost, as far as they were looked at since the start.
     """
 
     storage_id: str
@@ -223,6 +224,7 @@ class StorageStat:
     put_count: int
     uncommitted_put_count: int
     shared_memory_count: int
+    damaged_put_count: int
 
     @classmethod
     def from_proto(cls, message: storage_pb.StatResponse) -> StorageStat:
@@ -236,4 +238,5 @@ class StorageStat:
             put_count=message.put_count,
             uncommitted_put_count=message.uncommitted_put_count,
             shared_memory_count=message.shared_memory_count,
+            damaged_put_count=message.damaged_put_count,
         )

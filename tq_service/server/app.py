@@ -182,6 +182,8 @@ class App:
             self._catalog.start_leases()
         if self._storages is not None:
             self._storages.recover()
+        if self._engine is not None:
+            self._background.append(asyncio.create_task(self._engine.scrub()))
 
     def _partition_of(self, put_id: bytes) -> str | None:
         return None if self._engine is None else self._engine.partition_of(put_id)

@@ -34,6 +34,7 @@ from tq_service.wire.shared_memory import place_columns
 
 _KNOWN_SPECS: Final = 4096
 _MOST_NAMED: Final = 5
+_MOST_TOLD: Final = 100  # the metadata of an answer has room for about twice as many
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -384,7 +385,10 @@ class StorageEngine:
             raise DataLossError(
                 f"storage service {self.storage_id!r} has lost the bytes of put {names}{more}: "
                 f"{self.damaged[lost[0]]}; put them again, or clear them",
-                metadata={"storage_id": self.storage_id, "put_ids": ",".join(put_id.hex() for put_id in lost)},
+                metadata={
+                    "storage_id": self.storage_id,
+                    "put_ids": ",".join(put_id.hex() for put_id in lost[:_MOST_TOLD]),
+                },
             )
 
     # Parts of the above

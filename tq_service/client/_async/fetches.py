@@ -120,7 +120,7 @@ class AsyncFetchCalls(AsyncBase):
                     raise UnavailableError("it has not announced itself since the controller started")
                 return await self._calls.get(read.request, read.positions.size, deadline, storage.address, patience)
             except DataLossError as error:
-                raise lost_samples(located, read.positions, error) from None
+                raise lost_samples(located, read, error) from None
             except (DeadlineError, UnavailableError) as error:
                 if isinstance(error, DeadlineError) or deadline.remaining() < SHORTEST_TRY_SECONDS:
                     raise unread_samples(located, read, storage, deadline, error) from error

@@ -1,0 +1,76 @@
+"""Segments that are damaged while a service is down: their samples are named, and no others are lost."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from live_server import StartServer
+
+import tq_service as tq
+
+ROWS, WIDTH = 8, 4096
+
+
+def put_rows(client: Any, number: int) -> Any:
+    data = {"tokens": torch.full((ROWS, WIDTH), number), "mask": torch.full((ROWS, WIDTH), -number)}
+    return client.put(data, partition_id="train", keys=[f"k{number}_{row}" for row in range(ROWS)])
+
+
+def segments(folder: Path) -> list[Path]:
+    return sorted((folder / "segments").glob("*.seg"))
+
+
+@pytest.mark.parametrize("shared_memory", ["off", "auto"])
+def test_a_damaged_segment_names_its_samples(start_server: StartServer, tmp_path: Path, shared_memory: str) -> None:
+    flags = {"data_dir": tmp_path, "durability": "process", "shared_memory": shared_memory}
+    server = start_server(**flags)
+    client = server.client()
+    metas = [put_rows(client, number) for number in range(4)]
+    client.put({"reward": torch.arange(ROWS * 1.0)}, metadata=metas[1])
+    assert len(segments(tmp_path)) == 4
+    server.stop()
+    path = segments(tmp_path)[1]
+    data = bytearray(path.read_bytes())
+    data[70_000] ^= 0xFF
+    path.write_bytes(data)
+
+    client = start_server(**flags).client()
+    with pytest.raises(tq.DataLossError) as caught:
+        client.get_data(tq.BatchMeta.concat(metas), data_fields=["tokens"])
+    lost = metas[1].global_indexes
+    assert caught.value.metadata["global_indexes"] == ",".join(map(str, lost))
+    assert caught.value.metadata["partition_id"] == "train"
+    assert caught.value.metadata["data_fields"] == "tokens"
+    assert "'tokens' of samples 8 (k1_0), 9 (k1_1)" in str(caught.value)
+    assert "of partition 'train' are lost" in str(caught.value)
+    assert "checksum" in str(caught.value)
+    rest = tq.BatchMeta.concat([metas[0], *metas[2:]])
+    back = client.get_data(rest, data_fields=["tokens", "mask"])
+    assert back["tokens"][:, 0].tolist() == [0] * 8 + [2] * 8 + [3] * 8
+    assert client.get_data(metas[1], data_fields=["reward"])["reward"].tolist() == list(range(ROWS))
+    assert client.storage_stat().damaged_put_count == 1
+
+    # What is lost may be put again.
+    client.put(
+        {"tokens": torch.ones((ROWS, WIDTH)).long(), "mask": torch.ones((ROWS, WIDTH)).long()}, metadata=metas[1]
+    )
+    assert client.get_data(metas[1], data_fields=["tokens"])["tokens"].eq(1).all()
+    assert client.storage_stat().damaged_put_count == 0
+
+
+def test_a_segment_that_is_gone_is_told_before_anybody_reads(start_server: StartServer, tmp_path: Path) -> None:
+    flags = {"data_dir": tmp_path, "durability": "process", "shared_memory": "off"}
+    server = start_server(**flags)
+    client = server.client()
+    metas = [put_rows(client, number) for number in range(2)]
+    server.stop()
+    segments(tmp_path)[0].unlink()
+    client = start_server(**flags).client()
+    assert client.storage_stat().damaged_put_count == 1
+    with pytest.raises(tq.DataLossError, match="is missing"):
+        client.get_data(metas[0])
+    assert client.get_data(metas[1])["mask"].eq(-1).all()
+    client.clear_partition("train")
+    stat = client.storage_stat()
+    assert (stat.used_bytes, stat.damaged_put_count) == (0, 0)
