@@ -49,7 +49,7 @@ def crashed(directory: Path, records: Sequence[bytes], *, sync: bool = False) ->
 
 def copy(directory: Path, image: Path, journal: Journal | None = None) -> None:
     """Copy a folder: what another process would find after a kill of the one whose journal this is."""
-    if journal is not None and journal._upkeep is not None:
+    if journal is not None:
         is_idle = threading.Event()
         journal._upkeep.do(is_idle.set)
         assert is_idle.wait(30)

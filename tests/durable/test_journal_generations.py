@@ -1,7 +1,9 @@
 """Generations: where a snapshot ends and the journal goes on, full files, and what is dropped when."""
 
 import logging
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from journal_support import commit_each, copy, open_file_count, opened, read, replayed, write
@@ -110,7 +112,6 @@ def test_full_files_follow_each_other(tmp_path: Path, sync: bool, monkeypatch: p
     with opened(tmp_path, sync=sync) as journal:
         for record in expected:
             commit_each(journal, [record])
-            assert journal._upkeep is not None
             while not journal._upkeep.is_ready:
                 pass
     assert len(journal_numbers(tmp_path)) >= 10
@@ -120,19 +121,26 @@ def test_full_files_follow_each_other(tmp_path: Path, sync: bool, monkeypatch: p
 
 def test_a_commit_is_never_kept_waiting_by_a_file_being_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_module, "_FULL_LOG_BYTES", 20_000)
+    goes_on = threading.Event()
+    make = JournalFile.__init__
+
+    def stands(*arguments: Any, **options: Any) -> None:
+        assert goes_on.wait(30)
+        make(*arguments, **options)
+
     with opened(tmp_path) as journal:
-        monkeypatch.setattr(journal._upkeep, "_next", None)
-        monkeypatch.setattr(journal._upkeep, "_is_ordered", True)  # a disk that takes for ever
+        while not journal._upkeep.is_ready:
+            pass
+        monkeypatch.setattr(JournalFile, "__init__", stands)
+        number = journal.start_generation()
         commit_each(journal, [bytes(1000)] * 40)
-        assert journal_numbers(tmp_path)[0] == 1
-        assert journal._newest.number == 1
+        assert journal._newest.number == number
         monkeypatch.setattr(upkeep, "_MAKE_SECONDS", 0.01)
-        journal._upkeep._made.clear()
         with pytest.raises(DiskFullError, match="the disk of the data dir is slow") as caught:
             journal.start_generation()
         assert caught.value.retry_after_seconds is not None
         commit_each(journal, [b"later"])
-        journal._upkeep._is_ordered = False
+        goes_on.set()
     assert read(tmp_path) == [*[bytes(1000)] * 40, b"later"]
 
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 
-from tq_service.durable.file_names import beside
+from tq_service.durable.file_names import beside, remove_journal
 from tq_service.durable.log_tail import LogTail, read_log_tail
 from tq_service.durable.machine import machine_boot_id
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class FoundFile:
     """A journal file, as it was found.
 
@@ -25,11 +23,27 @@ class FoundFile:
         tail: what its log held.
     """
 
-    path: Path
-    start: int
-    machine_boot_id: str
-    may_lose_tail: bool
-    tail: LogTail
+    def __init__(self, path: Path, made: tuple[str, bool], tail: LogTail) -> None:
+        """Open a file whose log may be read.
+
+        Args:
+            path: of the database.
+            made: where it was made: the machine's boot id, and whether it was written with fsyncs.
+            tail: what its log holds.
+
+        Raises:
+            sqlite3.DatabaseError: it cannot be read.
+        """
+        self.path = path
+        self.tail = tail
+        self.machine_boot_id, is_synced = made
+        self.may_lose_tail = not is_synced and self.machine_boot_id != machine_boot_id()
+        self._connection: sqlite3.Connection | None = _connect(path)
+        try:
+            self.start = _start(self._connection)
+        finally:
+            if not tail.whole_bytes:  # there may be many such files, and opening one again costs little
+                self.close()
 
     def rows(self, limit: int) -> Iterator[tuple[int, int, bytes]]:
         """Yield number, checksum and record of what is before a number, in order.
@@ -37,12 +51,24 @@ class FoundFile:
         Raises:
             sqlite3.DatabaseError: the file cannot be read.
         """
+        if self._connection is None:
+            self._connection = _connect(self.path)
         query = "SELECT number, crc, record FROM records WHERE number < ? ORDER BY number"
-        with closing(_connect(self.path)) as connection:
-            for row in connection.execute(query, (limit,)):
-                if tuple(map(type, row)) != (int, int, bytes):  # SQLite keeps what is damaged as what it looks like
-                    raise sqlite3.DatabaseError("a record has values of other types")
-                yield row
+        for row in self._connection.execute(query, (limit,)):
+            if tuple(map(type, row)) != (int, int, bytes):  # SQLite keeps what is damaged as what it looks like
+                raise sqlite3.DatabaseError("a record has values of other types")
+            yield row
+
+    def close(self) -> None:
+        """Bring what is in its log into the database, which takes some fsyncs, and close it."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def remove(self) -> None:
+        """Close and remove the file."""
+        self.close()
+        remove_journal(self.path)
 
 
 class TornFile(Exception):  # noqa: N818  (a finding, which the reader turns into an error or a line of the log)
@@ -70,18 +96,7 @@ def look_at(path: Path, *, accept_loss: bool) -> FoundFile:
     is_same_run = boot_id == machine_boot_id()
     if not accept_loss and _is_damage(tail, is_synced=bool(is_synced), is_same_run=is_same_run):
         raise TornFile(tail)
-    with closing(_connect(path)) as connection:
-        row = connection.execute("SELECT number FROM start").fetchone()
-    start = 0 if row is None else row[0]
-    if not isinstance(start, int):
-        raise sqlite3.DatabaseError(f"its start is {start!r}")
-    return FoundFile(
-        path=path,
-        start=start,
-        machine_boot_id=boot_id,
-        may_lose_tail=not is_synced and not is_same_run,
-        tail=tail,
-    )
+    return FoundFile(path, (boot_id, bool(is_synced)), tail)
 
 
 def _is_damage(tail: LogTail, *, is_synced: bool, is_same_run: bool) -> bool:
@@ -105,7 +120,15 @@ def last_number(path: Path) -> int:
         return 0
 
 
+def _start(connection: sqlite3.Connection) -> int:
+    row = connection.execute("SELECT number FROM start").fetchone()
+    start = 0 if row is None else row[0]
+    if not isinstance(start, int):
+        raise sqlite3.DatabaseError(f"its start is {start!r}")
+    return start
+
+
 def _connect(path: Path) -> sqlite3.Connection:
-    connection = sqlite3.connect(path, isolation_level=None)
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     connection.execute("PRAGMA locking_mode = EXCLUSIVE")
     return connection

@@ -32,6 +32,7 @@ from tq_service.errors import TqError
 _log = logging.getLogger(__name__)
 _FULL_LOG_BYTES: Final = 32 * 2**20
 _LOOK_SECONDS: Final = 1.0
+_START_SECONDS: Final = 60.0
 
 
 class Journal:
@@ -49,17 +50,25 @@ class Journal:
         """Open the journal; see `open`."""
         self._directory = directory
         self._sync = sync
-        self._reader = JournalReader(directory, accept_loss=accept_loss)
         self._appended = self._durable = 0
         self._reserve = Reserve(directory / "reserve")
         self._look_at = 0.0
         self._waiting: deque[tuple[int, Callable[[], None], Callable[[TqError], None] | None]] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._upkeep: Upkeep | None = None
         self._writer: DirectCommit | GroupCommit | None = None
+        self._is_closed = False
+        self._reserve.fill()
         remove_unfinished(directory)
-        if not journal_numbers(directory) and not snapshot_numbers(directory):
-            self._start(0)
+        is_new = highest_number(directory) == 0
+        numbers = itertools.count(highest_number(directory) + 1)
+        self._upkeep = Upkeep(lambda: JournalFile(directory, next(numbers), sync=sync, make_room=self._reserve.give_up))
+        self._reader = JournalReader(directory, accept_loss=accept_loss, do_later=self._upkeep.do)
+        if is_new:
+            try:
+                self._start(0)
+            except BaseException:
+                self._upkeep.close()
+                raise
 
     @classmethod
     def open(cls, directory: Path, *, sync: bool, accept_loss: bool = False) -> Journal:
@@ -117,7 +126,7 @@ class Journal:
         """
         if self._reserve.is_there:
             return False
-        if self._upkeep is not None and time.monotonic() >= self._look_at:
+        if time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + _LOOK_SECONDS
             self._upkeep.do(self._reserve.fill)
         return True
@@ -186,9 +195,9 @@ class Journal:
         Raises:
             DiskFullError, DiskFailedError: see `flush`; nothing has changed.
         """
-        if self._upkeep is None or self._writer is None:
+        if self._writer is None:
             raise RuntimeError("the journal has no generations: exhaust replay() first")
-        return self._go_on(self._upkeep, self._writer)
+        return self._go_on(self._writer)
 
     def finish_generation(self, generation: int) -> None:
         """Drop what no recovery needs, now that the snapshot of a generation is in place.
@@ -196,9 +205,8 @@ class Journal:
         The snapshot before it stays, with the journal since then: should the new one turn out to be damaged.
         """
         before = [other for other in self.snapshots() if other < generation]
-        if not before or self._upkeep is None:
-            return
-        self._upkeep.do(lambda: _drop_before(self._directory, before[-1]))
+        if before:
+            self._upkeep.do(lambda: _drop_before(self._directory, before[-1]))
 
     def close(self) -> None:
         """Make durable what was appended, bring all files to rest and end the threads.
@@ -206,25 +214,23 @@ class Journal:
         Raises:
             DiskFullError, DiskFailedError: what was appended last is not durable; all else is done.
         """
-        upkeep, writer = self._upkeep, self._writer
-        if upkeep is None or writer is None:
+        if self._is_closed:
             return
-        self._upkeep = self._writer = None
+        self._is_closed = True
+        writer, self._writer = self._writer, None
         try:
-            if self.is_behind:
+            if writer is not None and self.is_behind:
                 self._settle(writer.wait_for(self._appended))
         finally:
-            upkeep.retire(writer.close())
-            upkeep.close()
+            if writer is not None:
+                self._upkeep.retire(writer.close())
+            self._upkeep.close()
 
     def _start(self, last_number: int) -> None:
-        self._reserve.fill()
-        make = self._file_maker()
-        file = make()
+        file = self._upkeep.take(_START_SECONDS)
         file.begin(last_number + 1)
         self._newest = file
         self._appended = self._durable = last_number + 1
-        self._upkeep = Upkeep(make)
         if self._sync:
             self._writer = GroupCommit(
                 file,
@@ -236,8 +242,8 @@ class Journal:
         else:
             self._writer = DirectCommit(file, last_number + 1, on_left=self._upkeep.retire)
 
-    def _go_on(self, upkeep: Upkeep, writer: DirectCommit | GroupCommit) -> int:
-        file = upkeep.take()
+    def _go_on(self, writer: DirectCommit | GroupCommit) -> int:
+        file = self._upkeep.take()
         try:
             writer.go_on_in(file)
         except TqError:
@@ -250,17 +256,13 @@ class Journal:
         return file.number
 
     def _go_on_when_full(self) -> None:
-        if self._newest.log_bytes < _FULL_LOG_BYTES or self._upkeep is None or self._writer is None:
+        if self._newest.log_bytes < _FULL_LOG_BYTES or self._writer is None:
             return
         if self._upkeep.is_ready:
             try:
-                self._go_on(self._upkeep, self._writer)
+                self._go_on(self._writer)
             except TqError as error:
                 _log.warning("the journal stays in a file that is full: %s", error)
-
-    def _file_maker(self) -> Callable[[], JournalFile]:
-        numbers = itertools.count(highest_number(self._directory) + 1)
-        return lambda: JournalFile(self._directory, next(numbers), sync=self._sync, make_room=self._reserve.give_up)
 
     def _settle(self, durable: int) -> None:
         self._durable = durable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -12,7 +12,6 @@ from tq_service.durable.file_names import (
     journal_numbers,
     journal_path,
     journals_without_database,
-    remove_journal,
     set_aside,
 )
 from tq_service.durable.found_file import FoundFile, TornFile, last_number, look_at
@@ -36,15 +35,18 @@ class JournalReader:
         last_number: of the last record or start that was read.
     """
 
-    def __init__(self, directory: Path, *, accept_loss: bool) -> None:
-        """Read nothing yet.
+    def __init__(self, directory: Path, *, accept_loss: bool, do_later: Callable[[Callable[[], object]], None]) -> None:
+        """Read nothing yet; what files are added from now on is not read.
 
         Args:
             directory: of the journal.
             accept_loss: whether to go on without what follows a damaged place, instead of raising.
+            do_later: has another thread do what nobody waits for.
         """
         self._directory = directory
+        self._numbers = journal_numbers(directory)
         self._accept_loss = accept_loss
+        self._do_later = do_later
         self.last_number = 0
 
     def records(self, generation: int) -> Iterator[bytes]:
@@ -55,30 +57,39 @@ class JournalReader:
         """
         for path in journals_without_database(self._directory):
             self._damaged(path, "is missing, but its log is there")
-        numbers = [number for number in journal_numbers(self._directory) if number >= generation]
-        found = [file for number in numbers if (file := self._look_at(number)) is not None]
-        used = [file for file in found if file.start]
-        if self._has_beginning(found, used, generation):
-            yield from self._read_all(used)
-        else:
-            self._lose(used)
-            self._begin_anew(generation)
+        found: list[FoundFile] = []
+        try:
+            for number in self._numbers:
+                found += self._look_at(number) if number >= generation else []
+            used = [file for file in found if file.start]
+            if self._has_beginning(found, used, generation):
+                yield from self._read_all(used)
+            else:
+                self._lose(used)
+                self._begin_anew(generation, found)
+            self._remove_unused(found)
+        finally:
+            for file in found:
+                self._do_later(file.close)
+
+    def _remove_unused(self, found: Sequence[FoundFile]) -> None:
         for file in found:
-            if not file.start and file.path != journal_path(self._directory, generation):
+            if not file.start:
                 if not file.tail.whole_bytes:
                     _log.warning("%s has no log, and is taken for one that was never used", file.path.name)
-                remove_journal(file.path)
+                self._do_later(file.remove)
 
-    def _look_at(self, number: int) -> FoundFile | None:
+    def _look_at(self, number: int) -> list[FoundFile]:
+        """Return the file, if it can be read at all."""
         path = journal_path(self._directory, number)
         try:
-            return look_at(path, accept_loss=self._accept_loss)
+            return [look_at(path, accept_loss=self._accept_loss)]
         except TornFile as torn:
             self._damaged(path, str(torn))
         except (sqlite3.DatabaseError, TypeError) as error:  # TypeError: a row that should be there is not
             self._damaged(path, f"is no database that can be read ({error})")
             set_aside(path)
-        return None
+        return []
 
     def _has_beginning(self, found: Sequence[FoundFile], used: Sequence[FoundFile], generation: int) -> bool:
         """Whether nothing is missing before the first record; raises where only damage explains that."""
@@ -137,17 +148,21 @@ class JournalReader:
     def _lose(self, files: Sequence[FoundFile]) -> None:
         for file in files:
             _log.warning("%s is set aside: what was before it is lost", file.path.name)
+            file.close()
             set_aside(file.path)
 
-    def _begin_anew(self, generation: int) -> None:
+    def _begin_anew(self, generation: int, found: list[FoundFile]) -> None:
         """Have an empty file where the journal goes on from a snapshot, instead of the one whose start is lost.
 
         Its number tells who goes on from an older snapshot that records are missing before it.
         """
         if not generation:
             return
-        remove_journal(journal_path(self._directory, generation))
-        before = [number for number in journal_numbers(self._directory) if number < generation]
+        path = journal_path(self._directory, generation)
+        for unused in [file for file in found if file.path == path]:
+            unused.remove()
+            found.remove(unused)
+        before = [number for number in self._numbers if number < generation]
         self.last_number = 2 + (last_number(journal_path(self._directory, before[-1])) if before else 0)
         file = JournalFile(self._directory, generation, sync=True)
         file.begin(self.last_number)

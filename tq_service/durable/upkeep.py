@@ -45,20 +45,22 @@ class Upkeep:
             self._order()
         return self._next is not None
 
-    def take(self) -> JournalFile:
+    def take(self, most_seconds: float | None = None) -> JournalFile:
         """Return the next file and have another one made; waits where files are taken faster than they are made.
+
+        Args:
+            most_seconds: how long to wait; None: about as long as an event loop may be held up.
 
         Raises:
             DiskFullError: there is none yet, since the disk is full or slow.
             DiskFailedError: it could not be made.
         """
         self._order()
-        self._made.wait(_MAKE_SECONDS)
+        self._made.wait(_MAKE_SECONDS if most_seconds is None else most_seconds)
         taken, self._next = self._next, None
         if taken is None:
             raise self._failure or DiskFullError(
-                f"the next file of the journal was not made within {_MAKE_SECONDS:g} s; the disk of the data dir is "
-                "slow: try again",
+                "the next file of the journal was not made in time; the disk of the data dir is slow: try again",
                 retry_after_seconds=_RETRY_SECONDS,
             )
         self._order()
