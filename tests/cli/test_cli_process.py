@@ -8,6 +8,7 @@ import platform
 import sys
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +21,7 @@ from tq_service.cli.process import (
     shorten_switch_interval,
 )
 from tq_service.errors import InvalidArgumentError
+from tq_service.server.audit import AuditLine
 
 
 @pytest.fixture(autouse=True)
@@ -109,3 +111,50 @@ def test_text_log_lines(capsys: pytest.CaptureFixture[str]) -> None:
     logging.getLogger("tq_service.example").info("not shown")
     logging.getLogger("tq_service.example").warning("shown")
     assert capsys.readouterr().err.rstrip().endswith("WARNING tq_service.example: shown")
+
+
+def test_a_message_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("info", "text")
+    try:
+        raise ValueError("bad")
+    except ValueError:
+        logging.getLogger("tq_service.example").exception("storage %s", "x\n2026-01-01 forged \x1b[2J\u2028")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].endswith(r"tq_service.example: storage x\n2026-01-01 forged \x1b[2J\u2028")
+    assert lines[1].startswith("Traceback")
+
+
+@pytest.mark.parametrize("style", ["text", "json"])
+def test_audit_lines_have_their_own_form_and_file(
+    style: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "audit.log"
+    configure_logging("error", style, path)
+    line = AuditLine(decision="refused", method="/s/M", token="a", reason="no rule\n")
+    audit = logging.getLogger(AUDIT_LOGGER)
+    audit.info("%s", line, extra={"audit": line})
+    path.rename(tmp_path / "audit.log.1")
+    audit.info("%s", line, extra={"audit": line})
+    assert capsys.readouterr().err == ""
+    for each in (path, tmp_path / "audit.log.1"):
+        (text,) = each.read_text().splitlines()
+        if style == "json":
+            shown = json.loads(text)
+            assert shown.pop("time").endswith("Z")
+            assert shown == {
+                "level": "audit",
+                "logger": AUDIT_LOGGER,
+                "decision": "refused",
+                "method": "/s/M",
+                "token": "a",
+                "reason": "no rule\n",
+            }
+        else:
+            assert text.endswith(r'Z AUDIT   refused method="/s/M" token="a" reason="no rule\n"')
+    for handler in audit.handlers:
+        handler.close()
+
+
+def test_an_audit_file_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"the audit file .* cannot be written"):
+        configure_logging("info", "text", tmp_path / "none" / "audit.log")

@@ -15,6 +15,16 @@ from tq_service.errors import InvalidArgumentError
 AUDIT_LOGGER = "tq_service.audit"
 
 
+class _TextFormatter(logging.Formatter):
+    """One line for people, whose message cannot look like another line: names in it may come from callers."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  (logging's name)
+        record.message = "".join(
+            each if each.isprintable() else each.encode("unicode_escape").decode() for each in record.message
+        )
+        return super().formatMessage(record)
+
+
 class _JsonFormatter(logging.Formatter):
     """One JSON object a line."""
 
@@ -59,7 +69,7 @@ def configure_logging(level: str, style: str, audit_file: Path | None = None) ->
     if style == "json":
         handler.setFormatter(_JsonFormatter())
     else:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+        handler.setFormatter(_TextFormatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
