@@ -233,7 +233,7 @@ def test_a_put_that_stalls_is_ended_and_its_room_given_back(start_server: StartS
 
 
 def test_a_reader_that_does_not_read_pins_its_cells_only_for_so_long(start_server: StartServer) -> None:
-    server = start_server(stall_seconds=0.5, shared_memory="off")
+    server = start_server(stall_seconds=2.0, shared_memory="off")
     client = server.client()
     meta = client.put({"x": np.zeros((64, 1_000_000), np.uint8)}, partition_id="p")
     located = server.controller.Locate(pb.LocateRequest(partition_id="p", global_indexes=meta.global_indexes)).meta
