@@ -285,3 +285,12 @@ def test_limits_that_bound_nothing_or_make_no_sense_are_refused(arguments):
     with pytest.raises(InvalidArgumentError) as caught:
         RunAhead(task_name="t", **arguments)
     assert caught.value.field == "run_ahead"
+
+
+def test_ids_of_released_claims_are_bounded_in_number(monkeypatch):
+    monkeypatch.setattr("tq_service.domain.task._MOST_REFUSED", 3)
+    refused = bounded(max_bytes=1).task("t").released
+    ids = [new_id() for _ in range(5)]
+    for request_id in ids:
+        refused.add(request_id)
+    assert [request_id in refused for request_id in ids] == [False, False, True, True, True]

@@ -27,6 +27,7 @@ from tq_service.errors import (
 )
 
 _REFUSED_SECONDS = 900.0
+_MOST_REFUSED = 65_536
 _MOST_ROWLESS_BATCHES = 16  # short batches come at the end of an epoch, so there is rarely more than one
 
 
@@ -48,6 +49,8 @@ class Refused:
         now = time.monotonic()
         self.log.add(request_id, now, None)
         self.log.drop_before(now - _REFUSED_SECONDS)
+        while len(self.log) > _MOST_REFUSED:
+            self.log.drop_oldest()
 
     def __contains__(self, request_id: bytes) -> bool:
         return request_id in self.log
