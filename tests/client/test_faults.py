@@ -69,6 +69,22 @@ async def test_a_call_is_tried_again_under_one_request_id(kind):
     assert len({request.request_id for request in script.requests}) == 1
 
 
+async def test_a_call_that_a_stopping_service_breaks_off_is_tried_again(kind):
+    hanging = Script(asyncio.Event())
+    async with serving(FakeController(SealPartition=hanging)) as address:
+        client = make_client(kind, address, timeout=30)
+        call = asyncio.ensure_future(client.seal_partition("p"))
+        await hanging.entered.wait()
+    # It has stopped without grace: gRPC tells the client that the call is cancelled.
+    done, _ = await asyncio.wait([call], timeout=0.2)
+    assert not done
+    script = Script(pb.SealPartitionResponse(inserted_count=3))
+    async with serving(FakeController(SealPartition=script), port=int(address.rpartition(":")[2])):
+        assert await call == 3
+        await client.aclose()
+    assert script.requests == hanging.requests
+
+
 async def test_a_service_that_starts_after_its_client_is_found(kind):
     async with serving() as address:
         pass
