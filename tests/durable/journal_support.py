@@ -50,10 +50,21 @@ def crashed(directory: Path, records: Sequence[bytes], *, sync: bool = False) ->
 def copy(directory: Path, image: Path, journal: Journal | None = None) -> None:
     """Copy a folder: what another process would find after a kill of the one whose journal this is."""
     if journal is not None:
-        is_idle = threading.Event()
-        journal._upkeep.do(is_idle.set)
-        assert is_idle.wait(30)
+        wait_for_upkeep(journal)
     shutil.copytree(directory, image, ignore=shutil.ignore_patterns("reserve"))
+
+
+def wait_for_upkeep(journal: Journal) -> None:
+    """Return once all is done that the thread beside a journal was asked for before."""
+    is_idle = threading.Event()
+    journal._upkeep.do(is_idle.set)
+    assert is_idle.wait(30)
+
+
+def wait_for_the_next_file(journal: Journal) -> None:
+    """Return once the journal can go on in its next file at once."""
+    assert journal._upkeep._made.wait(30)
+    assert journal._upkeep.is_ready
 
 
 def replayed(journal: Journal, from_generation: int | None = None) -> list[bytes]:

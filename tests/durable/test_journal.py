@@ -228,7 +228,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(steps=STEPS, sync=st.booleans())
 def test_any_order_of_calls_keeps_all_records(
     tmp_path_factory: pytest.TempPathFactory, steps: list[bytes | str], sync: bool

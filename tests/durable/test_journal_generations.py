@@ -6,7 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from journal_support import commit_each, copy, open_file_count, opened, read, replayed, write
+from journal_support import (
+    commit_each,
+    copy,
+    open_file_count,
+    opened,
+    read,
+    replayed,
+    wait_for_the_next_file,
+    wait_for_upkeep,
+    write,
+)
 
 from tq_service.durable import found_file, journal_file, upkeep
 from tq_service.durable import journal as journal_module
@@ -112,8 +122,7 @@ def test_full_files_follow_each_other(tmp_path: Path, sync: bool, monkeypatch: p
     with opened(tmp_path, sync=sync) as journal:
         for record in expected:
             commit_each(journal, [record])
-            while not journal._upkeep.is_ready:
-                pass
+            wait_for_the_next_file(journal)
     assert len(journal_numbers(tmp_path)) >= 10
     assert open_file_count() == before
     assert read(tmp_path) == expected
@@ -129,8 +138,7 @@ def test_a_commit_is_never_kept_waiting_by_a_file_being_made(tmp_path: Path, mon
         make(*arguments, **options)
 
     with opened(tmp_path) as journal:
-        while not journal._upkeep.is_ready:
-            pass
+        wait_for_the_next_file(journal)
         monkeypatch.setattr(JournalFile, "__init__", stands)
         number = journal.start_generation()
         commit_each(journal, [bytes(1000)] * 40)
@@ -152,10 +160,11 @@ def test_a_file_that_cannot_be_made_is_tried_again(
         journal.start_generation()
         with monkeypatch.context() as patched:
             patched.setattr(JournalFile, "__init__", refused)
-            while "cannot be made" not in caplog.text:
-                with pytest.raises(DiskFullError):
+            with pytest.raises(DiskFullError):
+                for _ in range(3):  # at most two files had been made
                     journal.start_generation()
-                    journal.start_generation()
+            wait_for_upkeep(journal)
+            assert "cannot be made" in caplog.text
             commit_each(journal, [b"goes on"])
         assert journal.start_generation() > 2
     assert read(tmp_path) == [b"goes on"]

@@ -14,7 +14,7 @@ from tq_service.durable.data_dir import DataDir
 from tq_service.errors import DataDirError
 
 WRITER = Path(__file__).with_name("journal_writer.py")
-ROUNDS = 6
+ROUNDS = 4
 
 
 def start(directory: Path, mode: str, first: int) -> subprocess.Popen[str]:

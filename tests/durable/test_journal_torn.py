@@ -243,7 +243,7 @@ def test_a_kill_during_recovery_changes_nothing(killed: Path, tmp_path: Path) ->
     journal = Journal.open(killed, sync=False)
     records = journal.replay()
     assert next(records) == RECORDS[0]
-    copy(killed, tmp_path / "again")
+    copy(killed, tmp_path / "again", journal)
     assert list(records) == RECORDS[1:]
     journal.close()
     assert read(tmp_path / "again") == RECORDS
