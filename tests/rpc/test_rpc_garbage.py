@@ -67,6 +67,12 @@ def requests_of_all_methods(meta: tq.BatchMeta) -> dict[str, Message]:
             **ids, task_name="t", data_fields=["score"], batch_size=1, dp_rank=0, dp_size=1, batch_index=0
         ),
         "ReleaseClaim": controller_pb.ReleaseClaimRequest(**ids, task_name="t", claim_request_id=new_id()),
+        "AckClaim": controller_pb.AckClaimRequest(
+            **ids, task_name="t", claim_request_id=new_id(), global_indexes=[0, 1]
+        ),
+        "ExtendClaim": controller_pb.ExtendClaimRequest(
+            **ids, task_name="t", claim_request_id=new_id(), lease_seconds=5.0
+        ),
         "CheckConsumption": controller_pb.CheckConsumptionRequest(partition_id="train", task_name="t"),
         "CheckProduction": controller_pb.CheckProductionRequest(partition_id="train", data_fields=["score"]),
         "ResetConsumption": controller_pb.ResetConsumptionRequest(**ids, task_name="t", epoch=0),
