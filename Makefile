@@ -83,5 +83,5 @@ demo: $(INSTALLED)
 	$(BIN)/tq-service demo
 
 clean:
-	rm -rf $(VENV) .venv-generate .venv-transferqueue .venv-ray build dist demo-output chaos-output .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-generate .venv-transferqueue .venv-ray .venv-stores build dist demo-output chaos-output .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

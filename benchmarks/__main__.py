@@ -31,6 +31,7 @@ BENCHMARKS = (
     "bulk_by_storages",
     "same_host",
     "data_loader",
+    "journal_store",
     "memory",
     "idle_server",
     "durability_cost",
