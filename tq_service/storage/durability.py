@@ -68,7 +68,12 @@ class Durability:
 
     def mark_missing(self, put_id: bytes) -> None:
         """Take note of a put that is known elsewhere, but not here."""
-        self._checks.mark_damaged(put_id, "it is not here")
+        if put_id not in self._checks.damaged:
+            self._checks.mark_damaged(put_id, "it is not here")
+
+    def mark_unreadable(self, put_id: bytes, error: OSError) -> None:
+        """Take note of a put whose segment cannot be used."""
+        self._checks.mark_damaged(put_id, str(error))
 
     def forget_missing(self, put_id: bytes) -> None:
         """Forget a put that was not here."""
@@ -215,7 +220,7 @@ class Durability:
     def recover(self, messages: Iterable[pb.PutKept]) -> dict[bytes, Region]:
         """Find the bytes of puts that were written down; return the region of each, and keep what no put has for reuse.
 
-        A put whose segment is missing or too short is damaged. What is in the segments is not looked at yet.
+        A put whose segment is missing is damaged. What is in the segments is not looked at yet.
         """
         found = self._files.found()
         regions = {}
@@ -227,17 +232,20 @@ class Durability:
             if data is not None:
                 regions[put_id] = Region(data, len(data))
                 continue
-            self._files.number_after(number)
-            segment = found.pop(number, None)
-            if segment is not None and segment.capacity >= size:
-                regions[put_id] = self._pool.take_kept(size, segment)
-                self._checks.expect(put_id, regions[put_id], message.checksum)
-                continue
-            there = "is missing" if segment is None else f"has {segment.capacity} of {size} bytes"
-            self._checks.mark_damaged(put_id, f"segment {number} {there}")
-            regions[put_id] = Region(b"", size)
-        for segment in found.values():
-            self._pool.keep(segment)
+            if number in found:
+                found.discard(number)
+                regions[put_id] = region = self._pool.take_kept(size, self._files.take(number, size_class(size)))
+                self._checks.expect(put_id, region, message.checksum)
+            else:
+                self._files.number_after(number)
+                self._checks.mark_damaged(put_id, f"segment {number} is missing")
+                regions[put_id] = Region(b"", size)
+        for number in found:
+            segment = self._files.take(number)
+            if segment.capacity:
+                self._pool.keep(segment)
+            else:  # the process ended before it was made as large as it was to be
+                self._files.drop(segment)
         return regions
 
     def wake(self, put_id: bytes, region: Region) -> StoredPut:

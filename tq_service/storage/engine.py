@@ -244,17 +244,18 @@ class StorageEngine:
         Recovered puts that are not among them wait for their commit from now on, as they may have done before.
         """
         known = group_cells(cells)
-        missing = [put_id for put_id in known if put_id not in self._puts or put_id in self.damaged]
+        here, damaged, waiting = set(self._puts), self.damaged, self._expiries.keys() | self._recovered.keys()
+        missing = [put_id for put_id in known if put_id not in here or put_id in damaged]
         if self._durability is not None:
             for put_id in missing:
                 self._durability.mark_missing(put_id)
-        unknown = [put_id for put_id in self._puts if put_id not in known and not self._is_waiting(put_id)]
+        unknown = here - known.keys() - waiting
         for put_id in unknown:
             self._drop(put_id)
         for put_id, parts in known.items():
             self._expiries.pop(put_id, None)
             self._recovered.pop(put_id, None)
-            if parts and put_id in self._puts and put_id not in self.damaged:
+            if parts and put_id in here and put_id not in damaged:
                 self.free(cells_besides(put_id, self._puts[put_id], parts))
         expires_at = self._clock() + self._put_ttl_seconds
         self._expiries |= dict.fromkeys(self._recovered, expires_at)
@@ -292,7 +293,11 @@ class StorageEngine:
             if some.put_id in self.damaged:
                 continue
             put = self._puts[some.put_id]
-            put.free(some.field_names, some.first_rows, some.row_counts)
+            try:
+                put.free(some.field_names, some.first_rows, some.row_counts)
+            except OSError as error:  # its segment was damaged while the service was down
+                self._needed_durability().mark_unreadable(some.put_id, error)
+                continue
             if put.is_empty():
                 self._drop(some.put_id)
                 continue

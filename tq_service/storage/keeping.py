@@ -10,18 +10,16 @@ from tq_service.storage.cells import PutCells, Rows, expand_runs
 from tq_service.storage.stored_put import StoredPut
 
 
-def group_cells(cells: Sequence[PutCells]) -> dict[bytes, list[PutCells]]:
+def group_cells(cells: Sequence[PutCells]) -> dict[bytes, Sequence[PutCells]]:
     """Return the parts of each put that are named, none where all of it is."""
-    grouped: dict[bytes, list[PutCells]] = {}
-    whole: set[bytes] = set()
+    parts: dict[bytes, list[PutCells]] = {}
+    whole: dict[bytes, Sequence[PutCells]] = {}
     for some in cells:
-        parts = grouped.setdefault(some.put_id, [])
         if some.first_rows is None and not some.field_names:
-            whole.add(some.put_id)
-        parts.append(some)
-    for put_id in whole:
-        grouped[put_id] = []
-    return grouped
+            whole[some.put_id] = ()
+        else:
+            parts.setdefault(some.put_id, []).append(some)
+    return parts | whole
 
 
 def cells_besides(put_id: bytes, put: StoredPut, parts: Sequence[PutCells]) -> list[PutCells]:

@@ -27,7 +27,7 @@ MIN_FREE_BYTES: Final = 256 << 20
 
 _READ_BYTES: Final = 4 << 20
 _ROOM_KNOWN_SECONDS: Final = 0.05
-_NAME: Final = re.compile(r"(\d{8,})\.seg")
+_NAME: Final = re.compile(r"(?:\d{8}|[1-9]\d{8,})\.seg")
 # The system takes about 0.1 ms a MiB to drop a file: too long for the event loop.
 _ASIDE: Final = ThreadPoolExecutor(1, thread_name_prefix="tq-segment-drop")
 
@@ -41,28 +41,36 @@ class Segment:
         is_new: whether its name is not known to be on the disk yet.
     """
 
-    __slots__ = ("_memory", "_path", "capacity", "is_new", "number")
+    __slots__ = ("_folder", "_memory", "capacity", "is_new", "number")
 
-    def __init__(self, path: Path, number: int, capacity: int, *, is_new: bool) -> None:
-        self._path = path
+    def __init__(self, folder: Path, number: int, capacity: int) -> None:
+        self._folder = folder
         self._memory: mmap.mmap | None = None
         self.number = number
         self.capacity = capacity
-        self.is_new = is_new
+        self.is_new = True
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+        return self._folder / _name(self.number)
 
     def open(self) -> int:
         """Return a file descriptor of it, to be closed by the caller."""
-        return os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        return os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
 
     def map(self) -> mmap.mmap:
         """Return its memory, mapped when it is first asked for; no file descriptor stays open.
 
         Raises:
-            OSError: the file cannot be opened, or the system refuses the mapping.
+            OSError: the file cannot be opened, is shorter, or the system refuses the mapping.
         """
         if self._memory is None:
             fd = self.open()
             try:
+                size = os.fstat(fd).st_size
+                if size < self.capacity:  # what is not there cannot be mapped: to touch it ends the process
+                    raise OSError(errno.EIO, f"segment {self.number} has {size} of {self.capacity} bytes")
                 memory = mmap.mmap(-1, self.capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
                 map_over(memory, 0, fd, self.capacity, writable=True)
             finally:
@@ -106,13 +114,13 @@ class Segment:
         finally:
             os.close(fd)
         if self.is_new:
-            sync_folder(self._path.parent)
+            sync_folder(self._folder)
             self.is_new = False
 
     def remove(self) -> None:
         """Remove the file; a mapping that is left keeps its bytes."""
         self._memory = None
-        self._path.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
 
 
 class SegmentFiles:
@@ -142,7 +150,7 @@ class SegmentFiles:
         with self._numbering:
             self._last_number += 1
             number = self._last_number
-        path = self._folder / f"{number:08d}.seg"
+        path = self._folder / _name(number)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(fd, 0, capacity)
@@ -152,7 +160,7 @@ class SegmentFiles:
         finally:
             os.close(fd)
         self._free_known_until = float("-inf")
-        return Segment(path, number, capacity, is_new=True)
+        return Segment(self._folder, number, capacity)
 
     def check_room(self, size: int) -> None:
         """Check that the disk has room for so many bytes besides what is left free.
@@ -175,22 +183,31 @@ class SegmentFiles:
         """Remove a file, soon."""
         _ASIDE.submit(segment.remove)
 
-    def found(self) -> dict[int, Segment]:
-        """Return the files that are there, by number; new ones are numbered after them."""
-        segments = {}
+    def found(self) -> set[int]:
+        """Return the numbers of the files that are there; new ones are numbered after them."""
         with os.scandir(self._folder) as entries:
-            for entry in entries:
-                match = _NAME.fullmatch(entry.name)
-                if match is not None and entry.is_file(follow_symlinks=False):
-                    number = int(match[1])
-                    size = entry.stat(follow_symlinks=False).st_size
-                    segments[number] = Segment(Path(entry.path), number, size, is_new=True)
-        self.number_after(max(segments, default=0))
-        return segments
+            numbers = {int(entry.name[:-4]) for entry in entries if _NAME.fullmatch(entry.name)}
+        self.number_after(max(numbers, default=0))
+        return numbers
+
+    def take(self, number: int, capacity: int | None = None) -> Segment:
+        """Return a file that is there.
+
+        Args:
+            number: its name.
+            capacity: its size, which is not looked at before it is used; None: what it is.
+        """
+        segment = Segment(self._folder, number, 0)
+        segment.capacity = segment.path.stat().st_size if capacity is None else capacity
+        return segment
 
     def number_after(self, number: int) -> None:
         """Give no new file a number up to this one, such as one that is missing but that a put has its bytes in."""
         self._last_number = max(self._last_number, number)
+
+
+def _name(number: int) -> str:
+    return f"{number:08d}.seg"
 
 
 def sync_folder(folder: Path) -> None:
