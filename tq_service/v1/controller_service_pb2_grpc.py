@@ -170,7 +170,9 @@ class ControllerServiceServicer(object):
 
     def Insert(self, request, context):
         """Allocates samples without data. Changes: adds rows, and the partition when it is new. Idempotent under
-        `request_id`. Does not block. Errors: ALREADY_EXISTS (a key is known), FAILED_PRECONDITION (sealed).
+        `request_id`. Blocks while the partition is bounded and has no room, until shortly before the call's deadline.
+        Errors: ALREADY_EXISTS (a key is known), FAILED_PRECONDITION (sealed), RESOURCE_EXHAUSTED (no room; with RetryInfo
+        unless it could never fit).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -179,7 +181,8 @@ class ControllerServiceServicer(object):
     def Commit(self, request, context):
         """Makes a stored put visible and writes keys, groups, state and custom_meta, all in one step: allocates rows for new
         samples, or adds and overwrites columns of existing ones; without a placement it writes metadata and state only.
-        Idempotent under `request_id`. Blocks for one call to the storage service that holds the put. Errors: NOT_FOUND
+        Idempotent under `request_id`. Blocks for one call to the storage service that holds the put, and with new samples
+        as Insert does; the put is dropped when there is no room until then. Errors: RESOURCE_EXHAUSTED (no room), NOT_FOUND
         (unknown key, sample, or an expired put), ALREADY_EXISTS (a key is known), FAILED_PRECONDITION (sealed, stale
         incarnation, failed sample), INVALID_ARGUMENT (counts, dtype, layout or shape differ).
         """

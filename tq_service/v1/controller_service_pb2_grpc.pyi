@@ -49,7 +49,9 @@ class ControllerServiceStub:
         tq_service.v1.controller_service_pb2.InsertResponse,
     ]
     """Allocates samples without data. Changes: adds rows, and the partition when it is new. Idempotent under
-    `request_id`. Does not block. Errors: ALREADY_EXISTS (a key is known), FAILED_PRECONDITION (sealed).
+    `request_id`. Blocks while the partition is bounded and has no room, until shortly before the call's deadline.
+    Errors: ALREADY_EXISTS (a key is known), FAILED_PRECONDITION (sealed), RESOURCE_EXHAUSTED (no room; with RetryInfo
+    unless it could never fit).
     """
 
     Commit: grpc.UnaryUnaryMultiCallable[
@@ -58,7 +60,8 @@ class ControllerServiceStub:
     ]
     """Makes a stored put visible and writes keys, groups, state and custom_meta, all in one step: allocates rows for new
     samples, or adds and overwrites columns of existing ones; without a placement it writes metadata and state only.
-    Idempotent under `request_id`. Blocks for one call to the storage service that holds the put. Errors: NOT_FOUND
+    Idempotent under `request_id`. Blocks for one call to the storage service that holds the put, and with new samples
+    as Insert does; the put is dropped when there is no room until then. Errors: RESOURCE_EXHAUSTED (no room), NOT_FOUND
     (unknown key, sample, or an expired put), ALREADY_EXISTS (a key is known), FAILED_PRECONDITION (sealed, stale
     incarnation, failed sample), INVALID_ARGUMENT (counts, dtype, layout or shape differ).
     """
@@ -257,7 +260,9 @@ class ControllerServiceAsyncStub:
         tq_service.v1.controller_service_pb2.InsertResponse,
     ]
     """Allocates samples without data. Changes: adds rows, and the partition when it is new. Idempotent under
-    `request_id`. Does not block. Errors: ALREADY_EXISTS (a key is known), FAILED_PRECONDITION (sealed).
+    `request_id`. Blocks while the partition is bounded and has no room, until shortly before the call's deadline.
+    Errors: ALREADY_EXISTS (a key is known), FAILED_PRECONDITION (sealed), RESOURCE_EXHAUSTED (no room; with RetryInfo
+    unless it could never fit).
     """
 
     Commit: grpc.aio.UnaryUnaryMultiCallable[
@@ -266,7 +271,8 @@ class ControllerServiceAsyncStub:
     ]
     """Makes a stored put visible and writes keys, groups, state and custom_meta, all in one step: allocates rows for new
     samples, or adds and overwrites columns of existing ones; without a placement it writes metadata and state only.
-    Idempotent under `request_id`. Blocks for one call to the storage service that holds the put. Errors: NOT_FOUND
+    Idempotent under `request_id`. Blocks for one call to the storage service that holds the put, and with new samples
+    as Insert does; the put is dropped when there is no room until then. Errors: RESOURCE_EXHAUSTED (no room), NOT_FOUND
     (unknown key, sample, or an expired put), ALREADY_EXISTS (a key is known), FAILED_PRECONDITION (sealed, stale
     incarnation, failed sample), INVALID_ARGUMENT (counts, dtype, layout or shape differ).
     """
@@ -471,7 +477,9 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.InsertResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.InsertResponse]]:
         """Allocates samples without data. Changes: adds rows, and the partition when it is new. Idempotent under
-        `request_id`. Does not block. Errors: ALREADY_EXISTS (a key is known), FAILED_PRECONDITION (sealed).
+        `request_id`. Blocks while the partition is bounded and has no room, until shortly before the call's deadline.
+        Errors: ALREADY_EXISTS (a key is known), FAILED_PRECONDITION (sealed), RESOURCE_EXHAUSTED (no room; with RetryInfo
+        unless it could never fit).
         """
 
     @abc.abstractmethod
@@ -482,7 +490,8 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[tq_service.v1.controller_service_pb2.CommitResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.CommitResponse]]:
         """Makes a stored put visible and writes keys, groups, state and custom_meta, all in one step: allocates rows for new
         samples, or adds and overwrites columns of existing ones; without a placement it writes metadata and state only.
-        Idempotent under `request_id`. Blocks for one call to the storage service that holds the put. Errors: NOT_FOUND
+        Idempotent under `request_id`. Blocks for one call to the storage service that holds the put, and with new samples
+        as Insert does; the put is dropped when there is no room until then. Errors: RESOURCE_EXHAUSTED (no room), NOT_FOUND
         (unknown key, sample, or an expired put), ALREADY_EXISTS (a key is known), FAILED_PRECONDITION (sealed, stale
         incarnation, failed sample), INVALID_ARGUMENT (counts, dtype, layout or shape differ).
         """
