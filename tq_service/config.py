@@ -175,7 +175,8 @@ class ServeSettings(BaseSettings):
     tls_ca: Path | None = Field(
         None,
         description="Authorities (PEM) that the certificates of other services are checked against; they are reached "
-        "over TLS then, with tls_cert shown to those that ask for one.",
+        "over TLS where this or tls_cert is given, with tls_cert shown to those that ask for one. Default: those that "
+        "gRPC knows.",
     )
     tokens_file: Path | None = Field(
         None,

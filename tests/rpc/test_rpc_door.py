@@ -262,6 +262,15 @@ def test_lists_show_only_what_a_token_is_for(guarded: Guarded) -> None:
     boss.clear_partition("mine/a")
 
 
+def test_errors_name_no_partitions_of_others(guarded: Guarded) -> None:
+    rule = _RULES["/tq_service.v1.ControllerService/DescribePartition"]
+    for prefixes, is_named in ((("secret/",), False), (("",), True)):
+        client = guarded.live.client(token=guarded.token(rule, prefixes))
+        with pytest.raises(tq.PartitionNotFoundError) as caught:
+            client.describe_partition("secret/trai")
+        assert (_SECRET in str(caught.value)) is is_named
+
+
 def test_names_cannot_forge_lines(guarded: Guarded, audit: Callable[[], list[AuditLine]]) -> None:
     secret = guarded.token(_RULES["/tq_service.v1.ControllerService/DescribePartition"], ("mine/",))
     audit()

@@ -42,7 +42,7 @@ class Entrance:
         self._tokens = None if settings.tokens_file is None else TokenFile(settings.tokens_file)
         self._audit = Audit(settings.audit_repeat_seconds)
         tls = None
-        if settings.tls_ca is not None:
+        if settings.tls_ca is not None or settings.tls_cert is not None:
             tls = Tls(ca=settings.tls_ca, cert=settings.tls_cert, key=settings.tls_key)
         self.credentials = Credentials(settings.token_file, tls, settings.insecure)
 

@@ -7,10 +7,10 @@ from typing import Any, Literal, NoReturn, TypeAlias, cast
 
 import grpc
 
-from tq_service.errors import PermissionDeniedError, TqError, UnauthenticatedError
+from tq_service.errors import PartitionNotFoundError, PermissionDeniedError, TqError, UnauthenticatedError
 from tq_service.server.audit import Audit, AuditLine, shown_peer
 from tq_service.server.permissions import Rule
-from tq_service.server.tokens import Token
+from tq_service.server.tokens import ALL_PARTITIONS, Token
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
@@ -95,6 +95,12 @@ class Gate:
             answer.partitions.extend(covered)
         return answer
 
+    def _told(self, error: PartitionNotFoundError) -> PartitionNotFoundError:
+        """Return what the caller may know of an error whose text names partitions like the one that was asked for."""
+        if self._token is None or ALL_PARTITIONS in self._token.prefixes:
+            return error
+        return PartitionNotFoundError("there is no such partition; list_partitions shows those this token is for")
+
     def _refuse(self, refusal: TqError, reason: str, context: Context, named: Iterable[str]) -> NoReturn:
         self._audit.note(self._line("refused", context, named, reason))
         raise type(refusal)(refusal.message, metadata=refusal.metadata)
@@ -120,7 +126,10 @@ class Gate:
     def _unary(self, behavior: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         async def call(request: Any, context: Context) -> Any:
             self.enter(request, context)
-            return self.shown(await behavior(request, context))
+            try:
+                return self.shown(await behavior(request, context))
+            except PartitionNotFoundError as error:
+                raise self._told(error) from None
 
         return call
 
