@@ -33,6 +33,8 @@ BENCHMARKS = (
     "data_loader",
     "journal_store",
     "memory",
+    "back_pressure",
+    "refused_flood",
     "idle_server",
     "durability_cost",
     "balancing",
