@@ -1,6 +1,7 @@
 """`status`, `samplers` and `bench` against a service that runs as a process of its own."""
 
 import json
+import os
 import subprocess
 from collections.abc import Iterator
 
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 
 import tq_service as tq
 from tq_service.cli import app
+from tq_service.cli.own_server import own_server
 from tq_service.cli.status_view import render
 from tq_service.errors import PartitionNotFoundError
 
@@ -152,3 +154,13 @@ def test_nobody_there_is_one_line_and_exit_code_1(command: str) -> None:
     assert result.returncode == 1
     assert result.stderr.startswith("error: ")
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_service_of_its_own_has_no_use_for_the_door_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TQ_TLS_CA", "/there/is/no/such.pem")
+    monkeypatch.setenv("TQ_TOKENS_FILE", "/there/is/no/such.toml")
+    monkeypatch.setenv("TQ_TOKEN", "tq_elsewhere")
+    with own_server() as address, tq.Client(address) as client:
+        assert client.list_partitions() == []
+        assert "TQ_TOKEN" not in os.environ
+    assert os.environ["TQ_TOKEN"] == "tq_elsewhere"

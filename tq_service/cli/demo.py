@@ -7,6 +7,7 @@ from typing import Any
 
 import typer
 
+from tq_service.cli.own_server import door_set_aside
 from tq_service.demo import run_demo
 
 EXAMPLES = """\
@@ -18,7 +19,9 @@ EXAMPLES = """\
 @functools.wraps(run_demo)
 def command(**options: Any) -> None:
     """Run the demo; its result is the exit code."""
-    raise typer.Exit(run_demo(**options))
+    with door_set_aside():
+        code = run_demo(**options)
+    raise typer.Exit(code)
 
 
 command.__doc__ = (run_demo.__doc__ or "").partition("\n\n")[0]  # what it returns is not for --help

@@ -24,12 +24,18 @@ _DOOR_VARIABLES = [
 def own_server(*flags: str) -> Iterator[str]:
     """Run `tq-service serve` as a process of its own on a free port; yield its address, stop it at the end.
 
-    What the environment says about TLS and tokens is for other services, and is set aside meanwhile.
+    What the environment says about TLS and tokens is set aside meanwhile.
     """
+    with door_set_aside(), _running(*flags) as address:
+        yield address
+
+
+@contextmanager
+def door_set_aside() -> Iterator[None]:
+    """Leave out what the environment says about TLS and tokens, which is for other services than one's own."""
     elsewhere = {name: os.environ.pop(name) for name in _DOOR_VARIABLES if name in os.environ}
     try:
-        with _running(*flags) as address:
-            yield address
+        yield
     finally:
         os.environ.update(elsewhere)
 
