@@ -8,8 +8,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import takewhile
 from typing import Final
 
 from tq_service.errors import DataLossError, InvalidArgumentError, PutNotFoundError, QuotaExceededError
@@ -17,7 +15,9 @@ from tq_service.schema import FieldSpec
 from tq_service.storage.admission import RETRY_AFTER_SECONDS, Admission
 from tq_service.storage.cells import PutCells, ReadRuns
 from tq_service.storage.compaction import compact
+from tq_service.storage.confirmations import Confirmations
 from tq_service.storage.durability import Durability
+from tq_service.storage.engine_stat import EngineStat, Kept
 from tq_service.storage.keeping import cells_besides, group_cells
 from tq_service.storage.kept import KeepsPuts, KeptPut
 from tq_service.storage.pending_put import PendingPut
@@ -35,40 +35,6 @@ from tq_service.wire.shared_memory import place_columns
 _KNOWN_SPECS: Final = 4096
 _MOST_NAMED: Final = 5
 _MOST_TOLD: Final = 100  # the metadata of an answer has room for about twice as many
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStat:
-    """Sizes and counts of an engine.
-
-    Attributes:
-        max_bytes: the quota; None: no bound.
-        used_bytes: bytes stored and reserved: values, and the extents of jagged and object rows.
-        pooled_bytes: bytes of memory held for reuse, besides `used_bytes`.
-        put_count: complete puts held.
-        uncommitted_put_count: those of them that are not confirmed yet.
-        damaged_put_count: those whose bytes are lost, as far as that is known.
-    """
-
-    max_bytes: int | None
-    used_bytes: int
-    pooled_bytes: int
-    put_count: int
-    uncommitted_put_count: int
-    damaged_put_count: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
-    """What came of telling an engine which puts are known.
-
-    Attributes:
-        missing_put_ids: known puts that are not here, or damaged.
-        dropped_count: number of confirmed puts that are not known, and were dropped.
-    """
-
-    missing_put_ids: Sequence[bytes]
-    dropped_count: int
 
 
 class StorageEngine:
@@ -118,14 +84,12 @@ class StorageEngine:
         self.boot_id = os.urandom(16) if boot_id is None else boot_id
         self.run_id = os.urandom(16)
         self.storage_id = storage_id
-        self._put_ttl_seconds = put_ttl_seconds
         self._clock = clock
         self._admission = Admission(max_bytes, reserve_share, clock, on_shortage=self._squeeze)
         self._pool = RegionPool(on_return=self._admission.release, files=files)
         self._durability = None if files is None else Durability(files, self._pool, sync=sync)
         self._puts = PutTable()
-        self._expiries: dict[bytes, float] = {}  # of unconfirmed puts, oldest first
-        self._recovered: dict[bytes, None] = {}  # puts of which it is not known whether they are confirmed
+        self._confirmations = Confirmations(put_ttl_seconds, clock)
         self._pending: dict[bytes, PendingPut] = {}
         self._holed: dict[bytes, None] = {}  # puts with dead cells that still take memory
         self._specs: dict[FieldSpec, FieldSpec] = {}
@@ -218,8 +182,7 @@ class StorageEngine:
                 f"put {put_id.hex()} is not here: never completed, expired without a commit, or cleared; put it again"
             )
         self._check_partition(put_id, partition_id)
-        self._expiries.pop(put_id, None)
-        self._recovered.pop(put_id, None)
+        self._confirmations.confirm(put_id)
 
     def partition_of(self, put_id: bytes) -> str | None:
         """Return the partition that a complete put is for, None where it is not here."""
@@ -228,12 +191,12 @@ class StorageEngine:
 
     def discard(self, put_id: bytes) -> None:
         """Drop a complete put whose commit was refused; one that is confirmed, or not here, stays as it is."""
-        if put_id in self._expiries:
+        if self._confirmations.is_new(put_id):
             self._drop(put_id)
 
     def drop_confirmed(self) -> int:
         """Drop every put that was confirmed, because whoever knew of them is gone; return how many there were."""
-        confirmed = [put_id for put_id in self._puts if not self._is_waiting(put_id)]
+        confirmed = set(self._puts) - self._confirmations.waiting()
         for put_id in confirmed:
             self._drop(put_id)
         return len(confirmed)
@@ -244,26 +207,20 @@ class StorageEngine:
         Recovered puts that are not among them wait for their commit from now on, as they may have done before.
         """
         known = group_cells(cells)
-        here, damaged, waiting = set(self._puts), self.damaged, self._expiries.keys() | self._recovered.keys()
+        here, damaged = set(self._puts), self.damaged
         missing = [put_id for put_id in known if put_id not in here or put_id in damaged]
         if self._durability is not None:
             for put_id in missing:
                 self._durability.mark_missing(put_id)
-        unknown = here - known.keys() - waiting
+        unknown = here - known.keys() - self._confirmations.waiting()
         for put_id in unknown:
             self._drop(put_id)
         for put_id, parts in known.items():
-            self._expiries.pop(put_id, None)
-            self._recovered.pop(put_id, None)
+            self._confirmations.confirm(put_id)
             if parts and put_id in here and put_id not in damaged:
                 self.free(cells_besides(put_id, self._puts[put_id], parts))
-        expires_at = self._clock() + self._put_ttl_seconds
-        self._expiries |= dict.fromkeys(self._recovered, expires_at)
-        self._recovered.clear()
+        self._confirmations.begin_recovered()
         return Kept(missing_put_ids=missing, dropped_count=len(unknown))
-
-    def _is_waiting(self, put_id: bytes) -> bool:
-        return put_id in self._expiries or put_id in self._recovered
 
     def expire(self) -> int:
         """Drop puts whose confirmation is overdue, and return pooled memory that was not needed; call it regularly.
@@ -272,8 +229,8 @@ class StorageEngine:
             How many puts were dropped.
         """
         now = self._clock()
-        overdue = list(takewhile(lambda item: item[1] <= now, self._expiries.items()))
-        for put_id, _ in overdue:
+        overdue = self._confirmations.overdue(now)
+        for put_id in overdue:
             self._drop(put_id)
         self._pool.trim(max(now - self._trimmed_at, 0.0))
         self._trimmed_at = now
@@ -339,7 +296,7 @@ class StorageEngine:
             used_bytes=self._admission.used_bytes,
             pooled_bytes=self._pool.pooled_bytes,
             put_count=len(self._puts),
-            uncommitted_put_count=len(self._expiries) + len(self._recovered),
+            uncommitted_put_count=self._confirmations.waiting_count,
             damaged_put_count=len(self.damaged),
         )
 
@@ -350,7 +307,7 @@ class StorageEngine:
         durability = self._needed_durability()
         regions = durability.recover(messages)
         self._puts.add_asleep(regions, durability.wake)
-        self._recovered = dict.fromkeys(regions)
+        self._confirmations.add_recovered(regions)
         self._admission.add(sum(region.size for region in regions.values()))
         return len(regions)
 
@@ -431,7 +388,7 @@ class StorageEngine:
         if self._durability is not None:
             self._durability.keep(pending.put_id, stored, pending.checksum)
         self._puts[pending.put_id] = stored
-        self._expiries[pending.put_id] = self._clock() + self._put_ttl_seconds
+        self._confirmations.begin(pending.put_id)
 
     def _abort(self, pending: PendingPut, stored: StoredPut | None) -> None:
         if self._pending.get(pending.put_id) is pending:
@@ -441,8 +398,7 @@ class StorageEngine:
 
     def _drop(self, put_id: bytes) -> None:
         region = self._puts.pop(put_id)
-        self._expiries.pop(put_id, None)
-        self._recovered.pop(put_id, None)
+        self._confirmations.confirm(put_id)
         self._holed.pop(put_id, None)
         if self._durability is None:
             self._pool.release(region)
