@@ -19,6 +19,8 @@ _COMMANDS = {
     "health": "Print the health of a service; exit code 0 when it is SERVING.",
     "status": "Show partitions, fields and tasks of a service.",
     "samplers": "List the samplers of a service, with their options.",
+    "checkpoint": "Write a checkpoint of a running service.",
+    "restore": "Bring back a checkpoint, into a service that is empty.",
     "token": "Make bearer tokens, and list those of a file.",
     "plan": "Show what each sampler would do with the samples of a file of lengths.",
     "bench": "Measure claims, puts and gets against a service for a few seconds.",

@@ -6,11 +6,13 @@ from tq_service.client._async.client import AsyncClient
 from tq_service.client._sync.client import Client
 from tq_service.client.batch_meta import BatchMeta
 from tq_service.client.results import (
+    CheckpointCopy,
     ConsumptionStatus,
     FieldStatus,
     PartitionDescription,
     PartitionSummary,
     ProductionStatus,
+    RestoredCheckpoint,
     SamplerDescription,
     StorageStat,
     TaskStatus,
@@ -21,6 +23,7 @@ from tq_service.wire.credentials import Tls
 __all__ = [
     "AsyncClient",
     "BatchMeta",
+    "CheckpointCopy",
     "Client",
     "ConsumptionStatus",
     "FieldStatus",
@@ -28,6 +31,7 @@ __all__ = [
     "PartitionDescription",
     "PartitionSummary",
     "ProductionStatus",
+    "RestoredCheckpoint",
     "SamplerDescription",
     "Step",
     "StorageStat",

@@ -240,3 +240,59 @@ class StorageStat:
             shared_memory_count=message.shared_memory_count,
             damaged_put_count=message.damaged_put_count,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoredCheckpoint:
+    """What a checkpoint brought back.
+
+    Attributes:
+        put_count: puts that were made of its bytes.
+        value_bytes: their bytes.
+    """
+
+    partition_count: int
+    sample_count: int
+    put_count: int
+    value_bytes: int
+
+    @classmethod
+    def from_proto(cls, message: controller_pb.RestoreResponse) -> RestoredCheckpoint:
+        """Return the counts of a message."""
+        return cls(
+            partition_count=message.partition_count,
+            sample_count=message.sample_count,
+            put_count=message.put_count,
+            value_bytes=message.value_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointCopy:
+    """What a checkpoint holds.
+
+    Attributes:
+        directory: its folder on the controller's host.
+        put_count: puts that its bytes will be when they are restored.
+        value_bytes: their bytes.
+        pause_seconds: the longest time for which the service answered nobody while it was written.
+    """
+
+    directory: str
+    partition_count: int
+    sample_count: int
+    put_count: int
+    value_bytes: int
+    pause_seconds: float
+
+    @classmethod
+    def from_proto(cls, message: controller_pb.CheckpointResponse) -> CheckpointCopy:
+        """Return the counts of a message."""
+        return cls(
+            directory=message.directory,
+            partition_count=message.partition_count,
+            sample_count=message.sample_count,
+            put_count=message.put_count,
+            value_bytes=message.value_bytes,
+            pause_seconds=message.pause_seconds,
+        )

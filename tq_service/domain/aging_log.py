@@ -34,6 +34,18 @@ class FrozenLog:
     now_seconds: float = 0.0
 
 
+def merged(*logs: FrozenLog) -> FrozenLog:
+    """Return the entries of several logs as one, each as old as it was when its own was frozen."""
+    entries = [
+        Entry(key, seconds - log.now_seconds, value)
+        for log in logs
+        for block in log.blocks
+        for key, seconds, value in block
+    ]
+    entries.sort(key=lambda entry: entry.seconds)
+    return FrozenLog(blocks=[entries])
+
+
 class AgingLog(Generic[Value]):
     """Entries in order of time, found by id. Full blocks of them never change, so freezing shares them."""
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tq_service.domain.asking import ClaimRequest
@@ -23,6 +24,7 @@ from tq_service.errors import (
     InvalidArgumentError,
     PartitionClearedError,
     PartitionNotFoundError,
+    PreconditionError,
     StaleIncarnationError,
     UnavailableError,
     nearest,
@@ -50,6 +52,7 @@ class Catalog:
         self._arrivals: dict[str, dict[asyncio.Future[None], None]] = {}  # in order of their calls
         self._waking: set[asyncio.Task[None]] = set()
         self._is_draining = False
+        self._is_closed = False
 
     # Partitions
 
@@ -75,6 +78,7 @@ class Catalog:
         partition = self._partitions.get(partition_id)
         if partition is None:
             check_name("partition_id", partition_id)
+            self._check_open()
             self.limits.check_create(settings, len(self._partitions))
             return self._add(Partition(partition_id, settings))
         if partition.settings != settings:
@@ -92,6 +96,7 @@ class Catalog:
             self.limits.check_write(partition, write)
             return partition, partition.write(write)
         check_name("partition_id", partition_id)
+        self._check_open()
         self.limits.check_create(PartitionSettings(), len(self._partitions))
         self.limits.check_write(None, write)
         partition = Partition(partition_id, PartitionSettings())
@@ -181,7 +186,28 @@ class Catalog:
 
     def thaw(self, partitions: Iterable[FrozenPartition]) -> None:
         """Take over partitions that were frozen, into a catalog that has none; nothing is told of it."""
-        thawed = [Partition.thaw(frozen) for frozen in partitions]
+        self.adopt([Partition.thaw(frozen) for frozen in partitions])
+
+    @contextlib.contextmanager
+    def closed(self) -> Iterator[None]:
+        """Refuse new partitions until the end of the `with`, but those that are adopted.
+
+        Raises:
+            PreconditionError: there are partitions.
+        """
+        if self._partitions or self._is_closed:
+            raise PreconditionError(
+                f"the service has {len(self._partitions)} partitions; a checkpoint is restored into one that has none: "
+                f"clear them, or start another service"
+            )
+        self._is_closed = True
+        try:
+            yield
+        finally:
+            self._is_closed = False
+
+    def adopt(self, thawed: Sequence[Partition]) -> None:
+        """Take over partitions, all in one step; nothing is told of it."""
         tell, self._tell = self._tell, None
         try:
             for partition in thawed:
@@ -261,6 +287,10 @@ class Catalog:
             for arrival in arrivals:
                 if not arrival.done():
                     arrival.set_exception(_is_draining())
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise UnavailableError("a checkpoint is being restored; new partitions can be made once it is")
 
     def _check_not_draining(self) -> None:
         if self._is_draining:

@@ -24,9 +24,10 @@ Records = Sequence[Mapping[int, "Batch | QueueClaim"]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrozenTable:
-    """The rows of a partition, gaps included."""
+    """The rows of a partition, gaps included, and how many there are without them."""
 
     next_index: int
+    present_count: int
     index: FrozenColumn
     present: FrozenColumn
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from tq_service.domain.aging_log import AgingLog, FrozenLog
+from tq_service.domain.aging_log import AgingLog, FrozenLog, merged
 from tq_service.errors import InvalidArgumentError
 
 Answer = TypeVar("Answer")
@@ -95,7 +95,10 @@ class RequestLog:
         return self._answers.freeze()
 
     def thaw(self, answers: FrozenLog) -> None:
-        """Record answers that were frozen, each as old as it was then; for a log that is empty."""
+        """Record answers that were frozen, each as old as it was then, besides those that are here."""
+        if len(self._answers):
+            answers = merged(answers, self.freeze())
+            self._answers = AgingLog()
         self._answers.thaw(answers)
         entries = [entry for request_id in self._answers if (entry := self._answers.get(request_id)) is not None]
         self._used_bytes = sum(_ENTRY_BYTES + self._weigh(entry.value) for entry in entries)

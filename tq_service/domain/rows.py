@@ -49,6 +49,7 @@ class RowTable:
         """Return the rows as they are now; columns are frozen by who uses them."""
         return FrozenTable(
             next_index=self.next_index,
+            present_count=self.present_count,
             index=self.index.freeze(self.count),
             present=self._present.freeze(self.count),
         )
@@ -57,10 +58,10 @@ class RowTable:
         """Have the rows of another table; for a table that has none and whose columns are to be thawed after it."""
         self.count = frozen.index.size
         self.next_index = frozen.next_index
+        self.present_count = frozen.present_count
         self._capacity = max(_FIRST_CAPACITY, self.count + self.count // 4)
         self.thaw_column(self.index, frozen.index)
         self.thaw_column(self._present, frozen.present)
-        self.present_count = int(np.count_nonzero(self._present.data[: self.count]))
 
     def thaw_column(self, column: Column, frozen: FrozenColumn) -> None:
         """Have the values of another table in one of the columns."""

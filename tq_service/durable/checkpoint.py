@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -81,7 +81,7 @@ class CheckpointWriter:
         with self._explained():
             self._writer.write(pb.SnapshotRecord(block=message).SerializeToString())
 
-    def add(self, chunks: Sequence[memoryview]) -> None:
+    def add(self, chunks: Iterable[memoryview]) -> None:
         """Append bytes of the block."""
         with self._explained():
             for some in _gathered(chunks):
@@ -116,7 +116,7 @@ class CheckpointWriter:
             raise InternalError(f"the disk of {folder} failed ({error}); name a folder on another one") from error
 
 
-def _gathered(chunks: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+def _gathered(chunks: Iterable[memoryview]) -> Iterator[list[memoryview]]:
     """Yield chunks in lists of about a record's bytes; large ones are cut."""
     some: list[memoryview] = []
     size = 0

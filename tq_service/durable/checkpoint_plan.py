@@ -83,6 +83,7 @@ class PartitionPlan:
         sizes = [block.global_indexes.size * len(block.runs.field_names) for block in self.blocks]
         return replace(
             self._partition,
+            table=replace(self._partition.table, index=FrozenColumn(self._indexes, self._indexes.size)),
             puts=FrozenPuts(
                 puts=FrozenColumn(puts, count),
                 cell_counts=FrozenColumn(np.array(sizes, np.int64), count),

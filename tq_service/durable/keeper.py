@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -24,13 +24,14 @@ from google.protobuf.message import Message
 from tq_service.domain.aging_log import FrozenLog
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.changes import Change
+from tq_service.domain.frozen import FrozenPartition
 from tq_service.domain.requests import RequestLog
 from tq_service.durable.data_dir import DataDir
 from tq_service.durable.identity import Identity
 from tq_service.durable.journal import Journal
 from tq_service.durable.records import decode_change, encode_change
 from tq_service.durable.snapshot import FrozenService, read_snapshot, write_snapshot
-from tq_service.errors import JournalDamagedError, SnapshotDamagedError, TqError
+from tq_service.errors import DiskFullError, JournalDamagedError, SnapshotDamagedError, TqError
 from tq_service.v1 import controller_service_pb2, journal_pb2
 
 _log = logging.getLogger(__name__)
@@ -295,9 +296,32 @@ class Keeper:
         Raises:
             DiskFullError: there is no room for it; the journal goes on.
         """
+        await self._snapshot_with(self._write_snapshot)
+
+    async def keep_restored(
+        self, partitions: Sequence[FrozenPartition], answers: FrozenLog, appear: Callable[[], None]
+    ) -> None:
+        """Write a snapshot of now in which a catalog that has none has partitions, before they are seen in it.
+
+        Args:
+            partitions: what will be in the catalog.
+            answers: what will be in the request log.
+            appear: puts it there; called once that is durable, before there can be another snapshot.
+
+        Raises:
+            DiskFullError: there is no room for it; nothing is kept of them.
+        """
+        try:
+            await self._snapshot_with(lambda: self._write_snapshot(partitions, answers, appear))
+        except OSError as error:
+            raise DiskFullError(
+                f"what was restored cannot be written to the data folder ({error}); free space, and restore it again"
+            ) from error
+
+    async def _snapshot_with(self, write: Callable[[], Coroutine[Any, Any, None]]) -> None:
         while self._snapshot is not None:
             await asyncio.wait([self._snapshot])
-        self._snapshot = asyncio.get_running_loop().create_task(self._write_snapshot())
+        self._snapshot = asyncio.get_running_loop().create_task(write())
         await asyncio.shield(self._snapshot)
 
     async def _try_snapshot(self) -> None:
@@ -307,12 +331,19 @@ class Keeper:
             self._retry_at = time.monotonic() + _RETRY_SECONDS
             _log.warning("no snapshot can be written (%s); the journal grows until one can", error)
 
-    async def _write_snapshot(self) -> None:
+    async def _write_snapshot(
+        self,
+        restored: Sequence[FrozenPartition] = (),
+        answers: FrozenLog | None = None,
+        appear: Callable[[], None] = lambda: None,
+    ) -> None:
         try:
             generation = self._journal.start_generation()
+            if answers is None:
+                answers = FrozenLog() if self._requests is None else self._requests.freeze()
             frozen = FrozenService(  # in one step with the new journal: whatever comes later is in that
-                partitions=() if self._catalog is None else self._catalog.freeze(),
-                answers=FrozenLog() if self._requests is None else self._requests.freeze(),
+                partitions=[*restored, *(() if self._catalog is None else self._catalog.freeze())],
+                answers=answers,
                 puts=() if self._engine is None else self._engine.kept_records(),
             )
             self._replay_seconds = 0.0
@@ -320,6 +351,7 @@ class Keeper:
             await self._journal.durable()
             await asyncio.to_thread(write_snapshot, self._journal.snapshot_path(generation), frozen)
             self._journal.finish_generation(generation)
+            appear()
             self._snapshot_seconds = time.monotonic() - started_at
         finally:
             self._snapshot = None

@@ -109,9 +109,7 @@ def decode_partition(reader: SnapshotReader) -> FrozenPartition:
         settings=decode_settings(message.settings),
         sealed=message.sealed,
         insert_step=message.insert_step,
-        table=FrozenTable(
-            next_index=message.next_index, index=reader.column(rows, np.int64), present=reader.column(rows, np.bool_)
-        ),
+        table=_decode_table(message, reader),
         state=reader.column(rows, np.uint8),
         key=reader.column(rows, np.object_),
         groups=_decode_groups(message, reader),
@@ -138,6 +136,17 @@ def decode_partition(reader: SnapshotReader) -> FrozenPartition:
             for field in message.fields
         ],
         tasks=[_decode_task(reader, rows) for _ in range(message.task_count)],
+    )
+
+
+def _decode_table(message: pb.SnapshotPartition, reader: SnapshotReader) -> FrozenTable:
+    index = reader.column(message.row_count, np.int64)
+    present = reader.column(message.row_count, np.bool_)
+    return FrozenTable(
+        next_index=message.next_index,
+        present_count=int(np.count_nonzero(present.values())),
+        index=index,
+        present=present,
     )
 
 

@@ -23,6 +23,7 @@ from tq_service.errors import TqError
 from tq_service.samplers import PlanRunner, SamplerRegistry
 from tq_service.server import answers
 from tq_service.server.call_limits import RunningCalls, WaitingCalls
+from tq_service.server.checkpoints import Checkpoints
 from tq_service.server.controller_servicer import ControllerServicer
 from tq_service.server.entrance import Entrance
 from tq_service.server.error_boundary import ErrorBoundary
@@ -241,6 +242,9 @@ class App:
             storages=self._storages,
             max_wait_cap_seconds=settings.max_wait_cap_seconds,
             waiting=self._waiting,
+            checkpoints=Checkpoints(
+                catalog=self._catalog, requests=self._requests, storages=self._storages, keeper=self._keeper
+            ),
         )
 
     async def _keep_house(self) -> None:

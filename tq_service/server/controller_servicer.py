@@ -34,6 +34,7 @@ from tq_service.errors import (
 from tq_service.samplers import PlanRunner, SamplerRegistry
 from tq_service.server import from_proto, to_proto
 from tq_service.server.call_limits import WaitingCalls
+from tq_service.server.checkpoints import Checkpoints
 from tq_service.server.progress import wait_until
 from tq_service.server.remote_storage import Announced, Room
 from tq_service.server.storages import StorageDirectory
@@ -58,6 +59,7 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
         storages: StorageDirectory,
         max_wait_cap_seconds: float,
         waiting: WaitingCalls,
+        checkpoints: Checkpoints,
     ) -> None:
         self._catalog = catalog
         self._requests = requests
@@ -66,6 +68,7 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
         self._storages = storages
         self._max_wait_cap_seconds = max_wait_cap_seconds
         self._waiting = waiting
+        self._checkpoints = checkpoints
 
     # Partitions
 
@@ -341,6 +344,15 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
                 for info in self._registry.describe()
             ]
         )
+
+    # Checkpoints
+
+    async def Checkpoint(self, request: pb.CheckpointRequest, context: Context) -> pb.CheckpointResponse:
+        return await self._checkpoints.write(request.directory)
+
+    async def Restore(self, request: pb.RestoreRequest, context: Context) -> pb.RestoreResponse:
+        from_proto.check_request_id(request.request_id, "request_id")
+        return await self._checkpoints.restore(request.request_id, request.directory)
 
     # Storage services
 

@@ -5,20 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 import grpc
 
 from tq_service.errors import TqError, UnavailableError
+from tq_service.server.bulk_calls import BulkCalls, TakesCells, typed
 from tq_service.server.peer import Peer
-from tq_service.storage.cells import PutCells
+from tq_service.storage.cells import PutCells, ReadRuns
 from tq_service.v1 import metadata_pb2
 from tq_service.v1 import storage_service_pb2 as pb
 from tq_service.v1.storage_service_pb2_grpc import StorageServiceStub
+from tq_service.wire.columns import ColumnShape
 from tq_service.wire.credentials import Credentials
-from tq_service.wire.error_table import from_rpc_error, status_from_trailers
 
 if TYPE_CHECKING:
     from tq_service.v1.storage_service_pb2_grpc import StorageServiceAsyncStub  # exists for type checkers only
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _CALL_SECONDS = 10.0
 _KEEP_SECONDS = 60.0
+_BULK_SECONDS = 120.0
 _FIRST_RETRY_SECONDS = 0.2
 _LAST_RETRY_SECONDS = 10.0
 _MOST_CELLS_A_CALL = 4096
@@ -89,7 +91,9 @@ class RemoteStorage:
         self._room = announced.room
         self._placed_bytes = 0  # sent there since it last told of its room
         self._heard_at = time.monotonic()
+        self._credentials = credentials
         self._peer = Peer(self.address, credentials, _stub)
+        self._bulk: Peer[BulkCalls] | None = None  # apart, lest confirmations wait behind bytes
         self._to_free: list[PutCells] = []
         self._freeing: asyncio.Task[None] | None = None
         self._is_told = asyncio.Event()
@@ -131,8 +135,26 @@ class RemoteStorage:
             await self._peer.stub.ConfirmPut(request, timeout=_CALL_SECONDS, metadata=self._peer.metadata())
         except grpc.aio.AioRpcError as error:
             self._peer.follow_files()
-            status = status_from_trailers(error.trailing_metadata())
-            raise from_rpc_error(error.code(), error.details(), status) from error
+            raise typed(error) from error
+
+    async def read(self, put_ids: Sequence[bytes], runs: ReadRuns, into: TakesCells) -> None:
+        """Read cells."""
+        bulk = self._bulk_peer()
+        await bulk.stub.read(self.boot_id, put_ids, runs, into, seconds=_BULK_SECONDS, metadata=bulk.metadata())
+
+    async def put(
+        self, put_id: bytes, partition_id: str, columns: Sequence[ColumnShape], values: AsyncIterator[bytes]
+    ) -> None:
+        """Store a put and make it stay."""
+        bulk = self._bulk_peer()
+        await bulk.stub.put(put_id, partition_id, columns, values, seconds=_BULK_SECONDS, metadata=bulk.metadata())
+        await self.confirm(put_id, partition_id)
+
+    def _bulk_peer(self) -> Peer[BulkCalls]:
+        if self._bulk is None:
+            self._bulk = Peer(self.address, self._credentials, BulkCalls)
+        self._bulk.follow_files()
+        return self._bulk
 
     def free(self, cells: Sequence[PutCells]) -> None:
         """Give cells back as soon as the service can be reached."""
@@ -183,6 +205,8 @@ class RemoteStorage:
         if self._freeing is not None:
             self._freeing.cancel()
         await self._peer.aclose()
+        if self._bulk is not None:
+            await self._bulk.aclose()
 
 
 def _stub(channel: grpc.aio.Channel) -> StorageServiceAsyncStub:

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -14,12 +15,15 @@ import numpy as np
 
 from tq_service.domain.cells import FreedCells, LiveCells, Put
 from tq_service.errors import AlreadyExistsError, DataLossError, QuotaExceededError, UnavailableError
+from tq_service.server.bulk_calls import TakesCells
 from tq_service.server.remote_storage import Announced, RemoteStorage, Room, report_kept
-from tq_service.storage.cells import PutCells
+from tq_service.storage.cells import PutCells, ReadRuns
 from tq_service.storage.engine import StorageEngine
+from tq_service.wire.columns import ColumnShape
 from tq_service.wire.credentials import Credentials
 
 _log = logging.getLogger(__name__)
+_ROOM_SECONDS = 5.0
 
 
 class Storage(Protocol):
@@ -39,6 +43,16 @@ class Storage(Protocol):
 
     async def confirm(self, put_id: bytes, partition_id: str) -> None:
         """Make an uncommitted put of a partition stay."""
+        ...
+
+    async def read(self, put_ids: Sequence[bytes], runs: ReadRuns, into: TakesCells) -> None:
+        """Read cells of its puts; they stay as they are until that is done."""
+        ...
+
+    async def put(
+        self, put_id: bytes, partition_id: str, columns: Sequence[ColumnShape], values: AsyncIterator[bytes]
+    ) -> None:
+        """Store a put and make it stay."""
         ...
 
     def free(self, cells: Sequence[PutCells]) -> None:
@@ -71,6 +85,35 @@ class EmbeddedStorage:
 
     async def confirm(self, put_id: bytes, partition_id: str) -> None:
         """Make an uncommitted put of a partition stay."""
+        self._engine.confirm(put_id, partition_id)
+
+    async def read(self, put_ids: Sequence[bytes], runs: ReadRuns, into: TakesCells) -> None:
+        """Read cells of its puts."""
+        await self._engine.check(put_ids)
+        with self._engine.open_read([runs], put_ids) as cells:
+            await into.begin(cells.headers)
+            await into.add(cells.chunks())
+
+    async def put(
+        self, put_id: bytes, partition_id: str, columns: Sequence[ColumnShape], values: AsyncIterator[bytes]
+    ) -> None:
+        """Store a put and make it stay."""
+        pending = await self._engine.reserve(
+            put_id,
+            columns,
+            columns[0].row_count,
+            partition_id=partition_id,
+            for_existing_rows=False,
+            deadline=time.monotonic() + _ROOM_SECONDS,
+        )
+        try:
+            async for data in values:
+                pending.write(data)
+            await self._engine.settle(pending)
+            pending.finish()
+        except BaseException:
+            pending.abort()
+            raise
         self._engine.confirm(put_id, partition_id)
 
     def free(self, cells: Sequence[PutCells]) -> None:
@@ -115,6 +158,8 @@ class StorageDirectory:
         self._closing: set[asyncio.Task[None]] = set()
         self._committed: set[Put] = set()
         self._confirming: set[Put] = set()
+        self._holder_count = 0
+        self._held: list[FreedCells] = []
 
     @property
     def count(self) -> int:
@@ -152,6 +197,7 @@ class StorageDirectory:
         """Return the cells of a storage service that samples have, and puts whose commit is under way."""
         owner = (storage_id, boot_id)
         cells = [_put_cells(cells) for cells in self._live_cells() if cells.put[:2] == owner]
+        cells += [_put_cells(cells) for cells in self._held if cells.put[:2] == owner]
         return cells + [PutCells(put_id=put.put_id) for put in self._confirming if put[:2] == owner]
 
     def place(self, size_bytes: int) -> Storage:
@@ -206,8 +252,47 @@ class StorageDirectory:
             self._committed.discard(put)
             raise
 
+    def get(self, storage_id: str, boot_id: bytes) -> Storage | None:
+        """Return a storage service in one of its lives, None where that is over or unknown."""
+        storage = self._storages.get(storage_id)
+        return storage if storage is not None and storage.boot_id == boot_id else None
+
+    @contextlib.contextmanager
+    def placing(self, put: Put) -> Iterator[None]:
+        """Have a put that is being made here known to its storage service, unless the `with` raises."""
+        self._confirming.add(put)
+        try:
+            yield
+        except BaseException:
+            self.free([FreedCells(put=put)])
+            raise
+
+    def adopt(self, puts: Iterable[Put]) -> None:
+        """Take note that puts made here are committed by now."""
+        self._committed.update(puts)
+        self._confirming.difference_update(puts)
+
+    @contextlib.contextmanager
+    def holding_frees(self) -> Iterator[None]:
+        """Give no cells back until the end of the `with`, so that those of its beginning can be read."""
+        self._holder_count += 1
+        try:
+            yield
+        finally:
+            self._holder_count -= 1
+            if not self._holder_count:
+                held, self._held = self._held, []
+                self._give_back(held)
+
     def free(self, freed: Iterable[FreedCells]) -> None:
         """Give cells back, each to the storage service that holds it; a life that is over has nothing to free."""
+        freed = list(freed)
+        if self._holder_count:  # a put that was not committed may be sent again, and must be gone by then
+            self._held += [each for each in freed if each.put in self._committed]
+            freed = [each for each in freed if each.put not in self._committed]
+        self._give_back(freed)
+
+    def _give_back(self, freed: Iterable[FreedCells]) -> None:
         cells_of: dict[str, list[PutCells]] = {}
         for each in freed:
             if each.rows is None:

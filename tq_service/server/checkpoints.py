@@ -1,0 +1,245 @@
+"""Checkpoints of a running service: written while all else goes on, and restored into one that is empty."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, Final, Protocol, TypeVar
+
+from tq_service.domain.aging_log import Entry, FrozenLog, merged
+from tq_service.domain.catalog import Catalog
+from tq_service.domain.cells import FreedCells, Put
+from tq_service.domain.frozen import FrozenPartition
+from tq_service.domain.partition import Partition
+from tq_service.domain.requests import RequestLog
+from tq_service.durable.checkpoint import CheckpointWriter, checkpoint_path
+from tq_service.durable.checkpoint_plan import Block, PartitionPlan
+from tq_service.durable.restore import Checkpoint, StoredBlock, read_checkpoint
+from tq_service.durable.snapshot import FrozenService
+from tq_service.errors import DataLossError, FieldNotFoundError, PreconditionError, PutNotFoundError
+from tq_service.server.answers import pack
+from tq_service.server.loop_watch import watching_loop
+from tq_service.server.storages import StorageDirectory
+from tq_service.v1 import controller_service_pb2 as pb
+from tq_service.wire.columns import ColumnShape
+
+Answer = TypeVar("Answer")
+_MOST_NAMED: Final = 5
+
+
+class KeepsState(Protocol):
+    """What makes the state of the service outlive its process."""
+
+    async def keep_restored(
+        self, partitions: Sequence[FrozenPartition], answers: FrozenLog, appear: Callable[[], None]
+    ) -> None:
+        """Make partitions durable that nobody has seen yet, and answers, and call `appear` then; all or nothing."""
+        ...
+
+
+class Checkpoints:
+    """Writes and restores the checkpoints of one controller, one at a time.
+
+    Args:
+        catalog: the partitions.
+        requests: the answers for retries.
+        storages: where the bytes are.
+        keeper: keeps the state, None where it ends with the process.
+    """
+
+    def __init__(
+        self, *, catalog: Catalog, requests: RequestLog, storages: StorageDirectory, keeper: KeepsState | None
+    ) -> None:
+        self._catalog = catalog
+        self._requests = requests
+        self._storages = storages
+        self._keeper = keeper
+        self._running: str | None = None
+
+    # Writing
+
+    async def write(self, directory: str) -> pb.CheckpointResponse:
+        """Write a checkpoint of this moment to a folder of this host.
+
+        Raises:
+            InvalidArgumentError: the folder cannot be used.
+            PreconditionError: another one is being written or restored.
+            DiskFullError: the disk has no room.
+            DataLossError: bytes that are to be copied are lost.
+            UnavailableError: a storage service cannot be reached.
+        """
+        path = checkpoint_path(directory)
+        with self._alone("written"):
+            writer = CheckpointWriter(path)
+            try:
+                async with watching_loop() as watch:
+                    await _in_thread(writer.open)
+                    state, block_count, size = await self._copy(writer)
+                    await _in_thread(lambda: writer.finish(state))
+            finally:
+                await _in_thread(writer.abort)
+        return pb.CheckpointResponse(
+            directory=directory,
+            partition_count=len(state.partitions),
+            sample_count=_sample_count(state.partitions),
+            put_count=block_count,
+            value_bytes=size,
+            pause_seconds=watch.longest_seconds,
+        )
+
+    async def _copy(self, writer: CheckpointWriter) -> tuple[FrozenService, int, int]:
+        """Copy the bytes of all samples of this moment; return the state, and the number of blocks and bytes."""
+        with self._storages.holding_frees():
+            partitions, answers = self._catalog.freeze(), self._requests.freeze()  # in one step with the line above
+            copied: list[FrozenPartition] = []
+            block_count = size = 0
+            for partition in partitions:
+                plan = await _in_thread(partial(PartitionPlan, partition))
+                for block in plan.blocks:
+                    size += await self._copy_block(writer, plan, block)
+                copied.append(plan.partition(block_count))
+                block_count += len(plan.blocks)
+        return FrozenService(partitions=copied, answers=answers), block_count, size
+
+    async def _copy_block(self, writer: CheckpointWriter, plan: PartitionPlan, block: Block) -> int:
+        storage = self._storages.get(block.storage_id, block.boot_id)
+        copy = _BlockCopy(writer, block)
+        try:
+            if storage is None:
+                raise DataLossError(f"storage service {block.storage_id!r} is gone, or came back empty")
+            await storage.read(block.put_ids, block.runs, copy)
+        except (DataLossError, PutNotFoundError, FieldNotFoundError) as error:
+            raise _lost(block, error) from error
+        plan.note_size(block, copy.value_bytes)
+        return copy.value_bytes
+
+    # Restoring
+
+    async def restore(self, request_id: bytes, directory: str) -> pb.RestoreResponse:
+        """Bring back what the checkpoint of a folder holds, once for each request_id.
+
+        Raises:
+            InvalidArgumentError: there is no checkpoint.
+            SnapshotDamagedError: it is damaged.
+            PreconditionError: the service has partitions, or another one is being written or restored.
+            QuotaExceededError: the storage services have no room for its bytes.
+            UnavailableError: one of them cannot be reached.
+        """
+        recorded = self._requests.recorded(request_id)
+        if isinstance(recorded, pb.RestoreResponse):
+            return recorded
+        path = checkpoint_path(directory)
+        with self._alone("restored"), self._catalog.closed():
+            checkpoint = await _in_thread(lambda: read_checkpoint(path))
+            answer = pb.RestoreResponse(
+                partition_count=len(checkpoint.state.partitions),
+                sample_count=_sample_count(checkpoint.state.partitions),
+                put_count=len(checkpoint.blocks),
+                value_bytes=sum(block.size_bytes for block in checkpoint.blocks),
+            )
+            puts: list[Put] = []
+            try:
+                for block in checkpoint.blocks:
+                    puts.append(await self._place(checkpoint, block))  # noqa: PERF401  (some are there when one fails)
+                partitions = await _in_thread(lambda: [Partition.thaw(each) for each in checkpoint.relocated(puts)])
+                await _to_the_end(self._appear(partitions, puts, checkpoint.state.answers, request_id, answer))
+            except BaseException:
+                self._storages.free([FreedCells(put=put) for put in puts if not self._storages.is_committed(put)])
+                raise
+        return answer
+
+    async def _appear(
+        self,
+        partitions: Sequence[Partition],
+        puts: Sequence[Put],
+        answers: FrozenLog,
+        request_id: bytes,
+        answer: pb.RestoreResponse,
+    ) -> None:
+        """Make what is restored durable, and then visible, all in one step."""
+
+        def appear() -> None:
+            self._storages.adopt(puts)
+            self._catalog.adopt(partitions)
+            self._requests.thaw(answers)
+            self._requests.once(request_id, lambda: answer)
+
+        if self._keeper is None:
+            appear()
+            return
+        own = FrozenLog(blocks=[[Entry(request_id, 0.0, pack(answer))]])
+        frozen = [partition.freeze() for partition in partitions]
+        await self._keeper.keep_restored(frozen, merged(answers, self._requests.freeze(), own), appear)
+
+    async def _place(self, checkpoint: Checkpoint, block: StoredBlock) -> Put:
+        storage = self._storages.place(block.size_bytes)
+        put = Put(storage.storage_id, storage.boot_id, os.urandom(16))
+        with self._storages.placing(put):
+            await storage.put(put.put_id, block.partition_id, block.columns, _read_aside(checkpoint, block))
+        return put
+
+    @contextlib.contextmanager
+    def _alone(self, what: str) -> Iterator[None]:
+        if self._running is not None:
+            raise PreconditionError(f"a checkpoint is being {self._running}; wait until that is done, and try again")
+        self._running = what
+        try:
+            yield
+        finally:
+            self._running = None
+
+
+class _BlockCopy:
+    """Writes a block as it is read."""
+
+    def __init__(self, writer: CheckpointWriter, block: Block) -> None:
+        self.value_bytes = 0
+        self._writer = writer
+        self._block = block
+
+    async def begin(self, columns: Sequence[ColumnShape]) -> None:
+        """Take the columns."""
+        self.value_bytes = sum(column.value_bytes for column in columns)
+        await _in_thread(lambda: self._writer.begin_block(self._block, columns))
+
+    async def add(self, chunks: Iterable[memoryview]) -> None:
+        """Take bytes."""
+        await _in_thread(lambda: self._writer.add(chunks))
+
+
+async def _in_thread(work: Callable[[], Answer]) -> Answer:
+    """Return what some work returns that is done by a thread."""
+    return await _to_the_end(asyncio.to_thread(work))
+
+
+async def _to_the_end(work: Coroutine[Any, Any, Answer]) -> Answer:
+    """Return what some work returns; who is cancelled meanwhile leaves it only once it is done."""
+    task = asyncio.get_running_loop().create_task(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
+
+
+async def _read_aside(checkpoint: Checkpoint, block: StoredBlock) -> AsyncIterator[bytes]:
+    values = checkpoint.values(block)
+    while (data := await _in_thread(lambda: next(values, None))) is not None:
+        yield data
+
+
+def _sample_count(partitions: Sequence[FrozenPartition]) -> int:
+    return sum(each.table.present_count for each in partitions)
+
+
+def _lost(block: Block, error: Exception) -> DataLossError:
+    names = ", ".join(map(str, block.global_indexes[:_MOST_NAMED].tolist()))
+    more = f" and {block.global_indexes.size - _MOST_NAMED} more" if block.global_indexes.size > _MOST_NAMED else ""
+    return DataLossError(
+        f"samples {names}{more} of partition {block.partition_id!r} cannot be copied: {error}; clear them, or put "
+        f"their {', '.join(map(repr, block.runs.field_names))} again",
+        metadata={"partition_id": block.partition_id, "storage_id": block.storage_id},
+    )
