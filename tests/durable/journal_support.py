@@ -83,7 +83,9 @@ def read(directory: Path, from_generation: int | None = None, *, accept_loss: bo
 
 def log_of(directory: Path) -> Path:
     """Return the write-ahead log of the file that was written to last."""
-    return max((path for path in directory.glob("*-wal") if path.stat().st_size > 4152), key=lambda path: path.name)
+    return max(
+        (path for path in directory.glob("journal-*-wal") if path.stat().st_size > 4152), key=lambda path: path.name
+    )
 
 
 def flip(path: Path, offset: int) -> None:

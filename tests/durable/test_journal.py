@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from journal_support import commit_each, journal_threads, open_file_count, opened, read, replayed
+from journal_support import (
+    commit_each,
+    journal_threads,
+    open_file_count,
+    opened,
+    read,
+    replayed,
+    wait_for_the_next_file,
+)
 
 from tq_service.durable.file_names import journal_path
 from tq_service.durable.journal import Journal
@@ -245,6 +253,7 @@ def test_any_order_of_calls_keeps_all_records(
             journal.flush()
             assert not journal.is_behind
         elif step == "start generation":
+            wait_for_the_next_file(journal)
             since[journal.start_generation()] = len(expected)
         else:
             journal.close()
