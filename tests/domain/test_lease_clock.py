@@ -1,11 +1,15 @@
 """Leases run out in their time, by one timer however many there are, and leave nothing behind."""
 
 import asyncio
+from types import SimpleNamespace
 
+import numpy as np
+import pytest
 from domain_support import asks, insert
 from planner_bench import Bench, finished, rows
 
-from tq_service.domain.leases import LeaseTerms
+from tq_service.domain.lease_clock import LeaseClock
+from tq_service.domain.leases import Lease, LeaseTerms
 from tq_service.domain.queue_claims import acknowledge, expire
 
 
@@ -111,6 +115,28 @@ async def test_nothing_runs_out_once_the_planner_has_ended():
     bench.planner.end(lambda: RuntimeError("over"))
     await time.skip(100.0)
     assert (bench.task.leases.count, timers()) == (1, [])
+
+
+def test_a_lease_that_is_due_while_another_begins_on_uvloop():
+    """A uvloop timer for a time that has come is a handle that cannot tell its time."""
+    no_rows = np.zeros(0, np.int64)
+
+    def lease(serial, seconds):
+        return Lease(
+            request_id=bytes([serial]), serial=serial, rows=no_rows, terms=LeaseTerms(seconds=seconds),
+            delivery_counts=no_rows.astype(np.int32), left_count=1,
+        )  # fmt: skip
+
+    async def lease_two():
+        leases = {each.serial: each for each in (lease(2, 0.0), lease(3, 100.0))}
+        ran_out = asyncio.get_running_loop().create_future()
+        clock = LeaseClock(SimpleNamespace(live=leases), ran_out.set_result)
+        for each in leases.values():
+            clock.start(each)
+        return await ran_out
+
+    with asyncio.Runner(loop_factory=pytest.importorskip("uvloop").new_event_loop) as runner:
+        assert runner.run(lease_two()) == bytes([2])
 
 
 async def test_part_of_a_group_that_is_set_aside_is_a_failed_member():

@@ -23,7 +23,8 @@ class LeaseClock:
         self._leases = leases
         self._expire = expire
         self._deadlines: list[tuple[float, int]] = []  # a heap, with the serial of the lease
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        self._rings_at = 0.0  # uvloop's handles cannot tell, where the time had come when they were made
 
     def start(self, lease: Lease) -> None:
         """Have a lease run out after its full time from now on."""
@@ -40,13 +41,14 @@ class LeaseClock:
         self._set_timer()
 
     def _set_timer(self) -> None:
-        if self._timer is not None and self._deadlines and self._timer.when() <= self._deadlines[0][0]:
+        if self._timer is not None and self._deadlines and self._rings_at <= self._deadlines[0][0]:
             return  # a timer that rings too early sets itself again
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if self._deadlines:
-            self._timer = asyncio.get_running_loop().call_at(self._deadlines[0][0], self._ring)
+            self._rings_at = self._deadlines[0][0]
+            self._timer = asyncio.get_running_loop().call_at(self._rings_at, self._ring)
 
     def _ring(self) -> None:
         """End what is due, a few at a time: thousands may be, and the loop has others to serve."""
