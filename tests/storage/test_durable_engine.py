@@ -386,3 +386,22 @@ async def test_a_confirm_that_comes_before_is_not_forgotten(folder):
     engine.confirm(put_id(1), PARTITION)
     assert engine.stat().uncommitted_put_count == 0
     assert engine.drop_confirmed() == 1
+
+
+async def test_of_two_puts_that_name_one_segment_the_later_one_has_it(folder):
+    """As where a part of the journal is lost, and with it the end of the first put."""
+    engine = folder.open()
+    await put(engine, 1, BIG)
+    folder.flush()
+    first = list(folder.records)
+    engine.free([cells(1)])
+    folder.flush()
+    await put(engine, 2, {name: values[::-1] for name, values in BIG.items()})
+    folder.flush()
+    assert len(folder.segments()) == 1
+    folder.records = [*first, folder.records[-1]]
+    folder.durable_count = 2
+    engine = folder.open()
+    await engine.check([put_id(1), put_id(2)])
+    assert list(engine.damaged) == [put_id(1)]
+    check(engine, 2, {name: values[::-1] for name, values in BIG.items()})

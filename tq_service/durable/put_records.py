@@ -33,6 +33,7 @@ class PutRecords:
             for data in records:
                 record = pb.JournalRecord.FromString(data)
                 if record.HasField("put_kept"):
+                    left.pop(record.put_kept.put_id, None)  # in the order in which they were written down
                     left[record.put_kept.put_id] = record.put_kept
                 elif record.HasField("put_dropped"):
                     left.pop(record.put_dropped.put_id, None)

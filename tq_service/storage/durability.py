@@ -224,7 +224,9 @@ class Durability:
         """
         found = self._files.found()
         regions = {}
-        for message in messages:
+        # Newest first: where the end of a put was lost with a part of the journal, its segment may have the bytes of a
+        # later one.
+        for message in reversed(list(messages)):
             put_id, number, size = message.put_id, message.segment, message.size_bytes
             data = None if number else message.data
             message.ClearField("data")
