@@ -15,7 +15,7 @@ from chaos.events import EventLog, read_events
 RANK_COUNT: Final = 8
 RANK_TASK: Final = "update_actor"
 WORKER_TASK: Final = "reward"
-LEASE_SECONDS: Final = 6.0
+LEASE_SECONDS: Final = 3.0
 
 _ALL_FIELDS: Final = [*FIELDS, REWARD]
 _MAX_WAIT_SECONDS: Final = 20.0

@@ -1,0 +1,41 @@
+"""A few rounds of `make chaos`: the service, its parts and its clients are killed, and everything promised holds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("topology", ["embedded", "split"])
+def test_a_few_rounds(tmp_path: Path, topology: str) -> None:
+    flags = ["--topology", topology, "--durability", "process", "--rounds", "2", "--seconds", "0.3", "--seed", "4"]
+    run = subprocess.run(
+        [sys.executable, "-m", "chaos", *flags, "--output", str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "0 violations" in run.stdout
+
+
+@pytest.mark.timeout(300)
+def test_what_is_lost_is_found(tmp_path: Path) -> None:
+    """Without durability a kill loses what was acknowledged: the run says so, and where the logs are."""
+    program = (
+        "import chaos.__main__ as main\n"
+        "main.without_torch()\n"
+        "main._CLIENTS_ONLY = ('controller',)\n"
+        f"raise SystemExit(main.main(['--topology', 'embedded', '--durability', 'memory', '--rounds', '1', "
+        f"'--seconds', '0.3', '--output', {str(tmp_path)!r}]))\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert run.returncode == 1, run.stdout + run.stderr
+    assert "VIOLATION" in run.stdout
+    assert f"logs and data in {tmp_path}" in run.stdout
