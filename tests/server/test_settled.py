@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tq_service.errors import InvalidArgumentError, QuotaExceededError
+from tq_service.errors import DiskFullError, InvalidArgumentError, QuotaExceededError
 from tq_service.server.settled import settled
 
 
@@ -13,7 +13,7 @@ class Disk:
 
     def __init__(self):
         self.written = self.synced = 0
-        self.is_stuck = self.is_full = False
+        self.is_stuck = self.is_full = self.is_short = False
         self.events = []
 
     @property
@@ -88,6 +88,16 @@ def test_a_change_that_cannot_be_written_is_not_acknowledged_but_is_there_for_th
     assert call(look, "x", disk) == "seen"
     assert disk.synced == 1
     assert not disk.is_stuck
+
+
+def test_what_fills_the_disk_is_refused_while_it_is_short_and_what_makes_room_goes_on():
+    disk = Disk()
+    disk.is_short = True
+    with pytest.raises(DiskFullError, match="clear samples") as refused:
+        asyncio.run(settled(change, disk, fills_disk=True)("x", disk))
+    assert refused.value.retry_after_seconds > 0
+    assert disk.written == 0
+    assert call(change, "x", disk) == "done"
 
 
 def test_a_call_that_leaves_waits_for_nothing():

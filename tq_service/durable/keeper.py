@@ -161,6 +161,9 @@ class Keeper:
         for data in self._journal.replay(generation):
             self._replay(record_count, data, puts)
             record_count += 1
+        for damaged in self._journal.snapshots():
+            if damaged > generation:  # else it would count as one to go back to
+                self._journal.set_snapshot_aside(damaged)
         put_count = 0 if self._engine is None else self._engine.recover(puts)
         partitions = [] if self._catalog is None else [self._catalog.get(name) for name in self._catalog.names()]
         return Recovered(
@@ -265,6 +268,11 @@ class Keeper:
     def is_behind(self) -> bool:
         """Whether something was written down that is not durable yet."""
         return self._journal.is_behind
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the disk has hardly any room left."""
+        return self._journal.is_short
 
     async def durable(self) -> None:
         """Return once all that was written down so far is durable.

@@ -25,6 +25,16 @@ _log = logging.getLogger(__name__)
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 # What these tell was durable before anybody could ask for it.
 _WAIT_FOR_NOTHING = frozenset({"/tq_service.v1.StorageService/GetSmall", "/tq_service.v1.StorageService/Stat"})
+# What fills a disk; all else may make room, or is small.
+_FILL_THE_DISK = frozenset(
+    {
+        "/tq_service.v1.StorageService/Put",
+        "/tq_service.v1.StorageService/PutSmall",
+        "/tq_service.v1.ControllerService/CreatePartition",
+        "/tq_service.v1.ControllerService/Insert",
+        "/tq_service.v1.ControllerService/Commit",
+    }
+)
 
 
 class ErrorBoundary:
@@ -132,7 +142,7 @@ def _unary(
     behavior: Callable[..., Any], method: str, calls: RunningCalls, state: State | None = None
 ) -> Callable[..., Awaitable[Any]]:
     if state is not None:
-        behavior = settled(behavior, state)
+        behavior = settled(behavior, state, fills_disk=method in _FILL_THE_DISK)
     weight = 0 if method in OPEN_METHODS else 1
 
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:

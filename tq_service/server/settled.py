@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
+from tq_service.errors import DiskFullError
+
+_RETRY_SECONDS: Final = 1.0
 Behavior = Callable[[Any, Any], Awaitable[Any]]
 
 
@@ -22,17 +25,31 @@ class State(Protocol):
         """Whether nothing could be written when it was last tried."""
         ...
 
+    @property
+    def is_short(self) -> bool:
+        """Whether there is hardly any room left to write to."""
+        ...
+
     async def durable(self) -> None:
         """Return once all that was written down so far is durable; raises TqError where that cannot be now."""
         ...
 
 
-def settled(behavior: Behavior, state: State) -> Behavior:
-    """Return a handler whose answers and errors wait for the state; while it is stuck, calls are refused unmade."""
+def settled(behavior: Behavior, state: State, *, fills_disk: bool = False) -> Behavior:
+    """Return a handler whose answers and errors wait for the state; while it is stuck, calls are refused unmade.
+
+    Calls that fill the disk are refused already when it is short: what is left is for those that make room.
+    """
 
     async def call(request: Any, context: Any) -> Any:
         if state.is_stuck:
             await state.durable()
+        if fills_disk and state.is_short:
+            raise DiskFullError(
+                "the disk of the data dir has hardly any room left, so nothing is taken in; clear samples or "
+                "free space, the service goes on by itself",
+                retry_after_seconds=_RETRY_SECONDS,
+            )
         try:
             answer = await behavior(request, context)
         except asyncio.CancelledError:
