@@ -1,0 +1,198 @@
+"""A keeper brings back what it was told of: from the journal, from snapshots, and from older ones in their place."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "domain"))
+
+from digest import digest
+from domain_support import insert, new_write
+
+from tq_service.domain.catalog import Catalog
+from tq_service.domain.plan import RankPlan
+from tq_service.domain.requests import RequestLog
+from tq_service.durable import keeper as keeper_module
+from tq_service.durable.keeper import Keeper
+from tq_service.errors import JournalDamagedError, SnapshotDamagedError
+from tq_service.samplers import PlanRunner
+from tq_service.server import answers
+from tq_service.v1 import controller_service_pb2 as pb
+
+
+class Life:
+    """One life of a service that keeps its state."""
+
+    def __init__(self, path):
+        self.keeper = Keeper.open(path, sync=False)
+        self.catalog = Catalog(PlanRunner())
+        self.requests = RequestLog(600.0, pack=answers.pack, unpack=answers.unpack)
+        self.recovered = self.keeper.recover(catalog=self.catalog, requests=self.requests)
+        self.keeper.start()
+
+    def write(self, count, **arguments):
+        return self.catalog.write("train", b"", new_write(count, ("x",), **arguments))
+
+    def state(self):
+        return {name: digest(self.catalog.get(name)) for name in self.catalog.names()}
+
+
+def lives(path, *stories):
+    """Live one life after the other in a data folder; return what each story returned. Each but the last is killed."""
+    told = []
+
+    async def live(story):
+        life = Life(path)
+        try:
+            told.append(await story(life))
+            await life.keeper.durable()
+        finally:
+            await life.keeper.close()
+
+    for story in stories:
+        asyncio.run(live(story))
+    return told
+
+
+async def fill(life):
+    life.write(8, keys=[f"k{row}" for row in range(8)], meta=[{"version": row} for row in range(8)])
+    partition = life.catalog.get("train")
+    task = partition.task("reward")
+    rows = np.arange(3)
+    partition.record_queue_claim(task, b"q" * 16, RankPlan(rows=rows), partition.table.find(rows))
+    life.requests.once(b"r" * 16, lambda: pb.SealPartitionResponse(inserted_count=8))
+    return life.state()
+
+
+async def look(life):
+    return life.state(), life.requests.recorded(b"r" * 16)
+
+
+def test_what_was_told_is_there_in_the_next_life(tmp_path):
+    before, (after, answer) = lives(tmp_path, fill, look)
+    assert after == before
+    assert answer == pb.SealPartitionResponse(inserted_count=8)
+
+
+def test_a_snapshot_and_what_came_after_it_are_there_in_the_next_life(tmp_path):
+    async def go_on(life):
+        await fill(life)
+        await life.keeper.take_snapshot()
+        life.write(4, keys=["a", "b", "k0", "c"])
+        life.catalog.get("train").clear(np.array([1, 2]))
+        return life.state()
+
+    async def count(life):
+        return life.state(), life.recovered
+
+    before, (after, recovered) = lives(tmp_path, go_on, count)
+    assert after == before
+    assert recovered.record_count == 2
+    assert (recovered.partition_count, recovered.sample_count) == (1, 9)
+    assert len(list(tmp_path.glob("snapshot-*.tqs"))) == 1
+
+
+def test_a_long_journal_is_replaced_by_a_snapshot(tmp_path, monkeypatch):
+    monkeypatch.setattr(keeper_module, "_LONG_SECONDS", 50 * keeper_module._CHANGE_SECONDS)
+
+    async def write_much(life):
+        for _ in range(120):
+            life.write(1)
+        async with asyncio.timeout(30):
+            while life.keeper._snapshot is not None:
+                await asyncio.wait([life.keeper._snapshot])
+        life.write(1)
+        return life.state()
+
+    async def count(life):
+        return life.state(), life.recovered.record_count
+
+    before, (after, record_count) = lives(tmp_path, write_much, count)
+    assert after == before
+    assert list(tmp_path.glob("snapshot-*.tqs"))
+    assert record_count < 122
+
+
+def damage(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_where_the_newest_snapshot_is_damaged_the_one_before_it_serves(tmp_path):
+    async def twice(life):
+        await fill(life)
+        await life.keeper.take_snapshot()
+        life.write(4)
+        await life.keeper.take_snapshot()
+        life.write(2)
+        return life.state()
+
+    (before,) = lives(tmp_path, twice)
+    newest = max(tmp_path.glob("snapshot-*.tqs"))
+    damage(newest)
+    for _ in range(2):  # nor is it looked at again
+        (again,) = lives(tmp_path, look)
+        assert again[0] == before
+        assert not newest.exists()
+    assert newest.with_name(newest.name + ".damaged").exists()
+
+
+def test_without_a_snapshot_to_go_back_to_nothing_is_made_up(tmp_path):
+    async def twice(life):
+        await fill(life)
+        for _ in range(3):
+            life.write(1)
+            await life.keeper.take_snapshot()
+
+    lives(tmp_path, twice)
+    for snapshot in tmp_path.glob("snapshot-*.tqs"):
+        damage(snapshot)
+    with pytest.raises(SnapshotDamagedError, match=r"snapshot-\d+\.tqs"):
+        lives(tmp_path, look)
+
+
+def test_a_record_that_does_not_fit_stops_the_start_and_is_named(tmp_path):
+    async def tell_of_what_was_not(life):
+        await fill(life)
+        other = Catalog(PlanRunner())
+        other.start_telling(life.keeper._tell_change)
+        other.write("elsewhere", b"", new_write(1))
+        other.get("elsewhere").partition_id = "nowhere"
+        insert(other.get("elsewhere"), 1)
+
+    lives(tmp_path, tell_of_what_was_not)
+    with pytest.raises(JournalDamagedError, match=r"samples_written.*restore a checkpoint"):
+        lives(tmp_path, look)
+
+
+def test_a_snapshot_that_cannot_be_written_loses_nothing(tmp_path, monkeypatch):
+    def full(path, frozen):
+        raise OSError(28, "No space left on device")
+
+    async def try_it(life):
+        await fill(life)
+        monkeypatch.setattr(keeper_module, "write_snapshot", full)
+        with pytest.raises(OSError, match="No space"):
+            await life.keeper.take_snapshot()
+        life.write(2)
+        return life.state()
+
+    before, (after, _) = lives(tmp_path, try_it, look)
+    assert after == before
+
+
+def test_a_change_that_no_call_waits_for_becomes_durable_by_itself(tmp_path):
+    async def write_and_wait(life):
+        life.write(1)
+        assert life.keeper.is_behind
+        for _ in range(3000):
+            if not life.keeper.is_behind:
+                break
+            await asyncio.sleep(0.01)
+        assert not life.keeper.is_behind
+
+    lives(tmp_path, write_and_wait)
