@@ -1,0 +1,338 @@
+"""Checkpoints of a running service: whole or not at all, and restored to whatever storage services there are."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from live_server import LiveServer, server_process
+
+import tq_service as tq
+from tq_service.durable.record_file import RecordWriter
+
+PARTITION = "train@0"
+FIELDS = ["ids", "image", "text"]
+
+
+def put(client, first, count, **arguments):
+    data = {
+        "ids": [torch.arange(first + row, first + row + 1 + row % 5) for row in range(count)],
+        "image": torch.arange(first * 4, (first + count) * 4, dtype=torch.bfloat16).reshape(count, 2, 2),
+        "text": [{"answer": f"a{first + row}", "scores": np.arange(row % 3)} for row in range(count)],
+    }
+    return client.put(
+        data,
+        partition_id=PARTITION,
+        keys=[f"k{first + row}" for row in range(count)],
+        groups=[f"g{(first + row) // 4}" for row in range(count)],
+        group_size=4,
+        custom_meta=[{"total_lengths": 1 + row % 5, "tag": f"t{row % 2}", "score": row / 2} for row in range(count)],
+        **arguments,
+    )
+
+
+def claim(client, batch_index, dp_rank=0):
+    return client.get_meta(
+        partition_id=PARTITION, task_name="train", data_fields=FIELDS, batch_size=4, dp_rank=dp_rank, dp_size=2,
+        batch_index=batch_index, sampler="seqlen_balanced", max_wait=10.0,
+    )  # fmt: skip
+
+
+def take(client):
+    return client.get_meta(partition_id=PARTITION, task_name="reward", data_fields=["text"], batch_size=3)
+
+
+def facts(client):
+    """Return what a client can know: samples with all they have, claims, counts."""
+    meta, _ = client.lookup_samples(PARTITION)
+    replays = [claim(client, batch_index, dp_rank) for batch_index in range(2) for dp_rank in range(2)]
+    return {
+        "description": _description(client.describe_partition(PARTITION)),
+        "samples": (meta.global_indexes, meta.keys, meta.groups, meta.custom_meta, meta.incarnation),
+        "replays": [(each.global_indexes, each.steps, each.epoch) for each in replays],
+        "bytes": [_plain(client.get_data(each)) for each in replays],
+        "consumed": [client.check_consumption(partition_id=PARTITION, task_name=name) for name in ("train", "reward")],
+    }
+
+
+def _description(description):
+    return dataclasses.replace(description, used_bytes=0)  # of a put of which a part was freed this is a guess
+
+
+def _plain(batch):
+    ids = [row.tolist() for row in batch["ids"].unbind()]
+    text = [(row["answer"], row["scores"].tolist()) for row in map(_object, list(batch["text"]))]
+    return ids, batch["image"].tolist(), text
+
+
+def _object(row):
+    return getattr(row, "data", row)
+
+
+def lived_in(client):
+    """Put, claim, overwrite, fail and clear; leave a partition that has a bit of everything."""
+    for first in range(0, 48, 8):
+        put(client, first, 8)
+    for batch_index in range(2):
+        for dp_rank in range(2):
+            claim(client, batch_index, dp_rank)
+    take(client)
+    client.put({"image": torch.zeros(3, 2, 2, dtype=torch.bfloat16)}, partition_id=PARTITION,
+               keys=["k1", "k9", "k30"], key_mode="existing")  # fmt: skip
+    client.put({"late": torch.arange(6)}, partition_id=PARTITION, keys=[f"k{row}" for row in range(20, 26)],
+               key_mode="existing")  # fmt: skip
+    client.clear_samples(partition_id=PARTITION, keys=["k40", "k41", "k42", "k43"])
+
+
+@pytest.fixture
+def cluster(loop_thread):
+    """Start a controller with so many storage services, 0 for one that has its own."""
+    with ExitStack() as stack:
+
+        def start(storage_count, **flags):
+            if not storage_count:
+                return stack.enter_context(LiveServer(loop_thread, **flags))
+            controller = stack.enter_context(LiveServer(loop_thread, role="controller"))
+            for number in range(storage_count):
+                stack.enter_context(
+                    LiveServer(loop_thread, role="storage", controller=controller.address,
+                               storage_id=f"s{number}-{storage_count}", **flags)
+                )  # fmt: skip
+            wait_for(lambda: storage_count_of(controller) == storage_count)
+            return controller
+
+        yield start
+
+
+def storage_count_of(server):
+    return server.app._storages.count
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 0), (2, 1), (1, 3), (2, 0)])
+def test_everything_comes_back_wherever_there_is_room(cluster, tmp_path, before, after):
+    client = cluster(before).client()
+    lived_in(client)
+    copy = client.checkpoint(str(tmp_path / "made" / "here"))
+    expected = facts(client)
+    next_batch = claim(client, 2).global_indexes, take(client).global_indexes
+    assert (copy.partition_count, copy.sample_count) == (1, 44)
+    assert [path.name for path in (tmp_path / "made" / "here").iterdir()] == ["checkpoint.tqc"]
+    client = cluster(after).client()
+    restored = client.restore(str(tmp_path / "made" / "here"))
+    assert (restored.sample_count, restored.value_bytes) == (copy.sample_count, copy.value_bytes)
+    assert facts(client) == expected
+    assert (claim(client, 2).global_indexes, take(client).global_indexes) == next_batch
+    late = client.get_data(partition_id=PARTITION, keys=["k22", "k20"], data_fields=["late"])["late"]
+    assert late.tolist() == [2, 0]
+    client.clear_partition(PARTITION)
+    put(client, 0, 8)
+
+
+def test_a_restored_service_frees_what_is_cleared(cluster, tmp_path):
+    server = cluster(0)
+    client = server.client()
+    put(client, 0, 16)
+    client.checkpoint(str(tmp_path))
+    other = cluster(0)
+    client = other.client()
+    client.restore(str(tmp_path))
+    assert client.storage_stat().used_bytes > 0
+    client.clear_samples(partition_id=PARTITION, keys=[f"k{row}" for row in range(16)])
+    assert client.storage_stat().used_bytes == 0
+
+
+def test_a_checkpoint_under_load_is_one_moment_of_the_history(cluster, tmp_path):
+    server = cluster(0)
+    driver, other = server.client(), server.client()
+    history, stop = [(0, 0, 0)], threading.Event()
+    put(driver, 0, 8)
+    history.append((8, 0, 0))
+
+    def drive():
+        step = inserted = claimed = cleared = 0
+        inserted = 8
+        while not stop.is_set():
+            step += 1
+            match step % 3:
+                case 0:
+                    put(driver, inserted, 8)
+                    inserted += 8
+                case 1:
+                    driver.get_meta(partition_id=PARTITION, task_name="one", data_fields=FIELDS, batch_size=4,
+                                    dp_rank=0, dp_size=1, batch_index=claimed, max_wait=10.0)  # fmt: skip
+                    claimed += 1
+                case 2:
+                    driver.clear_samples(partition_id=PARTITION, keys=[f"k{cleared}", f"k{cleared + 1}"])
+                    cleared += 2
+            history.append((inserted, claimed, cleared))
+
+    thread = threading.Thread(target=drive)
+    thread.start()
+    try:
+        for number in range(4):
+            wait_for(lambda: len(history) > 10 * (number + 1))  # noqa: B023
+            earliest = len(history) - 1
+            other.checkpoint(str(tmp_path / str(number)))
+            latest = len(history) + 1
+            wait_for(lambda: len(history) >= latest)  # noqa: B023
+            check_moment(cluster, tmp_path / str(number), history[earliest:latest])
+    finally:
+        stop.set()
+        thread.join()
+
+
+def check_moment(cluster, directory, moments):
+    client = cluster(0).client()
+    client.restore(str(directory))
+    total = client.describe_partition(PARTITION)
+    meta = client.lookup_samples(PARTITION)[0]
+    inserted = meta.global_indexes[-1] + 1
+    cleared = meta.global_indexes[0]
+    assert meta.global_indexes == list(range(cleared, inserted))
+    claimed = next((task.consumed_count for task in total.tasks if task.task_name == "one"), 0) // 4
+    assert (inserted, claimed, cleared) in moments
+    batch = client.get_data(meta, data_fields=FIELDS)
+    assert [row[0].item() for row in batch["ids"].unbind()] == meta.global_indexes
+
+
+def test_only_an_empty_service_takes_a_checkpoint(cluster, tmp_path):
+    client = cluster(0).client()
+    put(client, 0, 8)
+    client.checkpoint(str(tmp_path))
+    with pytest.raises(tq.PreconditionError, match="has 1 partitions"):
+        client.restore(str(tmp_path))
+    assert client.lookup_samples(PARTITION)[0].size == 8
+
+
+@pytest.mark.parametrize("directory", ["relative", "", "./here"])
+def test_folders_are_named_from_the_root(cluster, directory):
+    client = cluster(0).client()
+    for call in (client.checkpoint, client.restore):
+        with pytest.raises(tq.InvalidArgumentError, match="whole path"):
+            call(directory)
+
+
+def test_damaged_files_are_refused_and_nothing_changes(cluster, tmp_path):
+    client = cluster(0).client()
+    put(client, 0, 8)
+    client.checkpoint(str(tmp_path))
+    whole = (tmp_path / "checkpoint.tqc").read_bytes()
+    client = cluster(0).client()
+    flips = [(at, bytes((whole[at] ^ 0x40,))) for at in range(0, len(whole), max(1, len(whole) // 60))]
+    for at, byte in flips:
+        (tmp_path / "checkpoint.tqc").write_bytes(whole[:at] + byte + whole[at + 1 :])
+        with pytest.raises(tq.SnapshotDamagedError, match=r"checkpoint\.tqc is damaged at byte"):
+            client.restore(str(tmp_path))
+    for size in (0, 5, len(whole) // 2, len(whole) - 1):
+        (tmp_path / "checkpoint.tqc").write_bytes(whole[:size])
+        with pytest.raises(tq.SnapshotDamagedError):
+            client.restore(str(tmp_path))
+    (tmp_path / "checkpoint.tqc").unlink()
+    with pytest.raises(tq.InvalidArgumentError, match="no checkpoint"):
+        client.restore(str(tmp_path))
+    assert client.list_partitions() == []
+    assert client.storage_stat().put_count == 0
+    (tmp_path / "checkpoint.tqc").write_bytes(whole)
+    assert client.restore(str(tmp_path)).sample_count == 8
+
+
+def test_without_room_nothing_is_restored(cluster, tmp_path):
+    client = cluster(0).client()
+    client.put({"x": torch.zeros(8, 1 << 18)}, partition_id=PARTITION)
+    client.checkpoint(str(tmp_path))
+    client = cluster(0, max_bytes=6 << 20).client()
+    with pytest.raises(tq.QuotaExceededError):
+        client.restore(str(tmp_path))
+    assert client.list_partitions() == []
+    assert client.storage_stat().used_bytes == 0
+    put(client, 0, 8)
+
+
+def test_a_full_disk_leaves_the_checkpoint_before_it(cluster, tmp_path, monkeypatch):
+    client = cluster(0).client()
+    put(client, 0, 8)
+    client.checkpoint(str(tmp_path))
+    whole = (tmp_path / "checkpoint.tqc").read_bytes()
+    put(client, 8, 8)
+
+    def fail(self):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(RecordWriter, "commit", fail)
+    with pytest.raises(tq.DiskFullError, match="has no room"):
+        client.checkpoint(str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.tqc"]
+    assert (tmp_path / "checkpoint.tqc").read_bytes() == whole
+
+
+def test_lost_bytes_are_named_and_the_checkpoint_before_them_stays(cluster, loop_thread, tmp_path):
+    controller = LiveServer(loop_thread, role="controller")
+    with controller:
+        storage = LiveServer(loop_thread, role="storage", controller=controller.address, storage_id="s")
+        client = controller.client()
+        wait_for(lambda: storage_count_of(controller) == 1)
+        put(client, 0, 8)
+        client.checkpoint(str(tmp_path))
+        whole = (tmp_path / "checkpoint.tqc").read_bytes()
+        storage.__exit__()
+        with LiveServer(loop_thread, role="storage", controller=controller.address, storage_id="s"):
+            wait_for(lambda: controller.app._storages._storages["s"].boot_id != storage.app._engine.boot_id)
+            with pytest.raises(tq.DataLossError, match="samples 0, 1, 2, 3, 4 and 3 more"):
+                client.checkpoint(str(tmp_path))
+        assert (tmp_path / "checkpoint.tqc").read_bytes() == whole
+
+
+def test_a_killed_checkpoint_leaves_the_one_before_it(tmp_path):
+    directory = tmp_path / "checkpoints"
+    with server_process() as server, tq.Client(server.address, timeout=60) as client:
+        client.put({"x": torch.arange(8)}, partition_id="small")
+        client.checkpoint(str(directory))
+        for number in range(4):
+            client.put({"x": torch.full((8, 1 << 20), number)}, partition_id="large")
+        with pytest.raises(tq.TqError), tq.Client(server.address, timeout=20) as doomed:
+            killer = threading.Thread(target=_kill_when_under_way, args=(server, directory))
+            killer.start()
+            try:
+                doomed.checkpoint(str(directory), timeout=20)
+            finally:
+                killer.join()
+    assert {path.name for path in directory.iterdir()} == {"checkpoint.tqc", "checkpoint.tqc.partial"}
+    with server_process() as server, tq.Client(server.address, timeout=60) as client:
+        assert client.restore(str(directory)).sample_count == 8
+        client.checkpoint(str(directory))
+    assert {path.name for path in directory.iterdir()} == {"checkpoint.tqc"}
+
+
+def _kill_when_under_way(server, directory: Path) -> None:
+    partial = directory / "checkpoint.tqc.partial"
+    wait_for(lambda: partial.exists() and partial.stat().st_size > 1 << 20)
+    server.process.kill()
+    server.process.wait()
+
+
+def test_what_a_durable_service_restored_outlives_it(tmp_path):
+    with server_process() as server, tq.Client(server.address, timeout=60) as client:
+        lived_in(client)
+        client.checkpoint(str(tmp_path / "checkpoint"))
+        expected = facts(client)
+    flags = ("--data-dir", str(tmp_path / "data"), "--durability", "process")
+    with server_process(*flags) as server, tq.Client(server.address, timeout=60) as client:
+        client.restore(str(tmp_path / "checkpoint"))
+        server.process.kill()
+        server.process.wait()
+        server.restart()
+        assert facts(client) == expected
