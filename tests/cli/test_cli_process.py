@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from tq_service.cli import process
 from tq_service.cli.log_lines import AUDIT_LOGGER, configure_logging
 from tq_service.cli.process import (
+    collect_garbage,
     collect_garbage_rarely,
-    collect_young_garbage,
     keep_freed_memory,
     loop_factory,
     shorten_switch_interval,
@@ -64,13 +65,18 @@ def test_full_collections_are_rare_and_spare_what_was_imported() -> None:
         gc.set_threshold(*thresholds)
 
 
-async def test_young_garbage_goes_though_nothing_is_allocated() -> None:
+@pytest.mark.parametrize("generation", [0, 1, 2])
+async def test_garbage_goes_though_nothing_is_allocated(generation: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_YOUNG_COLLECTION_SECONDS", 0.01)
+    monkeypatch.setattr(process, "_FULL_COLLECTION_SECONDS", 0.1)
     was_enabled, gone = gc.isenabled(), asyncio.Event()
     gc.disable()
     cycle = type("Cycle", (), {})()
     cycle.itself, reference = cycle, weakref.ref(cycle, lambda _: gone.set())
+    for younger in range(generation):
+        gc.collect(younger)  # what is alive then is older afterwards
     del cycle
-    collecting = asyncio.create_task(collect_young_garbage())
+    collecting = asyncio.create_task(collect_garbage())
     try:
         await gone.wait()
         assert reference() is None

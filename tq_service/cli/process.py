@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import gc
 import sys
+import time
 from collections.abc import Callable
 
 from tq_service.errors import InvalidArgumentError
@@ -24,9 +25,12 @@ _LARGEST_HEAP_BUFFER_BYTES = 128 * 2**20
 _SWITCH_INTERVAL_SECONDS = 0.0005
 
 # Allocations before a young collection, young before a middle one, middle before a full one; Python's are 700, 10, 10.
-# Those of `collect_young_garbage` count among the young: a thousand are made in 100 seconds.
+# Python looks at them when there are as many allocations; `collect_garbage` does not wait for that.
 _COLLECTION_THRESHOLDS = (50_000, 1_000, 50)
 _YOUNG_COLLECTION_SECONDS = 0.1
+_YOUNG_COLLECTIONS_BEFORE_A_MIDDLE_ONE = 20
+_FULL_COLLECTION_SECONDS = 30.0
+_MOST_OF_THE_TIME = 0.001
 
 
 def keep_freed_memory() -> bool:
@@ -63,16 +67,26 @@ def collect_garbage_rarely() -> None:
     gc.set_threshold(*_COLLECTION_THRESHOLDS)
 
 
-async def collect_young_garbage() -> None:
-    """Collect what is young every tenth of a second, until cancelled.
+async def collect_garbage() -> None:
+    """Collect what is young every tenth of a second, what is older now and then, until cancelled.
 
     Python counts allocations less deallocations: to it, thousands of calls that come and go are nothing new. The young
     generation grew to 400,000 objects, and the one collection that went over them held the event loop up for 0.3 s. So
     it takes 25 ms at most with 8,192 clients, and nothing to speak of while the server is idle.
+
+    gRPC leaves each call in a cycle. Those that lasted over a young collection, such as long polls, are not young any
+    more when they end. So the older generations have their turns too: the full one the more rarely, the longer it is.
     """
+    full_at, count = time.monotonic() + _FULL_COLLECTION_SECONDS, 0
     while True:
         await asyncio.sleep(_YOUNG_COLLECTION_SECONDS)
-        gc.collect(0)
+        count += 1
+        if (began := time.monotonic()) >= full_at:
+            gc.collect()
+            took = time.monotonic() - began
+            full_at = began + max(_FULL_COLLECTION_SECONDS, took / _MOST_OF_THE_TIME)
+        else:
+            gc.collect(0 if count % _YOUNG_COLLECTIONS_BEFORE_A_MIDDLE_ONE else 1)
 
 
 def loop_factory(mode: str) -> Callable[[], asyncio.AbstractEventLoop] | None:

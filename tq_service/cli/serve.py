@@ -11,8 +11,8 @@ import typer
 
 from tq_service.cli.log_lines import configure_logging
 from tq_service.cli.process import (
+    collect_garbage,
     collect_garbage_rarely,
-    collect_young_garbage,
     keep_freed_memory,
     loop_factory,
     shorten_switch_interval,
@@ -58,7 +58,7 @@ def _run(settings: ServeSettings) -> int:
     from tq_service.server.app import serve  # noqa: PLC0415  (--show-config and --help do without the server)
 
     async def run() -> int:
-        collecting = asyncio.create_task(collect_young_garbage())
+        collecting = asyncio.create_task(collect_garbage())
         try:
             return await serve(settings, announce=_announce)
         finally:

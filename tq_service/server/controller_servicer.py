@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import weakref
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -270,9 +271,11 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
 
     def _take_back_if_unsent(self, context: Context, partition: Partition, task_name: str, request_id: bytes) -> None:
         """Undo a queue claim when the call turns out to have ended before its answer was sent."""
+        asked = weakref.ref(partition)  # gRPC holds the callback in a cycle, which may be collected much later
 
         def when_done(done: Context) -> None:
-            if done.cancelled():
+            partition = asked()
+            if done.cancelled() and partition is not None:
                 queue_claims.take_back(partition, partition.known_task(task_name), request_id)
 
         context.add_done_callback(when_done)  # type: ignore[arg-type]  # typed as a class, called as a function
