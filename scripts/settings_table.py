@@ -9,7 +9,7 @@ from typing import get_args
 from tq_service.config import ENV_PREFIX, ServeSettings, format_size
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = ("README.md", "docs/deployment.md")
+DOCUMENTS = ("docs/deployment.md",)
 BEGIN, END = "<!-- settings: begin, by scripts/settings_table.py -->", "<!-- settings: end -->"
 
 
