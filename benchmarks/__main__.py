@@ -37,6 +37,7 @@ BENCHMARKS = (
     "refused_flood",
     "idle_server",
     "durability_cost",
+    "checkpoint_pause",
     "balancing",
     "packing",
     "planning_delay",

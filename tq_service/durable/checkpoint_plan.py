@@ -24,6 +24,7 @@ from tq_service.storage.cells import ReadRuns
 
 BLOCK_BYTES: Final = 4 << 20
 _MOST_ROWS: Final = 1 << 16
+_MOST_PUTS: Final = 256  # finding the cells of so many holds the loop for about a millisecond
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +106,7 @@ class PartitionPlan:
         for number, (storage_id, boot_id) in enumerate(self._puts.storages):
             mine = np.flatnonzero(self._puts.storage_of[slots] == number)
             sizes = self._puts.cell_bytes[slots[mine]] * len(names)
-            for some in _cut(sizes):
+            for some in _cut(sizes, slots[mine]):
                 chosen = mine[some]
                 slot = len(self.blocks)
                 put_ids, runs = self._puts.runs(names, slots[chosen], rows[chosen])
@@ -178,11 +179,12 @@ def _put_together(fields: Sequence[FrozenField]) -> list[tuple[tuple[str, ...], 
     return [(tuple(names), cells) for names, cells in found]
 
 
-def _cut(sizes: NDArray[np.float64]) -> Iterator[slice]:
-    """Yield stretches of rows of about a block's bytes, at least one row each."""
+def _cut(sizes: NDArray[np.float64], slots: Indexes) -> Iterator[slice]:
+    """Yield stretches of rows of about a block's bytes and not too many puts, at least one row each."""
     if not sizes.size:
         return
-    numbers = np.cumsum(sizes) // BLOCK_BYTES + np.arange(sizes.size) // _MOST_ROWS
+    puts = np.cumsum(np.diff(slots, prepend=slots[0]) != 0)
+    numbers = np.cumsum(sizes) // BLOCK_BYTES + np.arange(sizes.size) // _MOST_ROWS + puts // _MOST_PUTS
     bounds = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), sizes.size]
     for start, end in pairwise(bounds):
         yield slice(start, end)
