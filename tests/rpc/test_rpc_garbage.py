@@ -146,6 +146,7 @@ def test_garbled_requests_never_end_in_an_internal_error(server: LiveServer) -> 
 EXTREME_WRITES: list[dict[str, Any]] = [
     {"row_count": 2**62},
     {"row_count": -1},
+    {"row_count": -1, "custom_meta": [metadata_pb2.MetaColumn(name="v", string_values=metadata_pb2.StringValues())]},
     {"partition_id": "x" * 9999},
     {"partition_id": "a\nb"},
     {"partition_id": ""},

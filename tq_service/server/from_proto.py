@@ -90,6 +90,8 @@ def sample_write(write: pb.SampleWrite, put: Put | None = None, columns: Sequenc
         raise InvalidArgumentError(
             f"row_count is {write.row_count}; write at most {_MOST_SAMPLES} samples at once", field="row_count"
         )
+    if write.row_count < 0:
+        raise InvalidArgumentError(f"row_count is {write.row_count}; give the number of samples", field="row_count")
     if write.key_mode not in KEY_MODE_WORDS:
         raise InvalidArgumentError(f"key_mode {write.key_mode} is unknown", field="key_mode")
     for column in columns:
