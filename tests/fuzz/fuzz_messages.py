@@ -71,7 +71,7 @@ WORDS: dict[str, Sequence[Any]] = {
     "address": ["", "127.0.0.1:1", "127.0.0.1", ":", "127.0.0.1:99999", "x" * 300],
     "directory": ["<folder>", "<folder>/new", "<folder>/file", "<folder>/a\nb", "<folder>/" + "x" * 300, ""],
     # What ends by the clock would change the state after a refused call had nothing to do with it.
-    "lease_seconds": [0.0, 0.0, 1e6, -1.0, float("nan"), float("inf")],
+    "lease_seconds": [0.0, 0.0, 8e4, 1e6, -1.0, float("nan"), float("inf")],
     "max_wait_seconds": [0.0, 0.0, 0.01, 1e9, -1.0, float("nan"), float("inf")],
 }
 INTEGERS = [0, 0, 1, 1, 2, 3, 4, 5, 8, 24, 32, 1000, -1, 2**31 - 1]

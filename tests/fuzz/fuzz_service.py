@@ -220,8 +220,8 @@ def _use_all_of(client: tq.Client) -> None:
                     where=[("version", ">=", 1)], order_by=["-version"])  # fmt: skip
     claim = client.get_meta(**asked, task_name="scorer", batch_size=2, min_batch_size=1)
     client.release(claim)
-    leased = client.get_meta(**asked, task_name="scorer", batch_size=2, min_batch_size=1, lease=1e6, max_deliveries=3)
-    client.extend(leased, 2e6)
+    leased = client.get_meta(**asked, task_name="scorer", batch_size=2, min_batch_size=1, lease=8e4, max_deliveries=3)
+    client.extend(leased, 8.5e4)
     client.ack(leased)
     client.check_consumption("train", "critic")
     client.check_production("train", ["score"])
