@@ -16,7 +16,7 @@ from tq_service.wire.error_table import ERROR_TABLE
 ROOT = Path(__file__).parents[2]
 
 # Between services only.
-INTERNAL_CALLS = {"RegisterStorage", "ConfirmPut", "FreeCells"}
+INTERNAL_CALLS = {"RegisterStorage", "ConfirmPut", "KeepPuts", "FreeCells"}
 
 
 def public_methods(kind):
