@@ -34,7 +34,7 @@ def command(
     import grpc  # noqa: PLC0415  (`--help` does without)
     from grpc_health.v1 import health_pb2, health_pb2_grpc  # noqa: PLC0415  (`--help` does without)
 
-    from tq_service.wire.credentials import Tls  # noqa: PLC0415  (`--help` does without)
+    from tq_service import Tls  # noqa: PLC0415  (`--help` does without)
 
     target = probed_address(address)
     tls = Tls.of_environment()  # no token: health is open
