@@ -86,7 +86,7 @@ def test_a_subclass_from_elsewhere_has_the_code_of_its_base():
     [
         ("UNAVAILABLE", errors.UnavailableError),
         ("DEADLINE_EXCEEDED", errors.DeadlineError),
-        ("CANCELLED", errors.CallCancelledError),
+        ("CANCELLED", errors.UnavailableError),
         ("RESOURCE_EXHAUSTED", errors.ResourceExhaustedError),
         ("INTERNAL", errors.InternalError),
         ("UNKNOWN", errors.InternalError),
@@ -124,3 +124,7 @@ def test_document_agrees_with_the_table():
         builtin = next(base for base in kind.__mro__ if base.__module__ == builtins.__name__)
         expected[kind.__name__] = (builtin.__name__, code.name, kind.reason)
     assert documented == expected
+
+
+def test_a_call_whose_channel_was_closed_here_is_cancelled():
+    assert type(from_rpc_error(grpc.StatusCode.CANCELLED, "Channel closed!", None)) is errors.CallCancelledError

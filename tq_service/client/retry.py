@@ -10,15 +10,12 @@ from typing import Final
 
 import grpc
 
-from tq_service.errors import CallCancelledError, DeadlineError, TqError, UnavailableError
+from tq_service.errors import DeadlineError, TqError, UnavailableError
 from tq_service.wire.error_table import from_rpc_error, status_from_trailers
 
 FIRST_PAUSE_SECONDS: Final = 0.05
 SHORTEST_TRY_SECONDS: Final = 0.02
 LONGEST_PAUSE_SECONDS: Final = 0.5
-
-_CLOSED_HERE: Final = "Channel closed!"
-"""What gRPC says of a call whose channel was closed by this process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +80,6 @@ def error_of(error: grpc.RpcError, address: str) -> TqError:
     """Return the error that a failed call stands for; one of gRPC itself names the address."""
     status = status_from_trailers(error.trailing_metadata())
     failure = from_rpc_error(error.code(), error.details(), status)
-    if status is None and isinstance(failure, CallCancelledError) and error.details() != _CLOSED_HERE:
-        # A service that stops takes the calls with it that are still running when its grace is over.
-        failure = UnavailableError("the call was broken off on its way, or by a service that stops")
     if status is None:
         failure.message = f"{failure.message} (calling {address})"
     return failure

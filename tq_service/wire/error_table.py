@@ -98,6 +98,9 @@ _CLASS_BY_CODE: Final[dict[grpc.StatusCode, type[errors.TqError]]] = {
     _CODE.CANCELLED: errors.CallCancelledError,
 }
 
+_CLOSED_HERE: Final = "Channel closed!"
+"""What gRPC says of a call whose channel was closed by this process."""
+
 
 def code_of(error: errors.TqError) -> grpc.StatusCode:
     """Return the gRPC code of an error; a class that is not in the table has the code of its base."""
@@ -164,6 +167,9 @@ def from_rpc_error(code: grpc.StatusCode, details: str | None, status: Status | 
 
 
 def _from_code(code: grpc.StatusCode, message: str) -> errors.TqError:
+    if code is _CODE.CANCELLED and message != _CLOSED_HERE:
+        # A service that stops takes the calls with it that are still running when its grace is over.
+        return errors.UnavailableError(f"the call was broken off on its way, or by a service that stops ({message})")
     if code is _CODE.UNIMPLEMENTED:
         return errors.InternalError(
             f"the server does not know this call ({message}); client and server are of different versions, or the "
