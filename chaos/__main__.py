@@ -46,7 +46,7 @@ def _prefill(cluster: Cluster, sample_count: int) -> None:
         for start in range(0, sample_count, _PREFILL_PUT_ROWS):
             rows = np.arange(start, min(start + _PREFILL_PUT_ROWS, sample_count))
             client.put({"x": rows}, partition_id="prefill", custom_meta=[{"version": 0}] * len(rows))
-    _say(f"{sample_count:,} samples are in the journal")
+    _say(f"{sample_count:,} samples are kept before the first act")
 
 
 def _prefill_violations(cluster: Cluster, sample_count: int) -> list[str]:
