@@ -96,7 +96,8 @@ def test_a_snapshot_and_what_came_after_it_are_there_in_the_next_life(tmp_path):
 
 
 def test_a_long_journal_is_replaced_by_a_snapshot(tmp_path, monkeypatch):
-    monkeypatch.setattr(keeper_module, "_LONG_SECONDS", 50 * keeper_module._CHANGE_SECONDS)
+    monkeypatch.setattr(keeper_module, "_START_SECONDS", 50 * keeper_module._CHANGE_SECONDS)
+    monkeypatch.setattr(keeper_module, "_WORTH_SECONDS", 50 * keeper_module._CHANGE_SECONDS)
 
     async def write_much(life):
         for _ in range(120):
@@ -196,3 +197,19 @@ def test_a_change_that_no_call_waits_for_becomes_durable_by_itself(tmp_path):
         assert not life.keeper.is_behind
 
     lives(tmp_path, write_and_wait)
+
+
+def test_the_larger_the_state_the_shorter_the_journal_but_no_shorter_than_it_is_worth_while(tmp_path):
+    async def lengths(life):
+        found = []
+        for count in (1, 400_000, 2_000_000):
+            life.write(count)
+            life.keeper._replay_seconds = 0.0
+            while not life.keeper._is_long:
+                life.keeper._replay_seconds += 0.01
+            found.append(life.keeper._replay_seconds)
+        return found
+
+    ((small, larger, largest),) = lives(tmp_path, lengths)
+    assert small > larger > largest
+    assert largest == pytest.approx(keeper_module._WORTH_SECONDS, abs=0.02)

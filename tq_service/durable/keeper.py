@@ -38,14 +38,16 @@ _log = logging.getLogger(__name__)
 
 Packed = tuple[type[Message], bytes]
 
-# What making a record again takes, as measured; a new journal is begun with a snapshot once it adds up to this long, or
-# as long as the last snapshot took, so that no more time goes into snapshots than into what they save.
+# What making a record again and taking over a sample of a snapshot take, as measured: a new journal is begun with a
+# snapshot before both together are longer than a start may take; but no sooner than it is worth while, since the larger
+# the state, the longer a snapshot takes.
 _CHANGE_SECONDS: Final = 40e-6
 _CHANGE_BYTE_SECONDS: Final = 100e-9
 _PUT_SECONDS: Final = 20e-6
 _PUT_BYTE_SECONDS: Final = 1e-9
-_LONG_SECONDS: Final = 0.4
-_LONGEST_SECONDS: Final = 0.8
+_SAMPLE_SECONDS: Final = 0.7e-6
+_START_SECONDS: Final = 1.1
+_WORTH_SECONDS: Final = 0.4
 _FLUSH_SECONDS: Final = 0.05
 _RETRY_SECONDS: Final = 10.0
 
@@ -260,7 +262,12 @@ class Keeper:
 
     @property
     def _is_long(self) -> bool:
-        return self._replay_seconds >= min(max(_LONG_SECONDS, self._snapshot_seconds), _LONGEST_SECONDS)
+        if self._replay_seconds < _WORTH_SECONDS:
+            return False
+        partitions = () if self._catalog is None else map(self._catalog.get, self._catalog.names())
+        samples = sum(partition.table.present_count for partition in partitions)
+        worth = max(_WORTH_SECONDS, self._snapshot_seconds)
+        return self._replay_seconds >= max(_START_SECONDS - samples * _SAMPLE_SECONDS, worth)
 
     # Durability
 

@@ -171,7 +171,7 @@ class App:
             engine=None if self._engine is None else PutRecords(self._engine),
         )
         _log.info(
-            "recovered %d partitions with %d samples and %d puts in %.2f s, from a snapshot and %d records after it",
+            "recovered %d partitions with %d samples and %d puts in %.2f s; %d records of the journal were made again",
             found.partition_count,
             found.sample_count,
             found.put_count,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 
@@ -12,7 +12,10 @@ from tq_service.storage.stored_put import RowSet, StoredColumn, StoredPut, table
 from tq_service.v1 import journal_pb2 as pb
 from tq_service.v1 import metadata_pb2
 from tq_service.wire.columns import fixed_row_bytes
+from tq_service.wire.frames import encode_varint
 from tq_service.wire.metadata import decode_spec, encode_spec
+
+_DATA_TAG: Final = bytes((pb.PutKept.DATA_FIELD_NUMBER << 3 | 2,))  # 2: a length and so many bytes
 
 
 class KeepsPuts(Protocol):
@@ -50,12 +53,11 @@ class KeptPut:
         """Return what is written down by a message and the bytes that it leaves out."""
         return cls(message.SerializeToString(), data)
 
-    def message(self) -> pb.PutKept:
-        """Return the message with its bytes."""
-        message = pb.PutKept.FromString(self.head)
-        if self.data is not None:
-            message.data = bytes(self.data)
-        return message
+    def parts(self) -> list[bytes | bytearray]:
+        """Return the serialized message with its bytes, in parts: fields of a message may stand in any order."""
+        if self.data is None:
+            return [self.head]
+        return [self.head, _DATA_TAG + encode_varint(len(self.data)), self.data]
 
 
 def describe_put(put_id: bytes, put: StoredPut, segment: int, size: int) -> pb.PutKept:

@@ -53,7 +53,7 @@ class Garbled:
 
 def encode_frame(parts: FrameParts) -> bytes:
     """Return the message whose frame is `parts` joined: one copy."""
-    prefix = bytes((_FRAME_TAG,)) + _varint(sum(len(part) for part in parts))
+    prefix = bytes((_FRAME_TAG,)) + encode_varint(sum(len(part) for part in parts))
     return b"".join((prefix, *parts))
 
 
@@ -179,7 +179,8 @@ class ColumnReceiver:
         return self.buffers
 
 
-def _varint(value: int) -> bytes:
+def encode_varint(value: int) -> bytes:
+    """Return a number of 0 or more as protobuf writes tags and lengths."""
     encoded = bytearray()
     while value > 0x7F:
         encoded.append(value & 0x7F | 0x80)
