@@ -130,12 +130,12 @@ class Durability:
         if stored is None:
             return
         region = stored.region
-        is_copied = isinstance(region, SharedRegion)
-        if not isinstance(region.backing, Segment) or not (is_copied or self._sync):
+        shared = region if isinstance(region, SharedRegion) else None
+        if not isinstance(region.backing, Segment) or not (shared is not None or self._sync):
             return
-        parts = stored.plain_parts() if is_copied else None
+        spans = stored.plain_spans()
         try:
-            work = self._threads.run(_bring_to_rest, region.backing, parts, self._sync, pinned=region)
+            work = self._threads.run(_bring_to_rest, region.backing, shared, spans, self._sync, pinned=region)
             checksum = await asyncio.shield(work)
         except OSError as error:
             raise DiskFailedError(f"the bytes of a put could not be written: {error}; put it again") from error
@@ -148,7 +148,7 @@ class Durability:
         if isinstance(backing, Segment):
             if checksum is None:
                 raise RuntimeError(f"put {put_id.hex()} was finished before it was settled")
-            size = sum(map(len, stored.plain_parts()))
+            size = sum(size for _, size in stored.plain_spans())
             message = describe_put(put_id, stored, backing.number, size)
             message.checksum = checksum
             self._write(put_id, KeptPut.of(message, None))
@@ -257,14 +257,18 @@ class Durability:
 
 def _small(put_id: bytes, put: StoredPut) -> KeptPut:
     """Return what is written down of a put whose bytes are written down with it."""
-    region = put.region
-    data = b"".join(put.plain_parts()) if isinstance(region, SharedRegion) else region.memory()
+    region, data = put.region, put.region.memory()
+    if isinstance(region, SharedRegion):
+        view = region.view()
+        data = b"".join(view[start : start + size] for start, size in put.plain_spans())
     return KeptPut.of(describe_put(put_id, put, 0, len(data)), data if isinstance(data, bytearray) else bytes(data))
 
 
-def _bring_to_rest(segment: Segment, parts: Sequence[memoryview] | None, sync: bool) -> int | None:
-    """Write parts to a segment, where there are any, and wait for the disk; return the checksum of the parts."""
-    checksum = None if parts is None else segment.write(parts)
+def _bring_to_rest(
+    segment: Segment, shared: SharedRegion | None, spans: Sequence[tuple[int, int]], sync: bool
+) -> int | None:
+    """Copy spans of shared memory to a segment, where there is any, and wait for the disk; return their checksum."""
+    checksum = None if shared is None else segment.fill(spans, shared.read_into)
     if sync:
         segment.sync()
     return checksum

@@ -13,7 +13,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
@@ -26,10 +26,9 @@ MIN_FREE_BYTES: Final = 256 << 20
 """What is left free of the disk, so that clears can still be written down."""
 
 _READ_BYTES: Final = 4 << 20
-_WRITE_BYTES: Final = 64 << 20
+_COPY_BYTES: Final = 1 << 20
 _ROOM_KNOWN_SECONDS: Final = 0.05
 _NAME: Final = re.compile(r"(?:\d{8}|[1-9]\d{8,})\.seg")
-_HASHING: Final = ThreadPoolExecutor(2, thread_name_prefix="tq-segment-hash")
 # The system takes about 0.1 ms a MiB to drop a file: too long for the event loop.
 _ASIDE: Final = ThreadPoolExecutor(1, thread_name_prefix="tq-segment-drop")
 
@@ -92,22 +91,24 @@ class Segment:
         finally:
             os.close(fd)
 
-    def write(self, parts: Sequence[memoryview]) -> int:
-        """Write parts one after the other from its beginning, and return their checksum, which another thread makes."""
-        checksum = _HASHING.submit(_checksum_of, parts)
-        try:
-            fd, at = self.open(), 0
-            try:
-                for part in parts:
-                    rest = part
-                    while rest:
-                        written = os.pwrite(fd, rest[:_WRITE_BYTES], at)
-                        at, rest = at + written, rest[written:]
-            finally:
-                os.close(fd)
-        finally:
-            digest = checksum.result()  # it reads what is not to be touched while it does
-        return digest
+    def fill(self, spans: Iterable[tuple[int, int]], read: Callable[[memoryview, int], None]) -> int:
+        """Copy spans (start and size) of something into it, one after the other; return the checksum of all.
+
+        Args:
+            spans: where they start there, and their sizes.
+            read: copies from a start into memory until that is full.
+
+        Raises:
+            OSError: it cannot be mapped, or what `read` raises.
+        """
+        memory, at, digest = memoryview(self.map()), 0, xxhash.xxh3_64()
+        for start, size in spans:
+            for done in range(0, size, _COPY_BYTES):
+                part = memory[at : at + min(_COPY_BYTES, size - done)]
+                read(part, start + done)
+                digest.update(part)  # while it is in the cache
+                at += len(part)
+        return digest.intdigest()
 
     def sync(self) -> None:
         """Wait until what was written is on the disk, the name of the file included."""
@@ -220,13 +221,6 @@ def sync_folder(folder: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _checksum_of(parts: Iterable[memoryview]) -> int:
-    digest = xxhash.xxh3_64()
-    for part in parts:
-        digest.update(part)
-    return digest.intdigest()
 
 
 def _checksum(fd: int, size: int) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
@@ -69,6 +71,26 @@ class SharedRegion(Region):
             shared_memory.close_all(fds)
             raise
         self.fds = list(fds)
+
+    def read_into(self, target: memoryview, start: int) -> None:
+        """Copy bytes from `start` on into `target`, all of tables or all of values.
+
+        The system copies those in shared memory from its files: reading them where they are mapped costs a page fault
+        for every few pages.
+
+        Raises:
+            OSError: the shared memory cannot be read.
+        """
+        if start < self.shared_at:
+            target[:] = self.view()[start : start + len(target)]
+            return
+        at = start - self.shared_at
+        while target:
+            number, offset = divmod(at, self.segment_bytes)
+            count = os.preadv(self.fds[number], [target[: self.segment_bytes - offset]], offset)
+            if not count:
+                raise OSError(errno.EIO, f"shared memory of a put ends {len(target)} bytes early")
+            at, target = at + count, target[count:]
 
     def __del__(self) -> None:
         shared_memory.close_all(self.fds)  # of a service that was stopped with its puts

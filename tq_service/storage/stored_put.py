@@ -262,19 +262,18 @@ class StoredPut:
         """Return the sets of rows that its columns have."""
         return list({id(column.row_set): column.row_set for column in self.columns.values() if column}.values())
 
-    def plain_parts(self) -> list[memoryview]:
-        """Return its tables and the values of its columns: its bytes as they are in a region that is not shared."""
-        view = self.region.view()
+    def plain_spans(self) -> list[tuple[int, int]]:
+        """Return where its tables and the values of its columns start in its region, and their sizes.
+
+        One after the other they are its bytes as they are in a region that is not shared.
+        """
         columns = [column for column in self.columns.values() if column is not None]
         tables = sum(
             column.row_set.stored_count * table_bytes(column.spec) + 8
             for column in columns
             if fixed_row_bytes(column.spec) is None
         )
-        return [
-            view[:tables],
-            *(view[column.values_at : column.values_at + column.value_bytes] for column in columns),
-        ]
+        return [(0, tables), *((column.values_at, column.value_bytes) for column in columns)]
 
     def members(self, row_set: RowSet) -> list[str]:
         """Return the columns that have these rows."""
