@@ -98,6 +98,7 @@ def test_a_snapshot_and_what_came_after_it_are_there_in_the_next_life(tmp_path):
 def test_a_long_journal_is_replaced_by_a_snapshot(tmp_path, monkeypatch):
     monkeypatch.setattr(keeper_module, "_START_SECONDS", 50 * keeper_module._CHANGE_SECONDS)
     monkeypatch.setattr(keeper_module, "_WORTH_SECONDS", 50 * keeper_module._CHANGE_SECONDS)
+    monkeypatch.setattr(keeper_module, "_LOOK_SECONDS", 0.0)
 
     async def write_much(life):
         for _ in range(120):
@@ -204,7 +205,7 @@ def test_the_larger_the_state_the_shorter_the_journal_but_no_shorter_than_it_is_
         found = []
         for count in (1, 400_000, 2_000_000):
             life.write(count)
-            life.keeper._replay_seconds = 0.0
+            life.keeper._replay_seconds = life.keeper._look_at_seconds = 0.0
             while not life.keeper._is_long:
                 life.keeper._replay_seconds += 0.01
             found.append(life.keeper._replay_seconds)

@@ -48,6 +48,7 @@ _PUT_BYTE_SECONDS: Final = 1e-9
 _SAMPLE_SECONDS: Final = 0.7e-6
 _START_SECONDS: Final = 1.1
 _WORTH_SECONDS: Final = 0.4
+_LOOK_SECONDS: Final = 0.01
 _FLUSH_SECONDS: Final = 0.05
 _RETRY_SECONDS: Final = 10.0
 
@@ -97,6 +98,7 @@ class Keeper:
         self._requests: RequestLog | None = None
         self._engine: KeepsEngine | None = None
         self._replay_seconds = 0.0  # what making the journal again would take, about
+        self._look_at_seconds = _WORTH_SECONDS  # how long that is when it is next compared with how long it may be
         self._snapshot_seconds = 0.0  # what the last snapshot took
         self._flush: asyncio.TimerHandle | None = None
         self._snapshot: asyncio.Task[None] | None = None
@@ -262,8 +264,9 @@ class Keeper:
 
     @property
     def _is_long(self) -> bool:
-        if self._replay_seconds < _WORTH_SECONDS:
+        if self._replay_seconds < self._look_at_seconds:
             return False
+        self._look_at_seconds = self._replay_seconds + _LOOK_SECONDS  # it takes a step for each partition
         partitions = () if self._catalog is None else map(self._catalog.get, self._catalog.names())
         samples = sum(partition.table.present_count for partition in partitions)
         worth = max(_WORTH_SECONDS, self._snapshot_seconds)
@@ -362,6 +365,7 @@ class Keeper:
                 puts=() if self._engine is None else self._engine.kept_records(),
             )
             self._replay_seconds = 0.0
+            self._look_at_seconds = _WORTH_SECONDS
             started_at = time.monotonic()
             await self._journal.durable()
             await asyncio.to_thread(write_snapshot, self._journal.snapshot_path(generation), frozen)
