@@ -254,7 +254,7 @@ class DiskFullError(ResourceExhaustedError):
 
 
 class DataLossError(TqError, RuntimeError):
-    """Committed bytes are gone: their storage service came back empty."""
+    """Committed bytes are gone: their storage service came back empty, or they are damaged on its disk."""
 
     reason = "DATA_LOSS"
 
