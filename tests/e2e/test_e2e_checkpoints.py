@@ -336,3 +336,19 @@ def test_what_a_durable_service_restored_outlives_it(tmp_path):
         server.process.wait()
         server.restart()
         assert facts(client) == expected
+
+
+def test_a_lease_runs_out_in_the_restored_service_though_nobody_asks(start_server, tmp_path):
+    before = start_server().client()
+    before.put({"x": torch.arange(4)}, partition_id="train")
+    before.get_meta(partition_id="train", task_name="t", data_fields=["x"], batch_size=4, lease=0.5)
+    before.checkpoint(str(tmp_path))
+    after = start_server().client()
+    after.restore(str(tmp_path))
+    for _ in range(600):
+        if after.describe_partition("train").tasks[0].leased_count == 0:
+            break
+        time.sleep(0.05)
+    assert after.describe_partition("train").tasks[0].leased_count == 0
+    again = after.get_meta(partition_id="train", task_name="t", data_fields=["x"], batch_size=4, lease=60.0)
+    assert (again.global_indexes, again.delivery_counts) == ([0, 1, 2, 3], [2, 2, 2, 2])

@@ -164,6 +164,7 @@ class Checkpoints:
         def appear() -> None:
             self._storages.adopt(puts)
             self._catalog.adopt(partitions)
+            self._catalog.start_leases()
             self._requests.thaw(answers)
             self._requests.once(request_id, lambda: answer)
 
