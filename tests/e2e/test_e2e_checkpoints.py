@@ -351,4 +351,4 @@ def test_a_lease_runs_out_in_the_restored_service_though_nobody_asks(start_serve
         time.sleep(0.05)
     assert after.describe_partition("train").tasks[0].leased_count == 0
     again = after.get_meta(partition_id="train", task_name="t", data_fields=["x"], batch_size=4, lease=60.0)
-    assert (again.global_indexes, again.delivery_counts) == ([0, 1, 2, 3], [2, 2, 2, 2])
+    assert (again.global_indexes, again.delivery_counts) == ([0, 1, 2, 3], (2, 2, 2, 2))
