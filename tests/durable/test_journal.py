@@ -3,13 +3,16 @@
 import asyncio
 import sqlite3
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from journal_support import (
     commit_each,
+    crashed,
     journal_threads,
     open_file_count,
     opened,
@@ -18,9 +21,11 @@ from journal_support import (
     wait_for_the_next_file,
 )
 
+from tq_service.durable import journal as journal_module
 from tq_service.durable.file_names import journal_path
 from tq_service.durable.journal import Journal
 from tq_service.durable.journal_file import JournalFile
+from tq_service.durable.journal_reader import JournalReader
 
 MODES = pytest.mark.parametrize("sync", [False, True], ids=["process", "disk"])
 
@@ -262,3 +267,18 @@ def test_any_order_of_calls_keeps_all_records(
     journal.close()
     for generation, count in since.items():
         assert read(directory, generation) == expected[count:]
+
+
+def test_the_file_that_is_made_meanwhile_is_not_taken_for_one_that_was_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = crashed(tmp_path / "journal", [b"one", b"two"])
+
+    class LateReader(JournalReader):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            time.sleep(0.5)  # upkeep, had it begun, would have made its file by now, and keeps it locked
+            super().__init__(*args, **kwargs)
+
+    monkeypatch.setattr(journal_module, "JournalReader", LateReader)
+    with opened(image) as journal:
+        assert replayed(journal) == [b"one", b"two"]

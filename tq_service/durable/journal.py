@@ -61,8 +61,9 @@ class Journal:
         remove_unfinished(directory)
         is_new = highest_number(directory) == 0
         numbers = itertools.count(highest_number(directory) + 1)
+        # The reader comes first: it takes note of the files that are there, and upkeep begins to make another one.
+        self._reader = JournalReader(directory, accept_loss=accept_loss, do_later=self._do_aside)
         self._upkeep = Upkeep(lambda: JournalFile(directory, next(numbers), sync=sync, make_room=self._reserve.give_up))
-        self._reader = JournalReader(directory, accept_loss=accept_loss, do_later=self._upkeep.do)
         if is_new:
             try:
                 self._start(0)
@@ -241,6 +242,9 @@ class Journal:
             )
         else:
             self._writer = DirectCommit(file, last_number + 1, on_left=self._upkeep.retire)
+
+    def _do_aside(self, job: Callable[[], object]) -> None:
+        self._upkeep.do(job)
 
     def _go_on(self, writer: DirectCommit | GroupCommit) -> int:
         file = self._upkeep.take()
