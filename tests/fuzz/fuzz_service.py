@@ -48,6 +48,7 @@ class FuzzedService:
         self.log = folder / "service.log"
         command = [sys.executable, "-m", "tq_service.cli", "serve", "--port", "0", "--log-level", "warning"]
         flags = ["--max-bytes", "1GiB", "--max-wait-cap-seconds", "0.01", "--shared-memory", "off"]
+        flags += ["--put-ttl-seconds", "86400"]  # what expires by itself would be taken for the work of a refused call
         flags += ["--storage-id", "fuzzed", "--no-allow-sampler-import"]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
