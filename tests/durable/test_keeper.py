@@ -214,3 +214,28 @@ def test_the_larger_the_state_the_shorter_the_journal_but_no_shorter_than_it_is_
     ((small, larger, largest),) = lives(tmp_path, lengths)
     assert small > larger > largest
     assert largest == pytest.approx(keeper_module._WORTH_SECONDS, abs=0.02)
+
+
+def test_a_snapshot_that_fails_by_a_fault_is_not_tried_again_at_once(tmp_path, monkeypatch, caplog):
+    tries = []
+
+    def faulty(path, frozen):
+        tries.append(path)
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(keeper_module, "_WORTH_SECONDS", 0.0)
+    monkeypatch.setattr(keeper_module, "_START_SECONDS", 0.0)
+    monkeypatch.setattr(keeper_module, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(keeper_module, "write_snapshot", faulty)
+
+    async def write_much(life):
+        for _ in range(20):
+            life.write(1)
+            while life.keeper._snapshot is not None:
+                await asyncio.wait([life.keeper._snapshot])
+        return life.state()
+
+    before, (after, _) = lives(tmp_path, write_much, look)
+    assert after == before
+    assert len(tries) <= 2  # one in each life
+    assert "a fault of the service" in caplog.text

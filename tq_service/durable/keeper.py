@@ -346,11 +346,15 @@ class Keeper:
         await asyncio.shield(self._snapshot)
 
     async def _try_snapshot(self) -> None:
+        self._retry_at = time.monotonic() + _RETRY_SECONDS
         try:
             await self._write_snapshot()
         except (OSError, TqError) as error:
-            self._retry_at = time.monotonic() + _RETRY_SECONDS
             _log.warning("no snapshot can be written (%s); the journal grows until one can", error)
+        except Exception:
+            _log.exception("no snapshot can be written, which is a fault of the service; the journal grows")
+        else:
+            self._retry_at = 0.0
 
     async def _write_snapshot(
         self,
