@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "domain"))
 
 from digest import digest
 from domain_support import insert, new_write
+from journal_support import wait_for_the_next_file
 
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.plan import RankPlan
@@ -101,6 +102,7 @@ def test_a_long_journal_is_replaced_by_a_snapshot(tmp_path, monkeypatch):
     monkeypatch.setattr(keeper_module, "_LOOK_SECONDS", 0.0)
 
     async def write_much(life):
+        wait_for_the_next_file(life.keeper._journal)
         for _ in range(120):
             life.write(1)
         async with asyncio.timeout(30):
@@ -229,6 +231,7 @@ def test_a_snapshot_that_fails_by_a_fault_is_not_tried_again_at_once(tmp_path, m
     monkeypatch.setattr(keeper_module, "write_snapshot", faulty)
 
     async def write_much(life):
+        wait_for_the_next_file(life.keeper._journal)
         for _ in range(20):
             life.write(1)
             while life.keeper._snapshot is not None:

@@ -188,6 +188,11 @@ class Journal:
         else:
             asyncio.get_running_loop().call_soon(self._try_flush)
 
+    @property
+    def has_next_file(self) -> bool:
+        """Whether `start_generation` returns at once, instead of waiting for the disk to make a file."""
+        return self._upkeep.is_ready
+
     def start_generation(self) -> int:
         """Go on in a new file, and return its number: a snapshot of what is now holds all that is in files before it.
 

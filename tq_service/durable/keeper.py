@@ -259,8 +259,13 @@ class Keeper:
         self._count(seconds)
         if self._flush is None:  # for changes that no call waits for, such as a lease that ran out
             self._flush = asyncio.get_running_loop().call_later(_FLUSH_SECONDS, self._flush_later)
-        if self._is_long and self._snapshot is None and time.monotonic() >= self._retry_at:
+        if self._is_long and self._may_snapshot:
             self._snapshot = asyncio.get_running_loop().create_task(self._try_snapshot())
+
+    @property
+    def _may_snapshot(self) -> bool:
+        is_idle = self._snapshot is None and time.monotonic() >= self._retry_at
+        return is_idle and self._journal.has_next_file  # else the loop would wait for the disk
 
     def _count(self, seconds: float) -> None:
         self._replay_seconds += seconds
