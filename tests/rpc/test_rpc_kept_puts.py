@@ -152,3 +152,18 @@ def test_keeping_puts_of_another_boot_is_refused(deployment: Deployment) -> None
     request = pb.KeepPutsRequest(boot_id=endpoint.boot_id, cells=[pb.PutCells(put_id=b"unknown")])
     answers = [deployment.storage.storage.KeepPuts(request) for _ in range(2)]
     assert answers[0] == answers[1] == pb.KeepPutsResponse(missing_put_ids=[b"unknown"])
+
+
+@pytest.mark.parametrize("counts", [[], [1, 1]])
+@pytest.mark.parametrize("name", ["KeepPuts", "FreeCells"])
+def test_cells_whose_rows_and_counts_do_not_fit_are_refused_and_nothing_is_dropped(start_server, name, counts):
+    server = start_server()
+    client = server.client()
+    meta = client.put({"x": torch.arange(4)}, partition_id="train")
+    boot_id = server.storage.Stat(pb.StatRequest()).storage.boot_id
+    cells = [pb.PutCells(put_id=b"p" * 16, first_rows=[0], row_counts=counts)]
+    request = getattr(pb, f"{name}Request")(boot_id=boot_id, cells=cells)
+    with pytest.raises(grpc.RpcError) as refused:
+        getattr(server.storage, name)(request)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert torch.equal(client.get_data(meta)["x"], torch.arange(4))

@@ -412,6 +412,12 @@ def _encode_shared(shared: Shared, offer_id: bytes) -> pb.SharedColumns:
 
 
 def _put_cells(cells: pb.PutCells) -> PutCells:
+    if len(cells.first_rows) != len(cells.row_counts):
+        raise InvalidArgumentError(
+            f"the cells of a put have {len(cells.first_rows)} first rows and {len(cells.row_counts)} counts; give "
+            f"one of each for each run, or neither for all rows",
+            field="cells",
+        )
     has_rows = len(cells.first_rows) > 0
     return PutCells(
         put_id=cells.put_id,
