@@ -53,3 +53,49 @@ def test_a_put_that_was_refused_goes_at_once_since_it_may_be_sent_again():
     with directory.holding_frees():
         directory.free([FreedCells(put=refused)])
         assert storage.freed == [(refused.put_id, None)]
+
+
+class Journal:
+    """Something that becomes durable when the test says so."""
+
+    def __init__(self):
+        self.waiting = []
+
+    def after_durable(self, callback):
+        self.waiting.append(callback)
+
+    def sync(self):
+        waiting, self.waiting = self.waiting, []
+        for callback in waiting:
+            callback()
+
+
+def elsewhere(journal):
+    """Return a directory whose only storage service is in another process, and that storage service."""
+    storage = FakeStorage()
+    directory = StorageDirectory(None, 2.0, Credentials(None, None, None), after_durable=journal.after_durable)
+    directory._storages["s"] = storage
+    return directory, storage
+
+
+def test_cells_elsewhere_stay_until_a_crash_cannot_bring_back_the_samples_that_had_them():
+    journal = Journal()
+    directory, storage = elsewhere(journal)
+    first, second = committed(directory), committed(directory)
+    directory.free([FreedCells(put=first)])
+    directory.free([FreedCells(put=second, field_names=("x",), rows=np.array([2]))])
+    assert storage.freed == []
+    assert directory.is_committed(first)
+    assert PutCells(put_id=first.put_id) in directory._known("s", b"b" * 16)  # nor may it be taken for unknown
+    journal.sync()
+    assert storage.freed == [(first.put_id, None), (second.put_id, [2])]
+    assert not directory.is_committed(first)
+    assert directory._known("s", b"b" * 16) == []
+
+
+def test_an_uncommitted_put_elsewhere_goes_at_once():
+    journal = Journal()
+    directory, storage = elsewhere(journal)
+    refused = Put("s", b"b" * 16, os.urandom(16))
+    directory.free([FreedCells(put=refused)])
+    assert storage.freed == [(refused.put_id, None)]

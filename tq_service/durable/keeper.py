@@ -305,6 +305,10 @@ class Keeper:
             raise
         self.is_stuck = False
 
+    def after_durable(self, callback: Callable[[], None]) -> None:
+        """Call something once all that was written down so far is durable: now, or later in order."""
+        self._journal.after_durable(callback)
+
     def _flush_later(self) -> None:
         self._flush = None
         if self._journal.is_behind:

@@ -226,6 +226,7 @@ class App:
             self._entrance.credentials,
             live_cells=self._catalog.live_cells,
             boot_id=None if self._keeper is None else self._keeper.identity.controller_boot_id,
+            after_durable=_at_once if self._keeper is None else self._keeper.after_durable,
         )
         self._requests = RequestLog(
             settings.request_record_seconds,
@@ -275,6 +276,10 @@ class App:
             await self._storages.close()
         if self._keeper is not None:
             await self._keeper.close()
+
+
+def _at_once(callback: Callable[[], None]) -> None:
+    callback()
 
 
 async def serve(settings: ServeSettings, *, announce: Callable[[str], None]) -> int:

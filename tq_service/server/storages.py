@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
@@ -138,6 +140,7 @@ class StorageDirectory:
         credentials: what this controller shows them.
         live_cells: returns the cells that samples have.
         boot_id: of this controller, the same over restarts where it keeps its state; None: a new one.
+        after_durable: calls something once all that has changed here so far cannot be lost any more.
     """
 
     def __init__(
@@ -148,6 +151,7 @@ class StorageDirectory:
         *,
         live_cells: Callable[[], Iterable[LiveCells]] = tuple,
         boot_id: bytes | None = None,
+        after_durable: Callable[[Callable[[], None]], None] = lambda callback: callback(),
     ) -> None:
         self.boot_id = os.urandom(16) if boot_id is None else boot_id
         self.embedded = embedded
@@ -160,6 +164,8 @@ class StorageDirectory:
         self._confirming: set[Put] = set()
         self._holder_count = 0
         self._held: list[FreedCells] = []
+        self._after_durable = after_durable
+        self._leaving: deque[Sequence[FreedCells]] = deque()  # given back as soon as that nobody needs them is durable
 
     @property
     def count(self) -> int:
@@ -197,7 +203,8 @@ class StorageDirectory:
         """Return the cells of a storage service that samples have, and puts whose commit is under way."""
         owner = (storage_id, boot_id)
         cells = [_put_cells(cells) for cells in self._live_cells() if cells.put[:2] == owner]
-        cells += [_put_cells(cells) for cells in self._held if cells.put[:2] == owner]
+        waiting = itertools.chain(self._held, *self._leaving)
+        cells += [_put_cells(cells) for cells in waiting if cells.put[:2] == owner]
         return cells + [PutCells(put_id=put.put_id) for put in self._confirming if put[:2] == owner]
 
     def place(self, size_bytes: int) -> Storage:
@@ -292,7 +299,23 @@ class StorageDirectory:
             freed = [each for each in freed if each.put not in self._committed]
         self._give_back(freed)
 
-    def _give_back(self, freed: Iterable[FreedCells]) -> None:
+    def _give_back(self, freed: Sequence[FreedCells]) -> None:
+        """Free cells, elsewhere once a crash of this controller cannot bring back samples that have them.
+
+        The embedded storage writes to the journal of the controller, after what the controller wrote.
+        """
+        own = None if self.embedded is None else self.embedded.storage_id
+        at_once: list[FreedCells] = []
+        late: list[FreedCells] = []
+        for each in freed:
+            may_come_back = each.put in self._committed and each.put.storage_id != own
+            (late if may_come_back else at_once).append(each)
+        self._free(at_once)
+        if late:
+            self._leaving.append(late)
+            self._after_durable(lambda: self._free(self._leaving.popleft()))
+
+    def _free(self, freed: Iterable[FreedCells]) -> None:
         cells_of: dict[str, list[PutCells]] = {}
         for each in freed:
             if each.rows is None:
