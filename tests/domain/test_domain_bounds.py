@@ -9,7 +9,7 @@ from domain_support import asks, insert, new_id, new_write, turns, update
 
 from tq_service.domain.bounds import Bounds
 from tq_service.domain.catalog import Catalog
-from tq_service.domain.cells import ColumnWrite
+from tq_service.domain.field_specs import ColumnWrite
 from tq_service.domain.partition import Partition
 from tq_service.domain.put_line import PutLine
 from tq_service.domain.writes import PartitionSettings

@@ -8,10 +8,11 @@ from domain_support import BOOT, new_id, turns
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tq_service.domain.cells import ColumnWrite, Put
+from tq_service.domain.field_specs import ColumnWrite
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import RankPlan
 from tq_service.domain.put_line import PutLine
+from tq_service.domain.puts import Put
 from tq_service.domain.writes import PartitionSettings, SampleWrite
 from tq_service.errors import CallCancelledError, ResourceExhaustedError
 from tq_service.schema import FieldSpec, Layout, MetaColumn, RunAhead, SampleState

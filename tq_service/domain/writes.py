@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tq_service.domain.cells import ColumnWrite, FreedCells, Put
+from tq_service.domain.cells import FreedCells
+from tq_service.domain.field_specs import ColumnWrite
 from tq_service.domain.plan import Indexes
+from tq_service.domain.puts import Put
 from tq_service.schema import FieldSpec, KeyMode, Layout, MetaColumn, RunAhead, SampleState
 
 

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from tq_service.domain.asking import Binding
-from tq_service.domain.cells import ColumnWrite, Put
 from tq_service.domain.custom_meta import Condition, Order
+from tq_service.domain.field_specs import ColumnWrite
 from tq_service.domain.plan import Indexes, Pack, RankPlan
+from tq_service.domain.puts import Put
 from tq_service.domain.writes import PartitionSettings, SampleWrite
 from tq_service.schema import MetaValue
 from tq_service.v1 import controller_service_pb2 as pb

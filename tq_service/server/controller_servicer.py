@@ -14,9 +14,10 @@ import numpy as np
 from tq_service.domain import queue_claims
 from tq_service.domain.asking import ClaimRequest
 from tq_service.domain.catalog import Catalog, check_name
-from tq_service.domain.cells import FreedCells, Put
+from tq_service.domain.cells import FreedCells
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes, RankPlan
+from tq_service.domain.puts import Put
 from tq_service.domain.requests import RequestLog
 from tq_service.domain.resolve import some
 from tq_service.domain.task import Task

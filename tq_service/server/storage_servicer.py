@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import grpc
 
 from tq_service.domain.catalog import check_name
-from tq_service.domain.cells import Put
+from tq_service.domain.puts import Put
 from tq_service.errors import (
     DataLossError,
     InvalidArgumentError,

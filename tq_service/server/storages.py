@@ -15,7 +15,8 @@ from typing import Protocol
 
 import numpy as np
 
-from tq_service.domain.cells import FreedCells, LiveCells, Put
+from tq_service.domain.cells import FreedCells, LiveCells
+from tq_service.domain.puts import Put
 from tq_service.errors import AlreadyExistsError, DataLossError, QuotaExceededError, UnavailableError
 from tq_service.server.bulk_calls import TakesCells
 from tq_service.server.remote_storage import Announced, RemoteStorage, Room, report_kept

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from tq_service.domain.catalog import Catalog, Claimed
-from tq_service.domain.cells import CellRuns, Put
+from tq_service.domain.cells import CellRuns
 from tq_service.domain.leases import Lease
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes, RankPlan
+from tq_service.domain.puts import Put
 from tq_service.domain.states import FAILED, HELD, LIVE
 from tq_service.domain.task import End, Task
 from tq_service.domain.writes import Written

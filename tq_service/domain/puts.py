@@ -1,0 +1,98 @@
+"""Puts that hold cells of a partition, counted by cells and bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tq_service.domain.frozen import FrozenPuts
+from tq_service.domain.slots import SlotTable
+
+
+class Put(NamedTuple):
+    """A put in the life of the storage service that took it."""
+
+    storage_id: str
+    boot_id: bytes
+    put_id: bytes
+
+
+class PutTable:
+    """The puts that hold cells of a partition, each counted by its cells and bytes; slots are used again.
+
+    Attributes:
+        used_bytes: bytes of all cells. Those of a put go with its cells: all with the last, of parts an equal share for
+            each cell, since sizes of single cells are known to the storage service only.
+    """
+
+    __slots__ = ("_bytes", "_cells", "_made", "_puts", "_slots", "used_bytes")
+
+    def __init__(self) -> None:
+        self._slots = SlotTable()
+        self._puts = self._slots.add_column(np.object_, None)
+        self._cells = self._slots.add_column(np.int64, 0)
+        self._made = self._slots.add_column(np.int64, 0)
+        self._bytes = self._slots.add_column(np.int64, 0)
+        self.used_bytes = 0
+
+    def add(self, put: Put, cells: int, value_bytes: int) -> int:
+        """Enter a put with so many cells of so many bytes together, and return its slot."""
+        self.used_bytes += value_bytes
+        slot = self._slots.take()
+        self._puts.write(slot, put)
+        self._cells.write(slot, cells)
+        self._made.write(slot, cells)
+        self._bytes.write(slot, value_bytes)
+        return slot
+
+    def get(self, slot: int) -> Put:
+        """Return the put of a slot in use."""
+        put: Put | None = self._puts[slot]
+        if put is None:
+            raise LookupError(f"put slot {slot} is free")
+        return put
+
+    def drop(self, slot: int, cells: int) -> bool:
+        """Count cells off; return whether the put has none left, and forget it then."""
+        cells_left, bytes_left = int(self._cells[slot]), int(self._bytes[slot])
+        gone_bytes = bytes_left * cells // cells_left
+        self.used_bytes -= gone_bytes
+        if cells_left > cells:
+            self._cells.write(slot, cells_left - cells)
+            self._bytes.write(slot, bytes_left - gone_bytes)
+            return False
+        self._slots.give_up(slot)
+        return True
+
+    def all(self) -> Iterable[Put]:
+        """Return all puts in use."""
+        return [put for put in self._puts[: self._slots.count] if put is not None]
+
+    def whole_and_parts(self) -> tuple[list[Put], NDArray[np.bool_]]:
+        """Return the puts that have all the cells they were made with, and by slot whether a put has some of them."""
+        count = self._slots.count
+        cells, made = self._cells[:count], self._made[:count]
+        whole = np.flatnonzero((cells == made) & (cells > 0))
+        return self._puts[:count][whole].tolist(), (cells < made) & (cells > 0)
+
+    def freeze(self) -> FrozenPuts:
+        """Return the puts as they are now."""
+        count = self._slots.count
+        return FrozenPuts(
+            puts=self._puts.freeze(count), cell_counts=self._cells.freeze(count),
+            made_cell_counts=self._made.freeze(count), value_bytes=self._bytes.freeze(count),
+        )  # fmt: skip
+
+    def thaw(self, frozen: FrozenPuts) -> None:
+        """Have the puts of another table; for one that has none."""
+        self._slots.thaw(frozen.puts.size)
+        for column, values in (
+            (self._puts, frozen.puts), (self._cells, frozen.cell_counts), (self._made, frozen.made_cell_counts),
+            (self._bytes, frozen.value_bytes),
+        ):  # fmt: skip
+            self._slots.thaw_column(column, values)
+        self._slots.find_free(self._puts)
+        self.used_bytes = int(self._bytes.data.sum())
