@@ -173,11 +173,15 @@ def test_lengths_are_those_of_the_first_ragged_dimension():
     """Also of rows that come dense, and where that dimension became ragged only with a later put."""
     train = partition()
     shape = (3, -1)
-    second = ColumnWrite(spec=spec(J, shape), extents=np.array([[5], [6]]))
+    second = ColumnWrite(spec=FieldSpec("x", dtype="int64", layout=J, row_shape=shape), extents=np.array([[5], [6]]))
     insert(train, 2, [second])
     insert(train, 1, [dense("x", 3, 7, dtype="int64")])
     assert lengths(train) == [5, 6, 7]
-    insert(train, 2, [ColumnWrite(spec=spec(J, (-1, 4)), extents=np.array([[1], [2]]))])
+    insert(
+        train,
+        2,
+        [ColumnWrite(spec=FieldSpec("x", dtype="int64", layout=J, row_shape=(-1, 4)), extents=np.array([[1], [2]]))],
+    )
     insert(train, 2, [second])
     assert train.cells.fields["x"].spec.row_shape == (-1, -1)
     assert lengths(train)[3:] == [1, 2, 3, 3]
