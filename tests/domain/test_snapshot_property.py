@@ -80,7 +80,7 @@ async def settled(driver):
     await driver.settle()
 
 
-async def compare(seed, steps, later, path):
+async def check_is_read_back_as_it_was(seed, steps, later, path):
     interleaving = Interleaving(seed)
     driver = interleaving.driver
     for name, step_seed in steps:
@@ -126,4 +126,4 @@ async def answer_alike(seed, driver, calls, one, other):
 def test_a_snapshot_is_the_catalog_as_it_was(tmp_path_factory, seed, steps, later):
     path = tmp_path_factory.getbasetemp() / "property.tqs"
     with mock.patch("os.fsync"):  # hundreds of which take minutes on a busy disk
-        asyncio.run(compare(seed, steps, later, path))
+        asyncio.run(check_is_read_back_as_it_was(seed, steps, later, path))

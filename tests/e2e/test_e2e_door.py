@@ -101,21 +101,25 @@ def _works(call: Callable[[], object]) -> bool:
 
 
 def test_tokens_are_taken_back_and_given_without_a_restart(
-    deployment: Deployment, client_kind: ClientKind, loop_thread: LoopThread
+    deployment: Deployment, client_kind: ClientKind, loop_thread: LoopThread, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = add_token(deployment.tokens, "first", ["admin"])
     client = deployment.client(client_kind, loop_thread, first)
     until(lambda: _works(client.list_partitions))
     before = deployment.tokens.read_text()
     replace(deployment.tokens, b"[[token")
-    time.sleep(0.2)
-    client.list_partitions()  # a broken file takes nothing back
+    until(lambda: caplog.text.count("the tokens read before stay valid") == 2)  # controller and storage service
+    assert _may(lambda: client.create_partition("a"))  # a broken file takes nothing back
     replace(deployment.tokens, before.replace('"first"', '"renamed"').replace("admin", "read").encode())
     until(lambda: not _may(lambda: client.create_partition("a")))
+    assert [partition.partition_id for partition in client.list_partitions()] == ["a"]
     replace(deployment.tokens, before.partition('[[token]]\nname = "first"')[0].encode())
     until(lambda: not _works(client.list_partitions))
     second = deployment.client(client_kind, loop_thread, add_token(deployment.tokens, "second", ["admin"]))
     until(lambda: _works(second.list_partitions))
+    assert _may(lambda: second.create_partition("b"))
+    with pytest.raises(tq.UnauthenticatedError):
+        client.list_partitions()
     client.close()
     second.close()
 

@@ -72,7 +72,7 @@ FRAMES = st.one_of(
 CODECS = [(decode_put_request, PutRequest), (decode_get_response, GetResponse)]
 
 
-def same_as_protobuf(decode: Any, kind: type[Message], data: bytes) -> None:
+def check_is_as_protobuf_reads(decode: Any, kind: type[Message], data: bytes) -> None:
     ours = decode(data)
     try:
         theirs: Any = kind.FromString(data)
@@ -93,7 +93,7 @@ def same_as_protobuf(decode: Any, kind: type[Message], data: bytes) -> None:
 def test_frames_are_read_as_protobuf_reads_them(inputs: list[bytes]) -> None:
     for decode, kind in CODECS:
         for data in inputs:
-            same_as_protobuf(decode, kind, data)
+            check_is_as_protobuf_reads(decode, kind, data)
 
 
 @fuzz(EXAMPLES)
@@ -112,9 +112,12 @@ def test_headers_of_streams(inputs: list[tuple[Any, bytes]]) -> None:
         try:
             receiver.write(memoryview(data))
             buffers = receiver.finish()
-            decode_columns(columns, buffers, as_torch=False)
+            values = decode_columns(columns, buffers, as_torch=False)
         except InvalidArgumentError:
             continue
+        assert len(data) == sum(column.value_bytes for column in columns)
+        assert list(values) == [column.spec.name for column in columns]
+        assert all(len(rows) == header.row_count for rows in values.values())
 
 
 ROWS: dict[str, Any] = {
@@ -166,7 +169,7 @@ def test_objects(inputs: list[bytes]) -> None:
             value = decode_object(data, as_torch=False)
         except InvalidArgumentError:
             continue
-        repr(value)
+        assert repr(decode_object(encode_object(value), as_torch=False)) == repr(value)
 
 
 @fuzz(EXAMPLES)

@@ -147,12 +147,14 @@ def test_a_clear_ends_the_wait(client: AnyClient, threads: ThreadPoolExecutor) -
 
 def test_a_client_that_leaves_leaves_the_line(server: LiveServer, client: AnyClient) -> None:
     client.create_partition("p", run_ahead=[tq.RunAhead(task_name="t", max_samples=1)])
-    client.insert("p", 1)
+    meta = client.insert("p", 1)
     request = pb.InsertRequest(request_id=new_id(), write=pb.SampleWrite(partition_id="p", row_count=1))
     call = server.controller.Insert.future(request, timeout=60)
     until(lambda: waiting(client) == 1)
     call.cancel()
     until(lambda: waiting(client) == 0)
+    client.put(metadata=meta, state="failed")
+    assert client.insert("p", 1).global_indexes == [1]  # the room and the index are not the cancelled call's
 
 
 def test_a_retry_takes_the_place_of_the_call_that_it_repeats(server: LiveServer, client: AnyClient) -> None:

@@ -20,6 +20,7 @@ class Clock:
         return self.now
 
     async def takes(self, seconds, answer=None):
+        await asyncio.sleep(0)  # a turn of the loop, in which a limit that has passed ends the step
         self.now += seconds
         return answer
 
@@ -37,9 +38,10 @@ async def never():
 
 async def test_what_moves_enough_may_go_on_for_longer_than_it_may_stall(clock):
     progress = Progress(SECONDS, "nothing came")
-    for _ in range(4):
-        await progress.wait_for(clock.takes(SECONDS * 0.9))
+    for part in range(4):
+        assert await progress.wait_for(clock.takes(SECONDS * 0.9, part)) == part
         progress.moved(LEAST_PROGRESS_BYTES)
+    assert clock.now > 3 * SECONDS
 
 
 async def test_a_drip_does_not_count(clock):
