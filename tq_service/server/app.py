@@ -24,6 +24,7 @@ from tq_service.samplers import PlanRunner, SamplerRegistry
 from tq_service.server import answers
 from tq_service.server.call_limits import RunningCalls, WaitingCalls
 from tq_service.server.checkpoints import Checkpoints
+from tq_service.server.commits import Commits
 from tq_service.server.controller_servicer import ControllerServicer
 from tq_service.server.entrance import Entrance
 from tq_service.server.error_boundary import ErrorBoundary
@@ -60,6 +61,7 @@ class App:
         self._engine: StorageEngine | None = None
         self._handover: HandoverServer | None = None
         self._requests: RequestLog | None = None
+        self._commits: Commits | None = None
         self._keeper: Keeper | None = None
         self._server = grpc.aio.server(
             options=[
@@ -133,9 +135,7 @@ class App:
             storage = StorageServicer(
                 self._engine,
                 address=address,
-                commit=None if controller is None else controller.commit,
-                admit=None if controller is None else controller.admit,
-                recorded_commit=None if controller is None else controller.recorded_commit,
+                commits=self._commits,
                 handover=self._handover,
                 stall_seconds=settings.stall_seconds,
                 waiting=self._waiting,
@@ -235,9 +235,13 @@ class App:
             max_bytes=settings.request_record_bytes,
             weigh=answers.weigh,
         )
+        self._commits = Commits(
+            catalog=self._catalog, requests=self._requests, storages=self._storages, waiting=self._waiting
+        )
         return ControllerServicer(
             catalog=self._catalog,
             requests=self._requests,
+            commits=self._commits,
             registry=SamplerRegistry(allow_import=settings.allow_sampler_import),
             runner=runner,
             storages=self._storages,

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import weakref
-from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import grpc
@@ -14,14 +12,11 @@ import numpy as np
 from tq_service.domain import queue_claims
 from tq_service.domain.asking import ClaimRequest
 from tq_service.domain.catalog import Catalog, check_name
-from tq_service.domain.cells import FreedCells
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes, RankPlan
-from tq_service.domain.puts import Put
 from tq_service.domain.requests import RequestLog
 from tq_service.domain.resolve import some
 from tq_service.domain.task import Task
-from tq_service.domain.writes import SampleWrite
 from tq_service.errors import (
     CellNotFoundError,
     DeadlineError,
@@ -29,20 +24,17 @@ from tq_service.errors import (
     InvalidArgumentError,
     KeyNotFoundError,
     LeaseExpiredError,
-    PreconditionError,
-    ResourceExhaustedError,
     nearest,
 )
 from tq_service.samplers import PlanRunner, SamplerRegistry
 from tq_service.server import from_proto, to_proto
 from tq_service.server.call_limits import WaitingCalls
 from tq_service.server.checkpoints import Checkpoints
-from tq_service.server.progress import wait_until
+from tq_service.server.commits import Commits
 from tq_service.server.remote_storage import Announced, Room
 from tq_service.server.storages import StorageDirectory
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import controller_service_pb2_grpc, metadata_pb2
-from tq_service.wire.columns import ColumnShape
 from tq_service.wire.metadata import decode_meta_columns
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -56,6 +48,7 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
         *,
         catalog: Catalog,
         requests: RequestLog,
+        commits: Commits,
         registry: SamplerRegistry,
         runner: PlanRunner,
         storages: StorageDirectory,
@@ -65,6 +58,7 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
     ) -> None:
         self._catalog = catalog
         self._requests = requests
+        self._commits = commits
         self._registry = registry
         self._runner = runner
         self._storages = storages
@@ -109,80 +103,10 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
     # Samples
 
     async def Insert(self, request: pb.InsertRequest, context: Context) -> pb.InsertResponse:
-        def change() -> pb.InsertResponse:
-            meta = self._write(request.write, from_proto.sample_write(request.write))
-            return pb.InsertResponse(meta=meta)
-
-        with await self.admit(request, 0, context):
-            return self._requests.once(request.request_id, change)
+        return await self._commits.insert(request, context)
 
     async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:
-        if not request.HasField("placement"):
-            if request.columns:
-                raise InvalidArgumentError("columns came without a placement; say where the put is", field="placement")
-            with await self.admit(request, 0, context):
-                return self.commit(request, None, ())
-        put, columns = from_proto.placement(request.placement), from_proto.put_columns(request)
-        try:
-            room = await self.admit(request, sum(column.value_bytes for column in columns), context)
-        except (ResourceExhaustedError, PreconditionError):
-            self._free_uncommitted(put)
-            raise
-        with room:
-            if self._requests.recorded(request.request_id) is None:
-                self._storages.check_uncommitted(put)
-                await self._storages.confirm(put, request.write.partition_id)
-            try:
-                return self.commit(request, put, columns)
-            except BaseException:
-                self._free_uncommitted(put)
-                raise
-
-    def _free_uncommitted(self, put: Put) -> None:
-        if not self._storages.is_committed(put):
-            self._storages.free([FreedCells(put=put)])
-
-    async def admit(
-        self, request: pb.InsertRequest | pb.CommitRequest, size_bytes: int, context: Context
-    ) -> contextlib.AbstractContextManager[object]:
-        """Wait until a partition has room for new samples; return what keeps it for the `with` that writes them.
-
-        Raises:
-            QuotaExceededError, RunAheadError: there was none until the call was about to end, or never is.
-            LimitExceededError: too many calls wait.
-        """
-        line = self._catalog.put_line(request.write.partition_id)
-        if line is None or self._requests.recorded(request.request_id) is not None:
-            return contextlib.nullcontext()
-        from_proto.check_request_id(request.request_id, "request_id")
-        self._catalog.get(request.write.partition_id, request.write.incarnation)
-        write = from_proto.sample_write(request.write)
-        with self._waiting.one(context):
-            grant = await line.enter(request.request_id, write, size_bytes, wait_until(context))
-        return grant or contextlib.nullcontext()
-
-    def commit(self, request: pb.CommitRequest, put: Put | None, columns: Sequence[ColumnShape]) -> pb.CommitResponse:
-        """Make the columns of a stored put visible in one step, once for each request_id."""
-
-        def change() -> pb.CommitResponse:
-            if put is None:
-                return pb.CommitResponse(meta=self._write(request.write, from_proto.sample_write(request.write)))
-            self._storages.check_uncommitted(put)
-            write = from_proto.sample_write(request.write, put, columns)
-            with self._storages.committing(put):
-                return pb.CommitResponse(meta=self._write(request.write, write))
-
-        return self._requests.once(request.request_id, change)
-
-    def recorded_commit(self, request_id: bytes) -> pb.CommitResponse | None:
-        """Return the answer of a commit that was made under this request_id."""
-        answer = self._requests.recorded(request_id)
-        return answer if isinstance(answer, pb.CommitResponse) else None
-
-    def _write(self, message: pb.SampleWrite, write: SampleWrite) -> metadata_pb2.BatchMeta:
-        partition, written = self._catalog.write(message.partition_id, message.incarnation, write)
-        self._storages.free(written.freed)
-        return to_proto.written_meta(partition, written)
+        return await self._commits.commit(request, context)
 
     async def SetCustomMeta(self, request: pb.SetCustomMetaRequest, context: Context) -> pb.SetCustomMetaResponse:
         def change() -> pb.SetCustomMetaResponse:

@@ -21,17 +21,19 @@ from tq_service.errors import (
 )
 from tq_service.server import from_proto
 from tq_service.server.call_limits import RETRY_AFTER_SECONDS, WaitingCalls
+from tq_service.server.commits import Commits
 from tq_service.server.handover import HandoverServer
 from tq_service.server.handover_session import Session
 from tq_service.server.progress import LEAST_PROGRESS_BYTES, Progress, received, wait_until
-from tq_service.storage.cells import PutCells, ReadRuns
+from tq_service.server.put_stream import Part, frame_of, progress_bytes, read_deposited, read_header
+from tq_service.server.storage_messages import get_header, put_cells, read_runs, shared_columns
 from tq_service.storage.engine import StorageEngine
 from tq_service.storage.pending_put import PendingPut
 from tq_service.storage.reading import Reading
 from tq_service.storage.sharing import Shared, shared_part
-from tq_service.v1 import controller_service_pb2, metadata_pb2
+from tq_service.v1 import metadata_pb2
 from tq_service.v1 import storage_service_pb2 as pb
-from tq_service.wire.columns import ColumnShape, decode_headers, encode_header
+from tq_service.wire.columns import ColumnShape, decode_headers
 from tq_service.wire.frames import (
     ROOM_FOR_DEPOSIT,
     ROOM_FOR_FRAMES,
@@ -39,7 +41,6 @@ from tq_service.wire.frames import (
     SMALL_GET_BYTES,
     SMALL_PUT_BYTES,
     FrameParts,
-    Garbled,
     decode_put_request,
     encode_get_response,
     iter_frames,
@@ -47,14 +48,6 @@ from tq_service.wire.frames import (
 
 _log = logging.getLogger(__name__)
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-Part = pb.PutHeader | pb.PutDeposited | memoryview | Garbled
-Commit = Callable[
-    [controller_service_pb2.CommitRequest, Put, Sequence[ColumnShape]], controller_service_pb2.CommitResponse
-]
-Admit = Callable[
-    [controller_service_pb2.CommitRequest, int, Context], Awaitable[contextlib.AbstractContextManager[object]]
-]
-RecordedCommit = Callable[[bytes], controller_service_pb2.CommitResponse | None]
 Receive = Callable[[PendingPut], Awaitable[None]]
 SERVICE = "tq_service.v1.StorageService"
 
@@ -65,10 +58,7 @@ class StorageServicer:
     Args:
         engine: holds the bytes.
         address: where clients reach this service; empty: at the address they used.
-        commit: makes a put visible, where the controller is in this process.
-        admit: waits until the partition of such a commit has room for so many bytes and its new samples, and keeps it
-            for the time of a `with`.
-        recorded_commit: returns the answer of a commit made earlier under a request_id.
+        commits: writes samples, where the controller is in this process.
         handover: takes and gives memory shared with clients of this host, where it can.
         stall_seconds: how long the client of a stream may neither send nor take anything.
         waiting: counts the calls that wait for room.
@@ -81,9 +71,7 @@ class StorageServicer:
         engine: StorageEngine,
         *,
         address: str = "",
-        commit: Commit | None = None,
-        admit: Admit | None = None,
-        recorded_commit: RecordedCommit | None = None,
+        commits: Commits | None = None,
         handover: HandoverServer | None = None,
         stall_seconds: float = 60.0,
         waiting: WaitingCalls | None = None,
@@ -91,13 +79,11 @@ class StorageServicer:
         max_uncommitted_puts: int = sys.maxsize,
     ) -> None:
         self._engine = engine
-        self._commit = commit
-        self._admit = admit
+        self._commits = commits
         self._stall_seconds = stall_seconds
         self._waiting = waiting or WaitingCalls()
         self._max_puts = max_puts
         self._max_uncommitted_puts = max_uncommitted_puts
-        self._recorded_commit = recorded_commit
         self._handover = handover
         self._endpoint = metadata_pb2.StorageEndpoint(
             storage_id=engine.storage_id, boot_id=engine.boot_id, address=address
@@ -130,19 +116,19 @@ class StorageServicer:
         async def receive_frames(pending: PendingPut) -> None:
             await context.send_initial_metadata(((ROOM_KEY, ROOM_FOR_FRAMES),))
             async for part in parts:
-                pending.write(_frame(part))
+                pending.write(frame_of(part))
 
         async def receive_deposit(pending: PendingPut, session: Session) -> None:
             with session.awaiting(header.put_id) as parcel:
                 await context.send_initial_metadata(((ROOM_KEY, ROOM_FOR_DEPOSIT),))
-                await _read_deposited(parts)
+                await read_deposited(parts)
                 try:
                     pending.adopt(parcel.take())
                 except OSError as error:
                     raise UnavailableError(f"the shared memory of a put cannot be used: {error}") from error
 
-        parts = received(parts, self._stall_seconds, _progress)
-        header = await _read_header(parts)
+        parts = received(parts, self._stall_seconds, progress_bytes)
+        header = await read_header(parts)
         session = self._session_for_put(header)
         if session is None:
             return await self._take(header, receive_frames, context)
@@ -210,9 +196,9 @@ class StorageServicer:
 
     async def _admitted(self, header: pb.PutHeader, context: Context) -> contextlib.AbstractContextManager[object]:
         """Wait until the partition has room for what the put's own commit adds; other puts wait with their Commit."""
-        if self._admit is None or not header.HasField("commit"):
+        if self._commits is None or not header.HasField("commit"):
             return contextlib.nullcontext()
-        return await self._admit(header.commit, header.size_bytes, context)
+        return await self._commits.admit(header.commit, header.size_bytes, context)
 
     def _check_put_counts(self, header: pb.PutHeader) -> None:
         """Refuse one put too many, other than one that is here already."""
@@ -230,21 +216,21 @@ class StorageServicer:
                 )
 
     def _recorded(self, header: pb.PutHeader) -> pb.PutResponse | None:
-        if self._commit is None or self._recorded_commit is None:
+        if self._commits is None:
             raise InvalidArgumentError(
                 "this storage service has no controller in its process; send Commit to the controller after the put",
                 field="commit",
             )
         from_proto.check_request_id(header.commit.request_id, "request_id")
-        recorded = self._recorded_commit(header.commit.request_id)
+        recorded = self._commits.recorded(header.commit.request_id)
         return None if recorded is None else pb.PutResponse(storage=self._endpoint, commit=recorded)
 
     def _done(self, header: pb.PutHeader, columns: Sequence[ColumnShape]) -> pb.PutResponse:
         """Answer a put whose bytes are all there; its commit makes it visible and stay in the same step."""
-        if not header.HasField("commit") or self._commit is None:
+        if not header.HasField("commit") or self._commits is None:
             return pb.PutResponse(storage=self._endpoint)
         put = Put(self._engine.storage_id, self._engine.boot_id, header.put_id)
-        answer = self._commit(header.commit, put, columns)
+        answer = self._commits.commit_stored(header.commit, put, columns)
         with contextlib.suppress(PutNotFoundError):  # all its samples have failed, and the commit freed it
             self._engine.confirm(header.put_id, header.partition_id)
         return pb.PutResponse(storage=self._endpoint, commit=answer)
@@ -258,13 +244,13 @@ class StorageServicer:
 
         progress = Progress(self._stall_seconds, f"fewer than {LEAST_PROGRESS_BYTES} bytes of the answer were taken")
         with await self._open(request) as reading:
-            header = _header(reading)
+            header = get_header(reading)
             session, shared = self._shared_part(request, reading)
             if session is None:
                 await send(header, iter_frames(reading.chunks()))
                 return
             with session.offering(shared.fds) as offer:
-                header.shared.MergeFrom(_encode_shared(shared, offer.offer_id))
+                header.shared.MergeFrom(shared_columns(shared, offer.offer_id))
                 await send(header, iter_frames(reading.chunks(shared.column_indexes)))
                 await progress.wait_for(offer.wait())
 
@@ -277,25 +263,16 @@ class StorageServicer:
             if size > SMALL_GET_BYTES:
                 return pb.GetSmallResponse(size_bytes=size)
             values = b"".join(reading.chunks(shared.column_indexes))
-            answer = pb.GetSmallResponse(header=_header(reading), values=values, size_bytes=size)
+            answer = pb.GetSmallResponse(header=get_header(reading), values=values, size_bytes=size)
             if session is not None:
                 offer = session.lend(shared.fds, stack.pop_all().close)
-                answer.header.shared.MergeFrom(_encode_shared(shared, offer.offer_id))
+                answer.header.shared.MergeFrom(shared_columns(shared, offer.offer_id))
             return answer
 
     async def _open(self, request: pb.GetRequest) -> Reading:
         self._check_boot(request.boot_id)
         await self._engine.check(request.put_ids)
-        runs = [
-            ReadRuns(
-                field_names=tuple(run.field_names),
-                put_indexes=from_proto.indexes(run.put_indexes),
-                first_rows=from_proto.indexes(run.first_rows),
-                row_counts=from_proto.indexes(run.row_counts),
-            )
-            for run in request.runs
-        ]
-        return self._engine.open_read(runs, list(request.put_ids))
+        return self._engine.open_read(list(map(read_runs, request.runs)), list(request.put_ids))
 
     def _shared_part(self, request: pb.GetRequest, reading: Reading) -> tuple[Session | None, Shared]:
         """Return what the client can take from shared memory, and the session for it; None where that is nothing."""
@@ -324,14 +301,14 @@ class StorageServicer:
 
     async def KeepPuts(self, request: pb.KeepPutsRequest, context: Context) -> pb.KeepPutsResponse:
         self._check_boot(request.boot_id)
-        kept = self._engine.keep([_put_cells(cells) for cells in request.cells])
+        kept = self._engine.keep([put_cells(cells) for cells in request.cells])
         if kept.dropped_count:
             _log.warning("dropped %d puts that the controller does not know", kept.dropped_count)
         return pb.KeepPutsResponse(missing_put_ids=kept.missing_put_ids, dropped_count=kept.dropped_count)
 
     async def FreeCells(self, request: pb.FreeCellsRequest, context: Context) -> pb.FreeCellsResponse:
         if request.boot_id == self._engine.boot_id:
-            self._engine.free([_put_cells(cells) for cells in request.cells])
+            self._engine.free([put_cells(cells) for cells in request.cells])
         return pb.FreeCellsResponse()
 
     def _check_boot(self, boot_id: bytes) -> None:
@@ -351,77 +328,3 @@ def _check_partition(header: pb.PutHeader) -> None:
             f"{header.commit.write.partition_id!r}; name the same in both",
             field="partition_id",
         )
-
-
-async def _read_header(parts: AsyncIterator[Part]) -> pb.PutHeader:
-    async for part in parts:
-        if isinstance(part, pb.PutHeader):
-            return part
-        raise InvalidArgumentError(f"a put must begin with its header, got {_name(part)}")
-    raise InvalidArgumentError("a put must begin with its header, got an empty stream")
-
-
-async def _read_deposited(parts: AsyncIterator[Part]) -> None:
-    async for part in parts:
-        if isinstance(part, pb.PutDeposited):
-            return
-        raise InvalidArgumentError(f"this put has room for a deposit; expected the note of it, got {_name(part)}")
-    raise InvalidArgumentError("this put has room for a deposit; expected the note of it, got the end of the stream")
-
-
-def _progress(part: Part) -> int:
-    """Return the bytes of a frame; what is no frame comes once."""
-    return len(part) if isinstance(part, memoryview) else LEAST_PROGRESS_BYTES
-
-
-def _frame(part: Part) -> memoryview:
-    if isinstance(part, memoryview):
-        return part
-    raise InvalidArgumentError(f"after the header of a put come frames, got {_name(part)}")
-
-
-def _name(part: Part) -> str:
-    match part:
-        case Garbled():
-            return part.reason
-        case pb.PutHeader():
-            return "a second header"
-        case pb.PutDeposited():
-            return "the note of a deposit, for which this put has no session"
-    return f"a frame of {len(part)} bytes"
-
-
-def _header(reading: Reading) -> pb.GetHeader:
-    return pb.GetHeader(row_count=reading.row_count, columns=map(encode_header, reading.headers))
-
-
-def _encode_shared(shared: Shared, offer_id: bytes) -> pb.SharedColumns:
-    return pb.SharedColumns(
-        offer_id=offer_id,
-        memory_count=len(shared.fds),
-        columns=[
-            pb.SharedColumn(
-                column_index=column.column_index,
-                memory_indexes=column.memory_indexes.tolist(),
-                starts=column.starts.tolist(),
-                sizes=column.sizes.tolist(),
-            )
-            for column in shared.columns
-        ],
-    )
-
-
-def _put_cells(cells: pb.PutCells) -> PutCells:
-    if len(cells.first_rows) != len(cells.row_counts):
-        raise InvalidArgumentError(
-            f"the cells of a put have {len(cells.first_rows)} first rows and {len(cells.row_counts)} counts; give "
-            f"one of each for each run, or neither for all rows",
-            field="cells",
-        )
-    has_rows = len(cells.first_rows) > 0
-    return PutCells(
-        put_id=cells.put_id,
-        field_names=tuple(cells.field_names),
-        first_rows=from_proto.indexes(cells.first_rows) if has_rows else None,
-        row_counts=from_proto.indexes(cells.row_counts) if has_rows else None,
-    )
