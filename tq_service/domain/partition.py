@@ -34,14 +34,13 @@ from tq_service.domain.groups import GroupTable
 from tq_service.domain.leases import Lease, LeaseTerms
 from tq_service.domain.lowest_version import LowestVersion
 from tq_service.domain.plan import Indexes, Plan, RankPlan
-from tq_service.domain.resolve import Target, resolve_target
+from tq_service.domain.resolve import Target, check_write, of_rows, resolve_target
 from tq_service.domain.rows import RowTable
 from tq_service.domain.states import CLEARED, FAILED, HELD, LIVE, STATE_CODES
 from tq_service.domain.task import End, Task
 from tq_service.domain.writes import PartitionSettings, SampleWrite, Written
 from tq_service.errors import (
     InvalidArgumentError,
-    SampleFailedError,
     SampleNotFoundError,
     StaleIncarnationError,
     TaskNotFoundError,
@@ -100,7 +99,7 @@ class Partition:
     def write(self, write: SampleWrite) -> Written:
         """Add samples or write to existing ones, in one step or not at all."""
         target = resolve_target(self, write)
-        specs = self._check(write, target)
+        specs = check_write(self, write, target)
         new_positions = self._add_rows(write, target)
         positions = target.positions.copy()
         positions[target.is_new] = np.arange(new_positions.start, new_positions.stop)
@@ -116,35 +115,6 @@ class Partition:
             self.tell(SamplesWritten(partition_id=self.partition_id, write=write))
         return Written(global_indexes=indexes, specs=tuple(specs), freed=freed)
 
-    def _check(self, write: SampleWrite, target: Target) -> list[FieldSpec]:
-        specs = self.cells.merged_specs(write.columns)
-        self.meta.check(write.meta, write.row_count)
-        if write.groups is not None:
-            self._check_groups(write, target)
-        if write.state is not None and write.state is not SampleState.FAILED:
-            self._check_not_failed(target.positions[~target.is_new])
-        return specs
-
-    def _check_groups(self, write: SampleWrite, target: Target) -> None:
-        groups = write.groups or ()
-        old = np.flatnonzero(~target.is_new)
-        for where, known in zip(old.tolist(), self.groups.names_of(target.positions[old]), strict=True):
-            if groups[where] and groups[where] != known:
-                raise InvalidArgumentError(
-                    f"sample {int(self.table.index.data[target.positions[where]])} is in group {known!r}, got "
-                    f"{groups[where]!r}; groups are given when a sample is inserted and stay",
-                    field="groups",
-                )
-        self.groups.check(_of_rows(groups, target.is_new), write.group_size)
-
-    def _check_not_failed(self, positions: Indexes) -> None:
-        failed = positions[self.state.data[positions] == FAILED]
-        if failed.size:
-            raise SampleFailedError(
-                f"sample {int(self.table.index.data[failed[0]])} of partition {self.partition_id!r} has failed, "
-                f"which is final; insert a new sample in its place"
-            )
-
     def _add_rows(self, write: SampleWrite, target: Target) -> slice:
         count = int(np.count_nonzero(target.is_new))
         code = STATE_CODES[write.state or SampleState.LIVE]
@@ -155,11 +125,11 @@ class Partition:
         self.state_counts[code] += count
         self.insert_step = gcd(self.insert_step, count)
         if write.keys is not None:
-            names = _of_rows(write.keys, target.is_new)
+            names = of_rows(write.keys, target.is_new)
             self.key.write(added, names)
             self.key_index.update(zip(names, range(self.table.next_index - count, self.table.next_index), strict=True))
         if write.groups is not None:
-            names, positions = _of_rows(write.groups, target.is_new), np.arange(added.start, added.stop)
+            names, positions = of_rows(write.groups, target.is_new), np.arange(added.start, added.stop)
             self.groups.add(names, write.group_size, positions, held=code == HELD, failed=code == FAILED)
         if code != FAILED:
             for task in self.tasks.values():
@@ -459,8 +429,3 @@ class Partition:
     def _consumed(self) -> None:
         for notify in self.on_consumed:
             notify()
-
-
-def _of_rows(names: Sequence[str], which: NDArray[np.bool_]) -> Sequence[str]:
-    """Return the names of some rows of a write; usually all of them are meant."""
-    return names if which.all() else [names[i] for i in np.flatnonzero(which).tolist()]

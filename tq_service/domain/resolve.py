@@ -1,8 +1,9 @@
-"""Which rows a write means: named by index, by key, or new."""
+"""Which rows a write means, named by index, by key, or new, and whether they take it. Nothing is changed here."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.domain.plan import Indexes
-from tq_service.errors import AlreadyExistsError, InvalidArgumentError, KeyNotFoundError, PartitionSealedError, nearest
+from tq_service.domain.states import FAILED
+from tq_service.errors import (
+    AlreadyExistsError,
+    InvalidArgumentError,
+    KeyNotFoundError,
+    PartitionSealedError,
+    SampleFailedError,
+    nearest,
+)
+from tq_service.schema import FieldSpec, SampleState
 
 if TYPE_CHECKING:
     from tq_service.domain.partition import Partition
@@ -44,6 +54,44 @@ def resolve_target(partition: Partition, write: SampleWrite) -> Target:
             f"use another partition"
         )
     return Target(positions=positions, is_new=is_new)
+
+
+def check_write(partition: Partition, write: SampleWrite, target: Target) -> list[FieldSpec]:
+    """Return the specs that the written fields have afterwards; raises where the rows do not take what is written."""
+    specs = partition.cells.merged_specs(write.columns)
+    partition.meta.check(write.meta, write.row_count)
+    if write.groups is not None:
+        _check_groups(partition, write, target)
+    if write.state is not None and write.state is not SampleState.FAILED:
+        _check_not_failed(partition, target.positions[~target.is_new])
+    return specs
+
+
+def of_rows(names: Sequence[str], which: NDArray[np.bool_]) -> Sequence[str]:
+    """Return the names of some rows of a write; usually all of them are meant."""
+    return names if which.all() else [names[i] for i in np.flatnonzero(which).tolist()]
+
+
+def _check_groups(partition: Partition, write: SampleWrite, target: Target) -> None:
+    groups = write.groups or ()
+    old = np.flatnonzero(~target.is_new)
+    for where, known in zip(old.tolist(), partition.groups.names_of(target.positions[old]), strict=True):
+        if groups[where] and groups[where] != known:
+            raise InvalidArgumentError(
+                f"sample {int(partition.table.index.data[target.positions[where]])} is in group {known!r}, got "
+                f"{groups[where]!r}; groups are given when a sample is inserted and stay",
+                field="groups",
+            )
+    partition.groups.check(of_rows(groups, target.is_new), write.group_size)
+
+
+def _check_not_failed(partition: Partition, positions: Indexes) -> None:
+    failed = positions[partition.state.data[positions] == FAILED]
+    if failed.size:
+        raise SampleFailedError(
+            f"sample {int(partition.table.index.data[failed[0]])} of partition {partition.partition_id!r} has failed, "
+            f"which is final; insert a new sample in its place"
+        )
 
 
 def _check_counts(write: SampleWrite) -> None:
