@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
-from tq_service.errors import DataLossError, InvalidArgumentError, PutNotFoundError, QuotaExceededError
+from tq_service.errors import InvalidArgumentError, PutNotFoundError, QuotaExceededError
 from tq_service.schema import FieldSpec
 from tq_service.storage.admission import RETRY_AFTER_SECONDS, Admission
 from tq_service.storage.cells import PutCells, ReadRuns
@@ -25,16 +25,15 @@ from tq_service.storage.pool import RegionPool
 from tq_service.storage.put_table import PutTable
 from tq_service.storage.reading import Reading, open_reading
 from tq_service.storage.region import Region
+from tq_service.storage.segment_checks import check_sound
 from tq_service.storage.segments import Segment, SegmentFiles
 from tq_service.storage.shared_region import SharedRegion
-from tq_service.storage.stored_put import StoredPut, stored_bytes, tables_size
+from tq_service.storage.stored_put import StoredPut, check_put, stored_bytes, tables_size
 from tq_service.v1.journal_pb2 import PutKept
 from tq_service.wire.columns import ColumnShape
 from tq_service.wire.shared_memory import place_columns
 
 _KNOWN_SPECS: Final = 4096
-_MOST_NAMED: Final = 5
-_MOST_TOLD: Final = 100  # the metadata of an answer has room for about twice as many
 
 
 class StorageEngine:
@@ -125,7 +124,7 @@ class StorageEngine:
             DiskFullError: the disk has no room.
             CallCancelledError: a retry of the same put took over while this call waited.
         """
-        _check_headers(put_id, headers, row_count)
+        check_put(put_id, headers, row_count)
         if put_id in self._puts:
             self._check_partition(put_id, partition_id)
             return PendingPut.completed(put_id)
@@ -280,8 +279,7 @@ class StorageEngine:
             InvalidArgumentError: rows outside a put, or row counts that differ between fields.
             DataLossError: the bytes of a put are damaged.
         """
-        if self.damaged:
-            self._check_damage(put_ids)
+        check_sound(put_ids, self.damaged, self.storage_id)
         return open_reading(self._pool, self._puts, runs, put_ids)
 
     @property
@@ -338,20 +336,6 @@ class StorageEngine:
         if self._durability is None:
             raise RuntimeError("this engine has no files to keep puts in")
         return self._durability
-
-    def _check_damage(self, put_ids: Sequence[bytes]) -> None:
-        lost = [put_id for put_id in put_ids if put_id in self.damaged]
-        if lost:
-            names = ", ".join(put_id.hex() for put_id in lost[:_MOST_NAMED])
-            more = f" and {len(lost) - _MOST_NAMED} more" if len(lost) > _MOST_NAMED else ""
-            raise DataLossError(
-                f"storage service {self.storage_id!r} has lost the bytes of put {names}{more}: "
-                f"{self.damaged[lost[0]]}; put them again, or clear them",
-                metadata={
-                    "storage_id": self.storage_id,
-                    "put_ids": ",".join(put_id.hex() for put_id in lost[:_MOST_TOLD]),
-                },
-            )
 
     # Parts of the above
 
@@ -440,17 +424,3 @@ class StorageEngine:
                 wanted -= gain
             if wanted <= 0:
                 return
-
-
-def _check_headers(put_id: bytes, headers: Sequence[ColumnShape], row_count: int) -> None:
-    if not 1 <= len(put_id) <= 64:
-        raise InvalidArgumentError(f"put_id has {len(put_id)} bytes; expected 16 random bytes", field="put_id")
-    names = [header.spec.name for header in headers]
-    if not names or len(set(names)) != len(names):
-        raise InvalidArgumentError(f"expected at least one column, each name once; got {names}", field="columns")
-    for header in headers:
-        header.validate()
-        if header.row_count != row_count:
-            raise InvalidArgumentError(
-                f"field {header.spec.name!r} has {header.row_count} rows, the put says {row_count}", field="row_count"
-            )

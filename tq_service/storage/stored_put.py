@@ -14,7 +14,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.errors import FieldNotFoundError, PutNotFoundError, nearest
+from tq_service.errors import FieldNotFoundError, InvalidArgumentError, PutNotFoundError, nearest
 from tq_service.schema import FieldSpec
 from tq_service.storage.cells import Rows, expand_runs
 from tq_service.storage.region import Region
@@ -138,6 +138,25 @@ class StoredColumn:
 def table_bytes(spec: FieldSpec) -> int:
     """Return the bytes of tables that one row of a field takes."""
     return 0 if fixed_row_bytes(spec) is not None else 8 * (extent_count(spec) + 1)
+
+
+def check_put(put_id: bytes, headers: Sequence[ColumnShape], row_count: int) -> None:
+    """Check what a put says of itself.
+
+    Raises:
+        InvalidArgumentError: its id is no id, it has no columns, or they do not fit its number of rows.
+    """
+    if not 1 <= len(put_id) <= 64:
+        raise InvalidArgumentError(f"put_id has {len(put_id)} bytes; expected 16 random bytes", field="put_id")
+    names = [header.spec.name for header in headers]
+    if not names or len(set(names)) != len(names):
+        raise InvalidArgumentError(f"expected at least one column, each name once; got {names}", field="columns")
+    for header in headers:
+        header.validate()
+        if header.row_count != row_count:
+            raise InvalidArgumentError(
+                f"field {header.spec.name!r} has {header.row_count} rows, the put says {row_count}", field="row_count"
+            )
 
 
 def stored_bytes(columns: Sequence[ColumnShape], *, shared: bool = False) -> int:
