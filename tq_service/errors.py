@@ -6,9 +6,11 @@ say what was got, what was expected and what to do.
 
 from __future__ import annotations
 
+import bisect
 import difflib
-from collections.abc import Iterable, Mapping
-from typing import ClassVar
+import itertools
+from collections.abc import Collection, Mapping
+from typing import ClassVar, Final
 
 
 class TqError(Exception):
@@ -319,14 +321,24 @@ class ForkedClientError(TqError, RuntimeError):
     reason = "FORKED_CLIENT"
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+# Names are chosen by clients, and comparing them is work for the event loop: of many names, or long ones, only some.
+_MOST_SORTED: Final = 10_000
+_MOST_COMPARED: Final = 128
+_MOST_COMPARED_CHARACTERS: Final = 64
+
+
+def nearest(name: str, known: Collection[str]) -> str:
     """Return a clause that names what is known and close to `name`, for the end of a NOT_FOUND message."""
-    candidates = sorted(known)
-    if not candidates:
+    if not known:
         return "none is known yet"
-    close = difflib.get_close_matches(name, candidates, n=3, cutoff=0.4) or candidates[:5]
+    name = name[:_MOST_COMPARED_CHARACTERS]
+    candidates = sorted(itertools.islice(known, _MOST_SORTED))
+    first = max(0, bisect.bisect(candidates, name) - _MOST_COMPARED // 2)
+    compared = {each[:_MOST_COMPARED_CHARACTERS]: each for each in candidates[first : first + _MOST_COMPARED]}
+    similar = difflib.get_close_matches(name, compared, n=3, cutoff=0.4)
+    close = [compared[each] for each in similar] or candidates[:5]
     return (
         "known: "
         + ", ".join(repr(candidate) for candidate in close)
-        + (f" and {len(candidates) - len(close)} more" if len(candidates) > len(close) else "")
+        + (f" and {len(known) - len(close)} more" if len(known) > len(close) else "")
     )
