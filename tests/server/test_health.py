@@ -9,6 +9,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tq_service.config import ServeSettings
 from tq_service.server.app import App
+from tq_service.server.call_limits import RunningCalls
 from tq_service.server.error_boundary import ErrorBoundary
 from tq_service.server.health import Health
 
@@ -17,9 +18,9 @@ NAMES = ["", "one", "two"]
 
 
 @contextlib.asynccontextmanager
-async def serving(health):
+async def serving(health, calls=None):
     server = grpc.aio.server()
-    health_pb2_grpc.add_HealthServicer_to_server(health, ErrorBoundary(server))
+    health_pb2_grpc.add_HealthServicer_to_server(health, ErrorBoundary(server, calls))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -82,3 +83,32 @@ async def test_an_open_watch_does_not_hold_up_the_end():
         async with asyncio.timeout(60):
             await app.stop(grace_seconds=3600)
         assert (await watch.read()).status == Status.NOT_SERVING
+
+
+async def test_watches_do_not_count_as_calls_of_others():
+    health, calls = Health(), RunningCalls(1)
+    health.add(NAMES)
+    async with serving(health, calls) as stub:
+        watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(2)]
+        assert [(await watch.read()).status for watch in watches] == [Status.NOT_SERVING] * 2
+        assert calls.count == 0
+        assert not calls.is_full
+        for watch in watches:
+            watch.cancel()
+
+
+async def test_there_are_so_many_watches_and_no_more():
+    health = Health(most_watches=2)
+    health.add(NAMES)
+    async with serving(health) as stub:
+        watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(2)]
+        assert [(await watch.read()).status for watch in watches] == [Status.NOT_SERVING] * 2
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await stub.Watch(health_pb2.HealthCheckRequest()).read()
+        assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await statuses(stub) == [Status.NOT_SERVING] * 3
+        watches[0].cancel()
+        async with asyncio.timeout(60):
+            while health._watch_count > 1:
+                await asyncio.sleep(0.01)
+        assert (await stub.Watch(health_pb2.HealthCheckRequest()).read()).status == Status.NOT_SERVING

@@ -143,7 +143,7 @@ def _unary(
 ) -> Callable[..., Awaitable[Any]]:
     if state is not None:
         behavior = settled(behavior, state, fills_disk=method in _FILL_THE_DISK)
-    weight = 0 if method in OPEN_METHODS else 1
+    weight = _weight(method)
 
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         calls.count += weight
@@ -161,8 +161,10 @@ def _unary(
 
 
 def _streaming(behavior: Callable[..., Any], method: str, calls: RunningCalls) -> Callable[..., AsyncIterator[Any]]:
+    weight = _weight(method)
+
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-        calls.count += 1
+        calls.count += weight
         try:
             _refuse_garbage(request)
             async with contextlib.aclosing(behavior(request, context)) as responses:
@@ -173,9 +175,14 @@ def _streaming(behavior: Callable[..., Any], method: str, calls: RunningCalls) -
         except Exception as error:
             await _abort(context, error, method, calls)
         finally:
-            calls.count -= 1
+            calls.count -= weight
 
     return call
+
+
+def _weight(method: str) -> int:
+    """Return what a call counts: probes need no token, so they must not be able to fill the place of others."""
+    return 0 if method in OPEN_METHODS else 1
 
 
 def _refuse_garbage(request: Any) -> None:

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
-from typing import Any, TypeAlias
+import contextlib
+from collections.abc import AsyncIterator, Iterable, Iterator
+from typing import Any, Final, TypeAlias
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tq_service.errors import NotFoundError, UnavailableError, nearest
+from tq_service.errors import LimitExceededError, NotFoundError, UnavailableError, nearest
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+_RETRY_AFTER_SECONDS: Final = 1.0
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # comes without types
     """Says of each service of this process whether it takes calls; "" is the process as a whole.
 
     Each is NOT_SERVING from `add` to `serve`, and from `drain` to the end.
+
+    Args:
+        most_watches: how many watches there may be: they need no token, so nothing else bounds them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_watches: int = 1024) -> None:
+        self._most_watches = most_watches
+        self._watch_count = 0
         self._statuses: dict[str, Any] = {}
         self._changed = asyncio.Event()
         self._is_draining = False
@@ -59,15 +66,31 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # comes wit
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         """Answer the status of a service now, and whenever it changes."""
         told = None
-        while True:
-            changed = self._changed
-            status = self._statuses.get(request.service, health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
-            if status != told:
-                told = status
-                yield health_pb2.HealthCheckResponse(status=status)
-            if self._is_draining:
-                raise UnavailableError("the server is draining; watch it again when it is back")
-            await changed.wait()
+        with self._one_watch():
+            while True:
+                changed = self._changed
+                status = self._statuses.get(request.service, health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
+                if status != told:
+                    told = status
+                    yield health_pb2.HealthCheckResponse(status=status)
+                if self._is_draining:
+                    raise UnavailableError("the server is draining; watch it again when it is back")
+                await changed.wait()
+
+    @contextlib.contextmanager
+    def _one_watch(self) -> Iterator[None]:
+        if self._watch_count >= self._most_watches:
+            raise LimitExceededError(
+                f"there are {self._watch_count} watches of the health of this process, which is the most; call Check, "
+                "or watch later",
+                retry_after_seconds=_RETRY_AFTER_SECONDS,
+                metadata={"limit_name": "watches", "limit": str(self._most_watches)},
+            )
+        self._watch_count += 1
+        try:
+            yield
+        finally:
+            self._watch_count -= 1
 
     @property
     def _names(self) -> list[str]:
