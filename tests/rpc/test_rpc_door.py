@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -24,6 +25,8 @@ from tq_service.server.permissions import Rule, rules
 from tq_service.server.tokens import ROLES
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import storage_service_pb2 as storage_pb
+from tq_service.wire.columns import encode_header
+from tq_service.wire.encoding import encode_columns
 
 _FILES = (pb.DESCRIPTOR, storage_pb.DESCRIPTOR)
 _METHODS = {
@@ -269,6 +272,47 @@ def test_errors_name_no_partitions_of_others(guarded: Guarded) -> None:
         with pytest.raises(tq.PartitionNotFoundError) as caught:
             client.describe_partition("secret/trai")
         assert (_SECRET in str(caught.value)) is is_named
+
+
+@pytest.mark.parametrize("name", ["Put", "PutSmall"])
+@pytest.mark.parametrize(("prefix", "is_named"), [("secret/", False), ("", True)])
+def test_errors_of_puts_name_no_partitions_of_others(guarded: Guarded, name: str, prefix: str, is_named: bool) -> None:
+    rule = _RULES[f"/tq_service.v1.StorageService/{name}"]
+    column = encode_columns({"x": np.zeros(1)})[0]
+    header = storage_pb.PutHeader(
+        put_id=request_id(), row_count=1, partition_id="secret/trai", columns=[encode_header(column)], size_bytes=8
+    )
+    write = pb.SampleWrite(partition_id="secret/trai", row_count=1, keys=["k0"], key_mode=pb.KEY_MODE_EXISTING)
+    header.commit.CopyFrom(pb.CommitRequest(request_id=request_id(), write=write))
+    small = storage_pb.PutSmallRequest(header=header, values=bytes(8))
+    parts = [storage_pb.PutRequest(header=header), storage_pb.PutRequest(frame=bytes(8))]
+    metadata = bearer(guarded.token(rule, (prefix,)))
+    with pytest.raises(grpc.RpcError) as caught:
+        if name == "Put":
+            guarded.live.storage.Put(iter(parts), metadata=metadata, timeout=20)
+        else:
+            guarded.live.storage.PutSmall(small, metadata=metadata, timeout=20)
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    assert (_SECRET in caught.value.details()) is is_named
+
+
+def test_a_stream_that_does_not_begin_is_ended(start_server: StartServer, tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens.toml"
+    secret = add_token(tokens, "rollouts", ["produce"])
+    live = start_server(tokens_file=str(tokens), stall_seconds=0.5)
+    is_over = threading.Event()
+
+    def nothing() -> Iterator[storage_pb.PutRequest]:
+        is_over.wait(60)
+        yield from ()
+
+    try:
+        with pytest.raises(grpc.RpcError) as caught:
+            live.storage.Put(nothing(), metadata=bearer(secret), timeout=30)
+    finally:
+        is_over.set()
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert "did not come within 0.5 s" in caught.value.details()
 
 
 def test_names_cannot_forge_lines(guarded: Guarded, audit: Callable[[], list[AuditLine]]) -> None:

@@ -28,12 +28,16 @@ class Door:
         rules: what a call of each method needs; a method without a rule is refused.
         audit: where refusals and administrative calls are written.
         tokens: the tokens that are valid; None: everybody may do everything.
+        stall_seconds: how long the first message of a stream may take, by which it is let in or not.
     """
 
-    def __init__(self, rules: Mapping[str, Rule], audit: Audit, tokens: TokenFile | None = None) -> None:
+    def __init__(
+        self, rules: Mapping[str, Rule], audit: Audit, tokens: TokenFile | None = None, *, stall_seconds: float = 60.0
+    ) -> None:
         self._rules = rules
         self._audit = audit
         self._tokens = tokens
+        self._stall_seconds = stall_seconds
         self._open = Entry()
         self._without_rules = Entry(self._open_gate)
         self._missing = Entry(lambda method: self._shut_gate(method, _NO_TOKEN, "no token"))
@@ -95,7 +99,16 @@ class Door:
                 f"{listed(token.prefixes)}",
                 metadata={"token": token.name, "needed_prefix": ALL_PARTITIONS},
             )
-        return Gate(method, self._audit, rule=rule, token=token, refusal=refusal, reason=reason, token_name=token.name)
+        return Gate(
+            method,
+            self._audit,
+            rule=rule,
+            token=token,
+            refusal=refusal,
+            reason=reason,
+            token_name=token.name,
+            stall_seconds=self._stall_seconds,
+        )
 
 
 class Entry:

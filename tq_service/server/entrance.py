@@ -80,7 +80,7 @@ class Entrance:
         Args:
             partition_of: returns the partition of a complete put of this storage service, None for one not here.
         """
-        return Door(rules(partition_of), self._audit, self._tokens)
+        return Door(rules(partition_of), self._audit, self._tokens, stall_seconds=self._settings.stall_seconds)
 
     async def watch(self) -> None:
         """Follow the files of certificate and tokens, and write what the audit log counted, until cancelled."""

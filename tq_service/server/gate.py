@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from typing import Any, Literal, NoReturn, TypeAlias, cast
 
 import grpc
@@ -10,6 +11,7 @@ import grpc
 from tq_service.errors import PartitionNotFoundError, PermissionDeniedError, TqError, UnauthenticatedError
 from tq_service.server.audit import Audit, AuditLine, shown_peer
 from tq_service.server.permissions import Rule
+from tq_service.server.progress import Progress
 from tq_service.server.tokens import ALL_PARTITIONS, Token
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -27,6 +29,7 @@ class Gate:
         refusal: the error of all calls, where they are refused whatever they ask for.
         reason: why they are, for the audit log.
         token_name: whose token it is, where that is known.
+        stall_seconds: how long the first message of a stream may take, by which it is let in or not.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class Gate:
         refusal: TqError | None = None,
         reason: str = "",
         token_name: str = "",
+        stall_seconds: float = 60.0,
     ) -> None:
         self._method = method
         self._audit = audit
@@ -47,6 +51,7 @@ class Gate:
         self._refusal = refusal
         self._reason = reason
         self._token_name = token_name
+        self._stall_seconds = stall_seconds
 
     def guard(self, handler: Handler) -> Handler:
         """Return a handler that makes each call pass here first."""
@@ -95,11 +100,17 @@ class Gate:
             answer.partitions.extend(covered)
         return answer
 
-    def _told(self, error: PartitionNotFoundError) -> PartitionNotFoundError:
-        """Return what the caller may know of an error whose text names partitions like the one that was asked for."""
-        if self._token is None or ALL_PARTITIONS in self._token.prefixes:
-            return error
-        return PartitionNotFoundError("there is no such partition; list_partitions shows those this token is for")
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Tell of errors what the caller may know: the text of one names partitions like the one that was asked for."""
+        try:
+            yield
+        except PartitionNotFoundError:
+            if self._token is None or ALL_PARTITIONS in self._token.prefixes:
+                raise
+            raise PartitionNotFoundError(
+                "there is no such partition; list_partitions shows those this token is for"
+            ) from None
 
     def _refuse(self, refusal: TqError, reason: str, context: Context, named: Iterable[str]) -> NoReturn:
         self._audit.note(self._line("refused", context, named, reason))
@@ -126,18 +137,18 @@ class Gate:
     def _unary(self, behavior: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         async def call(request: Any, context: Context) -> Any:
             self.enter(request, context)
-            try:
+            with self._telling():
                 return self.shown(await behavior(request, context))
-            except PartitionNotFoundError as error:
-                raise self._told(error) from None
 
         return call
 
     def _parts(self, behavior: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         async def call(parts: AsyncIterator[Any], context: Context) -> Any:
-            first = await anext(parts, None)
+            waiting = Progress(self._stall_seconds, "the first message of the stream did not come")
+            first = await waiting.wait_for(anext(parts, None))
             self.enter(first, context)
-            return await behavior(_Resumed(first, parts), context)
+            with self._telling():
+                return await behavior(_Resumed(first, parts), context)
 
         return call
 
