@@ -65,24 +65,43 @@ def test_a_key_with_a_passphrase_is_refused_instead_of_asking_for_it(files: TlsF
         ServerCertificate(files)
 
 
+def look_twice(certificate: ServerCertificate) -> None:
+    certificate.reload()
+    certificate.reload()
+
+
 def test_new_files_are_taken_once_they_fit_together(
     files: TlsFiles, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     certificate = ServerCertificate(files)
-    certificate.reload()
+    look_twice(certificate)
     assert certificate._take_news() is None
     other = files_of(Authority(tmp_path / "other"), "other")
     replace(files.cert, other.cert.read_bytes())
-    certificate.reload()
+    look_twice(certificate)
     assert "the certificate before stays in use" in caplog.text
     assert certificate._take_news() is None
     caplog.clear()
-    certificate.reload()
+    look_twice(certificate)
     assert not caplog.records  # it is said once
     replace(files.key, other.key.read_bytes())
-    certificate.reload()
+    look_twice(certificate)
     assert certificate._take_news() is not None
     assert certificate._take_news() is None
+
+
+def test_a_key_is_taken_once_it_is_private(files: TlsFiles, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    certificate = ServerCertificate(files)
+    other = files_of(Authority(tmp_path / "other"), "other")
+    replace(files.cert, other.cert.read_bytes())
+    replace(files.key, other.key.read_bytes())
+    files.key.chmod(0o644)
+    look_twice(certificate)
+    assert certificate._take_news() is None
+    assert "chmod 0600" in caplog.text
+    files.key.chmod(0o600)
+    certificate.reload()
+    assert certificate._take_news() is not None
 
 
 def test_the_script_makes_what_the_service_takes(tmp_path: Path) -> None:

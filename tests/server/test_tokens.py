@@ -138,15 +138,20 @@ def test_a_file_that_is_missing_or_no_text_is_refused(tmp_path: Path) -> None:
         read_tokens(path)
 
 
+def look_twice(file: TokenFile) -> None:
+    file.reload()
+    file.reload()
+
+
 def test_a_changed_file_is_followed_and_a_broken_one_is_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "tokens.toml"
     first = add_token(path, "a", ["read"])
     file = TokenFile(path)
     known = file.tokens
-    file.reload()
+    look_twice(file)
     assert file.tokens is known
     second = add_token(path, "b", ["produce"])
-    file.reload()
+    look_twice(file)
     assert set(file.tokens) == {digest_of(first), digest_of(second)}
     known = file.tokens
     for break_it in (
@@ -157,12 +162,42 @@ def test_a_changed_file_is_followed_and_a_broken_one_is_not(tmp_path: Path, capl
         caplog.clear()
         break_it()
         os.utime(tmp_path)
-        file.reload()
+        look_twice(file)
         assert file.tokens is known
     assert "stay valid" in caplog.text
     third = add_token(path, "c", ["read"])
     with caplog.at_level(logging.INFO):
-        file.reload()
+        look_twice(file)
     assert set(file.tokens) == {digest_of(third)}
     assert "1 tokens in" in caplog.text
     assert all(secret not in caplog.text for secret in (first, second, third))
+
+
+def test_a_file_that_is_being_written_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.toml"
+    add_token(path, "a", ["read"])
+    file = TokenFile(path)
+    known = file.tokens
+    secret = add_token(path, "b", ["read"])
+    text = path.read_text()
+    for half in ("", text[: text.index("[[token]]", 1)]):  # both are valid files
+        path.write_text(half)
+        file.reload()
+        assert file.tokens is known
+    path.write_text(text)
+    look_twice(file)
+    assert digest_of(secret) in file.tokens
+
+
+def test_what_the_log_asks_for_is_enough(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "tokens.toml"
+    add_token(path, "a", ["read"])
+    file = TokenFile(path)
+    secret = add_token(path, "b", ["read"])
+    path.chmod(0o644)
+    look_twice(file)
+    look_twice(file)
+    assert [each.levelname for each in caplog.records if "chmod 0600" in each.getMessage()] == ["ERROR"]
+    path.chmod(0o600)  # after which the file looks as before, but for its mode
+    file.reload()
+    assert digest_of(secret) in file.tokens

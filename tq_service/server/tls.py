@@ -10,6 +10,7 @@ from pathlib import Path
 import grpc
 
 from tq_service.errors import InvalidArgumentError
+from tq_service.server.followed_files import FollowedFiles
 from tq_service.server.tokens import check_private
 from tq_service.wire.credentials import Signature, file_signature
 
@@ -51,35 +52,33 @@ class ServerCertificate:
     """
 
     def __init__(self, files: TlsFiles) -> None:
-        self._files = files
-        self._signature = files.signature()
-        self._current = _read(files)
-        self._news: grpc.ServerCertificateConfiguration | None = None
+        self._tls_files = files
+        self._files = FollowedFiles(files.signature, self._read, "the certificate before stays in use")
+        self._told = self._current
 
     def credentials(self) -> grpc.ServerCredentials:
         """Return what the port is opened with."""
         return grpc.dynamic_ssl_server_credentials(
             self._current,
             self._take_news,  # type: ignore[arg-type]  # grpc's own documentation has None for no news
-            require_client_authentication=self._files.client_ca is not None,
+            require_client_authentication=self._tls_files.client_ca is not None,
         )
 
     def reload(self) -> None:
-        """Read the files again if one of them has changed."""
-        signature = self._files.signature()
-        if signature == self._signature:
-            return
-        try:
-            self._news = _read(self._files)
-        except InvalidArgumentError as error:
-            _log.error("%s; the certificate before stays in use", error)
-        else:
-            _log.info("the certificate of %s has changed; new connections get it", self._files.cert)
-        self._signature = signature
+        """Read the files again if one of them has changed since, and none changes any more."""
+        self._files.look()
+
+    def _read(self) -> None:
+        self._current = _read(self._tls_files)
+        _log.info("connections from now on get the certificate of %s", self._tls_files.cert)
 
     def _take_news(self) -> grpc.ServerCertificateConfiguration | None:
-        news, self._news = self._news, None
-        return news
+        # gRPC's threads alone write `_told`, and the loop `_current`: neither can overwrite the news of the other.
+        current = self._current
+        if current is self._told:
+            return None
+        self._told = current
+        return current
 
 
 def _read(files: TlsFiles) -> grpc.ServerCertificateConfiguration:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias, cast, get_args
 
 from tq_service.errors import InvalidArgumentError
+from tq_service.server.followed_files import FollowedFiles
 from tq_service.wire.credentials import file_signature
 
 _log = logging.getLogger(__name__)
@@ -219,22 +220,16 @@ class TokenFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._signature = file_signature(path)
-        self.tokens: Mapping[bytes, Token] = read_tokens(path)
-        _log.info("%d tokens in %s", len(self.tokens), path)
+        self.tokens: Mapping[bytes, Token] = {}
+        self._files = FollowedFiles(lambda: (file_signature(path),), self._read, "the tokens read before stay valid")
 
     def reload(self) -> None:
-        """Read the file again if it has changed."""
-        signature = file_signature(self._path)
-        if signature == self._signature:
-            return
-        self._signature = signature
-        try:
-            self.tokens = read_tokens(self._path)
-        except InvalidArgumentError as error:
-            _log.error("%s; the tokens read before stay valid", error)
-            return
-        _log.info("%d tokens in %s, which has changed", len(self.tokens), self._path)
+        """Read the file again if it has changed since, and no longer changes."""
+        self._files.look()
+
+    def _read(self) -> None:
+        self.tokens = read_tokens(self._path)
+        _log.info("%d tokens in %s", len(self.tokens), self._path)
 
 
 def _token_of(entry: Mapping[str, Any]) -> Token:
