@@ -160,7 +160,19 @@ def test_a_service_of_its_own_has_no_use_for_the_door_of_others(monkeypatch: pyt
     monkeypatch.setenv("TQ_TLS_CA", "/there/is/no/such.pem")
     monkeypatch.setenv("TQ_TOKENS_FILE", "/there/is/no/such.toml")
     monkeypatch.setenv("TQ_TOKEN", "tq_elsewhere")
+    monkeypatch.setenv("TQ_HOST", "0.0.0.0")
     with own_server() as address, tq.Client(address) as client:
         assert client.list_partitions() == []
         assert "TQ_TOKEN" not in os.environ
     assert os.environ["TQ_TOKEN"] == "tq_elsewhere"
+
+
+@pytest.mark.parametrize(("arguments", "token"), [([], None), (["--address", "tq:50051"], "tq_elsewhere")])
+def test_the_demo_shows_a_token_to_a_running_service_only(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], token: str | None
+) -> None:
+    shown = []
+    monkeypatch.setenv("TQ_TOKEN", "tq_elsewhere")
+    monkeypatch.setattr("tq_service.cli.demo.run_demo", lambda **_: shown.append(os.environ.get("TQ_TOKEN")) or 0)
+    assert CliRunner().invoke(app, ["demo", *arguments]).exit_code == 0
+    assert shown == [token]

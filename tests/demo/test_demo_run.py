@@ -20,7 +20,8 @@ def _no_process_is_left() -> Iterator[None]:
     assert [process for process in psutil.Process().children(recursive=True) if process.pid not in before] == []
 
 
-def test_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TQ_HOST", "0.0.0.0")  # of another service, and refused without a door
     assert run_demo(steps=5, seconds=60.0, output=tmp_path, plain=True) == 0
     history = json.loads((tmp_path / "history.json").read_text(encoding="utf-8"))
     assert [step["step"] for step in history["steps"]] == [0, 1, 2, 3, 4]

@@ -42,7 +42,8 @@ def door_set_aside() -> Iterator[None]:
 
 @contextmanager
 def _running(*flags: str) -> Iterator[str]:
-    command = [sys.executable, "-m", "tq_service.cli", "serve", "--port", "0", "--log-level", "warning", *flags]
+    here = ["--host", "127.0.0.1", "--port", "0"]  # whatever TQ_HOST and TQ_PORT say
+    command = [sys.executable, "-m", "tq_service.cli", "serve", *here, "--log-level", "warning", *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield _address(process)

@@ -53,7 +53,9 @@ class Crew:
             ProcessFailedError: it ended before it listened.
             UnavailableError: it did not listen in time.
         """
-        self._start(_SERVICE, ["tq_service.cli", "serve", "--port", "0", "--log-level", "warning"])
+        self._start(
+            _SERVICE, ["tq_service.cli", "serve", "--host", "127.0.0.1", "--port", "0", "--log-level", "warning"]
+        )
         give_up = time.monotonic() + _START_SECONDS
         while time.monotonic() < give_up:
             if match := _LISTENING.search(self._log(_SERVICE).read_text(encoding="utf-8")):
