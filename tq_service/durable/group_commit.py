@@ -18,6 +18,9 @@ _MAX_GROUP_RECORDS: Final = 4096
 class GroupCommit:
     """Writes records in the order in which they come, as many in a commit as have come since the last one began.
 
+    What is appended between two calls of `ask` is never parted by the end of a commit: a change would be there after a
+    crash without the answer that its retry is to get.
+
     What could not be committed stays first in the queue and is tried again when somebody asks, not by itself.
     """
 
@@ -42,7 +45,8 @@ class GroupCommit:
         self._file = file
         self._committed = committed
         self._on_committed, self._on_failed, self._on_left = on_committed, on_failed, on_left
-        self._queue: deque[bytes | JournalFile] = deque()
+        self._appended: list[bytes] = []
+        self._queue: deque[list[bytes] | JournalFile] = deque()
         self._in_hand: list[bytes] = []
         self._failure: TqError | None = None
         self._is_closing = False
@@ -51,18 +55,30 @@ class GroupCommit:
         self._thread = threading.Thread(target=self._run, name="tq-journal-commit", daemon=True)
         self._thread.start()
 
+    @property
+    def committed(self) -> int:
+        """Number of the last record that is durable."""
+        return self._committed
+
     def append(self, record: bytes) -> None:
-        """Put a record into the queue."""
-        self._queue.append(record)
+        """Take a record, for the queue when somebody asks."""
+        self._appended.append(record)
 
     def go_on_in(self, file: JournalFile) -> None:
         """Write what is appended from now on into another file."""
+        self._enqueue()
         self._queue.append(file)
-        self.ask()
+        self._asked.set()
 
     def ask(self) -> None:
-        """Have what is in the queue committed."""
+        """Have what was appended committed."""
+        self._enqueue()
         self._asked.set()
+
+    def _enqueue(self) -> None:
+        if self._appended:
+            self._queue.append(self._appended)
+            self._appended = []
 
     def wait_for(self, number: int) -> int:
         """Return the number of the last durable record, once `number` is; blocks.
@@ -116,10 +132,10 @@ class GroupCommit:
             self._advance(1)
             return
         while self._queue and len(self._in_hand) < _MAX_GROUP_RECORDS:
-            record = self._queue[0]
-            if isinstance(record, JournalFile):
+            records = self._queue[0]
+            if isinstance(records, JournalFile):
                 break
-            self._in_hand.append(record)
+            self._in_hand += records
             self._queue.popleft()
         self._file.write(self._committed + 1, self._in_hand)
         count = len(self._in_hand)

@@ -138,7 +138,7 @@ class Journal:
         return self._durable != self._appended
 
     def append(self, record: bytes) -> None:
-        """Add a record, which is durable some time after.
+        """Add a record, which is durable some time after, together with all that is added in the same step of the loop.
 
         Raises:
             RuntimeError: what is there was not replayed, or the journal is closed.
@@ -173,7 +173,7 @@ class Journal:
         self._loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = self._loop.create_future()
         self._waiting.append((self._appended, lambda: _succeed(done), lambda error: _fail(done, error)))
-        self._writer.ask()
+        self._ask(self._writer)
         await done
 
     def after_durable(self, callback: Callable[[], None]) -> None:
@@ -182,11 +182,8 @@ class Journal:
             callback()
             return
         self._waiting.append((self._appended, callback, None))
-        if isinstance(self._writer, GroupCommit):
-            self._loop = asyncio.get_running_loop()
-            self._writer.ask()
-        else:
-            asyncio.get_running_loop().call_soon(self._try_flush)
+        self._loop = asyncio.get_running_loop()
+        self._loop.call_soon(self._commit_soon)  # not now: what one step of the loop appends is committed together
 
     @property
     def has_next_file(self) -> bool:
@@ -291,11 +288,19 @@ class Journal:
             else:
                 fail(error)
 
-    def _try_flush(self) -> None:
+    def _commit_soon(self) -> None:
+        if isinstance(self._writer, GroupCommit):
+            self._ask(self._writer)
+            return
         try:
             self.flush()
         except TqError as error:
             _log.warning("the journal is behind: %s", error)
+
+    def _ask(self, writer: GroupCommit) -> None:
+        """Have what was appended committed; what was so before there was a loop to be told of it is settled here."""
+        writer.ask()
+        self._settle(max(writer.committed, self._durable))
 
     def _tell_settled(self, durable: int) -> None:
         if self._loop is not None and not self._loop.is_closed():

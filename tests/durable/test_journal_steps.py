@@ -1,0 +1,70 @@
+"""What one step of the event loop appends is durable together: a change, and the answer that its retry is to get."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+from journal_support import copy, journal_threads, opened, read
+
+from tq_service.durable import group_commit
+from tq_service.durable.journal import Journal
+
+MODES = pytest.mark.parametrize("sync", [False, True], ids=["process", "disk"])
+
+
+def idle(journal: Journal) -> None:
+    """Give the thread that commits, where there is one, time to commit whatever it takes for complete."""
+    del journal
+    if "tq-journal-commit" in journal_threads():
+        time.sleep(0.2)
+
+
+@MODES
+async def test_a_crash_within_a_step_leaves_all_of_it_or_nothing(tmp_path: Path, sync: bool) -> None:
+    with opened(tmp_path / "journal", sync=sync) as journal:
+        journal.append(b"of another call")
+        waiting = asyncio.create_task(journal.durable())
+        await asyncio.sleep(0)
+        journal.append(b"a change")
+        journal.after_durable(lambda: None)  # as for the bytes that it frees
+        idle(journal)
+        copy(tmp_path / "journal", tmp_path / "image", journal)
+        journal.append(b"its answer")
+        await journal.durable()
+        await waiting
+    assert read(tmp_path / "image") == [b"of another call"]
+    assert read(tmp_path / "journal") == [b"of another call", b"a change", b"its answer"]
+
+
+async def test_a_commit_of_many_calls_parts_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_commit, "_MAX_GROUP_RECORDS", 3)
+    sizes: list[int] = []
+    write = group_commit.JournalFile.write
+
+    def counted(file: group_commit.JournalFile, first: int, records: list[bytes]) -> None:
+        sizes.append(len(records))
+        write(file, first, records)
+
+    monkeypatch.setattr(group_commit.JournalFile, "write", counted)
+    with opened(tmp_path, sync=True) as journal:
+
+        async def call(number: int) -> None:
+            for part in range(2):
+                journal.append(b"%d %d" % (number, part))
+            await journal.durable()
+
+        await asyncio.gather(*(call(number) for number in range(5)))
+    assert sum(sizes) == 10
+    assert all(size % 2 == 0 for size in sizes)
+
+
+@MODES
+async def test_what_was_durable_before_anybody_waited_is_known_to_be(tmp_path: Path, sync: bool) -> None:
+    with opened(tmp_path, sync=sync) as journal:
+        journal.append(b"record")
+        journal.start_generation()  # with nobody waiting yet, as at the start of a service with a long journal
+        idle(journal)
+        async with asyncio.timeout(5):
+            await journal.durable()
+        assert not journal.is_behind
