@@ -345,6 +345,31 @@ def test_administrative_calls_are_in_the_audit_log(guarded: Guarded, audit: Call
     assert line.method.endswith("/ClearPartition")
 
 
+def test_the_door_stands_before_a_disk_that_is_full(
+    start_server: StartServer,
+    tmp_path: Path,
+    audit: Callable[[], list[AuditLine]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def never_durable() -> None:
+        raise tq.DiskFullError("full")
+
+    tokens = tmp_path / "tokens.toml"
+    reader, writer = add_token(tokens, "reader", ["read"]), add_token(tokens, "writer", ["produce"])
+    live = start_server(tokens_file=str(tokens), data_dir=str(tmp_path / "data"))
+    monkeypatch.setattr(live.app._keeper, "is_stuck", True)
+    monkeypatch.setattr(live.app._keeper, "durable", never_durable)
+    name = "/tq_service.v1.ControllerService/Insert"
+    for metadata, code, line_count in (
+        (None, grpc.StatusCode.UNAUTHENTICATED, 1),
+        (bearer(reader), grpc.StatusCode.PERMISSION_DENIED, 1),
+        (bearer(writer), grpc.StatusCode.RESOURCE_EXHAUSTED, 0),
+    ):
+        error = refused(live, name, request_of(name, live, "train", b""), metadata)
+        assert error.code() is code
+        assert len(audit()) == line_count
+
+
 def test_a_stranger_is_refused_before_a_large_request_is_read(guarded: Guarded) -> None:
     request = pb.InsertRequest(request_id=b"x" * (32 << 20))
     error = refused(guarded.live, "/tq_service.v1.ControllerService/Insert", request, None)

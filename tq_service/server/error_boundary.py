@@ -89,13 +89,14 @@ class _Guarded(grpc.GenericRpcHandler):
             handler = self._service.service(handler_call_details)
             if handler is None:
                 return None
-            self._handlers[method] = handler
+            # Inside the door, so that who is not let in neither waits for a disk nor learns how it is.
+            handler = self._handlers[method] = _settling(handler, method, self._state)
         if self._calls.is_full and method not in OPEN_METHODS:
             return self._full
         entry = self._open if self._door is None else self._door.entry(handler_call_details)
         wrapped = entry.handlers.get(method)
         if wrapped is None:
-            wrapped = entry.handlers[method] = _wrap(entry.guard(handler, method), method, self._state, self._calls)
+            wrapped = entry.handlers[method] = _wrap(entry.guard(handler, method), method, self._calls)
         return wrapped
 
     async def _refuse_unread(self, requests: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
@@ -103,24 +104,34 @@ class _Guarded(grpc.GenericRpcHandler):
         await _abort(context, self._calls.refusal(), "", self._calls)
 
 
-def _wrap(handler: Handler, method: str, state: State | None, calls: RunningCalls) -> Handler:
-    deserialize = _marking_garbage(handler.request_deserializer)
-    state = None if method in _WAIT_FOR_NOTHING else state
+def _settling(handler: Handler, method: str, state: State | None) -> Handler:
+    """Return a handler whose answers wait until they are durable.
+
+    What streams of answers tell is that bytes are there, which was answered before; so they wait for nothing.
+    """
+    if state is None or method in _WAIT_FOR_NOTHING:
+        return handler
+    deserialize, serialize = handler.request_deserializer, handler.response_serializer
+    fills_disk = method in _FILL_THE_DISK
     if handler.unary_unary is not None:
-        return grpc.unary_unary_rpc_method_handler(
-            _unary(handler.unary_unary, method, calls, state), deserialize, handler.response_serializer
-        )
+        behavior = settled(handler.unary_unary, state, fills_disk=fills_disk)
+        return grpc.unary_unary_rpc_method_handler(behavior, deserialize, serialize)
     if handler.stream_unary is not None:
-        return grpc.stream_unary_rpc_method_handler(
-            _unary(handler.stream_unary, method, calls, state), deserialize, handler.response_serializer
-        )
+        behavior = settled(handler.stream_unary, state, fills_disk=fills_disk)
+        return grpc.stream_unary_rpc_method_handler(behavior, deserialize, serialize)
+    return handler
+
+
+def _wrap(handler: Handler, method: str, calls: RunningCalls) -> Handler:
+    deserialize, serialize = _marking_garbage(handler.request_deserializer), handler.response_serializer
+    if handler.unary_unary is not None:
+        return grpc.unary_unary_rpc_method_handler(_unary(handler.unary_unary, method, calls), deserialize, serialize)
+    if handler.stream_unary is not None:
+        return grpc.stream_unary_rpc_method_handler(_unary(handler.stream_unary, method, calls), deserialize, serialize)
     if handler.unary_stream is not None:
-        # A handler that writes through its context, such as Watch of the health service, is awaited like a unary one.
-        # What streams tell is that bytes are there, which was answered before; so they wait for no state.
+        # A handler that writes through its context, such as Get of the storage service, is awaited like a unary one.
         wrap = _streaming if inspect.isasyncgenfunction(handler.unary_stream) else _unary
-        return grpc.unary_stream_rpc_method_handler(
-            wrap(handler.unary_stream, method, calls), deserialize, handler.response_serializer
-        )
+        return grpc.unary_stream_rpc_method_handler(wrap(handler.unary_stream, method, calls), deserialize, serialize)
     return handler  # streams both ways: reflection alone, which answers errors in its messages
 
 
@@ -138,11 +149,7 @@ def _marking_garbage(deserialize: Callable[[bytes], Any] | None) -> Callable[[by
     return marked
 
 
-def _unary(
-    behavior: Callable[..., Any], method: str, calls: RunningCalls, state: State | None = None
-) -> Callable[..., Awaitable[Any]]:
-    if state is not None:
-        behavior = settled(behavior, state, fills_disk=method in _FILL_THE_DISK)
+def _unary(behavior: Callable[..., Any], method: str, calls: RunningCalls) -> Callable[..., Awaitable[Any]]:
     weight = _weight(method)
 
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
