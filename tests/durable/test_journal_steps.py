@@ -9,6 +9,7 @@ from journal_support import copy, journal_threads, opened, read
 
 from tq_service.durable import group_commit
 from tq_service.durable.journal import Journal
+from tq_service.durable.journal_file import JournalFile
 
 MODES = pytest.mark.parametrize("sync", [False, True], ids=["process", "disk"])
 
@@ -40,13 +41,13 @@ async def test_a_crash_within_a_step_leaves_all_of_it_or_nothing(tmp_path: Path,
 async def test_a_commit_of_many_calls_parts_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_commit, "_MAX_GROUP_RECORDS", 3)
     sizes: list[int] = []
-    write = group_commit.JournalFile.write
+    write = JournalFile.write
 
-    def counted(file: group_commit.JournalFile, first: int, records: list[bytes]) -> None:
+    def counted(file: JournalFile, first: int, records: list[bytes]) -> None:
         sizes.append(len(records))
         write(file, first, records)
 
-    monkeypatch.setattr(group_commit.JournalFile, "write", counted)
+    monkeypatch.setattr(JournalFile, "write", counted)
     with opened(tmp_path, sync=True) as journal:
 
         async def call(number: int) -> None:

@@ -12,6 +12,7 @@ _SNAPSHOT: Final = re.compile(r"snapshot-(\d{8,})\.tqs")
 _ANY: Final = re.compile(r"(?:journal|snapshot)-(\d{8,})\..*")
 SIDE_SUFFIXES: Final = ("-wal", "-shm", "-journal")
 LOST_SUFFIX: Final = ".lost"
+PARTIAL_SUFFIX: Final = ".partial"
 
 
 def journal_path(directory: Path, number: int) -> Path:
@@ -45,9 +46,10 @@ def highest_number(directory: Path) -> int:
 
 
 def remove_unfinished(directory: Path) -> None:
-    """Remove journal files that a process was making when it ended."""
-    for path in directory.glob("making-*.sqlite3*"):
-        path.unlink()
+    """Remove journal files and snapshots that a process was making when it ended."""
+    for pattern in ("making-*.sqlite3*", f"snapshot-*.tqs{PARTIAL_SUFFIX}"):
+        for path in directory.glob(pattern):
+            path.unlink()
 
 
 def beside(path: Path, suffix: str) -> Path:
@@ -66,14 +68,19 @@ def journals_without_database(directory: Path) -> list[Path]:
 
 def remove_journal(path: Path) -> None:
     """Remove a journal file: the database last, so that what is left of a crash in between is never a log alone."""
-    for suffix in SIDE_SUFFIXES:
-        beside(path, suffix).unlink(missing_ok=True)
+    remove_side_files(path)
     path.unlink(missing_ok=True)
 
 
+def remove_side_files(path: Path) -> None:
+    """Remove what SQLite has beside a journal file."""
+    for suffix in SIDE_SUFFIXES:
+        beside(path, suffix).unlink(missing_ok=True)
+
+
 def set_aside(path: Path) -> None:
-    """Rename a journal file so that it is not read again."""
-    for suffix in ("", *SIDE_SUFFIXES):
+    """Rename a journal file so that it is not read again; the database last, like `remove_journal`."""
+    for suffix in (*SIDE_SUFFIXES, ""):
         part = beside(path, suffix)
         if part.exists():
             part.rename(beside(part, LOST_SUFFIX))

@@ -16,7 +16,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Final
 
-from tq_service.durable.file_names import journal_path, making_path, remove_journal, sync_directory
+from tq_service.durable.file_names import journal_path, making_path, remove_journal, remove_side_files, sync_directory
 from tq_service.durable.machine import machine_boot_id
 from tq_service.errors import DiskFailedError, DiskFullError, TqError
 
@@ -150,8 +150,30 @@ class JournalFile:
             self._connection.rollback()
 
 
-def _make(making: Path, path: Path, *, sync: bool) -> None:
-    """Make a database that nothing was written to yet; it has its name once all else is on the disk."""
+def make_begun(directory: Path, number: int, start: int) -> None:
+    """Make a file that holds its start and nothing else, in the place of the one that has its name, if any.
+
+    A crash leaves the one or the other.
+
+    Args:
+        directory: of the journal.
+        number: of the file.
+        start: number of its start, see `JournalFile.begin`.
+
+    Raises:
+        DiskFullError: there is no room for it.
+        DiskFailedError: the disk fails.
+    """
+    path = journal_path(directory, number)
+    try:
+        _make(making_path(directory, number), path, sync=True, start=start)
+    except (sqlite3.Error, OSError) as error:
+        remove_journal(making_path(directory, number))
+        raise write_error(error, path) from error
+
+
+def _make(making: Path, path: Path, *, sync: bool, start: int | None = None) -> None:
+    """Make a database that no record was written to yet; it has its name once all else is on the disk."""
     remove_journal(making)
     with closing(sqlite3.connect(making, isolation_level=None)) as connection:
         connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
@@ -161,9 +183,12 @@ def _make(making: Path, path: Path, *, sync: bool) -> None:
         for statement in _SCHEMA:
             connection.execute(statement)
         connection.execute("INSERT INTO made VALUES (?, ?)", (machine_boot_id(), sync))
+        if start is not None:
+            connection.execute("INSERT INTO start VALUES (?)", (start,))
         connection.execute("COMMIT")
     with making.open("rb") as file:
         os.fsync(file.fileno())
+    remove_side_files(path)  # of a file that it takes the place of: a log is read whatever database it is beside
     making.rename(path)
     sync_directory(path.parent)
 

@@ -15,7 +15,7 @@ from tq_service.durable.file_names import (
     set_aside,
 )
 from tq_service.durable.found_file import FoundFile, TornFile, last_number, look_at
-from tq_service.durable.journal_file import JournalFile, checksum
+from tq_service.durable.journal_file import checksum, make_begun
 from tq_service.errors import JournalDamagedError
 
 _log = logging.getLogger(__name__)
@@ -160,13 +160,11 @@ class JournalReader:
             return
         path = journal_path(self._directory, generation)
         for unused in [file for file in found if file.path == path]:
-            unused.remove()
+            unused.close()
             found.remove(unused)
         before = [number for number in self._numbers if number < generation]
         self.last_number = 2 + (last_number(journal_path(self._directory, before[-1])) if before else 0)
-        file = JournalFile(self._directory, generation, sync=True)
-        file.begin(self.last_number)
-        file.rest()
+        make_begun(self._directory, generation, self.last_number)
 
     def _damaged(self, path: Path, what: str) -> None:
         if not self._accept_loss:

@@ -15,11 +15,10 @@ from typing import BinaryIO, Final
 
 import xxhash
 
-from tq_service.durable.file_names import sync_directory
+from tq_service.durable.file_names import PARTIAL_SUFFIX, sync_directory
 from tq_service.durable.pace import Pace
 from tq_service.errors import SnapshotDamagedError
 
-PARTIAL_SUFFIX: Final = ".partial"
 _MAGIC: Final = b"tqrecs01"
 _FRAME: Final = struct.Struct("<IQ")
 _BUFFER_BYTES: Final = 1 << 20
