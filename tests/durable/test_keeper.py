@@ -18,10 +18,11 @@ from tq_service.domain.plan import RankPlan
 from tq_service.domain.requests import RequestLog
 from tq_service.durable import keeper as keeper_module
 from tq_service.durable.keeper import Keeper
-from tq_service.errors import JournalDamagedError, SnapshotDamagedError
+from tq_service.errors import DataDirError, JournalDamagedError, SnapshotDamagedError
 from tq_service.samplers import PlanRunner
 from tq_service.server import answers
 from tq_service.v1 import controller_service_pb2 as pb
+from tq_service.v1 import journal_pb2
 
 
 class Life:
@@ -242,3 +243,48 @@ def test_a_snapshot_that_fails_by_a_fault_is_not_tried_again_at_once(tmp_path, m
     assert after == before
     assert len(tries) <= 2  # one in each life
     assert "a fault of the service" in caplog.text
+
+
+class Puts:
+    """Stands for a storage engine."""
+
+    def recover(self, records):
+        return len(list(records))
+
+    def start(self, append, after_durable):
+        self.append = append
+
+    def kept_records(self):
+        return [kept_put(b"1")]
+
+
+def kept_put(put_id):
+    return journal_pb2.JournalRecord(put_kept=journal_pb2.PutKept(put_id=put_id * 16)).SerializeToString()
+
+
+@pytest.mark.parametrize("with_snapshot", [False, True])
+def test_a_folder_is_not_used_by_a_service_that_would_lose_a_part_of_it(tmp_path, with_snapshot):
+    async def fill_both():
+        keeper, catalog, puts = Keeper.open(tmp_path, sync=False), Catalog(PlanRunner()), Puts()
+        keeper.recover(catalog=catalog, engine=puts)
+        keeper.start()
+        catalog.write("train", b"", new_write(2, ("x",)))
+        puts.append(kept_put(b"1"))
+        if with_snapshot:
+            await keeper.take_snapshot()
+        await keeper.close()
+
+    async def recover(**parts):
+        keeper = Keeper.open(tmp_path, sync=False)
+        try:
+            return keeper.recover(**parts)
+        finally:
+            await keeper.close()
+
+    asyncio.run(fill_both())
+    with pytest.raises(DataDirError, match=r"1 puts of a storage service.*start it with the role"):
+        asyncio.run(recover(catalog=Catalog(PlanRunner())))
+    with pytest.raises(DataDirError, match=r"partitions of a controller.*start it with the role"):
+        asyncio.run(recover(engine=Puts()))
+    recovered = asyncio.run(recover(catalog=Catalog(PlanRunner()), engine=Puts()))
+    assert (recovered.sample_count, recovered.put_count) == (2, 1)

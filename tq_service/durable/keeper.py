@@ -32,7 +32,7 @@ from tq_service.durable.identity import Identity
 from tq_service.durable.journal import Journal
 from tq_service.durable.records import decode_change, encode_change
 from tq_service.durable.snapshot import FrozenService, read_snapshot, write_snapshot
-from tq_service.errors import DiskFullError, JournalDamagedError, SnapshotDamagedError, TqError
+from tq_service.errors import DataDirError, DiskFullError, JournalDamagedError, SnapshotDamagedError, TqError
 from tq_service.v1 import controller_service_pb2, journal_pb2
 
 _log = logging.getLogger(__name__)
@@ -159,6 +159,7 @@ class Keeper:
 
         Raises:
             JournalDamagedError: a record is damaged, or does not fit what is before it.
+            DataDirError: the folder has what this service does not take, and would lose with its next snapshot.
         """
         self._catalog, self._requests, self._engine = catalog, requests, engine
         started_at = time.perf_counter()
@@ -171,6 +172,8 @@ class Keeper:
         for damaged in self._journal.snapshots():
             if damaged > generation:  # else it would count as one to go back to
                 self._journal.set_snapshot_aside(damaged)
+        if self._engine is None and (left := _left_count(puts)):
+            raise self._of_another_role(f"{left} puts of a storage service")
         put_count = 0 if self._engine is None else self._engine.recover(puts)
         partitions = [] if self._catalog is None else [self._catalog.get(name) for name in self._catalog.names()]
         return Recovered(
@@ -193,6 +196,8 @@ class Keeper:
                 continue
             if self._catalog is not None:
                 self._catalog.thaw(frozen.partitions)
+            elif frozen.partitions:
+                raise self._of_another_role(f"{len(frozen.partitions)} partitions of a controller")
             if self._requests is not None:
                 self._requests.thaw(frozen.answers)
             return generation, list(frozen.puts)
@@ -211,22 +216,30 @@ class Keeper:
         if kind == "request_answered":
             if self._requests is not None:
                 self._requests.restore(record.request_answered.request_id, _unpack(record.request_answered))
-        elif self._catalog is not None:
-            self._apply(number, record)
+        elif self._catalog is None:
+            raise self._of_another_role("the partitions of a controller")
+        else:
+            self._apply(self._catalog, number, record)
 
-    def _apply(self, number: int, record: journal_pb2.JournalRecord) -> None:
+    def _apply(self, catalog: Catalog, number: int, record: journal_pb2.JournalRecord) -> None:
         kind, change = record.WhichOneof("change"), decode_change(record)
-        if self._catalog is None or change is None:
+        if change is None:
             raise JournalDamagedError(
                 f"record {number} of the journal is of the unknown kind {kind!r}; install the version that wrote it"
             )
         try:
-            self._catalog.apply(change)
+            catalog.apply(change)
         except (TqError, LookupError, ValueError) as error:
             raise JournalDamagedError(
                 f"record {number} of the journal ({kind}) does not fit the state before it: {error}; restore a "
                 f"checkpoint into an empty data folder"
             ) from error
+
+    def _of_another_role(self, what: str) -> DataDirError:
+        return DataDirError(
+            f"the data dir {self._data_dir.path} holds {what}, which this service has not; start it with the role that "
+            "the folder was written with, or name another folder"
+        )
 
     # Telling
 
@@ -403,6 +416,17 @@ class Keeper:
         except TqError as error:
             _log.error("what was done last could not be written down: %s", error)
         self._data_dir.close()
+
+
+def _left_count(records: Iterable[bytes]) -> int:
+    """Return how many puts are left by records of puts, in order."""
+    left: set[bytes] = set()
+    for data in records:
+        record = journal_pb2.JournalRecord.FromString(data)
+        left.add(record.put_kept.put_id)
+        left.discard(record.put_dropped.put_id)
+    left.discard(b"")
+    return len(left)
 
 
 def _unpack(record: journal_pb2.RequestAnswered) -> Packed:
