@@ -8,6 +8,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tq_service.config import ServeSettings
+from tq_service.errors import DiskFullError
 from tq_service.server.app import App
 from tq_service.server.call_limits import RunningCalls
 from tq_service.server.error_boundary import ErrorBoundary
@@ -18,9 +19,11 @@ NAMES = ["", "one", "two"]
 
 
 @contextlib.asynccontextmanager
-async def serving(health, calls=None):
+async def serving(health, calls=None, state=None):
     server = grpc.aio.server()
-    health_pb2_grpc.add_HealthServicer_to_server(health, ErrorBoundary(server, calls))
+    boundary = ErrorBoundary(server, calls)
+    boundary.state = state
+    health_pb2_grpc.add_HealthServicer_to_server(health, boundary)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -43,6 +46,22 @@ async def test_services_do_not_serve_before_they_say_so_nor_after_the_drain():
         assert await statuses(stub) == [Status.SERVING] * 3
         health.drain()
         assert await statuses(stub) == [Status.NOT_SERVING] * 3
+
+
+class FullDisk:
+    is_behind = is_stuck = is_short = True
+
+    async def durable(self):
+        raise DiskFullError("the disk is full: free space")
+
+
+async def test_a_service_whose_disk_is_full_serves():
+    """Whoever restarts it for that would have none: it goes on reading, and needs room to start."""
+    health = Health()
+    health.add(NAMES)
+    health.serve()
+    async with serving(health, state=FullDisk()) as stub:
+        assert await statuses(stub) == [Status.SERVING] * 3
 
 
 async def test_an_unknown_service_is_not_found_and_the_nearest_is_named():

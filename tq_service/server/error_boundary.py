@@ -23,8 +23,8 @@ from tq_service.wire.frames import Garbled
 
 _log = logging.getLogger(__name__)
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-# What these tell was durable before anybody could ask for it.
-_WAIT_FOR_NOTHING = frozenset({"/tq_service.v1.StorageService/GetSmall", "/tq_service.v1.StorageService/Stat"})
+# What these tell was durable before anybody could ask for it, or has nothing to do with what is written down.
+_WAIT_FOR_NOTHING = OPEN_METHODS | {"/tq_service.v1.StorageService/GetSmall", "/tq_service.v1.StorageService/Stat"}
 # What fills a disk; all else may make room, or is small.
 _FILL_THE_DISK = frozenset(
     {
