@@ -164,6 +164,19 @@ def test_certificates_are_renewed_without_a_restart(
     client.close()
 
 
+def test_clients_whose_tls_does_not_fit_are_told_to_look_there(
+    deployment: Deployment, start_server: StartServer
+) -> None:
+    open_address = f"localhost:{start_server().app.port}"
+    tls = deployment.authority.issue("client")
+    for address, unfit in ((deployment.address, None), (deployment.address, tq.Tls(ca=tls.ca)), (open_address, tls)):
+        with (
+            tq.Client(address, tls=unfit, timeout=0.5) as client,
+            pytest.raises(tq.UnavailableError, match="do both sides agree on TLS and certificates"),
+        ):
+            client.list_partitions()
+
+
 def test_a_service_without_the_right_token_is_not_let_in(
     deployment: Deployment, start_server: StartServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

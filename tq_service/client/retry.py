@@ -69,9 +69,9 @@ class Backoff:
         return min(pause, remaining / 2)
 
     def _given_up(self, failure: UnavailableError, more: str = "") -> UnavailableError:
-        return UnavailableError(
+        return UnavailableError(  # gRPC's reason may be that of another address of the name, and seldom speaks of TLS
             f"{failure.message}; tried {self.tries} times{more} in the timeout of {self.deadline.timeout:g} s; is the "
-            "service running at this address?",
+            "service running at this address, and do both sides agree on TLS and certificates?",
             metadata=failure.metadata,
         )
 
