@@ -2,12 +2,14 @@
 
 import asyncio
 import itertools
+import math
 
 import numpy as np
 import pytest
 from domain_support import SlowSampler, asks, new_write, turns
 from planner_bench import Bench, Whenever, rows
 
+from tq_service.domain import waiters
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.task import End
 from tq_service.domain.waiters import Pace, Waiter, WaitingLine
@@ -45,7 +47,8 @@ async def until_some_are_done(calls):
     assert not all(call.done() for call in calls)
 
 
-async def test_the_loop_turns_every_few_steps():
+async def test_the_loop_turns_every_few_steps(monkeypatch):
+    monkeypatch.setattr(waiters, "_TURN_SECONDS", math.inf)
     turn_count = 0
 
     async def count():
@@ -63,6 +66,14 @@ async def test_the_loop_turns_every_few_steps():
         await pace.step()
     assert turn_count >= 6
     counting.cancel()
+
+
+async def test_the_loop_turns_after_a_step_that_took_long(monkeypatch):
+    monkeypatch.setattr(waiters, "_TURN_SECONDS", 0.0)
+    other = asyncio.ensure_future(asyncio.sleep(0))
+    await Pace().step()
+    await Pace().step()
+    assert other.done()
 
 
 async def test_a_line_skips_those_who_have_left():
@@ -95,6 +106,55 @@ async def test_ranks_that_ask_alike_wait_in_one_line(bench):
     bench.insert(2 * MANY)
     await asyncio.wait(calls)
     assert sorted(row for call in calls for row in rows(call)) == list(range(2 * MANY))
+
+
+@pytest.mark.parametrize("rank", [None, (0, 1, 0)])
+async def test_those_who_ask_in_different_ways_are_looked_after_a_few_a_turn(bench, rank):
+    looks = 0
+
+    def look(view, request):
+        nonlocal looks
+        looks += 1
+
+    sampler = Whenever(look)
+    calls = [bench.ask(rank, batch_size=size, sampler=sampler) for size in range(1, MANY + 1)]
+    await turns()
+    while bench.planner._pump is not None:
+        await turns(1)
+    looks, most = 0, 0
+    bench.insert(1)
+    while bench.planner._pump is not None:
+        before = looks
+        await turns(1)
+        most = max(most, looks - before)
+    assert 0 < most <= MOST_A_TURN
+    assert looks >= 1
+    for call in calls:
+        call.cancel()
+
+
+async def test_a_way_of_asking_that_waits_in_vain_is_not_tried_again(bench):
+    """However many others there are: trying all of them for each that arrives would take for ever."""
+    looks = 0
+
+    def look(view, request):
+        nonlocal looks
+        looks += 1
+
+    sampler = Whenever(look)
+    calls = [bench.ask(batch_size=size, sampler=sampler) for size in range(1, MANY + 1)]
+    await turns()
+    while bench.planner._pump is not None:
+        await turns(1)
+    first, looks = looks, 0
+    calls.append(bench.ask(batch_size=MANY + 1, sampler=sampler))
+    await turns()
+    while bench.planner._pump is not None:
+        await turns(1)
+    assert first >= MANY
+    assert 1 <= looks <= 2  # at once, and by the pump
+    for call in calls:
+        call.cancel()
 
 
 async def test_a_reset_between_answers_leaves_no_rank_behind(bench):

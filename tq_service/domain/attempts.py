@@ -10,7 +10,7 @@ from tq_service.domain.plan import PlanRequest
 from tq_service.domain.task import Task
 from tq_service.domain.view import PartitionView
 
-_MOST_ATTEMPTS = 256
+_MOST_ATTEMPTS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,9 @@ class Attempts:
             missing = wanted.min_size - view.seen_count
             if is_closed:  # the last, short batch takes less
                 missing = min(missing, view.unready_count) if view.is_plain else 1
+        self._attempts.pop(request.signature, None)
         if len(self._attempts) >= _MOST_ATTEMPTS:
-            self._attempts.clear()
+            del self._attempts[next(iter(self._attempts))]
         event_count, touched_count = counts
         self._attempts[request.signature] = _Attempt(
             event_count, touched_count + max(1, missing), self._consumed if is_closed else None

@@ -194,7 +194,7 @@ class Planner:
 
     async def _serve_ranks(self) -> None:
         """Make plans in order of batch_index while some rank waits for one that can be made."""
-        has_progress = True
+        has_progress, pace = True, Pace()
         while has_progress:
             await self._answer_recorded()
             has_progress = False
@@ -206,6 +206,7 @@ class Planner:
                     has_progress = True
                 if has_progress:
                     break
+                await pace.step()
 
     def _leaders(self) -> Iterator[Waiter]:
         """Yield the first waiter of each way of asking, lowest batch_index first.
@@ -256,6 +257,7 @@ class Planner:
                     waiter.fail(error)
                 else:
                     if answer is None:
+                        await pace.step()
                         break
                     waiter.resolve(answer)
                     if isinstance(answer, End):

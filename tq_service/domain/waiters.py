@@ -24,14 +24,16 @@ Answer = RankPlan | End | NotYet
 Key = TypeVar("Key")
 
 _STEPS_A_TURN = 16
+_TURN_SECONDS = 0.002
 _STEPS_WITHOUT_REST = 128
 
 
 class Pace:
-    """Shares the event loop between those who are served in their thousands and everybody else.
+    """Shares the event loop between those who are served, or looked after in vain, in their thousands and all others.
 
-    The loop turns after every few steps. Once there have been many it also rests for as long as they took: what costs
-    is sending their answers, and a server that only sends takes up one new call a turn, so that calls pile up.
+    The loop turns after every few steps, or one that took long. Once there have been many it also rests for as long as
+    they took: what costs is sending their answers, and a server that only sends takes up one new call a turn, so that
+    calls pile up.
     """
 
     __slots__ = ("_last", "_step_count")
@@ -41,9 +43,9 @@ class Pace:
         self._last = time.perf_counter()
 
     async def step(self) -> None:
-        """Count one that has been served."""
+        """Count one that has been looked after."""
         self._step_count += 1
-        if self._step_count % _STEPS_A_TURN:
+        if self._step_count % _STEPS_A_TURN and time.perf_counter() - self._last < _TURN_SECONDS:
             return
         await asyncio.sleep(0)
         if self._step_count >= _STEPS_WITHOUT_REST:
