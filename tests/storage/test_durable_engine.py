@@ -405,3 +405,7 @@ async def test_of_two_puts_that_name_one_segment_the_later_one_has_it(folder):
     await engine.check([put_id(1), put_id(2)])
     assert list(engine.damaged) == [put_id(1)]
     check(engine, 2, {name: values[::-1] for name, values in BIG.items()})
+    folder.snapshot()  # nor is that forgotten by the next start
+    engine = folder.open()
+    await engine.check([put_id(1), put_id(2)])
+    assert list(engine.damaged) == [put_id(1)]

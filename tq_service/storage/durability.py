@@ -24,7 +24,7 @@ from tq_service.storage.pool import SMALL_BYTES, RegionPool, size_class
 from tq_service.storage.region import Region
 from tq_service.storage.segment_checks import SegmentChecks
 from tq_service.storage.segment_threads import SegmentThreads
-from tq_service.storage.segments import Segment, SegmentFiles
+from tq_service.storage.segments import Segment, SegmentFiles, is_passing
 from tq_service.storage.shared_region import SharedRegion
 from tq_service.storage.stored_put import StoredPut
 from tq_service.v1 import journal_pb2 as pb
@@ -72,8 +72,11 @@ class Durability:
             self._checks.mark_damaged(put_id, "it is not here")
 
     def mark_unreadable(self, put_id: bytes, error: OSError) -> None:
-        """Take note of a put whose segment cannot be used."""
-        self._checks.mark_damaged(put_id, str(error))
+        """Take note of a put whose segment cannot be used, other than for the moment."""
+        if is_passing(error):
+            _log.warning("cells of put %s are not freed before the last of them: %s", put_id.hex(), error)
+        else:
+            self._checks.mark_damaged(put_id, str(error))
 
     def forget_missing(self, put_id: bytes) -> None:
         """Forget a put that was not here."""
@@ -190,11 +193,13 @@ class Durability:
             return
         message = describe_put(put_id, moved, backing.number, moved.region.size)
         checksum = self._threads.run(_checksum_and_sync, moved.region, backing, self._sync, pinned=moved.region)
-        self._moving[put_id] = asyncio.get_running_loop().create_task(self._finish_move(message, old, checksum))
+        finish = self._finish_move(message, self._records[put_id], old, checksum)
+        self._moving[put_id] = asyncio.get_running_loop().create_task(finish)
 
-    async def _finish_move(self, message: pb.PutKept, old: Region, checksum: asyncio.Future[int]) -> None:
+    async def _finish_move(
+        self, message: pb.PutKept, record: KeptPut, old: Region, checksum: asyncio.Future[int]
+    ) -> None:
         put_id = message.put_id
-        record = self._records.get(put_id)
         try:
             message.checksum = await checksum
         except OSError as error:
@@ -204,7 +209,7 @@ class Durability:
                 return
         finally:
             self._moving.pop(put_id, None)
-        if record is not None and self._records.get(put_id) is record:
+        if self._records.get(put_id) is record:  # else it was dropped meanwhile
             self._write(put_id, KeptPut.of(message, None))
         self._release_later(old)
 
@@ -242,6 +247,7 @@ class Durability:
                 self._files.number_after(number)
                 self._checks.mark_damaged(put_id, f"segment {number} is missing")
                 regions[put_id] = Region(b"", size)
+        self._records = dict(reversed(self._records.items()))
         for number in found:
             segment = self._files.take(number)
             if segment.capacity:

@@ -389,14 +389,15 @@ class StorageEngine:
         else:
             self._durability.drop(put_id, region)
 
-    def _compact(self, put_id: bytes) -> None:
+    def _compact(self, put_id: bytes) -> bool:
+        """Move what is live of a put to a smaller region; return whether that is possible now."""
         put = self._puts[put_id]
         if self._durability is not None and not self._durability.may_compact(put_id):
-            return
+            return False
         try:
             smaller = compact(put, self._pool)
         except OSError:  # the disk is full: what is dead of the put goes with the rest of it
-            return
+            return False
         self._puts[put_id] = smaller
         self._holed.pop(put_id, None)
         self._admission.add(smaller.region.size)
@@ -404,6 +405,7 @@ class StorageEngine:
             self._pool.release(put.region)
         else:
             self._durability.move(put_id, put.region, smaller)
+        return True
 
     def _check_partition(self, put_id: bytes, partition_id: str) -> None:
         own = self.partition_of(put_id)
@@ -419,8 +421,7 @@ class StorageEngine:
         for put_id in list(self._holed):
             put = self._puts[put_id]
             gain = put.region.size - put.compacted_bytes()
-            if gain * 8 >= put.region.size > 0:
-                self._compact(put_id)
+            if gain * 8 >= put.region.size > 0 and self._compact(put_id):
                 wanted -= gain
             if wanted <= 0:
                 return

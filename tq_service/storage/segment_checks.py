@@ -8,13 +8,15 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from tq_service.errors import DataLossError
+from tq_service.errors import UnavailableError
 from tq_service.storage.region import Region
 from tq_service.storage.segment_threads import SegmentThreads
-from tq_service.storage.segments import Segment
+from tq_service.storage.segments import Segment, is_passing
 
 _log = logging.getLogger(__name__)
 _SCRUB_BYTES_PER_SECOND: Final = 100e6
 _LEAST_PAUSE_SECONDS: Final = 0.001
+_RETRY_SECONDS: Final = 1.0
 _MOST_NAMED: Final = 5
 _MOST_TOLD: Final = 100  # the metadata of an answer has room for about twice as many
 
@@ -52,25 +54,41 @@ class SegmentChecks:
         return self._damaged.pop(put_id, None) is not None
 
     async def check(self, put_ids: Iterable[bytes]) -> None:
-        """Look at those of these puts that were not looked at yet."""
+        """Look at those of these puts that were not looked at yet.
+
+        Raises:
+            UnavailableError: one of them cannot be looked at now, since this process lacks files or memory.
+        """
         if self._expected:
             tasks = [self._start(put_id) for put_id in put_ids if put_id in self._expected]
             if tasks:
                 await asyncio.wait(tasks)
+                for task in tasks:
+                    task.result()
 
     async def scrub(self) -> None:
         """Look at all puts that were not looked at yet, one after the other, slowly."""
         while self._expected:
             put_id, (region, _) = next(iter(self._expected.items()))
-            await asyncio.wait([self._start(put_id)])
-            await asyncio.sleep(max(region.size / _SCRUB_BYTES_PER_SECOND, _LEAST_PAUSE_SECONDS))
+            task = self._start(put_id)
+            await asyncio.wait([task])
+            if (error := task.exception()) is None:
+                await asyncio.sleep(max(region.size / _SCRUB_BYTES_PER_SECOND, _LEAST_PAUSE_SECONDS))
+            else:
+                _log.warning("the check of recovered puts goes on later: %s", error)
+                await asyncio.sleep(_RETRY_SECONDS)
 
     def _start(self, put_id: bytes) -> asyncio.Task[None]:
         task = self._running.get(put_id)
         if task is None:
             task = self._running[put_id] = asyncio.get_running_loop().create_task(self._check(put_id))
-            task.add_done_callback(lambda _: self._running.pop(put_id))
+            task.add_done_callback(lambda done: self._end(put_id, done))
         return task
+
+    def _end(self, put_id: bytes, task: asyncio.Task[None]) -> None:
+        del self._running[put_id]
+        if not task.cancelled():
+            task.exception()  # where nobody waits any more, nobody is to be told of it
 
     async def _check(self, put_id: bytes) -> None:
         region, expected = self._expected.get(put_id, (None, 0))
@@ -85,6 +103,8 @@ class SegmentChecks:
                 else:
                     region.memory()
         except OSError as error:
+            if is_passing(error):
+                raise UnavailableError(f"put {put_id.hex()} cannot be looked at now ({error}); try again") from error
             reason = f"its segment cannot be read: {error}"
         if self._expected.pop(put_id, None) is not None and reason:
             self.mark_damaged(put_id, reason)

@@ -28,6 +28,7 @@ MIN_FREE_BYTES: Final = 256 << 20
 _READ_BYTES: Final = 4 << 20
 _COPY_BYTES: Final = 1 << 20
 _ROOM_KNOWN_SECONDS: Final = 0.05
+_PASSING: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR})
 _NAME: Final = re.compile(r"(?:\d{8}|[1-9]\d{8,})\.seg")
 # The system takes about 0.1 ms a MiB to drop a file: too long for the event loop.
 _ASIDE: Final = ThreadPoolExecutor(1, thread_name_prefix="tq-segment-drop")
@@ -208,6 +209,11 @@ class SegmentFiles:
     def number_after(self, number: int) -> None:
         """Give no new file a number up to this one, such as one that is missing but that a put has its bytes in."""
         self._last_number = max(self._last_number, number)
+
+
+def is_passing(error: OSError) -> bool:
+    """Whether an error says that the process lacks files or memory now, and nothing of what is on the disk."""
+    return error.errno in _PASSING
 
 
 def _name(number: int) -> str:
