@@ -7,8 +7,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from tq_service.errors import DataLossError
-from tq_service.errors import UnavailableError
+from tq_service.errors import DataLossError, UnavailableError
 from tq_service.storage.region import Region
 from tq_service.storage.segment_threads import SegmentThreads
 from tq_service.storage.segments import Segment, is_passing
