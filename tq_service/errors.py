@@ -310,7 +310,7 @@ class InternalError(TqError, RuntimeError):
 
 
 class CallCancelledError(TqError, RuntimeError):
-    """The call was cancelled by the server's side or a proxy."""
+    """The call was cancelled by the server's side or a proxy, or its client was closed meanwhile."""
 
     reason = "CANCELLED"
 

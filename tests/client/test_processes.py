@@ -8,6 +8,8 @@ import textwrap
 import pytest
 
 import tq_service as tq
+from tq_service.client._sync.channels import Channels
+from tq_service.wire.credentials import Credentials
 
 if sys.platform == "win32":
     pytest.skip("there is no fork", allow_module_level=True)
@@ -80,3 +82,15 @@ async def test_an_async_client_belongs_to_its_loop(service):
     with pytest.raises(tq.ForkedClientError, match="another one"):
         await asyncio.to_thread(asyncio.run, client.list_partitions())
     await client.aclose()
+
+
+def test_all_threads_of_a_forked_child_leave_the_channels_of_its_parent(monkeypatch):
+    channels = Channels("127.0.0.1:1", Credentials())
+    of_parent = channels.endpoint()
+    monkeypatch.setattr("os.getpid", lambda: -1)
+    home = channels._home
+    assert home.moved()
+    assert home.moved()  # asked by another thread, before the first one has left them
+    of_child = channels.endpoint()
+    assert of_child is not of_parent
+    assert channels.endpoint() is of_child

@@ -13,6 +13,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
+import grpc
+
 from tq_service.errors import ForkedClientError, TqError
 
 T = TypeVar("T")
@@ -53,6 +55,19 @@ async def async_in_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwarg
 def in_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Return what a call returns: the caller's thread may block."""
     return call(*args, **kwargs)
+
+
+def async_is_of_closing(error: BaseException) -> bool:
+    """Whether grpc ends a call in this way where its channel has been closed; not where its caller is cancelled."""
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        return task is not None and not task.cancelling()
+    return isinstance(error, grpc.aio.UsageError)
+
+
+def is_of_closing(error: BaseException) -> bool:
+    """Whether grpc refuses a call in this way where its channel has been closed."""
+    return isinstance(error, ValueError) and not isinstance(error, TqError)
 
 
 class AsyncAftermath:
@@ -145,7 +160,5 @@ class Home:
         self._pid = os.getpid()
 
     def moved(self) -> bool:
-        """Whether this is a forked child of the process that was asked last, so that new channels are needed."""
-        pid = os.getpid()
-        was, self._pid = self._pid, pid
-        return was != pid
+        """Whether this is a forked child of the process that the channels belong to, so that new ones are needed."""
+        return self._pid != os.getpid()

@@ -62,7 +62,7 @@ async def async_send_put(
 
 async def _write(stream: Any, header: PutHeader, frames: Iterable[FrameParts], deposit: Deposit | None) -> None:
     try:
-        await stream.write(header)
+        await _write_header(stream, header)
         room = dict(await stream.initial_metadata()).get(ROOM_KEY)
         if room is None:
             return  # it is refused, or there already
@@ -75,6 +75,18 @@ async def _write(stream: Any, header: PutHeader, frames: Iterable[FrameParts], d
         await stream.done_writing()
     except asyncio.InvalidStateError:
         return  # the call has ended, and awaiting it says how
+
+
+async def _write_header(stream: Any, header: PutHeader) -> None:
+    """Write the first message, which grpc waits with for ever where a call ends before it has begun: by a close."""
+    writing = asyncio.ensure_future(stream.write(header))
+    stream.add_done_callback(lambda _: writing.cancel())
+    try:
+        await writing
+    except asyncio.CancelledError:
+        if not stream.done():
+            raise
+        raise asyncio.InvalidStateError from None  # awaiting it says how it ended, also where the caller is cancelled
 
 
 def send_put(

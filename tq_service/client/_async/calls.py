@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import grpc
 
 from tq_service.client._async.channels import AsyncChannels, AsyncEndpoint
-from tq_service.client.concurrency import async_in_thread, async_sleep
+from tq_service.client.concurrency import async_in_thread, async_is_of_closing, async_sleep
 from tq_service.client.handover import SHARED_FROM_BYTES
 from tq_service.client.heap import keep_frame_buffers
 from tq_service.client.put_streams import async_send_put
 from tq_service.client.reads import AnswerReader, Received
 from tq_service.client.retry import Backoff, Deadline, error_of
-from tq_service.errors import TqError
+from tq_service.errors import CallCancelledError, TqError
 from tq_service.v1.storage_service_pb2 import (
     GetRequest,
     GetSmallRequest,
@@ -66,10 +67,20 @@ class AsyncCalls:
     ) -> Response:
         """Make a unary call."""
         endpoint = self.channels.endpoint(address)
-        try:
+        with self._errors_of(endpoint):
             return await pick(endpoint)(request, timeout=deadline.remaining(), metadata=endpoint.metadata())
+
+    @contextmanager
+    def _errors_of(self, endpoint: AsyncEndpoint) -> Iterator[None]:
+        """Give what a call on a channel raises as TqError."""
+        try:
+            yield
         except grpc.RpcError as error:
             raise error_of(error, endpoint.address) from None
+        except BaseException as error:
+            if self.channels.closed and async_is_of_closing(error):
+                raise CallCancelledError(f"the client was closed during a call (calling {endpoint.address})") from None
+            raise
 
     async def put_once(
         self, header: PutHeader, columns: Sequence[Column], deadline: Deadline, address: str
@@ -84,20 +95,12 @@ class AsyncCalls:
         endpoint = self.channels.endpoint(address)
         if header.size_bytes >= SHARED_FROM_BYTES:
             await self._find_on_host(endpoint, deadline)
-        with endpoint.link.session() as handover:
+        with endpoint.link.session() as handover, self._errors_of(endpoint):
             deposit = None if handover is None else partial(handover.deposit, header.put_id, columns)
             header.handover_session = b"" if handover is None else handover.session_id
-            try:
-                return await async_send_put(
-                    endpoint.put,
-                    header,
-                    iter_frames(chunks),
-                    deadline,
-                    deposit=deposit,
-                    metadata=endpoint.metadata(),
-                )
-            except grpc.RpcError as error:
-                raise error_of(error, endpoint.address) from None
+            return await async_send_put(
+                endpoint.put, header, iter_frames(chunks), deadline, deposit=deposit, metadata=endpoint.metadata()
+            )
 
     async def get(
         self, request: GetRequest, row_count: int, deadline: Deadline, address: str, patience: Deadline
@@ -120,14 +123,12 @@ class AsyncCalls:
         with endpoint.link.session() as handover:
             request.handover_session = b"" if handover is None else handover.session_id
             reader = AnswerReader(row_count, handover)
-            try:
+            with self._errors_of(endpoint):
                 is_sent = endpoint.sent_sizes.is_small(request, row_count) and await self._get_small(
                     endpoint, request, reader, deadline
                 )
                 if not is_sent:
                     await self._get_stream(endpoint, request, reader, deadline)
-            except grpc.RpcError as error:
-                raise error_of(error, endpoint.address) from None
             endpoint.sent_sizes.note(request, row_count, reader.sent_bytes)
             return reader.finish()
 
@@ -162,10 +163,11 @@ class AsyncCalls:
         if not endpoint.link.is_due():
             return
         try:
-            stat = await endpoint.storage.Stat(
-                StatRequest(), timeout=min(deadline.remaining(), _ASK_SECONDS), metadata=endpoint.metadata()
-            )
-        except grpc.RpcError:  # the call that is about to be made will say what is wrong
+            with self._errors_of(endpoint):
+                stat = await endpoint.storage.Stat(
+                    StatRequest(), timeout=min(deadline.remaining(), _ASK_SECONDS), metadata=endpoint.metadata()
+                )
+        except TqError:  # the call that is about to be made will say what is wrong
             endpoint.link.postpone()
             return
         await async_in_thread(endpoint.link.open, stat)

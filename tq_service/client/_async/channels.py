@@ -36,7 +36,11 @@ class AsyncEndpoint:
 
 
 class AsyncChannels:
-    """Opens channels where they are first used, and anew where the old ones no longer work."""
+    """Opens channels where they are first used, and anew where the old ones no longer work.
+
+    Attributes:
+        closed: whether `aclose` was called.
+    """
 
     def __init__(self, address: str, credentials: Credentials) -> None:
         self.address = address
@@ -44,7 +48,7 @@ class AsyncChannels:
         self._home = AsyncHome()
         self._endpoints: dict[str, AsyncEndpoint] = {}
         self._outdated: list[AsyncEndpoint] = []
-        self._closed = False
+        self.closed = False
 
     def endpoint(self, address: str = "") -> AsyncEndpoint:
         """Return the channel to an address; an empty one is the client's own.
@@ -54,16 +58,20 @@ class AsyncChannels:
             PreconditionError: the client is closed.
             InvalidArgumentError: the credentials cannot be used for this address.
         """
-        if self._closed:
-            raise PreconditionError("the client is closed; make a new one")
+        self._check_open()
         if self._home.moved():
-            _ABANDONED.append((self._endpoints, self._outdated))
-            self._endpoints, self._outdated = {}, []
+            self._abandon()
         target = address or self.address
         # No lock, which a fork could leave locked: threads that race make two channels, and all use the first stored.
-        return self._endpoints.get(target) or self._endpoints.setdefault(
+        endpoint = self._endpoints.get(target) or self._endpoints.setdefault(
             target, AsyncEndpoint(target, self.credentials)
         )
+        self._check_open()  # again, for a thread that closed the client before this channel was there to be closed
+        return endpoint
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise PreconditionError("the client is closed; make a new one")
 
     def follow_files(self) -> None:
         """Leave channels whose certificates have been replaced since; calls that are under way on them may end."""
@@ -73,12 +81,17 @@ class AsyncChannels:
                 endpoint.link.close()
                 self._outdated.append(endpoint)
 
+    def _abandon(self) -> None:
+        """Leave the channels of a parent process."""
+        _ABANDONED.append((self._endpoints, self._outdated))
+        self._endpoints, self._outdated = {}, []
+        self._home = AsyncHome()  # last: until then other threads of the child leave them, too
+
     async def aclose(self) -> None:
         """Close all channels; calls that are still running are cancelled."""
-        self._closed = True
+        self.closed = True
         if self._endpoints and self._home.moved():
-            _ABANDONED.append((self._endpoints, self._outdated))
-            self._endpoints, self._outdated = {}, []
+            self._abandon()
         while self._endpoints:
             _, endpoint = self._endpoints.popitem()
             self._outdated.append(endpoint)

@@ -147,6 +147,8 @@ class AsyncClaimCalls(AsyncBase):
                 await async_sleep(min(backoff.pause(), wait.remaining()))
 
     async def _release(self, claim: pb.GetMetaRequest) -> None:
+        if self._calls.channels.closed:
+            return  # the service sees that this client has left
         request = pb.ReleaseClaimRequest(
             request_id=new_id(),
             partition_id=claim.partition_id,

@@ -37,7 +37,11 @@ class Endpoint:
 
 
 class Channels:
-    """Opens channels where they are first used, and anew where the old ones no longer work."""
+    """Opens channels where they are first used, and anew where the old ones no longer work.
+
+    Attributes:
+        closed: whether `close` was called.
+    """
 
     def __init__(self, address: str, credentials: Credentials) -> None:
         self.address = address
@@ -45,7 +49,7 @@ class Channels:
         self._home = Home()
         self._endpoints: dict[str, Endpoint] = {}
         self._outdated: list[Endpoint] = []
-        self._closed = False
+        self.closed = False
 
     def endpoint(self, address: str = "") -> Endpoint:
         """Return the channel to an address; an empty one is the client's own.
@@ -55,14 +59,18 @@ class Channels:
             PreconditionError: the client is closed.
             InvalidArgumentError: the credentials cannot be used for this address.
         """
-        if self._closed:
-            raise PreconditionError("the client is closed; make a new one")
+        self._check_open()
         if self._home.moved():
-            _ABANDONED.append((self._endpoints, self._outdated))
-            self._endpoints, self._outdated = {}, []
+            self._abandon()
         target = address or self.address
         # No lock, which a fork could leave locked: threads that race make two channels, and all use the first stored.
-        return self._endpoints.get(target) or self._endpoints.setdefault(target, Endpoint(target, self.credentials))
+        endpoint = self._endpoints.get(target) or self._endpoints.setdefault(target, Endpoint(target, self.credentials))
+        self._check_open()  # again, for a thread that closed the client before this channel was there to be closed
+        return endpoint
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise PreconditionError("the client is closed; make a new one")
 
     def follow_files(self) -> None:
         """Leave channels whose certificates have been replaced since; calls that are under way on them may end."""
@@ -72,12 +80,17 @@ class Channels:
                 endpoint.link.close()
                 self._outdated.append(endpoint)
 
+    def _abandon(self) -> None:
+        """Leave the channels of a parent process."""
+        _ABANDONED.append((self._endpoints, self._outdated))
+        self._endpoints, self._outdated = {}, []
+        self._home = Home()  # last: until then other threads of the child leave them, too
+
     def close(self) -> None:
         """Close all channels; calls that are still running are cancelled."""
-        self._closed = True
+        self.closed = True
         if self._endpoints and self._home.moved():
-            _ABANDONED.append((self._endpoints, self._outdated))
-            self._endpoints, self._outdated = {}, []
+            self._abandon()
         while self._endpoints:
             _, endpoint = self._endpoints.popitem()
             self._outdated.append(endpoint)

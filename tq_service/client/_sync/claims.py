@@ -148,6 +148,8 @@ class ClaimCalls(Base):
                 sleep(min(backoff.pause(), wait.remaining()))
 
     def _release(self, claim: pb.GetMetaRequest) -> None:
+        if self._calls.channels.closed:
+            return  # the service sees that this client has left
         request = pb.ReleaseClaimRequest(
             request_id=new_id(),
             partition_id=claim.partition_id,
