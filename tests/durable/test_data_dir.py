@@ -33,6 +33,19 @@ def test_a_new_folder_is_for_its_owner_alone(tmp_path: Path) -> None:
     data_dir.close()
 
 
+def test_the_name_of_a_new_folder_survives_a_loss_of_power(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    DataDir.open(tmp_path / "some" / "data").close()
+    assert {tmp_path, tmp_path / "some", tmp_path / "some" / "data"} <= set(synced)
+
+
 def test_its_journal_is_found_again(tmp_path: Path) -> None:
     for expected in ([], [b"record"]):
         data_dir = DataDir.open(tmp_path)

@@ -13,12 +13,15 @@ from digest import digest
 from domain_support import insert, new_write
 from journal_support import wait_for_the_next_file
 
+from tq_service.domain.aging_log import FrozenLog
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.plan import RankPlan
 from tq_service.domain.requests import RequestLog
+from tq_service.durable import journal as journal_module
 from tq_service.durable import keeper as keeper_module
+from tq_service.durable import record_file
 from tq_service.durable.keeper import Keeper
-from tq_service.errors import DataDirError, JournalDamagedError, SnapshotDamagedError
+from tq_service.errors import DataDirError, DiskFullError, JournalDamagedError, SnapshotDamagedError
 from tq_service.samplers import PlanRunner
 from tq_service.server import answers
 from tq_service.v1 import controller_service_pb2 as pb
@@ -243,6 +246,33 @@ def test_a_snapshot_that_fails_by_a_fault_is_not_tried_again_at_once(tmp_path, m
     assert after == before
     assert len(tries) <= 2  # one in each life
     assert "a fault of the service" in caplog.text
+
+
+def fail(*_):
+    raise OSError(5, "Input/output error")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "appears"),
+    [(record_file, "sync_directory", False), (journal_module, "snapshot_numbers", True)],
+    ids=["the name of the snapshot may not last", "what is not needed any more cannot be dropped"],
+)
+def test_what_is_restored_is_there_after_a_failure_or_nothing_of_it(tmp_path, monkeypatch, owner, name, appears):
+    async def restore(life):
+        other = Catalog(PlanRunner())
+        other.write("restored", b"", new_write(3, ("x",)))
+        frozen = other.freeze()
+        seen = []
+        with monkeypatch.context() as failing:
+            failing.setattr(owner, name, fail)
+            try:
+                await life.keeper.keep_restored(frozen, FrozenLog(), lambda: seen.append("restored"))
+            except DiskFullError as error:
+                assert "restore it again" in str(error)
+        return seen
+
+    seen, (after, _) = lives(tmp_path, restore, look)
+    assert bool(seen) is bool(after) is appears
 
 
 class Puts:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from tq_service.durable.checkpoint_plan import Block
-from tq_service.durable.file_names import sync_directory
+from tq_service.durable.file_names import make_folder
 from tq_service.durable.record_file import RecordWriter
 from tq_service.durable.snapshot import FrozenService, write_header, write_state
 from tq_service.errors import DiskFullError, InternalError, InvalidArgumentError
@@ -63,10 +63,7 @@ class CheckpointWriter:
     def open(self) -> None:
         """Begin the file; the folder is made where it is not there."""
         with self._explained():
-            made = [folder for folder in (self._path.parent, *self._path.parent.parents) if not folder.exists()]
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            for folder in made:
-                sync_directory(folder.parent)
+            make_folder(self._path.parent)
             self._writer.open()
             write_header(self._writer, is_checkpoint=True)
 

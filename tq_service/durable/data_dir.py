@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from tq_service.durable.file_names import journal_numbers, snapshot_numbers, snapshot_path
+from tq_service.durable.file_names import journal_numbers, make_folder, snapshot_numbers, snapshot_path
 from tq_service.durable.identity import Identity, new_identity, read_identity, write_identity
 from tq_service.durable.journal import Journal
 from tq_service.durable.lock import DirectoryLock
@@ -49,7 +49,7 @@ class DataDir:
         path = path.absolute()
         try:
             # Nobody else may read what it holds; the rights of a folder that is there are its owner's business.
-            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_folder(path, mode=0o700)
             lock = DirectoryLock(path / "lock")
         except OSError as error:
             raise _unusable(path, error) from error

@@ -86,6 +86,22 @@ def set_aside(path: Path) -> None:
             part.rename(beside(part, LOST_SUFFIX))
 
 
+def make_folder(path: Path, mode: int = 0o777) -> None:
+    """Make a folder where it is missing, and those that it is in; their names survive a loss of power.
+
+    Args:
+        path: of the folder.
+        mode: its rights; those of the others are what is usual.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True, mode=mode)
+    for folder in missing:
+        sync_directory(folder.parent)
+
+
 def sync_directory(directory: Path) -> None:
     """Return when the names in a folder survive a loss of power."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)

@@ -207,9 +207,7 @@ class Journal:
 
         The snapshot before it stays, with the journal since then: should the new one turn out to be damaged.
         """
-        before = [other for other in self.snapshots() if other < generation]
-        if before:
-            self._upkeep.do(lambda: _drop_before(self._directory, before[-1]))
+        self._upkeep.do(lambda: _drop_unneeded(self._directory, generation))
 
     def close(self) -> None:
         """Make durable what was appended, bring all files to rest and end the threads.
@@ -315,13 +313,13 @@ class Journal:
             self._loop.call_soon_threadsafe(self._fail_waiting, error)
 
 
-def _drop_before(directory: Path, generation: int) -> None:
+def _drop_unneeded(directory: Path, generation: int) -> None:
+    *older, kept = [0, *(number for number in snapshot_numbers(directory) if number < generation)]
     for number in journal_numbers(directory):
-        if number < generation:
+        if number < kept:
             remove_journal(journal_path(directory, number))
-    for other in snapshot_numbers(directory):
-        if other < generation:
-            snapshot_path(directory, other).unlink()
+    for number in filter(None, older):
+        snapshot_path(directory, number).unlink()
 
 
 def _succeed(future: asyncio.Future[None]) -> None:

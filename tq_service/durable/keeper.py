@@ -398,8 +398,8 @@ class Keeper:
             started_at = time.monotonic()
             await self._journal.durable()
             await asyncio.to_thread(write_snapshot, self._journal.snapshot_path(generation), frozen)
-            self._journal.finish_generation(generation)
             appear()
+            self._journal.finish_generation(generation)
             self._snapshot_seconds = time.monotonic() - started_at
         finally:
             self._snapshot = None

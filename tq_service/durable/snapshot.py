@@ -46,9 +46,13 @@ def write_snapshot(path: Path, frozen: FrozenService) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    with RecordWriter(path) as writer:
-        write_header(writer, is_checkpoint=False)
-        write_state(writer, frozen)
+    try:
+        with RecordWriter(path) as writer:
+            write_header(writer, is_checkpoint=False)
+            write_state(writer, frozen)
+    except OSError:
+        path.unlink(missing_ok=True)  # who is told that it failed goes on without it, and a start must do the same
+        raise
 
 
 def read_snapshot(path: Path) -> FrozenService:
