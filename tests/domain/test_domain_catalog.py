@@ -193,3 +193,9 @@ async def test_a_removed_partition_is_freed_without_the_garbage_collector(catalo
         assert gone() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("name", ["", "a\nb", "x" * 513])
+async def test_a_partition_that_can_never_appear_is_not_waited_for(catalog, name):
+    with pytest.raises(InvalidArgumentError, match="partition_id is"):
+        await catalog.claim(name, b"", asks(), 1e6)

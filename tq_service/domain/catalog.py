@@ -244,6 +244,8 @@ class Catalog:
         """Return a claim, waiting for the partition and for its samples up to `max_wait_seconds` together."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + max_wait_seconds
+        if partition_id not in self._partitions:
+            check_name("partition_id", partition_id)  # lest one that can never appear is waited for
         while partition_id not in self._partitions:
             if incarnation:
                 raise StaleIncarnationError(
