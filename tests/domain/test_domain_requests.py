@@ -89,3 +89,11 @@ def test_what_answers_take_is_the_same_after_they_were_frozen(clock):
     again = RequestLog(60, weigh=len)
     again.thaw(log.freeze())
     assert again.used_bytes == log.used_bytes > 30
+
+
+def test_an_id_is_for_one_kind_of_answer():
+    log, request_id = RequestLog(60), new_id()
+    assert log.once(request_id, lambda: 7, int) == 7
+    with pytest.raises(InvalidArgumentError, match="answered with a int"):
+        log.once(request_id, lambda: "no", str)
+    assert log.once(request_id, lambda: 8, int) == 7

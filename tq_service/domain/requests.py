@@ -49,8 +49,13 @@ class RequestLog:
     def __len__(self) -> int:
         return len(self._answers)
 
-    def once(self, request_id: bytes, change: Callable[[], Answer]) -> Answer:
-        """Return the recorded answer, or make the change and record its answer; there is no await in between."""
+    def once(self, request_id: bytes, change: Callable[[], Answer], kind: type[object] = object) -> Answer:
+        """Return the recorded answer, or make the change and record its answer; there is no await in between.
+
+        Raises:
+            InvalidArgumentError: the id has not 16 bytes, or the recorded answer is not of this kind: it is that of
+                another method, to which the caller gave the same id.
+        """
         if len(request_id) != 16:
             raise InvalidArgumentError(
                 f"request_id has {len(request_id)} bytes; send 16 random bytes, the same over retries",
@@ -61,6 +66,12 @@ class RequestLog:
         known = self._answers.get(request_id)
         if known is not None:
             recorded: Answer = self._unpack(known.value)
+            if not isinstance(recorded, kind):
+                raise InvalidArgumentError(
+                    f"request_id {request_id.hex()} is that of another call, which was answered with a "
+                    f"{type(recorded).__name__}; make a new one for each call, the same over its retries",
+                    field="request_id",
+                )
             return recorded
         answer = change()
         packed = self._pack(answer)

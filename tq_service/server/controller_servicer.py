@@ -73,7 +73,7 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
             partition = self._catalog.create(request.partition_id, from_proto.partition_settings(request))
             return pb.CreatePartitionResponse(incarnation=partition.incarnation)
 
-        return self._requests.once(request.request_id, change)
+        return self._requests.once(request.request_id, change, pb.CreatePartitionResponse)
 
     async def SealPartition(self, request: pb.SealPartitionRequest, context: Context) -> pb.SealPartitionResponse:
         def change() -> pb.SealPartitionResponse:
@@ -81,7 +81,7 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
             partition.seal()
             return pb.SealPartitionResponse(inserted_count=partition.inserted_count)
 
-        return self._requests.once(request.request_id, change)
+        return self._requests.once(request.request_id, change, pb.SealPartitionResponse)
 
     async def ClearPartition(self, request: pb.ClearPartitionRequest, context: Context) -> pb.ClearPartitionResponse:
         def change() -> pb.ClearPartitionResponse:
@@ -89,7 +89,7 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
             self._storages.free(freed)
             return pb.ClearPartitionResponse(cleared_count=count)
 
-        return self._requests.once(request.request_id, change)
+        return self._requests.once(request.request_id, change, pb.ClearPartitionResponse)
 
     async def ListPartitions(self, request: pb.ListPartitionsRequest, context: Context) -> pb.ListPartitionsResponse:
         names = sorted(name for name in self._catalog.names() if name.startswith(request.prefix))
@@ -119,14 +119,14 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
             partition.set_meta(indexes, columns)
             return pb.SetCustomMetaResponse()
 
-        return self._requests.once(request.request_id, change)
+        return self._requests.once(request.request_id, change, pb.SetCustomMetaResponse)
 
     async def CloseGroups(self, request: pb.CloseGroupsRequest, context: Context) -> pb.CloseGroupsResponse:
         def change() -> pb.CloseGroupsResponse:
             self._catalog.get(request.partition_id, request.incarnation).close_groups(list(request.groups))
             return pb.CloseGroupsResponse()
 
-        return self._requests.once(request.request_id, change)
+        return self._requests.once(request.request_id, change, pb.CloseGroupsResponse)
 
     async def ClearSamples(self, request: pb.ClearSamplesRequest, context: Context) -> pb.ClearSamplesResponse:
         def change() -> pb.ClearSamplesResponse:
@@ -139,7 +139,7 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
             self._storages.free(freed)
             return pb.ClearSamplesResponse(cleared_count=count)
 
-        return self._requests.once(request.request_id, change)
+        return self._requests.once(request.request_id, change, pb.ClearSamplesResponse)
 
     # Finding samples and cells
 
@@ -218,7 +218,7 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
             count = queue_claims.release(partition, task, request.claim_request_id, rows)
             return pb.ReleaseClaimResponse(released_count=count)
 
-        return self._requests.once(request.request_id, change)
+        return self._requests.once(request.request_id, change, pb.ReleaseClaimResponse)
 
     async def AckClaim(self, request: pb.AckClaimRequest, context: Context) -> pb.AckClaimResponse:
         def change() -> pb.AckClaimResponse:
@@ -229,7 +229,7 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
             count = queue_claims.acknowledge(partition, task, request.claim_request_id, rows)
             return pb.AckClaimResponse(acked_count=count)
 
-        return self._requests.once(request.request_id, change)
+        return self._requests.once(request.request_id, change, pb.AckClaimResponse)
 
     async def ExtendClaim(self, request: pb.ExtendClaimRequest, context: Context) -> pb.ExtendClaimResponse:
         def change() -> pb.ExtendClaimResponse:
@@ -239,7 +239,7 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
             planner = self._catalog.planner(partition, partition.known_task(request.task_name).name)
             return pb.ExtendClaimResponse(leased_count=planner.extend(request.claim_request_id, seconds))
 
-        return self._requests.once(request.request_id, change)
+        return self._requests.once(request.request_id, change, pb.ExtendClaimResponse)
 
     async def CheckConsumption(
         self, request: pb.CheckConsumptionRequest, context: Context
@@ -263,7 +263,7 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
             task.check_epoch(request.epoch)
             return pb.ResetConsumptionResponse(epoch=partition.reset(task, keep_consumed=request.keep_consumed))
 
-        return self._requests.once(request.request_id, change)
+        return self._requests.once(request.request_id, change, pb.ResetConsumptionResponse)
 
     async def ListSamplers(self, request: pb.ListSamplersRequest, context: Context) -> pb.ListSamplersResponse:
         return pb.ListSamplersResponse(
