@@ -79,6 +79,23 @@ def test_a_repeat_under_another_id_is_another_request(server: LiveServer, name: 
     assert snapshot(client) == after
 
 
+@pytest.mark.parametrize("name", sorted(mutating_requests(tq.BatchMeta(), b"").keys() - {"GetMeta"}))
+def test_an_id_of_another_call_is_refused_and_nothing_changes(server: LiveServer, name: str) -> None:
+    client = server.client()
+    meta, request_id = put_train(client), new_id()
+    other = pb.AckClaimRequest(request_id=request_id, partition_id="train", task_name="t")
+    server.app._requests.once(request_id, pb.AckClaimResponse)
+    before = snapshot(client)
+    request = mutating_requests(meta, request_id)[name]
+    with pytest.raises(grpc.RpcError) as caught:
+        getattr(server.controller, name)(request)
+    assert reason_of(caught.value) == "INVALID_ARGUMENT"
+    assert "AckClaimResponse" in caught.value.details()
+    assert snapshot(client) == before
+    other.claim_request_id = bytes(16)
+    assert server.controller.AckClaim(other) == pb.AckClaimResponse()
+
+
 def test_a_refused_request_is_not_recorded(server: LiveServer) -> None:
     client = server.client()
     put_train(client)
@@ -216,6 +233,22 @@ def test_a_put_is_committed_once(server: LiveServer, send_put: SendPut) -> None:
         error: Any = caught.value
         assert error.code() == grpc.StatusCode.ALREADY_EXISTS
         assert snapshot(client) == after
+    assert client.get_data(partition_id="train", global_indexes=range(4))["x"].tolist() == [0, 1, 2, 3]
+
+
+def test_a_retry_of_a_commit_with_another_put_frees_that_put(server: LiveServer, send_put: SendPut) -> None:
+    """As a client makes it that sent its data again, to another storage service, while its first commit was made."""
+    client, request_id, answers = server.client(), new_id(), []
+    for _ in range(2):
+        messages = put_stream()
+        stored = send_put(server, messages)
+        commit = commit_of_four(request_id)
+        commit.placement.storage.CopyFrom(stored.storage)
+        commit.placement.put_id = messages[0].header.put_id
+        commit.columns.extend(messages[0].header.columns)
+        answers.append(server.controller.Commit(commit))
+    assert answers[0] == answers[1]
+    assert client.storage_stat().put_count == 1
     assert client.get_data(partition_id="train", global_indexes=range(4))["x"].tolist() == [0, 1, 2, 3]
 
 

@@ -226,6 +226,7 @@ class App:
             self._entrance.credentials,
             live_cells=self._catalog.live_cells,
             boot_id=None if self._keeper is None else self._keeper.identity.controller_boot_id,
+            doubt_seconds=settings.put_ttl_seconds,
             after_durable=_at_once if self._keeper is None else self._keeper.after_durable,
         )
         self._requests = RequestLog(
@@ -257,6 +258,7 @@ class App:
             await asyncio.sleep(_HOUSEKEEPING_SECONDS)
             self._calls.report()
             expired = 0 if self._engine is None else self._engine.expire()
+            expired += 0 if self._storages is None else self._storages.free_doubtful()
             if expired:
                 _log.warning("%d puts expired without a commit; their producers have probably died", expired)
 

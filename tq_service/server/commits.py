@@ -57,7 +57,7 @@ class Commits:
             return pb.InsertResponse(meta=meta)
 
         with await self.admit(request, 0, context):
-            return self._requests.once(request.request_id, change)
+            return self._requests.once(request.request_id, change, pb.InsertResponse)
 
     async def commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:
         """Make a put that came before visible; a put that is refused is freed."""
@@ -78,9 +78,8 @@ class Commits:
                 await self._storages.confirm(put, request.write.partition_id)
             try:
                 return self.commit_stored(request, put, columns)
-            except BaseException:
+            finally:  # refused, or made by an earlier call with another put
                 self._free_uncommitted(put)
-                raise
 
     async def admit(
         self, request: pb.InsertRequest | pb.CommitRequest, size_bytes: int, context: Context
@@ -120,7 +119,7 @@ class Commits:
             with self._storages.committing(put):
                 return pb.CommitResponse(meta=self._write(request.write, write))
 
-        return self._requests.once(request.request_id, change)
+        return self._requests.once(request.request_id, change, pb.CommitResponse)
 
     def recorded(self, request_id: bytes) -> pb.CommitResponse | None:
         """Return the answer of a commit that was made under this request_id."""

@@ -17,7 +17,14 @@ import numpy as np
 
 from tq_service.domain.cells import FreedCells, LiveCells
 from tq_service.domain.puts import Put
-from tq_service.errors import AlreadyExistsError, DataLossError, QuotaExceededError, UnavailableError
+from tq_service.errors import (
+    AlreadyExistsError,
+    DataLossError,
+    InvalidArgumentError,
+    PutNotFoundError,
+    QuotaExceededError,
+    UnavailableError,
+)
 from tq_service.server.bulk_calls import TakesCells
 from tq_service.server.remote_storage import Announced, RemoteStorage, Room, report_kept
 from tq_service.storage.cells import PutCells, ReadRuns
@@ -141,6 +148,7 @@ class StorageDirectory:
         credentials: what this controller shows them.
         live_cells: returns the cells that samples have.
         boot_id: of this controller, the same over restarts where it keeps its state; None: a new one.
+        doubt_seconds: how long after a confirmation of which no answer came the put may still be committed.
         after_durable: calls something once all that has changed here so far cannot be lost any more.
     """
 
@@ -152,6 +160,7 @@ class StorageDirectory:
         *,
         live_cells: Callable[[], Iterable[LiveCells]] = tuple,
         boot_id: bytes | None = None,
+        doubt_seconds: float = 300.0,
         after_durable: Callable[[Callable[[], None]], None] = lambda callback: callback(),
     ) -> None:
         self.boot_id = os.urandom(16) if boot_id is None else boot_id
@@ -163,6 +172,8 @@ class StorageDirectory:
         self._closing: set[asyncio.Task[None]] = set()
         self._committed: set[Put] = set()
         self._confirming: set[Put] = set()
+        self._doubt_seconds = doubt_seconds
+        self._doubtful: dict[Put, float] = {}  # maybe confirmed, and since when nobody has asked again; oldest first
         self._holder_count = 0
         self._held: list[FreedCells] = []
         self._after_durable = after_durable
@@ -232,11 +243,29 @@ class StorageDirectory:
         if storage.boot_id != put.boot_id:
             raise DataLossError(f"storage service {put.storage_id!r} has restarted since the put; put the data again")
         self._confirming.add(put)
+        self._doubtful.pop(put, None)
         try:
             await storage.confirm(put.put_id, partition_id)
-        except BaseException:
+        except (PutNotFoundError, InvalidArgumentError, DataLossError):
             self._confirming.discard(put)
             raise
+        except BaseException:  # it may be confirmed, so that it does not expire any more where it is
+            self._confirming.discard(put)
+            self._doubtful[put] = time.monotonic()
+            raise
+
+    def free_doubtful(self) -> int:
+        """Give back puts that may have been confirmed and that nobody commits any more; return how many."""
+        now, count = time.monotonic(), 0
+        while self._doubtful:
+            put, since = next(iter(self._doubtful.items()))
+            if since + self._doubt_seconds > now:
+                break
+            del self._doubtful[put]
+            if put not in self._committed and put not in self._confirming:
+                self.free([FreedCells(put=put)])
+                count += 1
+        return count
 
     def is_committed(self, put: Put) -> bool:
         """Whether some samples have their cells in this put."""
@@ -254,6 +283,7 @@ class StorageDirectory:
         """Take note that a put is committed by what is done in the `with`, unless it raises."""
         self._committed.add(put)
         self._confirming.discard(put)
+        self._doubtful.pop(put, None)
         try:
             yield
         except BaseException:
