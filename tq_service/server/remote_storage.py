@@ -95,6 +95,7 @@ class RemoteStorage:
         self._peer = Peer(self.address, credentials, _stub)
         self._bulk: Peer[BulkCalls] | None = None  # apart, lest confirmations wait behind bytes
         self._to_free: list[PutCells] = []
+        self._leaving: set[bytes] = set()  # puts that are to be freed whole
         self._freeing: asyncio.Task[None] | None = None
         self._is_told = asyncio.Event()
         self._telling = asyncio.get_running_loop().create_task(self._tell_known())
@@ -124,6 +125,10 @@ class RemoteStorage:
 
     async def confirm(self, put_id: bytes, partition_id: str) -> None:
         """Make an uncommitted put of a partition stay."""
+        if put_id in self._leaving:  # it may be told late, or twice, and would take what is committed by then
+            raise UnavailableError(
+                f"put {put_id.hex()} is being given back to storage service {self.storage_id!r}; put it again"
+            )
         try:
             await asyncio.wait_for(self._is_told.wait(), _CALL_SECONDS)
         except TimeoutError:
@@ -158,7 +163,9 @@ class RemoteStorage:
 
     def free(self, cells: Sequence[PutCells]) -> None:
         """Give cells back as soon as the service can be reached."""
-        self._to_free.extend(cells)
+        cells = [each for each in cells if each.put_id not in self._leaving]
+        self._to_free += cells
+        self._leaving.update(each.put_id for each in cells if each.is_whole)
         if self._freeing is None or self._freeing.done():
             self._freeing = asyncio.get_running_loop().create_task(self._free_all())
 
@@ -197,6 +204,7 @@ class RemoteStorage:
                 delay = min(2 * delay, _LAST_RETRY_SECONDS)
                 continue
             del self._to_free[: len(cells)]
+            self._leaving.difference_update(each.put_id for each in cells if each.is_whole)
             delay = _FIRST_RETRY_SECONDS
 
     async def close(self) -> None:

@@ -43,6 +43,11 @@ class PutCells:
     first_rows: Rows | None = None
     row_counts: Rows | None = None
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether these are all cells of the put."""
+        return self.first_rows is None and not self.field_names
+
 
 def expand_runs(firsts: Rows, counts: Rows) -> Rows:
     """Return every row of runs, run after run: firsts (3, 8), counts (2, 1) give (3, 4, 8)."""

@@ -238,12 +238,11 @@ class StorageEngine:
     def free(self, cells: Sequence[PutCells]) -> None:
         """Give cells back; those that are not here are ignored."""
         for some in cells:
-            is_whole = some.first_rows is None and not some.field_names
             if some.put_id not in self._puts:
-                if is_whole and self._durability is not None:
+                if some.is_whole and self._durability is not None:
                     self._durability.forget_missing(some.put_id)
                 continue
-            if is_whole:
+            if some.is_whole:
                 self._drop(some.put_id)
                 continue
             if some.put_id in self.damaged:

@@ -15,7 +15,7 @@ def group_cells(cells: Sequence[PutCells]) -> dict[bytes, Sequence[PutCells]]:
     parts: dict[bytes, list[PutCells]] = {}
     whole: dict[bytes, Sequence[PutCells]] = {}
     for some in cells:
-        if some.first_rows is None and not some.field_names:
+        if some.is_whole:
             whole[some.put_id] = ()
         else:
             parts.setdefault(some.put_id, []).append(some)
