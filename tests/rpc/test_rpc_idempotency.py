@@ -252,6 +252,26 @@ def test_a_retry_of_a_commit_with_another_put_frees_that_put(server: LiveServer,
     assert client.get_data(partition_id="train", global_indexes=range(4))["x"].tolist() == [0, 1, 2, 3]
 
 
+def test_a_commit_for_another_partition_does_not_free_a_put(server: LiveServer, send_put: SendPut) -> None:
+    client, messages, made = server.client(), put_stream(), commit_of_four(new_id())
+    stored = send_put(server, messages)
+    client.create_partition("narrow", max_bytes=1)
+    server.controller.Insert(pb.InsertRequest(request_id=made.request_id, write=made.write))
+    for request_id, error in ((new_id(), "QUOTA_EXCEEDED"), (made.request_id, "INVALID_ARGUMENT")):
+        commit = commit_of_four(request_id)
+        commit.write.partition_id = "narrow"
+        commit.placement.storage.CopyFrom(stored.storage)
+        commit.placement.put_id = messages[0].header.put_id
+        commit.columns.extend(messages[0].header.columns)
+        with pytest.raises(grpc.RpcError) as caught:
+            server.controller.Commit(commit)
+        assert reason_of(caught.value) == error
+        assert client.storage_stat().put_count == 1
+    commit.write.partition_id, commit.request_id = "train", new_id()
+    server.controller.Commit(commit)
+    assert client.get_data(partition_id="train", global_indexes=range(4, 8))["x"].tolist() == [0, 1, 2, 3]
+
+
 def test_puts_without_a_commit_expire(start_server: StartServer, send_put: SendPut) -> None:
     server = start_server(put_ttl_seconds=0.01)
     client = server.client()

@@ -19,7 +19,7 @@ from tq_service.domain.cells import FreedCells
 from tq_service.domain.puts import Put
 from tq_service.domain.requests import RequestLog
 from tq_service.domain.writes import SampleWrite
-from tq_service.errors import InvalidArgumentError, PreconditionError, ResourceExhaustedError
+from tq_service.errors import InvalidArgumentError, PreconditionError, ResourceExhaustedError, TqError
 from tq_service.server import from_proto, to_proto
 from tq_service.server.call_limits import WaitingCalls
 from tq_service.server.progress import wait_until
@@ -70,15 +70,18 @@ class Commits:
         try:
             room = await self.admit(request, sum(column.value_bytes for column in columns), context)
         except (ResourceExhaustedError, PreconditionError):
-            self._free_uncommitted(put)
+            await self._give_up(put, request.write.partition_id)
             raise
         with room:
-            if self._requests.recorded(request.request_id) is None:
-                self._storages.check_uncommitted(put)
-                await self._storages.confirm(put, request.write.partition_id)
+            if self._requests.recorded(request.request_id) is not None:
+                answer = self.commit_stored(request, put, columns)
+                await self._give_up(put, request.write.partition_id)  # where it was made with another put
+                return answer
+            self._storages.check_uncommitted(put)
+            await self._storages.confirm(put, request.write.partition_id)
             try:
                 return self.commit_stored(request, put, columns)
-            finally:  # refused, or made by an earlier call with another put
+            finally:
                 self._free_uncommitted(put)
 
     async def admit(
@@ -130,6 +133,14 @@ class Commits:
         partition, written = self._catalog.write(message.partition_id, message.incarnation, write)
         self._storages.free(written.freed)
         return to_proto.written_meta(partition, written)
+
+    async def _give_up(self, put: Put, partition_id: str) -> None:
+        """Free a put that will not be committed; one of another partition is not this caller's to free."""
+        if self._storages.is_committed(put):
+            return
+        with contextlib.suppress(TqError):  # it is another's, gone, or expires by itself
+            await self._storages.confirm(put, partition_id)
+            self._free_uncommitted(put)
 
     def _free_uncommitted(self, put: Put) -> None:
         if not self._storages.is_committed(put):
