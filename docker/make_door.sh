@@ -1,27 +1,32 @@
 #!/bin/sh
-# Makes what compose.secure.yaml needs, in DIR; run again, it renews the certificates and keeps the tokens.
+# Makes what compose.secure.yaml needs, in DIR; run again with the same names, it renews the certificates and keeps
+# the tokens.
 #
-#   docker/make_door.sh DIR
+#   docker/make_door.sh DIR [NAME...]
 #
+# NAME            a further name or address under which clients reach this machine, such as tq.example or 10.0.0.7
 # DIR/authority   the key that signs certificates: for no container
 # DIR/services    what the services mount: their certificates and keys, the digests of the tokens, their own token
 # DIR/clients     what a client mounts or copies: a certificate and key, and a token each for load, produce and consume
 # DIR/compose.env the group that may read the keys, for docker compose --env-file
 #
-# It takes openssl and tq-service (pip install tq-service; or TQ_SERVICE names another command).
+# It takes openssl and tq-service (or TQ_SERVICE names another command).
 set -eu
 
-if [ "$#" -ne 1 ]; then
-    sed -n '2,11s/^# \{0,1\}//p' "$0" >&2
+if [ "$#" -lt 1 ]; then
+    sed -n '2,13s/^# \{0,1\}//p' "$0" >&2
     exit 2
 fi
 directory=$1
+shift
+names=$(printf ',%s' "$@")
+names=${names%,}
 here=$(dirname "$0")
 command=${TQ_SERVICE:-tq-service}
 umask 027
 mkdir -p "$directory/services" "$directory/clients"
 
-sh "$here/make_certificates.sh" "$directory/authority" controller storage client
+sh "$here/make_certificates.sh" "$directory/authority" "controller$names" "storage$names" client
 
 # Services see a folder whose files are replaced one by one, each whole.
 renew() {
