@@ -163,7 +163,7 @@ async def test_a_queue_claim_that_ran_out_of_time_is_released(kind):
     async with serving(FakeController(GetMeta=asked, ReleaseClaim=released)) as address:
         client = make_client(kind, address)
         with pytest.raises(tq.DeadlineError):
-            await client.get_meta(**QUEUE, max_wait=0.1, timeout=0.1)
+            await client.get_meta(**QUEUE, max_wait=0.5, timeout=0.5)
         await client.aclose()
     assert [request.claim_request_id for request in released.requests] == [asked.requests[0].request_id]
 
@@ -191,7 +191,7 @@ async def test_refused_claims_and_ranks_release_nothing(kind):
     refused = Script(tq.StaleEpochError("epoch 1, expected 2"), DRAINING)
     released = Script(pb.ReleaseClaimResponse())
     async with serving(FakeController(GetMeta=refused, ReleaseClaim=released)) as address:
-        client = make_client(kind, address, timeout=0.2)
+        client = make_client(kind, address, timeout=1.0)
         with pytest.raises(tq.StaleEpochError):
             await client.get_meta(**QUEUE)
         with pytest.raises(tq.UnavailableError):

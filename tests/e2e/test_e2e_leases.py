@@ -20,12 +20,14 @@ def test_leases_outlive_a_crash_of_the_service(tmp_path: Path) -> None:
         client.put({"x": torch.arange(8)}, partition_id="train")
         client.seal_partition("train")
         kept = client.get_meta(**ASKS, batch_size=4, lease=600.0)
-        crashed = client.get_meta(**ASKS, batch_size=4, lease=1.0, max_deliveries=2)
+        crashed = client.get_meta(**ASKS, batch_size=4, lease=600.0, max_deliveries=2)
         assert client.ack(kept.select_samples([0])) == 1
         assert client.ack(crashed.select_samples([0])) == 1
         server.restart()
         assert client.check_consumption("train", "t").leased == 6
         assert client.ack(kept) == 3
+        assert client.extend(crashed, 1.0) == 3
+        server.restart()
         again = client.get_meta(**ASKS, batch_size=4, lease=0.2, max_deliveries=2, max_wait=30.0)
         assert (again.global_indexes, again.delivery_counts) == ([5, 6, 7], (2, 2, 2))
         with pytest.raises(tq.LeaseExpiredError, match="5, 6, 7"):

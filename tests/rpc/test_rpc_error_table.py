@@ -397,7 +397,7 @@ def test_a_large_put_that_finds_no_room_is_refused_as_a_small_one(
         before = snapshot(client)
         for _ in range(3):
             with pytest.raises(tq.QuotaExceededError):
-                client.put({"x": half}, partition_id="full", timeout=0.4)
+                client.put({"x": half}, partition_id="full", timeout=1.0)
         assert snapshot(client) == before
         client.close()
 
@@ -422,7 +422,7 @@ def test_columns_of_existing_rows_may_use_the_reserve(start_server: StartServer,
     meta = client.put({"x": torch.zeros(8, 11_000, dtype=torch.uint8)}, partition_id="full")
     client.put({"reward": torch.zeros(8, 250)}, metadata=meta)
     with pytest.raises(tq.QuotaExceededError):
-        client.put({"x": torch.zeros(1, 11_000, dtype=torch.uint8)}, partition_id="full", timeout=0.3)
+        client.put({"x": torch.zeros(1, 11_000, dtype=torch.uint8)}, partition_id="full", timeout=1.0)
 
 
 def test_bytes_lost_with_a_storage_service_are_named(start_server: StartServer, client_kind: ClientKind) -> None:

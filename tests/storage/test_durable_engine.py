@@ -2,7 +2,7 @@ import asyncio
 import errno
 import gc
 import os
-import time
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -281,15 +281,18 @@ async def test_segments_that_wait_for_reuse_make_room(folder, monkeypatch):
 async def test_a_put_that_is_given_up_while_its_file_is_made_leaves_nothing(folder, monkeypatch):
     engine = folder.open()
     real = os.posix_fallocate
+    begun, may_end = threading.Event(), threading.Event()
 
     def slow(fd, start, size):
-        time.sleep(0.2)
+        begun.set()
+        assert may_end.wait(60)
         real(fd, start, size)
 
     monkeypatch.setattr(segments.os, "posix_fallocate", slow)
     making = asyncio.create_task(begin(engine, 1, BIG))
-    await asyncio.sleep(0.05)
+    await eventually(begun.is_set)
     making.cancel()
+    asyncio.get_running_loop().call_soon(may_end.set)
     with pytest.raises(asyncio.CancelledError):
         await making
     assert engine.stat().used_bytes == 0
