@@ -30,8 +30,8 @@ _PREFILL_PUT_ROWS: Final = 500
 _SHOWN_VIOLATIONS: Final = 50
 _CLIENTS_ONLY: Final[tuple[Target, ...]] = ("client",)
 _TARGETS: Final[dict[Topology, tuple[Target, ...]]] = {
-    "embedded": ("controller", "controller", "client", "rolling restart"),
-    "split": ("controller", "storage", "both", "client", "rolling restart"),
+    "embedded": ("controller", "controller", "twice", "client", "rolling restart"),
+    "split": ("controller", "storage", "both", "twice", "client", "rolling restart"),
 }
 
 

@@ -16,10 +16,11 @@ import tq_service as tq
 from chaos.actors import described, rank_request
 from chaos.client_process import STOP_FILE
 from chaos.cluster import Cluster, Process, wait_until
-from chaos.content import REWARD, rewards_of, wrong_fields
-from chaos.model import Samples, claims_of, rank_violations, worker_violations
+from chaos.content import FIELDS, REWARD, rewards_of, wrong_fields
+from chaos.leases import worker_violations
+from chaos.model import Samples, claims_of, rank_violations
 
-Target = Literal["controller", "storage", "both", "client", "rolling restart"]
+Target = Literal["controller", "storage", "both", "twice", "client", "rolling restart"]
 
 _CLIENTS: Final = (
     ("producer", (0, 1, 2, 3)),
@@ -30,6 +31,7 @@ _CLIENTS: Final = (
 )
 _REPLAYED_CLAIMS: Final = 24
 _READ_SAMPLES: Final = 20
+_WHILE_IT_STARTS_SECONDS: Final = 1.0
 _ROWS_A_READ: Final = 64
 _ANSWER_SECONDS: Final = 60.0
 _END_SECONDS: Final = 120.0
@@ -141,16 +143,22 @@ class Act:
         count = self._findings.strikes
         count[target] = count.get(target, 0) + 1
         if target == "client":
-            victim = self._dice.choice(self._clients)
-            self._say(f"{self._name}: kill {victim.name}")
-            victim.end()
-            victim.start()
+            self._strike_client(self._dice.choice(self._clients))
             return
         if target == "rolling restart":
             for name in self._cluster.processes:
                 self._hit([name], signal.SIGTERM)
             return
+        if target == "twice":
+            self._found(iter(self._cluster.strike(self._victims(target), signal.SIGKILL)))
+            time.sleep(self._dice.uniform(0, _WHILE_IT_STARTS_SECONDS))
         self._hit(self._victims(target), signal.SIGKILL)
+
+    def _strike_client(self, victim: Process) -> None:
+        self._say(f"{self._name}: kill {victim.name}")
+        if code := victim.end():
+            self._violated(f"{victim.name} had ended with {code} ({victim.log})")
+        victim.start()
 
     def _victims(self, target: Target) -> list[str]:
         match target:
@@ -186,6 +194,7 @@ class Act:
 
     def _check_between(self) -> Iterator[str]:
         yield from self._check_samples(_READ_SAMPLES)
+        yield from Samples.told(self._folder).held_violations(self._folder)
         claims = claims_of(self._folder)
         yield from self._replay(self._dice.sample(range(len(claims)), min(_REPLAYED_CLAIMS, len(claims))))
 
@@ -198,18 +207,19 @@ class Act:
         readable = [key for key in before.acknowledged if key in present and key not in later.clearing]
         if read_count is not None:
             readable = self._dice.sample(readable, min(read_count, len(readable)))
-        yield from self._read(readable)
+        yield from self._read([key for key in readable if key in before.rewarded], [*FIELDS, REWARD])
+        yield from self._read([key for key in readable if key not in before.rewarded], FIELDS)
 
     def _present(self) -> dict[str, int]:
         meta, _ = self._client.lookup_samples(self._name)
         return {str(key): index for key, index in zip(meta.keys, meta.global_indexes, strict=True)}
 
-    def _read(self, keys: Sequence[str]) -> Iterator[str]:
+    def _read(self, keys: Sequence[str], data_fields: Sequence[str]) -> Iterator[str]:
         for start in range(0, len(keys), _ROWS_A_READ):
             some = keys[start : start + _ROWS_A_READ]
             try:
                 batch = self._client.get_data(
-                    partition_id=self._name, keys=some, data_fields=["ids", "blob", "text"], timeout=_ANSWER_SECONDS
+                    partition_id=self._name, keys=some, data_fields=data_fields, timeout=_ANSWER_SECONDS
                 )
             except tq.TqError as error:
                 yield f"acknowledged samples cannot be read: {error}"
@@ -236,8 +246,10 @@ class Act:
     def _finish(self) -> Iterator[str]:
         (self._folder / STOP_FILE).touch()
         yield from self._join("producer")
-        self._complete_rewards()
-        self._let_go()
+        samples = Samples.told(self._folder)
+        yield from samples.held_violations(self._folder)
+        yield from self._complete_rewards(samples)
+        self._let_go(samples)
         self._client.seal_partition(self._name)
         yield from self._join("rank", "worker")
         yield from self._check_samples(None)
@@ -245,7 +257,6 @@ class Act:
         yield from rank_violations(self._folder, live)
         yield from worker_violations(self._folder, live)
         yield from self._replay()
-        samples = Samples.told(self._folder)
         self._findings.acknowledged_count += len(samples.acknowledged)
         self._findings.claim_count += len(claims_of(self._folder))
         self._client.clear_partition(self._name)
@@ -263,7 +274,7 @@ class Act:
                 lines = process.log.read_text(errors="replace").strip().splitlines()
                 yield f"{process.name} ended with {code}: {lines[-1] if lines else 'no word'} ({process.log})"
 
-    def _complete_rewards(self) -> None:
+    def _complete_rewards(self, samples: Samples) -> Iterator[str]:
         """Put the rewards that producers who died still owed, so that every sample can be handed out."""
         keys = sorted(self._present())
         for start in range(0, len(keys), _ROWS_A_READ):
@@ -271,6 +282,7 @@ class Act:
             found, _ = self._client.lookup_samples(self._name, some)
             unrewarded = self._unrewarded(found.keys)
             lacking = [key for key in some if key in unrewarded]
+            yield from (f"acknowledged reward of {key} is lost" for key in lacking if key in samples.rewarded)
             if lacking:
                 self._client.put(
                     {REWARD: rewards_of(lacking)}, partition_id=self._name, keys=lacking, key_mode="existing"
@@ -283,9 +295,9 @@ class Act:
         rewarded = {text.split()[2] for text in batch["text"]}
         return {str(key) for key in keys} - rewarded
 
-    def _let_go(self) -> None:
+    def _let_go(self, samples: Samples) -> None:
         """Make live what is held, since tasks wait for that too."""
-        held = Samples.told(self._folder).held & self._present().keys()
+        held = samples.held & self._present().keys()
         if held:
             meta, _ = self._client.lookup_samples(self._name, sorted(held))
             self._client.put(metadata=meta, state="live")

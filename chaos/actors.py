@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import tq_service as tq
-from chaos.content import FIELDS, REWARD, columns_of, rewards_of, wrong_fields
+from chaos.content import FIELDS, REWARD, columns_of, key_of, rewards_of, version_of, wrong_fields
 from chaos.events import EventLog, read_events
 
 RANK_COUNT: Final = 8
@@ -75,7 +75,7 @@ class Producer(Actor):
             await asyncio.sleep(self.dice.uniform(0, _LONGEST_PAUSE_SECONDS))
 
     async def _put_one(self, serial: int) -> None:
-        keys = [f"p{self.number}-{serial}-{row}" for row in range(self.dice.randint(1, _MOST_ROWS))]
+        keys = [key_of(self.number, serial, row) for row in range(self.dice.randint(1, _MOST_ROWS))]
         is_held = self.dice.random() < 0.15
         has_reward = is_held or self.dice.random() < 0.7
         data = columns_of(keys) | ({REWARD: rewards_of(keys)} if has_reward else {})
@@ -86,13 +86,13 @@ class Producer(Actor):
             keys=keys,
             key_mode="new",
             state="held" if is_held else "live",
-            custom_meta=[{"version": serial}] * len(keys),
+            custom_meta=[{"version": version_of(key)} for key in keys],
         )
         self.log.write("put_done", keys=keys, indexes=list(meta.global_indexes))
         if not has_reward:
             await self.client.put({REWARD: rewards_of(keys)}, metadata=meta)
-            self.log.write("reward_done", keys=keys)
-        elif is_held and self.dice.random() < 0.5:
+        self.log.write("reward_done", keys=keys)
+        if is_held and self.dice.random() < 0.5:
             self.log.write("clear", keys=keys)
             await self.client.clear_samples(meta)
             self.log.write("clear_done", keys=keys)
@@ -124,7 +124,7 @@ class Rank(Actor):
 
 
 class Worker(Actor):
-    """Takes leased samples, reads them, and acknowledges most; some it gives back, some it lets run out."""
+    """Takes leased samples, reads them, and acknowledges most; some late, some it gives back, some it lets run out."""
 
     kind = "worker"
 
@@ -152,9 +152,12 @@ class Worker(Actor):
         self.log.write("leased", indexes=indexes)
         self.log.write("read", wrong=await read(self.client, meta))
         fate = self.dice.random()
-        if fate < 0.03:
+        if fate < 0.02:
             return  # the lease runs out
-        if fate < 0.15:
+        if fate < 0.05:
+            await asyncio.sleep(LEASE_SECONDS * self.dice.uniform(0.5, 1.5))
+        elif fate < 0.15:
+            self.log.write("release", indexes=indexes)
             await self.client.release(meta)
             self.log.write("released", indexes=indexes)
             return

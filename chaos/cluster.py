@@ -58,11 +58,14 @@ class Process:
         except subprocess.TimeoutExpired:
             return None
 
-    def end(self) -> None:
-        """Kill it, if it still runs."""
-        if self.running is not None:
-            self.running.kill()
-            self.running.wait()
+    def end(self) -> int | None:
+        """Kill it, and return the code with which it had ended by itself; None where it still ran, or never began."""
+        if self.running is None:
+            return None
+        code = self.running.poll()
+        self.running.kill()
+        self.running.wait()
+        return code
 
 
 class Cluster:

@@ -17,6 +17,16 @@ _LARGE_BYTES: Final = (64 << 10, 200 << 10)
 _SMALL_BYTES: Final = (0, 200)
 
 
+def key_of(producer: int, serial: int, row: int) -> str:
+    """Return the key of one sample of a producer's put."""
+    return f"p{producer}-{serial}-{row}"
+
+
+def version_of(key: str) -> int:
+    """Return the `version` in the custom_meta of a sample: the serial of its put."""
+    return int(key.split("-")[1])
+
+
 def columns_of(keys: Sequence[str]) -> dict[str, Any]:
     """Return the columns of new samples: jagged integers, jagged bytes of which some are large, and text."""
     samples = [_sample(key) for key in keys]

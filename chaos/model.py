@@ -1,4 +1,4 @@
-"""The plain model: what must be true of a partition, given what the actors were told."""
+"""The plain model: what must be true of samples and of the batches of ranks, given what the actors were told."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from chaos.content import version_of
 from chaos.events import Event, all_events
 
 
@@ -17,7 +18,7 @@ class Samples:
 
     Attributes:
         acknowledged: index of each key whose put was acknowledged.
-        rewarded: keys whose second put was acknowledged.
+        rewarded: keys whose reward was acknowledged, as part of their put or in a second one.
         uncertain: keys whose put was asked for and never answered, since the producer died: they may be there.
         clearing: keys whose clear was asked for.
         cleared: keys whose clear was acknowledged.
@@ -77,6 +78,16 @@ class Samples:
         twice = [index for index, count in Counter(present.values()).items() if count > 1]
         yield from (f"index {index} has two keys" for index in twice)
 
+    def held_violations(self, folder: Path) -> Iterator[str]:
+        """Yield the samples that were handed out while they were held: before any of them was made live."""
+        names = {index: key for key, index in self.acknowledged.items()}
+        for kind, what in (("rank", "claim"), ("worker", "leased")):
+            for name, events in all_events(folder, kind):
+                for event in events:
+                    if event["what"] == what:
+                        keys = map(names.get, event.get("claim", event)["indexes"])
+                        yield from (f"held sample {key} was handed to {name}" for key in keys if key in self.held)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
@@ -102,7 +113,11 @@ def rank_violations(folder: Path, live: set[int] | None) -> Iterator[str]:
     claims = claims_of(folder)
     times = Counter(index for claim in claims for index in claim.answer["indexes"])
     yield from (f"sample {index} was handed to {count} batches" for index, count in times.items() if count > 1)
-    yield from _said_by(folder, "rank")
+    yield from wrong_reads(folder, "rank")
+    for claim in claims:
+        for key, version in zip(claim.answer["keys"], claim.answer["versions"], strict=True):
+            if version != version_of(key):
+                yield f"sample {key} was handed to rank {claim.rank} with version {version}"
     for name, events in all_events(folder, "rank"):
         for event in events:
             if event["what"] == "changed":
@@ -116,32 +131,7 @@ def rank_violations(folder: Path, live: set[int] | None) -> Iterator[str]:
         yield f"the ranks saw the end at batches {dict(ends)}"
 
 
-def worker_violations(folder: Path, live: set[int] | None) -> Iterator[str]:
-    """Yield what is wrong with what the queue workers got; with `live`, what they must have acknowledged."""
-    done: dict[int, tuple[str, float]] = {}
-    asked: set[int] = set()
-    yield from _said_by(folder, "worker")
-    for name, events in all_events(folder, "worker"):
-        for event in events:
-            if event["what"] == "ack":
-                asked.update(event["indexes"])
-            if event["what"] == "ack_done":
-                for index in event["indexes"]:
-                    if index in done:
-                        yield f"sample {index} was acknowledged by {done[index][0]} and by {name}"
-                    done[index] = (name, event["at"])
-    for name, events in all_events(folder, "worker"):
-        asked_at = 0.0
-        for event in events:
-            if event["what"] == "ask":
-                asked_at = event["at"]
-            elif event["what"] == "leased":
-                again = [index for index in event["indexes"] if index in done and done[index][1] < asked_at]
-                yield from (f"sample {index} was leased to {name} after it was acknowledged" for index in again)
-    if live is not None:
-        yield from (f"sample {index} was acknowledged by no worker" for index in sorted(live - asked))
-
-
-def _said_by(folder: Path, kind: str) -> Iterator[str]:
+def wrong_reads(folder: Path, kind: str) -> Iterator[str]:
+    """Yield what actors of a kind read and was not what was put."""
     for name, events in all_events(folder, kind):
         yield from (f"{name} read wrong bytes: {wrong}" for event in events for wrong in event.get("wrong", ()))

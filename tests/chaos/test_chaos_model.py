@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from chaos.content import FIELDS, REWARD, columns_of, rewards_of, wrong_fields
+from chaos.actors import LEASE_SECONDS
+from chaos.content import FIELDS, REWARD, columns_of, key_of, rewards_of, wrong_fields
 from chaos.events import EventLog, read_events
-from chaos.model import Samples, claims_of, rank_violations, worker_violations
+from chaos.leases import worker_violations
+from chaos.model import Samples, claims_of, rank_violations
 
 
 def told(folder: Path, actor: str, *events: dict[str, Any]) -> None:
@@ -58,8 +60,27 @@ def test_what_happens_while_it_is_looked_up_is_no_violation(tmp_path: Path) -> N
     assert list(before.violations({"a": 0, "c": 2}, Samples.told(tmp_path))) == []
 
 
-def claim(batch_index: int, *indexes: int, status: str = "batch") -> dict[str, Any]:
-    return {"what": "claim", "batch_index": batch_index, "claim": {"indexes": indexes, "status": status}}
+def claim(batch_index: int, *indexes: int, status: str = "batch", version: int = 0) -> dict[str, Any]:
+    answer = {
+        "indexes": indexes,
+        "status": status,
+        "keys": [key_of(0, 0, index) for index in indexes],
+        "versions": [version] * len(indexes),
+    }
+    return {"what": "claim", "batch_index": batch_index, "claim": answer}
+
+
+def test_held_samples_are_handed_to_nobody(tmp_path: Path) -> None:
+    told(tmp_path, "producer-0", PUT | {"is_held": True}, DONE)
+    told(tmp_path, "producer-1", PUT | {"keys": ["c"]}, DONE | {"keys": ["c"], "indexes": [2]})
+    told(tmp_path, "rank-0", claim(0, 2), claim(1, status="end"))
+    assert list(Samples.told(tmp_path).held_violations(tmp_path)) == []
+    told(tmp_path, "rank-1", claim(0, 1))
+    told(tmp_path, "worker-0", {"what": "leased", "indexes": [0, 2]})
+    assert list(Samples.told(tmp_path).held_violations(tmp_path)) == [
+        "held sample b was handed to rank-1",
+        "held sample a was handed to worker-0",
+    ]
 
 
 def test_ranks(tmp_path: Path) -> None:
@@ -81,15 +102,70 @@ def test_ranks(tmp_path: Path) -> None:
     ]
 
 
-def test_workers(tmp_path: Path) -> None:
-    leased, ack, done = ({"what": what, "indexes": [5]} for what in ("leased", "ack", "ack_done"))
-    told(tmp_path, "worker-0", {"what": "ask"}, leased, {"what": "ask"}, leased, ack, done)
-    assert list(worker_violations(tmp_path, {5})) == []
-    assert list(worker_violations(tmp_path, {5, 6})) == ["sample 6 was acknowledged by no worker"]
-    told(tmp_path, "worker-1", {"what": "ask"}, leased)
-    assert list(worker_violations(tmp_path, None)) == ["sample 5 was leased to worker-1 after it was acknowledged"]
-    told(tmp_path, "worker-1", ack, done)
-    assert next(worker_violations(tmp_path, None)) == "sample 5 was acknowledged by worker-0 and by worker-1"
+def test_custom_meta_of_a_claim_is_what_was_put(tmp_path: Path) -> None:
+    told(tmp_path, "rank-3", claim(0, 1, version=7))
+    assert list(rank_violations(tmp_path, None)) == ["sample p0-0-1 was handed to rank 3 with version 7"]
+
+
+ASK, END = {"what": "ask"}, {"what": "end"}
+LEASED, RELEASE, ACK, ACK_DONE, ACK_LATE = (
+    {"what": what, "indexes": [5]} for what in ("leased", "release", "ack", "ack_done", "ack_late")
+)
+
+
+def told_at(folder: Path, actor: str, *events: tuple[float, dict[str, Any]]) -> None:
+    """What an actor was told, at these seconds."""
+    told(folder, actor, *(event | {"at": at} for at, event in events))
+
+
+NEXT = LEASE_SECONDS + 2
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "found"),
+    [
+        ([(0, ASK), (1, LEASED), (2, ACK), (2, ACK_DONE), (3, END)], [], []),
+        ([(0, ASK), (1, LEASED), (2, ACK)], [], []),
+        ([(0, ASK), (1, LEASED)], [], ["sample 5 was acknowledged by no worker"]),
+        ([(0, ASK), (1, LEASED), (2, ACK), (2, ACK_LATE)], [], ["sample 5 was acknowledged by no worker"]),
+        ([(0, ASK), (1, LEASED)], [(2, ASK), (NEXT, LEASED), (NEXT, ACK), (NEXT, ACK_DONE)], []),
+        ([(0, ASK), (1, LEASED), (1, RELEASE)], [(0, ASK), (2, LEASED), (2, ACK), (2, ACK_DONE)], []),
+        (
+            [(0, ASK), (1, LEASED)],
+            [(0, ASK), (2, LEASED), (2, ACK), (2, ACK_DONE)],
+            ["sample 5 was leased to worker-1 within the lease of worker-0"],
+        ),
+        (
+            [(0, ASK), (1, LEASED), (1, ACK), (1, ACK_DONE)],
+            [(2, ASK), (NEXT, LEASED)],
+            ["sample 5 was leased to worker-1 after worker-0, who acknowledged it"],
+        ),
+        (
+            [(0, ASK), (1, LEASED), (1, ACK), (1, ACK_DONE)],
+            [(0, ASK), (NEXT, LEASED), (NEXT, ACK), (NEXT, ACK_DONE)],
+            ["sample 5 was acknowledged by worker-0 and by worker-1"],
+        ),
+        (
+            [(0, ASK), (1, LEASED), (2, ACK), (2, ACK_DONE)],
+            [(0, ASK), (1, END)],
+            ["worker-1 was told of the end before sample 5 was acknowledged"],
+        ),
+    ],
+)
+def test_workers(
+    tmp_path: Path, one: list[tuple[float, Any]], other: list[tuple[float, Any]], found: list[str]
+) -> None:
+    told_at(tmp_path, "worker-0", *one)
+    told_at(tmp_path, "worker-1", *other)
+    assert list(worker_violations(tmp_path, {5})) == found
+
+
+def test_what_workers_never_saw_and_what_they_read_wrongly(tmp_path: Path) -> None:
+    told(tmp_path, "worker-0", {"what": "read", "wrong": ["k: text"]})
+    assert list(worker_violations(tmp_path, {6})) == [
+        "worker-0 read wrong bytes: k: text",
+        "sample 6 was acknowledged by no worker",
+    ]
 
 
 def test_content_is_told_from_other_content() -> None:
