@@ -237,6 +237,11 @@ class ServeSettings(BaseSettings):
         description="Memory for the answers kept for retries; the oldest are forgotten sooner when it is full.",
     )
     max_partitions: int = Field(10_000, ge=1, description="Partitions there may be at once.")
+    max_samples: int = Field(
+        50_000_000,
+        ge=1,
+        description="Samples there may be in all partitions; each takes the controller some 60 bytes, and 8 a field.",
+    )
     max_fields: int = Field(1_024, ge=1, description="Fields of one partition.")
     max_tasks: int = Field(256, ge=1, description="Tasks of one partition.")
     max_meta_columns: int = Field(256, ge=1, description="custom_meta columns of one partition.")

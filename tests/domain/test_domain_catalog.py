@@ -9,12 +9,14 @@ import pytest
 from domain_support import asks, new_write, turns
 
 from tq_service.domain.catalog import Catalog
+from tq_service.domain.limits import Limits
 from tq_service.domain.task import End
 from tq_service.domain.waiters import NotYet
 from tq_service.domain.writes import PartitionSettings
 from tq_service.errors import (
     AlreadyExistsError,
     InvalidArgumentError,
+    LimitExceededError,
     PartitionClearedError,
     PartitionNotFoundError,
     StaleIncarnationError,
@@ -199,3 +201,15 @@ async def test_a_removed_partition_is_freed_without_the_garbage_collector(catalo
 async def test_a_partition_that_can_never_appear_is_not_waited_for(catalog, name):
     with pytest.raises(InvalidArgumentError, match="partition_id is"):
         await catalog.claim(name, b"", asks(), 1e6)
+
+
+async def test_samples_that_are_restored_count(catalog):
+    _, written = catalog.write("train", b"", new_write(3, ["x"]))
+    assert written.global_indexes.size == 3
+    restored = Catalog(PlanRunner(), Limits(max_samples=4))
+    restored.write("early", b"", new_write(1, ["x"]))
+    restored.remove("early", b"")
+    restored.thaw(catalog.freeze())
+    restored.write("train", b"", new_write(1, ["x"]))
+    with pytest.raises(LimitExceededError, match="5 samples in all partitions"):
+        restored.write("train", b"", new_write(1, ["x"]))

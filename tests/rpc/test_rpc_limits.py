@@ -37,6 +37,9 @@ def put(**arguments: Any) -> Call:
 COUNTS: dict[str, tuple[dict[str, int], Call]] = {
     "partitions by create": ({"max_partitions": 1}, lambda client: client.create_partition("second")),
     "partitions by put": ({"max_partitions": 1}, put(partition_id="second")),
+    "samples by put": ({"max_samples": 4}, put()),
+    "samples of another partition": ({"max_samples": 4}, put(partition_id="second")),
+    "samples by insert": ({"max_samples": 4}, lambda client: client.insert("train", 1)),
     "fields by put": ({"max_fields": 2}, put(data={"one_more": np.zeros(1)})),
     "fields by create": (
         {"max_fields": 2},
@@ -109,6 +112,23 @@ def test_tasks_are_bounded_however_they_are_named(start_server: StartServer) -> 
         server.controller.ReleaseClaim(release)
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED  # type: ignore[attr-defined]
     assert [task.task_name for task in client.describe_partition("train").tasks] == ["update_actor"]
+
+
+def test_a_full_service_takes_columns_and_as_many_samples_as_were_cleared(start_server: StartServer) -> None:
+    client = start_server(max_samples=5).client()
+    meta = put_train(client)
+    client.put({"reward": np.zeros(4)}, metadata=meta)
+    upsert: dict[str, Any] = {"partition_id": "train", "key_mode": "upsert"}
+    client.put({"reward": np.ones(4)}, keys=["k0", "k1", "k2", "k3"], **upsert)
+    client.put({"reward": np.ones(5)}, keys=["k0", "k1", "k2", "k3", "k4"], **upsert)
+    with pytest.raises(tq.LimitExceededError):
+        client.put({"reward": np.ones(2)}, keys=["k4", "k5"], **upsert)
+    client.clear_samples(partition_id="train", keys=["k0", "k1"])
+    client.insert("second", 2)
+    with pytest.raises(tq.LimitExceededError):
+        client.insert("third", 1)
+    client.clear_partition("second")
+    client.insert("third", 2)
 
 
 def waiting_claim(server: LiveServer, channel: grpc.Channel | None = None) -> Any:

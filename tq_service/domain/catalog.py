@@ -49,6 +49,7 @@ class Catalog:
         self._partitions: dict[str, Partition] = {}
         self._planners: dict[Partition, dict[str, Planner]] = {}
         self._put_lines: dict[Partition, PutLine] = {}
+        self._most_samples: int | None = None  # there are no more than that; None: to be counted
         self._arrivals: dict[str, dict[asyncio.Future[None], None]] = {}  # in order of their calls
         self._waking: set[asyncio.Task[None]] = set()
         self._is_draining = False
@@ -94,17 +95,34 @@ class Catalog:
         if partition_id in self._partitions or incarnation or not is_for_new:
             partition = self.get(partition_id, incarnation)
             self.limits.check_write(partition, write)
+            if is_for_new:
+                self._check_samples(partition, write)
             return partition, partition.write(write)
         check_name("partition_id", partition_id)
         self._check_open()
         self.limits.check_create(PartitionSettings(), len(self._partitions))
         self.limits.check_write(None, write)
+        self._check_samples(None, write)
         partition = Partition(partition_id, PartitionSettings())
         written = partition.write(write)
         self._add(partition)
         if self._tell is not None:
             self._tell(SamplesWritten(partition_id=partition_id, write=write))
         return partition, written
+
+    def _check_samples(self, partition: Partition | None, write: SampleWrite) -> None:
+        """Refuse a write that would make too many samples.
+
+        They are counted only where all that were added since could be too many: there may be thousands of partitions.
+        """
+        count = max(0, write.row_count)
+        if self._most_samples is None or self._most_samples + count > self.limits.max_samples:
+            self._most_samples = sum(each.table.present_count for each in self._partitions.values())
+            if partition is not None and write.keys is not None:
+                count -= sum(key in partition.key_index for key in write.keys)
+            if count > 0:
+                self.limits.check_samples(self._most_samples + count)
+        self._most_samples += count
 
     def _add(self, partition: Partition) -> Partition:
         self._partitions[partition.partition_id] = partition
@@ -209,6 +227,7 @@ class Catalog:
     def adopt(self, thawed: Sequence[Partition]) -> None:
         """Take over partitions, all in one step; nothing is told of it."""
         tell, self._tell = self._tell, None
+        self._most_samples = None
         try:
             for partition in thawed:
                 self._add(partition)

@@ -27,6 +27,7 @@ class Limits:
 
     Attributes:
         max_partitions: partitions there may be.
+        max_samples: samples there may be in all of them.
         max_fields: fields of one partition.
         max_tasks: tasks of one partition.
         max_meta_columns: custom_meta columns of one partition.
@@ -35,6 +36,7 @@ class Limits:
     """
 
     max_partitions: int = 10_000
+    max_samples: int = 50_000_000
     max_fields: int = 1_024
     max_tasks: int = 256
     max_meta_columns: int = 256
@@ -47,6 +49,10 @@ class Limits:
             "max_partitions", "partitions", partition_count + 1, self.max_partitions, "clear some that are done"
         )
         self._check_fields("", 0, [spec.name for spec in settings.fields])
+
+    def check_samples(self, count: int) -> None:
+        """Refuse samples of which there would be so many in all partitions."""
+        _check_count("max_samples", "samples in all partitions", count, self.max_samples, "clear those that are done")
 
     def check_write(self, partition: Partition | None, write: SampleWrite) -> None:
         """Refuse a write that names too much; None: it makes its partition."""
