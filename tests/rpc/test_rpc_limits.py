@@ -92,6 +92,7 @@ def test_what_is_too_large_is_refused(start_server: StartServer, name: str) -> N
     with pytest.raises(tq.InvalidArgumentError) as caught:
         call(client)
     ((limit_name, limit),) = flags.items()
+    assert caught.value.metadata["limit_name"] == limit_name
     assert caught.value.metadata["limit"] == str(limit)
     assert int(caught.value.metadata["got"]) > limit
     assert limit_name in caught.value.message

@@ -23,10 +23,11 @@ async def settle():
 
 
 async def test_a_put_larger_than_the_quota_fails_at_once(engine):
-    for size, existing in ((1010, True), (910, False)):
+    for size, existing, limit in ((1010, True, 1000), (910, False, 900)):
         with pytest.raises(QuotaExceededError) as caught:
             await put(engine, 1, rows(size), existing=existing)
         assert caught.value.retry_after_seconds is None
+        assert caught.value.metadata == {"limit_name": "max_bytes", "got": str(size), "limit": str(limit)}
     await put(engine, 1, rows(1000), existing=True)
     assert engine.stat().used_bytes == 1000
 
@@ -47,6 +48,7 @@ async def test_the_deadline_ends_the_wait_with_a_hint(engine):
     with pytest.raises(QuotaExceededError, match="900 of 1000") as caught:
         await put(engine, 2, rows(500), deadline=engine._clock() + 0.01)
     assert caught.value.retry_after_seconds
+    assert caught.value.metadata == {"limit_name": "max_bytes", "got": "1400", "limit": "900"}
     engine.free([cells(1)])
     assert engine.stat().used_bytes == 0
 

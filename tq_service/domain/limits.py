@@ -85,7 +85,11 @@ class Limits:
                 f"custom_meta of sample {int(sizes.argmax())} of the write has {largest} bytes, at most "
                 f"{self.max_sample_meta_bytes} expected (max_sample_meta_bytes); put large values as an object field",
                 field="custom_meta",
-                metadata={"got": str(largest), "limit": str(self.max_sample_meta_bytes)},
+                metadata={
+                    "limit_name": "max_sample_meta_bytes",
+                    "got": str(largest),
+                    "limit": str(self.max_sample_meta_bytes),
+                },
             )
 
     def check_task(self, partition: Partition, task_name: str) -> None:
@@ -111,7 +115,7 @@ class Limits:
             raise InvalidArgumentError(
                 f"{what} has a name of {longest} characters, at most {self.max_name_length} expected (max_name_length)",
                 field=what,
-                metadata={"got": str(longest), "limit": str(self.max_name_length)},
+                metadata={"limit_name": "max_name_length", "got": str(longest), "limit": str(self.max_name_length)},
             )
 
 

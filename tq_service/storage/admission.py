@@ -56,7 +56,7 @@ class Admission:
             raise QuotaExceededError(
                 f"a put of {size} bytes is larger than the {limit} bytes that {kind} may ever use; split it, or raise "
                 "max_bytes",
-                metadata={"size_bytes": str(size), "limit_bytes": str(limit)},
+                metadata={"limit_name": "max_bytes", "got": str(size), "limit": str(limit)},
             )
         waiter = _Waiter(size, limit)
         queue = self._existing if for_existing_rows else self._new
@@ -132,7 +132,11 @@ class Admission:
                 f"no room for {waiter.size} bytes until the deadline: {self.used_bytes} of {self.max_bytes} bytes are "
                 "used; clear consumed samples, or raise max_bytes",
                 retry_after_seconds=RETRY_AFTER_SECONDS,
-                metadata={"size_bytes": str(waiter.size), "used_bytes": str(self.used_bytes)},
+                metadata={
+                    "limit_name": "max_bytes",
+                    "got": str(self.used_bytes + waiter.size),
+                    "limit": str(waiter.limit),
+                },
             ) from None
 
 
