@@ -71,3 +71,14 @@ def test_a_claim_has_what_is_its_own():
     queue = request(min_batch_size=2)
     claim = claim_request(queue, way_of_asking(queue), SequentialSampler())
     assert (claim.rank, claim.epoch, claim.asked.min_batch_size) == (None, None, 2)
+
+
+def test_a_request_of_any_size_is_not_kept_waiting():
+    where = pb.Condition(column="v", operator=pb.OPERATOR_IN)
+    for number in range(40_000):
+        where.values.add(int64_value=1_000_000 + number)
+    assert request(where=[where]).ByteSize() > 256 * 1024
+    with pytest.raises(InvalidArgumentError, match="at most 262144 expected"):
+        way_of_asking(request(where=[where]))
+    del where.values[20_000:]
+    assert len(way_of_asking(request(where=[where])).binding.where[0].values) == 20_000

@@ -33,6 +33,7 @@ DEFAULT_SAMPLER = "sequential"
 _MOST_RANKS = 65_536
 _MOST_SAMPLES = 2**24
 _REMEMBERED_REQUEST_BYTES = 1024
+_MOST_CLAIM_BYTES: Final = 256 * 1024  # what is asked for is kept while the call waits, and with its batches
 MAX_LEASE_SECONDS: Final = 86_400.0
 _RANK_FIELDS: Final = ("dp_rank", "dp_size", "batch_index")
 # Of GetMetaRequest: what differs between calls of the ranks of one task.
@@ -144,6 +145,12 @@ def _plain(value: Any) -> Any:
 
 def way_of_asking(request: pb.GetMetaRequest) -> WayOfAsking:
     """Return what a GetMeta request has in common with those of other ranks and batches; read once for all of them."""
+    if request.ByteSize() > _MOST_CLAIM_BYTES:
+        raise InvalidArgumentError(
+            f"the request has {request.ByteSize()} bytes, at most {_MOST_CLAIM_BYTES} expected; name fewer fields, and "
+            f"tag samples with custom_meta by what they are asked for, instead of listing many values in where",
+            field="where",
+        )
     alike = pb.GetMetaRequest()
     alike.CopyFrom(request)
     for name in _FIELDS_OF_ONE_CALL:
