@@ -75,7 +75,7 @@ def test_a_claim_has_what_is_its_own():
 
 def test_a_request_of_any_size_is_not_kept_waiting():
     where = pb.Condition(column="v", operator=pb.OPERATOR_IN)
-    for number in range(40_000):
+    for number in range(60_000):
         where.values.add(int64_value=1_000_000 + number)
     assert request(where=[where]).ByteSize() > 256 * 1024
     with pytest.raises(InvalidArgumentError, match="at most 262144 expected"):
