@@ -1,6 +1,7 @@
 """Settings: flag over environment over file over default, and messages that name the place to correct."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -222,3 +223,17 @@ def test_durability_and_its_folder_go_together(flags, message):
 def test_a_folder_alone_asks_for_durability():
     settings = load_settings({"data_dir": "/srv/tq"}).settings
     assert (settings.durability, str(settings.data_dir)) == ("auto", "/srv/tq")
+
+
+def test_the_page_of_limits_has_all_of_them_as_they_are() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "limits.md").read_text()
+    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| ([^|]+) \|", page, re.MULTILINE)
+    told = {}
+    for names, defaults in rows:
+        told |= dict(zip(re.findall(r"\w+", names), defaults.split(", "), strict=True))
+    defaults = {name: field.default for name, field in ServeSettings.model_fields.items()}
+    assert [name for name in defaults if name.startswith("max_") and name not in told] == [
+        "max_bytes"
+    ]  # above the table
+    shown = {name: format_size(defaults[name]) if name.endswith("_bytes") else f"{defaults[name]:.0f}" for name in told}
+    assert told == shown
