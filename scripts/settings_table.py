@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import get_args
 
-from tq_service.config import ENV_PREFIX, ServeSettings, format_size
+from tq_service.config import ENV_PREFIX, ServeSettings, format_setting
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = ("docs/deployment.md",)
@@ -20,10 +20,8 @@ def table() -> str:
         meaning, _, computed = (field.description or "").partition(" Default: ")
         if computed:
             default = computed.rstrip(".")
-        elif name.endswith("_bytes"):
-            default = f"`{format_size(field.default)}`"
         else:
-            default = "" if field.default is None else f"`{str(field.default).lower()}`"
+            default = "" if field.default is None else f"`{format_setting(name, field.default)}`"
         choices = [choice for choice in get_args(field.annotation) if isinstance(choice, str)]
         values = f" One of {', '.join(f'`{choice}`' for choice in choices)}." if choices else ""
         flag = f"`--{name.replace('_', '-')}`"

@@ -59,6 +59,13 @@ def format_size(size_bytes: int | None) -> str:
     return str(size_bytes)
 
 
+def format_setting(name: str, value: object) -> str:
+    """Return the value of a setting the way it would be given; empty where there is none."""
+    if name.endswith("_bytes") and (value is None or isinstance(value, int)):
+        return format_size(value)
+    return str(value).lower() if isinstance(value, bool) else "" if value is None else str(value)
+
+
 def memory_limit_bytes() -> int:
     """Return the memory this process may use: that of the machine, or less where a container limits it."""
     limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -335,10 +342,7 @@ class LoadedSettings:
 
     def shown(self, name: str) -> str:
         """Return the value of a setting the way it would be given."""
-        value = getattr(self.settings, name)
-        if name.endswith("_bytes"):
-            return format_size(value)
-        return str(value).lower() if isinstance(value, bool) else "" if value is None else str(value)
+        return format_setting(name, getattr(self.settings, name))
 
 
 def load_settings(flags: Mapping[str, object], config: Path | None = None) -> LoadedSettings:

@@ -237,3 +237,10 @@ def test_the_page_of_limits_has_all_of_them_as_they_are() -> None:
     ]  # above the table
     shown = {name: format_size(defaults[name]) if name.endswith("_bytes") else f"{defaults[name]:.0f}" for name in told}
     assert told == shown
+
+
+def test_help_shows_defaults_the_way_they_are_given() -> None:
+    shown = " ".join(CliRunner().invoke(app, ["serve", "--help"]).stdout.split())
+    for default in ("[default: 256MiB]", "[default: false]", "[default: 127.0.0.1]"):
+        assert default in shown
+    assert "[default: None]" not in shown

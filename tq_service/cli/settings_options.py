@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from tq_service.config import ENV_PREFIX, LoadedSettings, ServeSettings
+from tq_service.config import ENV_PREFIX, LoadedSettings, ServeSettings, format_setting
 
 
 def with_setting_flags(function: Callable[..., None]) -> Callable[..., None]:
@@ -42,7 +42,8 @@ def _flag(name: str) -> inspect.Parameter:
     # The settings validate, so that a value is judged alike wherever it comes from; only numbers and switches keep
     # their type, since it shows in the help.
     kind = kind if kind in (int, float, bool) and metavar is None else str
-    default = "" if field.default_factory or "Default:" in (field.description or "") else f" [default: {field.default}]"
+    is_told = field.default_factory is not None or field.default is None or "Default:" in (field.description or "")
+    default = "" if is_told else f" [default: {format_setting(name, field.default)}]"
     option = typer.Option(help=f"{field.description}{default}", metavar=metavar, show_default=False)
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
