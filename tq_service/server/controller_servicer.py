@@ -302,6 +302,8 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
                 "a storage service announces itself with a storage_id, an address and a boot_id of 16 bytes",
                 field="storage",
             )
+        check_name("storage_id", storage.storage_id)
+        check_name("address", storage.address)
         room = Room(max_bytes=request.max_bytes or None, used_bytes=request.used_bytes)
         self._storages.register(Announced(endpoint=storage, run_id=request.run_id, room=room))
         return pb.RegisterStorageResponse(

@@ -24,7 +24,13 @@ _log = logging.getLogger(__name__)
 _CALL_SECONDS = 5.0
 _RETRY_SECONDS = 0.25
 _REFUSED_SECONDS = 5.0
-_REFUSALS = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.INVALID_ARGUMENT}
+_REFUSALS = {
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.ALREADY_EXISTS,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
 
 
 async def announce_storage(engine: StorageEngine, address: str, controller: str, credentials: Credentials) -> None:

@@ -21,6 +21,7 @@ from tq_service.errors import (
     AlreadyExistsError,
     DataLossError,
     InvalidArgumentError,
+    LimitExceededError,
     PutNotFoundError,
     QuotaExceededError,
     UnavailableError,
@@ -34,6 +35,7 @@ from tq_service.wire.credentials import Credentials
 
 _log = logging.getLogger(__name__)
 _ROOM_SECONDS = 5.0
+_MOST_STORAGES = 1024
 
 
 class Storage(Protocol):
@@ -196,20 +198,48 @@ class StorageDirectory:
             self.embedded.keep(self._known(self.embedded.storage_id, self.embedded.boot_id))
 
     def register(self, announced: Announced) -> None:
-        """Take note of a storage service that announces itself; a new run takes the place of the old one."""
+        """Take note of a storage service that announces itself; a new run takes the place of the old one.
+
+        Raises:
+            AlreadyExistsError: the embedded storage has its name.
+            LimitExceededError: there are too many that are heard of, or hold samples.
+        """
         endpoint = announced.endpoint
         known = self._storages.get(endpoint.storage_id)
         if isinstance(known, RemoteStorage) and known.is_same(announced):
             known.hear(announced.room)
             return
+        if self.embedded is not None and endpoint.storage_id == self.embedded.storage_id:
+            raise AlreadyExistsError(
+                f"the storage service in the controller's process has the name {endpoint.storage_id!r}; give each "
+                "another storage_id"
+            )
+        if known is None and len(self._storages) >= _MOST_STORAGES:
+            self._forget_lost()
         tell = partial(self._known, endpoint.storage_id, endpoint.boot_id)
         storage = RemoteStorage(announced, tell, 3 * self.heartbeat_seconds, self._credentials)
         if isinstance(known, RemoteStorage):
-            closing = asyncio.get_running_loop().create_task(known.close())
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
+            self._close(known)
         _log.info("storage %s is at %s", endpoint.storage_id, endpoint.address)
         self._storages[endpoint.storage_id] = storage
+
+    def _forget_lost(self) -> None:
+        """Forget storage services that are silent and hold no samples, such as those of pods that are no more."""
+        holders = {put.storage_id for put in self._committed}
+        lost = [each for each in self._storages.values() if each.room() is None and each.storage_id not in holders]
+        if not lost:
+            raise LimitExceededError(
+                f"there would be {len(self._storages) + 1} storage services, at most {_MOST_STORAGES} expected",
+                metadata={"limit_name": "storage services", "limit": str(_MOST_STORAGES)},
+            )
+        for storage in lost:
+            del self._storages[storage.storage_id]
+            self._close(storage)
+
+    def _close(self, storage: Storage) -> None:
+        closing = asyncio.get_running_loop().create_task(storage.close())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
 
     def _known(self, storage_id: str, boot_id: bytes) -> list[PutCells]:
         """Return the cells of a storage service that samples have, and puts whose commit is under way."""
