@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -77,8 +78,25 @@ WORDS: dict[str, Sequence[Any]] = {
 INTEGERS = [0, 0, 1, 1, 2, 3, 4, 5, 8, 24, 32, 1000, -1, 2**31 - 1]
 WIDE_INTEGERS = [*INTEGERS, 2**31, 2**62, 2**63 - 1, -(2**63)]
 
+_LONG_RUN = re.compile(rb"\0{64,}")
+
 _MOST_REPEATED = 4
 _DEEPEST = 6
+
+
+class Call(list[bytes]):
+    """The messages of a call, as they are shown where a test fails: with `bytes(n)` for long runs of zeros."""
+
+    def __repr__(self) -> str:
+        return f"[{', '.join(map(_shown, self))}]"
+
+
+def _shown(data: bytes) -> str:
+    parts, end = [], 0
+    for run in _LONG_RUN.finditer(data):
+        parts += [repr(data[end : run.start()]), f"bytes({len(run[0])})"]
+        end = run.end()
+    return " + ".join([*parts, repr(data[end:])])
 
 
 @cache

@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
-from fuzz_messages import EXAMPLES, FRESH_ID, changed, garbled, messages
+from fuzz_messages import EXAMPLES, FRESH_ID, Call, changed, garbled, messages
 from fuzz_service import METHODS, FuzzedService, HealthWatch, reason_of
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import Message
@@ -26,7 +26,6 @@ READ_ONLY = {
     "CheckConsumption", "CheckProduction", "LookupSamples", "Locate", "ListPartitions", "DescribePartition",
     "ListSamplers", "PlacePut", "Get", "GetSmall", "Stat",
 }  # fmt: skip
-Call = list[bytes]
 
 TRAIN: dict[str, Any] = {"request_id": FRESH_ID, "partition_id": "train"}
 CHANGES: dict[str, Message] = {
@@ -58,8 +57,9 @@ def calls(method: MethodDescriptor, real: list[Call]) -> st.SearchStrategy[Call]
     kind = GetMessageClass(method.input_type)
     well_typed = messages(method.input_type).map(lambda message: message.SerializeToString())
     anything = st.one_of(well_typed, st.binary(max_size=60))
+    made_up = st.lists(anything, min_size=1, max_size=3 if method.client_streaming else 1)
     if not real:
-        return st.lists(anything, min_size=1, max_size=3 if method.client_streaming else 1)
+        return made_up.map(Call)
 
     @st.composite
     def changed_call(draw: st.DrawFn) -> Call:
@@ -76,8 +76,7 @@ def calls(method: MethodDescriptor, real: list[Call]) -> st.SearchStrategy[Call]
             call.insert(place, draw(anything))
         return call
 
-    made_up = st.lists(anything, min_size=1, max_size=3 if method.client_streaming else 1)
-    return st.one_of(changed_call(), changed_call(), made_up)
+    return st.one_of(changed_call(), changed_call(), made_up).map(Call)
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
@@ -108,6 +107,7 @@ def test_odd_calls(service: FuzzedService, traffic: dict[str, list[Call]], metho
                 before = service.digest()
         service.set_up()
 
+    service.faults()  # those of a method before are that test's
     with HealthWatch(service.address) as health:
         attack()
     assert health.failures == []
