@@ -69,6 +69,7 @@ def test_ends(text: str, expected: datetime | None, tmp_path: Path) -> None:
         (("--name", "a b", "--role", "read"), "name: got 'a b'"),
         (("--name", "a", "--role", "boss"), "roles: got 'boss'"),
         (("--name", "a", "--role", "read", "--expires", "soon"), "--expires: got 'soon'"),
+        (("--name", "a", "--role", "read", "--expires", "99999999999d"), "--expires: got '99999999999d'"),
     ],
 )
 def test_wrong_arguments_make_nothing(arguments: tuple[str, ...], match: str, tmp_path: Path) -> None:
@@ -89,6 +90,14 @@ def test_a_token_file_is_not_overwritten_and_goes_where_the_entry_cannot_be_adde
         run("new", "--name", "a", "--role", "read", "--file", path, "--output", tmp_path / "b.token")
     assert (output.read_text(), path.read_text()) == before
     assert not (tmp_path / "b.token").exists()
+
+
+@pytest.mark.parametrize("option", ["--file", "--output"])
+def test_a_file_that_cannot_be_written_is_named(option: str, tmp_path: Path) -> None:
+    files = {"--file": tmp_path / "tokens.toml", "--output": tmp_path / "a.token", option: tmp_path / "no" / "file"}
+    with pytest.raises(tq.InvalidArgumentError, match=f"{option}: .*/no/file cannot be written: No such file"):
+        run("new", "--name", "a", "--role", "read", *(part for pair in files.items() for part in pair))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_list_takes_a_file(monkeypatch: pytest.MonkeyPatch) -> None:

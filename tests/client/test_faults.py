@@ -295,6 +295,23 @@ async def test_a_put_that_was_lost_before_its_commit_is_sent_again_under_its_ids
     assert len({request.request_id for request in commit.requests}) == 1
 
 
+async def test_a_commit_that_is_never_answered_tells_of_the_whole_put(kind, monkeypatch):
+    for module in ("_async", "_sync"):
+        monkeypatch.setattr(f"tq_service.client.{module}.puts._COMMIT_PATIENCE_SECONDS", 0.2)
+    storage = FakeStorage(put_answer=storage_pb.PutResponse(storage=endpoint("two")))
+    async with serving(storage=storage) as storage_address:
+        place = Script(pb.PlacePutResponse(storage=endpoint("two", storage_address)))
+        async with serving(FakeController(PlacePut=place, Commit=Script(DRAINING))) as address:
+            client = make_client(kind, address, timeout=2.0)
+            with pytest.raises(tq.UnavailableError, match=r"^the server is draining; tried \d+ times in") as raised:
+                await client.put({"x": torch.zeros(2)}, partition_id="p")
+            await client.aclose()
+    assert raised.value.message.count("tried") == 1
+    assert "timeout of 2 s" in raised.value.message
+    assert len({header.put_id for header in storage.put_headers}) == 1
+    assert len(storage.put_headers) > 1
+
+
 async def test_small_gets_are_one_message_large_ones_streams_from_the_second_on(kind):
     small = storage_pb.GetSmallResponse(header=answer_of([7])[0].header, values=np.array([7]).tobytes(), size_bytes=8)
     large = storage_pb.GetSmallResponse(size_bytes=SMALL_GET_BYTES + 1)

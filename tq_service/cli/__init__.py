@@ -97,6 +97,3 @@ def main() -> None:
         sys.exit(f"error: this needs the module {error.name}, which is not installed; see the extras in the README")
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # the reader, such as `head`, has had enough
-        sys.stderr.close()
-        sys.exit(0)

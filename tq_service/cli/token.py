@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated
@@ -66,10 +68,12 @@ def new(
         expires=None if expires is None else _moment(expires),
     )
     if output is not None:
-        _write_private(output, secret)
+        with _writes("output", output):
+            _write_private(output, secret)
     try:
         if file is not None:
-            append_token(file, token)
+            with _writes("file", file):
+                append_token(file, token)
     except BaseException:
         if output is not None:
             output.unlink()
@@ -119,15 +123,24 @@ def list_tokens(
 def _moment(text: str) -> datetime:
     """Return the end that was asked for; without a zone it is UTC."""
     span = _SPAN.fullmatch(text)
-    if span is not None:
-        return datetime.now(UTC) + timedelta(hours=int(span[1]) * (24 if span[2] == "d" else 1))
     try:
+        if span is not None:
+            return datetime.now(UTC) + timedelta(hours=int(span[1]) * (24 if span[2] == "d" else 1))
         moment = datetime.fromisoformat(text)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise InvalidArgumentError(
             f"--expires: got {text!r}; expected 2027-01-31, 2027-01-31T12:00Z, 12h or 90d", field="expires"
         ) from None
     return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
+
+
+@contextmanager
+def _writes(option: str, path: Path) -> Iterator[None]:
+    """Name the option whose file cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise InvalidArgumentError(f"--{option}: {path} cannot be written: {error.strerror}", field=option) from None
 
 
 def _write_private(path: Path, secret: str) -> None:
