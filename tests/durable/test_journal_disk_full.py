@@ -6,6 +6,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -273,3 +274,35 @@ async def test_a_disk_that_is_full_and_has_room_again(
         ballast.unlink()
         await journal.durable()
     assert read(small_disk / "journal") == [b"%d" % number + bytes(5000) for number in range(count)]
+
+
+@MODES
+def test_a_service_that_is_started_on_a_full_disk_can_make_room(small_disk: Path, sync: bool) -> None:
+    with opened(small_disk / "journal", sync=sync) as journal:
+        commit_each(journal, [b"a put"])
+    fill(small_disk / "ballast")
+    with opened(small_disk / "journal", sync=sync) as journal:
+        assert list(journal.replay()) == [b"a put"]
+        assert journal.is_short
+        commit_each(journal, [b"a clear"])
+    assert read(small_disk / "journal") == [b"a put", b"a clear"]
+
+
+@pytest.mark.parametrize("accept_loss", [False, True])
+def test_a_journal_that_cannot_be_read_for_lack_of_room_is_not_damaged(small_disk: Path, accept_loss: bool) -> None:
+    directory, ballast = small_disk / "journal", small_disk / "ballast"
+    with opened(directory) as journal:
+        commit_each(journal, [b"a put"])
+    (directory / "reserve").unlink()
+    fill(ballast)
+    with pytest.raises(DiskFullError, match=r"journal-00000001.* cannot be read now .*nothing is lost"):
+        read(directory, accept_loss=accept_loss)
+    ballast.unlink()
+    assert read(directory) == [b"a put"]
+
+
+def fill(ballast: Path) -> None:
+    with ballast.open("wb", buffering=0) as file, suppress(OSError):
+        while file.write(bytes(4096)) == 4096:
+            pass
+    assert os.statvfs(ballast.parent).f_bavail == 0

@@ -6,10 +6,23 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Final
 
 from tq_service.durable.file_names import beside, remove_journal
 from tq_service.durable.log_tail import LogTail, read_log_tail
 from tq_service.durable.machine import machine_boot_id
+
+_OF_SYSTEM: Final = frozenset(
+    {sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_IOERR}
+)
+_OF_CONTENT: Final = frozenset(
+    {
+        sqlite3.SQLITE_IOERR_READ,
+        sqlite3.SQLITE_IOERR_SHORT_READ,
+        sqlite3.SQLITE_IOERR_CORRUPTFS,
+        sqlite3.SQLITE_IOERR_DATA,
+    }
+)
 
 
 class FoundFile:
@@ -69,6 +82,12 @@ class FoundFile:
         """Close and remove the file."""
         self.close()
         remove_journal(self.path)
+
+
+def is_of_system(error: Exception) -> bool:
+    """Whether an error says that the system refuses something now, such as room on the disk, instead of damage."""
+    code = getattr(error, "sqlite_errorcode", None)
+    return code is not None and code not in _OF_CONTENT and code & 0xFF in _OF_SYSTEM
 
 
 class TornFile(Exception):  # noqa: N818  (a finding, which the reader turns into an error or a line of the log)

@@ -57,8 +57,9 @@ class Journal:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._writer: DirectCommit | GroupCommit | None = None
         self._is_closed = False
-        self._reserve.fill()
         remove_unfinished(directory)
+        self._reserve.fill()
+        self._reserve.give_up_to_start()
         is_new = highest_number(directory) == 0
         numbers = itertools.count(highest_number(directory) + 1)
         # The reader comes first: it takes note of the files that are there, and upkeep begins to make another one.

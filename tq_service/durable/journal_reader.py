@@ -14,9 +14,9 @@ from tq_service.durable.file_names import (
     journals_without_database,
     set_aside,
 )
-from tq_service.durable.found_file import FoundFile, TornFile, last_number, look_at
+from tq_service.durable.found_file import FoundFile, TornFile, is_of_system, last_number, look_at
 from tq_service.durable.journal_file import checksum, make_begun
-from tq_service.errors import JournalDamagedError
+from tq_service.errors import DiskFullError, JournalDamagedError
 
 _log = logging.getLogger(__name__)
 _NO_LIMIT: Final = 2**62
@@ -54,6 +54,7 @@ class JournalReader:
 
         Raises:
             JournalDamagedError: a record is damaged or missing that had been written.
+            DiskFullError: a file cannot be read now, for lack of room on the disk or of something else.
         """
         for path in journals_without_database(self._directory):
             self._damaged(path, "is missing, but its log is there")
@@ -87,6 +88,7 @@ class JournalReader:
         except TornFile as torn:
             self._damaged(path, str(torn))
         except (sqlite3.DatabaseError, TypeError) as error:  # TypeError: a row that should be there is not
+            _check_damage(path, error)
             self._damaged(path, f"is no database that can be read ({error})")
             set_aside(path)
         return []
@@ -134,6 +136,7 @@ class JournalReader:
                 self.last_number = number
                 yield record
         except sqlite3.DatabaseError as error:
+            _check_damage(file.path, error)
             self._damaged(file.path, f"cannot be read after record {self.last_number} ({error})")
         if file.tail.torn_bytes:
             _log.warning(
@@ -173,3 +176,12 @@ class JournalReader:
                 metadata={"file": path.name, "after_record": str(self.last_number)},
             )
         _log.error("the journal is damaged, and the loss was accepted: %s %s", path, what)
+
+
+def _check_damage(path: Path, error: Exception) -> None:
+    """Refuse to take for damage what says nothing of the file: who accepts the loss of that would lose all of it."""
+    if is_of_system(error):
+        raise DiskFullError(
+            f"{path} cannot be read now ({error}): the disk of the data dir is full, or this process lacks files or "
+            "rights; nothing is lost: change that, and start the service again"
+        ) from error

@@ -45,6 +45,12 @@ class Reserve:
             self._is_there = True
             return True
 
+    def give_up_to_start(self) -> None:
+        """Make the room free where there is no other for a start, which has to make files before it can read any."""
+        free = os.statvfs(self._path.parent)
+        if free.f_bavail * free.f_frsize < RESERVE_BYTES:
+            self.give_up()
+
     def give_up(self) -> bool:
         """Make the room free; return whether there was some."""
         with self._lock:
