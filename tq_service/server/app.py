@@ -317,8 +317,8 @@ async def serve(settings: ServeSettings, *, announce: Callable[[str], None]) -> 
 async def running(settings: ServeSettings) -> AsyncIterator[App]:
     """Run the service inside a program, such as a test, for the time of a `with` block."""
     app = App(settings)
-    await app.start()
     try:
+        await app.start()
         yield app
     finally:
         await app.stop(0)
