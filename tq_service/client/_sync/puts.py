@@ -75,9 +75,12 @@ class Puts(Base):
         )
         # Where it stays unavailable, the put is sent again: perhaps to another storage service.
         patience = Deadline.after(min(_COMMIT_PATIENCE_SECONDS, deadline.remaining()))
-        return self._calls.retried(
-            lambda: self._calls.unary_once(lambda to: to.controller.Commit, commit, deadline), patience
-        )
+        try:
+            return self._calls.retried(
+                lambda: self._calls.unary_once(lambda to: to.controller.Commit, commit, deadline), patience
+            )
+        except UnavailableError as given_up:  # the tries of the whole put are told, not those of this part
+            raise given_up.__cause__ or given_up from None
 
     def _place(self, header: PutHeader, deadline: Deadline) -> pb.PlacePutResponse:
         """Return the storage service for a put."""
