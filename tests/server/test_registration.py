@@ -9,8 +9,9 @@ import pytest
 from tq_service.domain.puts import Put
 from tq_service.errors import AlreadyExistsError, LimitExceededError
 from tq_service.server import storages
+from tq_service.server.embedded_storage import EmbeddedStorage
 from tq_service.server.remote_storage import Announced, Room
-from tq_service.server.storages import EmbeddedStorage, StorageDirectory
+from tq_service.server.storages import StorageDirectory
 from tq_service.storage.engine import StorageEngine
 from tq_service.v1 import metadata_pb2
 from tq_service.wire.credentials import Credentials

@@ -26,6 +26,7 @@ from tq_service.server.call_limits import RunningCalls, WaitingCalls
 from tq_service.server.checkpoints import Checkpoints
 from tq_service.server.commits import Commits
 from tq_service.server.controller_servicer import ControllerServicer
+from tq_service.server.embedded_storage import EmbeddedStorage
 from tq_service.server.entrance import Entrance
 from tq_service.server.error_boundary import ErrorBoundary
 from tq_service.server.handover import HandoverServer, make_private
@@ -33,7 +34,7 @@ from tq_service.server.health import Health
 from tq_service.server.heartbeat import announce_storage
 from tq_service.server.storage_servicer import SERVICE as STORAGE_SERVICE
 from tq_service.server.storage_servicer import StorageServicer
-from tq_service.server.storages import EmbeddedStorage, StorageDirectory
+from tq_service.server.storages import StorageDirectory
 from tq_service.storage.engine import StorageEngine
 from tq_service.storage.segments import SegmentFiles
 from tq_service.v1.controller_service_pb2_grpc import add_ControllerServiceServicer_to_server

@@ -27,14 +27,13 @@ from tq_service.errors import (
     UnavailableError,
 )
 from tq_service.server.bulk_calls import TakesCells
-from tq_service.server.remote_storage import Announced, RemoteStorage, Room, report_kept
+from tq_service.server.embedded_storage import EmbeddedStorage
+from tq_service.server.remote_storage import Announced, RemoteStorage, Room
 from tq_service.storage.cells import PutCells, ReadRuns
-from tq_service.storage.engine import StorageEngine
 from tq_service.wire.columns import ColumnShape
 from tq_service.wire.credentials import Credentials
 
 _log = logging.getLogger(__name__)
-_ROOM_SECONDS = 5.0
 _MOST_STORAGES = 1024
 
 
@@ -74,71 +73,6 @@ class Storage(Protocol):
     async def close(self) -> None:
         """End what runs in the background."""
         ...
-
-
-class EmbeddedStorage:
-    """The engine in the controller's own process."""
-
-    address = ""
-
-    def __init__(self, engine: StorageEngine, address: str = "") -> None:
-        self.storage_id = engine.storage_id
-        self.boot_id = engine.boot_id
-        self.address = address
-        self._engine = engine
-
-    def room(self) -> Room:
-        """Return its bytes."""
-        stat = self._engine.stat()
-        return Room(max_bytes=stat.max_bytes, used_bytes=stat.used_bytes)
-
-    def expect(self, size_bytes: int) -> None:
-        """Do nothing: the room is always that of the moment."""
-
-    async def confirm(self, put_id: bytes, partition_id: str) -> None:
-        """Make an uncommitted put of a partition stay."""
-        self._engine.confirm(put_id, partition_id)
-
-    async def read(self, put_ids: Sequence[bytes], runs: ReadRuns, into: TakesCells) -> None:
-        """Read cells of its puts."""
-        await self._engine.check(put_ids)
-        with self._engine.open_read([runs], put_ids) as cells:
-            await into.begin(cells.headers)
-            await into.add(cells.chunks())
-
-    async def put(
-        self, put_id: bytes, partition_id: str, columns: Sequence[ColumnShape], values: AsyncIterator[bytes]
-    ) -> None:
-        """Store a put and make it stay."""
-        pending = await self._engine.reserve(
-            put_id,
-            columns,
-            columns[0].row_count,
-            partition_id=partition_id,
-            for_existing_rows=False,
-            deadline=time.monotonic() + _ROOM_SECONDS,
-        )
-        try:
-            async for data in values:
-                pending.write(data)
-            await self._engine.settle(pending)
-            pending.finish()
-        except BaseException:
-            pending.abort()
-            raise
-        self._engine.confirm(put_id, partition_id)
-
-    def free(self, cells: Sequence[PutCells]) -> None:
-        """Give cells back."""
-        self._engine.free(cells)
-
-    def keep(self, cells: Sequence[PutCells]) -> None:
-        """Say which cells samples have."""
-        kept = self._engine.keep(cells)
-        report_kept(self.storage_id, kept.missing_put_ids, kept.dropped_count)
-
-    async def close(self) -> None:
-        """Do nothing: the engine's owner closes it."""
 
 
 class StorageDirectory:
