@@ -236,6 +236,17 @@ def test_a_put_is_committed_once(server: LiveServer, send_put: SendPut) -> None:
     assert client.get_data(partition_id="train", global_indexes=range(4))["x"].tolist() == [0, 1, 2, 3]
 
 
+def test_a_put_whose_commit_has_the_id_of_another_call_is_refused(server: LiveServer, send_put: SendPut) -> None:
+    client, request_id = server.client(), new_id()
+    server.controller.Insert(pb.InsertRequest(request_id=request_id, write=WRITE))
+    before = snapshot(client)
+    with pytest.raises(grpc.RpcError) as caught:
+        send_put(server, put_stream(commit=commit_of_four(request_id)))
+    assert reason_of(caught.value) == "INVALID_ARGUMENT"
+    assert "InsertResponse" in caught.value.details()
+    assert snapshot(client) == before
+
+
 def test_a_retry_of_a_commit_with_another_put_frees_that_put(server: LiveServer, send_put: SendPut) -> None:
     """As a client makes it that sent its data again, to another storage service, while its first commit was made."""
     client, request_id, answers = server.client(), new_id(), []

@@ -63,15 +63,8 @@ class RequestLog:
             )
         now = time.monotonic()
         self._forget_old(now)
-        known = self._answers.get(request_id)
-        if known is not None:
-            recorded: Answer = self._unpack(known.value)
-            if not isinstance(recorded, kind):
-                raise InvalidArgumentError(
-                    f"request_id {request_id.hex()} is that of another call, which was answered with a "
-                    f"{type(recorded).__name__}; make a new one for each call, the same over its retries",
-                    field="request_id",
-                )
+        recorded: Answer | None = self.recorded(request_id, kind)
+        if recorded is not None:
             return recorded
         answer = change()
         packed = self._pack(answer)
@@ -114,7 +107,20 @@ class RequestLog:
         entries = [entry for request_id in self._answers if (entry := self._answers.get(request_id)) is not None]
         self._used_bytes = sum(_ENTRY_BYTES + self._weigh(entry.value) for entry in entries)
 
-    def recorded(self, request_id: bytes) -> Any | None:
-        """Return the recorded answer, None where there is none."""
+    def recorded(self, request_id: bytes, kind: type[object] = object) -> Any | None:
+        """Return the recorded answer, None where there is none.
+
+        Raises:
+            InvalidArgumentError: it is not of this kind.
+        """
         known = self._answers.get(request_id)
-        return None if known is None else self._unpack(known.value)
+        if known is None:
+            return None
+        recorded = self._unpack(known.value)
+        if not isinstance(recorded, kind):
+            raise InvalidArgumentError(
+                f"request_id {request_id.hex()} is that of another call, which was answered with a "
+                f"{type(recorded).__name__}; make a new one for each call, the same over its retries",
+                field="request_id",
+            )
+        return recorded

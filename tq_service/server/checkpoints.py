@@ -123,14 +123,14 @@ class Checkpoints:
         """Bring back what the checkpoint of a folder holds, once for each request_id.
 
         Raises:
-            InvalidArgumentError: there is no checkpoint.
+            InvalidArgumentError: there is no checkpoint, or the request_id is that of another call.
             SnapshotDamagedError: it is damaged.
             PreconditionError: the service has partitions, or another one is being written or restored.
             QuotaExceededError: the storage services have no room for its bytes.
             UnavailableError: one of them cannot be reached.
         """
-        recorded = self._requests.recorded(request_id)
-        if isinstance(recorded, pb.RestoreResponse):
+        recorded: pb.RestoreResponse | None = self._requests.recorded(request_id, pb.RestoreResponse)
+        if recorded is not None:
             return recorded
         path = checkpoint_path(directory)
         with self._alone("restored"), self._catalog.closed():
@@ -167,7 +167,7 @@ class Checkpoints:
             self._catalog.adopt(partitions)
             self._catalog.start_leases()
             self._requests.thaw(answers)
-            self._requests.once(request_id, lambda: answer)
+            self._requests.once(request_id, lambda: answer, pb.RestoreResponse)
 
         if self._keeper is None:
             appear()

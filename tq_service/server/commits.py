@@ -125,9 +125,12 @@ class Commits:
         return self._requests.once(request.request_id, change, pb.CommitResponse)
 
     def recorded(self, request_id: bytes) -> pb.CommitResponse | None:
-        """Return the answer of a commit that was made under this request_id."""
-        answer = self._requests.recorded(request_id)
-        return answer if isinstance(answer, pb.CommitResponse) else None
+        """Return the answer of a commit that was made under this request_id.
+
+        Raises:
+            InvalidArgumentError: it is that of another call.
+        """
+        return self._requests.recorded(request_id, pb.CommitResponse)
 
     def _write(self, message: pb.SampleWrite, write: SampleWrite) -> metadata_pb2.BatchMeta:
         partition, written = self._catalog.write(message.partition_id, message.incarnation, write)
