@@ -1,6 +1,7 @@
 """A disk that is full or fails: nothing is lost, what waits is told, and the service goes on when there is room."""
 
 import asyncio
+import errno
 import os
 import sqlite3
 import subprocess
@@ -16,6 +17,7 @@ from tq_service.durable import journal as journal_module
 from tq_service.durable import reserve as reserve_module
 from tq_service.durable.journal import Journal
 from tq_service.durable.journal_file import JournalFile, write_error
+from tq_service.durable.record_file import RecordWriter
 from tq_service.durable.reserve import RESERVE_BYTES, Reserve
 from tq_service.errors import DiskFailedError, DiskFullError
 
@@ -306,3 +308,23 @@ def fill(ballast: Path) -> None:
         while file.write(bytes(4096)) == 4096:
             pass
     assert os.statvfs(ballast.parent).f_bavail == 0
+
+
+def test_a_snapshot_leaves_room_for_what_goes_on_beside_it(small_disk: Path) -> None:
+    path = small_disk / "snapshot"
+    with opened(small_disk / "journal") as journal:
+        least_free = free_bytes(small_disk)
+        with pytest.raises(OSError, match="stay so") as caught, RecordWriter(path) as writer:
+            for _ in range(20):
+                writer.write(bytes(1 << 19))
+                least_free = min(least_free, free_bytes(small_disk))
+        assert caught.value.errno == errno.ENOSPC
+        assert least_free > RESERVE_BYTES
+        assert not list(small_disk.glob("snapshot*"))
+        commit_each(journal, [b"a clear"])
+        assert not journal.is_short
+
+
+def free_bytes(folder: Path) -> int:
+    free = os.statvfs(folder)
+    return free.f_bavail * free.f_frsize

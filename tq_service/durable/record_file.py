@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import struct
 from collections.abc import Iterator
@@ -17,11 +18,14 @@ import xxhash
 
 from tq_service.durable.file_names import PARTIAL_SUFFIX, sync_directory
 from tq_service.durable.pace import Pace
+from tq_service.durable.reserve import RESERVE_BYTES
 from tq_service.errors import SnapshotDamagedError
 
 _MAGIC: Final = b"tqrecs01"
 _FRAME: Final = struct.Struct("<IQ")
 _BUFFER_BYTES: Final = 1 << 20
+_SPARE_BYTES: Final = 2 * RESERVE_BYTES
+"""What is left free of the disk, so that changes can be written down beside it, and room be set aside for them."""
 
 
 class RecordWriter:
@@ -30,7 +34,7 @@ class RecordWriter:
     It is made for a thread beside an event loop, and gives way to it.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: the file cannot be written, or would leave hardly any room on the disk.
     """
 
     def __init__(self, path: Path) -> None:
@@ -39,6 +43,7 @@ class RecordWriter:
         self._partial = path.with_name(path.name + PARTIAL_SUFFIX)
         self._file: BinaryIO | None = None
         self._pace = Pace()
+        self._unchecked_bytes = 0  # written since the room on the disk was looked at
 
     def open(self) -> None:
         """Begin the file."""
@@ -52,11 +57,23 @@ class RecordWriter:
         checksum = xxhash.xxh3_64()
         for part in parts:
             checksum.update(part)
-        self._file.write(_FRAME.pack(sum(len(part) for part in parts), checksum.intdigest()))
+        size = sum(len(part) for part in parts)
+        self._file.write(_FRAME.pack(size, checksum.intdigest()))
         for part in parts:
             self._file.write(part)
         self.count += 1
+        self._check_room(size)
         self._pace.step()
+
+    def _check_room(self, size: int) -> None:
+        self._unchecked_bytes += size
+        if self._unchecked_bytes < _BUFFER_BYTES:
+            return
+        self._unchecked_bytes = 0
+        disk = os.statvfs(self._partial.parent)
+        free_bytes = disk.f_bavail * disk.f_frsize
+        if free_bytes < _SPARE_BYTES:
+            raise OSError(errno.ENOSPC, f"the disk has {free_bytes} bytes free, of which {_SPARE_BYTES} stay so")
 
     def commit(self) -> None:
         """Give the file its name, once all of it is on the disk."""
