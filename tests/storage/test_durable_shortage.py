@@ -10,7 +10,7 @@ from engine_driver import begin, cells, put_id, read, runs
 
 from tq_service.errors import UnavailableError
 from tq_service.storage import segment_checks
-from tq_service.storage.segments import Segment
+from tq_service.storage.segments import Segment, SegmentFiles
 
 ROWS = 1000
 DATA = {
@@ -86,3 +86,25 @@ async def test_a_put_that_cannot_be_compacted_yet_keeps_no_room_from_others(tmp_
     pending, _ = await asyncio.wait_for(waiting, 10)
     pending.abort()
     assert np.array_equal(row(engine, 2, 500), DATA["x"][500])
+
+
+async def test_a_put_whose_file_cannot_be_made_now_may_be_sent_again_and_costs_no_files(tmp_path, monkeypatch):
+    folder = Folder(tmp_path)
+    engine = folder.open()
+    await put(engine, 1, DATA)
+    engine.free([cells(1)])
+    folder.flush()
+    before = engine.stat().pooled_bytes
+    assert before > 0
+
+    def refused(files, capacity):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as short:
+        short.setattr(SegmentFiles, "create", refused)
+        with pytest.raises(UnavailableError, match=r"cannot be kept now.*Too many open files.*try again"):
+            await put(engine, 2, {"x": DATA["x"][:500]})
+    stat = engine.stat()
+    assert (stat.used_bytes, stat.pooled_bytes) == (0, before)
+    await put(engine, 2, {"x": DATA["x"][:500]})
+    assert np.array_equal(row(engine, 2, 5), DATA["x"][5])

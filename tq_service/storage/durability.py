@@ -17,7 +17,7 @@ from typing import Final
 
 from xxhash import xxh3_64_intdigest
 
-from tq_service.errors import DiskFailedError, DiskFullError
+from tq_service.errors import DiskFailedError, DiskFullError, UnavailableError
 from tq_service.storage.kept import KeepsPuts, KeptPut, describe_put, restore_put
 from tq_service.storage.pending_put import PendingPut
 from tq_service.storage.pool import SMALL_BYTES, RegionPool, size_class
@@ -94,6 +94,7 @@ class Durability:
 
         Raises:
             DiskFullError: there is no room on the disk.
+            UnavailableError: this process lacks files or memory now.
         """
         try:
             if not self._pool.needs_file(size):
@@ -102,13 +103,15 @@ class Durability:
                 return None
             try:
                 return await self._create(size_class(size))
-            except OSError:
-                unused = self._pool.take_all_kept()
+            except OSError as error:
+                unused = [] if is_passing(error) else self._pool.take_all_kept()
                 if not unused:
                     raise
                 await self._threads.run(_remove_all, unused)
                 return await self._create(size_class(size))
         except OSError as error:
+            if is_passing(error):
+                raise UnavailableError(f"a put of {size} bytes cannot be kept now: {error}; try again") from error
             raise DiskFullError(
                 f"a put of {size} bytes cannot be kept: {error}; clear consumed samples, or give the data folder a "
                 "larger disk",
