@@ -1,14 +1,16 @@
-"""The examples run as programs and print what they say."""
+"""The examples run as programs and print what they say; the code of docs/concepts.md runs."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from live_server import ServerProcess, server_process
 
 import tq_service as tq
@@ -59,3 +61,18 @@ def test_the_example_runs(server: ServerProcess, name: str) -> None:
         assert line in run.stdout
     with tq.Client(server.address) as client:  # each clears up behind itself
         assert client.list_partitions() == []
+
+
+def test_the_code_of_the_concepts_runs(server: ServerProcess) -> None:
+    page = (EXAMPLES.parent / "docs" / "concepts.md").read_text()
+    programs = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    with tq.Client(server.address) as client:
+        client.put({"text": [f"answer {number}" for number in range(32)]}, partition_id="train@0")
+        names = {"tq": tq, "client": client, "score": lambda batch: torch.tensor([len(text) for text in batch["text"]])}
+        for program in programs:
+            exec(compile(program, "docs/concepts.md", "exec"), names)
+        status = client.check_consumption(partition_id="train@0", task_name="reward")
+        assert (status.consumed, status.leased) == (32, 0)
+        assert [bound.max_versions for bound in client.describe_partition("train").run_ahead] == [4]
+        for summary in client.list_partitions():
+            client.clear_partition(summary.partition_id)
