@@ -22,6 +22,7 @@ from tq_service.durable.put_records import PutRecords
 from tq_service.errors import TqError
 from tq_service.samplers import PlanRunner, SamplerRegistry
 from tq_service.server import answers
+from tq_service.server.background import regularly
 from tq_service.server.call_limits import RunningCalls, WaitingCalls
 from tq_service.server.checkpoints import Checkpoints
 from tq_service.server.commits import Commits
@@ -45,6 +46,7 @@ _log = logging.getLogger(__name__)
 CONTROLLER_SERVICE = "tq_service.v1.ControllerService"
 HEARTBEAT_SECONDS = 2.0
 _HOUSEKEEPING_SECONDS = 5.0
+_LOOK_SECONDS = 1.0  # at the files of the door
 _MOST_PENDING_CALLS = 100_000
 
 
@@ -115,8 +117,8 @@ class App:
             servicer = reflection.aio.ReflectionServicer(names)
             reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, self._boundary)
         await self._server.start()
-        self._background.append(asyncio.create_task(self._entrance.watch()))
-        self._background.append(asyncio.create_task(self._keep_house()))
+        self._background.append(asyncio.create_task(regularly(_LOOK_SECONDS, self._entrance.look)))
+        self._background.append(asyncio.create_task(regularly(_HOUSEKEEPING_SECONDS, self._keep_house)))
         self._health.serve()
 
     def _add_services(self) -> list[str]:
@@ -254,14 +256,12 @@ class App:
             ),
         )
 
-    async def _keep_house(self) -> None:
-        while True:
-            await asyncio.sleep(_HOUSEKEEPING_SECONDS)
-            self._calls.report()
-            expired = 0 if self._engine is None else self._engine.expire()
-            expired += 0 if self._storages is None else self._storages.free_doubtful()
-            if expired:
-                _log.warning("%d puts expired without a commit; their producers have probably died", expired)
+    def _keep_house(self) -> None:
+        self._calls.report()
+        expired = 0 if self._engine is None else self._engine.expire()
+        expired += 0 if self._storages is None else self._storages.free_doubtful()
+        if expired:
+            _log.warning("%d puts expired without a commit; their producers have probably died", expired)
 
     async def stop(self, grace_seconds: float) -> None:
         """Drain: say so to health checks, end the waits, let running calls finish, then stop."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from typing import Final
 
 import grpc
 
@@ -17,7 +15,6 @@ from tq_service.server.tokens import TokenFile
 from tq_service.wire.credentials import Credentials, Tls
 
 _log = logging.getLogger(__name__)
-_LOOK_SECONDS: Final = 1.0
 
 
 class Entrance:
@@ -82,15 +79,13 @@ class Entrance:
         """
         return Door(rules(partition_of), self._audit, self._tokens, stall_seconds=self._settings.stall_seconds)
 
-    async def watch(self) -> None:
-        """Follow the files of certificate and tokens, and write what the audit log counted, until cancelled."""
-        while True:
-            await asyncio.sleep(_LOOK_SECONDS)
-            if self._certificate is not None:
-                self._certificate.reload()
-            if self._tokens is not None:
-                self._tokens.reload()
-            self._audit.flush()
+    def look(self) -> None:
+        """Follow the files of certificate and tokens, and write what the audit log counted; call it regularly."""
+        if self._certificate is not None:
+            self._certificate.reload()
+        if self._tokens is not None:
+            self._tokens.reload()
+        self._audit.flush()
 
     def close(self) -> None:
         """Write the rest of the audit log."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import grpc
 
+from tq_service.errors import InvalidArgumentError
 from tq_service.wire.connection import CONNECTION_OPTIONS
 from tq_service.wire.credentials import Credentials, Metadata, async_open_channel
 
+_log = logging.getLogger(__name__)
 Stub = TypeVar("Stub")
 
 
@@ -34,12 +37,12 @@ class Peer(Generic[Stub]):
         self._credentials = credentials
         self._make_stub = make_stub
         self._closing: set[asyncio.Task[None]] = set()
-        self._open()
+        self._opened_with = credentials.signature()
+        self._channel = self._open()
+        self.stub = make_stub(self._channel)
 
-    def _open(self) -> None:
-        self._opened_with = self._credentials.signature()
-        self._channel = async_open_channel(self._address, self._credentials, CONNECTION_OPTIONS)
-        self.stub = self._make_stub(self._channel)
+    def _open(self) -> grpc.aio.Channel:
+        return async_open_channel(self._address, self._credentials, CONNECTION_OPTIONS)
 
     def metadata(self) -> Metadata | None:
         """Return what carries the token, None without one.
@@ -51,12 +54,18 @@ class Peer(Generic[Stub]):
 
     def follow_files(self) -> None:
         """Open a new channel if the certificates have been replaced; to be called when a call has failed."""
-        if self._credentials.signature() == self._opened_with:
+        signature = self._credentials.signature()
+        if signature == self._opened_with:
+            return
+        try:
+            channel = self._open()
+        except InvalidArgumentError as error:  # they are being replaced; the next failure finds them
+            _log.warning("the connection to %s goes on with the files before: %s", self._address, error)
             return
         closing = asyncio.get_running_loop().create_task(self._channel.close())
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
-        self._open()
+        self._opened_with, self._channel, self.stub = signature, channel, self._make_stub(channel)
 
     async def aclose(self) -> None:
         """Close the channel; calls that are under way are cancelled."""
