@@ -63,6 +63,31 @@ def test_finite_mode_and_step(address: str, partition: str) -> None:
         client.clear_partition(other)
 
 
+def leased_batch(
+    *, client: tq.Client, partition_id: str, task_name: str, data_fields: list[str], batch_size: int,
+    micro_batch_size: int, max_wait: float, **others: Any,
+) -> tuple[Any, tq.BatchMeta]:  # fmt: skip
+    meta = client.get_meta(
+        partition_id=partition_id, task_name=task_name, data_fields=data_fields, batch_size=batch_size,
+        min_batch_size=1, micro_batch_size=micro_batch_size, max_wait=max_wait, lease=600.0,
+    )  # fmt: skip
+    return (client.get_data(meta) if meta.status == "batch" else None), meta
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_queue_worker_acknowledges_leased_micro_batches(address: str, partition: str, num_workers: int) -> None:
+    fill(address, partition, 26)
+    dataset = dataset_of(address, partition, fetch_batch_fn=leased_batch)
+    items = []
+    with tq.Client(address) as client, StreamingDataLoader(dataset, num_workers) as loader:
+        for micro_batch, meta in loader:
+            assert client.ack(meta) == meta.size
+            items.append((micro_batch, meta))
+        status = client.check_consumption(partition, "update_actor")
+    assert sorted(taken(items)) == list(range(26))
+    assert (status.consumed, status.leased, status.complete) == (26, 0, True)
+
+
 @pytest.mark.parametrize("kept", [0, 32])
 def test_reset_and_restart(address: str, partition: str, kept: int) -> None:
     fill(address, partition, 30)
