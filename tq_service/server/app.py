@@ -46,7 +46,6 @@ _log = logging.getLogger(__name__)
 CONTROLLER_SERVICE = "tq_service.v1.ControllerService"
 HEARTBEAT_SECONDS = 2.0
 _HOUSEKEEPING_SECONDS = 5.0
-_LOOK_SECONDS = 1.0  # at the files of the door
 _MOST_PENDING_CALLS = 100_000
 
 
@@ -117,7 +116,7 @@ class App:
             servicer = reflection.aio.ReflectionServicer(names)
             reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, self._boundary)
         await self._server.start()
-        self._background.append(asyncio.create_task(regularly(_LOOK_SECONDS, self._entrance.look)))
+        self._background.append(asyncio.create_task(self._entrance.watch()))
         self._background.append(asyncio.create_task(regularly(_HOUSEKEEPING_SECONDS, self._keep_house)))
         self._health.serve()
 

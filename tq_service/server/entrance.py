@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from typing import Final
 
 import grpc
 
 from tq_service.config import ServeSettings, is_loopback, join_address
 from tq_service.server.audit import Audit
+from tq_service.server.background import regularly
 from tq_service.server.door import Door
 from tq_service.server.permissions import PartitionOf, rules
 from tq_service.server.tls import ServerCertificate, TlsFiles
@@ -15,6 +17,7 @@ from tq_service.server.tokens import TokenFile
 from tq_service.wire.credentials import Credentials, Tls
 
 _log = logging.getLogger(__name__)
+_LOOK_SECONDS: Final = 1.0
 
 
 class Entrance:
@@ -79,8 +82,11 @@ class Entrance:
         """
         return Door(rules(partition_of), self._audit, self._tokens, stall_seconds=self._settings.stall_seconds)
 
-    def look(self) -> None:
-        """Follow the files of certificate and tokens, and write what the audit log counted; call it regularly."""
+    async def watch(self) -> None:
+        """Follow the files of certificate and tokens, and write what the audit log counted, until cancelled."""
+        await regularly(_LOOK_SECONDS, self._look)
+
+    def _look(self) -> None:
         if self._certificate is not None:
             self._certificate.reload()
         if self._tokens is not None:
