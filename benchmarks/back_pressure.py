@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,7 +32,7 @@ _LOOK_SECONDS = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Case:
-    """What bounds the producers: flags of the server, settings of the partition, and which figure is held to what."""
+    """What bounds the producers: flags of the server and settings of the partition."""
 
     flags: tuple[str, ...] = ()
     max_bytes: int | None = None
@@ -105,6 +106,8 @@ async def _overload(case: _Case, address: str, pid: int, put_count: int) -> _See
     await asyncio.gather(*producers)
     seen.run_seconds = time.perf_counter() - began_at
     watching.cancel()
+    with suppress(asyncio.CancelledError):
+        await watching  # raises what ended it before: then nothing was watched
     return seen
 
 
