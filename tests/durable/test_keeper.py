@@ -19,7 +19,7 @@ from tq_service.domain.plan import RankPlan
 from tq_service.domain.requests import RequestLog
 from tq_service.durable import journal as journal_module
 from tq_service.durable import keeper as keeper_module
-from tq_service.durable import record_file
+from tq_service.durable import record_file, replay_cost
 from tq_service.durable.keeper import Keeper
 from tq_service.errors import DataDirError, DiskFullError, JournalDamagedError, SnapshotDamagedError
 from tq_service.samplers import PlanRunner
@@ -101,9 +101,9 @@ def test_a_snapshot_and_what_came_after_it_are_there_in_the_next_life(tmp_path):
 
 
 def test_a_long_journal_is_replaced_by_a_snapshot(tmp_path, monkeypatch):
-    monkeypatch.setattr(keeper_module, "_START_SECONDS", 50 * keeper_module._CHANGE_SECONDS)
-    monkeypatch.setattr(keeper_module, "_WORTH_SECONDS", 50 * keeper_module._CHANGE_SECONDS)
-    monkeypatch.setattr(keeper_module, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(replay_cost, "_START_SECONDS", 50 * replay_cost._CHANGE_SECONDS)
+    monkeypatch.setattr(replay_cost, "_WORTH_SECONDS", 50 * replay_cost._CHANGE_SECONDS)
+    monkeypatch.setattr(replay_cost, "_LOOK_SECONDS", 0.0)
 
     async def write_much(life):
         wait_for_the_next_file(life.keeper._journal)
@@ -206,22 +206,6 @@ def test_a_change_that_no_call_waits_for_becomes_durable_by_itself(tmp_path):
     lives(tmp_path, write_and_wait)
 
 
-def test_the_larger_the_state_the_shorter_the_journal_but_no_shorter_than_it_is_worth_while(tmp_path):
-    async def lengths(life):
-        found = []
-        for count in (1, 400_000, 2_000_000):
-            life.write(count)
-            life.keeper._replay_seconds = life.keeper._look_at_seconds = 0.0
-            while not life.keeper._is_long:
-                life.keeper._replay_seconds += 0.01
-            found.append(life.keeper._replay_seconds)
-        return found
-
-    ((small, larger, largest),) = lives(tmp_path, lengths)
-    assert small > larger > largest
-    assert largest == pytest.approx(keeper_module._WORTH_SECONDS, abs=0.02)
-
-
 def test_a_snapshot_that_fails_by_a_fault_is_not_tried_again_at_once(tmp_path, monkeypatch, caplog):
     tries = []
 
@@ -229,9 +213,9 @@ def test_a_snapshot_that_fails_by_a_fault_is_not_tried_again_at_once(tmp_path, m
         tries.append(path)
         raise RuntimeError("a fault of ours")
 
-    monkeypatch.setattr(keeper_module, "_WORTH_SECONDS", 0.0)
-    monkeypatch.setattr(keeper_module, "_START_SECONDS", 0.0)
-    monkeypatch.setattr(keeper_module, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(replay_cost, "_WORTH_SECONDS", 0.0)
+    monkeypatch.setattr(replay_cost, "_START_SECONDS", 0.0)
+    monkeypatch.setattr(replay_cost, "_LOOK_SECONDS", 0.0)
     monkeypatch.setattr(keeper_module, "write_snapshot", faulty)
 
     async def write_much(life):

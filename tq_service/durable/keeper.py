@@ -15,7 +15,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -27,30 +26,19 @@ from tq_service.domain.changes import Change
 from tq_service.domain.frozen import FrozenPartition
 from tq_service.domain.requests import RequestLog
 from tq_service.durable.data_dir import DataDir
-from tq_service.durable.file_names import journal_numbers
 from tq_service.durable.identity import Identity
 from tq_service.durable.journal import Journal
-from tq_service.durable.records import decode_change, encode_change
-from tq_service.durable.snapshot import FrozenService, read_snapshot, write_snapshot
-from tq_service.errors import DataDirError, DiskFullError, JournalDamagedError, SnapshotDamagedError, TqError
-from tq_service.v1 import controller_service_pb2, journal_pb2
+from tq_service.durable.records import encode_change
+from tq_service.durable.recovery import Recovered, Recovery
+from tq_service.durable.replay_cost import ReplayCost
+from tq_service.durable.snapshot import FrozenService, write_snapshot
+from tq_service.errors import DiskFullError, TqError
+from tq_service.v1 import journal_pb2
 
 _log = logging.getLogger(__name__)
 
 Packed = tuple[type[Message], bytes]
 
-# What making a record again and taking over a sample of a snapshot take, as measured: a new journal is begun with a
-# snapshot before both together are longer than a start may take; but no sooner than it is worth while, since the larger
-# the state, the longer a snapshot takes.
-_CHANGE_SECONDS: Final = 40e-6
-_CHANGE_BYTE_SECONDS: Final = 100e-9
-_PUT_SECONDS: Final = 20e-6
-_PUT_BYTE_SECONDS: Final = 1e-9
-_FILE_SECONDS: Final = 20e-3
-_SAMPLE_SECONDS: Final = 0.7e-6
-_START_SECONDS: Final = 1.1
-_WORTH_SECONDS: Final = 0.4
-_LOOK_SECONDS: Final = 0.01
 _FLUSH_SECONDS: Final = 0.05
 _RETRY_SECONDS: Final = 10.0
 
@@ -71,17 +59,6 @@ class KeepsEngine(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recovered:
-    """What was found in the data folder."""
-
-    partition_count: int
-    sample_count: int
-    put_count: int
-    record_count: int
-    seconds: float
-
-
 class Keeper:
     """Keeps a controller, a storage engine, or both.
 
@@ -99,9 +76,7 @@ class Keeper:
         self._catalog: Catalog | None = None
         self._requests: RequestLog | None = None
         self._engine: KeepsEngine | None = None
-        self._replay_seconds = 0.0  # what making the journal again would take, about
-        self._look_at_seconds = _WORTH_SECONDS  # how long that is when it is next compared with how long it may be
-        self._snapshot_seconds = 0.0  # what the last snapshot took
+        self._cost = ReplayCost()
         self._flush: asyncio.TimerHandle | None = None
         self._snapshot: asyncio.Task[None] | None = None
         self._retry_at = 0.0
@@ -162,84 +137,15 @@ class Keeper:
             DataDirError: the folder has what this service does not take, and would lose with its next snapshot.
         """
         self._catalog, self._requests, self._engine = catalog, requests, engine
-        started_at = time.perf_counter()
-        generation, puts = self._thaw_newest()
-        self._count(_FILE_SECONDS * len(journal_numbers(self._data_dir.path)))  # every start leaves one
-        record_count = 0
-        for data in self._journal.replay(generation):
-            self._replay(record_count, data, puts)
-            record_count += 1
-        for damaged in self._journal.snapshots():
-            if damaged > generation:  # else it would count as one to go back to
-                self._journal.set_snapshot_aside(damaged)
-        if self._engine is None and (left := _left_count(puts)):
-            raise self._of_another_role(f"{left} puts of a storage service")
-        put_count = 0 if self._engine is None else self._engine.recover(puts)
-        partitions = [] if self._catalog is None else [self._catalog.get(name) for name in self._catalog.names()]
-        return Recovered(
-            partition_count=len(partitions),
-            sample_count=sum(partition.table.present_count for partition in partitions),
-            put_count=put_count,
-            record_count=record_count,
-            seconds=time.perf_counter() - started_at,
+        recovery = Recovery(
+            self._data_dir.path,
+            self._journal,
+            self._cost,
+            catalog=catalog,
+            requests=requests,
+            recover_puts=None if engine is None else engine.recover,
         )
-
-    def _thaw_newest(self) -> tuple[int, list[bytes]]:
-        """Take over the newest snapshot that is whole; return its generation, and the puts in it."""
-        damages: list[SnapshotDamagedError] = []
-        for generation in reversed(self._journal.snapshots()):
-            try:
-                frozen = read_snapshot(self._journal.snapshot_path(generation))
-            except SnapshotDamagedError as error:
-                _log.error("%s; going on with the one before it", error)
-                damages.append(error)
-                continue
-            if self._catalog is not None:
-                self._catalog.thaw(frozen.partitions)
-            elif frozen.partitions:
-                raise self._of_another_role(f"{len(frozen.partitions)} partitions of a controller")
-            if self._requests is not None:
-                self._requests.thaw(frozen.answers)
-            return generation, list(frozen.puts)
-        if damages:  # the journal from the first record on is gone
-            raise damages[0]
-        return 0, []
-
-    def _replay(self, number: int, data: bytes, puts: list[bytes]) -> None:
-        record = journal_pb2.JournalRecord.FromString(data)
-        kind = record.WhichOneof("change")
-        if kind in {"put_kept", "put_dropped"}:
-            puts.append(data)
-            self._count(_PUT_SECONDS + _PUT_BYTE_SECONDS * len(data))
-            return
-        self._count(_CHANGE_SECONDS + _CHANGE_BYTE_SECONDS * len(data))
-        if kind == "request_answered":
-            if self._requests is not None:
-                self._requests.restore(record.request_answered.request_id, _unpack(record.request_answered))
-        elif self._catalog is None:
-            raise self._of_another_role("the partitions of a controller")
-        else:
-            self._apply(self._catalog, number, record)
-
-    def _apply(self, catalog: Catalog, number: int, record: journal_pb2.JournalRecord) -> None:
-        kind, change = record.WhichOneof("change"), decode_change(record)
-        if change is None:
-            raise JournalDamagedError(
-                f"record {number} of the journal is of the unknown kind {kind!r}; install the version that wrote it"
-            )
-        try:
-            catalog.apply(change)
-        except (TqError, LookupError, ValueError) as error:
-            raise JournalDamagedError(
-                f"record {number} of the journal ({kind}) does not fit the state before it: {error}; restore a "
-                f"checkpoint into an empty data folder"
-            ) from error
-
-    def _of_another_role(self, what: str) -> DataDirError:
-        return DataDirError(
-            f"the data dir {self._data_dir.path} holds {what}, which this service has not; start it with the role that "
-            "the folder was written with, or name another folder"
-        )
+        return recovery.run()
 
     # Telling
 
@@ -262,17 +168,18 @@ class Keeper:
 
     def _append_change(self, record: journal_pb2.JournalRecord) -> None:
         data = record.SerializeToString()
-        self._append(data, _CHANGE_SECONDS + _CHANGE_BYTE_SECONDS * len(data))
+        self._cost.add_change(len(data))
+        self._append(data)
 
     def _tell_put(self, data: bytes) -> None:
-        self._append(data, _PUT_SECONDS + _PUT_BYTE_SECONDS * len(data))
+        self._cost.add_put(len(data))
+        self._append(data)
 
-    def _append(self, record: bytes, seconds: float) -> None:
+    def _append(self, record: bytes) -> None:
         self._journal.append(record)
-        self._count(seconds)
         if self._flush is None:  # for changes that no call waits for, such as a lease that ran out
             self._flush = asyncio.get_running_loop().call_later(_FLUSH_SECONDS, self._flush_later)
-        if self._is_long and self._may_snapshot:
+        if self._cost.is_too_long(self._sample_count) and self._may_snapshot:
             self._snapshot = asyncio.get_running_loop().create_task(self._try_snapshot())
 
     @property
@@ -280,18 +187,9 @@ class Keeper:
         is_idle = self._snapshot is None and time.monotonic() >= self._retry_at
         return is_idle and self._journal.has_next_file  # else the loop would wait for the disk
 
-    def _count(self, seconds: float) -> None:
-        self._replay_seconds += seconds
-
-    @property
-    def _is_long(self) -> bool:
-        if self._replay_seconds < self._look_at_seconds:
-            return False
-        self._look_at_seconds = self._replay_seconds + _LOOK_SECONDS  # it takes a step for each partition
+    def _sample_count(self) -> int:
         partitions = () if self._catalog is None else map(self._catalog.get, self._catalog.names())
-        samples = sum(partition.table.present_count for partition in partitions)
-        worth = max(_WORTH_SECONDS, self._snapshot_seconds)
-        return self._replay_seconds >= max(_START_SECONDS - samples * _SAMPLE_SECONDS, worth)
+        return sum(partition.table.present_count for partition in partitions)
 
     # Durability
 
@@ -393,14 +291,13 @@ class Keeper:
                 answers=answers,
                 puts=() if self._engine is None else self._engine.kept_records(),
             )
-            self._replay_seconds = 0.0
-            self._look_at_seconds = _WORTH_SECONDS
+            self._cost.begin_anew()
             started_at = time.monotonic()
             await self._journal.durable()
             await asyncio.to_thread(write_snapshot, self._journal.snapshot_path(generation), frozen)
             appear()
             self._journal.finish_generation(generation)
-            self._snapshot_seconds = time.monotonic() - started_at
+            self._cost.note_snapshot(time.monotonic() - started_at)
         finally:
             self._snapshot = None
 
@@ -416,19 +313,3 @@ class Keeper:
         except TqError as error:
             _log.error("what was done last could not be written down: %s", error)
         self._data_dir.close()
-
-
-def _left_count(records: Iterable[bytes]) -> int:
-    """Return how many puts are left by records of puts, in order."""
-    left: set[bytes] = set()
-    for data in records:
-        record = journal_pb2.JournalRecord.FromString(data)
-        left.add(record.put_kept.put_id)
-        left.discard(record.put_dropped.put_id)
-    left.discard(b"")
-    return len(left)
-
-
-def _unpack(record: journal_pb2.RequestAnswered) -> Packed:
-    kind: Any = getattr(controller_service_pb2, record.message_type)
-    return kind, record.answer

@@ -1,0 +1,167 @@
+"""Bringing back what a data folder has: the newest snapshot that is whole, then the journal since then."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.message import Message
+
+from tq_service.domain.catalog import Catalog
+from tq_service.domain.requests import RequestLog
+from tq_service.durable.file_names import journal_numbers
+from tq_service.durable.journal import Journal
+from tq_service.durable.records import decode_change
+from tq_service.durable.replay_cost import ReplayCost
+from tq_service.durable.snapshot import read_snapshot
+from tq_service.errors import DataDirError, JournalDamagedError, SnapshotDamagedError, TqError
+from tq_service.v1 import controller_service_pb2, journal_pb2
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovered:
+    """What was found in the data folder."""
+
+    partition_count: int
+    sample_count: int
+    put_count: int
+    record_count: int
+    seconds: float
+
+
+class Recovery:
+    """Reads a data folder once, into a service that has nothing yet.
+
+    Args:
+        path: of the folder.
+        journal: that in the folder; it takes records once all is read.
+        cost: counts what is made again.
+        catalog: takes the partitions; None in a service that has no controller.
+        requests: takes the answers for retries, likewise.
+        recover_puts: takes the records of puts, in order, and returns how many puts they leave; None in a service that
+            stores none.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        journal: Journal,
+        cost: ReplayCost,
+        *,
+        catalog: Catalog | None,
+        requests: RequestLog | None,
+        recover_puts: Callable[[Iterable[bytes]], int] | None,
+    ) -> None:
+        self._path = path
+        self._journal = journal
+        self._cost = cost
+        self._catalog = catalog
+        self._requests = requests
+        self._recover_puts = recover_puts
+        self._puts: list[bytes] = []
+
+    def run(self) -> Recovered:
+        """Bring everything back; see `Keeper.recover`."""
+        started_at = time.perf_counter()
+        generation = self._thaw_newest()
+        self._cost.add_files(len(journal_numbers(self._path)))
+        record_count = 0
+        for data in self._journal.replay(generation):
+            self._replay(record_count, data)
+            record_count += 1
+        for damaged in self._journal.snapshots():
+            if damaged > generation:  # else it would count as one to go back to
+                self._journal.set_snapshot_aside(damaged)
+        put_count = self._take_puts()
+        partitions = [] if self._catalog is None else [self._catalog.get(name) for name in self._catalog.names()]
+        return Recovered(
+            partition_count=len(partitions),
+            sample_count=sum(partition.table.present_count for partition in partitions),
+            put_count=put_count,
+            record_count=record_count,
+            seconds=time.perf_counter() - started_at,
+        )
+
+    def _thaw_newest(self) -> int:
+        """Take over the newest snapshot that is whole; return its generation."""
+        damages: list[SnapshotDamagedError] = []
+        for generation in reversed(self._journal.snapshots()):
+            try:
+                frozen = read_snapshot(self._journal.snapshot_path(generation))
+            except SnapshotDamagedError as error:
+                _log.error("%s; going on with the one before it", error)
+                damages.append(error)
+                continue
+            if self._catalog is not None:
+                self._catalog.thaw(frozen.partitions)
+            elif frozen.partitions:
+                raise self._of_another_role(f"{len(frozen.partitions)} partitions of a controller")
+            if self._requests is not None:
+                self._requests.thaw(frozen.answers)
+            self._puts += frozen.puts
+            return generation
+        if damages:  # the journal from the first record on is gone
+            raise damages[0]
+        return 0
+
+    def _replay(self, number: int, data: bytes) -> None:
+        record = journal_pb2.JournalRecord.FromString(data)
+        kind = record.WhichOneof("change")
+        if kind in {"put_kept", "put_dropped"}:
+            self._puts.append(data)
+            self._cost.add_put(len(data))
+            return
+        self._cost.add_change(len(data))
+        if kind == "request_answered":
+            if self._requests is not None:
+                self._requests.restore(record.request_answered.request_id, _unpack(record.request_answered))
+            return
+        change = decode_change(record)
+        if change is None:
+            raise JournalDamagedError(
+                f"record {number} of the journal is of the unknown kind {kind!r}; install the version that wrote it"
+            )
+        if self._catalog is None:
+            raise self._of_another_role("the partitions of a controller")
+        try:
+            self._catalog.apply(change)
+        except (TqError, LookupError, ValueError) as error:
+            raise JournalDamagedError(
+                f"record {number} of the journal ({kind}) does not fit the state before it: {error}; restore a "
+                f"checkpoint into an empty data folder"
+            ) from error
+
+    def _take_puts(self) -> int:
+        if self._recover_puts is not None:
+            return self._recover_puts(self._puts)
+        if left_count := _left_count(self._puts):
+            raise self._of_another_role(f"{left_count} puts of a storage service")
+        return 0
+
+    def _of_another_role(self, what: str) -> DataDirError:
+        return DataDirError(
+            f"the data dir {self._path} holds {what}, which this service has not; start it with the role that the "
+            "folder was written with, or name another folder"
+        )
+
+
+def _left_count(records: Iterable[bytes]) -> int:
+    """Return how many puts are left by records of puts, in order."""
+    left: set[bytes] = set()
+    for data in records:
+        record = journal_pb2.JournalRecord.FromString(data)
+        left.add(record.put_kept.put_id)
+        left.discard(record.put_dropped.put_id)
+    left.discard(b"")
+    return len(left)
+
+
+def _unpack(record: journal_pb2.RequestAnswered) -> tuple[type[Message], bytes]:
+    kind: Any = getattr(controller_service_pb2, record.message_type)
+    return kind, record.answer
