@@ -35,9 +35,9 @@ def main() -> None:
     """Train on what a rollout worker makes meanwhile, and print how stale it was."""
     weights = {"version": 0}
     with tq.Client() as client:
-        # At most two batches lie ahead of the trainer, and none is added that is more than two versions above the oldest
-        # of them. With the one that waits to be put, which is made already, no sample is trained on more than three
-        # updates late.
+        # At most two batches lie ahead of the trainer, and none is added that is more than two versions above the
+        # oldest of them. With the one that waits to be put, which is made already, no sample is trained on more than
+        # three updates late.
         ahead = tq.RunAhead(task_name=TASK, max_samples=2 * BATCH_SIZE, max_versions=2)
         client.create_partition(PARTITION, run_ahead=[ahead])
         worker = threading.Thread(target=roll_out, args=(weights,))
