@@ -188,9 +188,12 @@ class StorageServicer:
                     await receive(pending)
                     await self._engine.settle(pending)
                     pending.finish()
+            except BaseException:
+                pending.abort()  # and no more: a retry may have completed the put meanwhile
+                raise
+            try:
                 return self._done(header, columns)
             except BaseException:
-                pending.abort()
                 self._engine.discard(header.put_id)
                 raise
 
