@@ -137,8 +137,9 @@ def test_certificates_are_renewed_without_a_restart(
 ) -> None:
     deployment = Deployment(tmp_path / "old", start_server)
     token = add_token(deployment.tokens, "boss", ["admin"])
-    client = deployment.client(client_kind, loop_thread, token)
+    client, prober = (deployment.client(client_kind, loop_thread, token) for _ in range(2))
     until(lambda: _works(lambda: client.put({"x": np.arange(4)}, partition_id="a")))
+    assert prober.health()
     # All are of a new authority from now on, whose files take the place of those of the old one.
     new = Authority(tmp_path / "new")
     for name in ("controller", "storage", "client"):
@@ -160,8 +161,10 @@ def test_certificates_are_renewed_without_a_restart(
     renewed = tq.Tls(ca=old / "ca.pem", cert=old / "controller.pem", key=old / "controller.key")
     again = start_server(role="controller", port=port, **deployment.settings_of(renewed, old / "service.token"))
     until(lambda: _works(lambda: client.put({"x": np.arange(4)}, partition_id="b")))
+    until(lambda: _works(prober.health))  # which is one try each time
     assert again.app.port == port
     client.close()
+    prober.close()
 
 
 def test_clients_whose_tls_does_not_fit_are_told_to_look_there(

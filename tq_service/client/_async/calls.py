@@ -16,7 +16,7 @@ from tq_service.client.heap import keep_frame_buffers
 from tq_service.client.put_streams import async_send_put
 from tq_service.client.reads import AnswerReader, Received
 from tq_service.client.retry import Backoff, Deadline, error_of
-from tq_service.errors import CallCancelledError, TqError
+from tq_service.errors import CallCancelledError, TqError, UnavailableError
 from tq_service.v1.storage_service_pb2 import (
     GetRequest,
     GetSmallRequest,
@@ -53,7 +53,6 @@ class AsyncCalls:
                 return await attempt()
             except TqError as failure:
                 pause = backoff.after(failure)
-            self.channels.follow_files()
             await async_sleep(pause)
 
     async def unary(
@@ -76,7 +75,10 @@ class AsyncCalls:
         try:
             yield
         except grpc.RpcError as error:
-            raise error_of(error, endpoint.address) from None
+            failure = error_of(error, endpoint.address)
+            if isinstance(failure, UnavailableError):
+                self.channels.follow_files()
+            raise failure from None
         except BaseException as error:
             if self.channels.closed and async_is_of_closing(error):
                 raise CallCancelledError(f"the client was closed during a call (calling {endpoint.address})") from None

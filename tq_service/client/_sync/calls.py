@@ -17,7 +17,7 @@ from tq_service.client.heap import keep_frame_buffers
 from tq_service.client.put_streams import send_put
 from tq_service.client.reads import AnswerReader, Received
 from tq_service.client.retry import Backoff, Deadline, error_of
-from tq_service.errors import CallCancelledError, TqError
+from tq_service.errors import CallCancelledError, TqError, UnavailableError
 from tq_service.v1.storage_service_pb2 import (
     GetRequest,
     GetSmallRequest,
@@ -54,7 +54,6 @@ class Calls:
                 return attempt()
             except TqError as failure:
                 pause = backoff.after(failure)
-            self.channels.follow_files()
             sleep(pause)
 
     def unary(
@@ -77,7 +76,10 @@ class Calls:
         try:
             yield
         except grpc.RpcError as error:
-            raise error_of(error, endpoint.address) from None
+            failure = error_of(error, endpoint.address)
+            if isinstance(failure, UnavailableError):
+                self.channels.follow_files()
+            raise failure from None
         except BaseException as error:
             if self.channels.closed and is_of_closing(error):
                 raise CallCancelledError(f"the client was closed during a call (calling {endpoint.address})") from None
