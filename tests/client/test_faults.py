@@ -380,6 +380,19 @@ async def test_cells_that_moved_are_located_again_once(kind):
     assert len(locate.requests) == 4
 
 
+async def test_cells_that_move_again_and_again_are_followed(kind):
+    places = [located([endpoint("one")], [0]) for _ in range(4)]
+    for number, place in enumerate(places):
+        place.locations.puts[0].put_id = bytes([number]) * 16
+    storage = FakeStorage(get_answers=[tq.PutNotFoundError("overwritten")] * 3 + [answer_of([7])])
+    locate = Script(*(pb.LocateResponse(meta=place) for place in places))
+    async with serving(FakeController(Locate=locate), storage) as address:
+        client = make_client(kind, address, timeout=20)
+        assert (await client.get_data(partition_id="p", keys=["k"], data_fields=["x"]))["x"].tolist() == [7]
+        await client.aclose()
+    assert len(locate.requests) == 4
+
+
 async def test_lost_bytes_name_the_samples_that_were_there(kind):
     one = FakeStorage(get_answers=[answer_of([0, 3])])
     two = FakeStorage(get_answers=[tq.DataLossError("storage two came back empty")])
