@@ -84,7 +84,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # comes wit
                 f"there are {self._watch_count} watches of the health of this process, which is the most; call Check, "
                 "or watch later",
                 retry_after_seconds=_RETRY_AFTER_SECONDS,
-                metadata={"limit_name": "watches", "limit": str(self._most_watches)},
+                metadata={"limit_name": "watches", "got": str(self._watch_count + 1), "limit": str(self._most_watches)},
             )
         self._watch_count += 1
         try:

@@ -164,7 +164,11 @@ class StorageDirectory:
         if not lost:
             raise LimitExceededError(
                 f"there would be {len(self._storages) + 1} storage services, at most {_MOST_STORAGES} expected",
-                metadata={"limit_name": "storage services", "limit": str(_MOST_STORAGES)},
+                metadata={
+                    "limit_name": "storage services",
+                    "got": str(len(self._storages) + 1),
+                    "limit": str(_MOST_STORAGES),
+                },
             )
         for storage in lost:
             del self._storages[storage.storage_id]
