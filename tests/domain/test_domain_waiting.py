@@ -12,7 +12,7 @@ from planner_bench import Bench, Whenever, rows
 from tq_service.domain import waiters
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.task import End
-from tq_service.domain.waiters import Pace, Waiter, WaitingLine
+from tq_service.domain.waiters import NotYet, Pace, Waiter, WaitingLine
 from tq_service.domain.writes import PartitionSettings
 from tq_service.errors import InvalidArgumentError, PartitionClearedError, StaleEpochError
 from tq_service.samplers import PlanRunner, SequentialSampler
@@ -155,6 +155,29 @@ async def test_a_way_of_asking_that_waits_in_vain_is_not_tried_again(bench):
     assert 1 <= looks <= 2  # at once, and by the pump
     for call in calls:
         call.cancel()
+
+
+class Hopeful(SlowSampler):
+    """Is asked again after every change."""
+
+    plans_below_min_size = True
+
+
+async def test_one_look_ends_though_there_is_always_something_new_to_look_at(bench):
+    async def produce():
+        while True:
+            bench.insert(1)
+            await turns(1)
+
+    waiting = bench.ask(batch_size=10**6, sampler=Hopeful(Whenever(lambda view, request: None), turns=3))
+    producing = asyncio.ensure_future(produce())
+    await turns(10)
+    look = bench.ask(batch_size=10**6, wait=0.0)
+    await turns(100)
+    assert look.done()
+    assert isinstance(look.result(), NotYet)
+    for task in (producing, waiting):
+        task.cancel()
 
 
 async def test_a_reset_between_answers_leaves_no_rank_behind(bench):

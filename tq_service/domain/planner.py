@@ -39,6 +39,7 @@ class Planner:
         self._search = PlanSearch(partition, task, runner)
         self._pump: asyncio.Task[None] | None = None
         self._is_dirty = False
+        self._one_look: list[Waiter] = []  # whose time is over once the pump has looked at all, from now on, once
         self._gone: Callable[[], TqError] | None = None
         self._ending: asyncio.Task[None] | None = None
         self._clock = LeaseClock(task.leases, partial(expire, partition, task))
@@ -66,10 +67,11 @@ class Planner:
         waiter = Waiter(request, loop.create_future())
         self._add(waiter)
         self.wake()
+        timer = None
         if max_wait_seconds > 0:
-            timer: asyncio.Handle = loop.call_later(max_wait_seconds, waiter.time_is_over)
-        else:  # one look, which the pump takes as soon as it can
-            timer = loop.call_soon(self._end_with_pump, waiter)
+            timer = loop.call_later(max_wait_seconds, waiter.time_is_over)
+        else:
+            self._one_look.append(waiter)
         try:
             answer = await waiter.answer
             if isinstance(answer, RankPlan) and self._partition.table.removed_count != removed_count:
@@ -79,7 +81,8 @@ class Planner:
             self._take_back(waiter)
             raise
         finally:
-            timer.cancel()
+            if timer is not None:
+                timer.cancel()
             self._remove(waiter)
             del waiter  # through which an error would hold this frame, and with it the partition
 
@@ -156,12 +159,6 @@ class Planner:
         if waiter.request.rank is None and is_over and isinstance(answer.result(), RankPlan):
             take_back(self._partition, self._task, waiter.request.request_id)
 
-    def _end_with_pump(self, waiter: Waiter) -> None:
-        if self._pump is None:
-            waiter.time_is_over()
-        else:
-            self._pump.add_done_callback(lambda _: waiter.time_is_over())
-
     async def _end_stale(self) -> None:
         """End the calls that mean an epoch which is over."""
         self._search.start_epoch()
@@ -180,15 +177,19 @@ class Planner:
         try:
             while self._is_dirty:
                 self._is_dirty = False
+                looking, self._one_look = self._one_look, []
                 if self._search.epoch != self._task.epoch:
                     await self._end_stale()
                 await self._serve_ranks()
                 await self._serve_queues()
+                for waiter in looking:
+                    waiter.time_is_over()
         except Exception:
             _log.exception("planning for task %r failed", self._task.name)
             for waiter in (*self._ranks, *self._queues):
                 waiter.fail(InternalError("planning failed; the server's log has the details"))
                 self._remove(waiter)
+            self._one_look.clear()
         finally:
             self._pump = None
 
