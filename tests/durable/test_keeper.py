@@ -184,8 +184,10 @@ def test_a_snapshot_that_cannot_be_written_loses_nothing(tmp_path, monkeypatch):
     async def try_it(life):
         await fill(life)
         monkeypatch.setattr(keeper_module, "write_snapshot", full)
+        replay_seconds = life.keeper._cost.seconds
         with pytest.raises(OSError, match="No space"):
             await life.keeper.take_snapshot()
+        assert life.keeper._cost.seconds == replay_seconds  # a start has as much to make again as before
         life.write(2)
         return life.state()
 

@@ -40,7 +40,8 @@ _log = logging.getLogger(__name__)
 Packed = tuple[type[Message], bytes]
 
 _FLUSH_SECONDS: Final = 0.05
-_RETRY_SECONDS: Final = 10.0
+_FIRST_RETRY_SECONDS: Final = 10.0
+_LAST_RETRY_SECONDS: Final = 600.0
 
 
 class KeepsEngine(Protocol):
@@ -79,7 +80,7 @@ class Keeper:
         self._cost = ReplayCost()
         self._flush: asyncio.TimerHandle | None = None
         self._snapshot: asyncio.Task[None] | None = None
-        self._retry_at = 0.0
+        self._retry_at, self._retry_seconds = 0.0, _FIRST_RETRY_SECONDS
         self.is_stuck = False
 
     @classmethod
@@ -266,7 +267,8 @@ class Keeper:
         await asyncio.shield(self._snapshot)
 
     async def _try_snapshot(self) -> None:
-        self._retry_at = time.monotonic() + _RETRY_SECONDS
+        self._retry_at = time.monotonic() + self._retry_seconds
+        self._retry_seconds = min(2 * self._retry_seconds, _LAST_RETRY_SECONDS)  # each try begins another file
         try:
             await self._write_snapshot()
         except (OSError, TqError) as error:
@@ -274,7 +276,7 @@ class Keeper:
         except Exception:
             _log.exception("no snapshot can be written, which is a fault of the service; the journal grows")
         else:
-            self._retry_at = 0.0
+            self._retry_at, self._retry_seconds = 0.0, _FIRST_RETRY_SECONDS
 
     async def _write_snapshot(
         self,
@@ -291,10 +293,14 @@ class Keeper:
                 answers=answers,
                 puts=() if self._engine is None else self._engine.kept_records(),
             )
-            self._cost.begin_anew()
+            before_seconds = self._cost.begin_anew()
             started_at = time.monotonic()
-            await self._journal.durable()
-            await asyncio.to_thread(write_snapshot, self._journal.snapshot_path(generation), frozen)
+            try:
+                await self._journal.durable()
+                await asyncio.to_thread(write_snapshot, self._journal.snapshot_path(generation), frozen)
+            except BaseException:
+                self._cost.add(before_seconds)
+                raise
             appear()
             self._journal.finish_generation(generation)
             self._cost.note_snapshot(time.monotonic() - started_at)

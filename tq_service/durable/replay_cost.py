@@ -44,10 +44,15 @@ class ReplayCost:
         """Count files of the journal, of which every start leaves one."""
         self.seconds += _FILE_SECONDS * count
 
-    def begin_anew(self) -> None:
-        """Begin with an empty journal."""
-        self.seconds = 0.0
+    def begin_anew(self) -> float:
+        """Begin with an empty journal; return what the one before it takes."""
+        before, self.seconds = self.seconds, 0.0
         self._look_at_seconds = _WORTH_SECONDS
+        return before
+
+    def add(self, seconds: float) -> None:
+        """Count a journal that was begun anew in vain: the snapshot of what is in it could not be written."""
+        self.seconds += seconds
 
     def note_snapshot(self, seconds: float) -> None:
         """Take note of how long a snapshot took to write."""
