@@ -42,6 +42,7 @@ class FakePartition:
     rows: list[Row] = field(default_factory=list)
     sealed: bool = False
     incarnation: bytes = b"life 0"
+    epoch: int = 0
     plans: dict[str, list[Any]] = field(default_factory=dict)
     consumed: dict[str, int] = field(default_factory=dict)
 
@@ -81,7 +82,7 @@ class FakeService:
             plans.append(planned)
         answer = plans[min(claim["batch_index"], len(plans) - 1)]
         if answer == "end":
-            return BatchMeta(status="end", incarnation=partition.incarnation)
+            return BatchMeta(status="end", incarnation=partition.incarnation, epoch=partition.epoch)
         indexes, steps = answer[claim["dp_rank"]]
         return BatchMeta(
             status="batch",
@@ -89,6 +90,7 @@ class FakeService:
             indexes=np.array(indexes, np.int64),
             steps=steps,
             incarnation=partition.incarnation,
+            epoch=partition.epoch,
         )
 
     def _next_plan(self, partition: FakePartition, claim: dict[str, Any]) -> Any:

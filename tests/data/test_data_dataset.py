@@ -7,7 +7,7 @@ from fake_client import FIELDS, FakeService, token_rows
 
 from tq_service.client.batch_meta import BatchMeta
 from tq_service.data import StreamingDataLoader, StreamingDataset, fetch_batch, take_rows
-from tq_service.errors import InvalidArgumentError, StaleIncarnationError
+from tq_service.errors import InvalidArgumentError, StaleEpochError, StaleIncarnationError
 
 
 @pytest.fixture
@@ -59,7 +59,9 @@ def test_yields_all_micro_batches_with_a_short_last_batch(service: FakeService, 
 
 def test_rows_of_equal_length_stay_jagged(service: FakeService, loader_of: Any) -> None:
     service.put("train@0", token_rows(8, lambda index: 3), seal=True)
-    for micro_batch, _ in loader_of(dataset_of(service)):
+    micro_batches = [micro_batch for micro_batch, _ in loader_of(dataset_of(service))]
+    assert len(micro_batches) == 4
+    for micro_batch in micro_batches:
         assert micro_batch["input_ids"].layout is torch.jagged
         assert micro_batch["input_ids"].offsets().tolist() == [0, 3, 6]
 
@@ -189,15 +191,20 @@ def test_step_starts_afresh(service: FakeService, loader_of: Any) -> None:
     assert indexes(loader) == [[0, 1], [2, 3]]
 
 
-def test_another_life_of_the_partition_is_not_mixed_in(service: FakeService, loader_of: Any) -> None:
+@pytest.mark.parametrize(
+    ("of_life", "value", "error"), [("incarnation", b"life 1", StaleIncarnationError), ("epoch", 1, StaleEpochError)]
+)
+def test_another_life_of_the_partition_is_not_mixed_in(
+    service: FakeService, loader_of: Any, of_life: str, value: object, error: type[Exception]
+) -> None:
     service.put("train@0", token_rows(4))
     loader = loader_of(dataset_of(service, max_wait=0.01))
     iterator = iter(loader)
     next(iterator), next(iterator)
     with service.changed:
-        service.partitions["train@0"].incarnation = b"life 1"
+        setattr(service.partitions["train@0"], of_life, value)
     service.put("train@0", token_rows(8)[4:], seal=True)
-    with pytest.raises(StaleIncarnationError, match="step"):
+    with pytest.raises(error, match="step"):
         list(iterator)
 
 

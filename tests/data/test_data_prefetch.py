@@ -29,10 +29,12 @@ class Counted:
             return self.arrived.wait_for(lambda: len(self.fetched) >= count, timeout=10)
 
 
-def loader_of(service: FakeService, fetch: Any = fetch_batch, **options: Any) -> StreamingDataLoader:
+def loader_of(
+    service: FakeService, fetch: Any = fetch_batch, max_wait: float = 0.2, **options: Any
+) -> StreamingDataLoader:
     dataset = StreamingDataset(
         batch_size=4, data_fields=FIELDS, partition_id="train@0", task_name="t", client_factory=service.connect,
-        fetch_batch_fn=fetch, max_wait=0.2,
+        fetch_batch_fn=fetch, max_wait=max_wait,
     )  # fmt: skip
     return StreamingDataLoader(dataset, **options)
 
@@ -110,6 +112,17 @@ def test_the_thread_ends(how: str) -> None:
         gc.collect()
     for thread in prefetch_threads():
         thread.join(10)
+    assert prefetch_threads() == []
+    assert service.open_client_count == 0
+
+
+def test_a_call_that_waits_ends_when_the_loader_is_closed() -> None:
+    service = filled(4, seal=False)
+    loader = loader_of(service, max_wait=3600.0)
+    iterator = iter(loader)
+    next(iterator)
+    assert service.waiting.wait(60)
+    loader.close()
     assert prefetch_threads() == []
     assert service.open_client_count == 0
 

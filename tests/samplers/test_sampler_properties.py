@@ -103,6 +103,7 @@ def test_groups_of_many_sizes_are_dealt_within_one_group(sizes, ranks):
     request = PlanRequest(batch_size=24 * N, min_size=1, rank_count=ranks)
     for sampler in (GRPOGroupNSampler(n_samples_per_prompt=N), RankAwareSampler(n_samples_per_prompt=N)):
         dealt = [len(part) for part in parts(sampler.plan(view_of_groups(sizes), request))]
+        assert sum(dealt) == sum(sizes)
         if len(set(sizes)) > 1:
             assert max(dealt) - min(dealt) <= N
 
