@@ -157,6 +157,22 @@ async def test_a_way_of_asking_that_waits_in_vain_is_not_tried_again(bench):
         call.cancel()
 
 
+async def test_those_who_come_back_at_once_leave_something_for_those_who_ask_in_another_way(bench):
+    async def work():
+        while True:
+            await bench.planner.claim(asks(batch_size=1), 1e6)
+
+    workers = [asyncio.ensure_future(work()) for _ in range(MOST_A_TURN)]
+    other = bench.ask(batch_size=2)
+    await turns()
+    bench.insert(10 * MANY)
+    while bench.task.consumed_count < 5 * MANY:
+        await turns(1)
+    assert other.done()
+    for worker in workers:
+        worker.cancel()
+
+
 class Hopeful(SlowSampler):
     """Is asked again after every change."""
 

@@ -248,10 +248,16 @@ class Planner:
             await pace.step()
 
     async def _serve_queues(self) -> None:
-        """Serve queue workers in order of arrival, for each way of asking until one gets nothing."""
+        """Serve queue workers in order of arrival, for each way of asking until one gets nothing.
+
+        Those who come meanwhile wait for the next round, lest workers that come back at once keep all others waiting.
+        """
         pace = Pace()
-        for signature in self._queues.names():
-            while self._gone is None and (waiter := self._queues.first(signature)) is not None:
+        for signature, count in self._queues.sizes():
+            for _ in range(count):
+                waiter = self._queues.first(signature)
+                if waiter is None or self._gone is not None:
+                    break
                 try:
                     answer = await self._plan_queue(waiter)
                 except TqError as error:

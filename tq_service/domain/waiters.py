@@ -100,6 +100,10 @@ class WaitingLine(Generic[Key]):
         """Return what is waited for, in order of the first arrival."""
         return list(self._lines)
 
+    def sizes(self) -> list[tuple[Key, int]]:
+        """Return what is waited for, and by how many."""
+        return [(key, len(line)) for key, line in self._lines.items()]
+
     def add(self, key: Key, waiter: Waiter) -> None:
         """Enter a waiter at the end of its line."""
         self._lines.setdefault(key, OrderedDict())[waiter] = None
