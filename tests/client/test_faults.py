@@ -425,6 +425,17 @@ async def test_a_storage_service_out_of_reach_is_named_with_what_lies_there(kind
     assert (raised.value.metadata["sample_count"], raised.value.metadata["data_fields"]) == ("2", "x")
 
 
+async def test_a_storage_service_out_of_reach_is_named_where_the_controller_hangs_then(kind):
+    place = located([endpoint("one"), endpoint("two", is_away=True)], [0, 1])
+    locate = Script(pb.LocateResponse(meta=place), asyncio.Event())
+    async with serving(FakeController(Locate=locate), FakeStorage(get_answers=[answer_of([0])])) as address:
+        client = make_client(kind, address)
+        with pytest.raises(tq.UnavailableError, match=r"'two'.* did not answer within 2 s; it holds 'x' of 1 of the 2"):
+            await client.get_data(partition_id="p", global_indexes=[10, 11], data_fields=["x"], timeout=2.0)
+        await client.aclose()
+    assert len(locate.requests) == 2
+
+
 @pytest.mark.parametrize("is_away", [False, True])
 async def test_a_storage_service_that_came_back_at_another_address_is_found_there(kind, is_away, monkeypatch):
     for module in ("_async", "_sync"):

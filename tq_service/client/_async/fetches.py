@@ -128,7 +128,7 @@ class AsyncFetchCalls(AsyncBase):
             await async_sleep(min(_ASK_AGAIN_SECONDS, deadline.remaining() / 2))
             try:
                 storage = await self._find_storage(located, read, deadline)
-            except UnavailableError:
+            except (DeadlineError, UnavailableError):
                 raise unread_samples(located, read, storage, deadline, failure) from failure
 
     async def _find_storage(self, located: BatchMeta, read: StorageRead, deadline: Deadline) -> StorageRef:

@@ -129,7 +129,7 @@ class FetchCalls(Base):
             sleep(min(_ASK_AGAIN_SECONDS, deadline.remaining() / 2))
             try:
                 storage = self._find_storage(located, read, deadline)
-            except UnavailableError:
+            except (DeadlineError, UnavailableError):
                 raise unread_samples(located, read, storage, deadline, failure) from failure
 
     def _find_storage(self, located: BatchMeta, read: StorageRead, deadline: Deadline) -> StorageRef:
