@@ -31,8 +31,7 @@ from tq_service.wire.run_ahead import decode_run_ahead
 
 DEFAULT_SAMPLER = "sequential"
 _MOST_RANKS = 65_536
-_MOST_PLANNED = 2**24
-_MOST_WRITTEN = 2**20  # by one request, which the event loop makes in one step
+_MOST_SAMPLES = 2**24
 _REMEMBERED_REQUEST_BYTES = 1024
 _MOST_CLAIM_BYTES: Final = 256 * 1024  # what is asked for is kept while the call waits, and with its batches
 MAX_LEASE_SECONDS: Final = 86_400.0
@@ -89,9 +88,9 @@ def sample_write(write: pb.SampleWrite, put: Put | None = None, columns: Sequenc
         raise InvalidArgumentError(
             "global_indexes need the incarnation they belong to; send that of their BatchMeta", field="incarnation"
         )
-    if write.row_count > _MOST_WRITTEN:
+    if write.row_count > _MOST_SAMPLES:
         raise InvalidArgumentError(
-            f"row_count is {write.row_count}; write at most {_MOST_WRITTEN} samples at once", field="row_count"
+            f"row_count is {write.row_count}; write at most {_MOST_SAMPLES} samples at once", field="row_count"
         )
     if write.row_count < 0:
         raise InvalidArgumentError(f"row_count is {write.row_count}; give the number of samples", field="row_count")
@@ -298,10 +297,10 @@ def _incomplete_rank(request: pb.GetMetaRequest) -> InvalidArgumentError:
 def _sizes(request: pb.GetMetaRequest) -> int:
     """Check the sizes of a claim and return the least a queue worker takes."""
     rank_count = request.dp_size or 1
-    if request.batch_size <= 0 or request.batch_size * rank_count > _MOST_PLANNED:
+    if request.batch_size <= 0 or request.batch_size * rank_count > _MOST_SAMPLES:
         raise InvalidArgumentError(
             f"batch_size is {request.batch_size} for {rank_count} ranks; give a positive number, at most "
-            f"{_MOST_PLANNED} over all ranks",
+            f"{_MOST_SAMPLES} over all ranks",
             field="batch_size",
         )
     if request.micro_batch_size < 0:
