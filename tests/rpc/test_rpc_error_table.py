@@ -187,6 +187,7 @@ WRONG_PUTS = [
     invalid("empty put", put({"score": torch.zeros(0, 3)}), "data", "0 rows", "at least one"),
     invalid("no columns", put({}), "data", "no fields", "at least one"),
     invalid("nothing at all", lambda c, m: c.put(partition_id="train"), "row_count", "0", "at least one"),
+    invalid("insert too many", lambda c, m: c.insert("train", 2**24 + 1), "row_count", str(2**24 + 1), str(2**24)),
     invalid("insert none", lambda c, m: c.insert("train", 0), "row_count", "0", "at least one"),
     invalid("type of metadata", lambda c, m: c.set_custom_meta(m, [{"version": "a"}] * 4), "custom_meta",
             "'version'", "one type"),
