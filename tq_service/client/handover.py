@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import threading
@@ -119,9 +120,13 @@ class Handover:
 
 
 class HostLink:
-    """What a client knows about sharing memory with the storage service at one address."""
+    """What a client knows about sharing memory with the storage service at one address.
+
+    Nothing waits for the service with the lock that `is_due` takes: event loops call that.
+    """
 
     def __init__(self) -> None:
+        self._opening = threading.Lock()
         self._lock = threading.Lock()
         self._handover: Handover | None = None
         self._ask_at = time.monotonic() if _is_enabled() else float("inf")
@@ -147,29 +152,44 @@ class HostLink:
 
     def postpone(self) -> None:
         """Take note that the service did not answer."""
-        self._ask_at = time.monotonic() + _TRY_AGAIN_SECONDS
+        self._ask_again_in(_TRY_AGAIN_SECONDS)
 
     def open(self, stat: StatResponse) -> None:
-        """Open a session where the service that answered is found on this host; without one, ask again later."""
-        with self._lock:
-            if self._handover is not None:
+        """Open a session where the service that answered is found on this host; without one, ask again later.
+
+        Waits for the service, and for other threads that do so.
+        """
+        with self._opening:
+            if not self.is_due():
                 return
-            self._ask_at = time.monotonic() + _ASK_AGAIN_SECONDS
+            self._ask_again_in(_ASK_AGAIN_SECONDS)
             path = _local_path(stat.handover_socket)
             if path is None or not path.exists():
                 return
             try:
-                self._handover = Handover(path, stat.storage.boot_id)
+                opened = Handover(path, stat.storage.boot_id)
             except UnavailableError:
-                self._ask_at = time.monotonic() + _TRY_AGAIN_SECONDS
+                self._ask_again_in(_TRY_AGAIN_SECONDS)
+                return
+            with self._lock:
+                if math.isinf(self._ask_at):  # closed meanwhile
+                    opened.close()
+                else:
+                    self._handover = opened
+
+    def _ask_again_in(self, seconds: float) -> None:
+        with self._lock:
+            if not math.isinf(self._ask_at):
+                self._ask_at = time.monotonic() + seconds
 
     def _drop(self, failed: Handover) -> None:
         """End a session; the next calls go over the wire."""
         failed.close()
         with self._lock:
-            if self._handover is failed:
-                self._handover = None
-                self._ask_at = time.monotonic() + _TRY_AGAIN_SECONDS
+            if self._handover is not failed:
+                return
+            self._handover = None
+        self._ask_again_in(_TRY_AGAIN_SECONDS)
 
     def close(self) -> None:
         """End the session, and open no other."""
