@@ -74,7 +74,7 @@ def leased_batch(
     return (client.get_data(meta) if meta.status == "batch" else None), meta
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_queue_worker_acknowledges_leased_micro_batches(address: str, partition: str, num_workers: int) -> None:
     fill(address, partition, 26)
     dataset = dataset_of(address, partition, fetch_batch_fn=leased_batch)

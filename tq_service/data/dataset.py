@@ -54,7 +54,8 @@ class StreamingDataset(IterableDataset[Any]):
         should_check_consumption_status: finite mode: end also when everything inserted so far is consumed. Otherwise
             (streaming mode) batches are waited for until the partition is sealed.
         fetch_batch_fn: fetches a batch instead of `fetch_batch`, whose docstring has the keywords; runs in the
-            prefetching thread or worker, which it must be picklable for with spawn and forkserver.
+            prefetching thread or worker, which it must be picklable for with spawn and forkserver. One that claims as a
+            queue worker is for at most one worker: batches are given out in order, whoever waits for the samples.
         process_batch_fn: called as `process_batch_fn(data, meta, micro_batch_size=...)` in the consumer's thread and
             process instead of `split_micro_batches`; what it returns, an iterable, is yielded item by item.
         pack: yield a `PackedMicroBatch` for each pack of the plan, one sequence of `pack.pack_max_length` tokens, as
