@@ -247,6 +247,25 @@ def test_a_put_whose_commit_has_the_id_of_another_call_is_refused(server: LiveSe
     assert snapshot(client) == before
 
 
+def test_a_refused_commit_leaves_a_put_that_was_there_before(server: LiveServer, send_put: SendPut) -> None:
+    client, messages = server.client(), put_stream()
+    stored = send_put(server, messages)
+    after = snapshot(client)
+    refused = commit_of_four(new_id())
+    refused.write.key_mode = pb.KEY_MODE_EXISTING
+    refused.write.keys.extend("abcd")
+    with pytest.raises(grpc.RpcError):
+        send_put(server, put_stream(commit=refused, put_id=messages[0].header.put_id))
+    assert snapshot(client) == after
+    assert client.storage_stat().uncommitted_put_count == 1
+    commit = commit_of_four(new_id())
+    commit.placement.storage.CopyFrom(stored.storage)
+    commit.placement.put_id = messages[0].header.put_id
+    commit.columns.extend(messages[0].header.columns)
+    server.controller.Commit(commit)
+    assert client.get_data(partition_id="train", global_indexes=range(4))["x"].tolist() == [0, 1, 2, 3]
+
+
 def test_a_retry_of_a_commit_with_another_put_frees_that_put(server: LiveServer, send_put: SendPut) -> None:
     """As a client makes it that sent its data again, to another storage service, while its first commit was made."""
     client, request_id, answers = server.client(), new_id(), []

@@ -194,7 +194,8 @@ class StorageServicer:
             try:
                 return self._done(header, columns)
             except BaseException:
-                self._engine.discard(header.put_id)
+                if not pending.already_complete:  # else it is that of a call before, and waits for its own commit
+                    self._engine.discard(header.put_id)
                 raise
 
     async def _admitted(self, header: pb.PutHeader, context: Context) -> contextlib.AbstractContextManager[object]:
