@@ -2,10 +2,12 @@
 #
 #   make install            .venv with torch, the package and the tools
 #   make test               the tests
+#   make properties         the property and model tests with thousands of examples each
 #   make demo               a tiny policy trained through the service, about a minute
 #   make soak               an hour's worth of load in 5 minutes, in memory and durable: does the service stay small
 #   make chaos              kills the service and its clients at random while they work, and checks what was promised
 #   make fuzz               10,000 odd calls on every method, 100,000 odd frames, damaged files
+#   make compare BASE=...   is this tree slower than that commit? 20 to 25 minutes
 #   make check              format, lint, types, protos, generated code, layers: all that CI asks besides the tests
 #
 # Torch is installed first and alone, so that its build can be chosen: on Linux, PyPI's is for CUDA and has some GB. For
@@ -14,6 +16,8 @@
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+BASE ?= HEAD
+TEST_PROCESSES ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -21,10 +25,10 @@ export PYTHON
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install format lint typecheck generate check test chaos fuzz soak bench demo clean FORCE
+.PHONY: help install format lint typecheck generate check test properties chaos fuzz soak bench compare demo clean FORCE
 
 help:
-	@sed -n '3,9s/^# *//p' Makefile
+	@sed -n '3,11s/^# *//p' Makefile
 	@echo "also: format lint typecheck generate bench clean"
 
 # A virtual environment whose interpreter is gone (after an upgrade of Python, or a move of the folder) is stale too.
@@ -64,8 +68,13 @@ check: lint typecheck
 	$(BIN)/python scripts/settings_table.py --check
 	$(BIN)/python -m pytest --quiet tests/test_layers.py
 
+# Tests of one file stay together, in the order of the files: the long ones are among the first.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+
+properties: $(INSTALLED)
+	$(BIN)/python -m pytest -m hypothesis --hypothesis-profile many --ignore tests/fuzz --timeout 3600 \
+		--numprocesses $(TEST_PROCESSES)
 
 chaos: $(INSTALLED)
 	$(BIN)/python -m chaos
@@ -78,6 +87,10 @@ soak: $(INSTALLED)
 
 bench: $(INSTALLED)
 	TQ_BENCH_TORCH='$(TORCH)' $(BIN)/python -m benchmarks
+
+# What has changed since the last commit, or since BASE; COMPARE_FLAGS='--figures claims_ranks wake_up' for less.
+compare: $(INSTALLED)
+	$(BIN)/python -m benchmarks.compare $(BASE) $(COMPARE_FLAGS)
 
 demo: $(INSTALLED)
 	$(BIN)/tq-service demo

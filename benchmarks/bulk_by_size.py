@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,21 +31,19 @@ _MOST_TENSORS_A_TURN = 64
 _PARTITION = "bulk"
 
 
-class _Turns:
-    """Tensors of one size."""
+class RoundTrips:
+    """Puts and gets of tensors of one size."""
 
-    def __init__(self, client: tq.Client, connection: socket.socket, size: int) -> None:
+    def __init__(self, client: tq.Client, size: int) -> None:
         row_bytes = min(size, _LARGEST_ROW_BYTES)
-        self.size = size
         self.count = max(1, min(_MOST_TENSORS_A_TURN, _TURN_BYTES // size))
+        self.data = torch.rand(size // row_bytes, row_bytes // 4)
         self._client = client
-        self._connection = connection
-        self._data = torch.rand(size // row_bytes, row_bytes // 4)
 
-    def round_trips(self) -> tuple[float, float]:
+    def __call__(self) -> tuple[float, float]:
         """Return the seconds of a put and of a get."""
         times = [time.perf_counter()]
-        metas = [self._client.put({"x": self._data}, partition_id=_PARTITION) for _ in range(self.count)]
+        metas = [self._client.put({"x": self.data}, partition_id=_PARTITION) for _ in range(self.count)]
         times.append(time.perf_counter())
         for meta in metas:
             self._client.get_data(meta)
@@ -52,21 +51,25 @@ class _Turns:
         self._client.clear_partition(_PARTITION)
         return (times[1] - times[0]) / self.count, (times[2] - times[1]) / self.count
 
-    def sends(self) -> float:
-        """Return the seconds of a send over TCP."""
-        payload = self._data.numpy().reshape(-1).view(np.uint8).data
-        started = time.perf_counter()
-        for _ in range(self.count):
-            tcp_sink.send(self._connection, payload)
-        return (time.perf_counter() - started) / self.count
+
+def _send_seconds(connection: socket.socket, data: torch.Tensor, count: int) -> float:
+    """Return the seconds of a send over TCP."""
+    payload = data.numpy().reshape(-1).view(np.uint8).data
+    started = time.perf_counter()
+    for _ in range(count):
+        tcp_sink.send(connection, payload)
+    return (time.perf_counter() - started) / count
 
 
 def _measure(options: Options, address: str, sink_address: str) -> Report:
     rows: list[list[Cell]] = []
     with tq.Client(address, timeout=60.0) as client, tcp_sink.connect(sink_address) as connection:
         for size in SIZES_QUICK if options.quick else SIZES:
-            turns = _Turns(client, connection, size)
-            cases: dict[str, Callable[[], Any]] = {"service": turns.round_trips, "tcp": turns.sends}
+            trips = RoundTrips(client, size)
+            cases: dict[str, Callable[[], Any]] = {
+                "service": trips,
+                "tcp": partial(_send_seconds, connection, trips.data, trips.count),
+            }
             times = interleave(cases, options.repeats)
             rows.append(_row(size, [put for put, _ in times["service"]], [get for _, get in times["service"]], times))
     return _report(rows)

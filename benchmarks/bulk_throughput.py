@@ -40,7 +40,7 @@ _WANTED_OF_TCP = 0.3
 PutAndGet = Callable[[Any], tuple[float, float]]
 
 
-class _SyncRoundTrip:
+class SyncRoundTrip:
     """Puts and gets with `tq.Client`."""
 
     def __init__(self, address: str) -> None:
@@ -58,6 +58,7 @@ class _SyncRoundTrip:
         return times[1] - times[0], times[2] - times[1]
 
     def close(self) -> None:
+        """Close the client."""
         self._client.close()
 
 
@@ -114,7 +115,8 @@ def _dense(row_bytes: int) -> torch.Tensor:
     return torch.rand(DENSE_BYTES // row_bytes, row_bytes // 4)
 
 
-def _jagged() -> torch.Tensor:
+def jagged() -> torch.Tensor:
+    """Return 16 MiB in rows of 2 to 6 KiB."""
     mean = JAGGED_BYTES // 4 // _JAGGED_ROW_COUNT
     lengths = np.random.default_rng(0).integers(mean // 2, mean + mean // 2, _JAGGED_ROW_COUNT)
     return torch.nested.nested_tensor([torch.rand(int(length)) for length in lengths], layout=torch.jagged)
@@ -125,13 +127,13 @@ def _row_lengths(data: torch.Tensor) -> list[int]:
 
 
 def _measure(options: Options, address: str, sink_address: str, transfer_queue: Peer) -> Report:
-    clients: dict[str, Any] = {"tq.Client": _SyncRoundTrip(address), "tq.AsyncClient": _AsyncRoundTrip(address)}
+    clients: dict[str, Any] = {"tq.Client": SyncRoundTrip(address), "tq.AsyncClient": _AsyncRoundTrip(address)}
     connection = tcp_sink.connect(sink_address)
     rows: list[list[Cell]] = []
     for label, data in (
         ("dense, 256 MiB in rows of 1 MiB", _dense(_LONG_ROW_BYTES)),
         ("dense, 256 MiB in rows of 32 KiB", _dense(_SEQUENCE_BYTES)),
-        ("jagged, 16 MiB in rows of 2 to 6 KiB", _jagged()),
+        ("jagged, 16 MiB in rows of 2 to 6 KiB", jagged()),
     ):
         payload = (data.values() if data.is_nested else data).numpy().reshape(-1).view(np.uint8)
         target = np.zeros_like(payload)

@@ -80,22 +80,22 @@ async def _alone(client: tq.AsyncClient) -> _Repeat:
     return _Repeat(claims=claims, seconds=time.perf_counter() - started)
 
 
-async def _beside(client: tq.AsyncClient, directory: Path) -> _Repeat:
+async def _beside(client: tq.AsyncClient) -> _Repeat:
     started = time.perf_counter()
-    copying = asyncio.get_running_loop().create_task(client.checkpoint(str(directory)))
+    copying = asyncio.get_running_loop().create_task(client.checkpoint("pause"))
     claims = await _claims_until(client, copying.done)
     seconds = time.perf_counter() - started
     copy = await copying
     return _Repeat(claims=claims, seconds=seconds, copy_seconds=seconds, pause_seconds=copy.pause_seconds)
 
 
-async def _measure(options: Options, address: str, directory: Path) -> Report:
+async def _measure(options: Options, address: str) -> Report:
     count = _QUICK_COUNT if options.quick else _SAMPLE_COUNT
     async with tq.AsyncClient(address, timeout=120.0) as client:
         await _fill(client, count)
         cases: dict[str, Callable[[], Awaitable[_Repeat]]] = {
             _ALONE: lambda: _alone(client),
-            _BESIDE: lambda: _beside(client, directory),
+            _BESIDE: lambda: _beside(client),
         }
         return _report(count, await interleave_async(cases, options.repeats))
 
@@ -133,8 +133,8 @@ def run(options: Options) -> Report:
     """Measure."""
     directory = Path(tempfile.mkdtemp(prefix="tq-checkpoint-"))
     try:
-        with service() as server:
-            return run_async(_measure(options, server.address, directory))
+        with service("--checkpoint-dir", str(directory)) as server:
+            return run_async(_measure(options, server.address))
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 

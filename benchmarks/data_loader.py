@@ -139,9 +139,7 @@ class _Loader:
     """A loader that goes through the partition again and again; workers stay alive as they do in training."""
 
     def __init__(self, address: str, num_workers: int, prefetch_factor: int) -> None:
-        self._loader = StreamingDataLoader(
-            StreamingDataset(address, **_claim(), max_buffered_batches=0), num_workers, prefetch_factor
-        )
+        self._loader = StreamingDataLoader(StreamingDataset(address, **_claim()), num_workers, prefetch_factor)
 
     def __iter__(self) -> Iterator[Any]:
         self._loader.reset()

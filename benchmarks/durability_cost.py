@@ -38,7 +38,7 @@ _TIMEOUT_SECONDS = 120.0
 Rate = Callable[[], Awaitable[float]]
 
 
-class _Load:
+class Load:
     """The ways to make the same load on one service; each returns a rate.
 
     Args:
@@ -135,7 +135,7 @@ async def _rate(work: object, amount: float) -> float:
     return amount / (time.perf_counter() - started)
 
 
-def _cases(wire: _Load, shared: _Load) -> dict[str, Rate]:
+def _cases(wire: Load, shared: Load) -> dict[str, Rate]:
     return {
         f"claims/s of {RANK_COUNT} ranks": wire.ranked_claims,
         f"claims/s of {RANK_COUNT} queue workers": wire.queue_claims,
@@ -152,7 +152,7 @@ async def _measure(options: Options, addresses: Mapping[str, tuple[str, str]]) -
     async with AsyncExitStack() as stack:
         for mode, pair in addresses.items():
             wire, shared = [
-                _Load(await stack.enter_async_context(tq.AsyncClient(one, timeout=_TIMEOUT_SECONDS)), part)
+                Load(await stack.enter_async_context(tq.AsyncClient(one, timeout=_TIMEOUT_SECONDS)), part)
                 for one in pair
             ]
             await wire.start()

@@ -81,10 +81,10 @@ def _address(process: subprocess.Popen[str]) -> str:
     raise RuntimeError(f"{process.args} ended with exit code {process.wait()} before it listened; its log is above")
 
 
-def service(*flags: str) -> Any:
+def service(*flags: str, module: str = "tq_service.cli") -> Any:
     """Run the service, controller and storage in one process; see `running`."""
     listen = ("--host", "127.0.0.1", "--port", "0", "--log-level", "warning")
-    return running("tq_service.cli", "serve", *listen, *flags)
+    return running(module, "serve", *listen, *flags)
 
 
 def echo_server() -> Any:

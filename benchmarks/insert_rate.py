@@ -47,7 +47,7 @@ async def _seconds_of_calls(call_count: int, call: Callable[[], Awaitable[object
     return time.perf_counter() - started
 
 
-async def _put_rate(client: tq.AsyncClient, rows_a_put: int, put_count: int, *, with_keys: bool = False) -> float:
+async def put_rate(client: tq.AsyncClient, rows_a_put: int, put_count: int, *, with_keys: bool = False) -> float:
     """Return samples a second of puts into a partition of their own, which is cleared afterwards."""
     partition_id = secrets.token_hex(8)
     columns = {"x": np.arange(rows_a_put)}
@@ -93,7 +93,7 @@ async def _measure(options: Options, address: str, echo_address: str, transfer_q
         }
         cases: dict[str, Callable[[], Awaitable[float]]] = {"echo": echo_rate}
         for name, (rows, count, with_keys) in puts.items():
-            cases[name] = partial(_put_rate, client, rows, count, with_keys=with_keys)
+            cases[name] = partial(put_rate, client, rows, count, with_keys=with_keys)
         if transfer_queue.is_there:
             cases[_PEER_PUT] = peer_rate
         rates = await interleave_async(cases, options.repeats)

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -69,11 +70,14 @@ def _family(pid: int) -> list[psutil.Process]:
 
 @contextmanager
 def program(
-    module: str, *, python: str = sys.executable, variables: Mapping[str, str] | None = None
+    module: str, *, python: str = sys.executable, variables: Mapping[str, str] | None = None, folder: Path = ROOT
 ) -> Iterator[Program]:
-    """Run `python -m module` until the block ends; it stops when its stdin ends, or is killed with all it started."""
+    """Run `python -m module` in a folder until the block ends.
+
+    It stops when its stdin ends, or is killed with all it started.
+    """
     command, pipe, environment = [python, "-m", module], subprocess.PIPE, {**os.environ, **(variables or {})}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, text=True) as process:
+    with subprocess.Popen(command, cwd=folder, env=environment, stdin=pipe, stdout=pipe, text=True) as process:
         try:
             yield Program(process)
         finally:

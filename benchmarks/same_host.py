@@ -34,13 +34,13 @@ _MOST_REPEATS = 7
 Times = tuple[float, float, float]
 
 
-class _RoundTrip:
-    """Puts here and gets in the reader."""
+class RoundTrip:
+    """Puts here, and gets with `Reader.read` of `same_host_reader`, in this process or in another."""
 
-    def __init__(self, client: tq.Client, reader: Program) -> None:
+    def __init__(self, client: tq.Client, read: Callable[..., Times], row_count: int = ROW_COUNT) -> None:
         self._client = client
-        self._reader = reader
-        self._data = torch.rand(ROW_COUNT, ROW_LENGTH)
+        self._read = read
+        self._data = torch.rand(row_count, ROW_LENGTH)
         self._total = float(self._data.numpy().sum())
         self._numbers = itertools.count()
         self._has_put = False
@@ -54,8 +54,8 @@ class _RoundTrip:
         self._client.put({"x": self._data}, partition_id=partition_id)
         put_seconds = time.perf_counter() - started
         self._has_put = self._has_put or reuse
-        get_seconds, read_seconds, total = self._reader.ask(
-            "read", partition_id=partition_id, task_name="read", sample_count=ROW_COUNT
+        get_seconds, read_seconds, total = self._read(
+            partition_id=partition_id, task_name="read", sample_count=len(self._data)
         )
         if total != self._total:
             raise RuntimeError("what was got is not what was put")
@@ -65,7 +65,7 @@ class _RoundTrip:
 def _measure(options: Options, address: str, reader: Program, ray: Peer) -> Report:
     reader.ask("connect", address=address)
     with tq.Client(address, timeout=60.0) as client:
-        round_trip = _RoundTrip(client, reader)
+        round_trip = RoundTrip(client, partial(reader.ask, "read"))
         cases: dict[str, Callable[[], Times]] = {}
         if ray.is_there:
             ray.ask("load", row_count=ROW_COUNT, row_length=ROW_LENGTH)

@@ -10,7 +10,9 @@ import tq_service as tq
 from benchmarks.peer_program import Commands, serve
 
 
-class _Reader:
+class Reader:
+    """A client that gets."""
+
     def __init__(self) -> None:
         self._client = tq.Client()
 
@@ -32,12 +34,13 @@ class _Reader:
         return times[1] - times[0], times[2] - times[0], total
 
     def close(self) -> None:
+        """Close the client."""
         self._client.close()
 
 
 @contextmanager
 def _started() -> Iterator[Commands]:
-    reader = _Reader()
+    reader = Reader()
     yield {"connect": reader.connect, "read": reader.read}
     reader.close()
 

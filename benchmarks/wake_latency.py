@@ -33,7 +33,7 @@ _PAUSE_SECONDS = 0.005
 _PAUSE_SECONDS_A_RANK = 0.001
 
 
-class _Handover:
+class Handover:
     """Ranks of one task that wait, and a worker on a connection of its own that produces what they wait for."""
 
     def __init__(self, ranks: tq.AsyncClient, worker: tq.AsyncClient, rank_count: int, put_count: int) -> None:
@@ -111,7 +111,7 @@ async def _measure(options: Options, address: str, echo_address: str, transfer_q
                 latencies.append(time.perf_counter() - started)
             return latencies
 
-        handovers = {count: _Handover(ranks, worker, count, _puts_for(count, put_count)) for count in RANK_COUNTS}
+        handovers = {count: Handover(ranks, worker, count, _puts_for(count, put_count)) for count in RANK_COUNTS}
         names = {count: f"put → {count} waiting rank{'s' if count > 1 else ''} served" for count in RANK_COUNTS}
 
         async def peer_times() -> list[float]:

@@ -1,0 +1,33 @@
+"""The service of the tree that this program lies in, for `compare`: it refuses to run another tree's.
+
+The trees share one virtual environment, where the package is installed as well.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import tq_service
+from benchmarks.harness import ROOT
+
+
+def checked_package() -> str:
+    """Return the folder of the package that was imported.
+
+    Raises:
+        RuntimeError: it is not of this tree.
+    """
+    package = Path(tq_service.__file__).resolve().parent
+    if package != ROOT / "tq_service":
+        raise RuntimeError(
+            f"imported {package}, expected {ROOT / 'tq_service'}: run it as a module, in its tree's folder"
+        )
+    return str(package)
+
+
+if __name__ == "__main__":
+    from tq_service.cli import main
+
+    checked_package()
+    sys.exit(main())
