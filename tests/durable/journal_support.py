@@ -95,11 +95,6 @@ def flip(path: Path, offset: int) -> None:
     path.write_bytes(bytes(data))
 
 
-def open_file_count() -> int:
-    """Return how many files this process has open."""
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
 def journal_threads() -> list[str]:
     """Return the names of threads that a journal has started."""
     return [thread.name for thread in threading.enumerate() if thread.name.startswith(PREFIX)]
