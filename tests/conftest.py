@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 
+import property_settings  # noqa: F401  (its profiles are known before hypothesis looks for one)
 import pytest
 from live_server import CLIENT_KINDS, AnyClient, ClientKind, LiveServer, LoopThread, StartServer
+
+# Threads of torch wait for each other in loops: on busy cores that takes minutes. Read when torch is imported, also by
+# the programs that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")

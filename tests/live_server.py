@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import os
 import re
@@ -12,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import grpc
@@ -100,6 +102,11 @@ class LiveServer:
         self.channel.close()
         self.stop()
 
+    @property
+    def as_service(self) -> Any:
+        """Metadata with which another service of the deployment makes its calls."""
+        return self.app._entrance.credentials.metadata()
+
     def stop(self) -> None:
         """Stop the server; its clients stay."""
         if self._running is not None:
@@ -126,10 +133,11 @@ StartServer = Callable[..., LiveServer]
 
 
 class ServerProcess:
-    """`tq-service serve` as a process of its own."""
+    """`tq-service serve` as a process of its own; its log is appended to a file where one is given."""
 
-    def __init__(self, *flags: str) -> None:
+    def __init__(self, *flags: str, log: Path | None = None) -> None:
         self._flags = flags
+        self._log = log
         self.process, self.address = self._start("0")
 
     def _start(self, port: str) -> tuple[subprocess.Popen[str], str]:
@@ -144,7 +152,10 @@ class ServerProcess:
             "error",
             *self._flags,
         ]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "TQ_CONFIG": ""})
+        with contextlib.nullcontext() if self._log is None else self._log.open("a") as log:
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=log, text=True, env={**os.environ, "TQ_CONFIG": ""}
+            )
         assert process.stdout is not None
         line = process.stdout.readline()
         match = re.match(r"listening on (\S+:\d+) ", line)
@@ -172,9 +183,9 @@ class ServerProcess:
 
 
 @contextmanager
-def server_process(*flags: str) -> Iterator[ServerProcess]:
+def server_process(*flags: str, log: Path | None = None) -> Iterator[ServerProcess]:
     """Run a server as a process for the time of a `with` block."""
-    server = ServerProcess(*flags)
+    server = ServerProcess(*flags, log=log)
     try:
         yield server
     finally:

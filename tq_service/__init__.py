@@ -31,6 +31,7 @@ from tq_service.errors import (
     LimitExceededError,
     MissingLengthError,
     NotFoundError,
+    NothingDeliveredError,
     PartitionClearedError,
     PartitionNotFoundError,
     PartitionSealedError,
@@ -46,6 +47,7 @@ from tq_service.errors import (
     SamplerError,
     SamplerTimeoutError,
     SamplesClearedError,
+    ServiceFailedError,
     SnapshotDamagedError,
     StaleEpochError,
     StaleIncarnationError,
@@ -56,10 +58,11 @@ from tq_service.errors import (
     UnknownSamplerError,
     UnsupportedObjectError,
 )
-from tq_service.schema import FieldSpec, Layout, RunAhead, SampleState
 
 if TYPE_CHECKING:
-    from tq_service.client import AsyncClient, BatchMeta, Client, Tls
+    from tq_service.client import AsyncClient, BatchMeta, Client
+    from tq_service.schema import FieldSpec, Layout, RunAhead, SampleState
+    from tq_service.wire.credentials import Tls
 
 __version__ = "0.1.0"
 
@@ -90,6 +93,7 @@ __all__ = [
     "LimitExceededError",
     "MissingLengthError",
     "NotFoundError",
+    "NothingDeliveredError",
     "PartitionClearedError",
     "PartitionNotFoundError",
     "PartitionSealedError",
@@ -107,6 +111,7 @@ __all__ = [
     "SamplerError",
     "SamplerTimeoutError",
     "SamplesClearedError",
+    "ServiceFailedError",
     "SnapshotDamagedError",
     "StaleEpochError",
     "StaleIncarnationError",
@@ -121,16 +126,22 @@ __all__ = [
 ]
 
 # These need grpc, and are imported on first use: domain, samplers and balancing do without it.
-_LAZY: Final = frozenset({"AsyncClient", "BatchMeta", "Client", "Tls"})
+# Imported when they are asked for: the command line, health probes above all, does without clients and numpy.
+_LAZY: Final = {
+    **dict.fromkeys(("AsyncClient", "BatchMeta", "Client"), "tq_service.client"),
+    **dict.fromkeys(("FieldSpec", "Layout", "RunAhead", "SampleState"), "tq_service.schema"),
+    "Tls": "tq_service.wire.credentials",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module("tq_service.client"), name)
+    value = getattr(import_module(_LAZY[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    # What is for users: neither what this file imports for itself, nor which submodules happen to be loaded.
+    return sorted(__all__)

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
+from tq_service.addresses import DEFAULT_PORT, normal_address
 from tq_service.errors import InvalidArgumentError
 
 ENV_PREFIX = "TQ_"
@@ -101,6 +102,13 @@ def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
+def _checked_address(text: str) -> str:
+    normal_address(text)
+    return text
+
+
+Address = Annotated[str, AfterValidator(normal_address)]
+AdvertisedAddress = Annotated[str, AfterValidator(_checked_address)]  # its port may be that which is listened on
 Size = Annotated[int, BeforeValidator(parse_size)]
 SizeOrNone = Annotated[int | None, BeforeValidator(parse_size)]
 
@@ -111,7 +119,7 @@ class ServeSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_ignore_empty=True, frozen=True, extra="forbid")
 
     host: str = Field("127.0.0.1", min_length=1, description="Address to listen on; 0.0.0.0 for all interfaces.")
-    port: int = Field(50051, ge=0, le=65535, description="Port to listen on; 0 lets the system choose one.")
+    port: int = Field(DEFAULT_PORT, ge=0, le=65535, description="Port to listen on; 0 lets the system choose one.")
     role: Role = Field(
         "all", description="What runs in this process: the controller, a storage service, or both (all)."
     )
@@ -135,16 +143,24 @@ class ServeSettings(BaseSettings):
         description="Whether to start although a record of the journal in data_dir is damaged, with what was written "
         "before it; all that came later is forgotten. For one start, after a look at what the refused one said.",
     )
+    checkpoint_dir: Path | None = Field(
+        None,
+        description="Directory of the controller's host below which checkpoints are written and read, by name; best on "
+        "another disk than data_dir. Default: checkpoints in data_dir; without data_dir none, and Checkpoint and "
+        "Restore are refused.",
+    )
     storage_id: str | None = Field(
         None, description="Name of the storage service, the same over restarts. Default: made of host name and port."
     )
-    advertise: str | None = Field(
+    advertise: AdvertisedAddress | None = Field(
         None,
-        description="Address host:port at which clients reach this storage service. Default: host name and port "
-        "for role storage, the address used for the controller for role all.",
+        description="Address host:port at which clients reach this storage service; without a port it is the one "
+        "listened on. Default: host name and port for role storage, the address used for the controller for role all.",
     )
-    controller: str | None = Field(
-        None, description="Address host:port of the controller, to which a storage service announces itself."
+    controller: Address | None = Field(
+        None,
+        description="Address host:port of the controller, to which a storage service announces itself; without a "
+        "port it is 50051.",
     )
     put_ttl_seconds: float = Field(300.0, gt=0, description="How long a put may stay uncommitted before it expires.")
     max_wait_cap_seconds: float = Field(
@@ -192,6 +208,13 @@ class ServeSettings(BaseSettings):
     )
     token_file: Path | None = Field(
         None, description="File with the token of role service that this service shows to others."
+    )
+    internal_secret_file: Path | None = Field(
+        None,
+        description="File with the secret that the services of one deployment share, by which they know each other "
+        "from clients; one of role controller or all makes it where it is missing. Read again when it changes. "
+        "Default: none where services have tokens of role service; one of this user's own where all is on this "
+        "machine's loopback address; else none, and services that are split do not start.",
     )
     insecure: bool = Field(
         False, description="Listen beyond this machine without TLS and tokens, which only a trusted network allows."
@@ -311,13 +334,21 @@ class ServeSettings(BaseSettings):
             raise ValueError("durability is memory, for which data_dir has no use; leave one of the two out")
         return self
 
+    def checkpoint_directory(self) -> Path | None:
+        """Return the directory that all checkpoints are below, None where there is none."""
+        if self.checkpoint_dir is None and self.data_dir is not None:
+            return self.data_dir / "checkpoints"
+        return self.checkpoint_dir
+
     def advertised_address(self, port: int) -> str:
         """Return where clients reach this storage service; `port` is the one it listens on.
 
         Empty means the address they use for the controller, in whose process it is.
         """
-        if self.advertise is not None or self.role != "storage":
-            return self.advertise or ""
+        if self.advertise is not None:
+            return normal_address(self.advertise, port)
+        if self.role != "storage":
+            return ""
         anywhere = self.host in {"0.0.0.0", "::", "[::]"}  # noqa: S104  (compared with, not bound to)
         return join_address(socket.gethostname() if anywhere else self.host, port)
 

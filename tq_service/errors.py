@@ -179,6 +179,12 @@ class SamplesClearedError(PreconditionError):
     reason = "SAMPLES_CLEARED"
 
 
+class NothingDeliveredError(PreconditionError):
+    """A loader came to the end of a partition with samples, of which its task was given none; raised on all ranks."""
+
+    reason = "NOTHING_DELIVERED"
+
+
 class SampleFailedError(PreconditionError):
     """A failed sample cannot come back."""
 
@@ -297,6 +303,12 @@ class UnavailableError(TqError, ConnectionError):
     reason = "UNAVAILABLE"
 
 
+class ServiceFailedError(UnavailableError):
+    """The service has met a fault from which it cannot go on; what it had not written down is lost. Start it again."""
+
+    reason = "SERVICE_FAILED"
+
+
 class DiskFailedError(UnavailableError):
     """The disk of the data folder failed to sync; the service has to be started again."""
 
@@ -325,20 +337,37 @@ class ForkedClientError(TqError, RuntimeError):
 _MOST_SORTED: Final = 10_000
 _MOST_COMPARED: Final = 128
 _MOST_COMPARED_CHARACTERS: Final = 64
+_MOST_NAMED: Final = 10
+_MOST_NAMED_CHARACTERS: Final = 400  # what a message says after them is not to be cut off on the wire
 
 
-def nearest(name: str, known: Collection[str]) -> str:
-    """Return a clause that names what is known and close to `name`, for the end of a NOT_FOUND message."""
+def nearest(name: str, known: Collection[str], *, all_known: bool = False) -> str:
+    """Return a clause that names what is known, the nearest first, for the end of a NOT_FOUND message.
+
+    Args:
+        name: what was given.
+        known: what there is; of many names up to ten are shown, and the others counted.
+        all_known: whether all are shown, where they are few.
+    """
     if not known:
         return "none is known yet"
     name = name[:_MOST_COMPARED_CHARACTERS]
-    candidates = sorted(itertools.islice(known, _MOST_SORTED))
-    first = max(0, bisect.bisect(candidates, name) - _MOST_COMPARED // 2)
+    candidates = sorted(known if all_known else itertools.islice(known, _MOST_SORTED))
+    place = bisect.bisect(candidates, name)
+    first = max(0, place - _MOST_COMPARED // 2)
     compared = {each[:_MOST_COMPARED_CHARACTERS]: each for each in candidates[first : first + _MOST_COMPARED]}
-    similar = difflib.get_close_matches(name, compared, n=3, cutoff=0.4)
-    close = [compared[each] for each in similar] or candidates[:5]
+    most = len(candidates) if all_known else _MOST_NAMED
+    similar = [compared[each] for each in difflib.get_close_matches(name, compared, n=most, cutoff=0.4)]
+    first = max(0, min(place - most // 2, len(candidates) - most))
+    others = [each for each in candidates[first : first + most] if each not in similar]
+    named = [*similar, *others][:most]
+    if not all_known:
+        lengths = itertools.accumulate(map(len, named))
+        named = [
+            each for each, end in zip(named, lengths, strict=True) if each is named[0] or end <= _MOST_NAMED_CHARACTERS
+        ]
     return (
         "known: "
-        + ", ".join(repr(candidate) for candidate in close)
-        + (f" and {len(known) - len(close)} more" if len(known) > len(close) else "")
+        + ", ".join(repr(each) for each in named)
+        + (f" and {len(known) - len(named)} more" if len(known) > len(named) else "")
     )

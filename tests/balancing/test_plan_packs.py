@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_settings import examples
 
 from tq_service.balancing import get_costs, plan_packs
 
@@ -78,7 +79,7 @@ def test_samples_over_the_cap_are_refused_cut_or_left_out(lengths, shape):
             plan_packs(lengths, pack_max_length=CAP, **shape)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(lengths=lengths_lists, shape=shapes)
 def test_any_cost_gives_a_valid_plan(lengths, shape):
     for cost in ("tokens", "attention", np.sqrt):

@@ -62,9 +62,19 @@ def test_the_address_comes_from_the_environment(
     assert CliRunner().invoke(app, ["health"]).exit_code == 0
 
 
+def test_an_address_may_lack_its_port_and_be_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = CliRunner().invoke(app, ["health", "no-such-host.invalid", "--timeout", "60"])
+    assert result.stderr == "error: cannot reach no-such-host.invalid:50051: name not found\n"
+    result = CliRunner().invoke(app, ["health", "http://localhost"])
+    assert "address: got 'http://localhost', expected 'host:port'" in str(result.exception)
+    monkeypatch.delenv("TQ_ADDRESS", raising=False)
+    monkeypatch.setenv("TQ_PORT", "tcp://10.0.0.1:50051")
+    result = CliRunner().invoke(app, ["health"])
+    assert "TQ_PORT: got 'tcp://10.0.0.1:50051', expected the port" in str(result.exception)
+
+
 def test_nobody_there_is_one_line_and_exit_code_1() -> None:
     result = CliRunner().invoke(app, ["health", "127.0.0.1:1", "--timeout", "2"])
     assert result.exit_code == 1
     assert result.stdout == ""
-    assert result.stderr.startswith("error: 127.0.0.1:1: UNAVAILABLE")
-    assert len(result.stderr.splitlines()) == 1
+    assert result.stderr == "error: cannot reach 127.0.0.1:1: connection refused\n"

@@ -44,6 +44,22 @@ def test_unknown_commands_and_flags_are_usage_errors() -> None:
     assert CliRunner().invoke(app, ["serve", "--port", "x"]).exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "error"),
+    [
+        (["nonsense"], 2, "error: No such command 'nonsense'"),
+        (["status", "--nonsense"], 2, "error: No such option: --nonsense"),
+        (["bench", "--ranks", "0"], 2, "error: Invalid value for '--ranks'"),
+        (["serve", "--port", "99999"], 1, "error: --port: got 99999"),
+        (["status", "http://localhost"], 1, "error: address: got 'http://localhost'"),
+    ],
+)
+def test_errors_end_with_one_line_of_one_form(arguments: list[str], exit_code: int, error: str) -> None:
+    result = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == exit_code
+    assert result.stderr.splitlines()[-1].startswith(error)
+
+
 def test_the_version_is_told() -> None:
     result = subprocess.run([*COMMAND, "--version"], capture_output=True, text=True, check=True)
     assert result.stdout.startswith("tq-service")

@@ -9,6 +9,7 @@ import torch
 from client_support import Awaited, make_client
 
 import tq_service as tq
+from tq_service.v1 import metadata_pb2
 
 
 def put_eight(client, partition_id="p", **more):
@@ -52,6 +53,15 @@ async def test_columns_metadata_and_state_of_existing_samples(client):
     assert by_key.global_indexes == [7]
     assert (await client.describe_partition("p")).held_count == 2
     assert (await client.check_production("p", ["reward"])).produced == 3
+
+
+async def test_columns_of_other_samples_than_the_metadata_are_refused_before_they_are_sent(kind):
+    client = make_client(kind, "no-such-host.invalid")
+    batch = metadata_pb2.BatchMeta(status=metadata_pb2.BATCH_STATUS_BATCH, partition_id="p", global_indexes=[3, 1])
+    with pytest.raises(tq.InvalidArgumentError, match=r"^metadata has 2 samples, field 'reward' has 5") as raised:
+        await client.put({"reward": torch.zeros(5)}, metadata=tq.BatchMeta.from_proto(batch))
+    await client.aclose()
+    assert raised.value.field == "data"
 
 
 async def test_data_by_key_and_by_index(client):

@@ -101,11 +101,11 @@ async def test_a_service_that_starts_after_its_client_is_found(kind):
 
 async def test_a_service_that_stays_down_is_an_error_at_the_deadline(kind):
     client = make_client(kind, "127.0.0.1:1", timeout=0.3)
-    with pytest.raises(tq.UnavailableError, match=r"127\.0\.0\.1:1.*timeout of 0\.3 s") as raised:
+    with pytest.raises(tq.UnavailableError, match=r"127\.0\.0\.1:1.*tried for 0\.3 s") as raised:
         await client.list_partitions()
     assert isinstance(raised.value, ConnectionError)
     with pytest.raises(tq.UnavailableError):
-        await client.health()
+        await client.health(timeout=30)
     await client.aclose()
 
 
@@ -304,11 +304,12 @@ async def test_a_commit_that_is_never_answered_tells_of_the_whole_put(kind, monk
         place = Script(pb.PlacePutResponse(storage=endpoint("two", storage_address)))
         async with serving(FakeController(PlacePut=place, Commit=Script(DRAINING))) as address:
             client = make_client(kind, address, timeout=2.0)
-            with pytest.raises(tq.UnavailableError, match=r"^the server is draining; tried \d+ times in") as raised:
+            # The last try may have begun too late for an answer.
+            said = r"^the server is draining; tried for 2 s \(\d+ times(, and once more without an answer)?\)$"
+            with pytest.raises(tq.UnavailableError, match=said) as raised:
                 await client.put({"x": torch.zeros(2)}, partition_id="p")
             await client.aclose()
     assert raised.value.message.count("tried") == 1
-    assert "timeout of 2 s" in raised.value.message
     assert len({header.put_id for header in storage.put_headers}) == 1
     assert len(storage.put_headers) > 1
 
@@ -416,9 +417,9 @@ async def test_a_storage_service_out_of_reach_is_named_with_what_lies_there(kind
         async with serving(FakeController(Locate=locate), one) as address:
             client = make_client(kind, address)
             kind_of_error = tq.DeadlineError if fault == "hung" else tq.UnavailableError
-            words = rf"'two'.*{address_of_two}.* did not answer within 0\.6 s; it holds 'x' of 2 of the 4 samples"
+            words = rf"'two'.*{address_of_two}.* did not answer within 2 s; it holds 'x' of 2 of the 4 samples"
             with pytest.raises(kind_of_error, match=words) as raised:
-                await client.get_data(partition_id="p", global_indexes=range(10, 14), data_fields=["x"], timeout=0.6)
+                await client.get_data(partition_id="p", global_indexes=range(10, 14), data_fields=["x"], timeout=2.0)
             await client.aclose()
     assert raised.value.metadata["storage_id"] == "two"
     assert raised.value.metadata["address"] == address_of_two
@@ -502,7 +503,7 @@ def test_pauses_double_to_a_bound_and_only_for_unavailable():
 def test_the_time_that_is_left_is_used_for_further_tries_and_the_last_reason_told():
     backoff = Backoff(Deadline.after(0.2), draw=lambda: 1.0)
     pauses = []
-    with pytest.raises(tq.UnavailableError, match=r"draining; tried \d+ times in the timeout of 0\.2 s"):
+    with pytest.raises(tq.UnavailableError, match=r"draining; tried for 0\.2 s \(\d+ times\)"):
         while True:
             pauses.append(backoff.after(DRAINING))
             time.sleep(pauses[-1])
@@ -514,7 +515,9 @@ async def test_a_service_that_comes_back_hung_is_unavailable_with_the_last_reaso
     script = Script(DRAINING, asyncio.Event())
     async with serving(FakeController(ListPartitions=script)) as address:
         client = make_client(kind, address)
-        with pytest.raises(tq.UnavailableError, match="draining; tried 1 times, and once more without an answer"):
+        with pytest.raises(
+            tq.UnavailableError, match=r"draining; tried for 0\.5 s \(once, and once more without an answer\)"
+        ):
             await client.list_partitions(timeout=0.5)
         await client.aclose()
     assert len(script.requests) == 2

@@ -2,8 +2,6 @@
 
 import inspect
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -56,13 +54,6 @@ def test_every_call_of_the_service_has_a_method():
     assert unary | streamed == calls
 
 
-def test_the_sync_client_is_current():
-    check = subprocess.run(
-        [sys.executable, "scripts/unasync.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert check.returncode == 0, check.stdout + check.stderr
-
-
 def test_the_package_exports_every_error():
     for kind in ERROR_TABLE:
         assert getattr(tq, kind.__name__) is getattr(errors, kind.__name__)
@@ -70,3 +61,8 @@ def test_the_package_exports_every_error():
     assert {"Client", "AsyncClient", "BatchMeta"} <= set(dir(tq))
     with pytest.raises(AttributeError, match="Klient"):
         _ = tq.Klient
+
+
+def test_the_package_shows_what_is_for_users() -> None:
+    assert dir(tq) == sorted(tq.__all__)
+    assert all(hasattr(tq, name) for name in dir(tq))

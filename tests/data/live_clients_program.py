@@ -1,4 +1,4 @@
-"""Reads a partition with workers while clients of both kinds are open: ADDRESS PARTITION CONTEXT NUM_WORKERS."""
+"""Reads a partition with workers while clients of both kinds are open: ADDRESS PARTITION CONTEXT NUM_WORKERS..."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tq_service.data import StreamingDataLoader
 
 
 async def main(address: str, partition: str, context: str, num_workers: int) -> None:
+    """Start anew with samples, clients and workers."""
     async with tq.AsyncClient(address) as async_client:
         await async_client.list_partitions()
         with tq.Client(address) as client:
@@ -20,6 +21,7 @@ async def main(address: str, partition: str, context: str, num_workers: int) -> 
             read_twice(address, partition, None if context == "default" else context, num_workers)
             assert client.check_consumption(partition, "update_actor").complete
         assert (await async_client.check_consumption(partition, "update_actor")).consumed == 42
+        await async_client.clear_partition(partition)
 
 
 def read_twice(address: str, partition: str, context: str | None, num_workers: int) -> None:
@@ -36,5 +38,6 @@ def read_twice(address: str, partition: str, context: str | None, num_workers: i
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])))
-    print("every sample, in order, twice")
+    for number in sys.argv[4:]:
+        asyncio.run(main(sys.argv[1], sys.argv[2], sys.argv[3], int(number)))
+        print(f"every sample, in order, twice, of {number}", flush=True)

@@ -1,12 +1,11 @@
-import warnings
-
 import numpy as np
 import pytest
 import torch
 from fake_client import batch_of, token_rows
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from tensordict import NonTensorStack, TensorDict
+from property_settings import examples
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from tq_service.data.columns import build, flatten, object_stack
 from tq_service.data.micro_batches import take_rows
@@ -94,7 +93,7 @@ def test_every_dtype_bit_for_bit(name: str) -> None:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.data())
 def test_slices_are_what_the_rows_are(data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(0, 4), max_size=8))
@@ -147,8 +146,10 @@ def test_a_part_owns_its_memory() -> None:
     assert -1 not in batch["input_ids"].values().tolist()
 
 
-def test_a_strided_nested_tensor_is_refused() -> None:
-    with warnings.catch_warnings(action="ignore"):  # of a prototype, once in a process
-        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
-    with pytest.raises((TypeError, RuntimeError)):
-        flatten(TensorDict({"x": nested}, batch_size=[2]))
+def test_non_tensor_data_of_a_list_is_one_item_a_row() -> None:
+    data = TensorDict({"list": NonTensorData(["a", None, {"k": 1}]), "all": NonTensorData("b")}, batch_size=[3])
+    part = take_rows(data, [2, 0])
+    assert list(part["list"]) == [{"k": 1}, "a"]
+    assert list(part["all"]) == ["b", "b"]
+    with pytest.raises(ValueError, match="3 items for 2 rows"):
+        take_rows(data[:2], [0])

@@ -1,12 +1,15 @@
+import gc
 import threading
+import weakref
 from typing import Any
 
 import pytest
 import torch
-from fake_client import FIELDS, FakeService, token_rows
+from fake_client import FIELDS, FakeService, batch_of, token_rows
 
 from tq_service.client.batch_meta import BatchMeta
 from tq_service.data import StreamingDataLoader, StreamingDataset, fetch_batch, take_rows
+from tq_service.data.columns import flatten
 from tq_service.errors import InvalidArgumentError, StaleEpochError, StaleIncarnationError
 
 
@@ -134,21 +137,51 @@ def test_a_new_iterator_goes_on_after_the_last_batch_given_out(service: FakeServ
     assert indexes(loader) == []
 
 
-@pytest.mark.parametrize("kept", [0, 1, 32])
-def test_reset_gives_the_same_batches_again(service: FakeService, loader_of: Any, kept: int) -> None:
+def batch_bytes(first: int) -> int:
+    """Return the bytes of a batch of four of `token_rows`."""
+    return flatten(batch_of(token_rows(first + 4)[first:])).size_bytes
+
+
+@pytest.mark.parametrize("kept", [0, 1, 2, 3])
+@pytest.mark.parametrize("too_few", [0, 1])
+def test_reset_gives_the_same_batches_again(service: FakeService, loader_of: Any, kept: int, too_few: int) -> None:
     service.put("train@0", token_rows(12), seal=True)
-    loader = loader_of(dataset_of(service, max_buffered_batches=kept))
+    size_bytes = max(0, sum(map(batch_bytes, range(0, 4 * kept, 4))) - too_few)
+    loader = loader_of(dataset_of(service, replay_buffer_bytes=size_bytes))
     first = indexes(loader)
-    assert len(loader.get_buffer()) == min(kept, 3)
+    assert len(loader.get_buffer()) == max(0, kept - too_few)
     loader.reset()
     assert indexes(loader) == first
     loader.reset()
     assert indexes(loader) == first
+
+
+def test_no_batch_is_kept_unless_asked_for(service: FakeService, loader_of: Any) -> None:
+    service.put("train@0", token_rows(12), seal=True)
+    kept: list[weakref.ref[Any]] = []
+
+    def process(data: Any, meta: Any, micro_batch_size: int) -> Any:
+        kept.append(weakref.ref(data))
+        yield take_rows(data, [0]), meta
+
+    loader = loader_of(dataset_of(service, process_batch_fn=process))
+    assert len(list(loader)) == 3
+    gc.collect()
+    assert [batch() for batch in kept] == [None] * 3
+    assert loader.get_buffer() == []
+
+
+def test_batches_after_one_that_does_not_fit_are_not_kept(service: FakeService) -> None:
+    long_second = token_rows(12, length=lambda index: 1000 if index == 4 else 1)
+    service.put("train@0", long_second, seal=True)
+    dataset = dataset_of(service, replay_buffer_bytes=1000)
+    list(dataset)
+    assert [meta.global_indexes for _, meta in dataset.get_buffer()] == [[0, 1, 2, 3]]
 
 
 def test_reset_out_of_the_buffer_asks_for_the_end_only(service: FakeService) -> None:
     service.put("train@0", token_rows(12), seal=True)
-    dataset = dataset_of(service)
+    dataset = dataset_of(service, replay_buffer_bytes=1 << 20)
     indexes(dataset)
     asked = service.claim_count
     dataset.reset()
@@ -158,7 +191,7 @@ def test_reset_out_of_the_buffer_asks_for_the_end_only(service: FakeService) -> 
 
 def test_the_buffer_is_not_changed_by_the_trainer(service: FakeService, loader_of: Any) -> None:
     service.put("train@0", token_rows(8), seal=True)
-    loader = loader_of(dataset_of(service))
+    loader = loader_of(dataset_of(service, replay_buffer_bytes=1 << 20))
     for micro_batch, _ in loader:
         micro_batch["index"].fill_(-1)
     loader.reset()
@@ -170,7 +203,7 @@ def test_the_buffer_is_not_changed_by_the_trainer(service: FakeService, loader_o
 def test_a_live_iterator_follows_reset_and_step(service: FakeService, loader_of: Any) -> None:
     service.put("train@0", token_rows(8), seal=True)
     service.put("train@1", token_rows(20)[12:16], seal=True)
-    loader = loader_of(dataset_of(service))
+    loader = loader_of(dataset_of(service, replay_buffer_bytes=1 << 20))
     iterator = iter(loader)
     assert next(iterator)[1].global_indexes == [0, 1]
     loader.reset()
@@ -325,7 +358,7 @@ def test_data_that_does_not_fit_its_meta_is_told(service: FakeService) -> None:
         ({"dp_rank": -1}, "dp_rank"),
         ({"dp_size": 0}, "dp_size"),
         ({"start_batch_index": -1}, "start_batch_index"),
-        ({"max_buffered_batches": -1}, "max_buffered_batches"),
+        ({"replay_buffer_bytes": -1}, "replay_buffer_bytes"),
         ({"max_wait": 0}, "max_wait"),
         ({"timeout": 0}, "timeout"),
     ],

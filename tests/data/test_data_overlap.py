@@ -63,10 +63,12 @@ class Batches:
         return int(micro_batch.batch_size[0])
 
 
-def loader_of(fetch: Callable[..., Any], num_workers: int, **options: Any) -> StreamingDataLoader:
+def loader_of(
+    fetch: Callable[..., Any], num_workers: int, *, replay_buffer_bytes: int = 0, **options: Any
+) -> StreamingDataLoader:
     dataset = StreamingDataset(
         batch_size=1, data_fields=["x"], partition_id="p", task_name="t", fetch_batch_fn=fetch,
-        client_factory=lambda address: NoClient(),
+        client_factory=lambda address: NoClient(), replay_buffer_bytes=replay_buffer_bytes,
     )  # fmt: skip
     return StreamingDataLoader(dataset, num_workers, multiprocessing_context="fork", **options)
 
@@ -115,7 +117,7 @@ def test_what_is_ahead_stays_within_the_bytes(num_workers: int, limit_rows: int)
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_replay_is_no_reason_to_fetch_more(num_workers: int) -> None:
     batches = Batches([1] * 6)
-    with loader_of(batches, num_workers, prefetch_factor=1) as loader:
+    with loader_of(batches, num_workers, prefetch_factor=1, replay_buffer_bytes=1 << 20) as loader:
         first = [meta.size for _, meta in loader]
         assert sorted(batches.next_seen() for _ in first) == list(range(6))
         loader.reset()

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pack_samples import OPTIONS, TOKEN_DIMS, check_fields, check_layout, jagged, random_samples, same_bits
+from property_settings import examples
 from tensordict import TensorDict
 
 from tq_service.data import PackOptions, pack_sequences, unpack_sequences
@@ -24,7 +25,7 @@ def tokens_of(*rows: list[int], **others: Any) -> TensorDict:
     return TensorDict({"input_ids": ids, **others}, batch_size=[len(rows)])
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.data(), lengths=st.lists(st.integers(0, 9), max_size=8), sequence_length=st.integers(1, 12))
 def test_every_value_is_found_bit_for_bit(data: st.DataObject, lengths: list[int], sequence_length: int) -> None:
     positions = data.draw(st.permutations(range(len(lengths)))) if lengths else []

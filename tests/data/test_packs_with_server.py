@@ -106,7 +106,7 @@ def test_two_ranks_train_the_same_number_of_packs(address: str, partition: str, 
 
 def test_a_restart_and_a_reset_give_the_same_packs(address: str, partition: str) -> None:
     fill(address, partition, LENGTHS)
-    with StreamingDataLoader(dataset_of(address, partition, max_buffered_batches=1)) as loader:
+    with StreamingDataLoader(dataset_of(address, partition, replay_buffer_bytes=20_000)) as loader:
         first = [pack.meta for pack in loader]
         loader.reset()
         assert [pack.meta for pack in loader] == first

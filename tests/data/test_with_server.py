@@ -51,6 +51,29 @@ def test_ranks_that_start_first_end_together(address: str, partition: str, sampl
     assert sorted(index for items in results.values() for index in taken(items)) == list(range(count))
 
 
+def test_what_is_no_address_is_refused_when_the_dataset_is_made() -> None:
+    with pytest.raises(tq.InvalidArgumentError, match="address: got 'http://localhost', expected 'host:port'"):
+        dataset_of("http://localhost", "train")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_service_that_is_not_there_is_not_waited_for_in_silence(
+    num_workers: int, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    dataset = dataset_of(address, "p", max_wait=1.0, timeout=2.0)
+    context = "spawn" if num_workers else None
+    with (
+        StreamingDataLoader(dataset, num_workers=num_workers, multiprocessing_context=context) as loader,
+        pytest.raises(tq.UnavailableError, match=f"cannot reach {address}: connection refused; tried for 3 s"),
+    ):
+        next(iter(loader))
+    # What a worker process logs goes to stderr where its program has not said otherwise.
+    lines = capfd.readouterr().err.splitlines() if num_workers else caplog.messages
+    assert len([line for line in lines if line.startswith(f"cannot reach {address}: connection refused; retry")]) == 1
+
+
 def test_finite_mode_and_step(address: str, partition: str) -> None:
     other = f"{partition}-next"
     fill(address, partition, 10, seal=False)
@@ -88,15 +111,17 @@ def test_a_queue_worker_acknowledges_leased_micro_batches(address: str, partitio
     assert (status.consumed, status.leased, status.complete) == (26, 0, True)
 
 
-@pytest.mark.parametrize("kept", [0, 32])
-def test_reset_and_restart(address: str, partition: str, kept: int) -> None:
+@pytest.mark.parametrize("kept_bytes", [0, 600, 1 << 20])
+def test_reset_and_restart(address: str, partition: str, kept_bytes: int) -> None:
     fill(address, partition, 30)
-    loader = StreamingDataLoader(dataset_of(address, partition, max_buffered_batches=kept, sampler="seqlen_balanced"))
+    dataset = dataset_of(address, partition, replay_buffer_bytes=kept_bytes, sampler="seqlen_balanced")
+    loader = StreamingDataLoader(dataset)
     first = list(loader)
     loader.reset()
     again = list(loader)
     assert [meta for _, meta in again] == [meta for _, meta in first]
     assert taken(again) == taken(first)
+    assert len(loader.get_buffer()) == {0: 0, 600: 1, 1 << 20: 4}[kept_bytes]
     restarted = list(
         StreamingDataLoader(dataset_of(address, partition, start_batch_index=2, sampler="seqlen_balanced"))
     )
@@ -105,7 +130,7 @@ def test_reset_and_restart(address: str, partition: str, kept: int) -> None:
 
 def test_a_reset_task_is_another_life(address: str, partition: str) -> None:
     fill(address, partition, 30)
-    loader = StreamingDataLoader(dataset_of(address, partition, max_buffered_batches=0), prefetch_factor=0)
+    loader = StreamingDataLoader(dataset_of(address, partition), prefetch_factor=0)
     assert len(list(loader)) == 12 - 1
     with tq.Client(address) as client:
         client.reset_consumption(partition, "update_actor", 0)
@@ -128,15 +153,19 @@ def test_columns_can_be_put_for_a_micro_batch(address: str, partition: str) -> N
         assert batch["double"].tolist() == [2 * index for index in batch["index"].tolist()]
 
 
-@pytest.mark.parametrize(
-    ("context", "num_workers"), [("fork", 1), ("fork", 2), ("fork", 3), ("spawn", 2), ("spawn", 3), ("default", 2)]
-)
-def test_workers_with_live_clients_in_the_parent(address: str, partition: str, context: str, num_workers: int) -> None:
-    """In a process of its own: this one has servers and clients of other tests, and a fork may meet them at work."""
+@pytest.mark.parametrize(("context", "numbers"), [("fork", [1, 2, 3]), ("spawn", [3]), ("default", [2])])
+def test_workers_with_live_clients_in_the_parent(
+    address: str, partition: str, context: str, numbers: list[int]
+) -> None:
+    """In a process of its own: this one has servers and clients of other tests, and a fork may meet them at work.
+
+    It and each spawned worker take seconds to import torch: `test_workers_share_the_batches_in_order` spawns two.
+    """
     program = Path(__file__).parent / "live_clients_program.py"
-    command = [sys.executable, str(program), address, partition, context, str(num_workers)]
+    command = [sys.executable, str(program), address, partition, context, *map(str, numbers)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert (done.returncode, done.stdout) == (0, "every sample, in order, twice\n"), done.stderr
+    said = "".join(f"every sample, in order, twice, of {number}\n" for number in numbers)
+    assert (done.returncode, done.stdout) == (0, said), done.stderr
 
 
 def test_workers_started_before_the_producer(address: str, partition: str) -> None:
@@ -167,6 +196,18 @@ def test_errors_of_the_service_keep_their_type(address: str, partition: str, num
         pytest.raises(tq.UnknownSamplerError, match="seqlen_balanced"),
     ):
         list(loader)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_first_program_prints_nothing_of_its_own(address: str, partition: str, num_workers: int) -> None:
+    """In a process of its own: torch logs its notice about nested tensors once in a process."""
+    program = Path(__file__).parent / "quiet_program.py"
+    command = [sys.executable, str(program), address, partition, str(num_workers)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout) == (0, "[2, 1]\n"), done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == 1, done.stderr
+    assert lines[0].endswith("what the program logs itself")
 
 
 @contextmanager
@@ -203,7 +244,7 @@ def test_a_server_that_comes_back_is_waited_for() -> None:
 def test_the_example_learns(address: str, flags: list[str]) -> None:
     example = Path(__file__).parents[2] / "examples" / "train_loop.py"
     command = [sys.executable, str(example), "--address", address, "--steps", "4", *flags]
-    output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=110).stdout
     losses = [float(line.rsplit(" ", 1)[1]) for line in output.splitlines() if line.startswith("step")]
     assert len(losses) == 4
     assert losses[-1] < losses[0] / 10

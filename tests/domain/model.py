@@ -1,5 +1,6 @@
 """A partition and its tasks in plain lists and dicts: what the domain should hold and answer."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from math import gcd
 
@@ -68,7 +69,9 @@ class Asking:
 
 @dataclass
 class End:
-    skipped: int
+    """The names and counts of `tq_service.domain.end.End`."""
+
+    counts: dict
 
 
 @dataclass
@@ -315,8 +318,24 @@ class Model:
         if taken is None and self.is_closed(asking) and not self.pending(task, asking) and not task.leased:
             least = asking.total if asking.drop_last else 1
             taken = self.take(task, asking, least, no_more=True)
-            return taken or End(self.inserted - task.consumed_count)
+            return taken or self.end(task, asking)
         return taken
+
+    def end(self, task, asking):
+        """Return what became of each sample, of which none can be given any more."""
+        whole = {row.index for unit in self.ready_units(task, asking, no_more=True) for row in unit}
+        counts = Counter(consumed=task.consumed_count, set_aside=task.set_aside_count)
+        for row in self.rows.values():
+            if row.index in task.consumed | task.set_aside:
+                continue
+            if row.state == "failed":
+                counts["failed"] += 1
+            elif self.is_excluded(asking, row):
+                counts["excluded"] += 1
+            else:
+                counts["left_over" if row.index in whole else "in_incomplete_groups"] += 1
+        counts["cleared"] = self.inserted - counts.total()
+        return End(dict(+counts))
 
     def take(self, task, asking, least, *, no_more):
         self.check_blocks(asking)

@@ -5,20 +5,20 @@ are made, everything else when the loop has come to rest.
 """
 
 import asyncio
-import os
 import random
 
 import numpy as np
 import pytest
 from claims_driver import NAME, Driver
 from domain_support import new_id, turns
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from model import Asking
+from property_settings import examples
 
+from tq_service.domain.end import End
 from tq_service.domain.plan import RankPlan
 from tq_service.domain.queue_claims import acknowledge, release
-from tq_service.domain.task import End
 from tq_service.errors import ClaimReleasedError, InvalidArgumentError, LeaseExpiredError, TqError
 
 STEPS = (
@@ -464,11 +464,7 @@ def sequences(most, steps=STEPS):
     return st.integers(1, most).flatmap(lambda count: st.lists(step, min_size=count, max_size=count))
 
 
-@settings(
-    max_examples=int(os.environ.get("TQ_CLAIMS_EXAMPLES", "500")),
-    deadline=None,
-    derandomize="TQ_CLAIMS_EXAMPLES" not in os.environ,
-)
+@examples(120, derandomize=True)
 @given(SEEDS, sequences(80))
 def test_claims_are_what_the_model_says(seed, steps):
     driver = asyncio.run(interleave(seed, steps))  # which compares with the model after each step
@@ -476,11 +472,7 @@ def test_claims_are_what_the_model_says(seed, steps):
     assert driver.partition.table.present_count == 0
 
 
-@settings(
-    max_examples=int(os.environ.get("TQ_CLAIMS_EXAMPLES", "300")),
-    deadline=None,
-    derandomize="TQ_CLAIMS_EXAMPLES" not in os.environ,
-)
+@examples(80, derandomize=True)
 @given(SEEDS, sequences(90, LEASE_STEPS))
 def test_leases_are_what_the_model_says(seed, steps):
     # Seeds of hypothesis are often small or alike, and would choose the same again and again.

@@ -9,8 +9,8 @@ import pytest
 from domain_support import asks, new_write, turns
 
 from tq_service.domain.catalog import Catalog
+from tq_service.domain.end import End
 from tq_service.domain.limits import Limits
-from tq_service.domain.task import End
 from tq_service.domain.waiters import NotYet
 from tq_service.domain.writes import PartitionSettings
 from tq_service.errors import (
@@ -160,7 +160,7 @@ async def test_tasks_consume_independently(catalog):
     partition.seal()
     for task in ("a", "b"):
         assert (await claim(catalog, task=task)).answer.rows.tolist() == [0, 1]
-        assert (await claim(catalog, task=task)).answer == End(0)
+        assert (await claim(catalog, task=task)).answer == End(consumed=2)
     partition.clear(np.array([0, 1]))
     assert {name: each.consumed_count for name, each in partition.tasks.items()} == {"a": 2, "b": 2}
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from domain_support import dense, insert, jagged, new_write, partition, update
 
+from tq_service.domain.cells import live_cells
 from tq_service.domain.field_specs import ColumnWrite
 from tq_service.errors import FieldMismatchError
 from tq_service.schema import FieldSpec, Layout
@@ -103,16 +104,42 @@ def test_overwriting_frees_the_cells_it_replaces():
     assert [train.cells.fields[name].produced_count for name in "xy"] == [3, 3]
 
 
+def live(train):
+    return list(live_cells(train.cells.freeze_cells()))
+
+
 def test_live_cells_are_those_that_were_not_freed():
     train = partition()
     put(train, 1, 3, ("x", "y"))
     put(train, 2, 2, ("x",), indexes=[2, 0])
     put(train, 3, 2, ("x",))
-    assert freed(train.cells.live_cells()) == [(1, ["x"], [1]), (1, ["y"], [0, 1, 2]), (2, [], None), (3, [], None)]
+    assert freed(live(train)) == [(1, ["x"], [1]), (1, ["y"], [0, 1, 2]), (2, [], None), (3, [], None)]
     train.clear(np.array([0, 4]))
-    assert freed(train.cells.live_cells()) == [(1, ["x"], [1]), (1, ["y"], [1, 2]), (2, ["x"], [0]), (3, ["x"], [0])]
+    assert freed(live(train)) == [(1, ["x"], [1]), (1, ["y"], [1, 2]), (2, ["x"], [0]), (3, ["x"], [0])]
     train.clear(np.array([1, 2, 3]))
-    assert train.cells.live_cells() == []
+    assert live(train) == []
+
+
+def test_live_cells_are_those_of_the_moment_put_by_put_however_many_there_are():
+    train = partition()
+    for number in range(1, 6):
+        put(train, number, 2_000, ("x", "y"))
+    put(train, 6, 2, ("y",), indexes=[1, 2_001])
+    frozen = train.cells.freeze_cells()
+    train.clear(np.arange(0, 10_000, 3))
+    put(train, 7, 2, ("x",))
+    found = list(live_cells(frozen))
+    assert [each.put.put_id[-1] for each in found] == [3, 4, 5, 6, 1, 1, 2, 2]
+    assert freed(found)[0] == (1, ["x"], list(range(2_000)))
+    assert freed(found)[1] == (1, ["y"], [0, *range(2, 2_000)])
+    now = {}
+    for each in live(train):
+        for name in each.field_names:
+            now[each.put.put_id[-1], name] = each.rows.tolist()
+    assert sorted(now) == [(number, name) for number in range(1, 6) for name in "xy"] + [(6, "y")]
+    assert now[1, "x"] == [row for row in range(2_000) if row % 3]
+    assert now[1, "y"] == [row for row in range(2_000) if row % 3 and row != 1]
+    assert now[5, "x"] == [row for row in range(2_000) if (8_000 + row) % 3]
 
 
 def test_clearing_frees_cells_and_whole_puts():

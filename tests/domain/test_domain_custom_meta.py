@@ -1,5 +1,7 @@
 """custom_meta: types, merging, conditions and orders."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from domain_support import insert, meta, partition
@@ -104,11 +106,29 @@ def test_conditions_on_numbers(operator, values, expected, dtype):
 
 @pytest.mark.parametrize(
     ("operator", "values", "expected"),
-    [("==", ("b",), [1]), ("!=", ("b",), [0, 2]), (">=", ("b",), [1, 2]), ("in", ("a", "c"), [0, 2]), ("in", (), [])],
-)
+    [
+        ("==", ("b",), [1]), ("!=", ("b",), [0, 2, 3]), ("<", ("b",), [0]), ("<=", ("b",), [0, 1]),
+        (">", ("b",), [2, 3]), (">=", ("b",), [1, 2, 3]), ("in", ("a", "c"), [0, 3]), ("in", (), []),
+        ("==", ("b\0",), [2]), ("in", ("b\0",), [2]),
+    ],
+)  # fmt: skip
 def test_conditions_on_text(operator, values, expected):
-    data = np.array(["a", "b", "c"], object)
-    assert np.flatnonzero(Condition("v", operator, values).holds(data)).tolist() == expected
+    data = np.array(["a", "b", "b\0", "c"], object)
+    holds = Condition("v", operator, values).holds(data)
+    assert holds.dtype == np.bool_
+    assert np.flatnonzero(holds).tolist() == expected
+
+
+@pytest.mark.parametrize("operator", ["==", "!=", "<", "<=", ">", ">=", "in"])
+def test_one_long_text_costs_no_memory_for_the_others(operator):
+    data = np.array(["a"] * 5000 + ["x" * 16_000], object)
+    condition = Condition("v", operator, ("a",))
+    tracemalloc.start()
+    try:
+        condition.holds(data)
+        assert tracemalloc.get_traced_memory()[1] < 100 * data.size
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(("data", "given"), [(np.array([1]), "a"), (np.array(["a"], object), 1)])

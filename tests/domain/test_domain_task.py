@@ -6,9 +6,10 @@ from domain_support import asks, binding, insert, new_id, partition, update
 
 from tq_service.domain import task as task_module
 from tq_service.domain.custom_meta import Order
+from tq_service.domain.end import End
 from tq_service.domain.plan import Plan, RankPlan
 from tq_service.domain.queue_claims import release, take_back
-from tq_service.domain.task import End, Refused
+from tq_service.domain.task import Refused
 from tq_service.errors import (
     ClaimReleasedError,
     RankDisagreementError,
@@ -49,9 +50,9 @@ def test_a_recorded_batch_is_the_answer_for_every_rank_and_again(train):
 
 def test_the_end_is_recorded_for_all_that_follows(train):
     task = record(train, [0], [1])
-    task.record_end(2, End(10))
+    task.record_end(2, End(consumed=2, failed=10))
     assert replay(task, 1, 2, 0) == [1]
-    assert replay(task, 1, 2, 1) == replay(task, 0, 2, 9) == End(10)
+    assert replay(task, 1, 2, 1) == replay(task, 0, 2, 9) == End(consumed=2, failed=10)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +135,7 @@ def test_records_go_with_the_last_of_their_rows(train):
 def test_a_reset_starts_an_epoch(train, keep_consumed):
     task = record(train, [0, 1], [2, 3])
     task.record_queue_claim(new_id(), RankPlan(rows=np.array([4])), np.array([4]))
-    task.record_end(2, End(7))
+    task.record_end(2, End(consumed=5, cleared=7))
     assert train.reset(task, keep_consumed=keep_consumed) == 1
     task.check_epoch(1)
     task.check_epoch(None)

@@ -1,8 +1,10 @@
 """Thousands who wait: nobody is lost, others have the event loop meanwhile, and what wakes nobody costs nothing."""
 
 import asyncio
+import gc
 import itertools
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -11,7 +13,9 @@ from planner_bench import Bench, Whenever, rows
 
 from tq_service.domain import waiters
 from tq_service.domain.catalog import Catalog
-from tq_service.domain.task import End
+from tq_service.domain.custom_meta import Condition
+from tq_service.domain.end import End
+from tq_service.domain.plan import RankPlan
 from tq_service.domain.waiters import NotYet, Pace, Waiter, WaitingLine
 from tq_service.domain.writes import PartitionSettings
 from tq_service.errors import InvalidArgumentError, PartitionClearedError, StaleEpochError
@@ -173,6 +177,139 @@ async def test_those_who_come_back_at_once_leave_something_for_those_who_ask_in_
         worker.cancel()
 
 
+async def test_workers_of_all_ways_of_asking_get_what_comes_in_order_of_arrival(bench):
+    calls = [bench.ask(batch_size=1, micro_batch_size=number % 3 + 1) for number in range(12)]
+    await turns()
+    for number in range(12):
+        bench.insert(1)
+        await turns(20)
+        assert [call.done() for call in calls] == [other <= number for other in range(12)]
+
+
+async def test_a_worker_that_asks_in_another_way_gets_its_share_of_what_is_scarce(bench):
+    counts = {1: 0, 2: 0}
+
+    async def work(micro_batch_size):
+        while True:
+            await bench.planner.claim(asks(batch_size=1, micro_batch_size=micro_batch_size), 1e6)
+            counts[micro_batch_size] += 1
+
+    workers = [asyncio.ensure_future(work(micro_batch_size)) for micro_batch_size in (1, 1, 1, 2)]
+    for _ in range(100):
+        await turns(12)
+        bench.insert(1)
+    await turns(12)
+    assert counts == {1: 75, 2: 25}
+    for worker in workers:
+        worker.cancel()
+
+
+async def test_a_worker_that_cannot_be_served_holds_nobody_up_and_is_the_first_once_it_can(bench):
+    first = bench.ask(batch_size=3)
+    others = [bench.ask(batch_size=1) for _ in range(3)]
+    await turns()
+    bench.insert(2)
+    await turns(20)
+    assert [call.done() for call in (first, *others)] == [False, True, True, False]
+    bench.insert(3)
+    await turns(20)
+    assert rows(first) == [2, 3, 4]
+    assert not others[2].done()
+    others[2].cancel()
+
+
+async def test_a_worker_that_can_be_served_meanwhile_does_not_wait_for_all_that_came_later(bench):
+    first = bench.ask(batch_size=4)
+    others = [bench.ask(batch_size=1, sampler=SlowSampler(SequentialSampler(), turns=3)) for _ in range(MANY)]
+    await turns()
+    bench.insert(1)
+    for _ in range(MANY):
+        await turns(2)
+        bench.insert(1)
+        if first.done():
+            break
+    assert sum(call.done() for call in others) < MANY // 10
+    for call in others:
+        call.cancel()
+
+
+async def test_a_claim_far_ahead_is_planned_a_few_batches_a_turn(bench):
+    bench.insert(5 * MANY)
+    call = bench.ask((0, 1, 5 * MANY - 1), batch_size=1)
+    most = planned_count = 0
+    while not call.done():
+        await turns(1)
+        most = max(most, bench.task.next_batch_index - planned_count)
+        planned_count = bench.task.next_batch_index
+    assert rows(call) == [5 * MANY - 1]
+    assert most <= MOST_A_TURN
+
+
+async def test_a_claim_far_ahead_ends_with_its_time_and_the_next_one_goes_on(bench):
+    bench.insert(20 * MANY)
+    index = 20 * MANY - 1
+    assert await bench.ask((0, 1, index), batch_size=1, wait=0.001) == NotYet()
+    planned_count = bench.task.next_batch_index
+    assert 0 < planned_count < index
+    await turns(20)
+    assert bench.task.next_batch_index <= planned_count + MOST_A_TURN
+    answer = NotYet()
+    while answer == NotYet():
+        answer = await bench.ask((0, 1, index), batch_size=1, wait=0.0)
+        assert bench.task.next_batch_index > planned_count
+        planned_count = bench.task.next_batch_index
+    assert answer.rows.tolist() == [index]
+
+
+async def test_a_claim_far_ahead_leaves_their_turn_to_others_of_its_task(bench):
+    bench.insert(6 * MANY)
+    far = bench.ask((0, 1, 5 * MANY), batch_size=1)
+    await turns()
+    worker, look = bench.ask(batch_size=1), bench.ask(batch_size=1, wait=0.0)
+    replay = bench.ask((0, 1, 0), batch_size=1)
+    while not all(call.done() for call in (worker, look, replay)):
+        await turns(1)
+    assert not far.done()
+    assert isinstance(look.result(), RankPlan)
+    assert rows(replay) == [0]
+    await far
+
+
+async def test_a_claim_far_ahead_plans_no_more_once_the_partition_is_removed(catalog):
+    partition, _ = catalog.write("train", b"", new_write(5 * MANY, ("x",)))
+    call = asyncio.ensure_future(catalog.claim("train", b"", asks((0, 1, 5 * MANY - 1), batch_size=1), 1e6))
+    await turns()
+    catalog.remove("train", b"")
+    planned_count = partition.tasks["t"].next_batch_index
+    await asyncio.wait([call])
+    await turns(20)
+    assert isinstance(call.exception(), PartitionClearedError)
+    assert partition.tasks["t"].next_batch_index == planned_count
+
+
+@pytest.mark.parametrize("rank", [None, (0, 1, 0)])
+@pytest.mark.parametrize("wait", [0.0, 1e6])
+async def test_failed_attempts_are_kept_no_longer_than_somebody_waits(bench, rank, wait):
+    bench.insert(1, meta=[{"uid": "a"}])
+
+    async def ask(number):
+        where = (Condition("uid", "==", (f"{number}".ljust(100_000, "x"),)),)
+        call = bench.ask(rank, where=where, wait=wait)
+        await turns(10)
+        call.cancel()
+        await asyncio.wait([call])
+
+    await ask(0)
+    tracemalloc.start()
+    try:
+        for number in range(100):
+            await ask(number)
+        gc.collect()
+        assert tracemalloc.get_traced_memory()[0] < 2_000_000
+    finally:
+        tracemalloc.stop()
+
+
 class Hopeful(SlowSampler):
     """Is asked again after every change."""
 
@@ -233,7 +370,7 @@ async def test_the_end_reaches_queue_workers_a_few_a_turn(bench):
     await turns()
     bench.partition.seal()
     assert await most_done_in_a_turn(calls) <= MOST_A_TURN
-    assert {call.result() for call in calls} == {End(0)}
+    assert {call.result() for call in calls} == {End(consumed=0)}
 
 
 async def test_an_end_that_no_longer_holds_reaches_nobody_else(bench):
@@ -245,7 +382,7 @@ async def test_an_end_that_no_longer_holds_reaches_nobody_else(bench):
         await turns(1)
     bench.insert(1)
     await asyncio.wait(calls)
-    claimed = [call.result().rows.tolist() for call in calls if call.result() != End(0)]
+    claimed = [call.result().rows.tolist() for call in calls if not isinstance(call.result(), End)]
     assert claimed == [[0], [1]]
 
 

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 from domain_support import insert, new_id
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_settings import examples
 
 from tq_service.domain import lowest_version
 from tq_service.domain.lowest_version import LowestVersion
@@ -97,7 +98,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(lowest_version, "_BLOCK_ROWS", 4)
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(st.lists(ACTIONS, max_size=30), st.randoms(use_true_random=False))
 def test_it_is_that_of_all_rows_that_are_left(actions, random):
     rows = Rows()

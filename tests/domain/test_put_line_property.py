@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from domain_support import BOOT, new_id, turns
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_settings import examples
 
 from tq_service.domain.field_specs import ColumnWrite
 from tq_service.domain.partition import Partition
@@ -159,7 +160,7 @@ ACTIONS = st.one_of(
 )  # fmt: skip
 
 
-@settings(max_examples=200, deadline=None)
+@examples(100)
 @given(st.lists(ACTIONS, max_size=40))
 def test_the_line_lets_in_what_fits_in_order_and_nothing_else(actions):
     async def run():

@@ -1,16 +1,24 @@
 """Whatever happens to a catalog, its changes written down and made again give the same catalog."""
 
 import asyncio
-import os
+import contextlib
 
 from digest import digest
-from hypothesis import given, settings
+from hypothesis import given
+from property_settings import examples
 from test_claims_property import SEEDS, Interleaving, sequences
 
 from tq_service.domain.catalog import Catalog
 from tq_service.durable.records import decode_change, encode_change
 from tq_service.samplers import PlanRunner
 from tq_service.v1.journal_pb2 import JournalRecord
+
+
+@contextlib.contextmanager
+def written_down(change, journal):
+    data = encode_change(change).SerializeToString()
+    yield
+    journal.append(data)
 
 
 def replayed(journal):
@@ -27,7 +35,7 @@ async def drive(seed, steps):
     driver, journal = interleaving.driver, []
     created = driver.partition
     driver.catalog.remove(created.partition_id, b"")  # it was made before there was a journal
-    driver.catalog.start_telling(lambda change: journal.append(encode_change(change).SerializeToString()))
+    driver.catalog.start_telling(lambda change: written_down(change, journal))
     driver.open_life()
     for name, step_seed in steps:
         await interleaving.step(name, step_seed)
@@ -39,11 +47,7 @@ async def drive(seed, steps):
     return driver.catalog, journal
 
 
-@settings(
-    max_examples=int(os.environ.get("TQ_CLAIMS_EXAMPLES", "150")),
-    deadline=None,
-    derandomize="TQ_CLAIMS_EXAMPLES" not in os.environ,
-)
+@examples(50, derandomize=True)
 @given(SEEDS, sequences(60))
 def test_changes_made_again_give_the_same_state(seed, steps):
     catalog, journal = asyncio.run(drive(seed, steps))

@@ -1,15 +1,15 @@
 """Whatever happens to a catalog, a snapshot of it read back is the same catalog, and goes on in the same way."""
 
 import asyncio
-import os
 import random
 from unittest import mock
 
 from claims_driver import NAME
 from digest import digest
 from domain_support import turns
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_settings import examples
 from test_claims_property import SEEDS, Interleaving, sequences
 
 from tq_service.domain.catalog import Catalog
@@ -117,11 +117,7 @@ async def answer_alike(seed, driver, calls, one, other):
                 await turns(5)
 
 
-@settings(
-    max_examples=int(os.environ.get("TQ_CLAIMS_EXAMPLES", "120")),
-    deadline=None,
-    derandomize="TQ_CLAIMS_EXAMPLES" not in os.environ,
-)
+@examples(40, derandomize=True)
 @given(SEEDS, sequences(50), sequences(10) | st.just([]))
 def test_a_snapshot_is_the_catalog_as_it_was(tmp_path_factory, seed, steps, later):
     path = tmp_path_factory.getbasetemp() / "property.tqs"

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from journal_support import commit_each, copy, crashed, flip, log_of, opened, read, replayed, write
+from property_settings import examples
 
 from tq_service.durable import found_file, journal_file
 from tq_service.durable.file_names import journal_path
@@ -63,7 +64,7 @@ def test_a_kill_loses_nothing(killed: Path, caplog: pytest.LogCaptureFixture) ->
     assert not caplog.records
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(data=st.data())
 def test_a_log_cut_anywhere_leaves_a_beginning(
     image: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
@@ -90,7 +91,7 @@ def test_what_is_cut_is_logged(killed: Path, caplog: pytest.LogCaptureFixture) -
     assert "journal-00000001.sqlite3: cut 4020 bytes with 0 commits after record 7" in caplog.text
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(data=st.data())
 def test_a_flipped_bit_in_the_log_of_a_killed_process_is_damage(
     image: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

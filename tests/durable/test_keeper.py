@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -252,7 +253,7 @@ def test_what_is_restored_is_there_after_a_failure_or_nothing_of_it(tmp_path, mo
         with monkeypatch.context() as failing:
             failing.setattr(owner, name, fail)
             try:
-                await life.keeper.keep_restored(frozen, FrozenLog(), lambda: seen.append("restored"))
+                await life.keeper.keep_restored(frozen, FrozenLog, lambda: seen.append("restored"))
             except DiskFullError as error:
                 assert "restore it again" in str(error)
         return seen
@@ -304,3 +305,31 @@ def test_a_folder_is_not_used_by_a_service_that_would_lose_a_part_of_it(tmp_path
         asyncio.run(recover(engine=Puts()))
     recovered = asyncio.run(recover(catalog=Catalog(PlanRunner()), engine=Puts()))
     assert (recovered.sample_count, recovered.put_count) == (2, 1)
+
+
+def test_a_snapshot_that_waits_for_its_journal_file_holds_up_nobody(tmp_path, monkeypatch):
+    """A slow disk, on which the next file takes as long as the test wants."""
+    may_be_made, real = threading.Event(), journal_module.JournalFile
+
+    def slow(*arguments, **options):
+        may_be_made.wait(60)
+        return real(*arguments, **options)
+
+    async def snapshot(life):
+        await fill(life)
+        wait_for_the_next_file(life.keeper._journal)
+        monkeypatch.setattr(journal_module, "JournalFile", slow)
+        await life.keeper.take_snapshot()  # takes the file that is there; the one after it is slow
+        taking = asyncio.ensure_future(life.keeper.take_snapshot())
+        for _ in range(200):
+            await asyncio.sleep(0)
+        life.write(1)
+        await life.keeper.durable()  # others go on
+        assert not taking.done()
+        may_be_made.set()
+        async with asyncio.timeout(60):
+            await taking
+        return life.state()
+
+    before, (after, _) = lives(tmp_path, snapshot, look)
+    assert after == before

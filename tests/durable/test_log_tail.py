@@ -5,9 +5,10 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from journal_support import commit_each, copy, opened
+from property_settings import examples
 
 from tq_service.durable.file_names import journal_path
 from tq_service.durable.log_tail import LogTail, read_log_tail
@@ -53,7 +54,7 @@ def test_no_log_and_an_empty_one_have_no_tail(tmp_path: Path) -> None:
     assert read_log_tail(tmp_path / "empty") == LogTail()
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.data())
 def test_what_is_whole_is_what_sqlite_finds(
     image: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -92,14 +92,14 @@ def lived_in(client):
 
 
 @pytest.fixture
-def cluster(loop_thread):
-    """Start a controller with so many storage services, 0 for one that has its own."""
+def cluster(loop_thread, tmp_path):
+    """Start a controller with so many storage services, 0 for one that has its own; its checkpoints are in tmp_path."""
     with ExitStack() as stack:
 
         def start(storage_count, **flags):
             if not storage_count:
-                return stack.enter_context(LiveServer(loop_thread, **flags))
-            controller = stack.enter_context(LiveServer(loop_thread, role="controller"))
+                return stack.enter_context(LiveServer(loop_thread, checkpoint_dir=tmp_path, **flags))
+            controller = stack.enter_context(LiveServer(loop_thread, role="controller", checkpoint_dir=tmp_path))
             for number in range(storage_count):
                 stack.enter_context(
                     LiveServer(loop_thread, role="storage", controller=controller.address,
@@ -126,13 +126,13 @@ def wait_for(condition):
 def test_everything_comes_back_wherever_there_is_room(cluster, tmp_path, before, after):
     client = cluster(before).client()
     lived_in(client)
-    copy = client.checkpoint(str(tmp_path / "made" / "here"))
+    copy = client.checkpoint("made/here")
     expected = facts(client)
     next_batch = claim(client, 2).global_indexes, take(client).global_indexes
     assert (copy.partition_count, copy.sample_count) == (1, 44)
     assert [path.name for path in (tmp_path / "made" / "here").iterdir()] == ["checkpoint.tqc"]
     client = cluster(after).client()
-    restored = client.restore(str(tmp_path / "made" / "here"))
+    restored = client.restore("made/here")
     assert (restored.sample_count, restored.value_bytes) == (copy.sample_count, copy.value_bytes)
     assert facts(client) == expected
     assert (claim(client, 2).global_indexes, take(client).global_indexes) == next_batch
@@ -146,10 +146,10 @@ def test_a_restored_service_frees_what_is_cleared(cluster, tmp_path):
     server = cluster(0)
     client = server.client()
     put(client, 0, 16)
-    client.checkpoint(str(tmp_path))
+    client.checkpoint("one")
     other = cluster(0)
     client = other.client()
-    client.restore(str(tmp_path))
+    client.restore("one")
     assert client.storage_stat().used_bytes > 0
     client.clear_samples(partition_id=PARTITION, keys=[f"k{row}" for row in range(16)])
     assert client.storage_stat().used_bytes == 0
@@ -186,18 +186,18 @@ def test_a_checkpoint_under_load_is_one_moment_of_the_history(cluster, tmp_path)
         for number in range(4):
             wait_for(lambda: len(history) > 10 * (number + 1))  # noqa: B023
             earliest = len(history) - 1
-            other.checkpoint(str(tmp_path / str(number)))
+            other.checkpoint(str(number))
             latest = len(history) + 1
             wait_for(lambda: len(history) >= latest)  # noqa: B023
-            check_moment(cluster, tmp_path / str(number), history[earliest:latest])
+            check_moment(cluster, str(number), history[earliest:latest])
     finally:
         stop.set()
         thread.join()
 
 
-def check_moment(cluster, directory, moments):
+def check_moment(cluster, name, moments):
     client = cluster(0).client()
-    client.restore(str(directory))
+    client.restore(name)
     total = client.describe_partition(PARTITION)
     meta = client.lookup_samples(PARTITION)[0]
     inserted = meta.global_indexes[-1] + 1
@@ -212,51 +212,142 @@ def check_moment(cluster, directory, moments):
 def test_only_an_empty_service_takes_a_checkpoint(cluster, tmp_path):
     client = cluster(0).client()
     put(client, 0, 8)
-    client.checkpoint(str(tmp_path))
+    client.checkpoint("one")
     with pytest.raises(tq.PreconditionError, match="has 1 partitions"):
-        client.restore(str(tmp_path))
+        client.restore("one")
     assert client.lookup_samples(PARTITION)[0].size == 8
 
 
-@pytest.mark.parametrize("directory", ["relative", "", "./here"])
-def test_folders_are_named_from_the_root(cluster, directory):
-    client = cluster(0).client()
+NO_NAMES = [
+    "", ".", "..", "/", "//", "/etc/tq", "../out", "a/../../out", "a/..", "./a", "a/./b", "a//b", "/a", "a/", "~",
+    "~root/a", "a\\..\\b", "C:\\a", "a b", "a\0b", "\0", "a\nb", "a:b", "$HOME", "ä", "\u2025/a",
+    ".hidden", "a/.hidden", "-rf", "a" * 201, "a/" * 100 + "b", "a" * 1_000_000,
+]  # fmt: skip
+
+
+@pytest.fixture
+def guarded(start_server, tmp_path):
+    """A client of a service whose checkpoints are in tmp_path/inside, beside tmp_path/outside, where none may get."""
+    for name in ("inside", "outside"):
+        (tmp_path / name).mkdir()
+    client = start_server(checkpoint_dir=tmp_path / "inside").client()
+    put(client, 0, 8)
+    return client
+
+
+def refused(client, name):
+    """Ask for a checkpoint and a restore, both of which are refused; return what is said of the first."""
+    with pytest.raises(tq.InvalidArgumentError) as restored:
+        client.restore(name)
+    with pytest.raises(tq.InvalidArgumentError) as written:
+        client.checkpoint(name)
+    assert restored.value.field == written.value.field == "name"
+    return str(written.value)
+
+
+@pytest.mark.parametrize("name", NO_NAMES, ids=lambda name: ascii(name[:20]))
+def test_what_is_no_name_is_refused_and_nothing_is_written(guarded, tmp_path, name):
+    assert f"({len(name)} characters); expected 1 to 200" in refused(guarded, name)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["inside", "outside"]
+    assert guarded.lookup_samples(PARTITION)[0].size == 8
+
+
+@pytest.mark.parametrize("link", ["here", "here/there", "a/b/c"])
+@pytest.mark.parametrize("target", ["outside", "outside/missing", ".", "inside-too", "/tmp"])
+def test_no_symlink_leads_out_of_the_directory(guarded, tmp_path, link, target):
+    (tmp_path / "inside-too").mkdir()  # begins like the directory, and is another
+    path = tmp_path / "inside" / link
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(tmp_path / target)
+    before = sorted(tmp_path.rglob("*"))
+    for name in (link, f"{link}/further"):
+        assert "symlink out of the checkpoint_dir" in refused(guarded, name)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("file", ["checkpoint.tqc", "checkpoint.tqc.partial"])
+@pytest.mark.parametrize("exists", [True, False])
+def test_no_file_of_a_checkpoint_is_a_symlink(guarded, tmp_path, file, exists):
+    guarded.checkpoint("good")
+    target = tmp_path / "outside" / "file"
+    if exists:
+        target.write_bytes((tmp_path / "inside" / "good" / "checkpoint.tqc").read_bytes())
+    (tmp_path / "inside" / "one").mkdir()
+    (tmp_path / "inside" / "one" / file).symlink_to(target)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert f"symlink at its {file}" in refused(guarded, "one")
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_links_in_a_circle_and_files_in_the_way_are_refused(guarded, tmp_path):
+    (tmp_path / "inside" / "circle").symlink_to(tmp_path / "inside" / "circle")
+    (tmp_path / "inside" / "file").touch()
+    for name in ("circle", "file", "file/one"):
+        with pytest.raises(tq.InvalidArgumentError, match="no checkpoint can be written to"):
+            guarded.checkpoint(name)
+
+
+def test_links_that_stay_inside_and_one_to_the_directory_itself_are_the_operators(start_server, tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    server = start_server(checkpoint_dir=tmp_path / "link")
+    client = server.client()
+    put(client, 0, 8)
+    assert client.checkpoint("nightly/2026-11-21").name == "nightly/2026-11-21"
+    (tmp_path / "disk" / "latest").symlink_to("nightly/2026-11-21")
+    assert (tmp_path / "disk" / "nightly" / "2026-11-21" / "checkpoint.tqc").exists()
+    other = start_server(checkpoint_dir=tmp_path / "disk").client()
+    assert other.restore("latest").sample_count == 8
+
+
+def test_without_a_directory_for_checkpoints_both_calls_name_the_setting(start_server):
+    client = start_server().client()
     for call in (client.checkpoint, client.restore):
-        with pytest.raises(tq.InvalidArgumentError, match="whole path"):
-            call(directory)
+        with pytest.raises(tq.PreconditionError, match=r"TQ_CHECKPOINT_DIR.*data_dir"):
+            call("one")
+
+
+def test_the_default_is_a_directory_of_the_data_folder(start_server, tmp_path):
+    with start_server(data_dir=tmp_path / "data") as server:
+        put(server.client(), 0, 8)
+        server.client().checkpoint("one")
+    assert (tmp_path / "data" / "checkpoints" / "one" / "checkpoint.tqc").exists()
+    assert start_server(data_dir=tmp_path / "data").client().lookup_samples(PARTITION)[0].size == 8
+    other = start_server(checkpoint_dir=tmp_path / "data" / "checkpoints").client()
+    assert other.restore("one").sample_count == 8
 
 
 def test_damaged_files_are_refused_and_nothing_changes(cluster, tmp_path):
     client = cluster(0).client()
     put(client, 0, 8)
-    client.checkpoint(str(tmp_path))
-    whole = (tmp_path / "checkpoint.tqc").read_bytes()
+    client.checkpoint("one")
+    whole = (tmp_path / "one" / "checkpoint.tqc").read_bytes()
     client = cluster(0).client()
     flips = [(at, bytes((whole[at] ^ 0x40,))) for at in range(0, len(whole), max(1, len(whole) // 60))]
     for at, byte in flips:
-        (tmp_path / "checkpoint.tqc").write_bytes(whole[:at] + byte + whole[at + 1 :])
+        (tmp_path / "one" / "checkpoint.tqc").write_bytes(whole[:at] + byte + whole[at + 1 :])
         with pytest.raises(tq.SnapshotDamagedError, match=r"checkpoint\.tqc is damaged at byte"):
-            client.restore(str(tmp_path))
+            client.restore("one")
     for size in (0, 5, len(whole) // 2, len(whole) - 1):
-        (tmp_path / "checkpoint.tqc").write_bytes(whole[:size])
+        (tmp_path / "one" / "checkpoint.tqc").write_bytes(whole[:size])
         with pytest.raises(tq.SnapshotDamagedError):
-            client.restore(str(tmp_path))
-    (tmp_path / "checkpoint.tqc").unlink()
+            client.restore("one")
+    (tmp_path / "one" / "checkpoint.tqc").unlink()
     with pytest.raises(tq.InvalidArgumentError, match="no checkpoint"):
-        client.restore(str(tmp_path))
+        client.restore("one")
     assert client.list_partitions() == []
     assert client.storage_stat().put_count == 0
-    (tmp_path / "checkpoint.tqc").write_bytes(whole)
-    assert client.restore(str(tmp_path)).sample_count == 8
+    (tmp_path / "one" / "checkpoint.tqc").write_bytes(whole)
+    assert client.restore("one").sample_count == 8
 
 
 def test_without_room_nothing_is_restored(cluster, tmp_path):
     client = cluster(0).client()
     client.put({"x": torch.zeros(8, 1 << 18)}, partition_id=PARTITION)
-    client.checkpoint(str(tmp_path))
+    client.checkpoint("one")
     client = cluster(0, max_bytes=6 << 20).client()
     with pytest.raises(tq.QuotaExceededError):
-        client.restore(str(tmp_path))
+        client.restore("one")
     assert client.list_partitions() == []
     assert client.storage_stat().used_bytes == 0
     put(client, 0, 8)
@@ -265,8 +356,8 @@ def test_without_room_nothing_is_restored(cluster, tmp_path):
 def test_a_full_disk_leaves_the_checkpoint_before_it(cluster, tmp_path, monkeypatch):
     client = cluster(0).client()
     put(client, 0, 8)
-    client.checkpoint(str(tmp_path))
-    whole = (tmp_path / "checkpoint.tqc").read_bytes()
+    client.checkpoint("one")
+    whole = (tmp_path / "one" / "checkpoint.tqc").read_bytes()
     put(client, 8, 8)
 
     def fail(self):
@@ -274,64 +365,67 @@ def test_a_full_disk_leaves_the_checkpoint_before_it(cluster, tmp_path, monkeypa
 
     monkeypatch.setattr(RecordWriter, "commit", fail)
     with pytest.raises(tq.DiskFullError, match="has no room"):
-        client.checkpoint(str(tmp_path))
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.tqc"]
-    assert (tmp_path / "checkpoint.tqc").read_bytes() == whole
+        client.checkpoint("one")
+    assert [path.name for path in (tmp_path / "one").iterdir()] == ["checkpoint.tqc"]
+    assert (tmp_path / "one" / "checkpoint.tqc").read_bytes() == whole
 
 
 def test_lost_bytes_are_named_and_the_checkpoint_before_them_stays(cluster, loop_thread, tmp_path):
-    controller = LiveServer(loop_thread, role="controller")
+    controller = LiveServer(loop_thread, role="controller", checkpoint_dir=tmp_path)
     with controller:
         storage = LiveServer(loop_thread, role="storage", controller=controller.address, storage_id="s")
         client = controller.client()
         wait_for(lambda: storage_count_of(controller) == 1)
         put(client, 0, 8)
-        client.checkpoint(str(tmp_path))
-        whole = (tmp_path / "checkpoint.tqc").read_bytes()
+        client.checkpoint("one")
+        whole = (tmp_path / "one" / "checkpoint.tqc").read_bytes()
         storage.__exit__()
         with LiveServer(loop_thread, role="storage", controller=controller.address, storage_id="s"):
             wait_for(lambda: controller.app._storages._storages["s"].boot_id != storage.app._engine.boot_id)
             with pytest.raises(tq.DataLossError, match="samples 0, 1, 2, 3, 4 and 3 more"):
-                client.checkpoint(str(tmp_path))
-        assert (tmp_path / "checkpoint.tqc").read_bytes() == whole
+                client.checkpoint("one")
+        assert (tmp_path / "one" / "checkpoint.tqc").read_bytes() == whole
 
 
 def test_a_killed_checkpoint_leaves_the_one_before_it(tmp_path):
-    directory = tmp_path / "checkpoints"
-    with server_process() as server, tq.Client(server.address, timeout=60) as client:
+    directory = tmp_path / "one"
+    flags = ("--checkpoint-dir", str(tmp_path))
+    with server_process(*flags) as server, tq.Client(server.address, timeout=60) as client:
         client.put({"x": torch.arange(8)}, partition_id="small")
-        client.checkpoint(str(directory))
+        client.checkpoint("one")
         for number in range(4):
             client.put({"x": torch.full((8, 1 << 20), number)}, partition_id="large")
         with pytest.raises(tq.TqError), tq.Client(server.address, timeout=20) as doomed:
-            killer = threading.Thread(target=_kill_when_under_way, args=(server, directory))
+            killer = threading.Thread(target=_kill_when_under_way, args=(server, directory, doomed))
             killer.start()
             try:
-                doomed.checkpoint(str(directory), timeout=20)
+                doomed.checkpoint("one", timeout=20)
             finally:
                 killer.join()
     assert {path.name for path in directory.iterdir()} == {"checkpoint.tqc", "checkpoint.tqc.partial"}
-    with server_process() as server, tq.Client(server.address, timeout=60) as client:
-        assert client.restore(str(directory)).sample_count == 8
-        client.checkpoint(str(directory))
+    with server_process(*flags) as server, tq.Client(server.address, timeout=60) as client:
+        assert client.restore("one").sample_count == 8
+        client.checkpoint("one")
     assert {path.name for path in directory.iterdir()} == {"checkpoint.tqc"}
 
 
-def _kill_when_under_way(server, directory: Path) -> None:
+def _kill_when_under_way(server, directory: Path, client: tq.Client) -> None:
     partial = directory / "checkpoint.tqc.partial"
     wait_for(lambda: partial.exists() and partial.stat().st_size > 1 << 20)
     server.process.kill()
     server.process.wait()
+    client.close()  # else its call asks again and again until its time is over
 
 
 def test_what_a_durable_service_restored_outlives_it(tmp_path):
-    with server_process() as server, tq.Client(server.address, timeout=60) as client:
+    where = ("--checkpoint-dir", str(tmp_path / "checkpoints"))
+    with server_process(*where) as server, tq.Client(server.address, timeout=60) as client:
         lived_in(client)
-        client.checkpoint(str(tmp_path / "checkpoint"))
+        client.checkpoint("one")
         expected = facts(client)
-    flags = ("--data-dir", str(tmp_path / "data"), "--durability", "process")
+    flags = (*where, "--data-dir", str(tmp_path / "data"), "--durability", "process")
     with server_process(*flags) as server, tq.Client(server.address, timeout=60) as client:
-        client.restore(str(tmp_path / "checkpoint"))
+        client.restore("one")
         server.process.kill()
         server.process.wait()
         server.restart()
@@ -339,12 +433,12 @@ def test_what_a_durable_service_restored_outlives_it(tmp_path):
 
 
 def test_a_lease_runs_out_in_the_restored_service_though_nobody_asks(start_server, tmp_path):
-    before = start_server().client()
+    before = start_server(checkpoint_dir=tmp_path).client()
     before.put({"x": torch.arange(4)}, partition_id="train")
     before.get_meta(partition_id="train", task_name="t", data_fields=["x"], batch_size=4, lease=0.5)
-    before.checkpoint(str(tmp_path))
-    after = start_server().client()
-    after.restore(str(tmp_path))
+    before.checkpoint("one")
+    after = start_server(checkpoint_dir=tmp_path).client()
+    after.restore("one")
     for _ in range(600):
         if after.describe_partition("train").tasks[0].leased_count == 0:
             break

@@ -134,7 +134,10 @@ def test_a_sync_client_that_is_interrupted_releases_its_claim(server: LiveServer
     client = server.client()
     client.create_partition("train")
     program = f"""
+import signal
 import tq_service as tq
+# Started from a script in the background, all of its programs ignore SIGINT until they say otherwise.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 with tq.Client({server.address!r}) as client:
     try:
         client.get_meta(partition_id="train", task_name="reward", data_fields=["x"], batch_size=1, max_wait=60.0)

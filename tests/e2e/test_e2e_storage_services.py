@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ import psutil
 import pytest
 import torch
 from live_server import AnyClient, ClientKind, LoopThread, ServerProcess, server_process
+from padded_rows import assert_pads_like
 
 import tq_service as tq
 from tq_service.v1 import controller_service_pb2 as pb
@@ -77,6 +79,7 @@ def put_in_both(cluster: Cluster) -> dict[str, list[int]]:
 def check_rows(cluster: Cluster, indexes: list[int]) -> None:
     batch = cluster.client.get_data(partition_id="train", global_indexes=indexes)
     assert batch["x"][:, 0].tolist() == indexes
+    assert_pads_like(batch["j"], [torch.arange(index) for index in indexes])
     assert bool((batch["x"] == batch["x"][:, :1]).all())
     assert [row.tolist() for row in batch["j"].unbind()] == [list(range(index)) for index in indexes]
     assert list(batch["o"]) == [f"text {index}" for index in indexes]
@@ -191,3 +194,18 @@ def test_a_partition_that_lives_on_keeps_memory_flat() -> None:
 
         warm = loop(40)
         assert loop(120) < warm + 16 * MIB
+
+
+def test_services_started_at_once_on_one_machine_know_each_other(tmp_path, monkeypatch):
+    """Without a flag for it: one of them makes the secret that all read."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with ThreadPoolExecutor(4) as threads, ExitStack() as stack:
+        roles = ["controller"] * 3 + ["all"]
+        controllers = list(threads.map(lambda role: stack.enter_context(server_process("--role", role)), roles))
+        assert len(list(tmp_path.glob("tq_service-internal-*/*"))) == 1
+        for number, controller in enumerate(controllers[:2]):
+            flags = ("--controller", controller.address.replace("127.0.0.1", "localhost"), "--storage-id", f"s{number}")
+            stack.enter_context(server_process("--role", "storage", *flags))
+            with tq.Client(controller.address, timeout=60) as client:
+                meta = client.put({"x": torch.arange(4)}, partition_id="train")
+                assert client.get_data(meta)["x"].tolist() == [0, 1, 2, 3]

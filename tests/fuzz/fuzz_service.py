@@ -21,6 +21,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from recording_proxy import RecordingProxy
 
 import tq_service as tq
+from tq_service.server.internal_secret import INTERNAL_KEY, InternalSecret, own_secret_path
+from tq_service.server.permissions import rules
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import storage_service_pb2 as storage_pb
 from tq_service.v1.controller_service_pb2_grpc import ControllerServiceStub
@@ -33,7 +35,23 @@ SERVICES: list[ServiceDescriptor] = [
     pb.DESCRIPTOR.services_by_name["ControllerService"],
     storage_pb.DESCRIPTOR.services_by_name["StorageService"],
 ]
-METHODS: list[MethodDescriptor] = [method for service in SERVICES for method in service.methods]
+RULES = rules(lambda _put_id: None)
+
+
+def is_internal(method: MethodDescriptor) -> bool:
+    """Whether it is for other services alone."""
+    return RULES[path_of(method)].is_internal
+
+
+def path_of(method: MethodDescriptor) -> str:
+    """Return its full name."""
+    return f"/{method.containing_service.full_name}/{method.name}"
+
+
+_ALL: list[MethodDescriptor] = [method for service in SERVICES for method in service.methods]
+METHODS = [method for method in _ALL if not is_internal(method) or method.containing_service is SERVICES[0]]
+"""What the service has, its storage service being embedded."""
+STORAGE_ONLY = [method for method in _ALL if method not in METHODS]
 CALL_SECONDS = 10.0
 """By then every call has an answer: the service lets a claim wait for a hundredth of a second."""
 
@@ -43,13 +61,13 @@ _RANKED = {"task_name": "update_actor", "data_fields": ["input_ids"], "batch_siz
 class FuzzedService:
     """A service process; what it logs goes to a file."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *more_flags: str) -> None:
         self.folder = folder
         self.log = folder / "service.log"
         command = [sys.executable, "-m", "tq_service.cli", "serve", "--port", "0", "--log-level", "warning"]
         flags = ["--max-bytes", "1GiB", "--max-wait-cap-seconds", "0.01", "--shared-memory", "off"]
         flags += ["--put-ttl-seconds", "86400"]  # what expires by itself would be taken for the work of a refused call
-        flags += ["--storage-id", "fuzzed", "--no-allow-sampler-import"]
+        flags += ["--storage-id", "fuzzed", "--no-allow-sampler-import", *more_flags]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [*command, *flags], stdout=subprocess.PIPE, stderr=log, text=True, cwd=folder,
@@ -158,7 +176,8 @@ class FuzzedService:
 
     def call(self, method: MethodDescriptor, sent: Sequence[bytes]) -> grpc.RpcError | None:
         """Make a call of bytes; return its error, None where it was accepted."""
-        path = f"/{method.containing_service.full_name}/{method.name}"
+        path = path_of(method)
+        metadata = as_service() if is_internal(method) else None
         data = [self._with_ids(message) for message in sent]
         try:
             if method.client_streaming:
@@ -166,7 +185,7 @@ class FuzzedService:
             elif method.server_streaming:
                 list(self.channel.unary_stream(path)(data[0], timeout=CALL_SECONDS))
             else:
-                self.channel.unary_unary(path)(data[0], timeout=CALL_SECONDS)
+                self.channel.unary_unary(path)(data[0], timeout=CALL_SECONDS, metadata=metadata)
         except grpc.RpcError as error:
             return error
         return None
@@ -189,6 +208,11 @@ class FuzzedService:
             method: [[_with_tokens(message, tokens) for message in call] for call in calls]
             for method, calls in proxy.calls.items()
         }
+
+
+def as_service() -> tuple[tuple[str, str], ...]:
+    """Return what the services of this machine show each other."""
+    return ((INTERNAL_KEY, InternalSecret(own_secret_path(), is_made=True, is_own=True).proof),)
 
 
 def reason_of(error: Any) -> str:

@@ -10,8 +10,8 @@ from typing import Any
 
 import grpc
 import pytest
-from fuzz_messages import EXAMPLES, FRESH_ID, Call, changed, garbled, messages
-from fuzz_service import METHODS, FuzzedService, HealthWatch, reason_of
+from fuzz_messages import BOOT_ID, EXAMPLES, FRESH_ID, Call, changed, garbled, messages
+from fuzz_service import METHODS, STORAGE_ONLY, FuzzedService, HealthWatch, reason_of
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tq_service.v1 import controller_service_pb2 as pb
+from tq_service.v1 import storage_service_pb2 as storage_pb
 from tq_service.v1.metadata_pb2 import Int64Values, MetaColumn
 
 CALLS_A_ROUND = 10
@@ -43,6 +44,15 @@ CHANGES: dict[str, Message] = {
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FuzzedService]:
     service = FuzzedService(tmp_path_factory.mktemp("fuzz"))
+    yield service
+    service.close()
+
+
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FuzzedService]:
+    """A storage service without a controller."""
+    service = FuzzedService(tmp_path_factory.mktemp("fuzz"), "--role", "storage", "--controller", "127.0.0.1:1")
+    service.ids = {BOOT_ID: service.storage.Stat(storage_pb.StatRequest()).storage.boot_id}
     yield service
     service.close()
 
@@ -116,6 +126,20 @@ def test_odd_calls(service: FuzzedService, traffic: dict[str, list[Call]], metho
     assert service.faults() == ""
 
 
+@pytest.mark.parametrize("method", STORAGE_ONLY, ids=lambda method: method.name)
+def test_odd_calls_between_services(storage: FuzzedService, method: MethodDescriptor) -> None:
+    @settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(calls(method, []))
+    def attack(call: Call) -> None:
+        check(storage, method, call)
+
+    with HealthWatch(storage.address) as health:
+        attack()
+    assert health.failures == []
+    assert storage.process.poll() is None
+    assert storage.faults() == ""
+
+
 def check(service: FuzzedService, method: MethodDescriptor, call: Call) -> bool:
     """Make a call and check that it ends as calls must; return whether it was refused."""
     error: Any = service.call(method, call)
@@ -128,8 +152,9 @@ def check(service: FuzzedService, method: MethodDescriptor, call: Call) -> bool:
 
 def test_real_traffic_is_there_to_be_changed(traffic: dict[str, list[Call]]) -> None:
     """A method that is new should be used by the traffic, or be named here."""
-    internal = {"RegisterStorage", "ConfirmPut", "FreeCells", "KeepPuts"}
-    assert {method.name for method in METHODS} - traffic.keys() <= internal | {"Commit", "Checkpoint", "Restore"}
+    assert {method.name for method in METHODS} - traffic.keys() <= {
+        "RegisterStorage", "Commit", "Checkpoint", "Restore",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["Insert", "SetCustomMeta", "ClearSamples", "SealPartition"])

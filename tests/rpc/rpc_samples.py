@@ -95,7 +95,9 @@ def has_retry_info(call: Any) -> bool:
     return any(detail.Is(RetryInfo.DESCRIPTOR) for detail in status_of(call).details)
 
 
-def call_raw(server: LiveServer, method: str, messages: Iterable[bytes], timeout: float = 20.0) -> bytes:
+def call_raw(
+    server: LiveServer, method: str, messages: Iterable[bytes], timeout: float = 20.0, metadata: Any = None
+) -> bytes:
     """Send bytes as the messages of a call."""
     channel = server.channel
     if method == "/tq_service.v1.StorageService/Put":
@@ -103,7 +105,7 @@ def call_raw(server: LiveServer, method: str, messages: Iterable[bytes], timeout
     (message,) = messages
     if method == "/tq_service.v1.StorageService/Get":
         return b"".join(channel.unary_stream(method)(message, timeout=timeout))
-    return channel.unary_unary(method)(message, timeout=timeout)
+    return channel.unary_unary(method)(message, timeout=timeout, metadata=metadata)
 
 
 def still_works(client: AnyClient) -> None:

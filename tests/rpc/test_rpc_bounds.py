@@ -109,7 +109,7 @@ def test_over_the_bound_until_the_deadline_nothing_is_left(client: AnyClient, co
     client.put(rows(300), partition_id="p")
     before = client.storage_stat()
     with pytest.raises(tq.QuotaExceededError, match="300000") as caught:
-        client.put(rows(count), partition_id="p", timeout=1.0)
+        client.put(rows(count), partition_id="p", timeout=3.0)
     assert caught.value.retry_after_seconds
     after = client.storage_stat()
     assert (after.used_bytes, after.put_count) == (before.used_bytes, before.put_count)

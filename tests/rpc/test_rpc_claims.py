@@ -57,6 +57,8 @@ def test_drop_last_leaves_out_the_short_batch(client: AnyClient) -> None:
     assert [client.get_meta(**asks, batch_index=index).size for index in range(2)] == [2, 2]
     end = client.get_meta(**asks, batch_index=2)
     assert (end.status, end.skipped) == ("end", 1)
+    assert end.end is not None
+    assert (end.end.consumed, end.end.skipped_by_reason) == (4, {"left_over": 1})
     assert client.check_consumption("train", "t").complete
 
 

@@ -181,7 +181,7 @@ WRONG_PUTS = [
     invalid("rows of metadata", put({"score": torch.zeros(2, 3)}, custom_meta=[{"version": 1}]), "custom_meta",
             "1 samples", "2"),
     invalid("rows of existing samples", lambda c, m: c.put({"score": torch.zeros(3, 3)}, metadata=m),
-            "global_indexes", "4 global_indexes", "3 samples"),
+            "data", "metadata has 4 samples", "field 'score' has 3 rows"),
     invalid("keys twice", put({"score": torch.zeros(2, 3)}, keys=["a", "a"]), "keys", "'a'", "unique"),
     invalid("empty key", put({"score": torch.zeros(2, 3)}, keys=["a", ""]), "keys", "empty"),
     invalid("empty put", put({"score": torch.zeros(0, 3)}), "data", "0 rows", "at least one"),
@@ -211,7 +211,7 @@ WRONG_PUTS = [
 
 STALE = [
     refused("sealed, put", put({"score": torch.zeros(1, 3)}), tq.PartitionSealedError, "'train'", "4 samples",
-            "1 new", "key_mode='existing'", prepare=lambda c, m: c.seal_partition("train")),
+            "1 new", "key_mode='existing'", "clear_partition", prepare=lambda c, m: c.seal_partition("train")),
     refused("sealed, insert", lambda c, m: c.insert("train", 3), tq.PartitionSealedError, "3 new",
             prepare=lambda c, m: c.seal_partition("train")),
     refused("sealed, unknown key", put({"score": torch.zeros(2, 3)}, keys=["k0", "k9"]), tq.PartitionSealedError,

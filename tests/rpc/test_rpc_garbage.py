@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 import pytest
 from google.protobuf.message import Message
-from live_server import LiveServer
+from live_server import LiveServer, StartServer
 from rpc_samples import call_raw, new_id, put_train, reason_of, snapshot, still_works
 
 import tq_service as tq
+from tq_service.server.permissions import rules
 from tq_service.v1 import controller_service_pb2 as controller_pb
 from tq_service.v1 import metadata_pb2, storage_service_pb2
 
@@ -19,6 +21,8 @@ CODE = grpc.StatusCode
 CONTROLLER = controller_pb.DESCRIPTOR.services_by_name["ControllerService"]
 STORAGE = storage_service_pb2.DESCRIPTOR.services_by_name["StorageService"]
 METHODS = [f"/{service.full_name}/{method.name}" for service in (CONTROLLER, STORAGE) for method in service.methods]
+INTERNAL = [name for name, rule in rules(lambda _put_id: None).items() if rule.is_internal]
+PUBLIC = [name for name in METHODS if name not in INTERNAL]
 GARBAGE = [
     b"\xff" * 40,
     b"\x0a\xff\xff\xff\xff\x0f",
@@ -31,7 +35,55 @@ GARBAGE = [
 REFUSALS = {CODE.INVALID_ARGUMENT, CODE.NOT_FOUND, CODE.FAILED_PRECONDITION, CODE.DATA_LOSS, CODE.ALREADY_EXISTS}
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.fixture
+def internal_server(start_server: StartServer) -> Callable[[str], LiveServer]:
+    """Returns a server that has an internal method."""
+
+    def start(method: str) -> LiveServer:
+        if CONTROLLER.full_name in method:
+            return start_server(role="controller")
+        return start_server(role="storage", controller="127.0.0.1:1")
+
+    return start
+
+
+@pytest.mark.parametrize("method", INTERNAL)
+def test_garbage_in_calls_between_services_is_an_invalid_argument(
+    internal_server: Callable[[str], LiveServer], method: str
+) -> None:
+    server = internal_server(method)
+    for garbage in GARBAGE:
+        with pytest.raises(grpc.RpcError) as caught:
+            call_raw(server, method, [garbage], metadata=server.as_service)
+        call: Any = caught.value
+        assert (call.code(), reason_of(call)) == (CODE.INVALID_ARGUMENT, "INVALID_ARGUMENT")
+
+
+def test_garbled_calls_between_services_never_end_in_an_internal_error(
+    internal_server: Callable[[str], LiveServer],
+) -> None:
+    random_ = random.Random(7)
+    storage = f"/{STORAGE.full_name}/"
+    server = internal_server(storage)
+    cells = storage_service_pb2.PutCells(put_id=new_id(), field_names=["x"], first_rows=[0], row_counts=[2])
+    boot_id = server.app._engine.boot_id
+    for name, request in {
+        "ConfirmPut": storage_service_pb2.ConfirmPutRequest(boot_id=boot_id, put_id=new_id(), partition_id="train"),
+        "FreeCells": storage_service_pb2.FreeCellsRequest(boot_id=boot_id, cells=[cells]),
+        "KeepPuts": storage_service_pb2.KeepPutsRequest(boot_id=boot_id, cells=[cells]),
+    }.items():
+        for _ in range(25):
+            try:
+                call_raw(
+                    server, storage + name, [garbled(random_, request.SerializeToString())], metadata=server.as_service
+                )
+            except grpc.RpcError as error:
+                call: Any = error
+                assert call.code() in REFUSALS, f"{name}: {call.code()} {call.details()}"
+                assert reason_of(call)
+
+
+@pytest.mark.parametrize("method", PUBLIC)
 def test_bytes_that_are_no_message_are_an_invalid_argument(server: LiveServer, method: str) -> None:
     client = server.client()
     put_train(client)
@@ -89,8 +141,6 @@ def requests_of_all_methods(meta: tq.BatchMeta) -> dict[str, Message]:
         "ListSamplers": controller_pb.ListSamplersRequest(),
         "PlacePut": controller_pb.PlacePutRequest(size_bytes=100, partition_id="train"),
         "Stat": storage_service_pb2.StatRequest(),
-        "ConfirmPut": storage_service_pb2.ConfirmPutRequest(boot_id=new_id(), put_id=new_id(), partition_id="train"),
-        "FreeCells": storage_service_pb2.FreeCellsRequest(boot_id=new_id()),
         "PutSmall": storage_service_pb2.PutSmallRequest(
             header=storage_service_pb2.PutHeader(
                 put_id=new_id(),
@@ -127,9 +177,7 @@ def garbled(random_: random.Random, data: bytes) -> bytes:
 def test_garbled_requests_never_end_in_an_internal_error(server: LiveServer) -> None:
     client = server.client()
     random_ = random.Random(7)
-    for name in ["RegisterStorage", *requests_of_all_methods(put_train(client))]:
-        if name == "RegisterStorage":  # a garbled one may announce a storage service, to which puts would go
-            continue
+    for name in requests_of_all_methods(put_train(client)):
         service = STORAGE if name in STORAGE.methods_by_name else CONTROLLER
         for _ in range(25):
             meta = client.lookup_samples("train", ["k0"])[0] if client.list_partitions("train") else put_train(client)
@@ -200,7 +248,6 @@ EXTREME_REQUESTS: list[tuple[str, Message]] = [
     ("Locate", controller_pb.LocateRequest(partition_id="train", global_indexes=[-(2**63), 2**63 - 1])),
     ("CheckProduction", controller_pb.CheckProductionRequest(partition_id="train")),
     ("ReleaseClaim", controller_pb.ReleaseClaimRequest(**TRAIN_IDS, task_name="t")),
-    ("RegisterStorage", controller_pb.RegisterStorageRequest()),
     ("PlacePut", controller_pb.PlacePutRequest(size_bytes=-1)),
 ]
 

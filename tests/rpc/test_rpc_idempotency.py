@@ -345,25 +345,27 @@ def test_a_put_for_another_partition_is_not_committed(server: LiveServer, send_p
     assert client.list_partitions() == []
 
 
-def test_confirming_and_freeing_again_changes_nothing(server: LiveServer, send_put: SendPut) -> None:
-    client = server.client()
+def test_confirming_and_freeing_again_changes_nothing(start_server: StartServer, send_put: SendPut) -> None:
+    server = start_server(role="storage", controller="127.0.0.1:1")
+    as_service, stat = server.as_service, lambda: server.storage.Stat(storage_service_pb2.StatRequest())
     messages = put_stream()
     stored = send_put(server, messages)
     confirm = storage_service_pb2.ConfirmPutRequest(
         boot_id=stored.storage.boot_id, put_id=messages[0].header.put_id, partition_id="train"
     )
     for _ in range(2):
-        server.storage.ConfirmPut(confirm)
-    assert client.storage_stat().put_count == 1
+        server.storage.ConfirmPut(confirm, metadata=as_service)
+    assert stat().put_count == 1
     cells = storage_service_pb2.PutCells(put_id=messages[0].header.put_id)
     other_boot = storage_service_pb2.FreeCellsRequest(boot_id=new_id(), cells=[cells])
-    server.storage.FreeCells(other_boot)
-    assert client.storage_stat().put_count == 1
+    server.storage.FreeCells(other_boot, metadata=as_service)
+    assert stat().put_count == 1
     for _ in range(2):
-        server.storage.FreeCells(storage_service_pb2.FreeCellsRequest(boot_id=stored.storage.boot_id, cells=[cells]))
-        assert client.storage_stat().used_bytes == 0
+        free = storage_service_pb2.FreeCellsRequest(boot_id=stored.storage.boot_id, cells=[cells])
+        server.storage.FreeCells(free, metadata=as_service)
+        assert stat().used_bytes == 0
     with pytest.raises(grpc.RpcError) as caught:
-        server.storage.ConfirmPut(confirm)
+        server.storage.ConfirmPut(confirm, metadata=as_service)
     call: Any = caught.value
     assert call.code() == grpc.StatusCode.NOT_FOUND
 
@@ -378,7 +380,7 @@ def test_placing_and_announcing_change_nothing_that_is_stored(server: LiveServer
     assert placed.storage.boot_id == client.storage_stat().boot_id
     endpoint = metadata_pb2.StorageEndpoint(storage_id="other", boot_id=new_id(), address="127.0.0.1:1")
     announced = pb.RegisterStorageRequest(storage=endpoint, max_bytes=1 << 50)
-    answers = [server.controller.RegisterStorage(announced) for _ in range(2)]
+    answers = [server.controller.RegisterStorage(announced, metadata=server.as_service) for _ in range(2)]
     assert answers[0] == answers[1]
     assert answers[0].heartbeat_seconds > 0
     placed = server.controller.PlacePut(pb.PlacePutRequest(size_bytes=100))

@@ -103,10 +103,35 @@ def test_a_storage_service_that_starts_anew_is_told_what_is_known(deployment: De
         client.get_data(gone)
     # What waits for its commit goes on doing so.
     confirm = pb.ConfirmPutRequest(boot_id=after.storage.boot_id, put_id=waiting, partition_id="train")
-    deployment.storage.storage.ConfirmPut(confirm)
+    deployment.storage.storage.ConfirmPut(confirm, metadata=deployment.storage.as_service)
     assert deployment.stat().uncommitted_put_count == 1
     client.clear_partition("train")
     deployment.wait(lambda stat: stat.put_count == 2)
+
+
+def test_what_is_known_is_told_in_pieces_however_much_it_is(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of millions of puts, which took more than a message may have."""
+    monkeypatch.setattr("tq_service.server.known_puts._MOST_PUTS", 4)
+    client = deployment.controller.client()
+    for number in range(50):
+        client.put(
+            {"x": torch.arange(ROWS) + number}, partition_id="train", keys=[f"{number}-{i}" for i in range(ROWS)]
+        )
+    client.clear_samples(partition_id="train", keys=[f"{number}-3" for number in range(0, 50, 2)])
+    deployment.controller.stop()
+    stray = store_unconfirmed(deployment.storage, deployment.stat().storage.boot_id)
+    confirm = pb.ConfirmPutRequest(boot_id=deployment.stat().storage.boot_id, put_id=stray, partition_id="train")
+    deployment.storage.storage.ConfirmPut(confirm, metadata=deployment.storage.as_service)
+    deployment.restart_storage()
+    deployment.restart_controller()
+    deployment.wait(lambda stat: stat.uncommitted_put_count == 1)  # the stray one, which waits again after the restart
+    for number in (0, 49):
+        batch = client.get_data(partition_id="train", keys=[f"{number}-{i}" for i in (0, 2, 4)], data_fields=["x"])
+        assert batch["x"].tolist() == [number, number + 2, number + 4]
+    assert deployment.stat().put_count == 51
+    assert deployment.stat().damaged_put_count == 0
 
 
 def test_a_controller_that_starts_anew_tells_what_it_knows(deployment: Deployment) -> None:
@@ -116,13 +141,31 @@ def test_a_controller_that_starts_anew_tells_what_it_knows(deployment: Deploymen
     deployment.controller.stop()
     stray = store_unconfirmed(deployment.storage, boot_id)
     confirm = pb.ConfirmPutRequest(boot_id=boot_id, put_id=stray, partition_id="train")
-    deployment.storage.storage.ConfirmPut(confirm)  # by a controller that ended before it committed
+    # By a controller that ended before it committed.
+    deployment.storage.storage.ConfirmPut(confirm, metadata=deployment.storage.as_service)
     assert deployment.stat().put_count == 2
     deployment.restart_controller()
     deployment.wait(lambda stat: stat.put_count == 1)
     assert client.get_data(meta)["x"].tolist() == list(range(ROWS))
     more = client.put({"x": torch.arange(ROWS)}, partition_id="train")
     assert more.global_indexes[0] == ROWS
+
+
+def test_a_confirmed_put_that_is_never_committed_goes_and_what_is_committed_stays(start_server: StartServer) -> None:
+    """As where the client is killed between the two, whatever `put_ttl_seconds` the controller was started with."""
+    controller = start_server(role="controller")
+    storage = start_server(role="storage", controller=controller.address, put_ttl_seconds=0.5, shared_memory="off")
+    client = controller.client()
+    meta = client.put({"x": torch.arange(ROWS)}, partition_id="train")
+    boot_id = storage.storage.Stat(pb.StatRequest()).storage.boot_id
+    stray = store_unconfirmed(storage, boot_id)
+    confirm = pb.ConfirmPutRequest(boot_id=boot_id, put_id=stray, partition_id="train")
+    storage.storage.ConfirmPut(confirm, metadata=storage.as_service)
+    deadline = time.monotonic() + 60
+    while storage.storage.Stat(pb.StatRequest()).put_count > 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert client.get_data(meta)["x"].tolist() == list(range(ROWS))
 
 
 def test_puts_that_the_storage_service_has_lost_are_told_and_named(deployment: Deployment) -> None:
@@ -133,7 +176,8 @@ def test_puts_that_the_storage_service_has_lost_are_told_and_named(deployment: D
     locate = LocateRequest(partition_id="train", global_indexes=[0], data_fields=["x"])
     located = deployment.controller.controller.Locate(locate)
     cells = pb.PutCells(put_id=located.meta.locations.puts[0].put_id)
-    deployment.storage.storage.FreeCells(pb.FreeCellsRequest(boot_id=boot_id, cells=[cells]))
+    free = pb.FreeCellsRequest(boot_id=boot_id, cells=[cells])
+    deployment.storage.storage.FreeCells(free, metadata=deployment.storage.as_service)
     deployment.restart_storage()
     deployment.wait(lambda stat: stat.damaged_put_count == 1)
     with pytest.raises(tq.DataLossError, match="'x' of samples 0, 1, 2"):
@@ -144,26 +188,28 @@ def test_puts_that_the_storage_service_has_lost_are_told_and_named(deployment: D
 
 
 def test_keeping_puts_of_another_boot_is_refused(deployment: Deployment) -> None:
+    as_service = deployment.storage.as_service
     with pytest.raises(grpc.RpcError) as caught:
-        deployment.storage.storage.KeepPuts(pb.KeepPutsRequest(boot_id=new_id()))
+        deployment.storage.storage.KeepPuts(
+            iter([pb.KeepPutsRequest(boot_id=new_id(), is_last=True)]), metadata=as_service
+        )
     call: Any = caught.value
     assert call.code() == grpc.StatusCode.DATA_LOSS
     endpoint: metadata_pb2.StorageEndpoint = deployment.stat().storage
-    request = pb.KeepPutsRequest(boot_id=endpoint.boot_id, cells=[pb.PutCells(put_id=b"unknown")])
-    answers = [deployment.storage.storage.KeepPuts(request) for _ in range(2)]
-    assert answers[0] == answers[1] == pb.KeepPutsResponse(missing_put_ids=[b"unknown"])
+    request = pb.KeepPutsRequest(boot_id=endpoint.boot_id, cells=[pb.PutCells(put_id=b"unknown")], is_last=True)
+    answers = [deployment.storage.storage.KeepPuts(iter([request]), metadata=as_service) for _ in range(2)]
+    assert answers[0] == answers[1] == pb.KeepPutsResponse(missing_put_ids=[b"unknown"], missing_count=1)
 
 
 @pytest.mark.parametrize("counts", [[], [1, 1]])
 @pytest.mark.parametrize("name", ["KeepPuts", "FreeCells"])
-def test_cells_whose_rows_and_counts_do_not_fit_are_refused_and_nothing_is_dropped(start_server, name, counts):
-    server = start_server()
-    client = server.client()
+def test_cells_whose_rows_and_counts_do_not_fit_are_refused_and_nothing_is_dropped(deployment, name, counts):
+    server, client = deployment.storage, deployment.controller.client()
     meta = client.put({"x": torch.arange(4)}, partition_id="train")
     boot_id = server.storage.Stat(pb.StatRequest()).storage.boot_id
     cells = [pb.PutCells(put_id=b"p" * 16, first_rows=[0], row_counts=counts)]
     request = getattr(pb, f"{name}Request")(boot_id=boot_id, cells=cells)
     with pytest.raises(grpc.RpcError) as refused:
-        getattr(server.storage, name)(request)
+        getattr(server.storage, name)(iter([request]) if name == "KeepPuts" else request, metadata=server.as_service)
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert torch.equal(client.get_data(meta)["x"], torch.arange(4))

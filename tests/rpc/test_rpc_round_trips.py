@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from live_server import AnyClient, LiveServer
+from padded_rows import LENGTHS, assert_pads_like, columns_of
 
 import tq_service as tq
 from tq_service.client import sent_sizes
@@ -103,6 +104,29 @@ def test_dense_columns(client: AnyClient, name: str) -> None:
     assert bits(got) == bits(expected)
     picked = [5, 1, 1 + 1, 0]
     assert bits(client.get_data(meta.select_samples(picked))["x"]) == bits(expected[picked])
+
+
+@every_way
+@pytest.mark.parametrize("name", LENGTHS)
+def test_jagged_columns_are_padded_to_their_longest_row(client: AnyClient, name: str) -> None:
+    lengths = LENGTHS[name]
+    data = columns_of(lengths)
+    meta = client.put(data, partition_id="padded")
+    more = columns_of([13, 2], first=100)
+    both = tq.BatchMeta.concat([client.put(more, partition_id="padded"), meta])
+    everything = list(range(len(lengths)))
+    for positions in (everything, everything[::-1], everything[-1:]):
+        batch = client.get_data(meta.select_samples(positions))
+        for field, values in data.items():
+            assert_pads_like(batch[field], [values.unbind()[position] for position in positions])
+            assert batch[field].offsets() is batch["tokens"].offsets()
+    batch = client.get_data(both)
+    for field, values in data.items():
+        assert_pads_like(batch[field], [*more[field].unbind(), *values.unbind()])
+    nothing = client.get_data(meta.select_samples([]))
+    assert {field: tuple(nothing[field].to_padded_tensor(0).shape) for field in data} == {
+        "tokens": (0, 0), "features": (0, 0, 2), "position_ids": (0, 3, 0), "deep": (0, 3, 0, 2),
+    }  # fmt: skip
 
 
 JAGGED = {

@@ -206,8 +206,25 @@ async def test_module_and_class_must_be_allowed(plug_in):
     ],
 )
 async def test_what_cannot_be_imported_says_why(plug_in, name, message):
-    with pytest.raises(UnknownSamplerError, match=f"cannot be loaded.*{message}"):
+    with pytest.raises(UnknownSamplerError, match=f"cannot be (imported|loaded) by the service: .*{message}"):
         await SamplerRegistry(allow_import=True).resolve(name)
+
+
+async def test_a_module_that_the_service_does_not_find_may_be_found_by_the_client():
+    with pytest.raises(UnknownSamplerError) as caught:
+        await SamplerRegistry(allow_import=True).resolve("no_such_module_here:X")
+    assert caught.value.message == (
+        "sampler: 'no_such_module_here:X' cannot be imported by the service: ModuleNotFoundError: No module named "
+        "'no_such_module_here'; is it installed where the service runs, or on the service's PYTHONPATH?"
+    )
+
+
+async def test_an_unknown_name_shows_all_samplers_the_nearest_first(entry_point):
+    registry = SamplerRegistry()
+    with pytest.raises(UnknownSamplerError) as caught:
+        await registry.resolve("seqlen_balance")
+    assert "which is unknown; known: 'seqlen_balanced', " in caught.value.message
+    assert all(repr(info.name) in caught.value.message for info in registry.describe())
 
 
 async def test_entry_points_are_loaded_on_first_use(entry_point):
@@ -222,7 +239,7 @@ async def test_entry_points_are_loaded_on_first_use(entry_point):
 
 async def test_a_broken_entry_point_harms_only_its_own_name(entry_point):
     registry = SamplerRegistry()
-    with pytest.raises(UnknownSamplerError, match="'broken' cannot be loaded: SystemExit"):
+    with pytest.raises(UnknownSamplerError, match="'broken' cannot be loaded by the service: SystemExit"):
         await registry.resolve("broken")
     assert await registry.resolve("sequential") == SequentialSampler()
 

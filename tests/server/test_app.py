@@ -1,11 +1,16 @@
-"""A service inside another program: one that cannot start leaves nothing behind."""
+"""A service inside another program: one that cannot start leaves nothing behind, one that cannot go on says so."""
 
+import asyncio
 import threading
 
+import numpy as np
 import pytest
+from grpc_health.v1 import health_pb2
 
+import tq_service as tq
 from tq_service.config import ServeSettings
 from tq_service.errors import JournalDamagedError
+from tq_service.server import to_proto
 from tq_service.server.app import running
 
 
@@ -23,3 +28,52 @@ async def test_a_service_that_cannot_start_gives_back_its_data_folder_and_its_th
     log.unlink()
     async with running(settings) as app:
         assert app.port > 0
+
+
+def no_answer(*_arguments):
+    raise ZeroDivisionError("a fault of the service")
+
+
+@pytest.mark.parametrize("durability", ["process", "disk"])
+async def test_a_service_that_cannot_go_on_raises_in_its_owner_and_keeps_what_was_answered(
+    tmp_path, monkeypatch, durability
+):
+    settings = ServeSettings(
+        host="127.0.0.1", port=0, shared_memory="off", data_dir=tmp_path / "data", durability=durability
+    )
+    outcomes = []
+
+    async def write(app):
+        async with tq.AsyncClient(f"127.0.0.1:{app.port}", timeout=2.0) as client:
+            await client.put({"x": np.ones((2, 1))}, partition_id="train")
+            monkeypatch.setattr(to_proto, "written_meta", no_answer)  # after the samples were written
+            try:
+                await client.put({"x": np.ones((1, 1))}, partition_id="train")
+            except tq.TqError as error:
+                outcomes.append(error)
+            else:
+                outcomes.append("answered")
+
+    with pytest.raises(tq.ServiceFailedError, match="failed after a change") as caught:
+        async with running(settings) as app:
+            writing = asyncio.ensure_future(write(app))
+            await asyncio.Event().wait()
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    await writing
+    assert len(outcomes) == 1
+    assert isinstance(outcomes[0], tq.TqError)
+    monkeypatch.undo()
+    async with running(settings) as app, tq.AsyncClient(f"127.0.0.1:{app.port}", timeout=20.0) as client:
+        (partition,) = await client.list_partitions()
+        assert partition.inserted_count == 2
+        await client.put({"x": np.ones((1, 1))}, partition_id="train")
+
+
+async def test_health_says_so_from_that_moment():
+    settings = ServeSettings(host="127.0.0.1", port=0, shared_memory="off")
+    statuses = []
+    with pytest.raises(tq.ServiceFailedError, match="over"):
+        async with running(settings) as app:
+            app.supervisor.on_fatal(lambda _failure: statuses.append(app._health._statuses[""]))
+            app.supervisor.fatal("over")
+    assert statuses == [health_pb2.HealthCheckResponse.NOT_SERVING]

@@ -5,6 +5,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -201,3 +204,26 @@ def test_what_the_log_asks_for_is_enough(tmp_path: Path, caplog: pytest.LogCaptu
     path.chmod(0o600)  # after which the file looks as before, but for its mode
     file.reload()
     assert digest_of(secret) in file.tokens
+
+
+_ADD_TEN = """
+import sys
+from pathlib import Path
+from tq_service.server.tokens import Token, append_token, digest_of
+for number in range(10):
+    name = f"{sys.argv[2]}-{number}"
+    append_token(Path(sys.argv[1]), Token.checked(name=name, digest=digest_of(name), roles=["read"], prefixes=("",)))
+"""
+
+
+def test_tokens_that_are_added_at_once_are_all_there(tmp_path: Path) -> None:
+    """By threads here and by other processes, as two operators or two jobs do it."""
+    path = tmp_path / "tokens.toml"
+    others = [subprocess.Popen([sys.executable, "-c", _ADD_TEN, str(path), f"process{one}"]) for one in range(3)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda number: append_token(path, token(f"thread{number}")), range(40)))
+    assert [other.wait(timeout=60) for other in others] == [0, 0, 0]
+    names = {each.name for each in read_tokens(path).values()}
+    assert {name for name in names if "thread" in name} == {f"thread{number}" for number in range(40)}
+    assert {name for name in names if "process" in name} == {f"process{n // 10}-{n % 10}" for n in range(30)}
+    assert [each.name for each in tmp_path.iterdir()] == ["tokens.toml"]

@@ -381,6 +381,18 @@ async def test_recovered_puts_wait_for_what_the_controller_knows(tmp_path):
     assert engine.stat().damaged_put_count == 0
 
 
+async def test_a_put_for_existing_rows_is_one_after_a_restart_too(folder):
+    engine = folder.open()
+    for number in (1, 2):
+        pending, chunks = await begin(engine, number, SMALL, existing=number == 1)
+        pending.write(b"".join(chunks))
+        await engine.settle(pending)
+        pending.finish()
+    folder.flush()
+    engine = folder.open()
+    assert [engine.is_for_existing_rows(put_id(number)) for number in (1, 2, 3)] == [True, False, False]
+
+
 async def test_a_confirm_that_comes_before_is_not_forgotten(folder):
     engine = folder.open()
     await put(engine, 1, BIG, confirm=False)
@@ -388,7 +400,7 @@ async def test_a_confirm_that_comes_before_is_not_forgotten(folder):
     engine = folder.open()
     engine.confirm(put_id(1), PARTITION)
     assert engine.stat().uncommitted_put_count == 0
-    assert engine.drop_confirmed() == 1
+    assert engine.keep([]).dropped_count == 1
 
 
 async def test_of_two_puts_that_name_one_segment_the_later_one_has_it(folder):

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from durable_driver import Folder, put, settled
 from engine_driver import cells, put_id, read, runs
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_settings import examples
 
 from tq_service.storage import durability, pool
 from tq_service.wire import shared_memory
@@ -129,7 +130,7 @@ def _small_segments():
         yield
 
 
-@settings(max_examples=60, deadline=None)
+@examples(30)
 @given(STEPS, st.integers(0, 2**32 - 1))
 def test_a_crash_takes_nothing_that_was_durable(steps, seed):
     async def run(path):

@@ -223,6 +223,69 @@ async def test_unconfirmed_puts_expire_and_confirmed_ones_stay():
     assert engine.stat().put_count == 2
 
 
+async def test_a_confirmed_put_that_its_controller_does_not_know_goes_in_time_and_no_other():
+    clock = Clock()
+    engine = StorageEngine(max_bytes=None, put_ttl_seconds=10, clock=clock)
+    for number in range(5):
+        await put(engine, number, SMALL, confirm=False)
+        engine.confirm(put_id(number), PARTITION, is_committed=number == 0)
+    asked = engine.unverified(3)
+    assert list(asked) == [put_id(1), put_id(2), put_id(3)]
+    assert engine.verify(asked, unknown=[put_id(2)], undecided=[put_id(3)]) == 0
+    assert list(engine.unverified(9)) == [put_id(4), put_id(2), put_id(3)]  # 1 is committed; the others once more
+    clock.now += 10
+    asked = engine.unverified(9)
+    engine.confirm(put_id(2), PARTITION, is_committed=False)  # by a commit that the controller did not know of yet
+    engine.free([cells(4)])
+    assert engine.verify(asked, unknown=[put_id(2), put_id(4)], undecided=[put_id(3)]) == 0
+    assert engine.verify(engine.unverified(9), unknown=[put_id(3)], undecided=[]) == 1
+    assert engine.unverified(9) == {}
+    assert engine.stat().put_count == 3
+    with pytest.raises(PutNotFoundError):
+        engine.confirm(put_id(3), PARTITION)
+
+
+async def test_puts_whose_commit_is_under_way_stay_as_they_are(engine):
+    for number in range(3):
+        await put(engine, number, SMALL, confirm=False)
+    for number in range(2):
+        engine.confirm(put_id(number), PARTITION, is_committed=False)
+    kept = engine.keep([cells(0)], uncommitted=[put_id(1), put_id(2), put_id(3)])
+    assert (kept.missing_put_ids, kept.dropped_count) == ([], 0)
+    assert list(engine.unverified(9)) == [put_id(1)]
+    assert engine.stat().uncommitted_put_count == 1
+
+
+@pytest.mark.parametrize(
+    "listed", [(cells(1, 0),), (cells(1),), (cells(1, 0), cells(2))], ids=["part", "whole", "next"]
+)
+@pytest.mark.parametrize("is_begun", [False, True], ids=["freed before it is listed", "while it is listed"])
+async def test_what_was_listed_of_a_freed_put_says_nothing_of_one_stored_under_its_id(engine, listed, is_begun):
+    await put(engine, 1, DATA)
+    await put(engine, 2, SMALL)
+    state = engine.begin_reconciliation()
+    if is_begun:
+        engine.reconcile(state, cells=listed[:1])
+    engine.free([cells(1, 0, 1), cells(1, 2, 3)])  # by which all of it is gone
+    await put(engine, 1, DATA, confirm=False)
+    engine.reconcile(state, cells=listed[is_begun:], whole=[put_id(2)])
+    for _ in engine.finish_reconciliation(state):
+        pass
+    assert engine.stat().uncommitted_put_count == 1
+    assert read(engine, [1], runs(["dense"], (0, 0, 4)))["dense"].tolist() == DATA["dense"].tolist()
+
+
+@pytest.mark.parametrize("freed", [cells(1, 2), cells(1, fields=["jagged"])], ids=["a row", "a field"])
+async def test_a_put_with_freed_cells_is_not_confirmed_for_another_commit(engine, freed):
+    await put(engine, 1, DATA)
+    engine.confirm(put_id(1), PARTITION, is_committed=False)
+    engine.free([freed])
+    with pytest.raises(PutNotFoundError, match="committed before"):
+        engine.confirm(put_id(1), PARTITION, is_committed=False)
+    engine.confirm(put_id(1), PARTITION)
+    assert engine.stat().put_count == 1
+
+
 async def test_unknown_cells_are_ignored(engine):
     await put(engine, 1, DATA)
     before = engine.stat()

@@ -5,8 +5,9 @@ import asyncio
 import numpy as np
 import pytest
 from engine_driver import cells, put, put_shared, read, runs
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_settings import examples
 
 from tq_service.errors import PutNotFoundError
 from tq_service.storage.engine import StorageEngine
@@ -127,7 +128,7 @@ def _small_segments():
         yield
 
 
-@settings(max_examples=150, deadline=None)
+@examples(60)
 @given(STEPS, st.integers(0, 2**32 - 1))
 def test_the_engine_holds_what_the_model_holds(steps, seed):
     async def run():

@@ -7,7 +7,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tensordict import TensorDict, lazy_stack
+from padded_rows import LENGTHS, assert_pads_like, columns_of
+from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
 
 from tq_service.errors import InvalidArgumentError, UnsupportedObjectError
 from tq_service.schema import DTYPE_SIZES, Layout
@@ -153,6 +154,16 @@ def test_nested_tensors_with_equal_rows_stay_jagged():
     assert [tuple(row.shape) for row in back.unbind()] == [(3, 2), (3, 2)]
 
 
+@pytest.mark.parametrize("name", LENGTHS)
+def test_nested_tensors_are_padded_to_their_longest_row(name):
+    data = columns_of(LENGTHS[name])
+    back = send(data)
+    for field, put in data.items():
+        assert_pads_like(back[field], list(put.unbind()))
+        assert back[field].offsets() is back["tokens"].offsets()
+    assert torch.equal(back["position_ids"].to_padded_tensor(0), data["position_ids"].to_padded_tensor(0))
+
+
 def test_large_rows_travel_without_being_put_together():
     rows = [torch.ones(40_000), torch.ones(30_000)]
     (column,) = encode_columns({"x": rows})
@@ -217,6 +228,41 @@ def test_tensordict_there_and_back():
         assert batch["j"].layout is torch.jagged
         assert [tuple(row.shape) for row in batch["nd"]] == [(1, 2), (2, 1), (0, 0)]
     assert data[1:]["o"] == objects[1:]
+
+
+def test_non_tensor_data_has_one_item_a_row_or_one_value_for_all():
+    columns = {
+        "list": NonTensorData(["a", None, {"k": 1}]),
+        "tuple": NonTensorData(("a", "b", "c")),
+        "lists": NonTensorData([["a"], [], ["b", "c"]]),
+        "numbers": NonTensorData([1, 2, 3]),
+        "objects": np.array(["a", None, 3], dtype=object),
+        "texts": np.array(["a", "b", "c"]),
+        "text": NonTensorData("a"),
+        "dict": NonTensorData({"k": [1, 2, 3]}),
+        "none": NonTensorData(None),
+        "stack": NonTensorStack(["a", "b", "c"], ["a"], []),
+    }
+    back = send(TensorDict(columns, batch_size=[3]))
+    assert back.pop("numbers").tolist() == [1, 2, 3]
+    assert back == {
+        "list": ["a", None, {"k": 1}],
+        "tuple": ["a", "b", "c"],
+        "lists": [["a"], [], ["b", "c"]],
+        "objects": ["a", None, 3],
+        "texts": ["a", "b", "c"],
+        "text": ["a"] * 3,
+        "dict": [{"k": [1, 2, 3]}] * 3,
+        "none": [None] * 3,
+        "stack": [["a", "b", "c"], ["a"], []],
+    }
+    assert send({"x": NonTensorData(["a", "b"])})["x"] == ["a", "b"]
+
+
+@pytest.mark.parametrize("items", [["a", "b"], [], ("a",) * 4, np.array(["a"], dtype=object)])
+def test_non_tensor_data_of_another_number_of_items_is_refused(items):
+    with pytest.raises(InvalidArgumentError, match=rf"'x' .* {len(items)} items for 3 rows.*one item a row"):
+        encode_columns(TensorDict({"x": NonTensorData(items)}, batch_size=[3]))
 
 
 def test_lazy_stacks_of_rows_of_different_length():

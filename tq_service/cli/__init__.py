@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import sys
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -88,12 +89,20 @@ def _root(
 
 
 def main() -> None:
-    """Run the command line; an error becomes one line on stderr and exit code 1."""
+    """Run the command line; an error becomes one line on stderr and exit code 1, one of usage exit code 2."""
     try:
-        app()
+        sys.exit(app(standalone_mode=False))
     except (TqError, ConnectionError, TimeoutError) as error:
         sys.exit(f"error: {error}")
     except ModuleNotFoundError as error:
         sys.exit(f"error: this needs the module {error.name}, which is not installed; see the extras in the README")
     except KeyboardInterrupt:
         sys.exit(130)
+    except Exception as error:
+        usage_error: Any = error  # of click, or of typer's copy of it
+        if not hasattr(usage_error, "format_message"):
+            raise
+        shown = io.StringIO()
+        usage_error.show(file=shown)
+        sys.stderr.write(shown.getvalue().replace("\nError: ", "\nerror: ", 1))
+        sys.exit(usage_error.exit_code)

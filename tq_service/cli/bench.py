@@ -9,9 +9,12 @@ from typing import Annotated
 
 import typer
 
+from tq_service.cli.addresses import open_client
 from tq_service.cli.door_options import with_door_options
 from tq_service.config import parse_size
 from tq_service.errors import InvalidArgumentError
+
+_ANSWER_SECONDS = 5.0
 
 EXAMPLES = """\
   tq-service bench
@@ -25,7 +28,8 @@ def command(
         str | None,
         typer.Argument(
             envvar="TQ_ADDRESS",
-            help="The service, as host:port. Default: a service of its own, started for this and stopped after it.",
+            help="The service, as host:port, or the host alone for port 50051. Default: a service of its own, started "
+            "for this and stopped after it.",
             show_default=False,
         ),
     ] = None,
@@ -46,6 +50,8 @@ def command(
         return asyncio.run(measure(target, seconds=seconds, ranks=ranks, size_bytes=size_bytes))
 
     if address:
+        with open_client(address, _ANSWER_SECONDS):  # else a wrong address would be tried for a minute
+            pass
         figures = run(address)
     else:
         with own_server() as own_address:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from tq_service.addresses import cause_of
 from tq_service.cli.addresses import probed_address
 from tq_service.cli.door_options import with_door_options
 
@@ -21,7 +22,8 @@ def command(
         str | None,
         typer.Argument(
             envvar="TQ_ADDRESS",
-            help="The service, as host:port. Default: the port of TQ_PORT, else 50051, on this machine.",
+            help="The service, as host:port, or the host alone for port 50051. Default: the port of TQ_PORT, else "
+            "50051, on this machine.",
             show_default=False,
         ),
     ] = None,
@@ -46,7 +48,11 @@ def command(
                 health_pb2.HealthCheckRequest(service=service), timeout=timeout
             )
         except grpc.RpcError as error:
-            typer.echo(f"error: {target}: {error.code().name}: {error.details()}", err=True)
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                reason = f"cannot reach {target}: {cause_of(error.details() or '')}"
+            else:
+                reason = f"{target}: {error.code().name}: {error.details()}"
+            typer.echo(f"error: {reason}", err=True)
             raise typer.Exit(1) from None
     status = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
     typer.echo(status)

@@ -8,18 +8,18 @@ from typing import Annotated
 
 import typer
 
-from tq_service.cli.addresses import Address
-from tq_service.cli.checkpoint import Directory
+from tq_service.cli.addresses import Address, open_client
+from tq_service.cli.checkpoint import Name
 from tq_service.cli.door_options import with_door_options
 
 EXAMPLES = """\
-  tq-service restore /var/backups/tq
-  tq-service restore /var/backups/tq controller:50051 --json"""
+  tq-service restore nightly
+  tq-service restore nightly/2026-11-21 controller:50051 --json"""
 
 
 @with_door_options
 def command(
-    directory: Directory,
+    name: Name,
     address: Address = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a sentence.")] = False,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds until it is given up.")] = 3600.0,
@@ -28,10 +28,8 @@ def command(
 
     The checkpoint is checked whole before anything is done, and appears in one step.
     """
-    from tq_service.client import Client  # noqa: PLC0415  (--help does without grpc)
-
-    with Client(address) as client:
-        restored = client.restore(directory, timeout=timeout)
+    with open_client(address, min(timeout, 5.0)) as client:
+        restored = client.restore(name, timeout=timeout)
     if as_json:
         typer.echo(json.dumps(asdict(restored), indent=2))
         return

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tq_service.cli.addresses import Address
+from tq_service.cli.addresses import TIMEOUT_HELP, Address, open_client
 from tq_service.cli.door_options import with_door_options
 
 EXAMPLES = """\
@@ -20,12 +20,10 @@ EXAMPLES = """\
 def command(
     address: Address = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for the service.")] = 5.0,
+    timeout: Annotated[float, typer.Option(min=0.1, help=TIMEOUT_HELP)] = 5.0,
 ) -> None:
     """List the samplers that get_meta may name, with their options."""
-    from tq_service.client import Client  # noqa: PLC0415  (--help does without grpc)
-
-    with Client(address) as client:
+    with open_client(address, timeout) as client:
         samplers = client.list_samplers(timeout=timeout)
     if as_json:
         typer.echo(json.dumps([asdict(sampler) for sampler in samplers], indent=2))

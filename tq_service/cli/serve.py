@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -56,6 +59,7 @@ def _run(settings: ServeSettings) -> int:
     configure_logging(settings.log_level, settings.log_format, settings.audit_file)
     factory = loop_factory(settings.uvloop)
     from tq_service.server.app import serve  # noqa: PLC0415  (--show-config and --help do without the server)
+    from tq_service.server.supervisor import FAILED_EXIT_CODE  # noqa: PLC0415
 
     async def run() -> int:
         collecting = asyncio.create_task(collect_garbage())
@@ -66,7 +70,12 @@ def _run(settings: ServeSettings) -> int:
 
     collect_garbage_rarely()  # after the server is imported
     with asyncio.Runner(loop_factory=factory) as runner:
-        return runner.run(run())
+        code = runner.run(run())
+        if code == FAILED_EXIT_CODE:
+            logging.shutdown()
+            sys.stdout.flush()
+            os._exit(code)  # without waiting for threads that may hang on what made it fail
+        return code
 
 
 def _announce(line: str) -> None:

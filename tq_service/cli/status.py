@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from tq_service.cli.addresses import Address
+from tq_service.cli.addresses import TIMEOUT_HELP, Address, open_client
 from tq_service.cli.door_options import with_door_options
 
 EXAMPLES = """\
@@ -28,14 +28,13 @@ def command(
         typer.Option(metavar="SECONDS", min=0.1, help="Show it again every so many seconds.", show_default=False),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; with --watch one line each time.")] = False,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for the service.")] = 5.0,
+    timeout: Annotated[float, typer.Option(min=0.1, help=TIMEOUT_HELP)] = 5.0,
 ) -> None:
     """Show partitions, their fields, and how far each task has come."""
     from tq_service.cli.output import console  # noqa: PLC0415  (--help does without grpc and rich)
     from tq_service.cli.status_view import read_partitions, render  # noqa: PLC0415  (as above)
-    from tq_service.client import Client  # noqa: PLC0415  (as above)
 
-    with Client(address) as client:
+    with open_client(address, timeout) as client:
         states = (read_partitions(client, partition, timeout) for _ in _moments(watch))
         if as_json:
             for state in states:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tq_service.client._async.client import AsyncClient
 from tq_service.client._sync.client import Client
-from tq_service.client.batch_meta import BatchMeta
+from tq_service.client.batch_meta import BatchMeta, EndCounts
 from tq_service.client.results import (
     CheckpointCopy,
     ConsumptionStatus,
@@ -26,6 +26,7 @@ __all__ = [
     "CheckpointCopy",
     "Client",
     "ConsumptionStatus",
+    "EndCounts",
     "FieldStatus",
     "Pack",
     "PartitionDescription",

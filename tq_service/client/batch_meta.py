@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -15,7 +15,8 @@ from tq_service.client.steps import Step, select_steps, shift_steps, steps_from_
 from tq_service.errors import InvalidArgumentError
 from tq_service.schema import FieldSpec, MetaColumn, MetaValue
 from tq_service.v1 import metadata_pb2 as pb
-from tq_service.wire.metadata import decode_integers, decode_meta_columns, decode_spec, meta_columns_to_rows
+from tq_service.wire.index_ranges import read_indexes
+from tq_service.wire.metadata import decode_meta_columns, decode_spec, meta_columns_to_rows
 
 Status = Literal["batch", "not_yet", "end"]
 
@@ -26,6 +27,45 @@ _STATUSES: Final[dict[int, Status]] = {
     pb.BATCH_STATUS_END: "end",
 }
 _NO_INDEXES: Final = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndCounts:
+    """What became of the samples of a partition when a task reached its end; the same for all ranks.
+
+    Attributes:
+        consumed: consumed by the task in this epoch, cleared ones included.
+        cleared: cleared before the task took them.
+        failed: failed before the task took them.
+        set_aside: delivered `max_deliveries` times without being acknowledged.
+        excluded: ruled out by `where`.
+        in_incomplete_groups: of groups that cannot be delivered whole any more.
+        left_over: ready, but in no plan: a short last batch with `drop_last`, or what the sampler leaves out.
+    """
+
+    consumed: int = 0
+    cleared: int = 0
+    failed: int = 0
+    set_aside: int = 0
+    excluded: int = 0
+    in_incomplete_groups: int = 0
+    left_over: int = 0
+
+    @classmethod
+    def from_proto(cls, message: pb.EndCounts) -> EndCounts:
+        """Return the counts of a message."""
+        return cls(**{each.name: getattr(message, each.name) for each in fields(cls)})
+
+    @property
+    def skipped_by_reason(self) -> dict[str, int]:
+        """How many samples the task never gets, for each reason that there is."""
+        counts = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "consumed"}
+        return {name: count for name, count in counts.items() if count}
+
+    @property
+    def skipped(self) -> int:
+        """How many samples the task never gets."""
+        return sum(self.skipped_by_reason.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -44,6 +84,7 @@ class BatchMeta:
         fields: specs of the fields.
         steps: how the samples are to be used; plain micro-batches are one step.
         skipped: with "end": how many samples the task will never get.
+        end: with "end": what became of all samples; None otherwise.
         locations: where the cells are; None where not known, then `get_data` asks.
         claim_id: the claim of a queue worker, for `ack`, `extend` and `release`; empty otherwise.
         task_name: the consumer that claimed it; empty where none did.
@@ -59,6 +100,7 @@ class BatchMeta:
     fields: tuple[FieldSpec, ...] = ()
     steps: tuple[Step, ...] = ()
     skipped: int = 0
+    end: EndCounts | None = None
     locations: CellLocations | None = None
     claim_id: bytes = b""
     task_name: str = ""
@@ -75,7 +117,7 @@ class BatchMeta:
     @classmethod
     def from_proto(cls, message: pb.BatchMeta, *, claim_id: bytes = b"", task_name: str = "") -> BatchMeta:
         """Return the batch of a message."""
-        indexes = decode_integers(message.global_indexes)
+        indexes = read_indexes(message)
         return cls(
             status=_STATUSES.get(message.status, "batch"),
             partition_id=message.partition_id,
@@ -85,6 +127,7 @@ class BatchMeta:
             fields=tuple(map(decode_spec, message.fields)),
             steps=steps_from_proto(message.steps),
             skipped=message.skipped,
+            end=EndCounts.from_proto(message.end) if message.HasField("end") else None,
             locations=CellLocations.from_proto(message.locations) if message.HasField("locations") else None,
             claim_id=claim_id,
             task_name=task_name,
@@ -248,7 +291,8 @@ class BatchMeta:
 
     def _identity(self) -> tuple[object, ...]:
         return (
-            self.status, self.partition_id, self.incarnation, self.epoch, self.fields, self.steps, self.skipped
+            self.status, self.partition_id, self.incarnation, self.epoch, self.fields, self.steps, self.skipped,
+            self.end,
         )  # fmt: skip
 
     def __hash__(self) -> int:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from grpc.experimental import ChannelOptions
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
+from tq_service.addresses import DEFAULT_ADDRESS, parse_address
 from tq_service.v1.controller_service_pb2_grpc import ControllerServiceStub
 from tq_service.v1.storage_service_pb2 import GetRequest, PutResponse
 from tq_service.v1.storage_service_pb2_grpc import StorageServiceStub
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     StorageStub = StorageServiceStub
 
 ADDRESS_VARIABLE: Final = "TQ_ADDRESS"
-DEFAULT_ADDRESS: Final = "localhost:50051"
 MAX_MESSAGE_BYTES: Final = 256 << 20
 
 CHANNEL_OPTIONS: Final = (
@@ -39,8 +39,14 @@ CHANNEL_OPTIONS: Final = (
 
 
 def resolve_address(address: str | None) -> str:
-    """Return the address to use: the given one, `TQ_ADDRESS`, or localhost:50051."""
-    return address or os.environ.get(ADDRESS_VARIABLE) or DEFAULT_ADDRESS
+    """Return the address to use: the given one, `TQ_ADDRESS`, or localhost:50051.
+
+    Raises:
+        InvalidArgumentError: nothing can be reached at such an address.
+    """
+    if address is not None:
+        return parse_address(address)
+    return parse_address(os.environ.get(ADDRESS_VARIABLE) or DEFAULT_ADDRESS, name=ADDRESS_VARIABLE)
 
 
 def controller_stub(channel: Any) -> Any:

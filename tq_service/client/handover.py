@@ -57,10 +57,11 @@ class Handover:
     @property
     def has_ended(self) -> bool:
         """Whether the service has closed the connection, such as by its end."""
-        if self._connection.fileno() < 0:
+        fd = self._connection.fileno()  # read once: another thread may close the connection after any line of this
+        if fd < 0:
             return True
         poll = select.poll()
-        poll.register(self._connection, 0)  # what is asked for is the hang-up, which needs not be asked for
+        poll.register(fd, 0)  # hang-up, and that the number is no open file, are reported without being asked for
         return bool(poll.poll(0))
 
     def deposit(self, put_id: bytes, columns: Sequence[Column]) -> None:

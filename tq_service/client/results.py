@@ -272,13 +272,13 @@ class CheckpointCopy:
     """What a checkpoint holds.
 
     Attributes:
-        directory: its folder on the controller's host.
+        name: its name, below the `checkpoint_dir` of the service.
         put_count: puts that its bytes will be when they are restored.
         value_bytes: their bytes.
         pause_seconds: the longest time for which the service answered nobody while it was written.
     """
 
-    directory: str
+    name: str
     partition_count: int
     sample_count: int
     put_count: int
@@ -289,7 +289,7 @@ class CheckpointCopy:
     def from_proto(cls, message: controller_pb.CheckpointResponse) -> CheckpointCopy:
         """Return the counts of a message."""
         return cls(
-            directory=message.directory,
+            name=message.name,
             partition_count=message.partition_count,
             sample_count=message.sample_count,
             put_count=message.put_count,

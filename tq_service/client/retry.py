@@ -10,12 +10,15 @@ from typing import Final
 
 import grpc
 
+from tq_service.addresses import cause_of
 from tq_service.errors import DeadlineError, TqError, UnavailableError
 from tq_service.wire.error_table import from_rpc_error, status_from_trailers
 
 FIRST_PAUSE_SECONDS: Final = 0.05
 SHORTEST_TRY_SECONDS: Final = 0.02
 LONGEST_PAUSE_SECONDS: Final = 0.5
+
+_GRPC_MESSAGE: Final = "grpc_message"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +72,28 @@ class Backoff:
         return min(pause, remaining / 2)
 
     def _given_up(self, failure: UnavailableError, more: str = "") -> UnavailableError:
-        return UnavailableError(  # gRPC's reason may be that of another address of the name, and seldom speaks of TLS
-            f"{failure.message}; tried {self.tries} times{more} in the timeout of {self.deadline.timeout:g} s; is the "
-            "service running at this address, and do both sides agree on TLS and certificates?",
-            metadata=failure.metadata,
-        )
+        times = "once" if self.tries == 1 else f"{self.tries} times"
+        message = f"{failure.message}; tried for {self.deadline.timeout:g} s ({times}{more})"
+        grpc_message = failure.metadata.get(_GRPC_MESSAGE)
+        if grpc_message is not None:
+            # gRPC's reason may be that of another address of the name, and seldom speaks of TLS.
+            message += "; is the service running there, and do both sides agree on TLS and certificates?"
+            message += f" (gRPC: {grpc_message})"
+        return UnavailableError(message, metadata=failure.metadata)
 
 
 def error_of(error: grpc.RpcError, address: str) -> TqError:
-    """Return the error that a failed call stands for; one of gRPC itself names the address."""
+    """Return the error that a failed call stands for.
+
+    One of gRPC itself names the address. Where that could not be reached, the error says why in plain words, and has
+    gRPC's in its metadata.
+    """
     status = status_from_trailers(error.trailing_metadata())
     failure = from_rpc_error(error.code(), error.details(), status)
-    if status is None:
-        failure.message = f"{failure.message} (calling {address})"
+    if status is not None:
+        return failure
+    if error.code() is grpc.StatusCode.UNAVAILABLE:
+        metadata = {"address": address, _GRPC_MESSAGE: failure.message}
+        return UnavailableError(f"cannot reach {address}: {cause_of(failure.message)}", metadata=metadata)
+    failure.message = f"{failure.message} (calling {address})"
     return failure

@@ -12,6 +12,7 @@ from tq_service.errors import InvalidArgumentError
 from tq_service.schema import Layout, MetaColumn
 from tq_service.v1 import metadata_pb2
 from tq_service.v1.controller_service_pb2 import SampleWrite
+from tq_service.wire.columns import Column
 
 
 def written_meta(
@@ -59,6 +60,17 @@ def check_is_batch(metadata: BatchMeta) -> None:
             f"metadata has status {metadata.status!r}, expected 'batch'; look at the status before using its samples",
             field="metadata",
         )
+
+
+def check_row_counts(columns: Sequence[Column], metadata: BatchMeta) -> None:
+    """Raise InvalidArgumentError where a column has more or fewer rows than there are samples to put it to."""
+    for column in columns:
+        if column.row_count != metadata.size:
+            raise InvalidArgumentError(
+                f"metadata has {metadata.size} samples, field {column.spec.name!r} has {column.row_count} rows; put "
+                "one row for each sample, or give the metadata of the samples that the rows are for",
+                field="data",
+            )
 
 
 def declared_layouts(metadata: BatchMeta | None) -> dict[str, Layout]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from tensordict import TensorDict
 
 from tq_service.data.columns import flatten, object_bytes
+from tq_service.data.end import End
 
 if TYPE_CHECKING:
     from tq_service.client.batch_meta import BatchMeta
@@ -68,8 +69,8 @@ class BatchStream(Protocol):
         """Whether `close` was called."""
         ...
 
-    def read(self) -> Batch | None:
-        """Wait for the next batch and return it; None at the end. Errors of fetching it are raised here."""
+    def read(self) -> Batch | End | None:
+        """Wait for the next batch, or the end; None once it is closed. Errors of fetching are raised here."""
         ...
 
     def close(self) -> None:

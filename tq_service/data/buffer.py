@@ -9,19 +9,25 @@ from dataclasses import replace
 from typing import Any
 
 from tq_service.data.batch import Batch, BatchStream
+from tq_service.data.end import End
 
 
 class ReplayBuffer:
-    """Keeps the first batches since the start, as many as its bound allows.
+    """Keeps the first batches since the start, up to the first one that does not fit into its bytes.
 
     A replay goes through the batches from the first, so the first ones are worth keeping: a buffer of the latest ones
     would have dropped each batch just before it is asked for. Batches beyond the bound are fetched again, and are the
     same, since claims of ranks replay.
+
+    Args:
+        max_bytes: most bytes kept, as `Batch.size_bytes` counts them; 0 keeps nothing.
     """
 
-    def __init__(self, max_batches: int) -> None:
-        self._max_batches = max_batches
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
         self._batches: dict[int, Batch] = {}
+        self._kept_bytes = 0
+        self._is_full = max_bytes == 0
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -32,9 +38,15 @@ class ReplayBuffer:
         return [self._batches[index] for index in indexes]
 
     def add(self, batch: Batch) -> None:
-        """Keep the batch if there is room."""
-        if len(self._batches) < self._max_batches:
-            self._batches[batch.index] = replace(batch, items=None, taken=None)
+        """Keep the batch if it fits; once one does not, none after it is kept, which a replay would not reach."""
+        if self._is_full or batch.index in self._batches:
+            return
+        size_bytes = batch.size_bytes
+        if self._kept_bytes + size_bytes > self._max_bytes:
+            self._is_full = True
+            return
+        self._kept_bytes += size_bytes
+        self._batches[batch.index] = replace(batch, items=None, taken=None)
 
     def pairs(self) -> list[tuple[Any, Any]]:
         """Return `(data, meta)` of each batch kept, in the order of their batch indexes."""
@@ -43,6 +55,8 @@ class ReplayBuffer:
     def clear(self) -> None:
         """Drop all batches."""
         self._batches.clear()
+        self._kept_bytes = 0
+        self._is_full = self._max_bytes == 0
 
 
 class ReplayStream:
@@ -62,8 +76,8 @@ class ReplayStream:
         """Whether `close` was called."""
         return self._rest.closed
 
-    def read(self) -> Batch | None:
-        """Return the next batch; None at the end."""
+    def read(self) -> Batch | End | None:
+        """Return the next batch, or the end; None once it is closed."""
         return self._kept.popleft() if self._kept else self._rest.read()
 
     def close(self) -> None:

@@ -14,6 +14,9 @@ import numpy as np
 import torch
 from tensordict import NonTensorStack, TensorDict, is_leaf_nontensor
 
+from tq_service.wire.encoding import non_tensor_rows
+from tq_service.wire.row_pattern import RowPattern
+
 FieldKey = str | tuple[str, ...]
 
 
@@ -56,17 +59,17 @@ class FlatBatch:
     Attributes:
         row_count: number of rows.
         columns: by the key they have in the TensorDict.
-        patterns: offsets `(row_count + 1,)` that jagged columns refer to; fields cut alike share one.
+        patterns: the row lengths that jagged columns refer to; fields cut alike share one.
     """
 
     row_count: int
     columns: Mapping[FieldKey, Column]
-    patterns: tuple[torch.Tensor, ...] = ()
+    patterns: tuple[RowPattern, ...] = ()
 
     @property
     def size_bytes(self) -> int:
         """Bytes of the tensors and of the objects, see `object_bytes`."""
-        total = sum(offsets.nbytes for offsets in self.patterns)
+        total = sum(pattern.offsets.nbytes for pattern in self.patterns)
         for column in self.columns.values():
             if isinstance(column, ObjectColumn):
                 total += sum(object_bytes(row) for row in column.rows)
@@ -75,7 +78,7 @@ class FlatBatch:
         return total
 
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> FlatBatch:
-        """Return the batch with `function` applied to every tensor of the columns and every pattern."""
+        """Return the batch with `function` applied to every tensor of the columns and all offsets."""
 
         def convert(column: Column) -> Column:
             if isinstance(column, ObjectColumn):
@@ -87,16 +90,17 @@ class FlatBatch:
         return FlatBatch(
             row_count=self.row_count,
             columns={key: convert(column) for key, column in self.columns.items()},
-            patterns=tuple(function(offsets) for offsets in self.patterns),
+            patterns=tuple(pattern.map_offsets(function) for pattern in self.patterns),
         )
 
 
 def flatten(batch: TensorDict) -> FlatBatch:
-    """Return the columns of a batch; tensors are not copied, unless a nested one has gaps between its rows.
+    """Return the columns of a batch; only nested tensors that are strided or have gaps between rows are copied.
+
+    A strided nested tensor becomes what a put makes of it: a jagged column, or rows where several dimensions differ.
 
     Raises:
-        TypeError: a nested tensor has the strided layout.
-        ValueError: the batch has not exactly one batch dimension.
+        ValueError: the batch has not exactly one batch dimension, or non-tensor data has another number of items.
     """
     if len(batch.batch_size) != 1:
         raise ValueError(f"got a TensorDict of batch size {tuple(batch.batch_size)}; expected one dimension, (n,)")
@@ -105,15 +109,12 @@ def flatten(batch: TensorDict) -> FlatBatch:
     for key in batch.keys(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor):
         value = batch.get(key)
         if not isinstance(value, torch.Tensor):
-            columns[key] = ObjectColumn(rows=list(value.tolist()))
-        elif value.layout is torch.jagged:
-            values, offsets, ragged_dim = _without_gaps(value)
-            columns[key] = JaggedColumn(values=values, pattern=patterns.index(offsets), ragged_dim=ragged_dim)
+            columns[key] = ObjectColumn(rows=list(non_tensor_rows(str(key), value)))
         elif value.is_nested:
-            raise TypeError(f"field {key!r} is a nested tensor of strided layout; build it with layout=torch.jagged")
+            columns[key] = _flatten_nested(value, patterns)
         else:
             columns[key] = DenseColumn(values=value)
-    return FlatBatch(row_count=int(batch.batch_size[0]), columns=columns, patterns=tuple(patterns.offsets))
+    return FlatBatch(row_count=int(batch.batch_size[0]), columns=columns, patterns=tuple(patterns.known))
 
 
 def build(flat: FlatBatch) -> TensorDict:
@@ -123,7 +124,7 @@ def build(flat: FlatBatch) -> TensorDict:
         if isinstance(column, DenseColumn):
             fields[key] = column.values
         elif isinstance(column, JaggedColumn):
-            fields[key] = _nested(column, flat.patterns[column.pattern])
+            fields[key] = flat.patterns[column.pattern].nested(column.values, column.ragged_dim)
         else:
             fields[key] = object_stack(column.rows)
     return TensorDict(fields, batch_size=[flat.row_count])
@@ -135,25 +136,34 @@ def object_stack(rows: list[Any]) -> NonTensorStack:
 
 
 class _Patterns:
-    """The different offsets tensors of a batch."""
+    """The different row lengths of a batch."""
 
     def __init__(self) -> None:
-        self.offsets: list[torch.Tensor] = []
+        self.known: list[RowPattern] = []
 
     def index(self, offsets: torch.Tensor) -> int:
-        for position, known in enumerate(self.offsets):
-            if known is offsets or torch.equal(known, offsets):
+        for position, known in enumerate(self.known):
+            if known.offsets is offsets or torch.equal(known.offsets, offsets):
                 return position
-        self.offsets.append(offsets)
-        return len(self.offsets) - 1
+        self.known.append(RowPattern.of_offsets(offsets))
+        return len(self.known) - 1
 
 
-def _nested(column: JaggedColumn, offsets: torch.Tensor) -> torch.Tensor:
-    # Torch finds the least and greatest length by a reduction, which fails over no rows.
-    bound = 0 if offsets.numel() == 1 else None
-    return torch.nested.nested_tensor_from_jagged(
-        column.values, offsets, jagged_dim=column.ragged_dim, min_seqlen=bound, max_seqlen=bound
-    )
+def _flatten_nested(nested: torch.Tensor, patterns: _Patterns) -> Column:
+    if nested.layout is not torch.jagged:
+        rows = list(nested.unbind())
+        ragged = {dim for row in rows for dim, size in enumerate(row.shape) if size != rows[0].shape[dim]} or {0}
+        if len(ragged) > 1:
+            return ObjectColumn(rows=rows)
+        nested = _jagged(rows, nested, ragged.pop())
+    values, offsets, ragged_dim = _without_gaps(nested)
+    return JaggedColumn(values=values, pattern=patterns.index(offsets), ragged_dim=ragged_dim)
+
+
+def _jagged(rows: list[torch.Tensor], nested: torch.Tensor, ragged_dim: int) -> torch.Tensor:
+    lengths = np.array([row.shape[ragged_dim] for row in rows], np.int64)
+    values = torch.cat(rows, dim=ragged_dim) if rows else nested.new_empty(0)
+    return RowPattern.of_lengths(lengths, device=values.device).nested(values, ragged_dim + 1)
 
 
 def _without_gaps(nested: Any) -> tuple[torch.Tensor, torch.Tensor, int]:

@@ -14,6 +14,7 @@ from typing import Any, Final
 from tq_service.data.ahead import AheadBound
 from tq_service.data.ahead_queue import AheadQueue
 from tq_service.data.batch import Batch, BatchStream, CutBatch
+from tq_service.data.end import End
 
 _MOST_AHEAD: Final = 2
 _JOIN_SECONDS: Final = 5.0
@@ -21,10 +22,13 @@ _JOIN_SECONDS: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """What is handed over: a micro-batch, with its batch if it is the first; without one for a batch that has none."""
+    """What is handed over: a micro-batch, with its batch if it is the first, or the end.
+
+    A batch that has no micro-batch comes without one.
+    """
 
     items: tuple[Any, ...]
-    batch: Batch | None = None
+    begins: Batch | End | None = None
 
 
 class CutAheadStream:
@@ -62,22 +66,22 @@ class CutAheadStream:
         """Whether `close` was called."""
         return self._queue.closed
 
-    def read(self) -> Batch | None:
-        """Wait for the next batch, leaving out what is left of the one before; None at the end."""
+    def read(self) -> Batch | End | None:
+        """Wait for the next batch, or the end, leaving out what is left of the one before; None once it is closed."""
         while self._begun is None:
             if (cut := self._get()) is None:
                 return None
-            self._begun = cut if cut.batch is not None else None
+            self._begun = cut if cut.begins is not None else None
         begun, self._begun = self._begun, None
-        if begun.batch is None:
-            return None
-        self._next_index = begun.batch.index + 1
-        taken = partial(self._take, begun.batch.taken)
-        return replace(begun.batch, items=self._items(begun.items), taken=taken)
+        if not isinstance(begun.begins, Batch):
+            return begun.begins
+        self._next_index = begun.begins.index + 1
+        taken = partial(self._take, begun.begins.taken)
+        return replace(begun.begins, items=self._items(begun.items), taken=taken)
 
     def _get(self) -> _Cut | None:
         cut = self._queue.get(stays_ahead=True)
-        if cut is not None and cut.batch is None:
+        if cut is not None and not isinstance(cut.begins, Batch):
             self._queue.taken(0)
         return cut
 
@@ -91,7 +95,7 @@ class CutAheadStream:
         yield from first
         del first
         while (cut := self._get()) is not None:
-            if cut.batch is not None:
+            if cut.begins is not None:
                 self._begun = cut
                 return
             yield from cut.items
@@ -118,6 +122,9 @@ def _cut_ahead(below: BatchStream, cut: CutBatch, queue: AheadQueue[_Cut]) -> No
         # Room is waited for before anything is cut; what is left of one batch is for the first of the next.
         wanted = queue.begin()
         while wanted and (batch := below.read()) is not None:
+            if isinstance(batch, End):
+                queue.put(_Cut((), batch), 0)
+                break
             items = cut(batch)
             queue.put(_Cut(_next_of(items), batch), 0)
             del batch  # the items refer to it until the last one is cut

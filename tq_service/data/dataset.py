@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
+from tq_service.addresses import parse_address
 from tq_service.data.batch import Batch, BatchStream, Life
 from tq_service.data.buffer import ReplayBuffer, ReplayStream
+from tq_service.data.end import End, skipped_warning
 from tq_service.data.micro_batches import ProcessBatch, split_micro_batches
 from tq_service.data.pack_options import PackOptions
 from tq_service.data.packed_batches import PackBatches
 from tq_service.data.source import BatchRequest, BatchSource, ClientFactory, FetchBatch, InlineStream, fetch_batch
 from tq_service.errors import InvalidArgumentError, StaleEpochError, StaleIncarnationError
 from tq_service.schema import BatchUnit
+
+_log = logging.getLogger(__name__)
 
 OpenRest = Callable[[BatchSource, int, Life | None], BatchStream]
 """Opens a stream of the batches of a source, given the first batch_index and the life they must belong to."""
@@ -30,18 +35,22 @@ class StreamingDataset(IterableDataset[Any]):
           ┌─────────────┴── iter ──> (micro_batch, meta), ... of batch 0, batch 1, ... ──> end
           │                 │
           │                 ├─ break, then iter:   goes on after the last batch given out
-          │                 ├─ reset():            from batch 0 again, out of the buffer or fetched again
+          │                 ├─ reset():            from batch 0 again, fetched again or out of the replay buffer
           │                 └─ step(partition_id): batch 0 of another partition, buffer dropped
           └─────────────────┘
 
     A live iterator follows `reset()` and `step()` with its next micro-batch. A batch counts as given out with its first
     micro-batch; `batch_index` is then the next one, and is what a checkpoint keeps for `start_batch_index`.
 
+    An end without one micro-batch although samples were inserted is an error on all ranks, `NothingDeliveredError`; an
+    end that skips some samples is logged once, as a warning with the counts and reasons.
+
     Every DP rank yields the same number of micro-batches, empty ones included: they have the same fields, dtypes and
     layouts and 0 rows, so that each rank can take part in each collective.
 
     Args:
-        address: where the service is, "host:port"; None: `TQ_ADDRESS`, then localhost:50051.
+        address: where the service is, "host:port", or the host alone for port 50051; None: `TQ_ADDRESS`, then
+            localhost:50051.
         batch_size: samples (or groups, see `batch_unit`) of a batch, for each rank.
         micro_batch_size: samples of a micro-batch; None: the batch is one micro-batch, unless the sampler cuts it.
         data_fields: fields that make a sample ready and that are fetched.
@@ -65,7 +74,8 @@ class StreamingDataset(IterableDataset[Any]):
         order_by: custom_meta columns that order ready samples.
         drop_last: leave out the last batch if it is short.
         batch_unit: whether `batch_size` counts samples or groups.
-        max_buffered_batches: how many batches, the first ones, are kept for `reset()`; 0 keeps none.
+        replay_buffer_bytes: most bytes of batches, the first ones, that are kept in memory for `reset()`. Tensors,
+            arrays and texts count. 0: none are kept, and `reset()` fetches the same batches again.
         max_wait: seconds that one call waits for a batch before it is made again.
         timeout: seconds that a call may take beyond `max_wait`, retries included: how long the server may be away.
         client_factory: opens the sync client instead of `Client(address)`, for its other settings.
@@ -96,19 +106,21 @@ class StreamingDataset(IterableDataset[Any]):
         order_by: Sequence[Any] = (),
         drop_last: bool = False,
         batch_unit: BatchUnit = "sample",
-        max_buffered_batches: int = 32,
+        replay_buffer_bytes: int = 0,
         max_wait: float = 2.0,
         timeout: float = 120.0,
         client_factory: ClientFactory | None = None,
     ) -> None:
         super().__init__()
         _require_fields(data_fields)
+        if address is not None and client_factory is None:
+            address = parse_address(address)
         _require(batch_size >= 1, "batch_size", batch_size, "at least 1")
         _require(micro_batch_size is None or micro_batch_size >= 1, "micro_batch_size", micro_batch_size, "at least 1")
         _require(dp_size >= 1, "dp_size", dp_size, "at least 1")
         _require(0 <= dp_rank < dp_size, "dp_rank", dp_rank, f"0 to {dp_size - 1}, below dp_size")
         _require(start_batch_index >= 0, "start_batch_index", start_batch_index, "at least 0")
-        _require(max_buffered_batches >= 0, "max_buffered_batches", max_buffered_batches, "at least 0")
+        _require(replay_buffer_bytes >= 0, "replay_buffer_bytes", replay_buffer_bytes, "at least 0")
         _require(max_wait > 0, "max_wait", max_wait, "more than 0 seconds")
         _require(timeout > 0, "timeout", timeout, "more than 0 seconds")
         self._source = BatchSource(
@@ -135,9 +147,10 @@ class StreamingDataset(IterableDataset[Any]):
             client_factory=client_factory,
         )
         self._process_batch = _processing(process_batch_fn, pack, sampler_config)
-        self._buffer = ReplayBuffer(max_buffered_batches)
+        self._buffer = ReplayBuffer(replay_buffer_bytes)
         self._batch_index = start_batch_index
         self._life: Life | None = None
+        self._warned_of: Life | None = None
         # Counts reset() and step(), so that a live iterator notices them.
         self._moves = 0
 
@@ -181,6 +194,9 @@ class StreamingDataset(IterableDataset[Any]):
                 if batch is None:
                     if stream.closed:
                         continue
+                    return
+                if isinstance(batch, End):
+                    self._check_end(batch)
                     return
                 if batch.taken is not None:
                     batch.taken()
@@ -231,6 +247,14 @@ class StreamingDataset(IterableDataset[Any]):
         self._life = batch.life
         self._buffer.add(batch)
 
+    def _check_end(self, end: End) -> None:
+        """Warn once of what the task is never given; by a log, since data is to blame, not the program that asks."""
+        warning = skipped_warning(end, self._source.request)
+        life = Life(incarnation=end.incarnation, epoch=end.epoch)
+        if warning is not None and self._warned_of != life:
+            self._warned_of = life
+            _log.warning("%s", warning)
+
     def _give_out(self, index: int, items: Iterator[Any]) -> Iterator[Any]:
         """Yield the micro-batches; the batch is given out with the first, so that one that fails to split is not."""
         first = next(items, _NOTHING)
@@ -241,7 +265,7 @@ class StreamingDataset(IterableDataset[Any]):
             yield from items
 
     def reset(self) -> None:
-        """Start from the first batch again: the same batches, out of the buffer or fetched again.
+        """Start from the first batch again: the same batches, out of the replay buffer or fetched again.
 
         A batch that is fetched again needs its samples: `SamplesClearedError` if they were cleared meanwhile.
         """
@@ -260,7 +284,7 @@ class StreamingDataset(IterableDataset[Any]):
         self._moves += 1
 
     def get_buffer(self) -> list[tuple[Any, Any]]:
-        """Return `(data, meta)` of the whole batches kept for `reset()`, in order."""
+        """Return `(data, meta)` of the whole batches that `replay_buffer_bytes` keeps for `reset()`, in order."""
         return self._buffer.pairs()
 
 

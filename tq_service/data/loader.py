@@ -130,7 +130,7 @@ class StreamingDataLoader:
             pool.close()
 
     def reset(self) -> None:
-        """Start from the first batch again: the same batches, out of the buffer or fetched again."""
+        """Start from the first batch again: the same batches, out of the replay buffer or fetched again."""
         self.dataset.reset()
 
     def step(self, partition_id: str) -> None:
@@ -138,7 +138,7 @@ class StreamingDataLoader:
         self.dataset.step(partition_id)
 
     def get_buffer(self) -> list[tuple[Any, Any]]:
-        """Return `(data, meta)` of the whole batches kept for `reset()`, in order."""
+        """Return `(data, meta)` of the whole batches that the dataset's `replay_buffer_bytes` keeps, in order."""
         return self.dataset.get_buffer()
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ from tensordict import TensorDict
 from tq_service.client.batch_meta import BatchMeta
 from tq_service.client.steps import Pack, Step
 from tq_service.data.columns import Column, DenseColumn, FlatBatch, JaggedColumn, ObjectColumn, build, flatten
+from tq_service.wire.row_pattern import RowPattern
 
 ProcessBatch = Callable[..., Iterable[Any]]
 """`process_batch_fn(data, meta, micro_batch_size=...)`: returns what the loader yields for one batch."""
@@ -86,7 +87,7 @@ def select_rows(flat: FlatBatch, positions: Positions) -> FlatBatch:
             f"expected 0 to {flat.row_count - 1}"
         )
     rows = _Picker(positions, positions + 1)
-    jagged = [_jagged_picker(offsets, positions) for offsets in flat.patterns]
+    jagged = [_jagged_picker(pattern, positions) for pattern in flat.patterns]
 
     def pick(column: Column) -> Column:
         if isinstance(column, DenseColumn):
@@ -99,7 +100,7 @@ def select_rows(flat: FlatBatch, positions: Positions) -> FlatBatch:
     return FlatBatch(
         row_count=int(positions.size),
         columns={key: pick(column) for key, column in flat.columns.items()},
-        patterns=tuple(offsets for _, offsets in jagged),
+        patterns=tuple(pattern for _, pattern in jagged),
     )
 
 
@@ -141,12 +142,12 @@ def _array_of(values: torch.Tensor) -> NDArray[Any] | None:
     return array
 
 
-def _jagged_picker(offsets: torch.Tensor, positions: Positions) -> tuple[_Picker, torch.Tensor]:
-    """Return what picks the values of some rows, and the offsets `(m + 1,)` of what it picks."""
+def _jagged_picker(pattern: RowPattern, positions: Positions) -> tuple[_Picker, RowPattern]:
+    """Return what picks the values of some rows, and the pattern of what it picks."""
+    offsets = pattern.offsets
     bounds = offsets.detach().cpu().numpy().astype(np.int64, copy=False)
     starts, stops = bounds[:-1][positions], bounds[1:][positions]
-    picked = np.concatenate([np.zeros(1, np.int64), np.cumsum(stops - starts)])
-    return _Picker(starts, stops), torch.from_numpy(picked).to(device=offsets.device, dtype=offsets.dtype)
+    return _Picker(starts, stops), RowPattern.of_lengths(stops - starts, dtype=offsets.dtype, device=offsets.device)
 
 
 def _own(row: Any) -> Any:

@@ -58,8 +58,9 @@ def sample_lengths(
             f"expected 0 to {flat.row_count - 1}"
         )
     by_pattern: dict[int, NDArray[np.int64]] = {}
-    for pattern, offsets in enumerate(flat.patterns):
-        by_pattern[pattern] = np.diff(offsets.detach().cpu().numpy())[positions].astype(np.int64, copy=False)
+    for number, pattern in enumerate(flat.patterns):
+        lengths_of_all = np.diff(pattern.offsets.detach().cpu().numpy())
+        by_pattern[number] = lengths_of_all[positions].astype(np.int64, copy=False)
     tokens = flat.columns[options.input_field]
     lengths = by_pattern[tokens.pattern] if isinstance(tokens, JaggedColumn) else np.zeros(0, np.int64)
     for key, column in flat.columns.items():

@@ -16,6 +16,7 @@ from tq_service.data.micro_batches import Positions, select_rows
 from tq_service.data.pack_fields import POSITIONS, FieldUse, field_uses, sample_lengths
 from tq_service.data.pack_options import PackOptions
 from tq_service.data.padding import SequenceLayout, filled
+from tq_service.wire.row_pattern import RowPattern
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -174,8 +175,9 @@ def unpack_sequences(packed: PackedSequences) -> TensorDict:
             columns[key] = DenseColumn(values=values[torch.from_numpy(starts[:-1]).to(values.device)])
         else:
             kept[key] = values
-    offsets = torch.from_numpy(starts).to(packed["cu_seqlens"].device)
-    rows = build(FlatBatch(row_count=packed.sample_count, columns=columns, patterns=(offsets,)))
+    lengths = np.asarray(packed.lengths, dtype=np.int64)
+    pattern = RowPattern.of_lengths(lengths, device=packed["cu_seqlens"].device)
+    rows = build(FlatBatch(row_count=packed.sample_count, columns=columns, patterns=(pattern,)))
     for key, values in kept.items():
         rows.set(key, values)
     return rows
@@ -221,5 +223,7 @@ def _kept(flat: FlatBatch, uses: Mapping[FieldKey, FieldUse], positions: Positio
 
 
 def _bounds(flat: FlatBatch, column: JaggedColumn) -> NDArray[np.int64]:
-    offsets: NDArray[np.int64] = flat.patterns[column.pattern].detach().cpu().numpy().astype(np.int64, copy=False)
+    offsets: NDArray[np.int64] = (
+        flat.patterns[column.pattern].offsets.detach().cpu().numpy().astype(np.int64, copy=False)
+    )
     return offsets

@@ -11,9 +11,10 @@ from functools import partial
 from tq_service.data.ahead import AheadBound
 from tq_service.data.ahead_queue import AheadQueue
 from tq_service.data.batch import Batch, Life
+from tq_service.data.end import End
 from tq_service.data.source import BatchFetcher, BatchSource, StreamClosedError
 
-_Sized = tuple[Batch, int]
+_Sized = tuple[Batch | End, int]
 
 # How long `close` waits for the thread. A thread that is still in a call by then ends with it.
 _JOIN_SECONDS = 5.0
@@ -24,7 +25,7 @@ class PrefetchStream:
 
     Lifecycle::
 
-        __init__ ── thread starts ──> fetches while there is room ──┬─ end ────> read() returns None
+        __init__ ── thread starts ──> fetches while there is room ──┬─ end ────> read() returns it
                                              ^                      ├─ error ──> read() raises it
                                         read() makes room           └─ close() or garbage collection: the thread ends
 
@@ -52,14 +53,16 @@ class PrefetchStream:
         """Whether `close` was called."""
         return self._queue.closed
 
-    def read(self) -> Batch | None:
-        """Wait for the next batch; None at the end. An error of the thread is raised as it is."""
+    def read(self) -> Batch | End | None:
+        """Wait for the next batch, or the end; None once it is closed. An error of the thread is raised as it is."""
         arrived = self._queue.get(stays_ahead=True)
         if arrived is None:
             return None
+        fetched, size_bytes = arrived
+        if isinstance(fetched, End):
+            return fetched
         self._next_index += 1
-        batch, size_bytes = arrived
-        return replace(batch, taken=partial(self._queue.taken, size_bytes))
+        return replace(fetched, taken=partial(self._queue.taken, size_bytes))
 
     def close(self) -> None:
         """End the thread and drop what it fetched. Idempotent."""
@@ -78,12 +81,12 @@ def _prefetch(queue: AheadQueue[_Sized], fetcher: BatchFetcher, batch_index: int
         for index in itertools.count(batch_index):
             if not queue.begin():
                 break
-            batch = fetcher.fetch(index, lambda: not queue.closed)
-            if batch is None:
+            fetched = fetcher.fetch(index, lambda: not queue.closed)
+            size_bytes = 0 if isinstance(fetched, End) else fetched.size_bytes
+            queue.put((fetched, size_bytes), size_bytes)
+            if isinstance(fetched, End):
                 break
-            size_bytes = batch.size_bytes
-            queue.put((batch, size_bytes), size_bytes)
-            del batch  # not kept alive while waiting for room
+            del fetched  # not kept alive while waiting for room
     except StreamClosedError:
         pass
     except BaseException as raised:  # whatever it is, it belongs to the reader

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tensordict import TensorDict
 
 from tq_service.data.batch import Batch, Life
+from tq_service.data.end import End
 from tq_service.schema import BatchUnit
 
 if TYPE_CHECKING:
@@ -129,8 +130,8 @@ class BatchFetcher:
         self._client: Any = None
         self._life = life
 
-    def fetch(self, batch_index: int, is_wanted: Callable[[], bool]) -> Batch | None:
-        """Wait for a batch and return it; None at the end.
+    def fetch(self, batch_index: int, is_wanted: Callable[[], bool]) -> Batch | End:
+        """Wait for a batch, or the end, and return it.
 
         Args:
             batch_index: which batch.
@@ -153,7 +154,7 @@ class BatchFetcher:
             )
             status = "not_yet" if meta is None else meta.status
             if status == "end":
-                return None
+                return End.of(meta)
             if status == "batch":
                 return self._accept(batch_index, data, meta)
             if time.monotonic() - asked_at < _RETRY_SECONDS:
@@ -194,12 +195,12 @@ class InlineStream:
         """Whether `close` was called."""
         return self._closed
 
-    def read(self) -> Batch | None:
-        """Fetch the next batch; None at the end."""
-        batch = self._fetcher.fetch(self._next_index, lambda: True)
-        if batch is not None:
+    def read(self) -> Batch | End:
+        """Fetch the next batch, or the end."""
+        fetched = self._fetcher.fetch(self._next_index, lambda: True)
+        if isinstance(fetched, Batch):
             self._next_index += 1
-        return batch
+        return fetched
 
     def close(self) -> None:
         """Close the client."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 
 from tq_service.data.batch import Life
+from tq_service.data.end import End
 from tq_service.data.transport import Parcel
 
 
@@ -61,9 +62,9 @@ class Answer:
     Attributes:
         stream: of the order.
         batch_index: of the order.
-        content: the batch, whose descriptor follows if its block is new; an error; None at the end of the partition.
+        content: the batch, whose descriptor follows if its block is new; an error; the end of the partition.
     """
 
     stream: int
     batch_index: int
-    content: Parcel | Failure | None
+    content: Parcel | Failure | End

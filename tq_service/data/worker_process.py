@@ -17,6 +17,7 @@ from multiprocessing.reduction import send_handle
 import torch
 
 from tq_service.data.blocks import BlockWriter
+from tq_service.data.end import End
 from tq_service.data.source import BatchFetcher, BatchSource, StreamClosedError
 from tq_service.data.transport import Parcel, pack
 from tq_service.data.worker_messages import Answer, Failure, Order, Stop
@@ -75,10 +76,10 @@ class _Worker:
         return order.stream > self._stopped_stream
 
     def _serve(self, order: Order) -> None:
-        content: Parcel | Failure | None
+        content: Parcel | Failure | End
         try:
-            batch = self._fetcher_for(order).fetch(order.batch_index, lambda: self._is_wanted(order))
-            content = None if batch is None else pack(batch, self._blocks)
+            fetched = self._fetcher_for(order).fetch(order.batch_index, lambda: self._is_wanted(order))
+            content = fetched if isinstance(fetched, End) else pack(fetched, self._blocks)
         except StreamClosedError:
             return
         except Exception as error:  # whatever it is, it belongs to the reader in the parent

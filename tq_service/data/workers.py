@@ -31,6 +31,7 @@ from typing import Any
 from tq_service.data.ahead import AheadBound
 from tq_service.data.batch import Batch, Life
 from tq_service.data.blocks import BlockReader
+from tq_service.data.end import End
 from tq_service.data.source import BatchSource
 from tq_service.data.transport import Parcel, unpack
 from tq_service.data.worker_messages import Answer, Failure, Order, Stop
@@ -49,7 +50,7 @@ class WorkerDiedError(RuntimeError):
 class Arrived:
     """What a worker answered to an order, with the block where the batch lies."""
 
-    content: Parcel | Failure | None
+    content: Parcel | Failure | End
     block: Bytes | None = None
 
 
@@ -170,8 +171,8 @@ class WorkerStream:
         """Whether `close` was called."""
         return self._closed
 
-    def read(self) -> Batch | None:
-        """Wait for the next batch; None at the end.
+    def read(self) -> Batch | End | None:
+        """Wait for the next batch, or the end; None once it is closed.
 
         Raises:
             WorkerDiedError: a worker died.
@@ -182,8 +183,8 @@ class WorkerStream:
             if self._closed:
                 return None
             self._receive(wait=True)
-        if arrived.content is None:
-            return None
+        if isinstance(arrived.content, End):
+            return arrived.content
         if isinstance(arrived.content, Failure):
             arrived.content.error.add_note(f"raised in a worker process:\n{arrived.content.worker_traceback}")
             raise arrived.content.error

@@ -151,7 +151,6 @@ def _dataset(settings: DemoSettings, recording: Recording, rank: int) -> Streami
         settings.address,
         batch_size=batch_size,
         micro_batch_size=batch_size,  # one micro-batch a batch: each is one optimizer step
-        max_buffered_batches=0,  # nothing is replayed, and what is learned is cleared
         data_fields=FIELDS,
         partition_id=REPLAY_PARTITION,
         task_name=UPDATE_TASK,

@@ -10,8 +10,6 @@ from tq_service.domain.plan import PlanRequest
 from tq_service.domain.task import Task
 from tq_service.domain.view import PartitionView
 
-_MOST_ATTEMPTS = 4096
-
 
 @dataclass(frozen=True, slots=True)
 class _Attempt:
@@ -22,32 +20,62 @@ class _Attempt:
     consumed: tuple[int, int] | None  # where what others of the task consume may bring the end nearer
 
 
+@dataclass(slots=True)
+class _Way:
+    """A way of asking, while calls wait that ask so."""
+
+    waiting_count: int = 0
+    failed: _Attempt | None = None
+
+
 class Attempts:
-    """The last attempt in vain of each way of asking."""
+    """The last failed attempt of each way of asking that calls wait in; it goes with the last of these calls.
+
+    So what is kept needs no limit of its own: the calls that wait hold their requests anyway, and are counted.
+    """
 
     def __init__(self, partition: Partition, task: Task) -> None:
         self._partition = partition
         self._task = task
-        self._attempts: dict[object, _Attempt] = {}
+        self._ways: dict[object, _Way] = {}
+
+    def __len__(self) -> int:
+        return len(self._ways)
+
+    def join(self, request: ClaimRequest) -> None:
+        """Count a call that waits; `leave` is called once for it."""
+        self._ways.setdefault(request.signature, _Way()).waiting_count += 1
+
+    def leave(self, request: ClaimRequest) -> None:
+        """Count off a call that waits no longer."""
+        way = self._ways[request.signature]
+        way.waiting_count -= 1
+        if way.waiting_count == 0:
+            del self._ways[request.signature]
 
     def clear(self) -> None:
-        """Forget all of them."""
-        self._attempts.clear()
+        """Forget all failed attempts."""
+        for way in self._ways.values():
+            way.failed = None
 
     def is_in_vain(self, request: ClaimRequest) -> bool:
         """Whether the partition has not changed enough since this way of asking found too little."""
-        attempt = self._attempts.get(request.signature)
+        way = self._ways.get(request.signature)
+        failed = None if way is None else way.failed
         return (
-            attempt is not None
-            and self._partition.event_count == attempt.event_count
-            and self._partition.touched_count < attempt.touched_count
-            and attempt.consumed in (None, self._consumed)
+            failed is not None
+            and self._partition.event_count == failed.event_count
+            and self._partition.touched_count < failed.touched_count
+            and failed.consumed in (None, self._consumed)
         )
 
     def remember(
         self, request: ClaimRequest, wanted: PlanRequest, view: PartitionView, counts: tuple[int, int]
     ) -> None:
         """Note how many rows must be written, after the view was made at `counts`, before there can be more to find."""
+        way = self._ways.get(request.signature)
+        if way is None:  # the last call that asks so has left while its plan was made
+            return
         missing, is_closed = 1, self._partition.sealed or request.binding.finite  # or soon closed, by a first sample
         # Of the class, where reading it runs no code of the sampler.
         needs_min_size = type(request.sampler).plans_below_min_size is not True
@@ -55,13 +83,8 @@ class Attempts:
             missing = wanted.min_size - view.seen_count
             if is_closed:  # the last, short batch takes less
                 missing = min(missing, view.unready_count) if view.is_plain else 1
-        self._attempts.pop(request.signature, None)
-        if len(self._attempts) >= _MOST_ATTEMPTS:
-            del self._attempts[next(iter(self._attempts))]
         event_count, touched_count = counts
-        self._attempts[request.signature] = _Attempt(
-            event_count, touched_count + max(1, missing), self._consumed if is_closed else None
-        )
+        way.failed = _Attempt(event_count, touched_count + max(1, missing), self._consumed if is_closed else None)
 
     @property
     def _consumed(self) -> tuple[int, int]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from tq_service.domain.asking import ClaimRequest
-from tq_service.domain.cells import FreedCells, LiveCells
-from tq_service.domain.changes import Change, PartitionCleared, PartitionCreated, SamplesWritten, Tell
-from tq_service.domain.frozen import FrozenPartition
+from tq_service.domain.cells import FreedCells
+from tq_service.domain.changes import UNRECORDED, Change, PartitionCleared, PartitionCreated, SamplesWritten, Tell
+from tq_service.domain.frozen import FrozenCells, FrozenPartition
 from tq_service.domain.limits import Limits
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan_search import RunsPlans
@@ -61,10 +62,9 @@ class Catalog:
         """Return the names of all partitions."""
         return self._partitions.keys()
 
-    def live_cells(self) -> Iterable[LiveCells]:
-        """Return the cells that samples of all partitions have."""
-        for partition in self._partitions.values():
-            yield from partition.cells.live_cells()
+    def freeze_cells(self) -> list[FrozenCells]:
+        """Return which cells samples of all partitions have now, for `live_cells`, which another thread may read."""
+        return [partition.cells.freeze_cells() for partition in self._partitions.values()]
 
     def get(self, partition_id: str, incarnation: bytes = b"") -> Partition:
         """Return a partition that must be there, in the life the caller means."""
@@ -104,11 +104,11 @@ class Catalog:
         self.limits.check_write(None, write)
         self._check_samples(None, write)
         partition = Partition(partition_id, PartitionSettings())
-        written = partition.write(write)
+        written = partition.write(write)  # which may refuse it: nobody has the partition yet
+        recording_write = self._recording(SamplesWritten(partition_id=partition_id, write=write))
         self._add(partition)
-        if self._tell is not None:
-            self._tell(SamplesWritten(partition_id=partition_id, write=write))
-        return partition, written
+        with recording_write:
+            return partition, written
 
     def _check_samples(self, partition: Partition | None, write: SampleWrite) -> None:
         """Refuse a write that would make too many samples.
@@ -118,33 +118,42 @@ class Catalog:
         count = max(0, write.row_count)
         if self._most_samples is None or self._most_samples + count > self.limits.max_samples:
             self._most_samples = sum(each.table.present_count for each in self._partitions.values())
-            if partition is not None and write.keys is not None:
-                count -= sum(key in partition.key_index for key in write.keys)
+            is_near = self._most_samples + count > self.limits.max_samples
+            if is_near and partition is not None and write.keys is not None:
+                count -= sum(map(partition.key_index.__contains__, write.keys))
             if count > 0:
                 self.limits.check_samples(self._most_samples + count)
         self._most_samples += count
 
+    def _recording(self, change: Change) -> AbstractContextManager[object]:
+        return UNRECORDED if self._tell is None else self._tell(change)
+
     def _add(self, partition: Partition) -> Partition:
+        change = PartitionCreated(
+            partition_id=partition.partition_id, incarnation=partition.incarnation, settings=partition.settings
+        )
+        with self._recording(change):
+            self._insert(partition)
+        return partition
+
+    def _insert(self, partition: Partition) -> None:
         self._partitions[partition.partition_id] = partition
         self._planners[partition] = {}
         partition.tell = self._tell
-        if self._tell is not None:
-            self._tell(
-                PartitionCreated(
-                    partition_id=partition.partition_id,
-                    incarnation=partition.incarnation,
-                    settings=partition.settings,
-                )
-            )
         if waiting := self._arrivals.pop(partition.partition_id, None):
             waking = asyncio.get_running_loop().create_task(_wake_all(waiting))
             self._waking.add(waking)
             waking.add_done_callback(self._waking.discard)
-        return partition
 
     def remove(self, partition_id: str, incarnation: bytes) -> tuple[int, list[FreedCells]]:
         """Remove a partition; return how many samples it held, and their cells."""
         partition = self.get(partition_id, incarnation)
+        with self._recording(PartitionCleared(partition_id=partition_id)):
+            self._drop(partition)
+        return partition.table.present_count, partition.cells.forget_all()
+
+    def _drop(self, partition: Partition) -> None:
+        partition_id = partition.partition_id
         del self._partitions[partition_id]
         for planner in self._planners.pop(partition).values():
             planner.end(_was_cleared(partition_id))
@@ -153,14 +162,11 @@ class Catalog:
         partition.on_change.clear()  # lest planners and partition hold each other until a full collection
         partition.on_consumed.clear()
         partition.tell = None
-        if self._tell is not None:
-            self._tell(PartitionCleared(partition_id=partition_id))
-        return partition.table.present_count, partition.cells.forget_all()
 
     # Journals
 
     def start_telling(self, tell: Tell) -> None:
-        """Tell of every change from now on."""
+        """Have every change from now on written down; see `Tell`."""
         self._tell = tell
         for partition in self._partitions.values():
             partition.tell = tell

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tq_service.domain.column import Column
 from tq_service.domain.field_specs import ColumnWrite, merge_specs
-from tq_service.domain.frozen import FrozenField, FrozenPuts
+from tq_service.domain.frozen import FrozenCells, FrozenField, FrozenPuts
 from tq_service.domain.plan import Indexes
 from tq_service.domain.puts import Put, PutTable
-from tq_service.domain.rows import RowTable
+from tq_service.domain.rows import RowTable, as_slice
 from tq_service.schema import FieldSpec, Layout
 
 NOT_PRODUCED = -1
 _SLOT_SHIFT = 32  # a cell is (slot of its put << 32 | row in the put), so that neighbours in a put differ by 1
 _ROW_MASK = (1 << _SLOT_SHIFT) - 1
+_PUTS_A_STEP = 4096
 
 
 def cells_of(slot: int, rows: Indexes) -> Indexes:
@@ -113,6 +115,11 @@ class CellTable:
                 self.declare(frozen.spec)
             self.fields[frozen.spec.name].thaw(frozen, self._table)
 
+    def freeze_cells(self) -> FrozenCells:
+        """Return which cells samples have now, for `live_cells`."""
+        puts, fields = self.freeze()
+        return FrozenCells(puts=puts, fields=fields)
+
     def declare(self, spec: FieldSpec) -> None:
         """Add a field before its first put."""
         self.fields[spec.name] = Field(spec, self._table)
@@ -150,14 +157,15 @@ class CellTable:
             replaced.append(field)
         freed = [] if are_new else self.forget(positions, replaced)
         cells = cells_of(slot, rows)
+        where = as_slice(positions)
         for column, field, spec in zip(columns, replaced, specs, strict=True):
-            field.cell.write(positions, cells)
+            field.cell.write(where, cells)
             field.produced_count += positions.size
             if field.spec.layout is Layout.JAGGED:
                 if field.length is None:
                     field.length = self._table.add_column(np.int64, -1)
                 sizes = column.sizes(spec.ragged_dims[0])
-                field.length.write(positions, sizes if isinstance(sizes, int) else sizes[rows])
+                field.length.write(where, sizes if isinstance(sizes, int) else sizes[rows])
         return freed
 
     def forget(self, positions: Indexes, fields: Iterable[Field]) -> list[FreedCells]:
@@ -168,8 +176,11 @@ class CellTable:
             produced = cells >= 0
             if not produced.any():
                 continue
-            field.cell.write(positions[produced], NOT_PRODUCED)
-            cells = cells[produced]
+            if produced.all():
+                field.cell.write(as_slice(positions), NOT_PRODUCED)
+            else:
+                field.cell.write(positions[produced], NOT_PRODUCED)
+                cells = cells[produced]
             field.produced_count -= cells.size
             for slot, rows in _rows_by_slot(cells):
                 freed.setdefault((slot, rows.tobytes()), []).append(field.spec.name)
@@ -192,25 +203,6 @@ class CellTable:
         for put, names, rows in parts:
             if put not in whole:
                 yield put, names, rows, False
-
-    def live_cells(self) -> list[LiveCells]:
-        """Return the cells that samples have, put by put."""
-        whole, is_part = self._puts.whole_and_parts()
-        live = [LiveCells(put=put) for put in whole]
-        if not is_part.any():
-            return live
-        alike: dict[tuple[int, bytes], list[str]] = {}
-        for field in self.fields.values():
-            cells = field.cell.data[: self._table.count]
-            cells = cells[cells >= 0]
-            cells = cells[is_part[cells >> _SLOT_SHIFT]]
-            for slot, rows in _rows_by_slot(cells):
-                alike.setdefault((slot, rows.tobytes()), []).append(field.spec.name)
-        live += [
-            LiveCells(put=self._puts.get(slot), field_names=tuple(names), rows=np.frombuffer(rows, np.int64))
-            for (slot, rows), names in alike.items()
-        ]
-        return live
 
     def forget_all(self) -> list[FreedCells]:
         """Return all puts as freed, for a partition that is cleared."""
@@ -249,6 +241,62 @@ class CellTable:
             first_rows=(cells[starts] & _ROW_MASK).tolist(),
             row_counts=np.diff(starts, append=cells.size).tolist(),
         )
+
+
+def live_cells(frozen: FrozenCells) -> Iterator[LiveCells]:
+    """Yield the cells that samples had when they were frozen, those of one put one after the other.
+
+    It may take long, on any thread, in steps of a few thousand slots or cells.
+    """
+    partial: dict[int, Put] = {}
+    masks: list[NDArray[np.bool_]] = []
+    start = 0
+    puts = frozen.puts
+    blocks = zip(puts.puts.blocks(), puts.cell_counts.blocks(), puts.made_cell_counts.blocks(), strict=True)
+    for some, counts, made in blocks:
+        for put in some[(counts == made) & (counts > 0)].tolist():
+            yield LiveCells(put=put)
+        is_part = (counts < made) & (counts > 0)
+        masks.append(is_part)
+        where = np.flatnonzero(is_part)
+        partial |= zip((where + start).tolist(), some[where].tolist(), strict=True)
+        start += some.size
+    if partial:
+        yield from _partial_cells(frozen.fields, partial, np.concatenate(masks))
+
+
+def _partial_cells(
+    fields: Sequence[FrozenField], partial: dict[int, Put], is_part: NDArray[np.bool_]
+) -> Iterator[LiveCells]:
+    """Yield the cells of puts that have not all of theirs any more, put by put."""
+    found = [np.zeros(0, np.int64)]
+    numbers = [np.zeros(0, np.int64)]
+    for number, field in enumerate(fields):
+        for block in field.cell.blocks():
+            cells = block[block >= 0]
+            cells = cells[is_part[cells >> _SLOT_SHIFT]]
+            found.append(cells)
+            numbers.append(np.full(cells.size, number, np.int64))
+    slots, rows = slots_and_rows(np.concatenate(found))
+    fields_of = np.concatenate(numbers)
+    order = np.lexsort((rows, fields_of, slots))
+    slots, rows, fields_of = slots[order], rows[order], fields_of[order]
+    starts = np.r_[0, np.flatnonzero(np.diff(slots)) + 1]
+    ends = np.r_[starts[1:], slots.size]
+    for first in range(0, starts.size, _PUTS_A_STEP):
+        step = slice(first, first + _PUTS_A_STEP)
+        for start, end in zip(starts[step].tolist(), ends[step].tolist(), strict=True):
+            alike: dict[bytes, list[str]] = {}
+            bounds = np.flatnonzero(np.diff(fields_of[start:end])) + 1
+            for of_field, in_put in zip(np.r_[0, bounds].tolist(), np.split(rows[start:end], bounds), strict=True):
+                name = fields[int(fields_of[start + of_field])].spec.name
+                alike.setdefault(in_put.tobytes(), []).append(name)
+            for row_bytes, names in alike.items():
+                yield LiveCells(
+                    put=partial[int(slots[start])],
+                    field_names=tuple(names),
+                    rows=np.frombuffer(row_bytes, np.int64),
+                )
 
 
 def _rows_by_slot(cells: Indexes) -> Iterable[tuple[int, Indexes]]:

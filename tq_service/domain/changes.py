@@ -1,15 +1,19 @@
 """What can change in the catalog, as data: what a journal writes down, and what `Catalog.apply` does again.
 
 A change says what came of a request, not what was asked: a claim carries its rows, so that replaying it needs no
-sampler and gives the same answer. Changes are told after they are made, in order, and before anybody is answered.
+sampler and gives the same answer. A change is encoded before it is made, and written down in the same step, before
+anybody is answered: one that cannot be encoded is not made, so memory and journal never differ.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Final
 
 from tq_service.domain.asking import Binding
+from tq_service.domain.end import End
 from tq_service.domain.plan import Indexes, Plan, RankPlan
 from tq_service.domain.writes import PartitionSettings, SampleWrite
 from tq_service.schema import MetaColumn
@@ -96,7 +100,7 @@ class EndReached:
     partition_id: str
     task_name: str
     dp_size: int
-    skipped: int
+    end: End
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,4 +194,7 @@ Change = (
     | LeaseExpired
     | ConsumptionReset
 )
-Tell = Callable[[Change], None]
+# Encodes a change that is about to be made, or raises. The change is made within what is returned, which writes it down
+# at the end; an error in between leaves half a change, so the service must not go on from there.
+Tell = Callable[[Change], AbstractContextManager[object]]
+UNRECORDED: Final[AbstractContextManager[object]] = nullcontext()  # of changes that nobody writes down

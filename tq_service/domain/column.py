@@ -1,5 +1,8 @@
 """Columns of values, and how one is read by another thread as it was at one moment while it goes on changing.
 
+A long column of numbers lies in reserved memory and grows where it is: nothing is copied, however long it is. A short
+one, or one of objects, moves to an array of at least twice its size.
+
 Freezing a column copies nothing. Who changes it afterwards first keeps the blocks he is about to touch, so that a
 change costs a copy of a few thousand values at most, however long the column is, and only while somebody still reads.
 """
@@ -8,13 +11,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from tq_service.domain.plan import Indexes
+from tq_service.domain.reserved_memory import reserved_zeros
 
+RESERVED_FROM: Final = 1 << 16  # values from which on a column of numbers grows where it is
+_RESERVED: Final = 1 << 26  # values for which it has room then; as many again, four times over, beyond that
+_GROWTH: Final = 1 << 14  # values by which it grows at least
 _BLOCK_SHIFT = 12
 _BLOCK_ROWS = 1 << _BLOCK_SHIFT
 Where = slice | Indexes | int
@@ -79,16 +86,17 @@ class Column:
     """One fact per row, or per slot.
 
     Attributes:
-        data: the values, and room for more; read-only, and replaced whenever the column grows or is compacted.
+        data: the values, and more up to the capacity; read-only, and replaced whenever the column grows or is
+            compacted. What a reader took before is the same memory, unless the column moved.
         fill: what stands where nothing was written.
     """
 
-    __slots__ = ("_array", "_frozen", "data", "fill")
+    __slots__ = ("_array", "_frozen", "_is_blank", "_memory", "data", "fill")
 
     def __init__(self, dtype: DTypeLike, fill: Any, capacity: int) -> None:
         self.fill = fill
         self._frozen: list[weakref.ref[FrozenColumn]] = []
-        self._replace(_filled(capacity, fill, dtype))
+        self._move(capacity, capacity, np.dtype(dtype))
 
     def __getitem__(self, where: Any) -> Any:
         return self.data[where]
@@ -98,32 +106,47 @@ class Column:
         if self._frozen:
             self._keep(where)
         self._array[where] = values
+        self._is_blank = False
+
+    def clear(self, where: Where) -> None:
+        """Have the fill where something may be written."""
+        if not self._is_blank:
+            self.write(where, self.fill)
 
     def add(self, where: Indexes, by: int) -> None:
         """Add to values, as often as their positions are given."""
         if self._frozen:
             self._keep(where)
         np.add.at(self._array, where, by)
+        self._is_blank = False
 
-    def resize(self, capacity: int, kept: NDArray[np.bool_] | None, used: int) -> None:
-        """Move the first `used` values, or those `kept` of them, to a new array."""
-        old = self.data[:used] if kept is None else self.data[:used][kept]
-        array = _filled(capacity, self.fill, old.dtype)
-        array[: old.size] = old
-        self._replace(array)
+    def resize(self, capacity: int, kept: NDArray[np.bool_] | Where | None, used: int) -> None:
+        """Have room for `capacity` values, of which the first `used` stay, or those `kept` of them.
+
+        Growing copies nothing where the memory has room behind the column.
+        """
+        if kept is None and self._array.size <= capacity <= self._memory.size:
+            self._use(self._array.size, capacity)
+            return
+        old, is_blank = self.data[:used], self._is_blank
+        self._move(capacity, capacity if kept is not None else max(capacity, 2 * self._array.size), old.dtype)
+        if not is_blank:
+            values = old if kept is None else old[kept]
+            self.write(slice(0, values.size), values)
 
     def convert(self, dtype: DTypeLike) -> None:
         """Change the type of all values."""
-        self._replace(self.data.astype(dtype))
+        old = self.data
+        self._move(old.size, self._memory.size, np.dtype(dtype))
+        self.write(slice(0, old.size), old)
 
     def thaw(self, frozen: FrozenColumn, capacity: int) -> None:
         """Take over the values of a frozen column, with room for more."""
-        array = _filled(capacity, self.fill, frozen.dtype)
+        self._move(capacity, capacity, frozen.dtype)
         start = 0
         for block in frozen.blocks():
-            array[start : start + block.size] = block
+            self.write(slice(start, start + block.size), block)
             start += block.size
-        self._replace(array)
 
     def freeze(self, size: int) -> FrozenColumn:
         """Return the first `size` values as they are now; it costs the same however many there are."""
@@ -138,14 +161,35 @@ class Column:
         if len(readers) < len(self._frozen):
             self._frozen = [weakref.ref(frozen) for frozen in readers]
 
-    def _replace(self, array: NDArray[Any]) -> None:
-        """Go on with another array; what is frozen has the old one for itself."""
-        self._array = array
+    def _move(self, capacity: int, room: int, dtype: np.dtype[Any]) -> None:
+        """Go on in other memory that has room for so many values; what is frozen has the old one for itself."""
+        self._memory = _zeros(room, dtype)
         self._frozen = []
-        self.data: NDArray[Any] = array.view()
+        self._is_blank = True  # so far it has nothing but the fill
+        self._use(0, capacity)
+
+    def _use(self, start: int, capacity: int) -> None:
+        """Have `capacity` values, those from `start` on for the first time."""
+        self._array = self._memory[:capacity]
+        if self.fill is not None and self.fill != 0:
+            self._array[start:] = self.fill
+        self.data: NDArray[Any] = self._array.view()
         self.data.flags.writeable = False
 
 
-def _filled(capacity: int, fill: Any, dtype: DTypeLike) -> NDArray[Any]:
-    """Return a new array; one of zeros costs nothing before it is touched, however many rows there are."""
-    return np.full(capacity, fill, dtype) if fill is None or fill != 0 else np.zeros(capacity, dtype)
+def grown(capacity: int, least: int) -> int:
+    """Return the capacity for at least so many values; large columns grow where they are, and so by little."""
+    if least < RESERVED_FROM:
+        return max(least, 2 * capacity)
+    return -(-least // _GROWTH) * _GROWTH
+
+
+def _zeros(room: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return zeros, or for objects None, of memory that is not touched yet."""
+    if dtype.kind == "O":
+        return np.empty(room, dtype)
+    if room >= RESERVED_FROM:
+        reserved = reserved_zeros(_RESERVED if room <= _RESERVED else 4 * room, dtype)
+        if reserved is not None:
+            return reserved
+    return np.zeros(room, dtype)

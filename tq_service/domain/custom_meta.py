@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from tq_service.domain.column import Column
 from tq_service.domain.frozen import FrozenMeta
 from tq_service.domain.plan import Indexes
-from tq_service.domain.rows import RowTable
+from tq_service.domain.rows import RowTable, as_slice
 from tq_service.errors import InvalidArgumentError
 from tq_service.schema import MetaColumn, MetaValue, Operator
 
@@ -41,10 +41,12 @@ class Condition:
                     field="where",
                 )
         if self.operator == "in":
-            return np.isin(data, np.array(self.values, dtype=data.dtype if kind == "O" else None))
-        if kind == "O":
-            data = np.array(data, dtype=np.str_)
-        return np.asarray(_COMPARE[self.operator](data, self.values[0]), dtype=np.bool_)
+            if kind == "O":  # isin compares each text with each value
+                return np.fromiter(map(frozenset(self.values).__contains__, data), np.bool_, data.size)
+            return np.isin(data, np.array(self.values))
+        # Texts are compared as they are: in an array of text, each would take the space of the longest.
+        other = np.array(self.values[0], dtype=np.object_) if kind == "O" else self.values[0]
+        return np.asarray(_COMPARE[self.operator](data, other), dtype=np.bool_)
 
 
 _COMPARE: dict[str, Any] = {
@@ -135,8 +137,9 @@ class CustomMeta:
                 )
             elif _common_kind(column, stored.values.data) == "f" and stored.values.data.dtype.kind == "i":
                 stored.values.convert(np.float64)
-            where = positions[column.present]
-            stored.values.write(where, column.values[column.present])
+            is_complete = bool(column.present.all())
+            where = as_slice(positions if is_complete else positions[column.present])
+            stored.values.write(where, column.values if is_complete else column.values[column.present])
             stored.present.write(where, True)
 
     def read(self, name: str, positions: Indexes) -> MetaColumn | None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from tq_service.domain.aging_log import FrozenLog
 from tq_service.domain.column import FrozenColumn
+from tq_service.domain.end import End
 from tq_service.schema import FieldSpec
 
 if TYPE_CHECKING:
@@ -76,6 +77,14 @@ class FrozenPuts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FrozenCells:
+    """The puts of a partition, and which of their cells its samples have."""
+
+    puts: FrozenPuts
+    fields: Sequence[FrozenField]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FrozenLeases:
     """How often rows were leased, None where none was in this epoch, and how many were set aside."""
 
@@ -88,7 +97,7 @@ class FrozenTask:
     """What a task has consumed.
 
     Attributes:
-        end_skipped: what its end left out; None: it is not at its end.
+        end: None: it is not at its end.
         serial: the last one given to a claim.
         claim: for each row what became of it.
         records: the claims that still have rows.
@@ -101,7 +110,7 @@ class FrozenTask:
     epoch: int
     dp_size: int | None
     next_batch_index: int
-    end_skipped: int | None
+    end: End | None
     consumed_count: int
     open_count: int
     serial: int

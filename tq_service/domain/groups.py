@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.domain.column import Column
 from tq_service.domain.frozen import FrozenGroups
+from tq_service.domain.names import GroupNames
 from tq_service.domain.plan import Indexes
-from tq_service.domain.rows import RowTable
+from tq_service.domain.rows import RowTable, as_slice, distinct, forget_names
 from tq_service.domain.slots import SlotTable
 from tq_service.errors import GroupNotFoundError, InvalidArgumentError, PreconditionError, nearest
 
@@ -75,44 +76,61 @@ class GroupTable:
         listed: list[str | None] = names.tolist()
         return listed
 
-    def check(self, names: Sequence[str], group_size: int) -> None:
+    def check(self, groups: GroupNames, group_size: int) -> None:
         """Refuse new members that do not fit, before anything is written."""
         if group_size < 0:
             raise InvalidArgumentError(f"group_size is {group_size}; give a positive number", field="group_size")
-        counts = Counter(names)
-        del counts[""]  # no group
-        for name, count in counts.items():
-            slot = self._slots.get(name)
-            have = int(self.members[slot]) if slot is not None else 0
-            size = int(self.declared[slot]) if slot is not None else 0
-            if size and group_size and size != group_size:
-                raise InvalidArgumentError(
-                    f"group {name!r} was declared with group_size {size}, got {group_size}; give the same size with "
-                    f"every put of the group",
-                    field="group_size",
-                )
-            if slot is not None and self.closed[slot]:
-                raise PreconditionError(f"group {name!r} is closed; put further samples into another group")
-            limit = size or group_size
-            if limit and have + count > limit:
-                raise PreconditionError(
-                    f"group {name!r} has {have} of {limit} members, got {count} more; declare a larger group_size or "
-                    f"use another group"
-                )
+        counts = groups.counts()
+        slots = self._known_slots(groups)
+        if group_size:
+            too_many = np.flatnonzero((slots < 0) & (counts > group_size))
+            if too_many.size:
+                raise _too_many(groups.names[too_many[0]], 0, group_size, int(counts[too_many[0]]))
+        for code in np.flatnonzero((slots >= 0) & (counts > 0)).tolist():
+            self._check_known(groups.names[code], int(slots[code]), group_size, int(counts[code]))
 
-    def add(self, names: Sequence[str], group_size: int, positions: Indexes, *, held: bool, failed: bool) -> None:
-        """Enter new rows; "" stands for no group."""
-        slot_of = {name: self._slot(name) if name else NO_GROUP for name in dict.fromkeys(names)}
-        slots = np.fromiter(map(slot_of.__getitem__, names), np.int64, len(names))
-        self._members.write(positions, slots)
-        slots = slots[slots >= 0]
-        self.members.add(slots, 1)
+    def _check_known(self, name: str, slot: int, group_size: int, count: int) -> None:
+        size = int(self.declared[slot])
+        if size and group_size and size != group_size:
+            raise InvalidArgumentError(
+                f"group {name!r} was declared with group_size {size}, got {group_size}; give the same size with "
+                f"every put of the group",
+                field="group_size",
+            )
+        if self.closed[slot]:
+            raise PreconditionError(f"group {name!r} is closed; put further samples into another group")
+        limit, have = size or group_size, int(self.members[slot])
+        if limit and have + count > limit:
+            raise _too_many(name, have, limit, count)
+
+    def add(self, groups: GroupNames, group_size: int, positions: Indexes, *, held: bool, failed: bool) -> None:
+        """Enter new rows, each with its code in `groups`."""
+        counts = groups.counts()
+        slots = self._known_slots(groups)
+        new = np.flatnonzero((slots < 0) & (counts > 0))
+        if new.size:
+            slots[new] = self._new_slots(list(map(groups.names.__getitem__, new.tolist())))
+        of_rows = slots[groups.codes] if slots.size else np.full(groups.codes.size, NO_GROUP, np.int64)
+        of_rows[groups.codes < 0] = NO_GROUP
+        self._members.write(as_slice(positions), of_rows)
+        slots, counts = slots[counts > 0], counts[counts > 0]
+        self.members.write(slots, self.members[slots] + counts)
         if held:
-            self.held.add(slots, 1)
+            self.held.write(slots, self.held[slots] + counts)
         if failed:
-            self.failed.add(slots, 1)
+            self.failed.write(slots, self.failed[slots] + counts)
         if group_size:
             self.declared.write(slots, group_size)
+
+    def _known_slots(self, groups: GroupNames) -> Indexes:
+        return np.fromiter(map(self._slots.get, groups.names, itertools.repeat(-1)), np.int64, len(groups.names))
+
+    def _new_slots(self, names: list[str]) -> Indexes:
+        slots = self._store.take_all(len(names))
+        self._names.write(slots, names)
+        self._slots.update(zip(names, slots.tolist(), strict=True))
+        self.in_use = True
+        return slots
 
     def count(self, counter: Column, positions: Indexes, by: int) -> None:
         """Add to one of the counters for the groups of rows."""
@@ -145,20 +163,10 @@ class GroupTable:
 
     def forget_empty(self, slots: NDArray[np.int64]) -> None:
         """Free the slots of groups whose members are all cleared."""
-        slots = np.unique(slots[slots >= 0])
+        slots = distinct(slots[slots >= 0], self._store.count)
         empty = slots[(self.cleared[slots] >= self.members[slots]) & (self._names[slots] != None)]  # noqa: E711  (of each)
-        for slot, name in zip(empty.tolist(), self._names[empty], strict=True):
-            del self._slots[name]
-            self._store.give_up(slot)
-
-    def _slot(self, name: str) -> int:
-        slot = self._slots.get(name)
-        if slot is None:
-            slot = self._store.take()
-            self._names.write(slot, name)
-            self._slots[name] = slot
-            self.in_use = True
-        return slot
+        forget_names(self._slots, self._names[empty].tolist())
+        self._store.give_up_all(empty)
 
     def freeze(self) -> FrozenGroups:
         """Return the groups as they are now."""
@@ -189,3 +197,10 @@ class GroupTable:
         self._store.find_free(self._names)
         names = self._names[: self._store.count].tolist()
         self._slots = {name: slot for slot, name in enumerate(names) if name is not None}
+
+
+def _too_many(name: str, have: int, limit: int, count: int) -> PreconditionError:
+    return PreconditionError(
+        f"group {name!r} has {have} of {limit} members, got {count} more; declare a larger group_size or use another "
+        f"group"
+    )

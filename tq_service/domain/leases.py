@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from tq_service.domain.column import Column
 from tq_service.domain.frozen import FrozenLeases
 from tq_service.domain.plan import Indexes
-from tq_service.domain.rows import RowTable
+from tq_service.domain.rows import RowTable, count_values
 
 UNCLAIMED = 0  # so that a new task costs the same however many rows there are
 KEPT = 1
@@ -162,7 +162,7 @@ class Leases:
         """Have those of some rows that are leased consumed for good: they are being cleared, or have failed."""
         claims = self._claim.data[positions]
         leased = positions[claims < SET_ASIDE]
-        serials, counts = np.unique(-claims[claims < SET_ASIDE], return_counts=True)
+        serials, counts = count_values(-claims[claims < SET_ASIDE])
         self._claim.write(leased, -self._claim.data[leased])
         for serial, count in zip(serials.tolist(), counts.tolist(), strict=True):
             self._leave(self.live[serial], count)

@@ -56,8 +56,9 @@ class Limits:
 
     def check_write(self, partition: Partition | None, write: SampleWrite) -> None:
         """Refuse a write that names too much; None: it makes its partition."""
-        self._check_names("keys", write.keys or ())
-        self._check_names("groups", write.groups or ())
+        names = write.names
+        self._check_longest("keys", _longest(write.keys or ()) if names is None else names.longest_key)
+        self._check_longest("groups", _longest(write.groups or ()) if names is None else names.longest_group)
         known = {} if partition is None else partition.cells.fields
         new = [column.spec.name for column in write.columns if column.spec.name not in known]
         if new:
@@ -110,13 +111,19 @@ class Limits:
         )  # fmt: skip
 
     def _check_names(self, what: str, names: Iterable[str]) -> None:
-        longest = max(map(len, names), default=0)
+        self._check_longest(what, _longest(names))
+
+    def _check_longest(self, what: str, longest: int) -> None:
         if longest > self.max_name_length:
             raise InvalidArgumentError(
                 f"{what} has a name of {longest} characters, at most {self.max_name_length} expected (max_name_length)",
                 field=what,
                 metadata={"limit_name": "max_name_length", "got": str(longest), "limit": str(self.max_name_length)},
             )
+
+
+def _longest(names: Iterable[str]) -> int:
+    return max(map(len, names), default=0)
 
 
 def _check_count(limit_name: str, what: str, got: int, limit: int, remedy: str) -> None:

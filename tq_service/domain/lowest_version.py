@@ -9,7 +9,7 @@ import numpy as np
 
 from tq_service.domain.leases import UNCLAIMED
 from tq_service.domain.plan import Indexes
-from tq_service.domain.rows import RowTable
+from tq_service.domain.rows import RowTable, count_values
 from tq_service.domain.states import HELD, LIVE
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class LowestVersion:
     def touched(self, indexes: Indexes) -> None:
         """Say that rows were added or written to, or are left again."""
         if self._touched is not None:
-            self._touched.update(np.unique(indexes // _BLOCK_ROWS).tolist())
+            self._touched.update(count_values(indexes // _BLOCK_ROWS)[0].tolist())
 
     def forget(self) -> None:
         """Say that any rows may be left again."""
@@ -63,7 +63,7 @@ class LowestVersion:
             return self._touched
         self._bounds.clear()
         self._heap.clear()
-        return set(np.unique(table.index.data[table.present_positions()] // _BLOCK_ROWS).tolist())
+        return set(count_values(table.index.data[table.present_positions()] // _BLOCK_ROWS)[0].tolist())
 
     def _set(self, block: int, lowest: float | None) -> None:
         if lowest is None:

@@ -1,13 +1,14 @@
 """A partition: rows by fields with states, keys, groups and custom_meta, and the tasks that consume it.
 
-Every change of its state is one synchronous method here: checked whole before anything is written, done on the event
-loop between awaits, and told to who writes a journal (`tell`) once it is made.
+Every change of its state is one synchronous method here: checked whole and encoded for the journal (`tell`) before
+anything is written, and done on the event loop between awaits.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from math import gcd
 
 import numpy as np
@@ -16,7 +17,9 @@ from numpy.typing import NDArray
 from tq_service.domain.asking import Binding
 from tq_service.domain.cells import CellTable, FreedCells
 from tq_service.domain.changes import (
+    UNRECORDED,
     BatchPlanned,
+    Change,
     ConsumptionReset,
     EndReached,
     GroupsClosed,
@@ -29,15 +32,17 @@ from tq_service.domain.changes import (
     Tell,
 )
 from tq_service.domain.custom_meta import CustomMeta
+from tq_service.domain.end import End
 from tq_service.domain.frozen import FrozenPartition
 from tq_service.domain.groups import GroupTable
 from tq_service.domain.leases import Lease, LeaseTerms
 from tq_service.domain.lowest_version import LowestVersion
+from tq_service.domain.names import Names
 from tq_service.domain.plan import Indexes, Plan, RankPlan
 from tq_service.domain.resolve import Target, check_write, of_rows, resolve_target
-from tq_service.domain.rows import RowTable
+from tq_service.domain.rows import RowTable, distinct, forget_names
 from tq_service.domain.states import CLEARED, FAILED, HELD, LIVE, STATE_CODES
-from tq_service.domain.task import End, Task
+from tq_service.domain.task import Task
 from tq_service.domain.writes import PartitionSettings, SampleWrite, Written
 from tq_service.errors import (
     InvalidArgumentError,
@@ -94,25 +99,34 @@ class Partition:
                 metadata={"got": incarnation.hex(), "expected": self.incarnation.hex()},
             )
 
+    def recording(self, change: Change) -> AbstractContextManager[object]:
+        """Encode a change; return what it is to be made in, which writes it down (see `Tell`)."""
+        return UNRECORDED if self.tell is None else self.tell(change)
+
     # Writing
 
     def write(self, write: SampleWrite) -> Written:
         """Add samples or write to existing ones, in one step or not at all."""
         target = resolve_target(self, write)
         specs = check_write(self, write, target)
+        with self.recording(SamplesWritten(partition_id=self.partition_id, write=write)):
+            return self._write(write, target, specs)
+
+    def _write(self, write: SampleWrite, target: Target, specs: Sequence[FieldSpec]) -> Written:
         new_positions = self._add_rows(write, target)
-        positions = target.positions.copy()
-        positions[target.is_new] = np.arange(new_positions.start, new_positions.stop)
-        freed = self._write_cells(write, specs, positions, are_new=bool(target.is_new.all()))
+        positions = np.arange(new_positions.start, new_positions.stop)
+        are_new = positions.size == write.row_count
+        if not are_new:
+            target.positions[target.is_new] = positions
+            positions = target.positions
+        freed = self._write_cells(write, specs, positions, are_new=are_new)
         self.meta.write(write.meta, positions)
         if write.state is not None:
             freed += self._set_state(STATE_CODES[write.state], positions[~target.is_new])
-        indexes = self.table.index.data[positions]
+        indexes = self.table.index.data[positions] if not are_new else self.table.index.data[new_positions].copy()
         if self.settings.expected_samples is not None and self.inserted_count >= self.settings.expected_samples:
             self._seal()
         self._touched(indexes)
-        if self.tell is not None:
-            self.tell(SamplesWritten(partition_id=self.partition_id, write=write))
         return Written(global_indexes=indexes, specs=tuple(specs), freed=freed)
 
     def _add_rows(self, write: SampleWrite, target: Target) -> slice:
@@ -127,14 +141,24 @@ class Partition:
         if write.keys is not None:
             names = of_rows(write.keys, target.is_new)
             self.key.write(added, names)
-            self.key_index.update(zip(names, range(self.table.next_index - count, self.table.next_index), strict=True))
-        if write.groups is not None:
-            names, positions = of_rows(write.groups, target.is_new), np.arange(added.start, added.stop)
-            self.groups.add(names, write.group_size, positions, held=code == HELD, failed=code == FAILED)
+            self._add_keys(names, write.names, self.table.next_index - count)
+        if (groups := write.group_names()) is not None:
+            groups = groups if count == write.row_count else groups.of_samples(target.is_new)
+            positions = np.arange(added.start, added.stop)
+            self.groups.add(groups, write.group_size, positions, held=code == HELD, failed=code == FAILED)
         if code != FAILED:
             for task in self.tasks.values():
                 task.open_count += count
         return added
+
+    def _add_keys(self, keys: Sequence[str], known: Names | None, first_index: int) -> None:
+        if known is None or len(known.index_of) != len(keys) or known.first_index != first_index:
+            self.key_index.update(zip(keys, range(first_index, first_index + len(keys)), strict=True))
+        elif len(self.key_index) < len(keys):  # the larger one takes in the smaller
+            known.index_of.update(self.key_index)
+            self.key_index = known.index_of
+        else:
+            self.key_index.update(known.index_of)
 
     def _write_cells(self, write: SampleWrite, specs: Sequence[FieldSpec], positions: Indexes, *, are_new: bool
                      ) -> list[FreedCells]:  # fmt: skip
@@ -187,18 +211,16 @@ class Partition:
         """Write custom_meta of existing samples."""
         positions = self.positions_of(indexes)
         self.meta.check(columns, positions.size)
-        self.meta.write(columns, positions)
-        self.event_count += 1
-        self._touched(indexes)
-        if self.tell is not None:
-            self.tell(MetaSet(partition_id=self.partition_id, global_indexes=indexes, columns=columns))
+        with self.recording(MetaSet(partition_id=self.partition_id, global_indexes=indexes, columns=columns)):
+            self.meta.write(columns, positions)
+            self.event_count += 1
+            self._touched(indexes)
 
     def seal(self) -> None:
         """Say that no new samples come."""
-        self._seal()
-        self.changed()
-        if self.tell is not None:
-            self.tell(PartitionSealed(partition_id=self.partition_id))
+        with self.recording(PartitionSealed(partition_id=self.partition_id)):
+            self._seal()
+            self.changed()
 
     def _seal(self) -> None:
         if not self.sealed:
@@ -207,39 +229,43 @@ class Partition:
 
     def close_groups(self, names: Sequence[str]) -> None:
         """Say that no further members of groups come."""
-        self.groups.close(names)
-        self.event_count += 1
-        self.changed()
-        if self.tell is not None:
-            self.tell(GroupsClosed(partition_id=self.partition_id, names=names))
+        with self.recording(GroupsClosed(partition_id=self.partition_id, names=names)):
+            self.groups.close(names)
+            self.event_count += 1
+            self.changed()
 
     def clear(self, indexes: Indexes) -> tuple[int, list[FreedCells]]:
         """Remove samples; return how many were there, and their cells."""
-        positions = self.table.find(np.unique(indexes))
-        positions = positions[positions >= 0]
+        positions = self.table.find(indexes)
+        positions = distinct(positions[positions >= 0], self.table.count)
         if positions.size == 0:
             return 0, []
+        with self.recording(SamplesCleared(partition_id=self.partition_id, global_indexes=indexes)):
+            return positions.size, self._clear(positions)
+
+    def _clear(self, positions: Indexes) -> list[FreedCells]:
         freed = self.cells.forget(positions, self.cells.fields.values())
         states = self.state.data[positions]
         still_open = positions[(states == LIVE) | (states == HELD)]
         for task in self.tasks.values():
             task.closes(still_open)
             task.forget(positions)
-        for key in self.key.data[positions]:
-            if key is not None:
-                del self.key_index[key]
+        if positions.size == self.table.present_count:
+            self.key_index.clear()
+        elif self.key_index:
+            keys = self.key.data[positions]
+            forget_names(self.key_index, keys[keys != None].tolist())  # noqa: E711  (of each)
         self._forget_members(positions, states)
         self._count_states(positions, -1)
-        count = positions.size
         self.table.remove(positions)
         self.event_count += 1
         self.changed()
-        if self.tell is not None:
-            self.tell(SamplesCleared(partition_id=self.partition_id, global_indexes=indexes))
-        return count, freed
+        return freed
 
     def _forget_members(self, positions: Indexes, states: NDArray[np.uint8]) -> None:
         groups = self.groups
+        if not groups.in_use:
+            return
         groups.count(groups.held, positions[states == HELD], -1)
         groups.count(groups.failed, positions[states == FAILED], -1)
         groups.count(groups.cleared, positions, 1)
@@ -251,9 +277,8 @@ class Partition:
         """Return a task, made on its first use."""
         task = self.tasks.get(name)
         if task is None:
-            task = self.tasks[name] = Task(name, self.table, open_count=self.open_count)
-            if self.tell is not None:
-                self.tell(TaskSeen(partition_id=self.partition_id, task_name=name))
+            with self.recording(TaskSeen(partition_id=self.partition_id, task_name=name)):
+                task = self.tasks[name] = Task(name, self.table, open_count=self.open_count)
         return task
 
     def known_task(self, name: str) -> Task:
@@ -277,37 +302,33 @@ class Partition:
 
     def record_batch(self, task: Task, binding: Binding, plan: Plan, positions: Indexes) -> None:
         """Record the plan of a task's next batch_index and mark its rows at `positions` consumed."""
-        task.record_batch(binding, plan, positions)
-        self._consumed()
-        if self.tell is not None:
-            self.tell(BatchPlanned(partition_id=self.partition_id, task_name=task.name, binding=binding, plan=plan))
+        change = BatchPlanned(partition_id=self.partition_id, task_name=task.name, binding=binding, plan=plan)
+        with self.recording(change):
+            task.record_batch(binding, plan, positions)
+            self._consumed()
 
     def record_end(self, task: Task, dp_size: int, end: End) -> None:
         """Record that no batch follows, for all ranks and batch indexes from the next on."""
-        task.record_end(dp_size, end)
-        if self.tell is not None:
-            self.tell(
-                EndReached(partition_id=self.partition_id, task_name=task.name, dp_size=dp_size, skipped=end.skipped)
-            )
+        change = EndReached(partition_id=self.partition_id, task_name=task.name, dp_size=dp_size, end=end)
+        with self.recording(change):
+            task.record_end(dp_size, end)
 
     def record_queue_claim(
         self, task: Task, request_id: bytes, part: RankPlan, positions: Indexes, terms: LeaseTerms | None = None
     ) -> Lease | None:
         """Record what a queue worker gets; return its lease where it has `terms`."""
-        claim = task.record_queue_claim(request_id, part, positions, terms)
-        self._consumed()
-        if self.tell is not None:
-            self.tell(
-                QueueClaimed(
-                    partition_id=self.partition_id,
-                    task_name=task.name,
-                    request_id=request_id,
-                    part=part,
-                    lease_seconds=None if terms is None else terms.seconds,
-                    max_deliveries=None if terms is None else terms.max_deliveries,
-                    group_block_size=None if terms is None else terms.group_block_size,
-                )
-            )
+        change = QueueClaimed(
+            partition_id=self.partition_id,
+            task_name=task.name,
+            request_id=request_id,
+            part=part,
+            lease_seconds=None if terms is None else terms.seconds,
+            max_deliveries=None if terms is None else terms.max_deliveries,
+            group_block_size=None if terms is None else terms.group_block_size,
+        )
+        with self.recording(change):
+            claim = task.record_queue_claim(request_id, part, positions, terms)
+            self._consumed()
         return claim.lease
 
     def reopen(self, task: Task, positions: Indexes) -> int:
@@ -321,19 +342,17 @@ class Partition:
 
     def reset(self, task: Task, *, keep_consumed: bool) -> int:
         """Start the next epoch of a task and return it."""
-        reopened = task.reset(keep_consumed=keep_consumed)
-        if keep_consumed:
-            self.reopen(task, reopened)
-        else:
-            task.open_count = self.open_count
-            if (lowest := self.lowest_versions.get(task.name)) is not None:
-                lowest.forget()
-        self.event_count += 1
-        self.changed()
-        if self.tell is not None:
-            self.tell(
-                ConsumptionReset(partition_id=self.partition_id, task_name=task.name, keep_consumed=keep_consumed)
-            )
+        change = ConsumptionReset(partition_id=self.partition_id, task_name=task.name, keep_consumed=keep_consumed)
+        with self.recording(change):
+            reopened = task.reset(keep_consumed=keep_consumed)
+            if keep_consumed:
+                self.reopen(task, reopened)
+            else:
+                task.open_count = self.open_count
+                if (lowest := self.lowest_versions.get(task.name)) is not None:
+                    lowest.forget()
+            self.event_count += 1
+            self.changed()
         return task.epoch
 
     # Reading
@@ -348,7 +367,7 @@ class Partition:
                 f"are missing); it has {self.table.present_count} of {self.inserted_count} inserted, "
                 f"the others were cleared"
             )
-        if np.unique(positions).size != positions.size:
+        if distinct(positions, self.table.count).size != positions.size:
             raise InvalidArgumentError("a sample is named twice; name each once", field="global_indexes")
         return positions
 
@@ -418,7 +437,7 @@ class Partition:
             lowest.touched(indexes)
         first = int(indexes.min())
         for task in self.tasks.values():
-            task.touched(first)
+            task.touched(indexes, first)
         self.changed()
 
     def changed(self) -> None:

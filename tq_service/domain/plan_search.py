@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 
 from tq_service.domain.asking import ClaimRequest
 from tq_service.domain.attempts import Attempts
+from tq_service.domain.end import End
 from tq_service.domain.leases import LeaseTerms
+from tq_service.domain.ordered_rows import OrderedRows, order_key
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes, LengthSource, Plan, PlanRequest, PlansBatches, View
-from tq_service.domain.task import End, Task
+from tq_service.domain.readiness import Readiness
+from tq_service.domain.sort_keys import key_kinds
+from tq_service.domain.task import Task
 from tq_service.domain.view import PartitionView
 from tq_service.errors import SamplerError, TqError
 
@@ -52,49 +58,61 @@ class PlanSearch:
         self._partition = partition
         self._task = task
         self._runner = runner
-        self._attempts = Attempts(partition, task)
+        self.attempts = Attempts(partition, task)
         self.epoch = task.epoch
 
     def start_epoch(self) -> None:
         """Look for plans of the task's epoch of now; until this is called there are none for a new epoch."""
         self.epoch = self._task.epoch
-        self._attempts.clear()
+        self.attempts.clear()
 
     def at_once(self, request: ClaimRequest) -> Planned | None:
         """Return a plan that a quick sampler makes now; None where it does not, for whatever reason."""
-        if self.epoch != self._task.epoch or self._attempts.is_in_vain(request):
+        if self.epoch != self._task.epoch or self.attempts.is_in_vain(request):
             return None
         wanted = request.plan_request
         is_quick, length = _needs(request.sampler, wanted)
         if not is_quick:
             return None
-        view = PartitionView(self._partition, self._task, request.binding, length, remembers=True)
-        plan = self._runner.run_at_once(request.sampler, view, wanted)
-        return None if plan is None else self._checked(request, view, plan)
+        ordered = self._ordered_rows(request, length)
+        if ordered is not None and ordered.is_heavy(self._partition.table.count):
+            return None
+        view = PartitionView(self._partition, self._task, request.binding, length, remembers=True, ordered=ordered)
+        try:
+            plan = self._runner.run_at_once(request.sampler, view, wanted)
+        except TqError:
+            if view.gave_up:
+                return None
+            raise
+        return None if plan is None or view.gave_up else self._checked(request, view, plan)
 
     async def plan(self, request: ClaimRequest) -> Planned | End | None:
         """Return a plan, the end, or None where too little is ready.
 
         There is no await between the check of a plan's rows and the return, so that the caller can record it.
         """
-        if self._attempts.is_in_vain(request):
+        if self.attempts.is_in_vain(request):
             return None
         wanted = request.plan_request
         for _ in range(_MOST_REPLANS):
             if self.epoch != self._task.epoch:
                 return None  # the pump looks again, once it has ended the calls of the old epoch
+            if request.binding.order_by:
+                await self._sort_rows(request)
+                if self.epoch != self._task.epoch:
+                    return None
             counts = self._partition.change_counts
             view, plan = await self._run_sampler(request, wanted)
             if plan is None:
                 if not self._nothing_more_comes(request, view, counts):
                     view.check_lengths()
-                    self._attempts.remember(request, wanted, view, counts)
+                    self.attempts.remember(request, wanted, view, counts)
                     return None
                 least = wanted.total_size if request.binding.drop_last else 1
                 view, plan = await self._run_sampler(request, replace(wanted, min_size=least), no_more=True)
             has_changed = counts != self._partition.change_counts
             if plan is None:  # after a change the pump looks again
-                return None if has_changed else End(self._partition.inserted_count - self._task.consumed_count)
+                return None if has_changed else view.end()
             if self.epoch == self._task.epoch:
                 planned = self._checked(request, view, plan)
                 if planned is not None:
@@ -118,17 +136,66 @@ class PlanSearch:
         self, request: ClaimRequest, wanted: PlanRequest, *, no_more: bool = False
     ) -> tuple[PartitionView, Plan | None]:
         is_quick, length = _needs(request.sampler, wanted)
-        view = PartitionView(self._partition, self._task, request.binding, length, remembers=True)
-        if not is_quick:  # move the start of the scan here on the loop, where it may be moved
-            view.ready(1)
-            view.remembers = False
+        view = self._view(request, length, no_more=no_more)
+        if is_quick:
+            try:
+                plan = await self._run_pinned(request.sampler, view, wanted)
+            except TqError:
+                if not view.gave_up:
+                    raise
+            if not view.gave_up:
+                return view, plan
+            view = self._view(request, length, no_more=no_more)
+        view.leave_loop()
+        plan = await self._run_pinned(_OffLoop(request.sampler) if is_quick else request.sampler, view, wanted)
+        view.come_back()
+        return view, plan
+
+    def _view(self, request: ClaimRequest, length: LengthSource | None, *, no_more: bool) -> PartitionView:
+        ordered = self._ordered_rows(request, length)
+        view = PartitionView(self._partition, self._task, request.binding, length, remembers=True, ordered=ordered)
         view.no_more = view.no_more or no_more
+        return view
+
+    async def _run_pinned(self, sampler: PlansBatches, view: PartitionView, wanted: PlanRequest) -> Plan | None:
+        """Run a sampler while the positions of rows stay as they are."""
         table = self._partition.table
         table.pin_count += 1
         try:
-            return view, await self._runner.run(request.sampler, view, wanted)
+            return await self._runner.run(sampler, view, wanted)
         finally:
             table.pin_count -= 1
+
+    # Orders
+
+    def _ordered_rows(self, request: ClaimRequest, length: LengthSource | None) -> OrderedRows | None:
+        """Return the rows that are kept sorted for a claim, None where they are not: without order, or by texts."""
+        binding = request.binding
+        kinds = key_kinds(self._partition.meta, binding.order_by) if binding.order_by else None
+        return (
+            None
+            if kinds is None
+            else self._task.orders.use(order_key(binding, length), kinds, self._partition.table.next_index)
+        )
+
+    async def _sort_rows(self, request: ClaimRequest) -> None:
+        """Have the rows of a claim sorted in its order, on a thread where there are too many for the loop."""
+        table = self._partition.table
+        _, length = _needs(request.sampler, request.plan_request)
+        while self.epoch == self._task.epoch:
+            ordered = self._ordered_rows(request, length)
+            if ordered is None or not ordered.is_heavy(table.count):
+                return
+            work = ordered.heavy_work(Readiness(self._partition, self._task, request.binding, length))
+            table.pin_count += 1
+            try:
+                install = await asyncio.to_thread(work)
+            except BaseException:
+                ordered.discard()
+                raise
+            finally:
+                table.pin_count -= 1
+            install()
 
     def _nothing_more_comes(self, request: ClaimRequest, view: PartitionView, counts: tuple[int, int]) -> bool:
         """Whether what is ready now is all there will be: the partition is at its end, and no row can become ready.
@@ -139,6 +206,29 @@ class PlanSearch:
 
     def _is_closed(self, request: ClaimRequest) -> bool:
         return self._partition.sealed or (request.binding.finite and self._partition.inserted_count > 0)
+
+
+class _OffLoop:
+    """A quick sampler that is run on a thread, since its view is of too many rows."""
+
+    plans_below_min_size: ClassVar[bool] = True  # the planner looks at the sampler itself
+
+    def __init__(self, sampler: PlansBatches) -> None:
+        self._sampler = sampler
+        self.name = sampler.name
+        self.length = sampler.length
+
+    def check(self, request: PlanRequest) -> None:
+        """Check as the sampler does."""
+        self._sampler.check(request)
+
+    def plan(self, view: View, request: PlanRequest) -> Plan | Awaitable[Plan | None] | None:
+        """Plan as the sampler does."""
+        return self._sampler.plan(view, request)
+
+    def is_quick(self, request: PlanRequest) -> bool:
+        """Return False."""
+        return False
 
 
 def _needs(sampler: PlansBatches, wanted: PlanRequest) -> tuple[bool, LengthSource | None]:

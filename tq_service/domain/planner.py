@@ -9,23 +9,27 @@ loop. It is recorded on the loop, after checking in the same step that all its r
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
 
 from tq_service.domain.asking import ClaimRequest
+from tq_service.domain.end import End
 from tq_service.domain.lease_clock import LeaseClock
 from tq_service.domain.micro_batches import cut_micro_batches
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import RankPlan
 from tq_service.domain.plan_search import Planned, PlanSearch, RunsPlans
 from tq_service.domain.queue_claims import expire, extend, take_back
-from tq_service.domain.task import End, Task
-from tq_service.domain.waiters import Answer, Pace, Waiter, WaitingLine
+from tq_service.domain.task import Task
+from tq_service.domain.waiters import Answer, NotYet, Pace, Waiter, WaitingLine
 from tq_service.errors import InternalError, SamplesClearedError, TqError
 
 _log = logging.getLogger(__name__)
+
+_MOST_BATCHES_A_ROUND = 64
 
 
 class Planner:
@@ -66,6 +70,7 @@ class Planner:
         removed_count = self._partition.table.removed_count
         waiter = Waiter(request, loop.create_future())
         self._add(waiter)
+        self._search.attempts.join(request)
         self.wake()
         timer = None
         if max_wait_seconds > 0:
@@ -84,6 +89,7 @@ class Planner:
             if timer is not None:
                 timer.cancel()
             self._remove(waiter)
+            self._search.attempts.leave(request)
             del waiter  # through which an error would hold this frame, and with it the partition
 
     def _claim_at_once(self, request: ClaimRequest) -> RankPlan | None:
@@ -181,7 +187,7 @@ class Planner:
                 if self._search.epoch != self._task.epoch:
                     await self._end_stale()
                 await self._serve_ranks()
-                await self._serve_queues()
+                await self._serve_queues(is_whole=bool(looking))
                 for waiter in looking:
                     waiter.time_is_over()
         except Exception:
@@ -194,20 +200,33 @@ class Planner:
             self._pump = None
 
     async def _serve_ranks(self) -> None:
-        """Make plans in order of batch_index while some rank waits for one that can be made."""
-        has_progress, pace = True, Pace()
-        while has_progress:
+        """Make plans in order of batch_index while some rank waits for one that can be made.
+
+        A rank may wait for a batch far ahead. So the loop turns between plans, and after so many of them other calls of
+        the task have their turn; the pump goes on in its next round, unless the rank's time is over.
+        """
+        pace = Pace()
+        for _ in range(_MOST_BATCHES_A_ROUND):
             await self._answer_recorded()
-            has_progress = False
-            for leader in self._leaders():
-                try:
-                    has_progress = await self._plan_batch(leader.request)
-                except TqError as error:
-                    await self._fail_alike(leader, error)
-                    has_progress = True
-                if has_progress:
-                    break
-                await pace.step()
+            if not await self._plan_next(pace):
+                return
+        await self._answer_recorded()
+        self._is_dirty = True
+
+    async def _plan_next(self, pace: Pace) -> bool:
+        """Plan one batch for the first way of asking that can have one; return whether something came of it."""
+        for leader in self._leaders():
+            if self._gone is not None:
+                return False
+            try:
+                has_progress = await self._plan_batch(leader.request)
+            except TqError as error:
+                await self._fail_alike(leader, error)
+                has_progress = True
+            await pace.step()
+            if has_progress:
+                return True
+        return False
 
     def _leaders(self) -> Iterator[Waiter]:
         """Yield the first waiter of each way of asking, lowest batch_index first.
@@ -247,29 +266,46 @@ class Planner:
             waiter.fail(error)
             await pace.step()
 
-    async def _serve_queues(self) -> None:
-        """Serve queue workers in order of arrival, for each way of asking until one gets nothing.
+    async def _serve_queues(self, *, is_whole: bool) -> None:
+        """Serve queue workers in order of arrival over all ways of asking, each way until one of it gets nothing.
 
         Those who come meanwhile wait for the next round, lest workers that come back at once keep all others waiting.
+        A round that is not `is_whole` is over early once the partition has changed: those who got nothing may have
+        come before all that are left. It serves one a line at least, so that a line is looked at once for each served.
         """
-        pace = Pace()
-        for signature, count in self._queues.sizes():
-            for _ in range(count):
-                waiter = self._queues.first(signature)
-                if waiter is None or self._gone is not None:
-                    break
-                try:
-                    answer = await self._plan_queue(waiter)
-                except TqError as error:
-                    waiter.fail(error)
-                else:
-                    if answer is None:
-                        await pace.step()
-                        break
-                    waiter.resolve(answer)
-                    if isinstance(answer, End):
-                        await self._end_line(signature, answer, pace)
-                await pace.step()
+        queues, pace = self._queues, Pace()
+        heads, last_arrival = queues.heads(), queues.arrival_count  # no two arrivals have one number
+        heapq.heapify(heads)
+        least_count, counts = len(heads), self._partition.change_counts
+        while heads and self._gone is None:
+            head = queues.head(heads[0][1])
+            arrival, signature = heapq.heappop(heads)
+            if head is None or head[0] > last_arrival:
+                continue
+            if head[0] > arrival:  # those before it have left; who waits in other lines may have come first
+                heapq.heappush(heads, (head[0], signature))
+                continue
+            if not is_whole and least_count <= 0 and counts != self._partition.change_counts:
+                self._is_dirty = True
+                return
+            if await self._serve_queue(head[1], pace):
+                least_count -= 1
+                if (head := queues.head(signature)) is not None:
+                    heapq.heappush(heads, (head[0], signature))
+
+    async def _serve_queue(self, waiter: Waiter, pace: Pace) -> bool:
+        """Serve the first of a line; return False where nothing is there for it, nor for those behind."""
+        try:
+            answer = await self._plan_queue(waiter)
+        except TqError as error:
+            waiter.fail(error)
+            answer = NotYet()
+        if answer is not None:
+            waiter.resolve(answer)
+            if isinstance(answer, End):
+                await self._end_line(waiter.request.signature, answer, pace)
+        await pace.step()
+        return answer is not None
 
     async def _end_line(self, signature: object, end: End, pace: Pace) -> None:
         """Answer queue workers that ask alike with the end that one of them found, while nothing changes."""

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tq_service.domain.frozen import FrozenPuts
 from tq_service.domain.slots import SlotTable
@@ -70,13 +69,6 @@ class PutTable:
     def all(self) -> Iterable[Put]:
         """Return all puts in use."""
         return [put for put in self._puts[: self._slots.count] if put is not None]
-
-    def whole_and_parts(self) -> tuple[list[Put], NDArray[np.bool_]]:
-        """Return the puts that have all the cells they were made with, and by slot whether a put has some of them."""
-        count = self._slots.count
-        cells, made = self._cells[:count], self._made[:count]
-        whole = np.flatnonzero((cells == made) & (cells > 0))
-        return self._puts[:count][whole].tolist(), (cells < made) & (cells > 0)
 
     def freeze(self) -> FrozenPuts:
         """Return the puts as they are now."""

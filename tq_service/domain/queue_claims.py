@@ -33,7 +33,6 @@ def release(partition: Partition, task: Task, request_id: bytes, rows: Indexes |
         rows = _part(partition, task, claim, rows)
         if rows is not None and rows.size == 0:
             return 0
-    task.released.add(request_id)
     return _give_back(partition, task, request_id, rows, is_final=True)
 
 
@@ -50,15 +49,14 @@ def undo(partition: Partition, task: Task, request_id: bytes) -> None:
 
 def _give_back(partition: Partition, task: Task, request_id: bytes, rows: Indexes | None, *, is_final: bool) -> int:
     claim = task.queue_claim(request_id)
-    count = 0 if claim is None else partition.reopen(task, task.release(claim, rows))
-    if partition.tell is not None:
-        partition.tell(
-            ClaimReleased(
-                partition_id=partition.partition_id, task_name=task.name, request_id=request_id,
-                global_indexes=rows, is_final=is_final,
-            )
-        )  # fmt: skip
-    return count
+    change = ClaimReleased(
+        partition_id=partition.partition_id, task_name=task.name, request_id=request_id,
+        global_indexes=rows, is_final=is_final,
+    )  # fmt: skip
+    with partition.recording(change):
+        if is_final:
+            task.released.add(request_id)
+        return 0 if claim is None else partition.reopen(task, task.release(claim, rows))
 
 
 def _part(partition: Partition, task: Task, claim: QueueClaim, rows: Indexes) -> Indexes | None:
@@ -106,15 +104,13 @@ def acknowledge(partition: Partition, task: Task, request_id: bytes, rows: Index
         _check_whole_groups(partition, lease, left, chosen)
     if positions.size == 0:
         return 0
-    task.leases.settle(lease, positions)
-    partition.changed()
-    if partition.tell is not None:
-        partition.tell(
-            ClaimAcked(
-                partition_id=partition.partition_id, task_name=task.name, request_id=request_id,
-                global_indexes=chosen if chosen.size < left.size else None,
-            )
-        )  # fmt: skip
+    change = ClaimAcked(
+        partition_id=partition.partition_id, task_name=task.name, request_id=request_id,
+        global_indexes=chosen if chosen.size < left.size else None,
+    )  # fmt: skip
+    with partition.recording(change):
+        task.leases.settle(lease, positions)
+        partition.changed()
     return int(positions.size)
 
 
@@ -134,13 +130,11 @@ def extend(partition: Partition, task: Task, request_id: bytes, seconds: float) 
             f"nothing is left of this claim of task {task.name!r}: its samples are acknowledged, failed, cleared or "
             f"given back; no more time is needed"
         )
-    lease.extend(seconds)
-    if partition.tell is not None:
-        partition.tell(
-            ClaimExtended(
-                partition_id=partition.partition_id, task_name=task.name, request_id=request_id, lease_seconds=seconds
-            )
-        )
+    change = ClaimExtended(
+        partition_id=partition.partition_id, task_name=task.name, request_id=request_id, lease_seconds=seconds
+    )
+    with partition.recording(change):
+        lease.extend(seconds)
     return lease
 
 
@@ -153,11 +147,11 @@ def expire(partition: Partition, task: Task, request_id: bytes) -> None:
     claim = task.queue_claim(request_id)
     if claim is None or claim.lease is None or claim.lease.left_count == 0:
         raise LookupError(f"task {task.name!r} has leased nothing under request_id {request_id.hex()}")
-    partition.event_count += 1  # what is set aside may bring the end, or let the rest of its group go
-    partition.reopen(task, task.expire(claim, claim.lease))
-    partition.changed()
-    if partition.tell is not None:
-        partition.tell(LeaseExpired(partition_id=partition.partition_id, task_name=task.name, request_id=request_id))
+    change = LeaseExpired(partition_id=partition.partition_id, task_name=task.name, request_id=request_id)
+    with partition.recording(change):
+        partition.event_count += 1  # what is set aside may bring the end, or let the rest of its group go
+        partition.reopen(task, task.expire(claim, claim.lease))
+        partition.changed()
 
 
 # Checks

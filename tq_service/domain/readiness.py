@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from tq_service.domain.custom_meta import Condition, Order
 from tq_service.domain.leases import UNCLAIMED
 from tq_service.domain.plan import Indexes, LengthSource
+from tq_service.domain.sort_keys import Keys, indexes_of, sort_keys
 from tq_service.domain.states import LIVE
 from tq_service.errors import InvalidArgumentError
 
@@ -31,9 +32,19 @@ class Readiness:
         self.state: NDArray[np.uint8] = partition.state.data
         self.claim: NDArray[np.int64] = task.claim.data
 
-    def ready_mask(self, start: int, end: int) -> NDArray[np.bool_]:
-        """Return which rows of a stretch are ready `(end - start,)`."""
-        rows = slice(start, end)
+    def find(self, indexes: Indexes) -> Indexes:
+        """Return the positions of rows by their global indexes, of those that are there."""
+        positions = self._partition.table.find(indexes)
+        found = positions >= 0
+        return positions if found.all() else positions[found]
+
+    def ready_of(self, positions: Indexes) -> Indexes:
+        """Return those positions whose rows are ready."""
+        ready: Indexes = positions[self.ready_mask(positions)]
+        return ready
+
+    def ready_mask(self, rows: slice | Indexes) -> NDArray[np.bool_]:
+        """Return which rows of a stretch, or at some positions, are ready `(n,)`."""
         mask = self.open_mask(rows)
         mask &= self.produced(rows)
         if self._binding.where:
@@ -42,35 +53,35 @@ class Readiness:
             mask &= self.known_lengths(rows) >= 0
         return mask
 
-    def open_mask(self, rows: slice) -> NDArray[np.bool_]:
+    def open_mask(self, rows: slice | Indexes) -> NDArray[np.bool_]:
         """Return which rows are live and not consumed by the task."""
         mask: NDArray[np.bool_] = self.state[rows] == LIVE
         mask &= self.claim[rows] == UNCLAIMED
         return mask
 
-    def produced(self, rows: slice) -> NDArray[np.bool_]:
+    def produced(self, rows: slice | Indexes) -> NDArray[np.bool_]:
         """Return which rows have all data fields."""
         fields = [self._partition.cells.fields.get(name) for name in self._binding.data_fields]
         masks = [field.cell.data[rows] >= 0 for field in fields if field is not None]
         if len(masks) < len(fields) or not masks:
-            return np.full(rows.stop - rows.start, not fields)
+            return np.full(self.index[rows].size, not fields)
         for mask in masks[1:]:
             masks[0] &= mask
         return masks[0]
 
-    def allowed(self, rows: slice) -> NDArray[np.bool_]:
+    def allowed(self, rows: slice | Indexes) -> NDArray[np.bool_]:
         """Return where `where` holds; a row without a value does not pass."""
-        mask = np.ones(rows.stop - rows.start, np.bool_)
+        mask = np.ones(self.index[rows].size, np.bool_)
         for condition in self._binding.where:
             holds, present = self.condition(condition, rows)
             mask &= holds & present
         return mask
 
-    def condition(self, condition: Condition, rows: slice) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    def condition(self, condition: Condition, rows: slice | Indexes) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Return where a condition holds, and where the row has a value to compare."""
         arrays = self._partition.meta.arrays(condition.column)
         if arrays is None:
-            nowhere = np.zeros(rows.stop - rows.start, np.bool_)
+            nowhere = np.zeros(self.index[rows].size, np.bool_)
             return nowhere, nowhere
         values, present = arrays[0][rows], arrays[1][rows]
         holds = np.zeros(present.size, np.bool_)
@@ -91,6 +102,21 @@ class Readiness:
             values, present = arrays[0][rows], arrays[1][rows]
             lengths[present] = _token_counts(source.key, values[present])
         return lengths
+
+    def sort_keys(self, positions: Indexes) -> Keys:
+        """Return keys in whose order rows are claimed `(n,)`; for an order by numbers only."""
+        return sort_keys(self._partition.meta, self._binding.order_by, self.index[positions], positions)
+
+    def still_ready(self, keys: Keys, *, may_stand_elsewhere: bool) -> tuple[Indexes, Keys]:
+        """Return the positions and keys of rows that are ready, and that have these keys still, where they may not."""
+        positions = self._partition.table.find(indexes_of(keys))
+        found = positions >= 0
+        if not found.all():
+            positions, keys = positions[found], keys[found]
+        mask = self.ready_mask(positions)
+        if may_stand_elsewhere:
+            mask &= self.sort_keys(positions) == keys
+        return (positions, keys) if mask.all() else (positions[mask], keys[mask])
 
     def ordered(self, positions: Indexes) -> Indexes:
         """Return positions in the order that the claim asks for."""

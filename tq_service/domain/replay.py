@@ -25,7 +25,7 @@ from tq_service.domain.changes import (
 from tq_service.domain.leases import LeaseTerms
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes
-from tq_service.domain.task import End, Task
+from tq_service.domain.task import Task
 
 
 def apply_change(partition: Partition, change: Change) -> None:
@@ -57,7 +57,7 @@ def _apply_to_task(partition: Partition, task: Task, change: Change) -> None:
             rows = np.concatenate([part.rows for part in change.plan.ranks])
             partition.record_batch(task, change.binding, change.plan, _found(partition, rows))
         case EndReached():
-            partition.record_end(task, change.dp_size, End(change.skipped))
+            partition.record_end(task, change.dp_size, change.end)
         case QueueClaimed():
             positions = _found(partition, change.part.rows)
             partition.record_queue_claim(task, change.request_id, change.part, positions, _terms(change))

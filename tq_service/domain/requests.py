@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 from tq_service.domain.aging_log import AgingLog, FrozenLog, merged
@@ -44,7 +45,9 @@ class RequestLog:
         self._weigh = weigh
         self._used_bytes = 0
         self._answers: AgingLog[Any] = AgingLog()
-        self.tell: Callable[[bytes, Any], None] | None = None  # told of each answer as it is kept, once it is recorded
+        self.tell: Callable[[bytes, Any], None] | None = None  # writes down each answer as it is kept
+        # What a change and its answer are made in: a fault after something was written down is the end of the service.
+        self.one_step: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def __len__(self) -> int:
         return len(self._answers)
@@ -66,11 +69,12 @@ class RequestLog:
         recorded: Answer | None = self.recorded(request_id, kind)
         if recorded is not None:
             return recorded
-        answer = change()
-        packed = self._pack(answer)
-        self._keep(request_id, now, packed)
-        if self.tell is not None:
-            self.tell(request_id, packed)
+        with self.one_step():
+            answer = change()
+            packed = self._pack(answer)
+            if self.tell is not None:
+                self.tell(request_id, packed)
+            self._keep(request_id, now, packed)
         return answer
 
     def restore(self, request_id: bytes, packed: Any) -> None:

@@ -50,8 +50,8 @@ def resolve_target(partition: Partition, write: SampleWrite) -> Target:
     if partition.sealed and is_new.any():
         raise PartitionSealedError(
             f"partition {partition.partition_id!r} is sealed with {partition.inserted_count} samples, got "
-            f"{int(is_new.sum())} new ones; put columns of existing samples with metadata= or key_mode='existing', or "
-            f"use another partition"
+            f"{int(is_new.sum())} new ones; put columns of existing samples with metadata= or key_mode='existing', "
+            f"remove it with clear_partition to begin anew, or use another partition"
         )
     return Target(positions=positions, is_new=is_new)
 
@@ -82,7 +82,9 @@ def _check_groups(partition: Partition, write: SampleWrite, target: Target) -> N
                 f"{groups[where]!r}; groups are given when a sample is inserted and stay",
                 field="groups",
             )
-    partition.groups.check(of_rows(groups, target.is_new), write.group_size)
+    names = write.group_names()
+    if names is not None:
+        partition.groups.check(names if target.is_new.all() else names.of_samples(target.is_new), write.group_size)
 
 
 def _check_not_failed(partition: Partition, positions: Indexes) -> None:
@@ -104,7 +106,7 @@ def _check_counts(write: SampleWrite) -> None:
                 f"got {len(values)} {name} for {write.row_count} samples; give one a sample", field=name
             )
     if write.keys is not None:
-        unique = set(write.keys)
+        unique = set(write.keys) if write.names is None else write.names.index_of.keys()
         if len(unique) != len(write.keys):
             seen: set[str] = set()
             twice = next(key for key in write.keys if key in seen or seen.add(key))  # type: ignore[func-returns-value]
@@ -117,7 +119,8 @@ def _by_key(partition: Partition, write: SampleWrite) -> Indexes:
     keys = write.keys or ()
     index_of = partition.key_index
     known = np.full(len(keys), -1, np.int64)
-    if index_of:
+    # Of two large sets it is quicker to see that nothing is in both than where each is.
+    if index_of and not (write.names is not None and write.names.index_of.keys().isdisjoint(index_of.keys())):
         known = np.fromiter(map(index_of.get, keys, itertools.repeat(-1)), np.int64, len(keys))
     if write.key_mode == "new" and bool((known >= 0).any()):
         key = keys[int(np.argmax(known >= 0))]
@@ -127,15 +130,10 @@ def _by_key(partition: Partition, write: SampleWrite) -> Indexes:
     if write.key_mode == "existing" and bool((known < 0).any()):
         key = keys[int(np.argmax(known < 0))]
         raise KeyNotFoundError(
-            f"partition {partition.partition_id!r} has no key {key!r}; {nearest(key, some(index_of))}; use "
+            f"partition {partition.partition_id!r} has no key {key!r}; {nearest(key, index_of)}; use "
             f"key_mode='upsert' to add it"
         )
     positions = np.full(known.size, -1, np.int64)
     is_known = known >= 0
     positions[is_known] = partition.table.find(known[is_known])
     return positions
-
-
-def some(keys: dict[str, int]) -> list[str]:
-    """Return a bounded number of keys: a message must not cost what a partition costs."""
-    return [key for key, _ in zip(keys, range(1000), strict=False)]

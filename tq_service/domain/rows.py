@@ -1,23 +1,71 @@
 """The table of a partition's rows: columns that grow together, looked up by global index.
 
 Rows stand in order of their global index. A removed row stays as a gap until gaps outnumber rows; then all columns are
-compacted into new arrays. Arrays are replaced, never moved in place, so a reader on another thread that took them
-earlier still sees a consistent past.
+compacted into new arrays. Rows are never moved in place, so positions that a reader on another thread took together
+with the arrays still fit them.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
-from tq_service.domain.column import Column, FrozenColumn
+from tq_service.domain.column import Column, FrozenColumn, Where, grown
 from tq_service.domain.frozen import FrozenTable
 from tq_service.domain.plan import Indexes
 
 _FIRST_CAPACITY = 64
 _LEAST_GAPS = 1024
+_FEW = 64
+_MARKED_SHARE = 16
+
+
+def distinct(values: Indexes, bound: int) -> Indexes:
+    """Return each of some integers of 0 to `bound` - 1 once, in ascending order.
+
+    Marking them costs a step for each possible value, sorting many more for each that is given.
+    """
+    if values.size < 2 or bool((values[1:] > values[:-1]).all()):
+        return values
+    if values.size * _MARKED_SHARE > bound:
+        marks = np.zeros(bound, np.bool_)
+        marks[values] = True
+        return np.flatnonzero(marks)
+    ordered = np.sort(values)
+    return ordered[np.r_[True, ordered[1:] != ordered[:-1]]]
+
+
+def count_values(values: Indexes) -> tuple[Indexes, Indexes]:
+    """Return each value once, in ascending order, and how often it is there; neighbours are mostly alike."""
+    if values.size == 0:
+        return values, values
+    heads = np.r_[0, np.flatnonzero(np.diff(values)) + 1]
+    lengths = np.diff(heads, append=values.size)
+    order = np.argsort(values[heads], kind="stable")
+    ordered = values[heads[order]]
+    firsts = np.r_[0, np.flatnonzero(np.diff(ordered)) + 1]
+    return ordered[firsts], np.add.reduceat(lengths[order], firsts)
+
+
+def forget_names(index_of: dict[str, int], names: Sequence[str]) -> None:
+    """Remove names that are there, without a step in Python for each."""
+    if len(names) == len(index_of):
+        index_of.clear()
+    else:
+        deque(map(index_of.pop, names), maxlen=0)
+
+
+def as_slice(positions: Indexes) -> Where:
+    """Return positions as a slice where they are many and follow each other: numpy then copies instead of picking."""
+    size = positions.size
+    if size <= _FEW or int(positions[-1]) - int(positions[0]) != size - 1:
+        return positions
+    is_ascending = bool((positions[1:] > positions[:-1]).all())
+    return slice(int(positions[0]), int(positions[0]) + size) if is_ascending else positions
 
 
 class RowTable:
@@ -71,7 +119,7 @@ class RowTable:
         """Add rows and return their positions."""
         end = self.count + count
         if end > self._capacity:
-            self._resize(max(end, self._capacity * 2), None)
+            self._resize(grown(self._capacity, end), None)
         added = slice(self.count, end)
         self.index.write(added, np.arange(self.next_index, self.next_index + count))
         self._present.write(added, True)
@@ -82,13 +130,14 @@ class RowTable:
 
     def remove(self, positions: Indexes) -> None:
         """Remove rows, each given once. Positions of other rows change when the gaps are closed."""
+        where = as_slice(positions)
         for column in self._columns:
             if column is not self.index:
-                column.write(positions, column.fill)
+                column.clear(where)
         self.present_count -= positions.size
         gaps = self.count - self.present_count
         if gaps >= _LEAST_GAPS and gaps > self.present_count and not self.pin_count:
-            self._resize(max(_FIRST_CAPACITY, self.present_count * 3 // 2), self._present.data[: self.count])
+            self._resize(max(_FIRST_CAPACITY, self.present_count * 3 // 2), as_slice(self.present_positions()))
             self.count = self.present_count
 
     def find(self, indexes: Indexes) -> Indexes:
@@ -130,8 +179,18 @@ class RowTable:
         """Return the positions of all rows."""
         return np.flatnonzero(self._present.data[: self.count])
 
-    def _resize(self, capacity: int, kept: NDArray[np.bool_] | None) -> None:
-        kept = None if kept is None else kept.copy()
+    def present_from(self, index: int, count: int) -> Indexes:
+        """Return the positions of the first `count` rows from a global index on, or of all there are."""
+        start = self.position_from(index)
+        found: list[Indexes] = []
+        while count > 0 and start < self.count:
+            end = min(self.count, start + max(count, _LEAST_GAPS))
+            some = start + np.flatnonzero(self._present.data[start:end])[:count]
+            found.append(some)
+            count, start = count - some.size, end
+        return np.concatenate(found) if found else np.zeros(0, np.int64)
+
+    def _resize(self, capacity: int, kept: Where | None) -> None:
         for column in self._columns:
             column.resize(capacity, kept, self.count)
         self._capacity = capacity

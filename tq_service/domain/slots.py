@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from numpy.typing import DTypeLike
 
-from tq_service.domain.column import Column, FrozenColumn
+from tq_service.domain.column import Column, FrozenColumn, grown
+from tq_service.domain.plan import Indexes
 
 _FIRST_CAPACITY = 64
 
@@ -37,9 +39,29 @@ class SlotTable:
         if self._free:
             return self._free.pop()
         if self.count == self._capacity:
-            self._resize(2 * self._capacity, self.count)
+            self._resize(grown(self._capacity, self.count + 1), self.count)
         self.count += 1
         return self.count - 1
+
+    def take_all(self, count: int) -> Indexes:
+        """Return so many slots that are not in use."""
+        reused = min(count, len(self._free))
+        slots = np.empty(count, np.int64)
+        if reused:
+            slots[:reused] = self._free[-reused:]
+            del self._free[-reused:]
+        end = self.count + count - reused
+        if end > self._capacity:
+            self._resize(grown(self._capacity, end), self.count)
+        slots[reused:] = np.arange(self.count, end)
+        self.count = end
+        return slots
+
+    def give_up_all(self, slots: Indexes) -> None:
+        """Give slots up, each named once, and what the columns have of them."""
+        for column in self._columns:
+            column.clear(slots)
+        self._free += slots.tolist()
 
     def give_up(self, slot: int) -> None:
         """Give a slot up, and what the columns have of it."""

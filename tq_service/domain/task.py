@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -12,10 +12,13 @@ import numpy as np
 from tq_service.domain.aging_log import AgingLog
 from tq_service.domain.asking import Binding, ClaimRequest
 from tq_service.domain.claim_records import Batch, QueueClaim
+from tq_service.domain.end import End
 from tq_service.domain.frozen import FrozenTask
 from tq_service.domain.leases import KEPT, UNCLAIMED, Lease, Leases, LeaseTerms
+from tq_service.domain.ordered_rows import OrdersOfTask
 from tq_service.domain.plan import Indexes, Plan, RankPlan
-from tq_service.domain.rows import RowTable
+from tq_service.domain.rows import RowTable, count_values
+from tq_service.domain.scan_starts import ScanStarts
 from tq_service.domain.serial_map import SerialMap
 from tq_service.errors import (
     ClaimReleasedError,
@@ -29,13 +32,6 @@ from tq_service.errors import (
 _REFUSED_SECONDS = 900.0
 _MOST_REFUSED = 65_536
 _MOST_ROWLESS_BATCHES = 16  # short batches come at the end of an epoch, so there is rarely more than one
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """No further batch comes; so many samples are never handed out."""
-
-    skipped: int
 
 
 @dataclass(slots=True)
@@ -78,8 +74,8 @@ class Task:
         self.open_count = open_count
         self.claim = table.add_column(np.int64, UNCLAIMED)
         self.leases = Leases(table, self.claim)
-        # For each way of asking, a global index below which no row is ready.
-        self.scan_from: dict[object, int] = {}
+        self.scan_starts = ScanStarts()
+        self.orders = OrdersOfTask()
         self.released = Refused()
         self.expired = Refused()
         self._table = table
@@ -98,7 +94,7 @@ class Task:
             epoch=self.epoch,
             dp_size=self.dp_size,
             next_batch_index=self.next_batch_index,
-            end_skipped=None if self.end is None else self.end.skipped,
+            end=self.end,
             consumed_count=self.consumed_count,
             open_count=self.open_count,
             serial=self._serial,
@@ -116,7 +112,7 @@ class Task:
         task = cls(frozen.name, table, open_count=frozen.open_count)
         task.epoch, task.dp_size = frozen.epoch, frozen.dp_size
         task.next_batch_index = frozen.next_batch_index
-        task.end = None if frozen.end_skipped is None else End(frozen.end_skipped)
+        task.end = frozen.end
         task.consumed_count = frozen.consumed_count
         task._serial = frozen.serial
         table.thaw_column(task.claim, frozen.claim)
@@ -127,7 +123,8 @@ class Task:
         return task
 
     def _resume_records(self, frozen: FrozenTask) -> None:
-        rows_of = _count_values(self.claim[: self._table.count])
+        serials, counts = count_values(self.claim[: self._table.count])
+        rows_of = dict(zip(serials.tolist(), counts.tolist(), strict=True))
         for block in frozen.records:
             self._by_serial.update(block)
             for serial, record in block.items():
@@ -303,7 +300,8 @@ class Task:
         self.dp_size = None
         self.next_batch_index = 0
         self.end = None
-        self.scan_from.clear()
+        self.scan_starts.clear()
+        self.orders.clear()
         self._batches.clear()
         self._rowless.clear()
         self._queue_claims.clear()
@@ -317,11 +315,10 @@ class Task:
 
     # Rows that come and go
 
-    def touched(self, index: int) -> None:
-        """Say that rows from a global index on may have become ready."""
-        for signature, first in self.scan_from.items():
-            if index < first:
-                self.scan_from[signature] = index
+    def touched(self, indexes: Indexes, first: int) -> None:
+        """Say that rows, of which `first` has the lowest global index, may have become ready."""
+        self.scan_starts.touched(first)
+        self.orders.note(indexes, first, self._table)
 
     def closes(self, positions: Indexes) -> None:
         """Say that open rows at `positions` are being cleared, or have failed."""
@@ -331,7 +328,7 @@ class Task:
 
     def forget(self, positions: Indexes) -> None:
         """Drop the records whose last rows are being cleared."""
-        serials, counts = np.unique(self.claim.data[positions], return_counts=True)
+        serials, counts = count_values(self.claim.data[positions])
         for serial, count in zip(serials.tolist(), counts.tolist(), strict=True):
             record = self._by_serial.get(serial)
             if record is None:
@@ -357,16 +354,6 @@ class Task:
     def records(self) -> Iterator[Batch | QueueClaim]:
         """Return what is recorded."""
         return self._by_serial.values()
-
-
-def _count_values(values: Indexes) -> dict[int, int]:
-    """Return how often each value is there; neighbours are mostly alike, which makes it quick."""
-    heads = np.r_[0, np.flatnonzero(np.diff(values)) + 1] if values.size else np.zeros(0, np.int64)
-    counts: Counter[int] = Counter()
-    lengths = np.diff(heads, append=values.size)
-    for value, length in zip(values[heads].tolist(), lengths.tolist(), strict=True):
-        counts[value] += length
-    return counts
 
 
 def _disagreement(name: str, got: object, expected: object, what: str) -> PreconditionError:

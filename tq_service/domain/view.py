@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tq_service.domain.end import End
 from tq_service.domain.groups import group_ids
 from tq_service.domain.leases import UNCLAIMED
+from tq_service.domain.ordered_rows import OrderedRows
 from tq_service.domain.plan import Groups, Indexes, LengthSource
 from tq_service.domain.readiness import Readiness
-from tq_service.domain.states import CLEARED, HELD, LIVE, STATE_NAMES
+from tq_service.domain.states import CLEARED, FAILED, HELD, LIVE, STATE_NAMES
 from tq_service.errors import InvalidArgumentError, MissingLengthError
 from tq_service.schema import BatchUnit
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from tq_service.domain.task import Task
 
 _LEAST_CHUNK = 1024
+_MOST_ON_LOOP = 1 << 13  # rows that a claim with an order looks at on the event loop; most look at a few dozen
 
 
 class PartitionView:
@@ -33,10 +36,12 @@ class PartitionView:
     A scan starts where this way of asking last found its first ready row, so that it costs what the batch costs. Only
     a view on the event loop (`remembers`) that nothing has changed since may move that start: another could step over a
     row made ready meanwhile.
+
+    An order by numbers is read off `ordered`; without it all ready rows are sorted.
     """
 
     def __init__(self, partition: Partition, task: Task, binding: Binding, length: LengthSource | None,
-                 *, remembers: bool) -> None:  # fmt: skip
+                 *, remembers: bool, ordered: OrderedRows | None = None) -> None:  # fmt: skip
         self._partition = partition
         self._task = task
         self._binding = binding
@@ -45,16 +50,37 @@ class PartitionView:
         self.remembers = remembers
         self.made_at = partition.change_counts  # what the partition had seen then
         self._rows = Readiness(partition, task, binding, length)
-        self._first = partition.table.position_from(task.scan_from.get(self._signature, 0))
+        self._first = 0 if ordered else partition.table.position_from(task.scan_starts.get(self._signature))
         self.no_more = partition.sealed  # no new rows come: groups that declared no size are complete
         self.seen_count = 0  # ready rows seen by the largest scan
         self.exhausted = False  # whether a scan went over all rows
         self.grouping: tuple[int | None, bool] | None = None  # (block_size, take_incomplete) of the last ready_groups
+        self.gave_up = False  # whether so much had to be looked at that it must be done again off the event loop
+        self._ordered = ordered
+        self._shared: OrderedRows | None = None  # what `_ordered` is a copy of
+        self._left_to_look_at: int | None = _MOST_ON_LOOP
+
+    def leave_loop(self) -> None:
+        """Be read by another thread from now on, and as far as it likes."""
+        if self._ordered is not None:
+            self._shared, self._ordered = self._ordered, self._ordered.copy(self._rows)
+            self._left_to_look_at = None
+        else:  # move the start of the scan here, where it may be moved
+            self.ready(1)
+        self.remembers = False
+
+    def come_back(self) -> None:
+        """Keep what was found out on the other thread, which has ended."""
+        if self._shared is not None and self._ordered is not None:
+            self._shared.adopt(self._ordered)
 
     # Ready rows
 
     def ready(self, limit: int | None = None) -> Indexes:
         """Return up to `limit` ready rows, see `View.ready`."""
+        if self._ordered is not None:
+            first: Indexes = self._rows.index[self._first_ordered(self._ordered, limit)[:limit]]
+            return first
         positions = np.zeros(0, np.int64)
         for positions in self._scan(limit):
             if limit is not None and positions.size >= limit:
@@ -68,8 +94,8 @@ class PartitionView:
         self.grouping = (block_size, take_incomplete)
         self._check_blocks(block_size)
         positions, sizes = np.zeros(0, np.int64), np.zeros(0, np.int64)
-        for scanned in self._scan(limit):
-            positions, sizes = self._whole_groups(self._rows.ordered(scanned), block_size, take_incomplete)
+        for scanned in self._scan_for_groups(limit, block_size):
+            positions, sizes = self._whole_groups(scanned, block_size, take_incomplete)
             if limit is not None and (int(sizes.sum()) if unit == "sample" else sizes.size) > limit:
                 break
         if limit is not None:
@@ -86,7 +112,7 @@ class PartitionView:
         start = self._first
         while True:
             end = self._rows.count if whole else min(self._rows.count, start + chunk)
-            found = start + np.flatnonzero(self._rows.ready_mask(start, end))
+            found = start + np.flatnonzero(self._rows.ready_mask(slice(start, end)))
             if positions.size == 0:
                 self._remember(found, end)
             positions = np.concatenate([positions, found])
@@ -98,6 +124,53 @@ class PartitionView:
                 return
             start, chunk = end, chunk * 2
 
+    def _first_ordered(self, ordered: OrderedRows, count: int | None) -> Indexes:
+        """Return the positions of the first ready rows in order, at least `count` unless there are fewer."""
+        if self.remembers and self._rows.count != self._partition.table.count:
+            self._rows = Readiness(self._partition, self._task, self._binding, self._length)
+        try:
+            positions, looked_at, is_all = ordered.first(self._rows, count, self._left_to_look_at)
+        except BaseException:
+            ordered.discard()
+            raise
+        if self._left_to_look_at is not None:
+            self._left_to_look_at = max(0, self._left_to_look_at - looked_at)
+        self.gave_up |= not is_all and (count is None or positions.size < count)
+        self.seen_count = max(self.seen_count, positions.size)
+        self.exhausted |= is_all
+        return positions
+
+    def _scan_for_groups(self, limit: int | None, block_size: int | None) -> Iterator[Indexes]:
+        """Yield the positions of ready rows in order, of more and more groups, with all that are ready of each."""
+        if self._ordered is None:
+            for scanned in self._scan(limit):
+                yield self._rows.ordered(scanned)
+            return
+        count = None if limit is None else max(_LEAST_CHUNK, 2 * limit)
+        while True:
+            first = self._first_ordered(self._ordered, count)
+            is_last = count is None or first.size < count or self.gave_up
+            yield first if is_last else self._with_members(first, block_size)
+            if is_last:
+                return
+            count = None if count is None else 2 * count
+
+    def _with_members(self, positions: Indexes, block_size: int | None) -> Indexes:
+        """Return ready rows, and all others that are ready of their groups, in order."""
+        groups = self._partition.groups
+        if groups.in_use:
+            slots = groups.of_rows[: self._rows.count]
+            is_met = np.zeros(int(slots.max()) + 2, np.bool_)  # the last one for rows without a group
+            is_met[slots[positions]] = True
+            is_met[-1] = False
+            members = self._rows.ready_of(np.flatnonzero(is_met[slots]))
+            positions = np.concatenate([positions[slots[positions] < 0], members])
+        elif block_size is not None:
+            blocks = np.unique(self._rows.index[positions] // block_size)
+            indexes = (blocks[:, None] * block_size + np.arange(block_size)).ravel()
+            positions = self._rows.ready_of(self._rows.find(indexes))
+        return positions[np.argsort(self._rows.sort_keys(positions), kind="stable")]
+
     def _remember(self, ready: Indexes, end: int) -> None:
         """Have later scans start at the first ready row, or at the end of a stretch that has none."""
         if not self.remembers or self.made_at != self._partition.change_counts:
@@ -106,10 +179,7 @@ class PartitionView:
         first = (
             int(self._rows.index[self._first]) if self._first < self._rows.count else self._partition.table.next_index
         )
-        scan_from = self._task.scan_from
-        if self._signature not in scan_from and len(scan_from) >= 64:  # ways of asking that nobody uses any more
-            scan_from.clear()
-        scan_from[self._signature] = first
+        self._task.scan_starts.set(self._signature, first)
 
     # Groups
 
@@ -236,7 +306,7 @@ class PartitionView:
             return self.unready_count == 0
         rows = slice(0, self._rows.count)
         state, open_rows = self._rows.state[rows], self._rows.claim[rows] == UNCLAIMED
-        pending = open_rows & ((state == LIVE) | (state == HELD)) & ~self._rows.ready_mask(0, self._rows.count)
+        pending = open_rows & ((state == LIVE) | (state == HELD)) & ~self._rows.ready_mask(rows)
         if not pending.any():
             return True
         positions = np.flatnonzero(pending)
@@ -283,6 +353,36 @@ class PartitionView:
     def unready_count(self) -> int:
         """Rows left for the task that were not ready, once a scan was exhausted."""
         return self._task.open_count - self.seen_count
+
+    def end(self) -> End:
+        """Return the end; nothing may have changed since the view was made, of which the sampler planned nothing."""
+        consumed, inserted = self._task.consumed_count, self._partition.inserted_count
+        if consumed == inserted:
+            return End(consumed=consumed)
+        rows = slice(0, self._rows.count)
+        state, unclaimed = self._rows.state[rows], self._rows.claim[rows] == UNCLAIMED
+        failed = int(np.count_nonzero(unclaimed & (state == FAILED)))
+        is_open = unclaimed & ((state == LIVE) | (state == HELD))
+        is_excluded = is_open & self._excluded(rows)
+        excluded = int(np.count_nonzero(is_excluded))
+        kept = int(np.count_nonzero(is_open)) - excluded
+        left_over = kept if self.grouping is None else self._count_in_whole_groups(self.grouping)
+        set_aside = self._task.leases.set_aside_count
+        return End(
+            consumed=consumed,
+            cleared=inserted - consumed - failed - set_aside - excluded - kept,
+            failed=failed,
+            set_aside=set_aside,
+            excluded=excluded,
+            in_incomplete_groups=kept - left_over,
+            left_over=left_over,
+        )
+
+    def _count_in_whole_groups(self, grouping: tuple[int | None, bool]) -> int:
+        """Return how many ready rows are of groups that can be delivered."""
+        ready = np.flatnonzero(self._rows.ready_mask(slice(0, self._rows.count)))
+        ids, counts = np.unique(self._group_ids(ready, grouping[0]), return_counts=True)
+        return int(counts[counts == self._needed_counts(ids, *grouping)].sum())
 
     def check_lengths(self) -> None:
         """Refuse to wait where rows are ready but for a length, and no sample of the partition has one."""

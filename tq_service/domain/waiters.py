@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from tq_service.domain.asking import ClaimRequest
+from tq_service.domain.end import End
 from tq_service.domain.plan import RankPlan
-from tq_service.domain.task import End
 from tq_service.errors import TqError
 
 
@@ -84,7 +84,8 @@ class WaitingLine(Generic[Key]):
     """Waiters by what they wait for. Adding, removing and taking the first cost the same however many wait."""
 
     def __init__(self) -> None:
-        self._lines: dict[Key, OrderedDict[Waiter, None]] = {}
+        self._lines: dict[Key, OrderedDict[Waiter, int]] = {}  # with the number of each waiter's arrival
+        self.arrival_count = 0  # of all that ever came; the number of the last one
 
     def __len__(self) -> int:
         return sum(map(len, self._lines.values()))
@@ -100,26 +101,32 @@ class WaitingLine(Generic[Key]):
         """Return what is waited for, in order of the first arrival."""
         return list(self._lines)
 
-    def sizes(self) -> list[tuple[Key, int]]:
-        """Return what is waited for, and by how many."""
-        return [(key, len(line)) for key, line in self._lines.items()]
+    def heads(self) -> list[tuple[int, Key]]:
+        """Return for each line the number of its first arrival, and what it waits for."""
+        return [(next(iter(line.values())), key) for key, line in self._lines.items()]
 
     def add(self, key: Key, waiter: Waiter) -> None:
         """Enter a waiter at the end of its line."""
-        self._lines.setdefault(key, OrderedDict())[waiter] = None
+        self.arrival_count += 1
+        self._lines.setdefault(key, OrderedDict())[waiter] = self.arrival_count
 
     def remove(self, key: Key, waiter: Waiter) -> None:
         """Take a waiter out, if it is in."""
         line = self._lines.get(key)
-        if line is not None and line.pop(waiter, False) is None and not line:
+        if line is not None and line.pop(waiter, None) is not None and not line:
             del self._lines[key]
 
     def first(self, key: Key) -> Waiter | None:
         """Return the first of a line that still waits."""
+        head = self.head(key)
+        return None if head is None else head[1]
+
+    def head(self, key: Key) -> tuple[int, Waiter] | None:
+        """Return the first of a line that still waits, with the number of its arrival."""
         line = self._lines.get(key)
         while line:
-            waiter = next(iter(line))
+            waiter, arrival = next(iter(line.items()))
             if waiter.is_waiting:
-                return waiter
+                return arrival, waiter
             self.remove(key, waiter)
         return None

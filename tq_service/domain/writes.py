@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from tq_service.domain.cells import FreedCells
 from tq_service.domain.field_specs import ColumnWrite
+from tq_service.domain.names import GroupNames, Names
 from tq_service.domain.plan import Indexes
 from tq_service.domain.puts import Put
 from tq_service.schema import FieldSpec, KeyMode, Layout, MetaColumn, RunAhead, SampleState
@@ -42,6 +43,7 @@ class SampleWrite:
         global_indexes: existing samples `(n,)`; None: new ones, or those of `keys`.
         keys: unique names, in order.
         groups: groups of new samples in order, "" for none.
+        names: what is known of keys and groups already; None: nothing.
         put: where the columns are, None for metadata and state only.
         columns: the columns of the put.
     """
@@ -51,11 +53,19 @@ class SampleWrite:
     keys: Sequence[str] | None = None
     key_mode: KeyMode = "upsert"
     groups: Sequence[str] | None = None
+    names: Names | None = None
     group_size: int = 0
     state: SampleState | None = None
     meta: Sequence[MetaColumn] = ()
     put: Put | None = None
     columns: Sequence[ColumnWrite] = ()
+
+    def group_names(self) -> GroupNames | None:
+        """Return the groups that the samples name, None where the write has none."""
+        if self.groups is None:
+            return None
+        known = None if self.names is None else self.names.group_names
+        return GroupNames.of(self.groups) if known is None else known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,27 +1,32 @@
 """The file of a checkpoint: what a service knew at one moment, and the bytes of all its samples.
 
-A folder has one, `checkpoint.tqc`. It is written under another name and takes the place of the one before it in a
-single step, once it is whole and on the disk: whatever happens, the folder has the old one or the new one. What is left
-of one that was not finished is overwritten by the next.
+A checkpoint is a directory with one file, `checkpoint.tqc`. It is written under another name and takes the place of the
+one before it in a single step, once it is whole and on the disk: whatever happens, the directory has the old one or the
+new one. What is left of one that was not finished is overwritten by the next.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
 from tq_service.durable.checkpoint_plan import Block
-from tq_service.durable.file_names import make_folder
+from tq_service.durable.file_names import PARTIAL_SUFFIX, beside, make_folder
 from tq_service.durable.record_file import RecordWriter
 from tq_service.durable.snapshot import FrozenService, write_header, write_state
-from tq_service.errors import DiskFullError, InternalError, InvalidArgumentError
+from tq_service.errors import DiskFullError, InternalError, InvalidArgumentError, PreconditionError
 from tq_service.v1 import snapshot_pb2 as pb
 from tq_service.wire.columns import ColumnShape, encode_header
 
 FILE_NAME: Final = "checkpoint.tqc"
+_LONGEST_NAME: Final = 200
+_PART: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=@+-]*")
+"""One part of a name: never "", ".", ".." or hidden."""
 _RECORD_BYTES: Final = 1 << 20
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _BAD_FOLDER: Final = frozenset(
@@ -30,20 +35,44 @@ _BAD_FOLDER: Final = frozenset(
 )  # fmt: skip
 
 
-def checkpoint_path(directory: str) -> Path:
-    """Return the path of the checkpoint of a folder.
+def checkpoint_path(checkpoint_dir: Path | None, name: str) -> Path:
+    """Return the path of the file of a checkpoint, which callers name, below the directory for all of them.
+
+    The directory is its operator's, symlinks on the way to it included; nothing below it leads out of it. Who may write
+    to the directory itself could still exchange a part of the path after this check; callers cannot.
 
     Raises:
-        InvalidArgumentError: the folder is not named from the root, and would be one of the service's own.
+        PreconditionError: the service has no directory for checkpoints.
+        InvalidArgumentError: the name is none, or a symlink below the directory leads out of it.
     """
-    path = Path(directory)
-    if not path.is_absolute() or "\0" in directory:
-        raise InvalidArgumentError(
-            f"directory is {directory!r}; give the whole path of a folder on the host of the controller, such as "
-            "/var/backups/tq",
-            field="directory",
+    if checkpoint_dir is None:
+        raise PreconditionError(
+            "this service has no directory for checkpoints; start it with checkpoint_dir (--checkpoint-dir, "
+            "TQ_CHECKPOINT_DIR), or with data_dir, below which it is then"
         )
-    return path / FILE_NAME
+    if len(name) > _LONGEST_NAME or not all(map(_PART.fullmatch, name.split("/"))):
+        raise InvalidArgumentError(
+            f"name is {name[:_LONGEST_NAME]!r} ({len(name)} characters); expected 1 to {_LONGEST_NAME}, in parts of "
+            "letters, digits and '._=@+-' that begin with a letter or digit, with '/' between them, such as "
+            "'nightly/2026-11-21': a place below the checkpoint_dir of the service",
+            field="name",
+        )
+    top = os.path.realpath(checkpoint_dir)
+    directory = Path(os.path.realpath(Path(top, name)))  # Path.resolve raises where links go in a circle
+    file = directory / FILE_NAME
+    if not directory.is_relative_to(top):
+        raise _symlink(name, "out of the checkpoint_dir of the service")
+    for path in (file, beside(file, PARTIAL_SUFFIX)):
+        if path.is_symlink():
+            raise _symlink(name, f"at its {path.name}")
+    return file
+
+
+def _symlink(name: str, where: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"name is {name!r}, which leads through a symlink {where}; give another name, or have the link removed",
+        field="name",
+    )
 
 
 class CheckpointWriter:
@@ -53,7 +82,7 @@ class CheckpointWriter:
 
     Raises:
         DiskFullError: the disk has no room.
-        InvalidArgumentError: the folder cannot be used.
+        InvalidArgumentError: the directory cannot be used.
     """
 
     def __init__(self, path: Path) -> None:
@@ -61,7 +90,7 @@ class CheckpointWriter:
         self._writer = RecordWriter(path)
 
     def open(self) -> None:
-        """Begin the file; the folder is made where it is not there."""
+        """Begin the file; its directory is made where it is not there."""
         with self._explained():
             make_folder(self._path.parent)
             self._writer.open()
@@ -102,15 +131,17 @@ class CheckpointWriter:
             folder = self._path.parent
             if error.errno in _NO_ROOM:
                 raise DiskFullError(
-                    f"the disk of {folder} has no room for the checkpoint ({error}); free space or name another folder"
+                    f"the disk of {folder} has no room for the checkpoint ({error}); free space there"
                 ) from error
             if error.errno in _BAD_FOLDER:
                 raise InvalidArgumentError(
-                    f"no checkpoint can be written to {folder} ({error}); name a folder that the user of the service "
-                    "may write to",
-                    field="directory",
+                    f"no checkpoint can be written to {folder} ({error}); give another name, or let the user of the "
+                    "service write there",
+                    field="name",
                 ) from error
-            raise InternalError(f"the disk of {folder} failed ({error}); name a folder on another one") from error
+            raise InternalError(
+                f"the disk of {folder} failed ({error}); start the service with a checkpoint_dir on another one"
+            ) from error
 
 
 def _gathered(chunks: Iterable[memoryview]) -> Iterator[list[memoryview]]:

@@ -48,6 +48,10 @@ class DirectCommit:
             self._pending.clear()
         return self._committed
 
+    def drop(self) -> None:
+        """Forget what is pending; it is never committed."""
+        self._pending.clear()
+
     def close(self) -> JournalFile:
         """Return the file that was written to."""
         return self._file

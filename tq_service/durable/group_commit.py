@@ -94,6 +94,10 @@ class GroupCommit:
                 raise self._failure
             return self._committed
 
+    def drop(self) -> None:
+        """Forget what came since somebody asked last; it is never committed. What was asked for may be."""
+        self._appended = []
+
     def close(self) -> JournalFile:
         """End the thread, after one more try to commit what is in the queue; return the file it wrote to."""
         self._is_closing = True

@@ -57,6 +57,7 @@ class Journal:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._writer: DirectCommit | GroupCommit | None = None
         self._is_closed = False
+        self._abandoned: TqError | None = None
         remove_unfinished(directory)
         self._reserve.fill()
         self._reserve.give_up_to_start()
@@ -135,15 +136,38 @@ class Journal:
 
     @property
     def is_behind(self) -> bool:
-        """Whether something was appended that is not durable yet."""
-        return self._durable != self._appended
+        """Whether something was appended that is not durable yet, or never will be."""
+        return self._durable != self._appended or self._abandoned is not None
+
+    @property
+    def appended_number(self) -> int:
+        """Number of the last record that was appended."""
+        return self._appended
+
+    def abandon(self, error: TqError) -> None:
+        """Write nothing more, not even what was appended in this step of the loop, since memory may differ from it.
+
+        Commits that were asked for before are whole; they may still happen, but nobody is told that they did.
+
+        Args:
+            error: raised from now on where something is appended, or is to be durable.
+        """
+        if self._abandoned is not None:
+            return
+        self._abandoned = error
+        if self._writer is not None:
+            self._writer.drop()
+        self._fail_waiting(error)
+        self._waiting.clear()
 
     def append(self, record: bytes) -> None:
         """Add a record, which is durable some time after, together with all that is added in the same step of the loop.
 
         Raises:
             RuntimeError: what is there was not replayed, or the journal is closed.
+            TqError: the journal was abandoned.
         """
+        self._check_not_abandoned()
         if self._writer is None:
             raise RuntimeError("the journal takes no records: exhaust replay() first, and append before close()")
         self._appended += 1
@@ -155,7 +179,9 @@ class Journal:
         Raises:
             DiskFullError: there is no room; all stays as it is, and the next flush tries again.
             DiskFailedError: the disk fails.
+            TqError: the journal was abandoned.
         """
+        self._check_not_abandoned()
         if self.is_behind and self._writer is not None:
             self._settle(self._writer.wait_for(self._appended))
             self._go_on_when_full()
@@ -168,6 +194,7 @@ class Journal:
         """
         if not self.is_behind:
             return
+        self._check_not_abandoned()
         if not isinstance(self._writer, GroupCommit):
             self.flush()
             return
@@ -178,7 +205,12 @@ class Journal:
         await done
 
     def after_durable(self, callback: Callable[[], None]) -> None:
-        """Call something once all that was appended before is durable: now, or later in the order of these calls."""
+        """Call something once all that was appended before is durable: now, or later in the order of these calls.
+
+        It is never called once the journal was abandoned.
+        """
+        if self._abandoned is not None:
+            return
         if not self.is_behind:
             callback()
             return
@@ -191,6 +223,14 @@ class Journal:
         """Whether `start_generation` returns at once, instead of waiting for the disk to make a file."""
         return self._upkeep.is_ready
 
+    async def next_file(self) -> None:
+        """Return once `has_next_file`, without holding up the event loop; whoever needs it takes it in the same step.
+
+        Raises:
+            DiskFullError, DiskFailedError: there is none now.
+        """
+        await self._upkeep.ready()
+
     def start_generation(self) -> int:
         """Go on in a new file, and return its number: a snapshot of what is now holds all that is in files before it.
 
@@ -199,6 +239,7 @@ class Journal:
         Raises:
             DiskFullError, DiskFailedError: see `flush`; nothing has changed.
         """
+        self._check_not_abandoned()
         if self._writer is None:
             raise RuntimeError("the journal has no generations: exhaust replay() first")
         return self._go_on(self._writer)
@@ -211,7 +252,7 @@ class Journal:
         self._upkeep.do(lambda: _drop_unneeded(self._directory, generation))
 
     def close(self) -> None:
-        """Make durable what was appended, bring all files to rest and end the threads.
+        """Make durable what was appended, unless it was abandoned; bring all files to rest and end the threads.
 
         Raises:
             DiskFullError, DiskFailedError: what was appended last is not durable; all else is done.
@@ -221,7 +262,7 @@ class Journal:
         self._is_closed = True
         writer, self._writer = self._writer, None
         try:
-            if writer is not None and self.is_behind:
+            if writer is not None and self.is_behind and self._abandoned is None:
                 self._settle(writer.wait_for(self._appended))
         finally:
             if writer is not None:
@@ -260,8 +301,12 @@ class Journal:
             self._settle(self._appended)
         return file.number
 
+    def _check_not_abandoned(self) -> None:
+        if self._abandoned is not None:
+            raise self._abandoned
+
     def _go_on_when_full(self) -> None:
-        if self._newest.log_bytes < _FULL_LOG_BYTES or self._writer is None:
+        if self._newest.log_bytes < _FULL_LOG_BYTES or self._writer is None or self._abandoned is not None:
             return
         if self._upkeep.is_ready:
             try:
@@ -288,6 +333,8 @@ class Journal:
                 fail(error)
 
     def _commit_soon(self) -> None:
+        if self._abandoned is not None:
+            return
         if isinstance(self._writer, GroupCommit):
             self._ask(self._writer)
             return

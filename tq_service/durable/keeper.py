@@ -3,6 +3,7 @@
 It writes down every change, and takes a snapshot when there are many, so that a start has few to make again.
 
     domain, request log, engine --tell--> journal --(when it is long)--> snapshot, and a new journal
+    a change: encoded, made in memory, appended; what fails after the first of these is fatal
     start: newest snapshot, then the journal after it, then tell
 
 Nobody is answered before what the answer says is durable: the servicers' boundary awaits `durable()` for that.
@@ -15,7 +16,9 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Final, Protocol
 
 from google.protobuf.message import Message
@@ -32,7 +35,7 @@ from tq_service.durable.records import encode_change
 from tq_service.durable.recovery import Recovered, Recovery
 from tq_service.durable.replay_cost import ReplayCost
 from tq_service.durable.snapshot import FrozenService, write_snapshot
-from tq_service.errors import DiskFullError, TqError
+from tq_service.errors import DiskFullError, ServiceFailedError, TqError
 from tq_service.v1 import journal_pb2
 
 _log = logging.getLogger(__name__)
@@ -69,6 +72,8 @@ class Keeper:
 
     Attributes:
         is_stuck: whether nothing could be written down when it was last tried.
+        fatal: called with a reason and its cause where memory may differ from what is written down, so that the service
+            must not go on; it calls `abandon` before it returns.
     """
 
     def __init__(self, data_dir: DataDir, journal: Journal) -> None:
@@ -81,7 +86,9 @@ class Keeper:
         self._flush: asyncio.TimerHandle | None = None
         self._snapshot: asyncio.Task[None] | None = None
         self._retry_at, self._retry_seconds = 0.0, _FIRST_RETRY_SECONDS
+        self._abandoned: TqError | None = None
         self.is_stuck = False
+        self.fatal: Callable[[str, BaseException], None] = self._abandon_alone
 
     @classmethod
     def open(cls, path: Path, *, sync: bool, accept_loss: bool = False) -> Keeper:
@@ -156,19 +163,27 @@ class Keeper:
             self._catalog.start_telling(self._tell_change)
         if self._requests is not None:
             self._requests.tell = self._tell_answer
+            self._requests.one_step = lambda: _OneStep(self)
         if self._engine is not None:
             self._engine.start(self._tell_put, self._journal.after_durable)
 
-    def _tell_change(self, change: Change) -> None:
-        self._append_change(encode_change(change))
+    def _tell_change(self, change: Change) -> AbstractContextManager[object]:
+        if self._abandoned is not None:
+            raise self._abandoned
+        return _OneChange(self, encode_change(change).SerializeToString())
 
     def _tell_answer(self, request_id: bytes, packed: Packed) -> None:
         kind, answer = packed
         answered = journal_pb2.RequestAnswered(request_id=request_id, message_type=kind.DESCRIPTOR.name, answer=answer)
-        self._append_change(journal_pb2.JournalRecord(request_answered=answered))
+        self.append_change(journal_pb2.JournalRecord(request_answered=answered).SerializeToString())
 
-    def _append_change(self, record: journal_pb2.JournalRecord) -> None:
-        data = record.SerializeToString()
+    @property
+    def appended_number(self) -> int:
+        """Number of the last record that was appended."""
+        return self._journal.appended_number
+
+    def append_change(self, data: bytes) -> None:
+        """Append the record of a change that was made, or of an answer."""
         self._cost.add_change(len(data))
         self._append(data)
 
@@ -177,11 +192,31 @@ class Keeper:
         self._append(data)
 
     def _append(self, record: bytes) -> None:
-        self._journal.append(record)
-        if self._flush is None:  # for changes that no call waits for, such as a lease that ran out
-            self._flush = asyncio.get_running_loop().call_later(_FLUSH_SECONDS, self._flush_later)
-        if self._cost.is_too_long(self._sample_count) and self._may_snapshot:
-            self._snapshot = asyncio.get_running_loop().create_task(self._try_snapshot())
+        try:
+            self._journal.append(record)
+            if self._flush is None:  # for changes that no call waits for, such as a lease that ran out
+                self._flush = asyncio.get_running_loop().call_later(_FLUSH_SECONDS, self._flush_later)
+            if self._cost.is_too_long(self._sample_count) and self._may_snapshot:
+                self._snapshot = asyncio.get_running_loop().create_task(self._try_snapshot())
+        except Exception as error:
+            self.fatal("a change was made and could not be appended to the journal", error)
+            raise
+
+    # What cannot go on
+
+    def abandon(self, error: TqError) -> None:
+        """Write nothing more, neither what was appended in this step of the loop nor later changes or snapshots.
+
+        Args:
+            error: raised from now on for each change, and where something is to be durable.
+        """
+        self._abandoned = error
+        self.is_stuck = True
+        self._journal.abandon(error)
+
+    def _abandon_alone(self, reason: str, cause: BaseException) -> None:
+        _log.critical("nothing is written down any more: %s", reason, exc_info=cause)
+        self.abandon(ServiceFailedError(f"the service has failed: {reason}"))
 
     @property
     def _may_snapshot(self) -> bool:
@@ -209,11 +244,15 @@ class Keeper:
 
         Raises:
             DiskFullError: it cannot be written now; it will be as soon as there is room.
+            ServiceFailedError: it never will be.
         """
         try:
             await self._journal.durable()
         except TqError:
             self.is_stuck = True
+            raise
+        except Exception as error:
+            self.fatal("the journal cannot be written", error)
             raise
         self.is_stuck = False
 
@@ -227,7 +266,7 @@ class Keeper:
             self._flushing = asyncio.get_running_loop().create_task(self._flush_now())
 
     async def _flush_now(self) -> None:
-        with contextlib.suppress(TqError):  # who asks next is told
+        with contextlib.suppress(TqError):  # who asks next gets the error
             await self.durable()
 
     # Snapshots
@@ -241,13 +280,13 @@ class Keeper:
         await self._snapshot_with(self._write_snapshot)
 
     async def keep_restored(
-        self, partitions: Sequence[FrozenPartition], answers: FrozenLog, appear: Callable[[], None]
+        self, partitions: Sequence[FrozenPartition], answers: Callable[[], FrozenLog], appear: Callable[[], None]
     ) -> None:
         """Write a snapshot of now in which a catalog that has none has partitions, before they are seen in it.
 
         Args:
             partitions: what will be in the catalog.
-            answers: what will be in the request log.
+            answers: returns what will be in the request log, in the step in which the snapshot is taken.
             appear: puts it there; called once that is durable, before there can be another snapshot.
 
         Raises:
@@ -278,19 +317,21 @@ class Keeper:
         else:
             self._retry_at, self._retry_seconds = 0.0, _FIRST_RETRY_SECONDS
 
+    def _freeze_answers(self) -> FrozenLog:
+        return FrozenLog() if self._requests is None else self._requests.freeze()
+
     async def _write_snapshot(
         self,
         restored: Sequence[FrozenPartition] = (),
-        answers: FrozenLog | None = None,
+        answers: Callable[[], FrozenLog] | None = None,
         appear: Callable[[], None] = lambda: None,
     ) -> None:
         try:
+            await self._journal.next_file()
             generation = self._journal.start_generation()
-            if answers is None:
-                answers = FrozenLog() if self._requests is None else self._requests.freeze()
             frozen = FrozenService(  # in one step with the new journal: whatever comes later is in that
                 partitions=[*restored, *(() if self._catalog is None else self._catalog.freeze())],
-                answers=answers,
+                answers=self._freeze_answers() if answers is None else answers(),
                 puts=() if self._engine is None else self._engine.kept_records(),
             )
             before_seconds = self._cost.begin_anew()
@@ -319,3 +360,48 @@ class Keeper:
         except TqError as error:
             _log.error("what was done last could not be written down: %s", error)
         self._data_dir.close()
+
+
+class _OneChange:
+    """What an encoded change is made in; it is appended at the end."""
+
+    __slots__ = ("_data", "_keeper")
+
+    def __init__(self, keeper: Keeper, data: bytes) -> None:
+        self._keeper = keeper
+        self._data = data
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._keeper.append_change(self._data)
+        else:
+            self._keeper.fatal("a change was made in part", error)
+
+
+class _OneStep:
+    """What the changes of a request and its answer are made in.
+
+    Refusals (`TqError`) pass: they come before the first change. A fault after one has left its answer unrecorded, and
+    what follows from the change undone.
+    """
+
+    __slots__ = ("_began_at", "_keeper")
+
+    def __init__(self, keeper: Keeper) -> None:
+        self._keeper = keeper
+        self._began_at = keeper.appended_number
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None or isinstance(error, TqError) or self._keeper.appended_number == self._began_at:
+            return
+        self._keeper.fatal("a request failed after a change of it was made", error)

@@ -6,11 +6,13 @@ What is decoded was encoded here: it is trusted to be well-formed, other than wh
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict, fields
 
 import numpy as np
 
 from tq_service.domain.asking import Binding
 from tq_service.domain.custom_meta import Condition, Order
+from tq_service.domain.end import End
 from tq_service.domain.field_specs import ColumnWrite
 from tq_service.domain.plan import Indexes, Pack, RankPlan
 from tq_service.domain.puts import Put
@@ -50,6 +52,16 @@ def decode_indexes(data: bytes) -> Indexes:
     return np.frombuffer(data, "<i8")
 
 
+def encode_end(end: End) -> metadata_pb2.EndCounts:
+    """Return what became of the samples at the end of a task."""
+    return metadata_pb2.EndCounts(**asdict(end))
+
+
+def decode_end(message: metadata_pb2.EndCounts) -> End:
+    """Return what became of the samples at the end of a task."""
+    return End(**{each.name: getattr(message, each.name) for each in fields(End)})
+
+
 def encode_settings(partition_id: str, settings: PartitionSettings) -> pb.CreatePartitionRequest:
     """Return what fixes a partition."""
     return pb.CreatePartitionRequest(
@@ -74,12 +86,11 @@ def decode_settings(message: pb.CreatePartitionRequest) -> PartitionSettings:
 
 
 def encode_write(partition_id: str, write: SampleWrite) -> pb.CommitRequest:
-    """Return what is written to samples, with the place of its put and its columns."""
+    """Return what is written to samples, with the place of its put and its columns, but without existing samples."""
     message = pb.CommitRequest(
         write=pb.SampleWrite(
             partition_id=partition_id,
             row_count=write.row_count,
-            global_indexes=() if write.global_indexes is None else write.global_indexes.tolist(),
             keys=write.keys or (),
             key_mode=KEY_MODES[write.key_mode],
             groups=write.groups or (),
@@ -96,13 +107,13 @@ def encode_write(partition_id: str, write: SampleWrite) -> pb.CommitRequest:
     return message
 
 
-def decode_write(message: pb.CommitRequest) -> SampleWrite:
+def decode_write(message: pb.CommitRequest, global_indexes: Indexes | None) -> SampleWrite:
     """Return what is written to samples."""
     write, storage = message.write, message.placement.storage
     has_put = message.HasField("placement")
     return SampleWrite(
         row_count=write.row_count,
-        global_indexes=decode_integers(write.global_indexes) if write.global_indexes else None,
+        global_indexes=global_indexes,
         keys=list(write.keys) or None,
         key_mode=KEY_MODE_WORDS[write.key_mode],
         groups=list(write.groups) or None,

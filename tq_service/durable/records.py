@@ -9,10 +9,14 @@ from tq_service.domain import changes
 from tq_service.domain.plan import Indexes, Plan
 from tq_service.durable.messages import (
     decode_binding,
+    decode_end,
+    decode_indexes,
     decode_part,
     decode_settings,
     decode_write,
     encode_binding,
+    encode_end,
+    encode_indexes,
     encode_part,
     encode_settings,
     encode_write,
@@ -50,29 +54,33 @@ def _decode_created(message: pb.PartitionCreated) -> changes.PartitionCreated:
 
 
 def _encode_written(change: changes.SamplesWritten) -> pb.SamplesWritten:
-    return pb.SamplesWritten(commit=encode_write(change.partition_id, change.write))
+    rows = b"" if change.write.global_indexes is None else encode_indexes(change.write.global_indexes)
+    return pb.SamplesWritten(commit=encode_write(change.partition_id, change.write), rows=rows)
 
 
 def _decode_written(message: pb.SamplesWritten) -> changes.SamplesWritten:
-    return changes.SamplesWritten(partition_id=message.commit.write.partition_id, write=decode_write(message.commit))
+    rows = decode_indexes(message.rows) if message.rows else None
+    return changes.SamplesWritten(
+        partition_id=message.commit.write.partition_id, write=decode_write(message.commit, rows)
+    )
 
 
 def _encode_meta_set(change: changes.MetaSet) -> pb.MetaSet:
     return pb.MetaSet(
         request=controller_service_pb2.SetCustomMetaRequest(
             partition_id=change.partition_id,
-            global_indexes=change.global_indexes.tolist(),
             custom_meta=encode_meta_columns(change.columns),
-        )
+        ),
+        rows=encode_indexes(change.global_indexes),
     )
 
 
 def _decode_meta_set(message: pb.MetaSet) -> changes.MetaSet:
-    request = message.request
+    request, rows = message.request, decode_indexes(message.rows)
     return changes.MetaSet(
         partition_id=request.partition_id,
-        global_indexes=decode_integers(request.global_indexes),
-        columns=decode_meta_columns(request.custom_meta, len(request.global_indexes)),
+        global_indexes=rows,
+        columns=decode_meta_columns(request.custom_meta, rows.size),
     )
 
 
@@ -93,13 +101,11 @@ def _decode_groups_closed(message: pb.GroupsClosed) -> changes.GroupsClosed:
 
 
 def _encode_samples_cleared(change: changes.SamplesCleared) -> pb.SamplesCleared:
-    return pb.SamplesCleared(partition_id=change.partition_id, global_indexes=change.global_indexes.tolist())
+    return pb.SamplesCleared(partition_id=change.partition_id, rows=encode_indexes(change.global_indexes))
 
 
 def _decode_samples_cleared(message: pb.SamplesCleared) -> changes.SamplesCleared:
-    return changes.SamplesCleared(
-        partition_id=message.partition_id, global_indexes=decode_integers(message.global_indexes)
-    )
+    return changes.SamplesCleared(partition_id=message.partition_id, global_indexes=decode_indexes(message.rows))
 
 
 def _encode_partition_cleared(change: changes.PartitionCleared) -> pb.PartitionCleared:
@@ -138,7 +144,10 @@ def _decode_batch_planned(message: pb.BatchPlanned) -> changes.BatchPlanned:
 
 def _encode_end_reached(change: changes.EndReached) -> pb.EndReached:
     return pb.EndReached(
-        partition_id=change.partition_id, task_name=change.task_name, dp_size=change.dp_size, skipped=change.skipped
+        partition_id=change.partition_id,
+        task_name=change.task_name,
+        dp_size=change.dp_size,
+        end=encode_end(change.end),
     )
 
 
@@ -147,7 +156,7 @@ def _decode_end_reached(message: pb.EndReached) -> changes.EndReached:
         partition_id=message.partition_id,
         task_name=message.task_name,
         dp_size=message.dp_size,
-        skipped=message.skipped,
+        end=decode_end(message.end),
     )
 
 

@@ -89,8 +89,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
             return Checkpoint(path=path, blocks=blocks, state=state)
     except OSError as error:
         raise InvalidArgumentError(
-            f"no checkpoint can be read from {path.parent} ({error}); name the folder that a checkpoint was written to",
-            field="directory",
+            f"no checkpoint can be read from {path.parent} ({error}); give the name that it was written under",
+            field="name",
         ) from error
 
 

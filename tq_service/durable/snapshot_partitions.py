@@ -20,7 +20,7 @@ from tq_service.domain.frozen import (
     FrozenTable,
     FrozenTask,
 )
-from tq_service.durable.messages import decode_settings, encode_settings
+from tq_service.durable.messages import decode_end, decode_settings, encode_end, encode_settings
 from tq_service.durable.snapshot_columns import encode_numbers, encode_puts, encode_strings
 from tq_service.durable.snapshot_reader import SnapshotReader
 from tq_service.durable.snapshot_tasks import (
@@ -175,7 +175,7 @@ def _encode_task(task: FrozenTask) -> Iterator[pb.SnapshotRecord]:
         epoch=task.epoch,
         dp_size=task.dp_size,
         next_batch_index=task.next_batch_index,
-        end_skipped=task.end_skipped,
+        end=None if task.end is None else encode_end(task.end),
         consumed_count=task.consumed_count,
         open_count=task.open_count,
         serial=task.serial,
@@ -223,7 +223,7 @@ def _decode_task(reader: SnapshotReader, rows: int) -> FrozenTask:
         epoch=message.epoch,
         dp_size=message.dp_size if message.HasField("dp_size") else None,
         next_batch_index=message.next_batch_index,
-        end_skipped=message.end_skipped if message.HasField("end_skipped") else None,
+        end=decode_end(message.end) if message.HasField("end") else None,
         consumed_count=message.consumed_count,
         open_count=message.open_count,
         serial=message.serial,

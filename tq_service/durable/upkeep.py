@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import queue
 import threading
@@ -14,6 +15,7 @@ from tq_service.errors import DiskFullError, TqError
 
 _log = logging.getLogger(__name__)
 _MAKE_SECONDS: Final = 1.0
+_READY_SECONDS: Final = 10.0
 _RETRY_SECONDS: Final = 1.0
 
 
@@ -45,11 +47,27 @@ class Upkeep:
             self._order()
         return self._next is not None
 
+    async def ready(self) -> None:
+        """Return once `take` would return at once, without holding up the event loop.
+
+        Raises:
+            DiskFullError: there is none yet, since the disk is full or slow.
+            DiskFailedError: it could not be made.
+        """
+        given_up_at = time.monotonic() + _READY_SECONDS
+        while self._next is None:
+            self._order()
+            await asyncio.to_thread(self._made.wait, max(0.0, given_up_at - time.monotonic()))
+            if self._next is None and (self._failure is not None or time.monotonic() >= given_up_at):
+                raise self._why_none()
+
     def take(self, most_seconds: float | None = None) -> JournalFile:
-        """Return the next file and have another one made; waits where files are taken faster than they are made.
+        """Return the next file and have another one made; blocks where files are taken faster than they are made.
+
+        On an event loop, call it where `is_ready` only.
 
         Args:
-            most_seconds: how long to wait; None: about as long as an event loop may be held up.
+            most_seconds: how long to block; None: a second.
 
         Raises:
             DiskFullError: there is none yet, since the disk is full or slow.
@@ -59,12 +77,15 @@ class Upkeep:
         self._made.wait(_MAKE_SECONDS if most_seconds is None else most_seconds)
         taken, self._next = self._next, None
         if taken is None:
-            raise self._failure or DiskFullError(
-                "the next file of the journal was not made in time; the disk of the data dir is slow: try again",
-                retry_after_seconds=_RETRY_SECONDS,
-            )
+            raise self._why_none()
         self._order()
         return taken
+
+    def _why_none(self) -> TqError:
+        return self._failure or DiskFullError(
+            "the next file of the journal was not made in time; the disk of the data dir is slow: try again",
+            retry_after_seconds=_RETRY_SECONDS,
+        )
 
     def retire(self, file: JournalFile) -> None:
         """Bring a file to rest that nothing more is written to."""

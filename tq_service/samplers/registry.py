@@ -138,10 +138,12 @@ class SamplerRegistry:
             return UnknownSamplerError(
                 f"sampler: got {name!r}, but this server does not import samplers by module:Class; allow it "
                 f"(allow_sampler_import), or install the sampler as an entry point of {ENTRY_POINT_GROUP!r}; "
-                f"{nearest(name, known)}",
+                f"{nearest(name, known, all_known=True)}",
                 field="sampler",
             )
-        return UnknownSamplerError(f"sampler: got {name!r}, which is unknown; {nearest(name, known)}", field="sampler")
+        return UnknownSamplerError(
+            f"sampler: got {name!r}, which is unknown; {nearest(name, known, all_known=True)}", field="sampler"
+        )
 
 
 async def _import(name: str, load: Callable[[], Any]) -> type[Sampler]:
@@ -150,9 +152,15 @@ async def _import(name: str, load: Callable[[], Any]) -> type[Sampler]:
         return _check_class(name, kind)
     except asyncio.CancelledError:
         raise
+    except ImportError as error:
+        raise UnknownSamplerError(
+            f"sampler: {name!r} cannot be imported by the service: {type(error).__name__}: {error}; is it installed "
+            "where the service runs, or on the service's PYTHONPATH?",
+            field="sampler",
+        ) from error
     except BaseException as error:  # code of others: it may raise anything, also SystemExit
         raise UnknownSamplerError(
-            f"sampler: {name!r} cannot be loaded: {type(error).__name__}: {error}", field="sampler"
+            f"sampler: {name!r} cannot be loaded by the service: {type(error).__name__}: {error}", field="sampler"
         ) from error
 
 

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import grpc
@@ -19,7 +19,7 @@ from tq_service.domain.limits import Limits
 from tq_service.domain.requests import RequestLog
 from tq_service.durable.keeper import Keeper
 from tq_service.durable.put_records import PutRecords
-from tq_service.errors import TqError
+from tq_service.errors import ServiceFailedError, TqError
 from tq_service.samplers import PlanRunner, SamplerRegistry
 from tq_service.server import answers
 from tq_service.server.background import regularly
@@ -33,9 +33,11 @@ from tq_service.server.error_boundary import ErrorBoundary
 from tq_service.server.handover import HandoverServer, make_private
 from tq_service.server.health import Health
 from tq_service.server.heartbeat import announce_storage
+from tq_service.server.permissions import unserved_methods
 from tq_service.server.storage_servicer import SERVICE as STORAGE_SERVICE
 from tq_service.server.storage_servicer import StorageServicer
 from tq_service.server.storages import StorageDirectory
+from tq_service.server.supervisor import FAILED_EXIT_CODE, FailingWith, Supervisor
 from tq_service.storage.engine import StorageEngine
 from tq_service.storage.segments import SegmentFiles
 from tq_service.v1.controller_service_pb2_grpc import add_ControllerServiceServicer_to_server
@@ -47,17 +49,24 @@ CONTROLLER_SERVICE = "tq_service.v1.ControllerService"
 HEARTBEAT_SECONDS = 2.0
 _HOUSEKEEPING_SECONDS = 5.0
 _MOST_PENDING_CALLS = 100_000
+_ABORT_SECONDS = 2.0
 
 
 class App:
-    """One process of the service: the controller, a storage service, or both."""
+    """One process of the service: the controller, a storage service, or both.
+
+    Attributes:
+        supervisor: runs the background tasks, and knows whether the service can go on.
+    """
 
     def __init__(self, settings: ServeSettings) -> None:
         self._settings = settings
         self._entrance = Entrance(settings)
         self._health = Health()
         self._waiting = WaitingCalls(settings.max_waiting_calls, settings.max_waiting_calls_per_client)
-        self._background: list[asyncio.Task[None]] = []
+        self.supervisor = Supervisor()
+        self.supervisor.on_fatal(self._fail)
+        self._stopping: asyncio.Task[None] | None = None
         self._catalog: Catalog | None = None
         self._storages: StorageDirectory | None = None
         self._engine: StorageEngine | None = None
@@ -92,16 +101,25 @@ class App:
             DataDirError: the data folder is in use or cannot be used.
             JournalDamagedError: what was kept in it cannot be brought back.
             DiskFullError: there is no room in it.
+            InvalidArgumentError: the controller cannot be reached with these settings.
         """
         settings = self._settings
+        if settings.controller is not None:
+            self._entrance.credentials.check_target(settings.controller)
         self.port = self._entrance.listen(self._server)
         self._boundary.door = self._entrance.door(self._partition_of)
+        self._boundary.unserved = unserved_methods(
+            has_controller=settings.role != "storage",
+            has_storage=settings.role != "controller",
+            takes_services=self._entrance.takes_services,
+        )
         if settings.data_dir is not None:
             self._keeper = Keeper.open(
                 settings.data_dir,
                 sync=settings.durability == "disk",
                 accept_loss=settings.accept_journal_loss,
             )
+            self._keeper.fatal = self.supervisor.fatal
             self._boundary.state = self._keeper
         services = self._add_services()
         if self._keeper is not None:
@@ -116,8 +134,9 @@ class App:
             servicer = reflection.aio.ReflectionServicer(names)
             reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, self._boundary)
         await self._server.start()
-        self._background.append(asyncio.create_task(self._entrance.watch()))
-        self._background.append(asyncio.create_task(regularly(_HOUSEKEEPING_SECONDS, self._keep_house)))
+        # One bad round of either is logged, and the next one comes: rounds do not depend on each other.
+        self.supervisor.start("following the files of certificate and tokens", self._entrance.watch())
+        self.supervisor.start("housekeeping", regularly(_HOUSEKEEPING_SECONDS, self._keep_house))
         self._health.serve()
 
     def _add_services(self) -> list[str]:
@@ -147,7 +166,7 @@ class App:
             self._boundary.add_generic_rpc_handlers((storage.handler(),))
             if settings.controller is not None:
                 announcing = announce_storage(self._engine, address, settings.controller, self._entrance.credentials)
-                self._background.append(asyncio.create_task(announcing))
+                self.supervisor.start("announcing this storage service to its controller", announcing)
         return services
 
     def _storage_engine(self) -> StorageEngine:
@@ -186,7 +205,7 @@ class App:
         if self._storages is not None:
             self._storages.recover()
         if self._engine is not None:
-            self._background.append(asyncio.create_task(self._engine.scrub()))
+            self.supervisor.start("the check of recovered puts", self._engine.scrub(), may_end=True)
 
     def _partition_of(self, put_id: bytes) -> str | None:
         return None if self._engine is None else self._engine.partition_of(put_id)
@@ -226,10 +245,10 @@ class App:
             embedded,
             HEARTBEAT_SECONDS,
             self._entrance.credentials,
-            live_cells=self._catalog.live_cells,
+            freeze_cells=self._catalog.freeze_cells,
             boot_id=None if self._keeper is None else self._keeper.identity.controller_boot_id,
-            doubt_seconds=settings.put_ttl_seconds,
             after_durable=_at_once if self._keeper is None else self._keeper.after_durable,
+            start_task=self.supervisor.start,
         )
         self._requests = RequestLog(
             settings.request_record_seconds,
@@ -251,16 +270,41 @@ class App:
             max_wait_cap_seconds=settings.max_wait_cap_seconds,
             waiting=self._waiting,
             checkpoints=Checkpoints(
-                catalog=self._catalog, requests=self._requests, storages=self._storages, keeper=self._keeper
+                catalog=self._catalog,
+                requests=self._requests,
+                storages=self._storages,
+                keeper=self._keeper,
+                checkpoint_dir=settings.checkpoint_directory(),
             ),
         )
 
     def _keep_house(self) -> None:
         self._calls.report()
         expired = 0 if self._engine is None else self._engine.expire()
-        expired += 0 if self._storages is None else self._storages.free_doubtful()
         if expired:
             _log.warning("%d puts expired without a commit; their producers have probably died", expired)
+
+    def _fail(self, failure: ServiceFailedError) -> None:
+        """Write nothing more, say so to health checks, and end all calls: none is answered from what is in memory."""
+        if self._keeper is not None:
+            self._keeper.abandon(failure)
+        self._health.drain()
+        if self._catalog is not None:
+            self._catalog.drain()
+        self._stop_server(None)
+
+    def _stop_server(self, grace_seconds: float | None) -> asyncio.Task[None]:
+        """Stop the server once: gRPC may crash where one stop is under way while another one ends."""
+        if self._stopping is None:
+            self._stopping = asyncio.get_running_loop().create_task(self._server.stop(grace_seconds))
+        return self._stopping
+
+    async def abort(self) -> None:
+        """End after a failure, in two seconds at most: nothing is flushed, as if the process had been killed."""
+        await asyncio.wait((self._stop_server(None),), timeout=_ABORT_SECONDS)
+        if self._handover is not None:
+            self._handover.close()
+        self._entrance.close()
 
     async def stop(self, grace_seconds: float) -> None:
         """Drain: say so to health checks, end the waits, let running calls finish, then stop."""
@@ -271,12 +315,10 @@ class App:
             self._engine.drain()
         if self._handover is not None:
             self._handover.drain()
-        await self._server.stop(grace_seconds)
+        await self._stop_server(grace_seconds)
         if self._handover is not None:
             self._handover.close()
-        for task in self._background:
-            task.cancel()
-        await asyncio.gather(*self._background, return_exceptions=True)
+        await self.supervisor.stop()
         self._entrance.close()
         if self._storages is not None:
             await self._storages.close()
@@ -294,12 +336,17 @@ async def serve(settings: ServeSettings, *, announce: Callable[[str], None]) -> 
     Args:
         settings: how it runs.
         announce: gets lines for the person or program that started it, such as where it listens.
+
+    Returns:
+        0 after SIGTERM or SIGINT; 1 where it could not start; `FAILED_EXIT_CODE` where it could not go on. The process
+        must end at once then: what threads still do is of no use.
     """
-    stopping = asyncio.Event()
+    stopping, failed = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
     app = App(settings)
+    app.supervisor.on_fatal(lambda _failure: failed.set())
     try:
         await app.start()
     except (OSError, TqError) as error:
@@ -307,18 +354,39 @@ async def serve(settings: ServeSettings, *, announce: Callable[[str], None]) -> 
         await app.stop(0)
         return 1
     announce(f"listening on {join_address(settings.host, app.port)} (role {settings.role})")
-    await stopping.wait()
-    announce(f"draining for up to {settings.grace_seconds:g} s")
-    await app.stop(settings.grace_seconds)
-    return 0
+    if await _comes_before(stopping.wait(), failed):
+        announce(f"draining for up to {settings.grace_seconds:g} s")
+        if await _comes_before(app.stop(settings.grace_seconds), failed):
+            return 0
+    await app.abort()
+    return FAILED_EXIT_CODE
+
+
+async def _comes_before(work: Coroutine[Any, Any, object], failed: asyncio.Event) -> bool:
+    """Wait for some work; return whether it was done before the service failed, in which case it is cancelled."""
+    doing, failing = asyncio.ensure_future(work), asyncio.ensure_future(failed.wait())
+    await asyncio.wait((doing, failing), return_when=asyncio.FIRST_COMPLETED)
+    failing.cancel()
+    if failed.is_set():
+        doing.cancel()
+        return False
+    doing.result()
+    return True
 
 
 @contextlib.asynccontextmanager
 async def running(settings: ServeSettings) -> AsyncIterator[App]:
-    """Run the service inside a program, such as a test, for the time of a `with` block."""
+    """Run the service inside a program, such as a test, for the time of a `with` block.
+
+    Raises:
+        ServiceFailedError: the service cannot go on; the body is cancelled where it waits, and this comes out of it.
+    """
     app = App(settings)
     try:
-        await app.start()
-        yield app
+        async with FailingWith(app.supervisor):
+            await app.start()
+            yield app
     finally:
         await app.stop(0)
+    if app.supervisor.failure is not None:  # while it stopped
+        raise ServiceFailedError(app.supervisor.failure.message) from app.supervisor.failure.__cause__

@@ -8,7 +8,7 @@ from typing import Any, Final, Protocol
 
 import grpc
 
-from tq_service.errors import TqError, UnavailableError
+from tq_service.errors import PermissionDeniedError, TqError, UnauthenticatedError, UnavailableError
 from tq_service.storage.cells import ReadRuns
 from tq_service.v1 import metadata_pb2
 from tq_service.v1 import storage_service_pb2 as pb
@@ -139,8 +139,11 @@ async def _write(stream: Any, header: pb.PutHeader, values: AsyncIterator[bytes]
 
 
 def typed(error: grpc.aio.AioRpcError) -> TqError:
-    """Return the error that a service meant."""
-    return from_rpc_error(error.code(), error.details(), status_from_trailers(error.trailing_metadata()))
+    """Return the error that a service meant; that it does not let this one in is no fault of the client's."""
+    meant = from_rpc_error(error.code(), error.details(), status_from_trailers(error.trailing_metadata()))
+    if isinstance(meant, UnauthenticatedError | PermissionDeniedError):
+        return UnavailableError(f"a storage service does not let its controller in: {meant.message}")
+    return meant
 
 
 def _frame(part: Any) -> memoryview:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
 from tq_service.domain.aging_log import Entry, FrozenLog, merged
@@ -27,6 +29,7 @@ from tq_service.server.storages import StorageDirectory
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.columns import ColumnShape
 
+_log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 _MOST_NAMED: Final = 5
 
@@ -35,7 +38,7 @@ class KeepsState(Protocol):
     """What makes the state of the service outlive its process."""
 
     async def keep_restored(
-        self, partitions: Sequence[FrozenPartition], answers: FrozenLog, appear: Callable[[], None]
+        self, partitions: Sequence[FrozenPartition], answers: Callable[[], FrozenLog], appear: Callable[[], None]
     ) -> None:
         """Make partitions durable that nobody has seen yet, and answers, and call `appear` then; all or nothing."""
         ...
@@ -49,30 +52,38 @@ class Checkpoints:
         requests: the answers for retries.
         storages: where the bytes are.
         keeper: keeps the state, None where it ends with the process.
+        checkpoint_dir: the directory that all checkpoints are below; None: the service has none.
     """
 
     def __init__(
-        self, *, catalog: Catalog, requests: RequestLog, storages: StorageDirectory, keeper: KeepsState | None
+        self,
+        *,
+        catalog: Catalog,
+        requests: RequestLog,
+        storages: StorageDirectory,
+        keeper: KeepsState | None,
+        checkpoint_dir: Path | None,
     ) -> None:
         self._catalog = catalog
         self._requests = requests
         self._storages = storages
         self._keeper = keeper
+        self._checkpoint_dir = checkpoint_dir
         self._running: str | None = None
 
     # Writing
 
-    async def write(self, directory: str) -> pb.CheckpointResponse:
-        """Write a checkpoint of this moment to a folder of this host.
+    async def write(self, name: str) -> pb.CheckpointResponse:
+        """Write a checkpoint of this moment under a name.
 
         Raises:
-            InvalidArgumentError: the folder cannot be used.
-            PreconditionError: another one is being written or restored.
+            InvalidArgumentError: the name is none, or its directory cannot be used.
+            PreconditionError: another one is being written or restored, or there is no directory for checkpoints.
             DiskFullError: the disk has no room.
             DataLossError: bytes that are to be copied are lost.
             UnavailableError: a storage service cannot be reached.
         """
-        path = checkpoint_path(directory)
+        path = await _in_thread(lambda: checkpoint_path(self._checkpoint_dir, name))
         with self._alone("written"):
             writer = CheckpointWriter(path)
             try:
@@ -82,8 +93,9 @@ class Checkpoints:
                     await _in_thread(lambda: writer.finish(state))
             finally:
                 await _in_thread(writer.abort)
+        _log.info("checkpoint %r is written to %s", name, path)
         return pb.CheckpointResponse(
-            directory=directory,
+            name=name,
             partition_count=len(state.partitions),
             sample_count=_sample_count(state.partitions),
             put_count=block_count,
@@ -119,20 +131,21 @@ class Checkpoints:
 
     # Restoring
 
-    async def restore(self, request_id: bytes, directory: str) -> pb.RestoreResponse:
-        """Bring back what the checkpoint of a folder holds, once for each request_id.
+    async def restore(self, request_id: bytes, name: str) -> pb.RestoreResponse:
+        """Bring back what the checkpoint of a name holds, once for each request_id.
 
         Raises:
             InvalidArgumentError: there is no checkpoint, or the request_id is that of another call.
             SnapshotDamagedError: it is damaged.
-            PreconditionError: the service has partitions, or another one is being written or restored.
+            PreconditionError: the service has partitions, or another one is being written or restored, or there is no
+                directory for checkpoints.
             QuotaExceededError: the storage services have no room for its bytes.
             UnavailableError: one of them cannot be reached.
         """
         recorded: pb.RestoreResponse | None = self._requests.recorded(request_id, pb.RestoreResponse)
         if recorded is not None:
             return recorded
-        path = checkpoint_path(directory)
+        path = await _in_thread(lambda: checkpoint_path(self._checkpoint_dir, name))
         with self._alone("restored"), self._catalog.closed():
             checkpoint = await _in_thread(lambda: read_checkpoint(path))
             answer = pb.RestoreResponse(
@@ -174,7 +187,7 @@ class Checkpoints:
             return
         own = FrozenLog(blocks=[[Entry(request_id, 0.0, pack(answer))]])
         frozen = [partition.freeze() for partition in partitions]
-        await self._keeper.keep_restored(frozen, merged(answers, self._requests.freeze(), own), appear)
+        await self._keeper.keep_restored(frozen, lambda: merged(answers, self._requests.freeze(), own), appear)
 
     async def _place(self, checkpoint: Checkpoint, block: StoredBlock) -> Put:
         storage = self._storages.place(block.size_bytes)

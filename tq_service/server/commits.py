@@ -15,11 +15,19 @@ from typing import Any, TypeAlias
 import grpc
 
 from tq_service.domain.catalog import Catalog
-from tq_service.domain.cells import FreedCells
+from tq_service.domain.names import LARGE, Names
 from tq_service.domain.puts import Put
 from tq_service.domain.requests import RequestLog
 from tq_service.domain.writes import SampleWrite
-from tq_service.errors import InvalidArgumentError, PreconditionError, ResourceExhaustedError, TqError
+from tq_service.errors import (
+    InvalidArgumentError,
+    PartitionNotFoundError,
+    PreconditionError,
+    PutNotFoundError,
+    QuotaExceededError,
+    ResourceExhaustedError,
+    TqError,
+)
 from tq_service.server import from_proto, to_proto
 from tq_service.server.call_limits import WaitingCalls
 from tq_service.server.progress import wait_until
@@ -53,10 +61,11 @@ class Commits:
         """Add samples without cells."""
 
         def change() -> pb.InsertResponse:
-            meta = self._write(request.write, from_proto.sample_write(request.write))
+            meta = self._write(request.write, from_proto.sample_write(request.write, names=names))
             return pb.InsertResponse(meta=meta)
 
-        with await self.admit(request, 0, context):
+        names = await self.look_through_names(request.write)
+        with await self.admit(request, 0, context, names):
             return self._requests.once(request.request_id, change, pb.InsertResponse)
 
     async def commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:
@@ -64,28 +73,46 @@ class Commits:
         if not request.HasField("placement"):
             if request.columns:
                 raise InvalidArgumentError("columns came without a placement; say where the put is", field="placement")
-            with await self.admit(request, 0, context):
-                return self.commit_stored(request, None, ())
+            names = await self.look_through_names(request.write)
+            with await self.admit(request, 0, context, names):
+                return self.commit_stored(request, None, (), names)
         put, columns = from_proto.placement(request.placement), from_proto.put_columns(request)
+        names = await self.look_through_names(request.write)
         try:
-            room = await self.admit(request, sum(column.value_bytes for column in columns), context)
+            room = await self.admit(request, sum(column.value_bytes for column in columns), context, names)
         except (ResourceExhaustedError, PreconditionError):
             await self._give_up(put, request.write.partition_id)
             raise
         with room:
             if self._requests.recorded(request.request_id) is not None:
-                answer = self.commit_stored(request, put, columns)
+                answer = self.commit_stored(request, put, columns, names)
                 await self._give_up(put, request.write.partition_id)  # where it was made with another put
                 return answer
             self._storages.check_uncommitted(put)
-            await self._storages.confirm(put, request.write.partition_id)
             try:
-                return self.commit_stored(request, put, columns)
-            finally:
-                self._free_uncommitted(put)
+                async with self._storages.confirmed(put, request.write.partition_id) as for_existing_rows:
+                    return self.commit_stored(request, put, columns, names, for_existing_rows=for_existing_rows)
+            except PutNotFoundError:  # a call of the same request_id may have committed it, and it was cleared since
+                if self.recorded(request.request_id) is None:
+                    raise
+                return self.commit_stored(request, put, columns, names)
+
+    async def look_through_names(self, write: pb.SampleWrite) -> Names | None:
+        """Look the names of a large write through, before the step that makes it; None: there are few."""
+        if len(write.keys) + len(write.groups) < LARGE:
+            return None
+        try:
+            first_index = self._catalog.get(write.partition_id).inserted_count
+        except PartitionNotFoundError:
+            first_index = 0
+        return await from_proto.look_through_names(write, first_index)
 
     async def admit(
-        self, request: pb.InsertRequest | pb.CommitRequest, size_bytes: int, context: Context
+        self,
+        request: pb.InsertRequest | pb.CommitRequest,
+        size_bytes: int,
+        context: Context,
+        names: Names | None = None,
     ) -> contextlib.AbstractContextManager[object]:
         """Wait until a partition has room for new samples; return what keeps it for the `with` that writes them.
 
@@ -98,13 +125,19 @@ class Commits:
             return contextlib.nullcontext()
         from_proto.check_request_id(request.request_id, "request_id")
         self._catalog.get(request.write.partition_id, request.write.incarnation)
-        write = from_proto.sample_write(request.write)
+        write = from_proto.sample_write(request.write, names=names)
         with self._waiting.one(context):
             grant = await line.enter(request.request_id, write, size_bytes, wait_until(context))
         return grant or contextlib.nullcontext()
 
     def commit_stored(
-        self, request: pb.CommitRequest, put: Put | None, columns: Sequence[ColumnShape]
+        self,
+        request: pb.CommitRequest,
+        put: Put | None,
+        columns: Sequence[ColumnShape],
+        names: Names | None = None,
+        *,
+        for_existing_rows: bool = False,
     ) -> pb.CommitResponse:
         """Make the columns of a stored put visible in one step, once for each request_id.
 
@@ -112,17 +145,37 @@ class Commits:
             request: what is written to which samples.
             put: what has their cells; None: nothing, as when only custom_meta is written.
             columns: of the put.
+            names: what is known of keys and groups.
+            for_existing_rows: whether it may have taken the reserve, so that no samples are made of it.
         """
 
         def change() -> pb.CommitResponse:
             if put is None:
-                return pb.CommitResponse(meta=self._write(request.write, from_proto.sample_write(request.write)))
+                write = from_proto.sample_write(request.write, names=names)
+                return pb.CommitResponse(meta=self._write(request.write, write))
             self._storages.check_uncommitted(put)
-            write = from_proto.sample_write(request.write, put, columns)
+            write = from_proto.sample_write(request.write, put, columns, names)
+            if for_existing_rows and self.makes_samples(request.write):
+                raise QuotaExceededError(
+                    f"put {put.put_id.hex()} was put as columns for existing samples, which may use a reserve that new "
+                    "ones may not, and its commit makes samples; put it again without for_existing_rows"
+                )
             with self._storages.committing(put):
                 return pb.CommitResponse(meta=self._write(request.write, write))
 
         return self._requests.once(request.request_id, change, pb.CommitResponse)
+
+    def makes_samples(self, write: pb.SampleWrite) -> bool:
+        """Whether a write makes samples, as of now; one that is refused anyhow may or may not."""
+        if write.global_indexes:
+            return False
+        if write.key_mode == pb.KEY_MODE_EXISTING:
+            return not write.keys
+        try:
+            known = self._catalog.get(write.partition_id, write.incarnation).key_index
+        except TqError:
+            return True
+        return not write.keys or not all(map(known.__contains__, write.keys))
 
     def recorded(self, request_id: bytes) -> pb.CommitResponse | None:
         """Return the answer of a commit that was made under this request_id.
@@ -142,9 +195,5 @@ class Commits:
         if self._storages.is_committed(put):
             return
         with contextlib.suppress(TqError):  # it is another's, gone, or expires by itself
-            await self._storages.confirm(put, partition_id)
-            self._free_uncommitted(put)
-
-    def _free_uncommitted(self, put: Put) -> None:
-        if not self._storages.is_committed(put):
-            self._storages.free([FreedCells(put=put)])
+            async with self._storages.confirmed(put, partition_id):
+                pass

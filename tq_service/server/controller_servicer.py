@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import weakref
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any, Final, TypeAlias
 
 import grpc
 import numpy as np
@@ -15,7 +17,6 @@ from tq_service.domain.catalog import Catalog, check_name
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes, RankPlan
 from tq_service.domain.requests import RequestLog
-from tq_service.domain.resolve import some
 from tq_service.domain.task import Task
 from tq_service.errors import (
     CellNotFoundError,
@@ -27,17 +28,19 @@ from tq_service.errors import (
     nearest,
 )
 from tq_service.samplers import PlanRunner, SamplerRegistry
-from tq_service.server import from_proto, to_proto
+from tq_service.server import from_proto, pages, to_proto
 from tq_service.server.call_limits import WaitingCalls
 from tq_service.server.checkpoints import Checkpoints
 from tq_service.server.commits import Commits
 from tq_service.server.remote_storage import Announced, Room
+from tq_service.server.storage_messages import MOST_VERIFIED_PUTS
 from tq_service.server.storages import StorageDirectory
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import controller_service_pb2_grpc, metadata_pb2
 from tq_service.wire.metadata import decode_meta_columns
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+_CLEARED_AT_ONCE: Final = 1 << 15  # samples, between which others have their turn
 
 
 class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
@@ -129,30 +132,36 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
         return self._requests.once(request.request_id, change, pb.CloseGroupsResponse)
 
     async def ClearSamples(self, request: pb.ClearSamplesRequest, context: Context) -> pb.ClearSamplesResponse:
+        def clear(partition: Partition, start: int) -> int:
+            count, freed = partition.clear(_indexes_to_clear(partition, listed, request.keys, start))
+            self._storages.free(freed)
+            return count
+
         def change() -> pb.ClearSamplesResponse:
             partition = self._catalog.get(request.partition_id, request.incarnation)
-            indexes = from_proto.indexes(request.global_indexes)
-            if request.keys:
-                known = (partition.key_index.get(key, -1) for key in request.keys)
-                indexes = np.concatenate([indexes, np.fromiter(known, np.int64, len(request.keys))])
-            count, freed = partition.clear(indexes)
-            self._storages.free(freed)
-            return pb.ClearSamplesResponse(cleared_count=count)
+            return pb.ClearSamplesResponse(cleared_count=cleared_count + clear(partition, last))
 
+        listed = from_proto.indexes(request.global_indexes)
+        cleared_count, last = 0, _last_part(listed.size + len(request.keys))
+        if last and self._requests.recorded(request.request_id, pb.ClearSamplesResponse) is None:
+            from_proto.check_request_id(request.request_id, "request_id")
+            partition = self._catalog.get(request.partition_id, request.incarnation)
+            request.incarnation = partition.incarnation  # what comes under the name meanwhile is another
+            for start in range(0, last, _CLEARED_AT_ONCE):
+                partition = self._catalog.get(request.partition_id, request.incarnation)
+                cleared_count += clear(partition, start)
+                await asyncio.sleep(0)
         return self._requests.once(request.request_id, change, pb.ClearSamplesResponse)
 
     # Finding samples and cells
 
     async def LookupSamples(self, request: pb.LookupSamplesRequest, context: Context) -> pb.LookupSamplesResponse:
-        partition = self._catalog.get(request.partition_id)
-        found = [(key, partition.key_index.get(key)) for key in request.keys]
-        rows = np.array([index for _, index in found if index is not None], np.int64)
-        if request.all_samples:
-            rows = partition.table.index.data[partition.table.present_positions()]
+        partition, page = pages.find_page(self._catalog, request)
         fields = list(partition.cells.fields)
         return pb.LookupSamplesResponse(
-            meta=to_proto.samples_meta(partition, rows, fields, self._storages.addresses),
-            missing_keys=[key for key, index in found if index is None],
+            meta=to_proto.samples_meta(partition, page.rows, fields, self._storages.addresses),
+            missing_keys=page.missing_keys,
+            next_page_token=pages.token_of(partition, page),
         )
 
     async def Locate(self, request: pb.LocateRequest, context: Context) -> pb.LocateResponse:
@@ -165,7 +174,7 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
         found[found] = partition.produced_mask(names, positions[found])
         if not found.all() and not request.skip_missing:
             raise _missing_cell(partition, names, rows[~found])
-        meta = to_proto.samples_meta(partition, rows[found], names, self._storages.addresses)
+        meta = to_proto.located_meta(partition, positions[found], names, self._storages.addresses)
         return pb.LocateResponse(meta=meta)
 
     # Tasks
@@ -276,11 +285,11 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
     # Checkpoints
 
     async def Checkpoint(self, request: pb.CheckpointRequest, context: Context) -> pb.CheckpointResponse:
-        return await self._checkpoints.write(request.directory)
+        return await self._checkpoints.write(request.name)
 
     async def Restore(self, request: pb.RestoreRequest, context: Context) -> pb.RestoreResponse:
         from_proto.check_request_id(request.request_id, "request_id")
-        return await self._checkpoints.restore(request.request_id, request.directory)
+        return await self._checkpoints.restore(request.request_id, request.name)
 
     # Storage services
 
@@ -305,9 +314,19 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
         check_name("storage_id", storage.storage_id)
         check_name("address", storage.address)
         room = Room(max_bytes=request.max_bytes or None, used_bytes=request.used_bytes)
+        if (count := len(request.unverified_put_ids)) > MOST_VERIFIED_PUTS:
+            raise InvalidArgumentError(
+                f"unverified_put_ids has {count} puts, expected at most {MOST_VERIFIED_PUTS}; name the others "
+                "in the next call",
+                field="unverified_put_ids",
+            )
         self._storages.register(Announced(endpoint=storage, run_id=request.run_id, room=room))
+        verified = self._storages.verify(storage.storage_id, storage.boot_id, request.unverified_put_ids)
         return pb.RegisterStorageResponse(
-            heartbeat_seconds=self._storages.heartbeat_seconds, controller_boot_id=self._storages.boot_id
+            heartbeat_seconds=self._storages.heartbeat_seconds,
+            controller_boot_id=self._storages.boot_id,
+            unknown_put_ids=verified.unknown,
+            undecided_put_ids=verified.undecided,
         )
 
 
@@ -330,7 +349,24 @@ def _check_fields(partition: Partition, names: list[str]) -> None:
             raise FieldNotFoundError(f"partition {partition.partition_id!r} has no field {name!r}; {known}")
 
 
+def _last_part(count: int) -> int:
+    """Return where the last part of so many samples begins that are to be cleared."""
+    return max(0, count - 1) // _CLEARED_AT_ONCE * _CLEARED_AT_ONCE
+
+
+def _indexes_to_clear(partition: Partition, listed: Indexes, keys: Sequence[str], start: int) -> Indexes:
+    """Return a part of the samples that are to be cleared, -1 for a key that none has."""
+    end = start + _CLEARED_AT_ONCE
+    some = keys[max(0, start - listed.size) : max(0, end - listed.size)]
+    if not some:
+        return listed[start:end]
+    known = map(partition.key_index.get, some, itertools.repeat(-1))
+    return np.concatenate([listed[start:end], np.fromiter(known, np.int64, len(some))])
+
+
 def _rows_to_locate(partition: Partition, request: pb.LocateRequest) -> Indexes:
+    pages.check_named("keys", len(request.keys))
+    pages.check_named("global_indexes", len(request.global_indexes))
     if request.keys and request.global_indexes:
         raise InvalidArgumentError("samples are named by index or by key, not by both", field="keys")
     if not request.keys:
@@ -341,7 +377,7 @@ def _rows_to_locate(partition: Partition, request: pb.LocateRequest) -> Indexes:
     for key in request.keys:
         if key not in partition.key_index and not request.skip_missing:
             raise KeyNotFoundError(
-                f"partition {partition.partition_id!r} has no key {key!r}; {nearest(key, some(partition.key_index))}; "
+                f"partition {partition.partition_id!r} has no key {key!r}; {nearest(key, partition.key_index)}; "
                 f"pass missing='skip' to leave it out"
             )
     known = (index for key in request.keys if (index := partition.key_index.get(key)) is not None)

@@ -10,6 +10,7 @@ import grpc
 from tq_service.errors import PermissionDeniedError, TqError, UnauthenticatedError
 from tq_service.server.audit import Audit
 from tq_service.server.gate import Gate, listed, short_name
+from tq_service.server.internal_secret import INTERNAL_KEY, InternalSecret
 from tq_service.server.permissions import OPEN_METHODS, Rule
 from tq_service.server.tokens import ALL_PARTITIONS, Token, TokenFile, digest_of
 from tq_service.wire.credentials import TOKEN_KEY, TOKEN_SCHEME
@@ -19,6 +20,16 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 _NO_TOKEN: Final = "this service asks for a bearer token, and the call has none; set TQ_TOKEN or TQ_TOKEN_FILE"  # noqa: S105
 # The same for both: whether a token was valid once is nothing to tell to whoever found it.
 _BAD_TOKEN: Final = "the token of the call is not valid: unknown here, or expired; ask for a new one"  # noqa: S105
+_NO_PROOF: Final = (
+    "this call is between the services of a deployment, which show that they share a secret; clients have other calls. "
+    "A service needs the internal_secret_file of the one it calls"
+)
+_WRONG_PROOF: Final = (
+    "the internal secret of the caller is not that of this service; give all services of a deployment the same "
+    "internal_secret_file"
+)
+_SERVICE: Final = Token(name="internal-secret", digest=b"", roles=frozenset({"service"}))
+"""Stands for the secret that services share, which lets a call do what a token of role service does."""
 
 
 class Door:
@@ -27,19 +38,31 @@ class Door:
     Args:
         rules: what a call of each method needs; a method without a rule is refused.
         audit: where refusals and administrative calls are written.
-        tokens: the tokens that are valid; None: everybody may do everything.
+        tokens: the tokens that are valid; None: everybody may do everything but call what is internal.
+        secret: what the services of this deployment share; None: they know each other by tokens alone.
         stall_seconds: how long the first message of a stream may take, by which it is let in or not.
     """
 
     def __init__(
-        self, rules: Mapping[str, Rule], audit: Audit, tokens: TokenFile | None = None, *, stall_seconds: float = 60.0
+        self,
+        rules: Mapping[str, Rule],
+        audit: Audit,
+        tokens: TokenFile | None = None,
+        *,
+        secret: InternalSecret | None = None,
+        stall_seconds: float = 60.0,
     ) -> None:
         self._rules = rules
         self._audit = audit
         self._tokens = tokens
+        self._secret = secret
+        self._for_clients = frozenset(method for method, rule in rules.items() if not rule.is_internal)
         self._stall_seconds = stall_seconds
         self._open = Entry()
         self._without_rules = Entry(self._open_gate)
+        self._with_secret = Entry(lambda method: self._token_gate(method, _SERVICE))
+        self._no_proof = Entry(lambda method: self._shut_gate(method, _NO_PROOF, "no internal secret"))
+        self._wrong_proof = Entry(lambda method: self._shut_gate(method, _WRONG_PROOF, "another internal secret"))
         self._missing = Entry(lambda method: self._shut_gate(method, _NO_TOKEN, "no token"))
         self._unknown = Entry(lambda method: self._shut_gate(method, _BAD_TOKEN, "unknown token"))
         self._known: Mapping[bytes, Token] = {}
@@ -49,11 +72,20 @@ class Door:
         """Return the entry that a call takes."""
         if details.method in OPEN_METHODS:
             return self._open
-        if self._tokens is None:
+        if self._tokens is None and details.method in self._for_clients:
             return self._without_rules
-        if self._tokens.tokens is not self._known:  # the file was read again
-            self._known, self._entries = self._tokens.tokens, {}
-        secret = _secret_of(details.invocation_metadata or ())
+        bearer, proof = _shown_by(details.invocation_metadata or ())
+        if self._secret is not None and proof is not None and self._secret.accepts(proof):
+            return self._with_secret
+        if self._tokens is None:
+            return self._no_proof if proof is None else self._wrong_proof
+        if bearer is None and proof is not None:
+            return self._wrong_proof
+        return self._token_entry(self._tokens, bearer)
+
+    def _token_entry(self, tokens: TokenFile, secret: str | None) -> Entry:
+        if tokens.tokens is not self._known:  # the file was read again
+            self._known, self._entries = tokens.tokens, {}
         if secret is None:
             return self._missing
         digest = digest_of(secret)
@@ -84,8 +116,8 @@ class Door:
         if rule is None:
             reason = "no rule for the method"
             refusal = PermissionDeniedError(f"{short_name(method)} has no rule that says who may call it")
-        elif not token.roles & (rule.roles | {"admin"}):
-            needed = ", ".join(sorted(rule.roles | {"admin"}))
+        elif not token.roles & rule.allowed_roles:
+            needed = ", ".join(sorted(rule.allowed_roles))
             reason = f"none of the roles {needed}"
             refusal = PermissionDeniedError(
                 f"{short_name(method)} needs one of the roles {needed}; token {token.name!r} has "
@@ -131,10 +163,14 @@ class Entry:
         return handler if gate is None else gate.guard(handler)
 
 
-def _secret_of(metadata: Iterable[Any]) -> str | None:
+def _shown_by(metadata: Iterable[Any]) -> tuple[str | None, str | None]:
+    """Return the bearer token and the proof of the internal secret that a call carries."""
+    bearer = proof = None
     for key, value in metadata:
-        if key == TOKEN_KEY:
+        if key == TOKEN_KEY and bearer is None:
             text = value if isinstance(value, str) else value.decode("utf-8", "replace")
             scheme, _, secret = text.partition(" ")
-            return secret if scheme.lower() == TOKEN_SCHEME.strip().lower() else None
-    return None
+            bearer = secret if scheme.lower() == TOKEN_SCHEME.strip().lower() else None
+        elif key == INTERNAL_KEY:
+            proof = value if isinstance(value, str) else value.decode("utf-8", "replace")
+    return bearer, proof

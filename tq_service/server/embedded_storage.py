@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 
 from tq_service.server.bulk_calls import TakesCells
 from tq_service.server.remote_storage import Room, report_kept
@@ -33,9 +33,10 @@ class EmbeddedStorage:
     def expect(self, size_bytes: int) -> None:
         """Do nothing: the room is always that of the moment."""
 
-    async def confirm(self, put_id: bytes, partition_id: str) -> None:
-        """Make an uncommitted put of a partition stay."""
+    async def confirm(self, put_id: bytes, partition_id: str) -> bool:
+        """Make an uncommitted put of a partition stay; return whether it is for existing rows only."""
         self._engine.confirm(put_id, partition_id)
+        return self._engine.is_for_existing_rows(put_id)
 
     async def read(self, put_ids: Sequence[bytes], runs: ReadRuns, into: TakesCells) -> None:
         """Read cells of its puts."""
@@ -70,10 +71,10 @@ class EmbeddedStorage:
         """Give cells back."""
         self._engine.free(cells)
 
-    def keep(self, cells: Sequence[PutCells]) -> None:
-        """Say which cells samples have."""
+    def keep(self, cells: Iterable[PutCells]) -> None:
+        """Say which cells samples have, before anybody is served."""
         kept = self._engine.keep(cells)
-        report_kept(self.storage_id, kept.missing_put_ids, kept.dropped_count)
+        report_kept(self.storage_id, kept.missing_put_ids, kept.missing_count, kept.dropped_count)
 
     async def close(self) -> None:
         """Do nothing: the engine's owner closes it."""

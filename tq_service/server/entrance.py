@@ -11,10 +11,11 @@ from tq_service.config import ServeSettings, is_loopback, join_address
 from tq_service.server.audit import Audit
 from tq_service.server.background import regularly
 from tq_service.server.door import Door
+from tq_service.server.internal_secret import ServiceCredentials, find_secret
 from tq_service.server.permissions import PartitionOf, rules
-from tq_service.server.tls import ServerCertificate, TlsFiles
+from tq_service.server.tls import ServerCertificate, TlsFiles, check_authorities
 from tq_service.server.tokens import TokenFile
-from tq_service.wire.credentials import Credentials, Tls
+from tq_service.wire.credentials import Tls
 
 _log = logging.getLogger(__name__)
 _LOOK_SECONDS: Final = 1.0
@@ -30,7 +31,8 @@ class Entrance:
         credentials: what this service shows to others.
 
     Raises:
-        InvalidArgumentError: a file that the settings name cannot be used.
+        InvalidArgumentError: a file that the settings name cannot be used, or they lack what services need to know each
+            other from clients.
     """
 
     def __init__(self, settings: ServeSettings) -> None:
@@ -44,7 +46,20 @@ class Entrance:
         tls = None
         if settings.tls_ca is not None or settings.tls_cert is not None:
             tls = Tls(ca=settings.tls_ca, cert=settings.tls_cert, key=settings.tls_key)
-        self.credentials = Credentials(settings.token_file, tls, settings.insecure)
+        if settings.tls_ca is not None:
+            check_authorities(settings.tls_ca)
+        self.credentials = ServiceCredentials(settings.token_file, tls, settings.insecure)
+        self.credentials.secret = find_secret(settings, has_tokens=self._has_tokens)
+
+    @property
+    def _has_tokens(self) -> bool:
+        """Whether other services can be told from clients by tokens, and this one from clients by them."""
+        return self._tokens is not None and self.credentials.has_token
+
+    @property
+    def takes_services(self) -> bool:
+        """Whether other services can be told from clients."""
+        return self._has_tokens or self.credentials.secret is not None
 
     def listen(self, server: grpc.aio.Server) -> int:
         """Open the port and return its number.
@@ -80,10 +95,16 @@ class Entrance:
         Args:
             partition_of: returns the partition of a complete put of this storage service, None for one not here.
         """
-        return Door(rules(partition_of), self._audit, self._tokens, stall_seconds=self._settings.stall_seconds)
+        return Door(
+            rules(partition_of),
+            self._audit,
+            self._tokens,
+            secret=self.credentials.secret,
+            stall_seconds=self._settings.stall_seconds,
+        )
 
     async def watch(self) -> None:
-        """Follow the files of certificate and tokens, and write what the audit log counted, until cancelled."""
+        """Follow the files that the settings name, and write what the audit log counted, until cancelled."""
         await regularly(_LOOK_SECONDS, self._look)
 
     def _look(self) -> None:
@@ -91,6 +112,8 @@ class Entrance:
             self._certificate.reload()
         if self._tokens is not None:
             self._tokens.reload()
+        if self.credentials.secret is not None:
+            self.credentials.secret.reload()
         self._audit.flush()
 
     def close(self) -> None:

@@ -18,11 +18,14 @@ from tq_service.server.call_limits import RunningCalls
 from tq_service.server.door import Door, Entry
 from tq_service.server.permissions import OPEN_METHODS
 from tq_service.server.settled import State, settled
+from tq_service.server.untaken_answers import log_untaken_answers_in_one_line
 from tq_service.wire.error_table import to_status
 from tq_service.wire.frames import Garbled
 
 _log = logging.getLogger(__name__)
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+# The last is raised where a message cannot be written since nobody takes it any more.
+_NO_FAULTS = (asyncio.CancelledError, grpc.aio.AbortError, grpc.aio.InternalError)
 # What these tell was durable before anybody could ask for it, or has nothing to do with what is written down.
 _WAIT_FOR_NOTHING = OPEN_METHODS | {"/tq_service.v1.StorageService/GetSmall", "/tq_service.v1.StorageService/Stat"}
 # What fills a disk; all else may make room, or is small.
@@ -48,19 +51,22 @@ class ErrorBoundary:
     Attributes:
         state: what answers wait for to be durable; None: for nothing. To be set before services are added.
         door: what lets calls in; None: all come in. To be set before services are added.
+        unserved: methods of the services that are added which this one does not have. To be set before that.
         calls: counts the calls there are, but for those of health checks.
     """
 
     def __init__(self, server: grpc.aio.Server, calls: RunningCalls | None = None) -> None:
         self._server = server
+        log_untaken_answers_in_one_line()
         self.calls = calls or RunningCalls()
         self.state: State | None = None
         self.door: Door | None = None
+        self.unserved: frozenset[str] = frozenset()
 
     def add_generic_rpc_handlers(self, handlers: Iterable[grpc.GenericRpcHandler]) -> None:
         """Add services; generated code calls this."""
         self._server.add_generic_rpc_handlers(
-            [_Guarded(handler, self.state, self.door, self.calls) for handler in handlers]
+            [_Guarded(handler, self.state, self.door, self.calls, self.unserved) for handler in handlers]
         )
 
     def add_registered_method_handlers(self, service_name: str, method_handlers: object) -> None:
@@ -71,12 +77,18 @@ class _Guarded(grpc.GenericRpcHandler):
     """A service whose handlers are wrapped, each when its method is first called, with each token anew."""
 
     def __init__(
-        self, service: grpc.GenericRpcHandler, state: State | None, door: Door | None, calls: RunningCalls
+        self,
+        service: grpc.GenericRpcHandler,
+        state: State | None,
+        door: Door | None,
+        calls: RunningCalls,
+        unserved: frozenset[str],
     ) -> None:
         self._service = service
         self._state = state
         self._door = door
         self._calls = calls
+        self._unserved = unserved
         self._full: Handler = grpc.stream_unary_rpc_method_handler(self._refuse_unread)
         self._open = Entry()
         self._handlers: dict[str, Handler] = {}
@@ -86,7 +98,7 @@ class _Guarded(grpc.GenericRpcHandler):
         method = handler_call_details.method
         handler = self._handlers.get(method)
         if handler is None:
-            handler = self._service.service(handler_call_details)
+            handler = None if method in self._unserved else self._service.service(handler_call_details)
             if handler is None:
                 return None
             # Inside the door, so that who is not let in neither waits for a disk nor learns how it is.
@@ -132,7 +144,11 @@ def _wrap(handler: Handler, method: str, calls: RunningCalls) -> Handler:
         # A handler that writes through its context, such as Get of the storage service, is awaited like a unary one.
         wrap = _streaming if inspect.isasyncgenfunction(handler.unary_stream) else _unary
         return grpc.unary_stream_rpc_method_handler(wrap(handler.unary_stream, method, calls), deserialize, serialize)
-    return handler  # streams both ways: reflection alone, which answers errors in its messages
+    if handler.stream_stream is not None:
+        wrap = _streaming if inspect.isasyncgenfunction(handler.stream_stream) else _unary
+        behavior = wrap(_reading(handler.stream_stream), method, calls)
+        return grpc.stream_stream_rpc_method_handler(behavior, deserialize, serialize)
+    raise TypeError(f"{method} has a handler of an unknown shape, {handler!r}")
 
 
 def _marking_garbage(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
@@ -149,6 +165,17 @@ def _marking_garbage(deserialize: Callable[[bytes], Any] | None) -> Callable[[by
     return marked
 
 
+def _reading(behavior: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a handler of streams both ways to which garbage is an error of its stream of requests."""
+
+    async def readable(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        async for request in requests:
+            _refuse_garbage(request)
+            yield request
+
+    return lambda requests, context: behavior(readable(requests), context)
+
+
 def _unary(behavior: Callable[..., Any], method: str, calls: RunningCalls) -> Callable[..., Awaitable[Any]]:
     weight = _weight(method)
 
@@ -157,7 +184,7 @@ def _unary(behavior: Callable[..., Any], method: str, calls: RunningCalls) -> Ca
         try:
             _refuse_garbage(request)
             return await behavior(request, context)
-        except (asyncio.CancelledError, grpc.aio.AbortError):
+        except _NO_FAULTS:
             raise
         except Exception as error:
             return await _abort(context, error, method, calls)
@@ -177,7 +204,7 @@ def _streaming(behavior: Callable[..., Any], method: str, calls: RunningCalls) -
             async with contextlib.aclosing(behavior(request, context)) as responses:
                 async for response in responses:
                     yield response
-        except (asyncio.CancelledError, grpc.aio.AbortError):
+        except _NO_FAULTS:
             raise
         except Exception as error:
             await _abort(context, error, method, calls)

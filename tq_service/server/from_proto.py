@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from tq_service.domain.catalog import check_name
 from tq_service.domain.custom_meta import Condition, Order
 from tq_service.domain.field_specs import ColumnWrite
 from tq_service.domain.leases import LeaseTerms
+from tq_service.domain.names import Names, look_through
 from tq_service.domain.plan import Indexes
 from tq_service.domain.puts import Put
 from tq_service.domain.writes import PartitionSettings, SampleWrite
@@ -82,7 +84,29 @@ def _run_ahead(messages: Sequence[pb.RunAheadLimit]) -> tuple[RunAhead, ...]:
     return tuple(sorted(limits, key=lambda limit: limit.task_name))
 
 
-def sample_write(write: pb.SampleWrite, put: Put | None = None, columns: Sequence[ColumnShape] = ()) -> SampleWrite:
+async def look_through_names(write: pb.SampleWrite, first_index: int) -> Names:
+    """Look the keys and groups of a write through, while others have their turns.
+
+    Args:
+        write: what has them.
+        first_index: the global index that the next new sample gets.
+    """
+    looking = look_through(write.keys, write.groups, first_index)
+    while True:
+        try:
+            next(looking)
+        except StopIteration as done:
+            names: Names = done.value
+            return names
+        await asyncio.sleep(0)
+
+
+def sample_write(
+    write: pb.SampleWrite,
+    put: Put | None = None,
+    columns: Sequence[ColumnShape] = (),
+    names: Names | None = None,
+) -> SampleWrite:
     """Return what Insert or Commit writes."""
     if write.global_indexes and not write.incarnation:
         raise InvalidArgumentError(
@@ -96,6 +120,11 @@ def sample_write(write: pb.SampleWrite, put: Put | None = None, columns: Sequenc
         raise InvalidArgumentError(f"row_count is {write.row_count}; give the number of samples", field="row_count")
     if write.key_mode not in KEY_MODE_WORDS:
         raise InvalidArgumentError(f"key_mode {write.key_mode} is unknown", field="key_mode")
+    if write.key_mode == pb.KEY_MODE_EXISTING and not write.keys and not write.global_indexes:
+        raise InvalidArgumentError(
+            "key_mode is existing, but neither keys nor global_indexes name the samples; give one of them",
+            field="key_mode",
+        )
     for column in columns:
         if column.row_count != write.row_count:
             raise InvalidArgumentError(
@@ -106,9 +135,10 @@ def sample_write(write: pb.SampleWrite, put: Put | None = None, columns: Sequenc
     return SampleWrite(
         row_count=write.row_count,
         global_indexes=indexes(write.global_indexes) if write.global_indexes else None,
-        keys=list(write.keys) or None,
+        keys=(list(write.keys) or None) if names is None else names.keys,
         key_mode=KEY_MODE_WORDS[write.key_mode],
-        groups=list(write.groups) or None,
+        groups=(list(write.groups) or None) if names is None else names.groups,
+        names=names,
         group_size=write.group_size,
         state=decode_state(write.state),
         meta=decode_meta_columns(write.custom_meta, write.row_count),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from typing import Any, Literal, NoReturn, TypeAlias, cast
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import grpc
 
@@ -59,15 +60,22 @@ class Gate:
             # As a method with a stream of requests, none of which is read, whatever it is to others.
             return grpc.stream_unary_rpc_method_handler(self._refuse_unread)
         deserialize, serialize = handler.request_deserializer, handler.response_serializer
+        behavior: Any
+        wrap: Callable[[Any], Any]
         if handler.unary_unary is not None:
             return grpc.unary_unary_rpc_method_handler(self._unary(handler.unary_unary), deserialize, serialize)
         if handler.stream_unary is not None:
             return grpc.stream_unary_rpc_method_handler(self._parts(handler.stream_unary), deserialize, serialize)
         if handler.unary_stream is not None:
-            # It writes through its context, so it is awaited like a unary one.
-            behavior = cast("Callable[..., Awaitable[Any]]", handler.unary_stream)
-            return grpc.unary_stream_rpc_method_handler(self._unary(behavior), deserialize, serialize)
-        return handler  # reflection, for which any token will do
+            # One that writes through its context is awaited like a unary one.
+            behavior = handler.unary_stream
+            wrap = self._streaming if inspect.isasyncgenfunction(behavior) else self._unary
+            return grpc.unary_stream_rpc_method_handler(wrap(behavior), deserialize, serialize)
+        if handler.stream_stream is not None:
+            behavior = handler.stream_stream
+            wrap = self._streaming_parts if inspect.isasyncgenfunction(behavior) else self._parts
+            return grpc.stream_stream_rpc_method_handler(wrap(behavior), deserialize, serialize)
+        raise TypeError(f"{self._method} has a handler of an unknown shape, {handler!r}")
 
     def enter(self, request: Any, context: Context) -> None:
         """Let a call in.
@@ -142,15 +150,45 @@ class Gate:
 
         return call
 
-    def _parts(self, behavior: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-        async def call(parts: AsyncIterator[Any], context: Context) -> Any:
-            waiting = Progress(self._stall_seconds, "the first message of the stream did not come")
-            first = await waiting.wait_for(anext(parts, None))
-            self.enter(first, context)
-            with self._telling():
-                return await behavior(_Resumed(first, parts), context)
+    def _streaming(self, behavior: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
+        async def call(request: Any, context: Context) -> AsyncIterator[Any]:
+            self.enter(request, context)
+            async with self._answers(behavior(request, context)) as answers:
+                async for answer in answers:
+                    yield self.shown(answer)
 
         return call
+
+    def _parts(self, behavior: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def call(parts: AsyncIterator[Any], context: Context) -> Any:
+            entered = await self._enter_by_first(parts, context)
+            with self._telling():
+                return await behavior(entered, context)
+
+        return call
+
+    def _streaming_parts(self, behavior: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
+        async def call(parts: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
+            entered = await self._enter_by_first(parts, context)
+            async with self._answers(behavior(entered, context)) as answers:
+                async for answer in answers:
+                    yield self.shown(answer)
+
+        return call
+
+    async def _enter_by_first(self, parts: AsyncIterator[Any], context: Context) -> _Resumed:
+        """Let a call in by the first message of its stream; return the stream from that message on."""
+        waiting = Progress(self._stall_seconds, "the first message of the stream did not come")
+        first = await waiting.wait_for(anext(parts, None))
+        self.enter(first, context)
+        return _Resumed(first, parts)
+
+    @contextlib.asynccontextmanager
+    async def _answers(self, answers: Any) -> AsyncIterator[AsyncIterator[Any]]:
+        """Close the generator of a handler at the end, and say of its errors what the caller may know."""
+        with self._telling():
+            async with contextlib.aclosing(answers):
+                yield answers
 
 
 class _Resumed:

@@ -120,19 +120,30 @@ class Session:
     def _read(self) -> None:
         try:
             received = handover.receive(self._connection, HandoverRequest)
-            if received is None:
-                self.close()
-                return
-            request, fds = received
+        except BlockingIOError:
+            return  # a wake-up without a message
+        except (OSError, TqError) as error:
+            self._fail(error)
+            return
+        if received is None:
+            self.close()
+            return
+        request, fds = received
+        try:
             answer, answer_fds = self._answer(request, fds)
             handover.send(self._connection, answer, answer_fds)
+        except BlockingIOError:
+            # The socket is full of answers. A later answer would be taken for the one that cannot be sent.
+            self._fail("its client does not read the answers")
+        except (OSError, TqError) as error:
+            self._fail(error)
+        else:
             if request.HasField("collection"):
                 self._note_collected(request.collection, len(answer_fds))
-        except BlockingIOError:
-            pass  # a wake-up without a message
-        except (OSError, TqError) as error:
-            _log.info("a session of shared memory ends: %s", error)
-            self.close()
+
+    def _fail(self, reason: object) -> None:
+        _log.info("a session of shared memory ends: %s", reason)
+        self.close()
 
     def _answer(self, request: HandoverRequest, fds: list[int]) -> tuple[HandoverAnswer, Sequence[int]]:
         kind = request.WhichOneof("request")

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, cast
 
 import grpc
 
-from tq_service.errors import TqError
+from tq_service.errors import PreconditionError, TqError
+from tq_service.server.outages import PeerOutage
 from tq_service.server.peer import Peer
+from tq_service.server.storage_messages import MOST_VERIFIED_PUTS
 from tq_service.storage.engine import StorageEngine
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import metadata_pb2
@@ -31,36 +33,41 @@ _REFUSALS = {
     grpc.StatusCode.ALREADY_EXISTS,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
+_TAKES_NONE = (
+    "it takes no further storage services; start it with the internal_secret_file of this one, or with tokens of role "
+    "service"
+)
 
 
 async def announce_storage(engine: StorageEngine, address: str, controller: str, credentials: Credentials) -> None:
-    """Announce the storage service to the controller until cancelled.
-
-    A controller that has restarted has forgotten what is stored here; that memory is freed.
-    """
+    """Announce the storage service to the controller until cancelled, and verify with it which puts are committed."""
     endpoint = metadata_pb2.StorageEndpoint(storage_id=engine.storage_id, boot_id=engine.boot_id, address=address)
     async with contextlib.aclosing(Peer(controller, credentials, _stub)) as peer:
         known_boot_id = b""
+        outage = PeerOutage(_log, f"the controller at {controller}")
         while True:
             stat = engine.stat()
+            unverified = engine.unverified(MOST_VERIFIED_PUTS)
             request = pb.RegisterStorageRequest(
                 storage=endpoint,
                 max_bytes=stat.max_bytes or 0,
                 used_bytes=stat.used_bytes,
                 run_id=engine.run_id,
+                unverified_put_ids=unverified,
             )
             try:
                 answer = await peer.stub.RegisterStorage(request, timeout=_CALL_SECONDS, metadata=peer.metadata())
             except (grpc.aio.AioRpcError, TqError) as error:
                 peer.follow_files()
-                await asyncio.sleep(_pause_after(error, controller))
+                await asyncio.sleep(_pause_after(error, outage))
                 continue
+            outage.is_over()
             if answer.controller_boot_id != known_boot_id:
-                dropped = engine.drop_confirmed() if known_boot_id else 0
                 known_boot_id = answer.controller_boot_id
                 _log.info("known to the controller at %s as %s", controller, engine.storage_id)
-                if dropped:
-                    _log.warning("the controller has restarted: dropped %d puts that nobody can find any more", dropped)
+            dropped = engine.verify(unverified, answer.unknown_put_ids, answer.undecided_put_ids)
+            if dropped:
+                _log.warning("dropped %d puts whose commit did not come to its end", dropped)
             await asyncio.sleep(answer.heartbeat_seconds)
 
 
@@ -68,11 +75,15 @@ def _stub(channel: grpc.aio.Channel) -> ControllerServiceAsyncStub:
     return cast("ControllerServiceAsyncStub", ControllerServiceStub(channel))
 
 
-def _pause_after(error: grpc.aio.AioRpcError | TqError, controller: str) -> float:
-    """Log why the controller did not take an announcement, and return how long to wait with the next."""
+def _pause_after(error: grpc.aio.AioRpcError | TqError, outage: PeerOutage) -> float:
+    """Log why the controller did not take an announcement, and return how long to wait with the next.
+
+    The storage service stays healthy meanwhile: it answers reads, and a probe that restarts it would lose samples.
+    """
+    if isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        error = PreconditionError(_TAKES_NONE)
     if isinstance(error, grpc.aio.AioRpcError) and error.code() not in _REFUSALS:
-        _log.warning("the controller at %s does not answer: %s", controller, error.code().name)
+        outage.lasts("does not answer", error)
         return _RETRY_SECONDS
-    reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
-    _log.error("the controller at %s does not let this service in: %s", controller, reason)
+    outage.lasts("does not let this service in", error, logging.ERROR)
     return _REFUSED_SECONDS

@@ -62,6 +62,7 @@ class Peer(Generic[Stub]):
         except InvalidArgumentError as error:  # they are being replaced; the next failure finds them
             _log.warning("the connection to %s goes on with the files before: %s", self._address, error)
             return
+        # Not supervised: nothing depends on how the old channel ends.
         closing = asyncio.get_running_loop().create_task(self._channel.close())
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)

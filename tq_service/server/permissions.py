@@ -1,8 +1,12 @@
 """Who may call what: for each method the roles that allow it, and the partitions that a request names.
 
 Roles: `produce` writes samples, `consume` claims, reads and clears them, `read` reads and changes nothing, `admin` does
-everything, `service` is what the services of one deployment show each other. Status is for all who work with a
-partition; sizes and samplers are for everybody with a token.
+everything but calls between services, `service` is what the services of one deployment show each other: by a token, or
+by the secret that they share. Status is for all who work with a partition; sizes and samplers are for everybody with a
+token.
+
+A method that `service` alone may call is internal: clients are refused there even by a service that asks for no tokens.
+A method without a rule is refused to everybody.
 """
 
 from __future__ import annotations
@@ -42,6 +46,16 @@ class Rule:
     is_audited: bool = False
     lists_partitions: bool = False
 
+    @property
+    def is_internal(self) -> bool:
+        """Whether services alone may call it, with tokens or without."""
+        return self.roles == {"service"}
+
+    @property
+    def allowed_roles(self) -> frozenset[Role]:
+        """One of these is needed."""
+        return self.roles if self.is_internal else self.roles | {"admin"}
+
 
 def rules(partition_of: PartitionOf) -> dict[str, Rule]:
     """Return the rule of every method but the open ones.
@@ -60,6 +74,7 @@ def rules(partition_of: PartitionOf) -> dict[str, Rule]:
     status, produce = _roles("read", "produce", "consume"), _roles("produce")
     consume, read = _roles("consume"), _roles("read", "consume")
     service, admin = _roles("service"), _roles("admin")
+    internal = Rule(roles=service, partitions=_none, is_whole=True)
     controller: Mapping[str, Rule] = {
         "CreatePartition": Rule(roles=produce, partitions=_of_request),
         "SealPartition": Rule(roles=produce, partitions=_of_request),
@@ -84,7 +99,7 @@ def rules(partition_of: PartitionOf) -> dict[str, Rule]:
         "ListSamplers": Rule(roles=anyone, partitions=_none),
         "Checkpoint": Rule(roles=admin, partitions=_none, is_whole=True, is_audited=True),
         "Restore": Rule(roles=admin, partitions=_none, is_whole=True, is_audited=True),
-        "RegisterStorage": Rule(roles=service, partitions=_none, is_whole=True),
+        "RegisterStorage": internal,
     }
     # A controller that writes a checkpoint or restores one reads and puts like a client.
     storage: Mapping[str, Rule] = {
@@ -93,15 +108,32 @@ def rules(partition_of: PartitionOf) -> dict[str, Rule]:
         "Get": Rule(roles=read | service, partitions=of_cells),
         "GetSmall": Rule(roles=read | service, partitions=lambda request: of_cells(request.get)),
         "Stat": Rule(roles=anyone, partitions=_none),
-        "ConfirmPut": Rule(roles=service, partitions=_none, is_whole=True),
-        "KeepPuts": Rule(roles=service, partitions=_none, is_whole=True),
-        "FreeCells": Rule(roles=service, partitions=_none, is_whole=True),
+        "ConfirmPut": internal,
+        "KeepPuts": internal,
+        "FreeCells": internal,
     }
     return {
         **{_CONTROLLER + name: rule for name, rule in controller.items()},
         **{_STORAGE + name: rule for name, rule in storage.items()},
         _REFLECTION: Rule(roles=anyone, partitions=_none),
     }
+
+
+def unserved_methods(*, has_controller: bool, has_storage: bool, takes_services: bool) -> frozenset[str]:
+    """Return the internal methods that a service does not have, so that nobody can call them.
+
+    Args:
+        has_controller: whether it has a controller.
+        has_storage: whether it has a storage service; a controller in the same process uses it without calls.
+        takes_services: whether it can tell other services from clients.
+    """
+    served = set()
+    if takes_services and has_controller:
+        served.add(_CONTROLLER)
+    if takes_services and has_storage and not has_controller:
+        served.add(_STORAGE)
+    internal = [method for method, rule in rules(lambda _put_id: None).items() if rule.is_internal]
+    return frozenset(method for method in internal if not method.startswith(tuple(served)))
 
 
 def _roles(*roles: Role) -> frozenset[Role]:

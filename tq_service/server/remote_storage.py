@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
@@ -13,7 +14,10 @@ import grpc
 
 from tq_service.errors import TqError, UnavailableError
 from tq_service.server.bulk_calls import BulkCalls, TakesCells, typed
+from tq_service.server.known_puts import KnownPuts, encode_cells
+from tq_service.server.outages import PeerOutage
 from tq_service.server.peer import Peer
+from tq_service.server.supervisor import StartsTasks, Supervisor
 from tq_service.storage.cells import PutCells, ReadRuns
 from tq_service.v1 import metadata_pb2
 from tq_service.v1 import storage_service_pb2 as pb
@@ -26,7 +30,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _CALL_SECONDS = 10.0
-_KEEP_SECONDS = 60.0
+_KEEP_SECONDS = 1800.0
+_RECONCILE_SECONDS = 3600.0
 _BULK_SECONDS = 120.0
 _FIRST_RETRY_SECONDS = 0.2
 _LAST_RETRY_SECONDS = 10.0
@@ -65,23 +70,25 @@ class Announced:
 class RemoteStorage:
     """A storage service reached over gRPC; it announces itself again and again.
 
-    First of all it is told which puts are known. Until then nothing is confirmed or freed, so that a put is never taken
-    for unknown whose commit is under way.
+    First of all it is told which puts are known, in pieces, while puts are confirmed and freed.
 
     Args:
         announced: what it told of itself.
-        known: returns the cells that it is to keep, as of the moment of the call.
+        known: returns which of its puts are known at the moment of the call.
         silence_seconds: how long it may be silent before it gets no more puts.
         credentials: what this controller shows.
+        start_task: runs a background task; None: under a supervisor of its own.
     """
 
     def __init__(
         self,
         announced: Announced,
-        known: Callable[[], Sequence[PutCells]],
+        known: Callable[[], KnownPuts],
         silence_seconds: float,
         credentials: Credentials,
+        start_task: StartsTasks | None = None,
     ) -> None:
+        self._start_task = start_task or Supervisor().start
         self.storage_id = announced.endpoint.storage_id
         self.boot_id = announced.endpoint.boot_id
         self.address = announced.endpoint.address
@@ -93,12 +100,14 @@ class RemoteStorage:
         self._heard_at = time.monotonic()
         self._credentials = credentials
         self._peer = Peer(self.address, credentials, _stub)
+        self._outage = PeerOutage(_log, f"storage {self.storage_id!r} at {self.address}")
         self._bulk: Peer[BulkCalls] | None = None  # apart, lest confirmations wait behind bytes
         self._to_free: list[PutCells] = []
         self._leaving: set[bytes] = set()  # puts that are to be freed whole
         self._freeing: asyncio.Task[None] | None = None
-        self._is_told = asyncio.Event()
-        self._telling = asyncio.get_running_loop().create_task(self._tell_known())
+        self._reconciling = self._start_task(
+            f"reconciling storage {self.storage_id}", self._reconcile_always(), may_end=True
+        )
 
     def is_same(self, announced: Announced) -> bool:
         """Whether it is this run of this service at this address that announces itself."""
@@ -123,24 +132,22 @@ class RemoteStorage:
         is_silent = time.monotonic() - self._heard_at > self._silence_seconds
         return None if is_silent else replace(self._room, used_bytes=self._room.used_bytes + self._placed_bytes)
 
-    async def confirm(self, put_id: bytes, partition_id: str) -> None:
-        """Make an uncommitted put of a partition stay."""
+    async def confirm(self, put_id: bytes, partition_id: str) -> bool:
+        """Make an uncommitted put of a partition stay; return whether it is for existing rows only."""
         if put_id in self._leaving:  # it may be told late, or twice, and would take what is committed by then
             raise UnavailableError(
                 f"put {put_id.hex()} is being given back to storage service {self.storage_id!r}; put it again"
             )
-        try:
-            await asyncio.wait_for(self._is_told.wait(), _CALL_SECONDS)
-        except TimeoutError:
-            raise UnavailableError(
-                f"storage service {self.storage_id!r} at {self.address} does not answer; try again"
-            ) from None
         request = pb.ConfirmPutRequest(boot_id=self.boot_id, put_id=put_id, partition_id=partition_id)
         try:
-            await self._peer.stub.ConfirmPut(request, timeout=_CALL_SECONDS, metadata=self._peer.metadata())
+            with _closing_is_an_error():
+                answer = await self._peer.stub.ConfirmPut(
+                    request, timeout=_CALL_SECONDS, metadata=self._peer.metadata()
+                )
         except grpc.aio.AioRpcError as error:
             self._peer.follow_files()
             raise typed(error) from error
+        return answer.for_existing_rows
 
     async def read(self, put_ids: Sequence[bytes], runs: ReadRuns, into: TakesCells) -> None:
         """Read cells."""
@@ -167,49 +174,67 @@ class RemoteStorage:
         self._to_free += cells
         self._leaving.update(each.put_id for each in cells if each.is_whole)
         if self._freeing is None or self._freeing.done():
-            self._freeing = asyncio.get_running_loop().create_task(self._free_all())
+            self._freeing = self._start_task(
+                f"freeing cells of storage {self.storage_id}", self._free_all(), may_end=True
+            )
 
-    async def _tell_known(self) -> None:
+    async def _reconcile_always(self) -> None:
+        """Say which puts are known, until that has come to its end, and then again now and then."""
         delay = _FIRST_RETRY_SECONDS
         while True:
-            request = await asyncio.to_thread(_encode_known, self.boot_id, self._known())
             try:
-                answer = await self._peer.stub.KeepPuts(request, timeout=_KEEP_SECONDS, metadata=self._peer.metadata())
+                with _closing_is_an_error():
+                    answer = await self._reconcile()
             except (grpc.aio.AioRpcError, TqError) as error:
-                reason = error.code() if isinstance(error, grpc.aio.AioRpcError) else error
-                if reason is grpc.StatusCode.DATA_LOSS:  # it has another boot by now, and will announce that
+                # Where it has another boot by now, it will announce that.
+                if isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.DATA_LOSS:
                     return
-                _log.warning("storage %s cannot be told which puts are known: %s", self.storage_id, reason)
+                self._outage.lasts("cannot be told which puts are known", error)
                 self._peer.follow_files()
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, _LAST_RETRY_SECONDS)
                 continue
-            self._is_told.set()
-            report_kept(self.storage_id, answer.missing_put_ids, answer.dropped_count)
-            return
+            self._outage.is_over()
+            delay = _FIRST_RETRY_SECONDS
+            report_kept(self.storage_id, answer.missing_put_ids, answer.missing_count, answer.dropped_count)
+            await asyncio.sleep(_RECONCILE_SECONDS)
+
+    async def _reconcile(self) -> pb.KeepPutsResponse:
+        call = self._peer.stub.KeepPuts(timeout=_KEEP_SECONDS, metadata=self._peer.metadata())
+        try:
+            with contextlib.suppress(asyncio.InvalidStateError):  # it has ended the call, by an error
+                await call.write(pb.KeepPutsRequest(boot_id=self.boot_id))
+                await call.initial_metadata()  # what is confirmed from now on stays there, so look at what is known
+                pieces = self._known().pieces()
+                while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+                    await call.write(piece)
+                await call.done_writing()
+            return await call
+        finally:
+            call.cancel()
 
     async def _free_all(self) -> None:
-        await self._is_told.wait()
         delay = _FIRST_RETRY_SECONDS
         while self._to_free:
             cells = self._to_free[:_MOST_CELLS_A_CALL]
-            request = pb.FreeCellsRequest(boot_id=self.boot_id, cells=map(_encode_cells, cells))
+            request = pb.FreeCellsRequest(boot_id=self.boot_id, cells=map(encode_cells, cells))
             try:
-                await self._peer.stub.FreeCells(request, timeout=_CALL_SECONDS, metadata=self._peer.metadata())
+                with _closing_is_an_error():
+                    await self._peer.stub.FreeCells(request, timeout=_CALL_SECONDS, metadata=self._peer.metadata())
             except (grpc.aio.AioRpcError, TqError) as error:
-                reason = error.code() if isinstance(error, grpc.aio.AioRpcError) else error
-                _log.warning("storage %s cannot be told to free cells: %s", self.storage_id, reason)
+                self._outage.lasts("cannot be told to free cells", error)
                 self._peer.follow_files()
                 await asyncio.sleep(delay)  # it may come back in the same life; in another there is nothing to free
                 delay = min(2 * delay, _LAST_RETRY_SECONDS)
                 continue
+            self._outage.is_over()
             del self._to_free[: len(cells)]
             self._leaving.difference_update(each.put_id for each in cells if each.is_whole)
             delay = _FIRST_RETRY_SECONDS
 
     async def close(self) -> None:
         """Stop what runs in the background and close the channel."""
-        self._telling.cancel()
+        self._reconciling.cancel()
         if self._freeing is not None:
             self._freeing.cancel()
         await self._peer.aclose()
@@ -217,27 +242,30 @@ class RemoteStorage:
             await self._bulk.aclose()
 
 
+@contextlib.contextmanager
+def _closing_is_an_error() -> Iterator[None]:
+    """Raise UnavailableError where a call ends because its channel is closed.
+
+    gRPC raises CancelledError then too, which would end a task that nobody has cancelled: a commit without an answer,
+    or the loop that frees cells.
+    """
+    try:
+        yield
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise UnavailableError("the connection to the storage service was closed during the call; try again") from None
+
+
 def _stub(channel: grpc.aio.Channel) -> StorageServiceAsyncStub:
     return cast("StorageServiceAsyncStub", StorageServiceStub(channel))
 
 
-def report_kept(storage_id: str, missing_put_ids: Sequence[bytes], dropped_count: int) -> None:
+def report_kept(storage_id: str, missing_put_ids: Sequence[bytes], missing_count: int, dropped_count: int) -> None:
     """Log what came of telling a storage service which puts are known."""
-    if missing_put_ids:
+    if missing_count:
         names = ", ".join(put_id.hex() for put_id in missing_put_ids[:_MOST_NAMED])
-        _log.error("storage %s has lost %d puts that samples need: %s", storage_id, len(missing_put_ids), names)
+        _log.error("storage %s has lost %d puts that samples need: %s", storage_id, missing_count, names)
     if dropped_count:
         _log.warning("storage %s dropped %d puts that no sample needs", storage_id, dropped_count)
-
-
-def _encode_known(boot_id: bytes, cells: Sequence[PutCells]) -> pb.KeepPutsRequest:
-    return pb.KeepPutsRequest(boot_id=boot_id, cells=map(_encode_cells, cells))
-
-
-def _encode_cells(cells: PutCells) -> pb.PutCells:
-    return pb.PutCells(
-        put_id=cells.put_id,
-        field_names=cells.field_names,
-        first_rows=() if cells.first_rows is None else cells.first_rows.tolist(),
-        row_counts=() if cells.row_counts is None else cells.row_counts.tolist(),
-    )

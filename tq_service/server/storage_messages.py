@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from tq_service.errors import InvalidArgumentError
 from tq_service.server import from_proto
 from tq_service.storage.cells import PutCells, ReadRuns
@@ -10,6 +12,9 @@ from tq_service.storage.sharing import Shared
 from tq_service.v1 import metadata_pb2
 from tq_service.v1 import storage_service_pb2 as pb
 from tq_service.wire.columns import encode_header
+
+MOST_VERIFIED_PUTS: Final = 4096
+"""Most puts that a storage service asks about in one call: some milliseconds' work."""
 
 
 def read_runs(run: metadata_pb2.CellRuns) -> ReadRuns:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import sys
@@ -11,6 +12,7 @@ from typing import Any, TypeAlias
 import grpc
 
 from tq_service.domain.catalog import check_name
+from tq_service.domain.names import Names
 from tq_service.domain.puts import Put
 from tq_service.errors import (
     DataLossError,
@@ -30,6 +32,7 @@ from tq_service.server.storage_messages import get_header, put_cells, read_runs,
 from tq_service.storage.engine import StorageEngine
 from tq_service.storage.pending_put import PendingPut
 from tq_service.storage.reading import Reading
+from tq_service.storage.reconciliation import Reconciliation
 from tq_service.storage.sharing import Shared, shared_part
 from tq_service.v1 import metadata_pb2
 from tq_service.v1 import storage_service_pb2 as pb
@@ -41,6 +44,7 @@ from tq_service.wire.frames import (
     SMALL_GET_BYTES,
     SMALL_PUT_BYTES,
     FrameParts,
+    Garbled,
     decode_put_request,
     encode_get_response,
     iter_frames,
@@ -105,7 +109,9 @@ class StorageServicer:
                 "ConfirmPut": unary(
                     self.ConfirmPut, pb.ConfirmPutRequest.FromString, pb.ConfirmPutResponse.SerializeToString
                 ),
-                "KeepPuts": unary(self.KeepPuts, pb.KeepPutsRequest.FromString, pb.KeepPutsResponse.SerializeToString),
+                "KeepPuts": grpc.stream_unary_rpc_method_handler(
+                    self.KeepPuts, pb.KeepPutsRequest.FromString, pb.KeepPutsResponse.SerializeToString
+                ),
                 "FreeCells": unary(
                     self.FreeCells, pb.FreeCellsRequest.FromString, pb.FreeCellsResponse.SerializeToString
                 ),
@@ -172,14 +178,15 @@ class StorageServicer:
                 field="size_bytes",
             )
         self._check_put_counts(header)
-        with await self._admitted(header, context):
+        names = await self._look_through_names(header)
+        with await self._admitted(header, context, names):
             with self._waiting.one(context):
                 pending = await self._engine.reserve(
                     header.put_id,
                     columns,
                     header.row_count,
                     partition_id=header.partition_id,
-                    for_existing_rows=header.for_existing_rows,
+                    for_existing_rows=self._takes_reserve(header),
                     deadline=wait_until(context),
                     shared=shared,
                 )
@@ -192,17 +199,25 @@ class StorageServicer:
                 pending.abort()  # and no more: a retry may have completed the put meanwhile
                 raise
             try:
-                return self._done(header, columns)
+                return self._done(header, columns, names)
             except BaseException:
                 if not pending.already_complete:  # else it is that of a call before, and waits for its own commit
                     self._engine.discard(header.put_id)
                 raise
 
-    async def _admitted(self, header: pb.PutHeader, context: Context) -> contextlib.AbstractContextManager[object]:
+    async def _look_through_names(self, header: pb.PutHeader) -> Names | None:
+        """Look the names of a large put through, if its commit comes with it; None: there are few."""
+        if self._commits is None or not header.HasField("commit"):
+            return None
+        return await self._commits.look_through_names(header.commit.write)
+
+    async def _admitted(
+        self, header: pb.PutHeader, context: Context, names: Names | None
+    ) -> contextlib.AbstractContextManager[object]:
         """Wait until the partition has room for what the put's own commit adds; other puts wait with their Commit."""
         if self._commits is None or not header.HasField("commit"):
             return contextlib.nullcontext()
-        return await self._commits.admit(header.commit, header.size_bytes, context)
+        return await self._commits.admit(header.commit, header.size_bytes, context, names)
 
     def _check_put_counts(self, header: pb.PutHeader) -> None:
         """Refuse one put too many, other than one that is here already."""
@@ -219,6 +234,15 @@ class StorageServicer:
                     metadata={"limit_name": limit_name, "got": str(count + 1), "limit": str(limit)},
                 )
 
+    def _takes_reserve(self, header: pb.PutHeader) -> bool:
+        """Whether a put may use the reserve for columns of existing samples; its commit is looked at, where it is here.
+
+        What its client says is not believed: Commit refuses to make samples of a put that may.
+        """
+        if self._commits is not None and header.HasField("commit") and self._commits.makes_samples(header.commit.write):
+            return False
+        return header.for_existing_rows
+
     def _recorded(self, header: pb.PutHeader) -> pb.PutResponse | None:
         if self._commits is None:
             raise InvalidArgumentError(
@@ -229,12 +253,14 @@ class StorageServicer:
         recorded = self._commits.recorded(header.commit.request_id)
         return None if recorded is None else pb.PutResponse(storage=self._endpoint, commit=recorded)
 
-    def _done(self, header: pb.PutHeader, columns: Sequence[ColumnShape]) -> pb.PutResponse:
+    def _done(self, header: pb.PutHeader, columns: Sequence[ColumnShape], names: Names | None) -> pb.PutResponse:
         """Answer a put whose bytes are all there; its commit makes it visible and stay in the same step."""
         if not header.HasField("commit") or self._commits is None:
             return pb.PutResponse(storage=self._endpoint)
         put = Put(self._engine.storage_id, self._engine.boot_id, header.put_id)
-        answer = self._commits.commit_stored(header.commit, put, columns)
+        answer = self._commits.commit_stored(
+            header.commit, put, columns, names, for_existing_rows=self._engine.is_for_existing_rows(header.put_id)
+        )
         with contextlib.suppress(PutNotFoundError):  # all its samples have failed, and the commit freed it
             self._engine.confirm(header.put_id, header.partition_id)
         return pb.PutResponse(storage=self._endpoint, commit=answer)
@@ -300,15 +326,44 @@ class StorageServicer:
 
     async def ConfirmPut(self, request: pb.ConfirmPutRequest, context: Context) -> pb.ConfirmPutResponse:
         self._check_boot(request.boot_id)
-        self._engine.confirm(request.put_id, request.partition_id)
-        return pb.ConfirmPutResponse()
+        self._engine.confirm(request.put_id, request.partition_id, is_committed=False)
+        return pb.ConfirmPutResponse(for_existing_rows=self._engine.is_for_existing_rows(request.put_id))
 
-    async def KeepPuts(self, request: pb.KeepPutsRequest, context: Context) -> pb.KeepPutsResponse:
-        self._check_boot(request.boot_id)
-        kept = self._engine.keep([put_cells(cells) for cells in request.cells])
+    async def KeepPuts(
+        self, parts: AsyncIterator[pb.KeepPutsRequest | Garbled], context: Context
+    ) -> pb.KeepPutsResponse:
+        state = None
+        try:
+            async for part in received(parts, self._stall_seconds, lambda _: LEAST_PROGRESS_BYTES):
+                if isinstance(part, Garbled):
+                    raise InvalidArgumentError(f"the request cannot be read: {part.reason}; send what the protos say")
+                if state is None:
+                    self._check_boot(part.boot_id)
+                    state = self._engine.begin_reconciliation()
+                    await context.send_initial_metadata(())
+                self._engine.reconcile(
+                    state,
+                    whole=part.whole_put_ids,
+                    cells=map(put_cells, part.cells),
+                    uncommitted=part.uncommitted_put_ids,
+                )
+                if part.is_last:
+                    return await self._finish_keeping(state)
+                await asyncio.sleep(0)  # what has come already is read without a turn for others
+        finally:
+            if state is not None:
+                self._engine.end_reconciliation(state)
+        raise InvalidArgumentError("the stream ended before its last message; nothing is dropped, send all of it again")
+
+    async def _finish_keeping(self, state: Reconciliation) -> pb.KeepPutsResponse:
+        for _ in self._engine.finish_reconciliation(state):
+            await asyncio.sleep(0)
+        kept = state.outcome()
         if kept.dropped_count:
             _log.warning("dropped %d puts that the controller does not know", kept.dropped_count)
-        return pb.KeepPutsResponse(missing_put_ids=kept.missing_put_ids, dropped_count=kept.dropped_count)
+        return pb.KeepPutsResponse(
+            missing_put_ids=kept.missing_put_ids, missing_count=kept.missing_count, dropped_count=kept.dropped_count
+        )
 
     async def FreeCells(self, request: pb.FreeCellsRequest, context: Context) -> pb.FreeCellsResponse:
         if request.boot_id == self._engine.boot_id:

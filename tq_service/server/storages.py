@@ -4,31 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import os
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-import numpy as np
-
-from tq_service.domain.cells import FreedCells, LiveCells
+from tq_service.domain.cells import FreedCells, live_cells
+from tq_service.domain.frozen import FrozenCells
 from tq_service.domain.puts import Put
 from tq_service.errors import (
     AlreadyExistsError,
     DataLossError,
-    InvalidArgumentError,
     LimitExceededError,
-    PutNotFoundError,
     QuotaExceededError,
     UnavailableError,
 )
 from tq_service.server.bulk_calls import TakesCells
 from tq_service.server.embedded_storage import EmbeddedStorage
+from tq_service.server.known_puts import KnownPuts, put_cells
 from tq_service.server.remote_storage import Announced, RemoteStorage, Room
+from tq_service.server.supervisor import StartsTasks, Supervisor
 from tq_service.storage.cells import PutCells, ReadRuns
 from tq_service.wire.columns import ColumnShape
 from tq_service.wire.credentials import Credentials
@@ -52,8 +50,8 @@ class Storage(Protocol):
         """Count a put that is about to come."""
         ...
 
-    async def confirm(self, put_id: bytes, partition_id: str) -> None:
-        """Make an uncommitted put of a partition stay."""
+    async def confirm(self, put_id: bytes, partition_id: str) -> bool:
+        """Make an uncommitted put of a partition stay; return whether it is for existing rows only."""
         ...
 
     async def read(self, put_ids: Sequence[bytes], runs: ReadRuns, into: TakesCells) -> None:
@@ -75,6 +73,29 @@ class Storage(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class _Commits:
+    """The calls that are about to commit one put.
+
+    Attributes:
+        call_count: how many there are.
+        is_confirmed: whether the storage service has answered one of them.
+        is_freed: whether the put was committed, and freed, meanwhile.
+    """
+
+    call_count: int = 0
+    is_confirmed: bool = False
+    is_freed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """What a storage service asked about: puts that are not committed, and those that may still be."""
+
+    unknown: Sequence[bytes] = ()
+    undecided: Sequence[bytes] = ()
+
+
 class StorageDirectory:
     """All storage services of a controller by name.
 
@@ -82,10 +103,10 @@ class StorageDirectory:
         embedded: the one in this process.
         heartbeat_seconds: how often the others announce themselves.
         credentials: what this controller shows them.
-        live_cells: returns the cells that samples have.
+        freeze_cells: returns the cells that samples have now, by partition.
         boot_id: of this controller, the same over restarts where it keeps its state; None: a new one.
-        doubt_seconds: how long after a confirmation of which no answer came the put may still be committed.
         after_durable: calls something once all that has changed here so far cannot be lost any more.
+        start_task: runs a background task; None: under a supervisor of its own.
     """
 
     def __init__(
@@ -94,25 +115,25 @@ class StorageDirectory:
         heartbeat_seconds: float,
         credentials: Credentials,
         *,
-        live_cells: Callable[[], Iterable[LiveCells]] = tuple,
+        freeze_cells: Callable[[], Sequence[FrozenCells]] = tuple,
         boot_id: bytes | None = None,
-        doubt_seconds: float = 300.0,
         after_durable: Callable[[Callable[[], None]], None] = lambda callback: callback(),
+        start_task: StartsTasks | None = None,
     ) -> None:
         self.boot_id = os.urandom(16) if boot_id is None else boot_id
         self.embedded = embedded
-        self._live_cells = live_cells
+        self._freeze_cells = freeze_cells
         self.heartbeat_seconds = heartbeat_seconds
         self._credentials = credentials
         self._storages: dict[str, Storage] = {} if embedded is None else {embedded.storage_id: embedded}
         self._closing: set[asyncio.Task[None]] = set()
         self._committed: set[Put] = set()
-        self._confirming: set[Put] = set()
-        self._doubt_seconds = doubt_seconds
-        self._doubtful: dict[Put, float] = {}  # maybe confirmed, and since when nobody has asked again; oldest first
+        self._committing: dict[Put, _Commits] = {}
+        self._placed: set[Put] = set()  # made here for a restore that is under way
         self._holder_count = 0
         self._held: list[FreedCells] = []
         self._after_durable = after_durable
+        self._start_task = start_task or Supervisor().start
         self._leaving: deque[Sequence[FreedCells]] = deque()  # given back as soon as that nobody needs them is durable
 
     @property
@@ -127,9 +148,9 @@ class StorageDirectory:
 
     def recover(self) -> None:
         """Learn which puts are committed, and tell the embedded storage, once the samples are there again."""
-        self._committed = {cells.put for cells in self._live_cells()}
+        self._committed = {cells.put for frozen in self._freeze_cells() for cells in live_cells(frozen)}
         if self.embedded is not None:
-            self.embedded.keep(self._known(self.embedded.storage_id, self.embedded.boot_id))
+            self.embedded.keep(self._known(self.embedded.storage_id, self.embedded.boot_id).parts())
 
     def register(self, announced: Announced) -> None:
         """Take note of a storage service that announces itself; a new run takes the place of the old one.
@@ -150,8 +171,9 @@ class StorageDirectory:
             )
         if known is None and len(self._storages) >= _MOST_STORAGES:
             self._forget_lost()
-        tell = partial(self._known, endpoint.storage_id, endpoint.boot_id)
-        storage = RemoteStorage(announced, tell, 3 * self.heartbeat_seconds, self._credentials)
+        known_puts = partial(self._known, endpoint.storage_id, endpoint.boot_id)
+        silence_seconds = 3 * self.heartbeat_seconds
+        storage = RemoteStorage(announced, known_puts, silence_seconds, self._credentials, self._start_task)
         if isinstance(known, RemoteStorage):
             self._close(known)
         _log.info("storage %s is at %s", endpoint.storage_id, endpoint.address)
@@ -174,18 +196,21 @@ class StorageDirectory:
             del self._storages[storage.storage_id]
             self._close(storage)
 
-    def _close(self, storage: Storage) -> None:
+    def _close(self, storage: Storage) -> None:  # not supervised: nothing depends on what it does
         closing = asyncio.get_running_loop().create_task(storage.close())
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
 
-    def _known(self, storage_id: str, boot_id: bytes) -> list[PutCells]:
-        """Return the cells of a storage service that samples have, and puts whose commit is under way."""
+    def _known(self, storage_id: str, boot_id: bytes) -> KnownPuts:
+        """Return the puts of a storage service that samples have, or may have again, as of now."""
         owner = (storage_id, boot_id)
-        cells = [_put_cells(cells) for cells in self._live_cells() if cells.put[:2] == owner]
-        waiting = itertools.chain(self._held, *self._leaving)
-        cells += [_put_cells(cells) for cells in waiting if cells.put[:2] == owner]
-        return cells + [PutCells(put_id=put.put_id) for put in self._confirming if put[:2] == owner]
+        return KnownPuts(
+            storage_id=storage_id,
+            boot_id=boot_id,
+            cells=self._freeze_cells(),
+            leaving=(tuple(self._held), *self._leaving),
+            uncommitted=[put.put_id for put in (*self._committing, *self._placed) if put[:2] == owner],
+        )
 
     def place(self, size_bytes: int) -> Storage:
         """Return the storage service with the most free bytes that could ever take so many."""
@@ -203,37 +228,53 @@ class StorageDirectory:
         storage.expect(size_bytes)
         return storage
 
-    async def confirm(self, put: Put, partition_id: str) -> None:
-        """Make an uncommitted put of a partition stay."""
+    @contextlib.asynccontextmanager
+    async def confirmed(self, put: Put, partition_id: str) -> AsyncIterator[bool]:
+        """Make an uncommitted put of a partition stay, for the `with` to commit it.
+
+        Yields whether it is for existing rows only.
+
+        Several calls may commit one put at once, such as a retry beside the call that was given up. A put that none of
+        them has committed is freed by the last one; where a confirmation may have been made and its answer did not come
+        it is left to its storage service, which asks for it (`verify`), and a retry may still commit it.
+
+        Raises:
+            UnavailableError: the storage service does not answer, or the put is being freed.
+            PutNotFoundError: it is not there: never completed, expired, or cleared.
+            InvalidArgumentError: it was put for another partition.
+            DataLossError: the storage service has restarted.
+        """
         storage = self._storages.get(put.storage_id)
         if storage is None:
             raise UnavailableError(f"storage service {put.storage_id!r} has not announced itself here yet; try again")
         if storage.boot_id != put.boot_id:
             raise DataLossError(f"storage service {put.storage_id!r} has restarted since the put; put the data again")
-        self._confirming.add(put)
-        self._doubtful.pop(put, None)
+        commits = self._committing.setdefault(put, _Commits())
+        commits.call_count += 1
         try:
-            await storage.confirm(put.put_id, partition_id)
-        except (PutNotFoundError, InvalidArgumentError, DataLossError):
-            self._confirming.discard(put)
-            raise
-        except BaseException:  # it may be confirmed, so that it does not expire any more where it is
-            self._confirming.discard(put)
-            self._doubtful[put] = time.monotonic()
-            raise
+            for_existing_rows = await storage.confirm(put.put_id, partition_id)
+            commits.is_confirmed = True
+            if commits.is_freed:
+                raise UnavailableError(f"put {put.put_id.hex()} was freed while it was committed again; put it again")
+            yield for_existing_rows
+        finally:
+            commits.call_count -= 1
+            if not commits.call_count:
+                del self._committing[put]
+                if commits.is_confirmed and not commits.is_freed and put not in self._committed:
+                    self.free([FreedCells(put=put)])
 
-    def free_doubtful(self) -> int:
-        """Give back puts that may have been confirmed and that nobody commits any more; return how many."""
-        now, count = time.monotonic(), 0
-        while self._doubtful:
-            put, since = next(iter(self._doubtful.items()))
-            if since + self._doubt_seconds > now:
-                break
-            del self._doubtful[put]
-            if put not in self._committed and put not in self._confirming:
-                self.free([FreedCells(put=put)])
-                count += 1
-        return count
+    def verify(self, storage_id: str, boot_id: bytes, put_ids: Iterable[bytes]) -> Verified:
+        """Say which confirmed puts of a storage service are not committed."""
+        puts = [Put(storage_id, boot_id, put_id) for put_id in put_ids]
+        uncommitted = [put for put in puts if put not in self._committed]
+        return Verified(
+            unknown=[put.put_id for put in uncommitted if not self._is_under_way(put)],
+            undecided=[put.put_id for put in uncommitted if self._is_under_way(put)],
+        )
+
+    def _is_under_way(self, put: Put) -> bool:
+        return put in self._committing or put in self._placed
 
     def is_committed(self, put: Put) -> bool:
         """Whether some samples have their cells in this put."""
@@ -250,8 +291,6 @@ class StorageDirectory:
     def committing(self, put: Put) -> Iterator[None]:
         """Take note that a put is committed by what is done in the `with`, unless it raises."""
         self._committed.add(put)
-        self._confirming.discard(put)
-        self._doubtful.pop(put, None)
         try:
             yield
         except BaseException:
@@ -266,7 +305,7 @@ class StorageDirectory:
     @contextlib.contextmanager
     def placing(self, put: Put) -> Iterator[None]:
         """Have a put that is being made here known to its storage service, unless the `with` raises."""
-        self._confirming.add(put)
+        self._placed.add(put)
         try:
             yield
         except BaseException:
@@ -276,7 +315,7 @@ class StorageDirectory:
     def adopt(self, puts: Iterable[Put]) -> None:
         """Take note that puts made here are committed by now."""
         self._committed.update(puts)
-        self._confirming.difference_update(puts)
+        self._placed.difference_update(puts)
 
     @contextlib.contextmanager
     def holding_frees(self) -> Iterator[None]:
@@ -319,26 +358,15 @@ class StorageDirectory:
         for each in freed:
             if each.rows is None:
                 self._committed.discard(each.put)
-                self._confirming.discard(each.put)
+                self._placed.discard(each.put)
+                if (commits := self._committing.get(each.put)) is not None:
+                    commits.is_freed = True
             storage = self._storages.get(each.put.storage_id)
             if storage is not None and storage.boot_id == each.put.boot_id:
-                cells_of.setdefault(each.put.storage_id, []).append(_put_cells(each))
+                cells_of.setdefault(each.put.storage_id, []).append(put_cells(each))
         for storage_id, cells in cells_of.items():
             self._storages[storage_id].free(cells)
 
     async def close(self) -> None:
         """End what runs in the background."""
         await asyncio.gather(*(storage.close() for storage in self._storages.values()), *self._closing)
-
-
-def _put_cells(cells: FreedCells | LiveCells) -> PutCells:
-    if cells.rows is None:
-        return PutCells(put_id=cells.put.put_id)
-    rows = np.sort(cells.rows)
-    starts = np.r_[0, np.flatnonzero(np.diff(rows) != 1) + 1]
-    return PutCells(
-        put_id=cells.put.put_id,
-        field_names=cells.field_names,
-        first_rows=rows[starts],
-        row_counts=np.diff(np.r_[starts, rows.size]),
-    )

@@ -101,15 +101,31 @@ def _read(files: TlsFiles) -> grpc.ServerCertificateConfiguration:
     return grpc.ssl_server_certificate_configuration([(key, cert)], client_ca)
 
 
+def check_authorities(path: Path) -> None:
+    """Refuse a file of authorities that no certificate could be checked against.
+
+    Raises:
+        InvalidArgumentError: it cannot be read, or holds no certificates.
+    """
+    try:
+        _check_authorities(path, path.read_bytes())
+    except OSError as error:
+        raise InvalidArgumentError(f"tls_ca cannot be used: {_why(error)}", field="tls_ca") from None
+
+
+def _check_authorities(path: Path, data: bytes) -> None:
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=data.decode("ascii"))
+    except (ssl.SSLError, ValueError) as error:
+        raise InvalidArgumentError(f"{path} holds no certificates: {error}") from None
+
+
 def _check(files: TlsFiles, client_ca: bytes | None) -> None:
     """Have Python's ssl read the pair: gRPC says only in its own log, and at the first handshake, what is wrong."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(files.cert, files.key, password=_no_passphrase)
-    if client_ca is not None:
-        try:
-            context.load_verify_locations(cadata=client_ca.decode("ascii"))
-        except (ssl.SSLError, ValueError) as error:
-            raise InvalidArgumentError(f"{files.client_ca} holds no certificates: {error}") from None
+    if client_ca is not None and files.client_ca is not None:
+        _check_authorities(files.client_ca, client_ca)
 
 
 def _no_passphrase() -> str:

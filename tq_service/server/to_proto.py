@@ -8,16 +8,19 @@ import numpy as np
 
 from tq_service.domain.catalog import Catalog, Claimed
 from tq_service.domain.cells import CellRuns
+from tq_service.domain.end import End
 from tq_service.domain.leases import Lease
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes, RankPlan
 from tq_service.domain.puts import Put
 from tq_service.domain.states import FAILED, HELD, LIVE
-from tq_service.domain.task import End, Task
+from tq_service.domain.task import Task
 from tq_service.domain.writes import Written
+from tq_service.durable.messages import encode_end
 from tq_service.schema import FieldSpec
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import metadata_pb2
+from tq_service.wire.index_ranges import set_indexes
 from tq_service.wire.metadata import encode_meta_columns, encode_spec
 from tq_service.wire.run_ahead import encode_run_ahead
 
@@ -26,13 +29,14 @@ _MOST_SET_ASIDE = 100  # named in a status
 
 def written_meta(partition: Partition, written: Written) -> metadata_pb2.BatchMeta:
     """Return what a write answers: only what the client does not know already."""
-    return metadata_pb2.BatchMeta(
+    meta = metadata_pb2.BatchMeta(
         status=metadata_pb2.BATCH_STATUS_BATCH,
         partition_id=partition.partition_id,
         incarnation=partition.incarnation,
-        global_indexes=written.global_indexes.tolist(),
         fields=[encode_spec(spec) for spec in written.specs],
     )
+    set_indexes(meta, written.global_indexes)
+    return meta
 
 
 def claim_meta(
@@ -48,13 +52,14 @@ def claim_meta(
         meta.epoch = epoch
         _add_steps(meta, answer)
         return meta
-    is_end = isinstance(answer, End)
+    end = answer if isinstance(answer, End) else None
     return metadata_pb2.BatchMeta(
-        status=metadata_pb2.BATCH_STATUS_END if is_end else metadata_pb2.BATCH_STATUS_NOT_YET,
+        status=metadata_pb2.BATCH_STATUS_END if end is not None else metadata_pb2.BATCH_STATUS_NOT_YET,
         partition_id=partition_id,
         incarnation=partition.incarnation,
         epoch=epoch,
-        skipped=answer.skipped if isinstance(answer, End) else 0,
+        skipped=0 if end is None else end.skipped,
+        end=None if end is None else encode_end(end),
     )
 
 
@@ -70,17 +75,26 @@ def samples_meta(
 ) -> metadata_pb2.BatchMeta:
     """Return what is known of samples that are there, and where those of their fields are that all of them have."""
     positions = partition.table.find(rows)
+    meta = located_meta(partition, positions, data_fields, addresses)
+    if partition.groups.in_use:
+        meta.groups.extend(_names(partition.groups.names_of(positions)))
+    meta.custom_meta.extend(encode_meta_columns(partition.meta.read_all(positions)))
+    return meta
+
+
+def located_meta(
+    partition: Partition, positions: Indexes, data_fields: Sequence[str], addresses: Mapping[str, str]
+) -> metadata_pb2.BatchMeta:
+    """Return samples at positions, their keys, and where those of their fields are that all of them have."""
     known = [name for name in data_fields if name in partition.cells.fields]
     meta = metadata_pb2.BatchMeta(
         status=metadata_pb2.BATCH_STATUS_BATCH,
         partition_id=partition.partition_id,
         incarnation=partition.incarnation,
-        global_indexes=rows.tolist(),
         keys=_names(partition.key.data[positions].tolist()) if partition.key_index else (),
-        groups=_names(partition.groups.names_of(positions)) if partition.groups.in_use else (),
-        custom_meta=encode_meta_columns(partition.meta.read_all(positions)),
         fields=[encode_spec(partition.cells.fields[name].spec) for name in known],
     )
+    set_indexes(meta, partition.table.index.data[positions])
     _add_locations(meta.locations, partition.cells.locate(known, positions), addresses)
     return meta
 

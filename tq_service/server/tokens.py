@@ -7,6 +7,8 @@ tells nothing about those that are stored: who sends a token cannot steer its di
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import logging
@@ -15,7 +17,7 @@ import re
 import secrets
 import stat
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -177,10 +179,28 @@ def check_private(path: Path) -> None:
 def append_token(path: Path, token: Token) -> None:
     """Add a token to a file, which is made where it is not there; readers see the old file or the new one, whole.
 
+    Who adds another one at the same time, in this process or another, waits.
+
     Raises:
         InvalidArgumentError: the file is wrong, or has a token of that name.
         OSError: it cannot be written.
     """
+    with _locked(path):
+        _append_token(path, token)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file that is replaced, and so cannot carry it: that of its directory."""
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _append_token(path: Path, token: Token) -> None:
     text = ""
     if path.exists():
         read_tokens(path)

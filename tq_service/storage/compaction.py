@@ -37,7 +37,9 @@ def compact(put: StoredPut, pool: RegionPool) -> StoredPut:
         table_at += tables[name]
         values_at += value_bytes
         moved[name] = placed
-    return StoredPut(region, moved, put.row_count, put.partition_id, put.live_bytes)
+    return StoredPut(
+        region, moved, put.row_count, put.partition_id, put.live_bytes, for_existing_rows=put.for_existing_rows
+    )
 
 
 def _table_size(column: StoredColumn, positions: Rows) -> int:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from tq_service.errors import InvalidArgumentError, PutNotFoundError, QuotaExceededError
+from tq_service.errors import CallCancelledError, InvalidArgumentError, PutNotFoundError, QuotaExceededError
 from tq_service.schema import FieldSpec
 from tq_service.storage.admission import RETRY_AFTER_SECONDS, Admission
 from tq_service.storage.cells import PutCells, ReadRuns
@@ -18,12 +18,12 @@ from tq_service.storage.compaction import compact
 from tq_service.storage.confirmations import Confirmations
 from tq_service.storage.durability import Durability
 from tq_service.storage.engine_stat import EngineStat, Kept
-from tq_service.storage.keeping import cells_besides, group_cells
 from tq_service.storage.kept import KeepsPuts, KeptPut
 from tq_service.storage.pending_put import PendingPut
 from tq_service.storage.pool import RegionPool
 from tq_service.storage.put_table import PutTable
 from tq_service.storage.reading import Reading, open_reading
+from tq_service.storage.reconciliation import Reconciliation, cells_besides
 from tq_service.storage.region import Region
 from tq_service.storage.segment_checks import check_sound
 from tq_service.storage.segments import Segment, SegmentFiles
@@ -34,6 +34,8 @@ from tq_service.wire.columns import ColumnShape
 from tq_service.wire.shared_memory import place_columns
 
 _KNOWN_SPECS: Final = 4096
+_MOST_WORK: Final = 4096  # puts that are looked at before others have their turn; some milliseconds
+_DROP_WORK: Final = 8  # what to drop one costs, in puts looked at
 
 
 class StorageEngine:
@@ -93,6 +95,7 @@ class StorageEngine:
         self._holed: dict[bytes, None] = {}  # puts with dead cells that still take memory
         self._specs: dict[FieldSpec, FieldSpec] = {}
         self._trimmed_at = clock()
+        self._reconciliation: Reconciliation | None = None
 
     async def reserve(
         self,
@@ -113,7 +116,7 @@ class StorageEngine:
             headers: the columns.
             row_count: rows of every column.
             partition_id: the partition it is for; its commit must name the same.
-            for_existing_rows: whether the put may use the reserve.
+            for_existing_rows: whether the put may use the reserve; no new rows may be made of it.
             deadline: until when to wait, by the engine's clock; None: for as long as the caller is not cancelled.
             shared: whether the bytes come as shared memory, to be adopted, instead of being written.
 
@@ -146,7 +149,8 @@ class StorageEngine:
                 self._pool.keep(fresh)
             pending.check_open()
         region = self._take_region(pending, size, headers, fresh, shared=shared)
-        self._begin(pending, region, headers, row_count, partition_id)
+        stored = StoredPut.of(region, headers, row_count, partition_id, for_existing_rows=for_existing_rows)
+        self._begin(pending, stored)
         return pending
 
     async def _make_room(self, pending: PendingPut, size: int, kept_bytes: int) -> Segment | None:
@@ -169,11 +173,17 @@ class StorageEngine:
             await self._durability.settle(pending)
             pending.check_open()
 
-    def confirm(self, put_id: bytes, partition_id: str) -> None:
+    def confirm(self, put_id: bytes, partition_id: str, *, is_committed: bool = True) -> None:
         """Make a complete put stay. Idempotent.
 
+        Args:
+            put_id: the put.
+            partition_id: what it must have been put for.
+            is_committed: whether its commit is made; one that is about to be made is to be verified, see `unverified`.
+
         Raises:
-            PutNotFoundError: it never completed, expired, or was freed.
+            PutNotFoundError: it never completed, expired, or was freed; or some of its cells were, so that it was
+                committed before, maybe with a controller that has restarted since and knows nothing of it.
             InvalidArgumentError: it was put for another partition.
         """
         if put_id not in self._puts:
@@ -181,7 +191,38 @@ class StorageEngine:
                 f"put {put_id.hex()} is not here: never completed, expired without a commit, or cleared; put it again"
             )
         self._check_partition(put_id, partition_id)
-        self._confirmations.confirm(put_id)
+        if not is_committed and put_id not in self.damaged and not self._puts[put_id].is_whole():
+            raise PutNotFoundError(
+                f"put {put_id.hex()} was committed before, and some of its cells were cleared since; put it again"
+            )
+        self._confirmations.confirm(put_id, is_committed=is_committed)
+        if self._reconciliation is not None:
+            self._reconciliation.staying.add(put_id)
+
+    def unverified(self, most: int) -> dict[bytes, float]:
+        """Return up to so many confirmed puts that are not known to be committed, and when each was confirmed."""
+        return self._confirmations.unverified(most)
+
+    def verify(self, asked: Mapping[bytes, float], unknown: Iterable[bytes], undecided: Iterable[bytes]) -> int:
+        """Learn what the controller knows of puts; drop those that it has not known for `put_ttl_seconds`.
+
+        Args:
+            asked: what `unverified` returned before the controller was asked.
+            unknown: those of them that are neither committed nor about to be.
+            undecided: those of them that may still be committed; all others are.
+
+        Returns:
+            How many puts were dropped.
+        """
+        dropped = self._confirmations.verified(asked, frozenset(unknown), frozenset(undecided))
+        for put_id in dropped:
+            self._drop(put_id)
+        return len(dropped)
+
+    def is_for_existing_rows(self, put_id: bytes) -> bool:
+        """Whether a put was reserved as columns for existing rows, so that no new ones may be made of it."""
+        put = self._puts.get(put_id)
+        return put is not None and put.for_existing_rows
 
     def partition_of(self, put_id: bytes) -> str | None:
         """Return the partition that a complete put is for, None where it is not here."""
@@ -193,33 +234,119 @@ class StorageEngine:
         if self._confirmations.is_new(put_id):
             self._drop(put_id)
 
-    def drop_confirmed(self) -> int:
-        """Drop every put that was confirmed, because whoever knew of them is gone; return how many there were."""
-        confirmed = set(self._puts) - self._confirmations.waiting()
-        for put_id in confirmed:
-            self._drop(put_id)
-        return len(confirmed)
+    # Learning which puts are known
 
-    def keep(self, cells: Sequence[PutCells]) -> Kept:
-        """Learn which puts are known, and which of their cells: of confirmed puts, all else is dropped.
+    def begin_reconciliation(self) -> Reconciliation:
+        """Begin to learn which puts are known; one that has not come to its end is given up.
 
-        Recovered puts that are not among them wait for their commit from now on, as they may have done before.
+        `reconcile` follows, piece by piece, and then `finish_reconciliation`, while other calls go on. Who says what is
+        known looks at it after this call: puts that are confirmed from now on stay, listed or not.
         """
-        known = group_cells(cells)
-        here, damaged = set(self._puts), self.damaged
-        missing = [put_id for put_id in known if put_id not in here or put_id in damaged]
+        self._reconciliation = Reconciliation()
+        return self._reconciliation
+
+    def reconcile(
+        self,
+        state: Reconciliation,
+        *,
+        whole: Iterable[bytes] = (),
+        cells: Iterable[PutCells] = (),
+        uncommitted: Iterable[bytes] = (),
+    ) -> None:
+        """Learn of some puts that are known.
+
+        Args:
+            state: what `begin_reconciliation` returned.
+            whole: puts of which all cells are known.
+            cells: known cells of other puts; all else of these is freed. Those of one put follow each other.
+            uncommitted: puts whose commit is under way: they stay as they are.
+
+        Raises:
+            CallCancelledError: another one has begun.
+            InvalidArgumentError: cells of a put came apart from each other.
+        """
+        self._check_current(state)
+        state.staying.update(uncommitted)
+        for put_id in whole:
+            self._know(state, put_id)
+        for some in cells:
+            if some.put_id != state.put_id:
+                self._free_others(state)
+                if some.put_id in state.partial:
+                    raise InvalidArgumentError(
+                        f"cells of put {some.put_id.hex()} came apart from each other; list those of a put in a row",
+                        field="cells",
+                    )
+                state.put_id = some.put_id
+                state.partial.add(some.put_id)
+                self._know(state, some.put_id)
+            state.parts.append(some)
+
+    def finish_reconciliation(self, state: Reconciliation) -> Iterator[None]:
+        """Drop what is confirmed and not known, in slices: others have a turn at each yield.
+
+        Recovered puts that are not known wait for their commit from now on, as they may have done before.
+
+        Raises:
+            CallCancelledError: another one has begun.
+        """
+        self._check_current(state)
+        self._free_others(state)
+        work = 0
+        for put_ids in self._puts.slices():
+            for put_id in put_ids:
+                if self._confirmations.is_recovered(put_id):
+                    self._confirmations.begin(put_id)
+                elif put_id not in state.staying and not self._confirmations.is_new(put_id):
+                    self._drop(put_id)
+                    state.dropped_count += 1
+                    work += _DROP_WORK
+            work += len(put_ids)
+            if work >= _MOST_WORK:
+                work = 0
+                yield
+                self._check_current(state)
+        self.end_reconciliation(state)
+
+    def end_reconciliation(self, state: Reconciliation) -> None:
+        """Forget what was said of known puts, whether or not it came to its end."""
+        if self._reconciliation is state:
+            self._reconciliation = None
+
+    def keep(self, cells: Iterable[PutCells], uncommitted: Iterable[bytes] = ()) -> Kept:
+        """Learn of all puts that are known at once, before others have to have their turns."""
+        state = self.begin_reconciliation()
+        self.reconcile(state, cells=cells, uncommitted=uncommitted)
+        for _ in self.finish_reconciliation(state):
+            pass
+        return state.outcome()
+
+    def _check_current(self, state: Reconciliation) -> None:
+        if self._reconciliation is not state:
+            raise CallCancelledError("it is being said anew which puts are known; what was said before is given up")
+
+    def _know(self, state: Reconciliation, put_id: bytes) -> None:
+        if put_id in state.freed:  # what is listed is gone; a put of this id that is here was stored anew
+            return
+        state.staying.add(put_id)
+        self._confirmations.confirm(put_id)
+        if put_id in self._puts and put_id not in self.damaged:
+            return
+        state.miss(put_id)
         if self._durability is not None:
-            for put_id in missing:
-                self._durability.mark_missing(put_id)
-        unknown = here - known.keys() - self._confirmations.waiting()
-        for put_id in unknown:
-            self._drop(put_id)
-        for put_id, parts in known.items():
-            self._confirmations.confirm(put_id)
-            if parts and put_id in here and put_id not in damaged:
-                self.free(cells_besides(put_id, self._puts[put_id], parts))
-        self._confirmations.begin_recovered()
-        return Kept(missing_put_ids=missing, dropped_count=len(unknown))
+            self._durability.mark_missing(put_id)
+
+    def _free_others(self, state: Reconciliation) -> None:
+        """Free all cells of the put listed last but those that were listed."""
+        put_id, parts = state.put_id, state.parts
+        state.put_id, state.parts = b"", []
+        if not parts or any(part.is_whole for part in parts) or put_id not in self._puts or put_id in self.damaged:
+            return
+        if put_id in state.freed:
+            return
+        self.free(cells_besides(put_id, self._puts[put_id], parts))
+
+    # Giving back
 
     def expire(self) -> int:
         """Drop puts whose confirmation is overdue, and return pooled memory that was not needed; call it regularly.
@@ -238,6 +365,8 @@ class StorageEngine:
     def free(self, cells: Sequence[PutCells]) -> None:
         """Give cells back; those that are not here are ignored."""
         for some in cells:
+            if some.is_whole and self._reconciliation is not None:
+                self._reconciliation.freed.add(some.put_id)
             if some.put_id not in self._puts:
                 if some.is_whole and self._durability is not None:
                     self._durability.forget_missing(some.put_id)
@@ -354,17 +483,14 @@ class StorageEngine:
                 retry_after_seconds=RETRY_AFTER_SECONDS,
             ) from error
 
-    def _begin(
-        self, pending: PendingPut, region: Region, headers: Sequence[ColumnShape], row_count: int, partition_id: str
-    ) -> None:
-        stored = StoredPut.of(region, headers, row_count, partition_id)
+    def _begin(self, pending: PendingPut, stored: StoredPut) -> None:
         if len(self._specs) >= _KNOWN_SPECS:
             self._specs.clear()
         for column in stored.columns.values():
             if column is not None:
                 column.spec = self._specs.setdefault(column.spec, column.spec)
-        is_shared = isinstance(region, SharedRegion)
-        pending.begin(stored, with_checksum=isinstance(region.backing, Segment) and not is_shared)
+        is_shared = isinstance(stored.region, SharedRegion)
+        pending.begin(stored, with_checksum=isinstance(stored.region.backing, Segment) and not is_shared)
 
     def _finish(self, pending: PendingPut, stored: StoredPut) -> None:
         del self._pending[pending.put_id]
@@ -380,8 +506,10 @@ class StorageEngine:
             self._pool.release(stored.region)
 
     def _drop(self, put_id: bytes) -> None:
+        if self._reconciliation is not None:
+            self._reconciliation.freed.add(put_id)
         region = self._puts.pop(put_id)
-        self._confirmations.confirm(put_id)
+        self._confirmations.forget(put_id)
         self._holed.pop(put_id, None)
         if self._durability is None:
             self._pool.release(region)

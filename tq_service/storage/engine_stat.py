@@ -32,9 +32,11 @@ class Kept:
     """What came of telling an engine which puts are known.
 
     Attributes:
-        missing_put_ids: known puts that are not here, or damaged.
+        missing_put_ids: some of the known puts that are not here, or damaged.
+        missing_count: number of all of them.
         dropped_count: number of confirmed puts that are not known, and were dropped.
     """
 
     missing_put_ids: Sequence[bytes]
+    missing_count: int
     dropped_count: int

@@ -81,6 +81,7 @@ def describe_put(put_id: bytes, put: StoredPut, segment: int, size: int) -> pb.P
         segment=segment,
         size_bytes=size,
         kept_rows=_encode_rows(put),
+        for_existing_rows=put.for_existing_rows,
     )
 
 
@@ -99,7 +100,14 @@ def restore_put(message: pb.PutKept, region: Region) -> StoredPut:
     for spec, rows, table, header in zip(specs, sets, tables, message.columns, strict=True):
         columns[spec.name] = StoredColumn(spec, rows, table_at, values_at, header.value_bytes)
         table_at, values_at = table_at + table, values_at + header.value_bytes
-    return StoredPut(region, columns, message.row_count, message.partition_id, region.size)
+    return StoredPut(
+        region,
+        columns,
+        message.row_count,
+        message.partition_id,
+        region.size,
+        for_existing_rows=message.for_existing_rows,
+    )
 
 
 def _encode_rows(put: StoredPut) -> list[pb.KeptRows]:

@@ -39,6 +39,7 @@ class PendingPut:
     __slots__ = (
         "_digest",
         "_filled",
+        "_is_checked",
         "_on_abort",
         "_on_finish",
         "_stage",
@@ -64,6 +65,7 @@ class PendingPut:
         self._stored: StoredPut | None = None
         self._view = memoryview(b"")
         self._filled = 0
+        self._is_checked = False
         self._digest: xxh3_64 | None = None
         self.checksum: int | None = None
 
@@ -143,7 +145,7 @@ class PendingPut:
         """Return what is stored, None where the put was there already.
 
         Raises:
-            InvalidArgumentError: bytes are missing.
+            InvalidArgumentError: bytes are missing, or rows of objects are none.
             CallCancelledError: a retry took over.
         """
         if self._stage is _Stage.DONE:
@@ -154,6 +156,9 @@ class PendingPut:
                 f"the stream ended {len(self._view) - self._filled} bytes before what its header declared",
                 field="frame",
             )
+        if not self._is_checked:
+            self._stored.check_objects()
+            self._is_checked = True
         if self._digest is not None:
             self.checksum = self._digest.intdigest()
         return self._stored

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import Final
 
 from tq_service.storage.region import Region
 from tq_service.storage.stored_put import StoredPut
 
 Wake = Callable[[bytes, Region], StoredPut]
+_SHARDS: Final = 1024
 
 
 class PutTable(Mapping[bytes, StoredPut]):
-    """Puts by name; a service that has just been started has many that nobody may ever ask for again."""
+    """Puts by name; a service that has just been started has many that nobody may ever ask for again.
+
+    They are in many small dicts, so that all can be looked at in slices while others come and go.
+    """
 
     def __init__(self) -> None:
-        self._awake: dict[bytes, StoredPut] = {}
-        self._asleep: dict[bytes, Region] = {}
+        self._shards: list[dict[bytes, StoredPut | Region]] = [{} for _ in range(_SHARDS)]
+        self._count = 0
         self._wake: Wake | None = None
 
     def add_asleep(self, regions: Mapping[bytes, Region], wake: Wake) -> None:
@@ -25,34 +30,45 @@ class PutTable(Mapping[bytes, StoredPut]):
             regions: the memory of each.
             wake: makes the put of a region when it is needed.
         """
-        self._asleep |= regions
         self._wake = wake
+        for put_id, region in regions.items():
+            self._shard(put_id)[put_id] = region
+        self._count = sum(map(len, self._shards))
 
     def __getitem__(self, put_id: bytes) -> StoredPut:
-        put = self._awake.get(put_id)
-        if put is None:
-            region = self._asleep[put_id]
+        shard = self._shard(put_id)
+        put = shard[put_id]
+        if isinstance(put, Region):
             if self._wake is None:
                 raise KeyError(put_id)
-            put = self._awake[put_id] = self._wake(put_id, region)
-            del self._asleep[put_id]
+            put = shard[put_id] = self._wake(put_id, put)
         return put
 
     def __setitem__(self, put_id: bytes, put: StoredPut) -> None:
-        self._asleep.pop(put_id, None)
-        self._awake[put_id] = put
+        shard = self._shard(put_id)
+        self._count += put_id not in shard
+        shard[put_id] = put
 
     def pop(self, put_id: bytes) -> Region:
         """Remove a put and return its memory."""
-        put = self._awake.pop(put_id, None)
-        return self._asleep.pop(put_id) if put is None else put.region
+        put = self._shard(put_id).pop(put_id)
+        self._count -= 1
+        return put if isinstance(put, Region) else put.region
+
+    def slices(self) -> Iterator[list[bytes]]:
+        """Yield the names of all puts, some at a time; of those that come or go meanwhile some."""
+        for shard in self._shards:
+            yield list(shard)
 
     def __contains__(self, put_id: object) -> bool:
-        return put_id in self._awake or put_id in self._asleep
+        return put_id in self._shard(put_id)
 
     def __iter__(self) -> Iterator[bytes]:
-        yield from self._awake
-        yield from self._asleep
+        for shard in self._shards:
+            yield from shard
 
     def __len__(self) -> int:
-        return len(self._awake) + len(self._asleep)
+        return self._count
+
+    def _shard(self, put_id: object) -> dict[bytes, StoredPut | Region]:
+        return self._shards[hash(put_id) & (_SHARDS - 1)]

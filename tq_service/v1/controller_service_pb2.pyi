@@ -34,7 +34,7 @@ class _KeyModeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTy
     KEY_MODE_NEW: _KeyMode.ValueType  # 2
     """Every key makes a sample."""
     KEY_MODE_EXISTING: _KeyMode.ValueType  # 3
-    """Every key names its sample."""
+    """Every key names its sample; without keys it is INVALID_ARGUMENT, but where `global_indexes` name the samples."""
 
 class KeyMode(_KeyMode, metaclass=_KeyModeEnumTypeWrapper):
     """How keys are resolved."""
@@ -46,7 +46,7 @@ KEY_MODE_UPSERT: KeyMode.ValueType  # 1
 KEY_MODE_NEW: KeyMode.ValueType  # 2
 """Every key makes a sample."""
 KEY_MODE_EXISTING: KeyMode.ValueType  # 3
-"""Every key names its sample."""
+"""Every key names its sample; without keys it is INVALID_ARGUMENT, but where `global_indexes` name the samples."""
 global___KeyMode = KeyMode
 
 class _BatchUnit:
@@ -1125,13 +1125,21 @@ class LookupSamplesRequest(google.protobuf.message.Message):
     PARTITION_ID_FIELD_NUMBER: builtins.int
     KEYS_FIELD_NUMBER: builtins.int
     ALL_SAMPLES_FIELD_NUMBER: builtins.int
+    PAGE_SIZE_FIELD_NUMBER: builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: builtins.int
     partition_id: builtins.str
     """The partition."""
     all_samples: builtins.bool
     """Every sample of the partition instead, held and failed ones too."""
+    page_size: builtins.int
+    """Most samples of a page; 0, or more than the service allows (16,384): as many as it allows. A page also ends before
+    its metadata grows large.
+    """
+    page_token: builtins.str
+    """`next_page_token` of the page before, with the other fields as they were; empty: the first page."""
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """The keys."""
+        """The keys, at most 65,536."""
 
     def __init__(
         self,
@@ -1139,8 +1147,10 @@ class LookupSamplesRequest(google.protobuf.message.Message):
         partition_id: builtins.str = ...,
         keys: collections.abc.Iterable[builtins.str] | None = ...,
         all_samples: builtins.bool = ...,
+        page_size: builtins.int = ...,
+        page_token: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["all_samples", b"all_samples", "keys", b"keys", "partition_id", b"partition_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["all_samples", b"all_samples", "keys", b"keys", "page_size", b"page_size", "page_token", b"page_token", "partition_id", b"partition_id"]) -> None: ...
 
 global___LookupSamplesRequest = LookupSamplesRequest
 
@@ -1152,22 +1162,26 @@ class LookupSamplesResponse(google.protobuf.message.Message):
 
     META_FIELD_NUMBER: builtins.int
     MISSING_KEYS_FIELD_NUMBER: builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    next_page_token: builtins.str
+    """Asks for the next page; empty: this is the last one."""
     @property
     def meta(self) -> tq_service.v1.metadata_pb2.BatchMeta:
         """The samples of known keys in the order asked, or all in the order of insertion; with keys, groups and custom_meta."""
 
     @property
     def missing_keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Keys that no sample has."""
+        """Keys that no sample has, of those that this page is about."""
 
     def __init__(
         self,
         *,
         meta: tq_service.v1.metadata_pb2.BatchMeta | None = ...,
         missing_keys: collections.abc.Iterable[builtins.str] | None = ...,
+        next_page_token: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["meta", b"meta"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["meta", b"meta", "missing_keys", b"missing_keys"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["meta", b"meta", "missing_keys", b"missing_keys", "next_page_token", b"next_page_token"]) -> None: ...
 
 global___LookupSamplesResponse = LookupSamplesResponse
 
@@ -1191,11 +1205,11 @@ class LocateRequest(google.protobuf.message.Message):
     """Leave out samples that are unknown or lack one of the fields, instead of an error."""
     @property
     def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """The samples."""
+        """The samples, at most 65,536."""
 
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Or their keys."""
+        """Or their keys, likewise."""
 
     @property
     def data_fields(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
@@ -1224,7 +1238,7 @@ class LocateResponse(google.protobuf.message.Message):
     META_FIELD_NUMBER: builtins.int
     @property
     def meta(self) -> tq_service.v1.metadata_pb2.BatchMeta:
-        """The samples found, with locations."""
+        """The samples found, with keys and locations."""
 
     def __init__(
         self,
@@ -1713,6 +1727,7 @@ class RegisterStorageRequest(google.protobuf.message.Message):
     MAX_BYTES_FIELD_NUMBER: builtins.int
     USED_BYTES_FIELD_NUMBER: builtins.int
     RUN_ID_FIELD_NUMBER: builtins.int
+    UNVERIFIED_PUT_IDS_FIELD_NUMBER: builtins.int
     max_bytes: builtins.int
     """Its quota in bytes; 0 means none."""
     used_bytes: builtins.int
@@ -1723,6 +1738,12 @@ class RegisterStorageRequest(google.protobuf.message.Message):
     def storage(self) -> tq_service.v1.metadata_pb2.StorageEndpoint:
         """Its name, boot and address."""
 
+    @property
+    def unverified_put_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """Puts that were confirmed and of which it does not know yet whether they are committed, at most 4096; the others
+        come with later heartbeats.
+        """
+
     def __init__(
         self,
         *,
@@ -1730,9 +1751,10 @@ class RegisterStorageRequest(google.protobuf.message.Message):
         max_bytes: builtins.int = ...,
         used_bytes: builtins.int = ...,
         run_id: builtins.bytes = ...,
+        unverified_put_ids: collections.abc.Iterable[builtins.bytes] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["storage", b"storage"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["max_bytes", b"max_bytes", "run_id", b"run_id", "storage", b"storage", "used_bytes", b"used_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["max_bytes", b"max_bytes", "run_id", b"run_id", "storage", b"storage", "unverified_put_ids", b"unverified_put_ids", "used_bytes", b"used_bytes"]) -> None: ...
 
 global___RegisterStorageRequest = RegisterStorageRequest
 
@@ -1744,19 +1766,33 @@ class RegisterStorageResponse(google.protobuf.message.Message):
 
     HEARTBEAT_SECONDS_FIELD_NUMBER: builtins.int
     CONTROLLER_BOOT_ID_FIELD_NUMBER: builtins.int
+    UNKNOWN_PUT_IDS_FIELD_NUMBER: builtins.int
+    UNDECIDED_PUT_IDS_FIELD_NUMBER: builtins.int
     heartbeat_seconds: builtins.float
     """When to announce itself again, in seconds; after three missed times it gets no more puts."""
     controller_boot_id: builtins.bytes
-    """Random 16 bytes, the same over restarts of a controller that keeps its state, else new at every start: puts that
-    were committed with another are out of reach, and the storage service drops them.
-    """
+    """Random 16 bytes, the same over restarts of a controller that keeps its state, else new at every start."""
+    @property
+    def unknown_put_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """Of the puts of the request, those that are neither committed nor about to be: the storage service drops them once
+        it has held them for `put_ttl_seconds`.
+        """
+
+    @property
+    def undecided_put_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """Of the puts of the request, those that may still be committed: they are to be asked for again. All others are
+        committed.
+        """
+
     def __init__(
         self,
         *,
         heartbeat_seconds: builtins.float = ...,
         controller_boot_id: builtins.bytes = ...,
+        unknown_put_ids: collections.abc.Iterable[builtins.bytes] | None = ...,
+        undecided_put_ids: collections.abc.Iterable[builtins.bytes] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["controller_boot_id", b"controller_boot_id", "heartbeat_seconds", b"heartbeat_seconds"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["controller_boot_id", b"controller_boot_id", "heartbeat_seconds", b"heartbeat_seconds", "undecided_put_ids", b"undecided_put_ids", "unknown_put_ids", b"unknown_put_ids"]) -> None: ...
 
 global___RegisterStorageResponse = RegisterStorageResponse
 
@@ -1766,32 +1802,34 @@ class CheckpointRequest(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    DIRECTORY_FIELD_NUMBER: builtins.int
-    directory: builtins.str
-    """Folder on the controller's host; made where it is not there."""
+    NAME_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """A place below the controller's directory for checkpoints, 1 to 200 characters: parts of ASCII letters, digits and
+    "._=@+-" that begin with a letter or digit, with "/" between them. Made where it is not there.
+    """
     def __init__(
         self,
         *,
-        directory: builtins.str = ...,
+        name: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["directory", b"directory"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name"]) -> None: ...
 
 global___CheckpointRequest = CheckpointRequest
 
 @typing.final
 class CheckpointResponse(google.protobuf.message.Message):
-    """The checkpoint is whole, and what was in the folder before is gone."""
+    """The checkpoint is whole, and the one of this name before it is gone."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    DIRECTORY_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
     PARTITION_COUNT_FIELD_NUMBER: builtins.int
     SAMPLE_COUNT_FIELD_NUMBER: builtins.int
     PUT_COUNT_FIELD_NUMBER: builtins.int
     VALUE_BYTES_FIELD_NUMBER: builtins.int
     PAUSE_SECONDS_FIELD_NUMBER: builtins.int
-    directory: builtins.str
-    """Folder of the checkpoint."""
+    name: builtins.str
+    """Name of the checkpoint."""
     partition_count: builtins.int
     """Number of partitions in it."""
     sample_count: builtins.int
@@ -1805,14 +1843,14 @@ class CheckpointResponse(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        directory: builtins.str = ...,
+        name: builtins.str = ...,
         partition_count: builtins.int = ...,
         sample_count: builtins.int = ...,
         put_count: builtins.int = ...,
         value_bytes: builtins.int = ...,
         pause_seconds: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["directory", b"directory", "partition_count", b"partition_count", "pause_seconds", b"pause_seconds", "put_count", b"put_count", "sample_count", b"sample_count", "value_bytes", b"value_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "partition_count", b"partition_count", "pause_seconds", b"pause_seconds", "put_count", b"put_count", "sample_count", b"sample_count", "value_bytes", b"value_bytes"]) -> None: ...
 
 global___CheckpointResponse = CheckpointResponse
 
@@ -1823,18 +1861,18 @@ class RestoreRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: builtins.int
-    DIRECTORY_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
     """16 random bytes, the same over retries."""
-    directory: builtins.str
-    """Folder of the checkpoint, on the controller's host."""
+    name: builtins.str
+    """Name of the checkpoint."""
     def __init__(
         self,
         *,
         request_id: builtins.bytes = ...,
-        directory: builtins.str = ...,
+        name: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["directory", b"directory", "request_id", b"request_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "request_id", b"request_id"]) -> None: ...
 
 global___RestoreRequest = RestoreRequest
 

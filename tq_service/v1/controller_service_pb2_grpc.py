@@ -269,7 +269,10 @@ class ControllerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def LookupSamples(self, request, context):
-        """Finds samples by key, or lists them all. Changes nothing, does not block. Errors: NOT_FOUND (partition).
+        """Finds samples by key, or lists them all, page by page. A page is of one moment; between two of them samples may come,
+        which are listed if their indexes are still ahead, and go, which are left out. Changes nothing, does not block.
+        Errors: NOT_FOUND (partition), FAILED_PRECONDITION (the partition was cleared since the first page),
+        INVALID_ARGUMENT (a page token that is not of this list).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -284,9 +287,9 @@ class ControllerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ClearSamples(self, request, context):
-        """Removes samples. Changes: their cells, keys and claims are gone; their indexes are never given out again. Unknown
-        keys and indexes are ignored, so it is idempotent. Does not block. Errors: NOT_FOUND (partition),
-        FAILED_PRECONDITION (stale incarnation).
+        """Removes samples, many of them 32,768 at a time, between which other calls see some gone and some not. Changes: their
+        cells, keys and claims are gone; their indexes are never given out again. Unknown keys and indexes are ignored, so it
+        is idempotent. Does not block. Errors: NOT_FOUND (partition), FAILED_PRECONDITION (stale incarnation).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -331,10 +334,11 @@ class ControllerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Checkpoint(self, request, context):
-        """Writes a consistent copy of everything, claims and bytes, to a folder of the controller's host, while all else goes
-        on. Changes nothing in the service; the folder has the new checkpoint whole, or is as it was. Takes as long as the
-        bytes need; one at a time. Errors: FAILED_PRECONDITION (another one is running), INVALID_ARGUMENT (the folder),
-        RESOURCE_EXHAUSTED (disk full), DATA_LOSS (a storage service has lost bytes that are to be copied).
+        """Writes a consistent copy of everything, claims and bytes, under a name below the controller's directory for
+        checkpoints, while all else goes on. Changes nothing in the service; the name has the new checkpoint whole, or the one
+        before it. Takes as long as the bytes need; one at a time. Errors: FAILED_PRECONDITION (another one is running, or the
+        service has no directory for checkpoints), INVALID_ARGUMENT (the name), RESOURCE_EXHAUSTED (disk full), DATA_LOSS (a
+        storage service has lost bytes that are to be copied).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -343,16 +347,17 @@ class ControllerServiceServicer(object):
     def Restore(self, request, context):
         """Brings back what a checkpoint holds, into a service that has no partitions. The checkpoint is read and checked whole
         before anything is changed; then its bytes go to the storage services there are now, and all its partitions appear
-        in one step. Errors: FAILED_PRECONDITION (there are partitions), INVALID_ARGUMENT (no checkpoint, or of another
-        format), DATA_LOSS (a file of it is damaged), RESOURCE_EXHAUSTED (no room for its bytes).
+        in one step. Errors: FAILED_PRECONDITION (there are partitions, or the service has no directory for checkpoints),
+        INVALID_ARGUMENT (the name, no checkpoint, or one of another format), DATA_LOSS (a file of it is damaged), RESOURCE_EXHAUSTED (no room for its bytes).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RegisterStorage(self, request, context):
-        """Announces a storage service; repeated as its heartbeat. Changes: it gets puts from now on. Idempotent, does not
-        block.
+        """Announces a storage service; repeated as its heartbeat. Changes: it gets puts from now on. The answer says which of
+        the puts it names are not committed, so that it can drop those whose commit never came to its end. Idempotent, does
+        not block. Errors: INVALID_ARGUMENT (more than 4096 puts).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -147,7 +147,11 @@ class ControllerServiceStub:
         tq_service.v1.controller_service_pb2.LookupSamplesRequest,
         tq_service.v1.controller_service_pb2.LookupSamplesResponse,
     ]
-    """Finds samples by key, or lists them all. Changes nothing, does not block. Errors: NOT_FOUND (partition)."""
+    """Finds samples by key, or lists them all, page by page. A page is of one moment; between two of them samples may come,
+    which are listed if their indexes are still ahead, and go, which are left out. Changes nothing, does not block.
+    Errors: NOT_FOUND (partition), FAILED_PRECONDITION (the partition was cleared since the first page),
+    INVALID_ARGUMENT (a page token that is not of this list).
+    """
 
     Locate: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.LocateRequest,
@@ -161,9 +165,9 @@ class ControllerServiceStub:
         tq_service.v1.controller_service_pb2.ClearSamplesRequest,
         tq_service.v1.controller_service_pb2.ClearSamplesResponse,
     ]
-    """Removes samples. Changes: their cells, keys and claims are gone; their indexes are never given out again. Unknown
-    keys and indexes are ignored, so it is idempotent. Does not block. Errors: NOT_FOUND (partition),
-    FAILED_PRECONDITION (stale incarnation).
+    """Removes samples, many of them 32,768 at a time, between which other calls see some gone and some not. Changes: their
+    cells, keys and claims are gone; their indexes are never given out again. Unknown keys and indexes are ignored, so it
+    is idempotent. Does not block. Errors: NOT_FOUND (partition), FAILED_PRECONDITION (stale incarnation).
     """
 
     ClearPartition: grpc.UnaryUnaryMultiCallable[
@@ -205,10 +209,11 @@ class ControllerServiceStub:
         tq_service.v1.controller_service_pb2.CheckpointRequest,
         tq_service.v1.controller_service_pb2.CheckpointResponse,
     ]
-    """Writes a consistent copy of everything, claims and bytes, to a folder of the controller's host, while all else goes
-    on. Changes nothing in the service; the folder has the new checkpoint whole, or is as it was. Takes as long as the
-    bytes need; one at a time. Errors: FAILED_PRECONDITION (another one is running), INVALID_ARGUMENT (the folder),
-    RESOURCE_EXHAUSTED (disk full), DATA_LOSS (a storage service has lost bytes that are to be copied).
+    """Writes a consistent copy of everything, claims and bytes, under a name below the controller's directory for
+    checkpoints, while all else goes on. Changes nothing in the service; the name has the new checkpoint whole, or the one
+    before it. Takes as long as the bytes need; one at a time. Errors: FAILED_PRECONDITION (another one is running, or the
+    service has no directory for checkpoints), INVALID_ARGUMENT (the name), RESOURCE_EXHAUSTED (disk full), DATA_LOSS (a
+    storage service has lost bytes that are to be copied).
     """
 
     Restore: grpc.UnaryUnaryMultiCallable[
@@ -217,16 +222,17 @@ class ControllerServiceStub:
     ]
     """Brings back what a checkpoint holds, into a service that has no partitions. The checkpoint is read and checked whole
     before anything is changed; then its bytes go to the storage services there are now, and all its partitions appear
-    in one step. Errors: FAILED_PRECONDITION (there are partitions), INVALID_ARGUMENT (no checkpoint, or of another
-    format), DATA_LOSS (a file of it is damaged), RESOURCE_EXHAUSTED (no room for its bytes).
+    in one step. Errors: FAILED_PRECONDITION (there are partitions, or the service has no directory for checkpoints),
+    INVALID_ARGUMENT (the name, no checkpoint, or one of another format), DATA_LOSS (a file of it is damaged), RESOURCE_EXHAUSTED (no room for its bytes).
     """
 
     RegisterStorage: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.RegisterStorageRequest,
         tq_service.v1.controller_service_pb2.RegisterStorageResponse,
     ]
-    """Announces a storage service; repeated as its heartbeat. Changes: it gets puts from now on. Idempotent, does not
-    block.
+    """Announces a storage service; repeated as its heartbeat. Changes: it gets puts from now on. The answer says which of
+    the puts it names are not committed, so that it can drop those whose commit never came to its end. Idempotent, does
+    not block. Errors: INVALID_ARGUMENT (more than 4096 puts).
     """
 
 class ControllerServiceAsyncStub:
@@ -358,7 +364,11 @@ class ControllerServiceAsyncStub:
         tq_service.v1.controller_service_pb2.LookupSamplesRequest,
         tq_service.v1.controller_service_pb2.LookupSamplesResponse,
     ]
-    """Finds samples by key, or lists them all. Changes nothing, does not block. Errors: NOT_FOUND (partition)."""
+    """Finds samples by key, or lists them all, page by page. A page is of one moment; between two of them samples may come,
+    which are listed if their indexes are still ahead, and go, which are left out. Changes nothing, does not block.
+    Errors: NOT_FOUND (partition), FAILED_PRECONDITION (the partition was cleared since the first page),
+    INVALID_ARGUMENT (a page token that is not of this list).
+    """
 
     Locate: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.LocateRequest,
@@ -372,9 +382,9 @@ class ControllerServiceAsyncStub:
         tq_service.v1.controller_service_pb2.ClearSamplesRequest,
         tq_service.v1.controller_service_pb2.ClearSamplesResponse,
     ]
-    """Removes samples. Changes: their cells, keys and claims are gone; their indexes are never given out again. Unknown
-    keys and indexes are ignored, so it is idempotent. Does not block. Errors: NOT_FOUND (partition),
-    FAILED_PRECONDITION (stale incarnation).
+    """Removes samples, many of them 32,768 at a time, between which other calls see some gone and some not. Changes: their
+    cells, keys and claims are gone; their indexes are never given out again. Unknown keys and indexes are ignored, so it
+    is idempotent. Does not block. Errors: NOT_FOUND (partition), FAILED_PRECONDITION (stale incarnation).
     """
 
     ClearPartition: grpc.aio.UnaryUnaryMultiCallable[
@@ -416,10 +426,11 @@ class ControllerServiceAsyncStub:
         tq_service.v1.controller_service_pb2.CheckpointRequest,
         tq_service.v1.controller_service_pb2.CheckpointResponse,
     ]
-    """Writes a consistent copy of everything, claims and bytes, to a folder of the controller's host, while all else goes
-    on. Changes nothing in the service; the folder has the new checkpoint whole, or is as it was. Takes as long as the
-    bytes need; one at a time. Errors: FAILED_PRECONDITION (another one is running), INVALID_ARGUMENT (the folder),
-    RESOURCE_EXHAUSTED (disk full), DATA_LOSS (a storage service has lost bytes that are to be copied).
+    """Writes a consistent copy of everything, claims and bytes, under a name below the controller's directory for
+    checkpoints, while all else goes on. Changes nothing in the service; the name has the new checkpoint whole, or the one
+    before it. Takes as long as the bytes need; one at a time. Errors: FAILED_PRECONDITION (another one is running, or the
+    service has no directory for checkpoints), INVALID_ARGUMENT (the name), RESOURCE_EXHAUSTED (disk full), DATA_LOSS (a
+    storage service has lost bytes that are to be copied).
     """
 
     Restore: grpc.aio.UnaryUnaryMultiCallable[
@@ -428,16 +439,17 @@ class ControllerServiceAsyncStub:
     ]
     """Brings back what a checkpoint holds, into a service that has no partitions. The checkpoint is read and checked whole
     before anything is changed; then its bytes go to the storage services there are now, and all its partitions appear
-    in one step. Errors: FAILED_PRECONDITION (there are partitions), INVALID_ARGUMENT (no checkpoint, or of another
-    format), DATA_LOSS (a file of it is damaged), RESOURCE_EXHAUSTED (no room for its bytes).
+    in one step. Errors: FAILED_PRECONDITION (there are partitions, or the service has no directory for checkpoints),
+    INVALID_ARGUMENT (the name, no checkpoint, or one of another format), DATA_LOSS (a file of it is damaged), RESOURCE_EXHAUSTED (no room for its bytes).
     """
 
     RegisterStorage: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.RegisterStorageRequest,
         tq_service.v1.controller_service_pb2.RegisterStorageResponse,
     ]
-    """Announces a storage service; repeated as its heartbeat. Changes: it gets puts from now on. Idempotent, does not
-    block.
+    """Announces a storage service; repeated as its heartbeat. Changes: it gets puts from now on. The answer says which of
+    the puts it names are not committed, so that it can drop those whose commit never came to its end. Idempotent, does
+    not block. Errors: INVALID_ARGUMENT (more than 4096 puts).
     """
 
 class ControllerServiceServicer(metaclass=abc.ABCMeta):
@@ -597,7 +609,11 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.LookupSamplesRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.LookupSamplesResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.LookupSamplesResponse]]:
-        """Finds samples by key, or lists them all. Changes nothing, does not block. Errors: NOT_FOUND (partition)."""
+        """Finds samples by key, or lists them all, page by page. A page is of one moment; between two of them samples may come,
+        which are listed if their indexes are still ahead, and go, which are left out. Changes nothing, does not block.
+        Errors: NOT_FOUND (partition), FAILED_PRECONDITION (the partition was cleared since the first page),
+        INVALID_ARGUMENT (a page token that is not of this list).
+        """
 
     @abc.abstractmethod
     def Locate(
@@ -615,9 +631,9 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.ClearSamplesRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.ClearSamplesResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.ClearSamplesResponse]]:
-        """Removes samples. Changes: their cells, keys and claims are gone; their indexes are never given out again. Unknown
-        keys and indexes are ignored, so it is idempotent. Does not block. Errors: NOT_FOUND (partition),
-        FAILED_PRECONDITION (stale incarnation).
+        """Removes samples, many of them 32,768 at a time, between which other calls see some gone and some not. Changes: their
+        cells, keys and claims are gone; their indexes are never given out again. Unknown keys and indexes are ignored, so it
+        is idempotent. Does not block. Errors: NOT_FOUND (partition), FAILED_PRECONDITION (stale incarnation).
         """
 
     @abc.abstractmethod
@@ -671,10 +687,11 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.CheckpointRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.CheckpointResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.CheckpointResponse]]:
-        """Writes a consistent copy of everything, claims and bytes, to a folder of the controller's host, while all else goes
-        on. Changes nothing in the service; the folder has the new checkpoint whole, or is as it was. Takes as long as the
-        bytes need; one at a time. Errors: FAILED_PRECONDITION (another one is running), INVALID_ARGUMENT (the folder),
-        RESOURCE_EXHAUSTED (disk full), DATA_LOSS (a storage service has lost bytes that are to be copied).
+        """Writes a consistent copy of everything, claims and bytes, under a name below the controller's directory for
+        checkpoints, while all else goes on. Changes nothing in the service; the name has the new checkpoint whole, or the one
+        before it. Takes as long as the bytes need; one at a time. Errors: FAILED_PRECONDITION (another one is running, or the
+        service has no directory for checkpoints), INVALID_ARGUMENT (the name), RESOURCE_EXHAUSTED (disk full), DATA_LOSS (a
+        storage service has lost bytes that are to be copied).
         """
 
     @abc.abstractmethod
@@ -685,8 +702,8 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[tq_service.v1.controller_service_pb2.RestoreResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.RestoreResponse]]:
         """Brings back what a checkpoint holds, into a service that has no partitions. The checkpoint is read and checked whole
         before anything is changed; then its bytes go to the storage services there are now, and all its partitions appear
-        in one step. Errors: FAILED_PRECONDITION (there are partitions), INVALID_ARGUMENT (no checkpoint, or of another
-        format), DATA_LOSS (a file of it is damaged), RESOURCE_EXHAUSTED (no room for its bytes).
+        in one step. Errors: FAILED_PRECONDITION (there are partitions, or the service has no directory for checkpoints),
+        INVALID_ARGUMENT (the name, no checkpoint, or one of another format), DATA_LOSS (a file of it is damaged), RESOURCE_EXHAUSTED (no room for its bytes).
         """
 
     @abc.abstractmethod
@@ -695,8 +712,9 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.RegisterStorageRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.RegisterStorageResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.RegisterStorageResponse]]:
-        """Announces a storage service; repeated as its heartbeat. Changes: it gets puts from now on. Idempotent, does not
-        block.
+        """Announces a storage service; repeated as its heartbeat. Changes: it gets puts from now on. The answer says which of
+        the puts it names are not committed, so that it can drop those whose commit never came to its end. Idempotent, does
+        not block. Errors: INVALID_ARGUMENT (more than 4096 puts).
         """
 
 def add_ControllerServiceServicer_to_server(servicer: ControllerServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

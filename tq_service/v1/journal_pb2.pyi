@@ -178,17 +178,21 @@ class SamplesWritten(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     COMMIT_FIELD_NUMBER: builtins.int
+    ROWS_FIELD_NUMBER: builtins.int
+    rows: builtins.bytes
+    """Existing samples, as little-endian int64; empty: as in `commit`."""
     @property
     def commit(self) -> tq_service.v1.controller_service_pb2.CommitRequest:
-        """Samples, metadata, put and columns; the request_id is empty."""
+        """Metadata, put and columns; request_id and global_indexes are empty."""
 
     def __init__(
         self,
         *,
         commit: tq_service.v1.controller_service_pb2.CommitRequest | None = ...,
+        rows: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["commit", b"commit"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["commit", b"commit"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["commit", b"commit", "rows", b"rows"]) -> None: ...
 
 global___SamplesWritten = SamplesWritten
 
@@ -199,17 +203,21 @@ class MetaSet(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     REQUEST_FIELD_NUMBER: builtins.int
+    ROWS_FIELD_NUMBER: builtins.int
+    rows: builtins.bytes
+    """The samples, as little-endian int64."""
     @property
     def request(self) -> tq_service.v1.controller_service_pb2.SetCustomMetaRequest:
-        """What was written; request_id and incarnation are empty."""
+        """What was written; request_id, incarnation and global_indexes are empty."""
 
     def __init__(
         self,
         *,
         request: tq_service.v1.controller_service_pb2.SetCustomMetaRequest | None = ...,
+        rows: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["request", b"request"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["request", b"request"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["request", b"request", "rows", b"rows"]) -> None: ...
 
 global___MetaSet = MetaSet
 
@@ -262,20 +270,18 @@ class SamplesCleared(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     PARTITION_ID_FIELD_NUMBER: builtins.int
-    GLOBAL_INDEXES_FIELD_NUMBER: builtins.int
+    ROWS_FIELD_NUMBER: builtins.int
     partition_id: builtins.str
     """The partition."""
-    @property
-    def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """The samples."""
-
+    rows: builtins.bytes
+    """The samples, as little-endian int64."""
     def __init__(
         self,
         *,
         partition_id: builtins.str = ...,
-        global_indexes: collections.abc.Iterable[builtins.int] | None = ...,
+        rows: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["global_indexes", b"global_indexes", "partition_id", b"partition_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["partition_id", b"partition_id", "rows", b"rows"]) -> None: ...
 
 global___SamplesCleared = SamplesCleared
 
@@ -447,24 +453,27 @@ class EndReached(google.protobuf.message.Message):
     PARTITION_ID_FIELD_NUMBER: builtins.int
     TASK_NAME_FIELD_NUMBER: builtins.int
     DP_SIZE_FIELD_NUMBER: builtins.int
-    SKIPPED_FIELD_NUMBER: builtins.int
+    END_FIELD_NUMBER: builtins.int
     partition_id: builtins.str
     """The partition."""
     task_name: builtins.str
     """The task."""
     dp_size: builtins.int
     """Number of ranks."""
-    skipped: builtins.int
-    """Samples that are never handed out."""
+    @property
+    def end(self) -> tq_service.v1.metadata_pb2.EndCounts:
+        """What became of all samples."""
+
     def __init__(
         self,
         *,
         partition_id: builtins.str = ...,
         task_name: builtins.str = ...,
         dp_size: builtins.int = ...,
-        skipped: builtins.int = ...,
+        end: tq_service.v1.metadata_pb2.EndCounts | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["dp_size", b"dp_size", "partition_id", b"partition_id", "skipped", b"skipped", "task_name", b"task_name"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["end", b"end"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["dp_size", b"dp_size", "end", b"end", "partition_id", b"partition_id", "task_name", b"task_name"]) -> None: ...
 
 global___EndReached = EndReached
 
@@ -707,6 +716,7 @@ class PutKept(google.protobuf.message.Message):
     CHECKSUM_FIELD_NUMBER: builtins.int
     DATA_FIELD_NUMBER: builtins.int
     KEPT_ROWS_FIELD_NUMBER: builtins.int
+    FOR_EXISTING_ROWS_FIELD_NUMBER: builtins.int
     put_id: builtins.bytes
     """The put."""
     partition_id: builtins.str
@@ -721,6 +731,8 @@ class PutKept(google.protobuf.message.Message):
     """Checksum of them (XXH3, 64 bits)."""
     data: builtins.bytes
     """Tables and values of a small put."""
+    for_existing_rows: builtins.bool
+    """Whether it is for existing samples only, as its header said."""
     @property
     def columns(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[tq_service.v1.metadata_pb2.ColumnHeader]:
         """Its columns; extents are empty where they are in the segment."""
@@ -741,8 +753,9 @@ class PutKept(google.protobuf.message.Message):
         checksum: builtins.int = ...,
         data: builtins.bytes = ...,
         kept_rows: collections.abc.Iterable[global___KeptRows] | None = ...,
+        for_existing_rows: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["checksum", b"checksum", "columns", b"columns", "data", b"data", "kept_rows", b"kept_rows", "partition_id", b"partition_id", "put_id", b"put_id", "row_count", b"row_count", "segment", b"segment", "size_bytes", b"size_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checksum", b"checksum", "columns", b"columns", "data", b"data", "for_existing_rows", b"for_existing_rows", "kept_rows", b"kept_rows", "partition_id", b"partition_id", "put_id", b"put_id", "row_count", b"row_count", "segment", b"segment", "size_bytes", b"size_bytes"]) -> None: ...
 
 global___PutKept = PutKept
 

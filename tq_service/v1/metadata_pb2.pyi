@@ -442,6 +442,32 @@ class Step(google.protobuf.message.Message):
 global___Step = Step
 
 @typing.final
+class IndexRanges(google.protobuf.message.Message):
+    """Indexes that follow each other, as ranges."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FIRSTS_FIELD_NUMBER: builtins.int
+    COUNTS_FIELD_NUMBER: builtins.int
+    @property
+    def firsts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """For each range, its first index."""
+
+    @property
+    def counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """For each range, its number of indexes, 1 or more."""
+
+    def __init__(
+        self,
+        *,
+        firsts: collections.abc.Iterable[builtins.int] | None = ...,
+        counts: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["counts", b"counts", "firsts", b"firsts"]) -> None: ...
+
+global___IndexRanges = IndexRanges
+
+@typing.final
 class BatchMeta(google.protobuf.message.Message):
     """Names samples and says where they are and how they are to be used."""
 
@@ -462,6 +488,8 @@ class BatchMeta(google.protobuf.message.Message):
     CLAIM_REQUEST_ID_FIELD_NUMBER: builtins.int
     LEASE_SECONDS_FIELD_NUMBER: builtins.int
     DELIVERY_COUNTS_FIELD_NUMBER: builtins.int
+    INDEX_RANGES_FIELD_NUMBER: builtins.int
+    END_FIELD_NUMBER: builtins.int
     status: global___BatchStatus.ValueType
     """What the claim answered; BATCH for answers that are no claims."""
     partition_id: builtins.str
@@ -471,14 +499,14 @@ class BatchMeta(google.protobuf.message.Message):
     epoch: builtins.int
     """The life of the task's consumption; 0 for answers that are no claims."""
     skipped: builtins.int
-    """With END: how many samples the task will never get."""
+    """With END: how many samples the task will never get, the sum of those that `end` tells apart."""
     claim_request_id: builtins.bytes
     """The `request_id` of a leased claim, by which it is acknowledged; else empty."""
     lease_seconds: builtins.float
     """How long the samples of a leased claim stay with who got them, in seconds from the answer; else 0."""
     @property
     def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """The samples, in the order of the batch."""
+        """The samples, in the order of the batch; empty where `index_ranges` names them."""
 
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
@@ -508,6 +536,14 @@ class BatchMeta(google.protobuf.message.Message):
     def delivery_counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """For each sample of a leased claim, how often it was handed out to the task, this time included; else empty."""
 
+    @property
+    def index_ranges(self) -> global___IndexRanges:
+        """The samples instead of `global_indexes`, where they are many and most of them follow each other."""
+
+    @property
+    def end(self) -> global___EndCounts:
+        """With END: what became of all samples of the partition; the same for all ranks."""
+
     def __init__(
         self,
         *,
@@ -526,11 +562,55 @@ class BatchMeta(google.protobuf.message.Message):
         claim_request_id: builtins.bytes = ...,
         lease_seconds: builtins.float = ...,
         delivery_counts: collections.abc.Iterable[builtins.int] | None = ...,
+        index_ranges: global___IndexRanges | None = ...,
+        end: global___EndCounts | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["locations", b"locations"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["claim_request_id", b"claim_request_id", "custom_meta", b"custom_meta", "delivery_counts", b"delivery_counts", "epoch", b"epoch", "fields", b"fields", "global_indexes", b"global_indexes", "groups", b"groups", "incarnation", b"incarnation", "keys", b"keys", "lease_seconds", b"lease_seconds", "locations", b"locations", "partition_id", b"partition_id", "skipped", b"skipped", "status", b"status", "steps", b"steps"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["end", b"end", "index_ranges", b"index_ranges", "locations", b"locations"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["claim_request_id", b"claim_request_id", "custom_meta", b"custom_meta", "delivery_counts", b"delivery_counts", "end", b"end", "epoch", b"epoch", "fields", b"fields", "global_indexes", b"global_indexes", "groups", b"groups", "incarnation", b"incarnation", "index_ranges", b"index_ranges", "keys", b"keys", "lease_seconds", b"lease_seconds", "locations", b"locations", "partition_id", b"partition_id", "skipped", b"skipped", "status", b"status", "steps", b"steps"]) -> None: ...
 
 global___BatchMeta = BatchMeta
+
+@typing.final
+class EndCounts(google.protobuf.message.Message):
+    """What became of the samples of a partition when a task reached its end. Numbers of samples."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CONSUMED_FIELD_NUMBER: builtins.int
+    CLEARED_FIELD_NUMBER: builtins.int
+    FAILED_FIELD_NUMBER: builtins.int
+    SET_ASIDE_FIELD_NUMBER: builtins.int
+    EXCLUDED_FIELD_NUMBER: builtins.int
+    IN_INCOMPLETE_GROUPS_FIELD_NUMBER: builtins.int
+    LEFT_OVER_FIELD_NUMBER: builtins.int
+    consumed: builtins.int
+    """Consumed by the task in this epoch, cleared ones included."""
+    cleared: builtins.int
+    """Cleared before the task took them."""
+    failed: builtins.int
+    """Failed before the task took them."""
+    set_aside: builtins.int
+    """Delivered too often without being acknowledged."""
+    excluded: builtins.int
+    """Ruled out by the task's `where`."""
+    in_incomplete_groups: builtins.int
+    """Of groups that cannot be delivered whole any more."""
+    left_over: builtins.int
+    """Ready, but in no plan: a short last batch with `drop_last`, or what the sampler leaves out."""
+    def __init__(
+        self,
+        *,
+        consumed: builtins.int = ...,
+        cleared: builtins.int = ...,
+        failed: builtins.int = ...,
+        set_aside: builtins.int = ...,
+        excluded: builtins.int = ...,
+        in_incomplete_groups: builtins.int = ...,
+        left_over: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cleared", b"cleared", "consumed", b"consumed", "excluded", b"excluded", "failed", b"failed", "in_incomplete_groups", b"in_incomplete_groups", "left_over", b"left_over", "set_aside", b"set_aside"]) -> None: ...
+
+global___EndCounts = EndCounts
 
 @typing.final
 class ColumnHeader(google.protobuf.message.Message):

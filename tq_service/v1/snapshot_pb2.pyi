@@ -454,7 +454,7 @@ class SnapshotTask(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     DP_SIZE_FIELD_NUMBER: builtins.int
     NEXT_BATCH_INDEX_FIELD_NUMBER: builtins.int
-    END_SKIPPED_FIELD_NUMBER: builtins.int
+    END_FIELD_NUMBER: builtins.int
     CONSUMED_COUNT_FIELD_NUMBER: builtins.int
     OPEN_COUNT_FIELD_NUMBER: builtins.int
     SERIAL_FIELD_NUMBER: builtins.int
@@ -472,8 +472,6 @@ class SnapshotTask(google.protobuf.message.Message):
     """Number of ranks of this epoch; not given: not known yet."""
     next_batch_index: builtins.int
     """The next batch to be planned."""
-    end_skipped: builtins.int
-    """What its end left out; not given: it is not at its end."""
     consumed_count: builtins.int
     """Samples consumed."""
     open_count: builtins.int
@@ -492,6 +490,10 @@ class SnapshotTask(google.protobuf.message.Message):
     """Number of ids of claims that were given back."""
     expired_count: builtins.int
     """Number of ids of claims that were not acknowledged in time."""
+    @property
+    def end(self) -> tq_service.v1.metadata_pb2.EndCounts:
+        """What became of all samples at its end; not given: it is not at its end."""
+
     def __init__(
         self,
         *,
@@ -499,7 +501,7 @@ class SnapshotTask(google.protobuf.message.Message):
         epoch: builtins.int = ...,
         dp_size: builtins.int | None = ...,
         next_batch_index: builtins.int = ...,
-        end_skipped: builtins.int | None = ...,
+        end: tq_service.v1.metadata_pb2.EndCounts | None = ...,
         consumed_count: builtins.int = ...,
         open_count: builtins.int = ...,
         serial: builtins.int = ...,
@@ -510,12 +512,9 @@ class SnapshotTask(google.protobuf.message.Message):
         released_count: builtins.int = ...,
         expired_count: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_dp_size", b"_dp_size", "_end_skipped", b"_end_skipped", "dp_size", b"dp_size", "end_skipped", b"end_skipped"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_dp_size", b"_dp_size", "_end_skipped", b"_end_skipped", "claim_count", b"claim_count", "consumed_count", b"consumed_count", "dp_size", b"dp_size", "end_skipped", b"end_skipped", "epoch", b"epoch", "expired_count", b"expired_count", "has_deliveries", b"has_deliveries", "name", b"name", "next_batch_index", b"next_batch_index", "open_count", b"open_count", "released_count", b"released_count", "rowless_count", b"rowless_count", "serial", b"serial", "set_aside_count", b"set_aside_count"]) -> None: ...
-    @typing.overload
+    def HasField(self, field_name: typing.Literal["_dp_size", b"_dp_size", "dp_size", b"dp_size", "end", b"end"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_dp_size", b"_dp_size", "claim_count", b"claim_count", "consumed_count", b"consumed_count", "dp_size", b"dp_size", "end", b"end", "epoch", b"epoch", "expired_count", b"expired_count", "has_deliveries", b"has_deliveries", "name", b"name", "next_batch_index", b"next_batch_index", "open_count", b"open_count", "released_count", b"released_count", "rowless_count", b"rowless_count", "serial", b"serial", "set_aside_count", b"set_aside_count"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_dp_size", b"_dp_size"]) -> typing.Literal["dp_size"] | None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_end_skipped", b"_end_skipped"]) -> typing.Literal["end_skipped"] | None: ...
 
 global___SnapshotTask = SnapshotTask
 

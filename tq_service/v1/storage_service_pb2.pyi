@@ -35,7 +35,9 @@ class PutHeader(google.protobuf.message.Message):
     size_bytes: builtins.int
     """Bytes of all frames together: the sum of the columns' `value_bytes`."""
     for_existing_rows: builtins.bool
-    """Whether the put adds columns to existing samples; such puts may use the reserve that new samples may not."""
+    """Whether the put adds columns to existing samples; such puts may use the reserve that new samples may not. Where the
+    header carries the commit and that makes samples, it is not heeded; else Commit refuses to make samples of the put.
+    """
     handover_session: builtins.bytes
     """The session on the handover socket, of a client that can hand over shared memory; else empty. Put only."""
     partition_id: builtins.str
@@ -480,13 +482,19 @@ global___ConfirmPutRequest = ConfirmPutRequest
 
 @typing.final
 class ConfirmPutResponse(google.protobuf.message.Message):
-    """Empty: the put stays."""
+    """The put stays."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    FOR_EXISTING_ROWS_FIELD_NUMBER: builtins.int
+    for_existing_rows: builtins.bool
+    """Whether it is for existing samples only, as its header said: its commit must not make any."""
     def __init__(
         self,
+        *,
+        for_existing_rows: builtins.bool = ...,
     ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["for_existing_rows", b"for_existing_rows"]) -> None: ...
 
 global___ConfirmPutResponse = ConfirmPutResponse
 
@@ -528,25 +536,41 @@ global___PutCells = PutCells
 
 @typing.final
 class KeepPutsRequest(google.protobuf.message.Message):
-    """Says which puts are known."""
+    """A piece of what is known."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     BOOT_ID_FIELD_NUMBER: builtins.int
+    WHOLE_PUT_IDS_FIELD_NUMBER: builtins.int
     CELLS_FIELD_NUMBER: builtins.int
+    UNCOMMITTED_PUT_IDS_FIELD_NUMBER: builtins.int
+    IS_LAST_FIELD_NUMBER: builtins.int
     boot_id: builtins.bytes
-    """The boot under which they were stored."""
+    """The boot under which the puts were stored; first message only."""
+    is_last: builtins.bool
+    """Whether this is the last message. A stream that ends without it has broken off."""
+    @property
+    def whole_put_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """Puts all of whose cells are known."""
+
     @property
     def cells(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PutCells]:
-        """Their cells."""
+        """Cells of other puts; those of one put follow each other, over messages too."""
+
+    @property
+    def uncommitted_put_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """Puts whose commit is under way: they stay as they are, confirmed or not."""
 
     def __init__(
         self,
         *,
         boot_id: builtins.bytes = ...,
+        whole_put_ids: collections.abc.Iterable[builtins.bytes] | None = ...,
         cells: collections.abc.Iterable[global___PutCells] | None = ...,
+        uncommitted_put_ids: collections.abc.Iterable[builtins.bytes] | None = ...,
+        is_last: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "cells", b"cells"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "cells", b"cells", "is_last", b"is_last", "uncommitted_put_ids", b"uncommitted_put_ids", "whole_put_ids", b"whole_put_ids"]) -> None: ...
 
 global___KeepPutsRequest = KeepPutsRequest
 
@@ -557,20 +581,24 @@ class KeepPutsResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     MISSING_PUT_IDS_FIELD_NUMBER: builtins.int
+    MISSING_COUNT_FIELD_NUMBER: builtins.int
     DROPPED_COUNT_FIELD_NUMBER: builtins.int
+    missing_count: builtins.int
+    """Number of all of them."""
     dropped_count: builtins.int
     """Number of puts that were dropped."""
     @property
     def missing_put_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """Those that are not here, or damaged."""
+        """Some of those that are not here, or damaged."""
 
     def __init__(
         self,
         *,
         missing_put_ids: collections.abc.Iterable[builtins.bytes] | None = ...,
+        missing_count: builtins.int = ...,
         dropped_count: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["dropped_count", b"dropped_count", "missing_put_ids", b"missing_put_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dropped_count", b"dropped_count", "missing_count", b"missing_count", "missing_put_ids", b"missing_put_ids"]) -> None: ...
 
 global___KeepPutsResponse = KeepPutsResponse
 

@@ -45,7 +45,7 @@ class StorageServiceStub(object):
                 request_serializer=tq__service_dot_v1_dot_storage__service__pb2.ConfirmPutRequest.SerializeToString,
                 response_deserializer=tq__service_dot_v1_dot_storage__service__pb2.ConfirmPutResponse.FromString,
                 )
-        self.KeepPuts = channel.unary_unary(
+        self.KeepPuts = channel.stream_unary(
                 '/tq_service.v1.StorageService/KeepPuts',
                 request_serializer=tq__service_dot_v1_dot_storage__service__pb2.KeepPutsRequest.SerializeToString,
                 response_deserializer=tq__service_dot_v1_dot_storage__service__pb2.KeepPutsResponse.FromString,
@@ -113,17 +113,22 @@ class StorageServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ConfirmPut(self, request, context):
-        """Makes an uncommitted put stay: called by the controller in the course of Commit. Idempotent, does not block.
+        """Makes an uncommitted put stay: called by the controller in the course of Commit. Since that may come to no end, this
+        service asks afterwards whether the put is committed (RegisterStorage). Idempotent, does not block.
         Errors: NOT_FOUND (expired or unknown), DATA_LOSS (another boot).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def KeepPuts(self, request, context):
-        """Says which puts the controller knows: called by it when it or this service has started anew. Changes: the puts
-        listed stay, of confirmed puts only the cells listed, and confirmed puts that are not listed are dropped; those that
-        wait for their commit go on doing so. Idempotent, does not block. Errors: DATA_LOSS (another boot).
+    def KeepPuts(self, request_iterator, context):
+        """Says which puts the controller knows, in pieces: called by it when it or this service has started anew, and now and
+        then. The first message has the boot alone; initial metadata answers it, and only then the controller looks at what
+        it knows, so that a put is listed, or confirmed after the first message, or not known. Changes, after the last
+        message: confirmed puts that are not listed are dropped, but those that were confirmed after the first one; of
+        those listed the cells listed stay. Puts that wait for their commit go on doing so. A stream that breaks off drops
+        nothing but cells that are not listed of puts that are. Other calls go on between the messages. Errors: DATA_LOSS
+        (another boot), CANCELLED (a later call of this method has begun).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -170,7 +175,7 @@ def add_StorageServiceServicer_to_server(servicer, server):
                     request_deserializer=tq__service_dot_v1_dot_storage__service__pb2.ConfirmPutRequest.FromString,
                     response_serializer=tq__service_dot_v1_dot_storage__service__pb2.ConfirmPutResponse.SerializeToString,
             ),
-            'KeepPuts': grpc.unary_unary_rpc_method_handler(
+            'KeepPuts': grpc.stream_unary_rpc_method_handler(
                     servicer.KeepPuts,
                     request_deserializer=tq__service_dot_v1_dot_storage__service__pb2.KeepPutsRequest.FromString,
                     response_serializer=tq__service_dot_v1_dot_storage__service__pb2.KeepPutsResponse.SerializeToString,
@@ -294,7 +299,7 @@ class StorageService(object):
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 
     @staticmethod
-    def KeepPuts(request,
+    def KeepPuts(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -304,7 +309,7 @@ class StorageService(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(request, target, '/tq_service.v1.StorageService/KeepPuts',
+        return grpc.experimental.stream_unary(request_iterator, target, '/tq_service.v1.StorageService/KeepPuts',
             tq__service_dot_v1_dot_storage__service__pb2.KeepPutsRequest.SerializeToString,
             tq__service_dot_v1_dot_storage__service__pb2.KeepPutsResponse.FromString,
             options, channel_credentials,

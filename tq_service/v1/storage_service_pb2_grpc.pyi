@@ -75,17 +75,22 @@ class StorageServiceStub:
         tq_service.v1.storage_service_pb2.ConfirmPutRequest,
         tq_service.v1.storage_service_pb2.ConfirmPutResponse,
     ]
-    """Makes an uncommitted put stay: called by the controller in the course of Commit. Idempotent, does not block.
+    """Makes an uncommitted put stay: called by the controller in the course of Commit. Since that may come to no end, this
+    service asks afterwards whether the put is committed (RegisterStorage). Idempotent, does not block.
     Errors: NOT_FOUND (expired or unknown), DATA_LOSS (another boot).
     """
 
-    KeepPuts: grpc.UnaryUnaryMultiCallable[
+    KeepPuts: grpc.StreamUnaryMultiCallable[
         tq_service.v1.storage_service_pb2.KeepPutsRequest,
         tq_service.v1.storage_service_pb2.KeepPutsResponse,
     ]
-    """Says which puts the controller knows: called by it when it or this service has started anew. Changes: the puts
-    listed stay, of confirmed puts only the cells listed, and confirmed puts that are not listed are dropped; those that
-    wait for their commit go on doing so. Idempotent, does not block. Errors: DATA_LOSS (another boot).
+    """Says which puts the controller knows, in pieces: called by it when it or this service has started anew, and now and
+    then. The first message has the boot alone; initial metadata answers it, and only then the controller looks at what
+    it knows, so that a put is listed, or confirmed after the first message, or not known. Changes, after the last
+    message: confirmed puts that are not listed are dropped, but those that were confirmed after the first one; of
+    those listed the cells listed stay. Puts that wait for their commit go on doing so. A stream that breaks off drops
+    nothing but cells that are not listed of puts that are. Other calls go on between the messages. Errors: DATA_LOSS
+    (another boot), CANCELLED (a later call of this method has begun).
     """
 
     FreeCells: grpc.UnaryUnaryMultiCallable[
@@ -153,17 +158,22 @@ class StorageServiceAsyncStub:
         tq_service.v1.storage_service_pb2.ConfirmPutRequest,
         tq_service.v1.storage_service_pb2.ConfirmPutResponse,
     ]
-    """Makes an uncommitted put stay: called by the controller in the course of Commit. Idempotent, does not block.
+    """Makes an uncommitted put stay: called by the controller in the course of Commit. Since that may come to no end, this
+    service asks afterwards whether the put is committed (RegisterStorage). Idempotent, does not block.
     Errors: NOT_FOUND (expired or unknown), DATA_LOSS (another boot).
     """
 
-    KeepPuts: grpc.aio.UnaryUnaryMultiCallable[
+    KeepPuts: grpc.aio.StreamUnaryMultiCallable[
         tq_service.v1.storage_service_pb2.KeepPutsRequest,
         tq_service.v1.storage_service_pb2.KeepPutsResponse,
     ]
-    """Says which puts the controller knows: called by it when it or this service has started anew. Changes: the puts
-    listed stay, of confirmed puts only the cells listed, and confirmed puts that are not listed are dropped; those that
-    wait for their commit go on doing so. Idempotent, does not block. Errors: DATA_LOSS (another boot).
+    """Says which puts the controller knows, in pieces: called by it when it or this service has started anew, and now and
+    then. The first message has the boot alone; initial metadata answers it, and only then the controller looks at what
+    it knows, so that a put is listed, or confirmed after the first message, or not known. Changes, after the last
+    message: confirmed puts that are not listed are dropped, but those that were confirmed after the first one; of
+    those listed the cells listed stay. Puts that wait for their commit go on doing so. A stream that breaks off drops
+    nothing but cells that are not listed of puts that are. Other calls go on between the messages. Errors: DATA_LOSS
+    (another boot), CANCELLED (a later call of this method has begun).
     """
 
     FreeCells: grpc.aio.UnaryUnaryMultiCallable[
@@ -243,19 +253,24 @@ class StorageServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.storage_service_pb2.ConfirmPutRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.storage_service_pb2.ConfirmPutResponse, collections.abc.Awaitable[tq_service.v1.storage_service_pb2.ConfirmPutResponse]]:
-        """Makes an uncommitted put stay: called by the controller in the course of Commit. Idempotent, does not block.
+        """Makes an uncommitted put stay: called by the controller in the course of Commit. Since that may come to no end, this
+        service asks afterwards whether the put is committed (RegisterStorage). Idempotent, does not block.
         Errors: NOT_FOUND (expired or unknown), DATA_LOSS (another boot).
         """
 
     @abc.abstractmethod
     def KeepPuts(
         self,
-        request: tq_service.v1.storage_service_pb2.KeepPutsRequest,
+        request_iterator: _MaybeAsyncIterator[tq_service.v1.storage_service_pb2.KeepPutsRequest],
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.storage_service_pb2.KeepPutsResponse, collections.abc.Awaitable[tq_service.v1.storage_service_pb2.KeepPutsResponse]]:
-        """Says which puts the controller knows: called by it when it or this service has started anew. Changes: the puts
-        listed stay, of confirmed puts only the cells listed, and confirmed puts that are not listed are dropped; those that
-        wait for their commit go on doing so. Idempotent, does not block. Errors: DATA_LOSS (another boot).
+        """Says which puts the controller knows, in pieces: called by it when it or this service has started anew, and now and
+        then. The first message has the boot alone; initial metadata answers it, and only then the controller looks at what
+        it knows, so that a put is listed, or confirmed after the first message, or not known. Changes, after the last
+        message: confirmed puts that are not listed are dropped, but those that were confirmed after the first one; of
+        those listed the cells listed stay. Puts that wait for their commit go on doing so. A stream that breaks off drops
+        nothing but cells that are not listed of puts that are. Other calls go on between the messages. Errors: DATA_LOSS
+        (another boot), CANCELLED (a later call of this method has begun).
         """
 
     @abc.abstractmethod

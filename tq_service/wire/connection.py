@@ -18,10 +18,11 @@ CONNECTION_OPTIONS: Final = (
 )
 
 LISTENING_OPTIONS: Final = (
-    # A client that vanished without closing is noticed, so that what its calls hold does not stay.
+    # A client that vanished without closing is noticed within 80 s, so that what its calls hold does not stay. A client
+    # that is merely busy, such as a Node.js worker whose event loop computes, answers no pings and keeps its calls.
     ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.ping_timeout_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 60_000),
+    ("grpc.http2.ping_timeout_ms", 60_000),
     ("grpc.http2.max_pings_without_data", 0),
     # Clients that look for a vanished service more often than gRPC's five minutes are welcome.
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),

@@ -115,6 +115,11 @@ class Credentials:
         """Whether calls carry a token."""
         return self._token_file is not None or self._metadata is not None
 
+    @property
+    def sent_secret(self) -> str:
+        """What others could read on the way where calls go in plaintext, "" for nothing."""
+        return "the token" if self.has_token else ""
+
     def metadata(self) -> Metadata | None:
         """Return the metadata that carries the token, None without one.
 
@@ -146,10 +151,10 @@ class Credentials:
         Raises:
             InvalidArgumentError: a token, no TLS, an address beyond this machine, and `insecure` not set.
         """
-        if self.has_token and self.tls is None and not self._insecure and not is_loopback_target(address):
+        if self.sent_secret and self.tls is None and not self._insecure and not is_loopback_target(address):
             raise InvalidArgumentError(
-                f"the token would go to {address} in plaintext, for everyone on the way to read; give tls, or set "
-                f"TQ_TLS_CA; where the network itself is trusted, set insecure or {INSECURE_VARIABLE}=true",
+                f"{self.sent_secret} would go to {address} in plaintext, for everyone on the way to read; give tls, or "
+                f"set TQ_TLS_CA; where the network itself is trusted, set insecure or {INSECURE_VARIABLE}=true",
                 field="tls",
             )
 

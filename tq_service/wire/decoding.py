@@ -15,6 +15,7 @@ from tq_service.wire.collection import no_collection
 from tq_service.wire.columns import ColumnShape
 from tq_service.wire.dtypes import Bytes, has_torch, maker, writable_bytes
 from tq_service.wire.objects import decode_object
+from tq_service.wire.row_pattern import RowPattern
 
 Buffer = memoryview | bytes | bytearray | Bytes
 
@@ -67,12 +68,12 @@ def to_tensordict(columns: Mapping[str, Any], row_count: int) -> Any:
 
 
 class _Decoder:
-    """Makes values of columns; keeps the offsets it made, so that fields with one pattern share theirs."""
+    """Makes values of columns; keeps the patterns it made, so that fields cut alike share one offsets tensor."""
 
     def __init__(self, *, as_torch: bool) -> None:
         self._as_torch = as_torch
         self._make = maker(as_torch=as_torch)
-        self._offsets: dict[bytes, Any] = {}
+        self._patterns: dict[bytes, RowPattern] = {}
 
     def decode(self, column: ColumnShape, buffer: Buffer) -> Any:
         if len(buffer) != column.value_bytes:
@@ -107,29 +108,17 @@ class _Decoder:
     def _decode_nested(self, column: ColumnShape, values: Bytes, ragged_dim: int) -> Any:
         import torch  # noqa: PLC0415  (torch is optional and slow to import)
 
-        lengths = _lengths(column)
-        offsets = self._shared_offsets(lengths)
+        lengths = _extents(column)[:, 0]
         row_shape = list(column.spec.row_shape or ())
         row_shape[ragged_dim] = int(lengths.sum())
         if ragged_dim == 0 or column.value_bytes == 0:
             packed = self._make(values, column.spec.dtype, tuple(row_shape))
         else:
             packed = torch.cat(self._decode_rows(column, values), dim=ragged_dim)
-        return torch.nested.nested_tensor_from_jagged(packed, offsets, jagged_dim=ragged_dim + 1)
-
-    def _shared_offsets(self, lengths: NDArray[np.int64]) -> Any:
-        import torch  # noqa: PLC0415  (torch is optional and slow to import)
-
         key = lengths.tobytes()
-        if key not in self._offsets:
-            offsets = np.zeros(len(lengths) + 1, np.int64)
-            np.cumsum(lengths, out=offsets[1:])
-            self._offsets[key] = torch.from_numpy(offsets)
-        return self._offsets[key]
-
-
-def _lengths(column: ColumnShape) -> NDArray[np.int64]:
-    return _extents(column)[:, 0]
+        if key not in self._patterns:
+            self._patterns[key] = RowPattern.of_lengths(lengths)
+        return self._patterns[key].nested(packed, ragged_dim + 1)
 
 
 def _extents(column: ColumnShape) -> NDArray[np.int64]:

@@ -36,6 +36,7 @@ def encode_columns(data: Any, declared: Mapping[str, Layout] | None = None) -> l
         data: a TensorDict of one batch dimension or a mapping of field names to columns of `n` rows each: a tensor or
             array `(n, ...)`; a nested tensor, or a list of tensors or arrays of one or more dimensions (jagged); a list
             of numbers or 0-dim tensors (dense scalars, Python's float as float64); a list of anything else (objects).
+            `NonTensorData` is what `non_tensor_rows` says.
         declared: layouts known beforehand; a field declared jagged takes rows of equal shape too, one declared object
             takes any list.
 
@@ -123,7 +124,31 @@ def _unwrap(name: str, values: Any) -> Any:
         raise InvalidArgumentError(
             f"field {name!r} is a nested TensorDict; put its columns as fields of their own", field="data"
         )
-    return values.tolist()
+    return non_tensor_rows(name, values)
+
+
+def non_tensor_rows(name: str, values: Any) -> Any:
+    """Return the items of a `NonTensorStack` or of a `NonTensorData`, one for each row.
+
+    A `NonTensorData` that holds a list, a tuple or a numpy array holds one item a row, as these do without it (a
+    TensorDict wraps arrays of objects and texts so). Anything else, a text or a dict, is one value for all rows.
+
+    Raises:
+        InvalidArgumentError: it holds another number of items than there are rows.
+    """
+    if not isinstance(values, sys.modules["tensordict"].NonTensorData):
+        return values.tolist()
+    items = values.data
+    if not isinstance(items, (list, tuple)) and not (isinstance(items, np.ndarray) and items.ndim):
+        return values.tolist()
+    row_count = int(values.batch_size[0]) if len(values.batch_size) else len(items)
+    if len(items) != row_count:
+        raise InvalidArgumentError(
+            f"field {name!r} is NonTensorData of a {type(items).__name__} of {len(items)} items for {row_count} rows; "
+            "give one item a row, or NonTensorStack(*[value] * n) for one value in all of n rows",
+            field="data",
+        )
+    return items
 
 
 def _encode_dense(name: str, values: Any, declared: Layout | None) -> Column:

@@ -6,6 +6,7 @@ named, and `RetryInfo` where trying later helps. The same class is raised again 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
@@ -50,6 +51,7 @@ ERROR_TABLE: Final[dict[type[errors.TqError], grpc.StatusCode]] = {
     errors.PartitionSealedError: _CODE.FAILED_PRECONDITION,
     errors.PartitionClearedError: _CODE.FAILED_PRECONDITION,
     errors.SamplesClearedError: _CODE.FAILED_PRECONDITION,
+    errors.NothingDeliveredError: _CODE.FAILED_PRECONDITION,
     errors.SampleFailedError: _CODE.FAILED_PRECONDITION,
     errors.ClaimReleasedError: _CODE.FAILED_PRECONDITION,
     errors.LeaseExpiredError: _CODE.FAILED_PRECONDITION,
@@ -68,6 +70,7 @@ ERROR_TABLE: Final[dict[type[errors.TqError], grpc.StatusCode]] = {
     errors.SamplerError: _CODE.INTERNAL,
     errors.SamplerTimeoutError: _CODE.DEADLINE_EXCEEDED,
     errors.DeadlineError: _CODE.DEADLINE_EXCEEDED,
+    errors.ServiceFailedError: _CODE.UNAVAILABLE,
     errors.DiskFailedError: _CODE.UNAVAILABLE,
     errors.UnavailableError: _CODE.UNAVAILABLE,
     errors.CallCancelledError: _CODE.CANCELLED,
@@ -100,6 +103,8 @@ _CLASS_BY_CODE: Final[dict[grpc.StatusCode, type[errors.TqError]]] = {
 
 _CLOSED_HERE: Final = "Channel closed!"
 """What gRPC says of a call whose channel was closed by this process."""
+_TOO_LARGE: Final = re.compile(r"message larger than max \((\d+) vs\. (\d+)\)")
+"""What gRPC says of a message that its receiver does not take."""
 
 
 def code_of(error: errors.TqError) -> grpc.StatusCode:
@@ -174,6 +179,13 @@ def _from_code(code: grpc.StatusCode, message: str) -> errors.TqError:
         return errors.InternalError(
             f"the server does not know this call ({message}); client and server are of different versions, or the "
             "address is that of another service"
+        )
+    if code is _CODE.RESOURCE_EXHAUSTED and (sizes := _TOO_LARGE.search(message)) is not None:
+        return errors.ResourceExhaustedError(
+            f"a message of this call has {sizes[1]} bytes, more than the {sizes[2]} that its receiver takes; ask for "
+            "or send less at once, or raise grpc.max_receive_message_length of the client, max_message_bytes of the "
+            f"service ({message})",
+            metadata={"limit_name": "message size", "got": sizes[1], "limit": sizes[2]},
         )
     kind = _CLASS_BY_CODE.get(code)
     if kind is None:

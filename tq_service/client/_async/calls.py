@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -27,6 +28,7 @@ from tq_service.v1.storage_service_pb2 import (
 )
 from tq_service.wire.columns import Column
 from tq_service.wire.credentials import Credentials
+from tq_service.wire.error_table import status_from_trailers
 from tq_service.wire.frames import SMALL_PUT_BYTES, iter_frames
 
 T = TypeVar("T")
@@ -62,22 +64,34 @@ class AsyncCalls:
         return await self.retried(lambda: self.unary_once(pick, request, deadline, address), deadline)
 
     async def unary_once(
-        self, pick: Picks[Request, Response], request: Request, deadline: Deadline, address: str = ""
+        self,
+        pick: Picks[Request, Response],
+        request: Request,
+        deadline: Deadline,
+        address: str = "",
+        *,
+        is_retried: bool = True,
     ) -> Response:
-        """Make a unary call."""
+        """Make a unary call; `is_retried` tells whether the caller tries again while the service is unavailable."""
         endpoint = self.channels.endpoint(address)
-        with self._errors_of(endpoint):
+        with self._errors_of(endpoint, deadline, is_retried=is_retried):
             return await pick(endpoint)(request, timeout=deadline.remaining(), metadata=endpoint.metadata())
 
     @contextmanager
-    def _errors_of(self, endpoint: AsyncEndpoint) -> Iterator[None]:
-        """Give what a call on a channel raises as TqError."""
+    def _errors_of(self, endpoint: AsyncEndpoint, deadline: Deadline, *, is_retried: bool = True) -> Iterator[None]:
+        """Give what a call on a channel raises as TqError, and keep account of whether its service is reached."""
+        began = time.monotonic()
         try:
             yield
+            endpoint.outage.is_over()
         except grpc.RpcError as error:
             failure = error_of(error, endpoint.address)
             if isinstance(failure, UnavailableError):
                 self.channels.follow_files()
+                if is_retried:
+                    endpoint.outage.lasts(began, failure, deadline.remaining())
+            elif status_from_trailers(error.trailing_metadata()) is not None:
+                endpoint.outage.is_over()
             raise failure from None
         except BaseException as error:
             if self.channels.closed and async_is_of_closing(error):
@@ -97,7 +111,7 @@ class AsyncCalls:
         endpoint = self.channels.endpoint(address)
         if header.size_bytes >= SHARED_FROM_BYTES:
             await self._find_on_host(endpoint, deadline)
-        with endpoint.link.session() as handover, self._errors_of(endpoint):
+        with endpoint.link.session() as handover, self._errors_of(endpoint, deadline):
             deposit = None if handover is None else partial(handover.deposit, header.put_id, columns)
             header.handover_session = b"" if handover is None else handover.session_id
             return await async_send_put(
@@ -125,7 +139,7 @@ class AsyncCalls:
         with endpoint.link.session() as handover:
             request.handover_session = b"" if handover is None else handover.session_id
             reader = AnswerReader(row_count, handover)
-            with self._errors_of(endpoint):
+            with self._errors_of(endpoint, deadline):
                 is_sent = endpoint.sent_sizes.is_small(request, row_count) and await self._get_small(
                     endpoint, request, reader, deadline
                 )
@@ -165,7 +179,7 @@ class AsyncCalls:
         if not endpoint.link.is_due():
             return
         try:
-            with self._errors_of(endpoint):
+            with self._errors_of(endpoint, deadline):
                 stat = await endpoint.storage.Stat(
                     StatRequest(), timeout=min(deadline.remaining(), _ASK_SECONDS), metadata=endpoint.metadata()
                 )

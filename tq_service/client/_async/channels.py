@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 from tq_service.client.channel import CHANNEL_OPTIONS, controller_stub, get_call, health_stub, put_call, storage_stub
 from tq_service.client.concurrency import AsyncHome
 from tq_service.client.handover import HostLink
+from tq_service.client.outage import Outage
 from tq_service.client.sent_sizes import SentSizes
 from tq_service.errors import PreconditionError
 from tq_service.wire.credentials import Credentials, async_open_channel
@@ -32,6 +33,7 @@ class AsyncEndpoint:
         self.put: Any = put_call(self.channel)
         self.get: Any = get_call(self.channel)
         self.link = HostLink()
+        self.outage = Outage(address)
         self.sent_sizes = SentSizes()
 
 

@@ -156,7 +156,7 @@ class AsyncClaimCalls(AsyncBase):
             claim_request_id=claim.request_id,
         )
         deadline = Deadline.after(RELEASE_SECONDS)
-        await self._calls.unary_once(lambda to: to.controller.ReleaseClaim, request, deadline)
+        await self._calls.unary_once(lambda to: to.controller.ReleaseClaim, request, deadline, is_retried=False)
 
     async def check_consumption(
         self, partition_id: str, task_name: str, *, timeout: float | None = None

@@ -16,7 +16,8 @@ class AsyncClient(
     """A client of the service at one address. Use it in a `with` block, or close it.
 
     Every call has a deadline of `timeout` seconds (`get_meta`: beyond its `max_wait`), and is tried again with back-off
-    under one request id while the service is unavailable, so that a client may start before its service. Errors derive
+    under one request id while the service is unavailable, so that a client may start before its service; a warning is
+    logged when that lasts. Errors derive
     from `TqError`, see docs/errors.md. Pickled, it is its address, its timeout and the paths it was given: a token that
     was given as text is not in the pickle, and is taken from the environment where it is unpickled.
 
@@ -24,7 +25,8 @@ class AsyncClient(
     event loop, which it binds to on first use; in a forked child it raises ForkedClientError: start processes by spawn.
 
     Args:
-        address: "host:port"; None: the environment variable TQ_ADDRESS, else localhost:50051.
+        address: "host:port", or the host alone for port 50051; None: the environment variable TQ_ADDRESS, else
+            localhost:50051. What cannot be an address raises InvalidArgumentError.
         timeout: default deadline of the calls, in seconds.
         token: the bearer token, or the path of a file that holds it and is read again when it changes; None:
             `TQ_TOKEN`, else the file that `TQ_TOKEN_FILE` names, else none.

@@ -11,6 +11,7 @@ from tq_service.client.batch_meta import BatchMeta
 from tq_service.client.batches import lost_samples, to_batch, unread_samples
 from tq_service.client.concurrency import async_gather, async_sleep
 from tq_service.client.locations import StorageRef
+from tq_service.client.pages import NAMED_AT_ONCE, joined, located_in_parts
 from tq_service.client.reads import Received, StorageRead, empty_columns, merge_answers, plan_reads
 from tq_service.client.requests import integers, partition_of, texts
 from tq_service.client.retry import SHORTEST_TRY_SECONDS, Deadline
@@ -96,8 +97,14 @@ class AsyncFetchCalls(AsyncBase):
                 stale, located = located, await self._locate(request, deadline)
 
     async def _locate(self, request: pb.LocateRequest, deadline: Deadline) -> BatchMeta:
-        answer = await self._calls.unary(lambda to: to.controller.Locate, request, deadline)
-        return BatchMeta.from_proto(answer.meta)
+        if len(request.keys) <= NAMED_AT_ONCE and len(request.global_indexes) <= NAMED_AT_ONCE:
+            answer = await self._calls.unary(lambda to: to.controller.Locate, request, deadline)
+            return BatchMeta.from_proto(answer.meta)
+        parts: list[BatchMeta] = []
+        for part in located_in_parts(request):
+            answer = await self._calls.unary(lambda to: to.controller.Locate, part, deadline)
+            parts.append(BatchMeta.from_proto(answer.meta))
+        return joined(parts)
 
     async def _fetch(self, located: BatchMeta, fields: Sequence[str] | None, deadline: Deadline) -> Any:
         wanted = located.data_fields if fields is None else list(fields)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
+from tq_service.addresses import parse_address
 from tq_service.client._async.base import AsyncBase
 from tq_service.client.requests import field_specs, integer, layout_number, new_id, run_ahead_limits, text, texts
 from tq_service.client.results import PartitionDescription, PartitionSummary, SamplerDescription, StorageStat
@@ -149,7 +150,8 @@ class AsyncPartitionCalls(AsyncBase):
     async def storage_stat(self, address: str | None = None, *, timeout: float | None = None) -> StorageStat:
         """Return sizes and counts of the storage service at an address; None: the client's own."""
         deadline = self._deadline(timeout)
-        answer = await self._calls.unary(lambda to: to.storage.Stat, StatRequest(), deadline, address or "")
+        target = parse_address(address) if address else ""
+        answer = await self._calls.unary(lambda to: to.storage.Stat, StatRequest(), deadline, target)
         return StorageStat.from_proto(answer)
 
     async def health(self, *, timeout: float | None = None) -> bool:
@@ -159,5 +161,7 @@ class AsyncPartitionCalls(AsyncBase):
             UnavailableError: nobody answers at the address.
         """
         request = HealthCheckRequest()
-        answer = await self._calls.unary_once(lambda to: to.health.Check, request, self._deadline(timeout))
+        answer = await self._calls.unary_once(
+            lambda to: to.health.Check, request, self._deadline(timeout), is_retried=False
+        )
         return bool(answer.status == HealthCheckResponse.SERVING)

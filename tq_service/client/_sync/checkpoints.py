@@ -16,43 +16,45 @@ _SECONDS: Final = 3600.0
 class CheckpointCalls(Base):
     """The part of the client about checkpoints. See `Client`."""
 
-    def checkpoint(self, directory: str, *, timeout: float | None = None) -> CheckpointCopy:
-        """Write a consistent copy of everything to a folder of the controller's host, while all else goes on.
+    def checkpoint(self, name: str, *, timeout: float | None = None) -> CheckpointCopy:
+        """Write a consistent copy of everything to the controller's disk, while all else goes on.
 
-        The folder has the new checkpoint whole, or is as it was.
+        The name has the new checkpoint whole, or the one before it.
 
         Args:
-            directory: the whole path of the folder; made where it is not there.
+            name: a place below the `checkpoint_dir` of the service, such as "nightly/2026-11-21"; parts of letters,
+                digits and "._=@+-" that begin with a letter or digit, at most 200 characters in all.
             timeout: seconds until the call fails and the copy is given up; None: an hour.
 
         Raises:
-            InvalidArgumentError: the folder cannot be used.
-            PreconditionError: another checkpoint is being written or restored.
+            InvalidArgumentError: the name is none, or cannot be written to.
+            PreconditionError: another checkpoint is being written or restored, or the service has no `checkpoint_dir`.
             DiskFullError: the disk has no room.
             DataLossError: bytes that are to be copied are lost; it names their samples.
         """
-        request = pb.CheckpointRequest(directory=text("directory", directory))
+        request = pb.CheckpointRequest(name=text("name", name))
         deadline = self._deadline(_SECONDS if timeout is None else timeout)
         answer = self._calls.unary(lambda to: to.controller.Checkpoint, request, deadline)
         return CheckpointCopy.from_proto(answer)
 
-    def restore(self, directory: str, *, timeout: float | None = None) -> RestoredCheckpoint:
+    def restore(self, name: str, *, timeout: float | None = None) -> RestoredCheckpoint:
         """Bring back what a checkpoint holds, into a service that has no partitions.
 
         It is read and checked whole before anything is done. Its bytes go to the storage services there are now, and
         all its partitions appear in one step, with their claims: trainers go on where they were.
 
         Args:
-            directory: the whole path of its folder on the controller's host.
+            name: the name that it was written under.
             timeout: seconds until the call fails and nothing is restored; None: an hour.
 
         Raises:
-            PreconditionError: there are partitions, or another checkpoint is being written or restored.
+            PreconditionError: there are partitions, or another checkpoint is being written or restored, or the service
+                has no `checkpoint_dir`.
             InvalidArgumentError: there is no checkpoint.
             SnapshotDamagedError: it is damaged.
             QuotaExceededError: the storage services have no room for its bytes.
         """
-        request = pb.RestoreRequest(request_id=new_id(), directory=text("directory", directory))
+        request = pb.RestoreRequest(request_id=new_id(), name=text("name", name))
         deadline = self._deadline(_SECONDS if timeout is None else timeout)
         answer = self._calls.unary(lambda to: to.controller.Restore, request, deadline)
         return RestoredCheckpoint.from_proto(answer)

@@ -157,7 +157,7 @@ class ClaimCalls(Base):
             claim_request_id=claim.request_id,
         )
         deadline = Deadline.after(RELEASE_SECONDS)
-        self._calls.unary_once(lambda to: to.controller.ReleaseClaim, request, deadline)
+        self._calls.unary_once(lambda to: to.controller.ReleaseClaim, request, deadline, is_retried=False)
 
     def check_consumption(
         self, partition_id: str, task_name: str, *, timeout: float | None = None

@@ -12,6 +12,7 @@ from tq_service.client.batch_meta import BatchMeta
 from tq_service.client.batches import lost_samples, to_batch, unread_samples
 from tq_service.client.concurrency import gather, sleep
 from tq_service.client.locations import StorageRef
+from tq_service.client.pages import NAMED_AT_ONCE, joined, located_in_parts
 from tq_service.client.reads import Received, StorageRead, empty_columns, merge_answers, plan_reads
 from tq_service.client.requests import integers, partition_of, texts
 from tq_service.client.retry import SHORTEST_TRY_SECONDS, Deadline
@@ -97,8 +98,14 @@ class FetchCalls(Base):
                 stale, located = located, self._locate(request, deadline)
 
     def _locate(self, request: pb.LocateRequest, deadline: Deadline) -> BatchMeta:
-        answer = self._calls.unary(lambda to: to.controller.Locate, request, deadline)
-        return BatchMeta.from_proto(answer.meta)
+        if len(request.keys) <= NAMED_AT_ONCE and len(request.global_indexes) <= NAMED_AT_ONCE:
+            answer = self._calls.unary(lambda to: to.controller.Locate, request, deadline)
+            return BatchMeta.from_proto(answer.meta)
+        parts: list[BatchMeta] = []
+        for part in located_in_parts(request):
+            answer = self._calls.unary(lambda to: to.controller.Locate, part, deadline)
+            parts.append(BatchMeta.from_proto(answer.meta))
+        return joined(parts)
 
     def _fetch(self, located: BatchMeta, fields: Sequence[str] | None, deadline: Deadline) -> Any:
         wanted = located.data_fields if fields is None else list(fields)

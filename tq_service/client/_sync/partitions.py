@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
+from tq_service.addresses import parse_address
 from tq_service.client._sync.base import Base
 from tq_service.client.requests import field_specs, integer, layout_number, new_id, run_ahead_limits, text, texts
 from tq_service.client.results import PartitionDescription, PartitionSummary, SamplerDescription, StorageStat
@@ -148,7 +149,8 @@ class PartitionCalls(Base):
     def storage_stat(self, address: str | None = None, *, timeout: float | None = None) -> StorageStat:
         """Return sizes and counts of the storage service at an address; None: the client's own."""
         deadline = self._deadline(timeout)
-        answer = self._calls.unary(lambda to: to.storage.Stat, StatRequest(), deadline, address or "")
+        target = parse_address(address) if address else ""
+        answer = self._calls.unary(lambda to: to.storage.Stat, StatRequest(), deadline, target)
         return StorageStat.from_proto(answer)
 
     def health(self, *, timeout: float | None = None) -> bool:
@@ -158,5 +160,5 @@ class PartitionCalls(Base):
             UnavailableError: nobody answers at the address.
         """
         request = HealthCheckRequest()
-        answer = self._calls.unary_once(lambda to: to.health.Check, request, self._deadline(timeout))
+        answer = self._calls.unary_once(lambda to: to.health.Check, request, self._deadline(timeout), is_retried=False)
         return bool(answer.status == HealthCheckResponse.SERVING)

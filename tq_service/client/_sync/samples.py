@@ -8,8 +8,9 @@ from typing import Any
 
 from tq_service.client._sync.puts import Puts
 from tq_service.client.batch_meta import BatchMeta
+from tq_service.client.pages import in_parts, joined
 from tq_service.client.requests import check_meta_count, integers, new_id, partition_of, sample_write, text, texts
-from tq_service.client.written import check_is_batch, declared_layouts, put_nothing, written_meta
+from tq_service.client.written import check_is_batch, check_row_counts, declared_layouts, put_nothing, written_meta
 from tq_service.schema import KeyMode, MetaValue, SampleState
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.layouts import encode_columns
@@ -41,7 +42,8 @@ class SampleCalls(Puts):
         Args:
             data: a TensorDict, or a dict of columns: a dense tensor or array `(n, ...)`; a jagged nested tensor or a
                 list of tensors of one or more dimensions (jagged); a list of strings, bytes, None, JSON-like values or
-                dicts with tensors (objects). None: metadata or state only.
+                dicts with tensors (objects). `NonTensorData` of a list is one item a row, of anything else one value
+                for all rows. None: metadata or state only.
             partition_id: the partition; made on first use.
             metadata: existing samples, instead of `partition_id`.
             keys: `n` unique names of the samples.
@@ -70,6 +72,8 @@ class SampleCalls(Puts):
             if not metadata.size:
                 return put_nothing(data, metadata)
         columns = encode_columns(data, declared_layouts(metadata)) if data is not None else []
+        if metadata is not None:
+            check_row_counts(columns, metadata)
         write, meta_columns = sample_write(
             partition_id=partition_id,
             metadata=metadata,
@@ -165,6 +169,9 @@ class SampleCalls(Puts):
     ) -> tuple[BatchMeta, list[str]]:
         """Return the samples of known keys, in the order asked, and the keys that no sample has.
 
+        Many samples come page by page, each as of its moment: one that is cleared meanwhile may be missing, and one
+        that is inserted may be there.
+
         Args:
             partition_id: the partition.
             keys: the keys; None: every sample of the partition, in the order of insertion, held and failed ones too.
@@ -172,14 +179,22 @@ class SampleCalls(Puts):
 
         Raises:
             PartitionNotFoundError: there is no such partition.
+            StaleIncarnationError: the partition was cleared between two pages.
         """
-        request = pb.LookupSamplesRequest(
-            partition_id=text("partition_id", partition_id),
-            keys=() if keys is None else texts("keys", keys),
-            all_samples=keys is None,
-        )
-        answer = self._calls.unary(lambda to: to.controller.LookupSamples, request, self._deadline(timeout))
-        return BatchMeta.from_proto(answer.meta), list(answer.missing_keys)
+        deadline = self._deadline(timeout)
+        name = text("partition_id", partition_id)
+        parts: list[BatchMeta] = []
+        missing: list[str] = []
+        for some in in_parts(texts("keys", keys)):
+            request = pb.LookupSamplesRequest(partition_id=name, keys=some, all_samples=keys is None)
+            while True:
+                answer = self._calls.unary(lambda to: to.controller.LookupSamples, request, deadline)
+                parts.append(BatchMeta.from_proto(answer.meta))
+                missing += answer.missing_keys
+                if not answer.next_page_token:
+                    break
+                request.page_token = answer.next_page_token
+        return joined(parts), missing
 
     def clear_samples(
         self,

@@ -1,25 +1,53 @@
-"""What is told of known puts, turned round: which cells of them are not known any more."""
+"""What a controller says of the puts it knows, in pieces, and which cells of them are not known any more."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 
 from tq_service.storage.cells import PutCells, Rows, expand_runs
+from tq_service.storage.engine_stat import Kept
 from tq_service.storage.stored_put import StoredPut
 
+_MOST_NAMED: Final = 16
 
-def group_cells(cells: Sequence[PutCells]) -> dict[bytes, Sequence[PutCells]]:
-    """Return the parts of each put that are named, none where all of it is."""
-    parts: dict[bytes, list[PutCells]] = {}
-    whole: dict[bytes, Sequence[PutCells]] = {}
-    for some in cells:
-        if some.is_whole:
-            whole[some.put_id] = ()
-        else:
-            parts.setdefault(some.put_id, []).append(some)
-    return parts | whole
+
+@dataclass(slots=True, eq=False)
+class Reconciliation:
+    """How far it is said which puts are known. From its begin to its end other calls confirm and free puts.
+
+    Attributes:
+        staying: puts that are known, or were confirmed meanwhile: whatever else is confirmed is dropped at the end.
+        freed: puts that were freed meanwhile: they may be listed, and are not missing. A put that is stored later under
+            the id of one of them is another put, of which the list says nothing.
+        partial: puts of which cells were listed.
+        put_id: the one whose cells are being listed.
+        parts: what was listed of it so far.
+    """
+
+    staying: set[bytes] = field(default_factory=set)
+    freed: set[bytes] = field(default_factory=set)
+    partial: set[bytes] = field(default_factory=set)
+    put_id: bytes = b""
+    parts: list[PutCells] = field(default_factory=list)
+    missing_put_ids: list[bytes] = field(default_factory=list)
+    missing_count: int = 0
+    dropped_count: int = 0
+
+    def miss(self, put_id: bytes) -> None:
+        """Count a put that is known, but not here."""
+        self.missing_count += 1
+        if len(self.missing_put_ids) < _MOST_NAMED:
+            self.missing_put_ids.append(put_id)
+
+    def outcome(self) -> Kept:
+        """Return what came of it."""
+        return Kept(
+            missing_put_ids=self.missing_put_ids, missing_count=self.missing_count, dropped_count=self.dropped_count
+        )
 
 
 def cells_besides(put_id: bytes, put: StoredPut, parts: Sequence[PutCells]) -> list[PutCells]:

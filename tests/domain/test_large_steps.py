@@ -1,0 +1,210 @@
+"""What one step of the event loop does to many rows: no line of Python for each, and no copy of those there are.
+
+Counted, not timed: the lines that are run, and whether columns stay where they are.
+"""
+
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from digest import digest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tq_service.domain import column as column_module
+from tq_service.domain.column import RESERVED_FROM, Column
+from tq_service.domain.field_specs import ColumnWrite
+from tq_service.domain.names import look_through
+from tq_service.domain.partition import Partition
+from tq_service.domain.puts import Put
+from tq_service.domain.writes import PartitionSettings, SampleWrite
+from tq_service.errors import TqError
+from tq_service.schema import FieldSpec, Layout, MetaColumn
+
+LARGE = 2 * RESERVED_FROM
+needs_reserved_memory = pytest.mark.skipif(
+    column_module.reserved_zeros(1, np.int8) is None, reason="this machine does not overcommit memory"
+)
+
+
+def lines_run(step):
+    count = 0
+
+    def trace(frame, event, argument):
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        step()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def scalars(count):
+    return {
+        "put": Put("storage", bytes(16), bytes(16)),
+        "columns": [ColumnWrite(spec=FieldSpec("x", "int32", Layout.DENSE, ()), value_bytes=4 * count)],
+    }
+
+
+def versions(count):
+    return {"meta": [MetaColumn(name="version", values=np.arange(count), present=np.ones(count, np.bool_))]}
+
+
+def names(count):
+    return {"keys": [f"key {number}" for number in range(count)]}
+
+
+def groups(count):
+    return {"groups": [f"group {number // 8}" for number in range(count)], "group_size": 8}
+
+
+KINDS = {
+    "bare": lambda count: {},
+    "scalars": scalars,
+    "custom_meta": versions,
+    "keys": names,
+    "groups": groups,
+    "all": lambda count: scalars(count) | versions(count) | names(count) | groups(count),
+}
+kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+
+
+def partition_of(kind, count):
+    partition = Partition("train", PartitionSettings())
+    partition.write(SampleWrite(row_count=count, **kind(count)))
+    partition.task("update_actor")
+    return partition
+
+
+def lines_to_clear(kind, count, indexes):
+    partition = partition_of(kind, count)
+    return lines_run(lambda: partition.clear(indexes))
+
+
+@kinds
+@pytest.mark.parametrize(
+    "which",
+    [
+        np.arange,
+        lambda count: np.arange(0, count, 2),
+        lambda count: np.arange(count)[::-1],
+        lambda count: [*range(count // 2)] * 2,
+    ],
+    ids=["all", "every other one", "all backwards", "half of them twice"],
+)
+def test_samples_are_cleared_without_a_line_for_each(kind, which):
+    few, many = (lines_to_clear(kind, count, np.array(which(count))) for count in (2048, 16_384))
+    assert many <= few + 16
+
+
+def lines_to_write(kind, count):
+    columns = kind(count)
+    known = result_of(look_through(columns.get("keys", ()), columns.get("groups", ()), 0))
+    partition = Partition("train", PartitionSettings())
+    return lines_run(lambda: partition.write(SampleWrite(row_count=count, names=known, **columns)))
+
+
+def result_of(steps):
+    while True:
+        try:
+            next(steps)
+        except StopIteration as done:
+            return done.value
+
+
+@kinds
+def test_samples_are_written_without_a_line_for_each(kind):
+    assert lines_to_write(kind, 16_384) <= lines_to_write(kind, 2048) + 16
+
+
+def test_names_are_looked_through_a_few_thousand_at_a_time():
+    count = 1 << 17
+    steps = look_through(names(count)["keys"], groups(count)["groups"], 0)
+    most = max(lines_run(lambda: next(steps)) for _ in range(2 * count // (1 << 14)))
+    assert most < 3 * (1 << 14)
+    known = result_of(steps)
+    assert known.keys == names(count)["keys"]
+    assert list(map(known.group_names.names.__getitem__, known.group_names.codes.tolist())) == groups(count)["groups"]
+
+
+NAMES = st.lists(st.tuples(st.sampled_from("abcdefgh"), st.sampled_from(["", "x", "y", "z"])), min_size=1, max_size=6)
+WRITES = st.lists(st.tuples(NAMES, st.booleans(), st.booleans(), st.integers(0, 4), st.booleans()), max_size=8)
+
+
+@settings(max_examples=200, deadline=None)
+@given(WRITES)
+def test_a_write_whose_names_were_looked_through_does_what_it_would_do_anyhow(writes):
+    plain, looked = (Partition("train", PartitionSettings(), bytes(16)) for _ in range(2))
+    for named, has_keys, has_groups, size, is_expected in writes:
+        write = SampleWrite(
+            row_count=len(named),
+            keys=[key for key, _ in named] if has_keys else None,
+            groups=[group for _, group in named] if has_groups else None,
+            group_size=size if has_groups else 0,
+        )
+        first = looked.inserted_count + (not is_expected)
+        known = result_of(look_through(write.keys or (), write.groups or (), first))
+        results = []
+        for partition, each in ((plain, write), (looked, replace(write, names=known))):
+            try:
+                results.append(partition.write(each).global_indexes.tolist())
+            except TqError as error:
+                results.append((type(error), error.message))
+        assert results[0] == results[1]
+        assert digest(plain) == digest(looked)
+
+
+def columns_of(partition):
+    found = [partition.table.index, partition.state, partition.meta.arrays("version")[0], partition.groups.of_rows]
+    found += [field.cell for field in partition.cells.fields.values()]
+    found += [task.claim for task in partition.tasks.values()]
+    return [getattr(each, "data", each) if isinstance(each, Column) else each for each in found]
+
+
+@needs_reserved_memory
+def test_rows_are_added_to_a_large_partition_without_a_copy_of_those_there_are():
+    def rows(count):
+        return SampleWrite(row_count=count, **scalars(count), **versions(count))
+
+    partition = partition_of(lambda count: scalars(count) | versions(count), LARGE)
+    before, seen = columns_of(partition), []
+    for _ in range(4):
+        partition.write(rows(LARGE))
+        seen.append([np.shares_memory(old, new) for old, new in zip(before, columns_of(partition), strict=True)])
+    assert np.all(seen)
+    assert partition.table.index.data[: 5 * LARGE].tolist() == list(range(5 * LARGE))
+    assert partition.meta.arrays("version")[0][: 5 * LARGE].tolist() == list(range(LARGE)) * 5
+    assert partition.groups.of_rows[partition.table.count - 1] == -1
+
+
+@pytest.mark.parametrize("can_reserve", [pytest.param(True, marks=needs_reserved_memory), False])
+@pytest.mark.parametrize("fill", [0, -1])
+def test_a_large_column_grows_whether_memory_can_be_reserved_or_not(can_reserve, fill, monkeypatch):
+    if not can_reserve:
+        monkeypatch.setattr(column_module, "reserved_zeros", lambda count, dtype: None)
+    column = Column(np.int64, fill, LARGE)
+    column.write(slice(0, LARGE), np.arange(LARGE))
+    frozen = column.freeze(LARGE)
+    column.resize(LARGE + 1000, None, LARGE)
+    assert column.data[LARGE:].tolist() == [fill] * 1000
+    column.write(slice(0, LARGE), 5)
+    assert frozen.values().tolist() == list(range(LARGE))
+    column.resize(10 * LARGE, None, LARGE)
+    assert column.data.size == 10 * LARGE
+    assert (column.data[:LARGE] == 5).all()
+    assert (column.data[LARGE + 1000 :] == fill).all()
+
+
+@needs_reserved_memory
+def test_what_was_frozen_before_a_column_grew_where_it_is_stays():
+    column = Column(np.int64, 0, LARGE)
+    frozen = column.freeze(LARGE)
+    column.resize(2 * LARGE, None, LARGE)
+    column.write(np.array([3, LARGE - 1]), 7)
+    assert not frozen.values().any()

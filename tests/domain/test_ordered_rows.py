@@ -1,0 +1,414 @@
+"""Claims in the order of numbers: the order of before, at the cost of the batch, and never long on the event loop."""
+
+import asyncio
+import itertools
+import math
+import os
+import random
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from domain_support import asks, binding, insert, new_write, partition, turns, update
+from planner_bench import Bench, Whenever, rows
+
+from tq_service.domain import ordered_rows, sort_keys, view
+from tq_service.domain.custom_meta import Condition, Order
+from tq_service.domain.plan import Plan
+from tq_service.domain.queue_claims import release
+from tq_service.domain.readiness import Readiness
+from tq_service.samplers import GRPOGroupNSampler, SequentialSampler
+from tq_service.schema import MetaColumn
+
+EXAMPLES = int(os.environ.get("TQ_ORDER_EXAMPLES", "15"))
+VALUES = {
+    "int": [-(2**63), -5, -1, 0, 1, 3, 2**63 - 1],
+    "double": [-math.inf, -1.5, -0.0, 0.0, 5e-324, 2.0, math.inf, math.nan],
+    "bool": [False, True],
+}
+
+
+def column(name, values):
+    """Return a custom_meta column of values, None where there is none."""
+    present = np.array([value is not None for value in values])
+    filler = next((value for value in values if value is not None), 0)
+    array = np.array([filler if value is None else value for value in values])
+    return MetaColumn(name=name, values=array, present=present)
+
+
+class Rows:
+    """A partition and its rows in plain Python."""
+
+    def __init__(self, rng, orders):
+        self.rng = rng
+        self.orders = orders
+        self.partition = partition()
+        self.task = self.partition.task("t")
+        self.rewrites = rng.random() < 0.5
+        self.values = {}  # by global index, of live and produced rows that are not consumed: what each column has
+        self.hidden = {}  # of those that cannot be claimed now
+        self.claims = []
+
+    def entry(self):
+        return {name: self.rng.choice([*VALUES[name], None]) for name in VALUES}
+
+    def columns(self, entries):
+        columns = {name: [entry[name] for entry in entries] for name in VALUES}
+        return [column(name, values) for name, values in columns.items() if any(value is not None for value in values)]
+
+    def insert(self):
+        count = self.rng.randint(1, 6)
+        fields = self.rng.choice([("x",), ("x",), ()])
+        entries = [self.entry() for _ in range(count)]
+        write = new_write(count, fields)
+        if not self.rewrites or self.rng.random() < 0.5:
+            write = replace(write, meta=self.columns(entries))
+        indexes = self.partition.write(write).global_indexes.tolist()
+        if not write.meta and self.columns(entries):
+            self.partition.set_meta(np.array(indexes), self.columns(entries))
+        (self.values if fields else self.hidden).update(zip(indexes, entries, strict=True))
+
+    def pick(self, of):
+        return self.rng.sample(sorted(of), min(len(of), self.rng.randint(1, 4)))
+
+    def set_meta(self):
+        indexes = self.pick(self.values)
+        if indexes and self.rewrites:
+            entries = [self.entry() for _ in indexes]
+            self.partition.set_meta(np.array(indexes), self.columns(entries))
+            for index, entry in zip(indexes, entries, strict=True):
+                self.values[index] |= {name: value for name, value in entry.items() if value is not None}
+
+    def show(self):
+        for index in self.pick(self.hidden):
+            update(self.partition, [index], ("x",), state="live")
+            self.values[index] = self.hidden.pop(index)
+
+    def hold(self):
+        for index in self.pick(self.values):
+            update(self.partition, [index], state="held")
+            self.hidden[index] = self.values.pop(index)
+
+    def clear(self):
+        indexes = self.pick(self.values)
+        self.partition.clear(np.array(indexes, np.int64))
+        for index in indexes:
+            del self.values[index]
+
+    def claim(self):
+        ready = self.view().ready(self.rng.randint(1, 5))
+        assert ready.tolist() == self.expected()[: ready.size]
+        if ready.size:
+            request = asks()
+            part = Plan.of([ready]).ranks[0]
+            self.partition.record_queue_claim(self.task, request.request_id, part, self.partition.table.find(ready))
+            self.claims.append((request.request_id, {index: self.values.pop(index) for index in ready.tolist()}))
+
+    def give_back(self):
+        if self.claims:
+            request_id, entries = self.claims.pop(self.rng.randrange(len(self.claims)))
+            release(self.partition, self.task, request_id)
+            self.values |= entries
+
+    def view(self):
+        """Return a view as the planner has it, with the work that is left to threads done."""
+        bound = binding(order_by=self.orders)
+        kinds = sort_keys.key_kinds(self.partition.meta, self.orders)
+        ordered = self.task.orders.use(ordered_rows.order_key(bound, None), kinds, self.partition.inserted_count)
+        while ordered.is_heavy(self.partition.table.count):
+            ordered.heavy_work(Readiness(self.partition, self.task, bound, None))()()
+        made = view.PartitionView(self.partition, self.task, bound, None, remembers=True, ordered=ordered)
+        if self.rng.random() < 0.3:
+            made.leave_loop()
+        return made
+
+    def expected(self):
+        def key(index):
+            parts = []
+            for order in self.orders:
+                value = self.values[index].get(order.column)
+                if value is None:
+                    parts.append((1, 0, 0))
+                    continue
+                is_nan = isinstance(value, float) and math.isnan(value)
+                sign = -1 if order.descending else 1
+                parts.append((0, sign * is_nan, 0 if is_nan else sign * value))
+            return (*parts, index)
+
+        return sorted(self.values, key=key)
+
+    def check(self):
+        for limit in (None, 1, 3):
+            made = self.view()
+            found = made.ready(limit)
+            assert made.gave_up or found.tolist() == self.expected()[:limit]
+            if made.gave_up:
+                again = self.view()
+                again.leave_loop()
+                assert again.ready(limit).tolist() == self.expected()[:limit]
+                again.come_back()
+
+
+STEPS = ["insert", "insert", "set_meta", "set_meta", "show", "hold", "clear", "claim", "claim", "give_back", "check"]
+ORDERS = [
+    (Order("int"),), (Order("int", descending=True),), (Order("double"),), (Order("double", descending=True),),
+    (Order("bool"), Order("int", descending=True)), (Order("bool", descending=True), Order("double"), Order("int")),
+    (Order("none"), Order("int")),
+]  # fmt: skip
+
+
+@pytest.fixture
+def few_at_once(monkeypatch):
+    """Have few rows be many, so that all ways of large partitions are gone."""
+    monkeypatch.setattr(ordered_rows, "_MOST_ON_LOOP", 5)
+    monkeypatch.setattr(ordered_rows, "_MOST_RUNS", 2)
+    monkeypatch.setattr(ordered_rows, "_STRETCH", 7)
+    monkeypatch.setattr(ordered_rows, "_LEAST_TAKEN", 2)
+    monkeypatch.setattr(ordered_rows, "_MOST_TAKEN", 4)
+    monkeypatch.setattr(sort_keys, "_MOST_MERGED", 8)
+    monkeypatch.setattr(sort_keys, "_STRETCH", 3)
+    monkeypatch.setattr(view, "_MOST_ON_LOOP", 6)
+
+
+@pytest.mark.parametrize("orders", ORDERS)
+@pytest.mark.usefixtures("few_at_once")
+def test_rows_come_in_order_whatever_becomes_of_them(orders):
+    for seed in range(EXAMPLES):
+        rng = random.Random(seed)
+        target = Rows(rng, orders)
+        for _ in range(60):
+            getattr(target, rng.choice(STEPS))()
+        target.check()
+
+
+def test_keys_of_all_values_are_in_their_order():
+    for name, values in VALUES.items():
+        target = Rows(random.Random(0), (Order(name), Order("int")))
+        indexes = insert(target.partition, 2 * len(values) + 1)
+        entries = [{"int": 0, "double": 0.0, "bool": False, name: value} for value in [*values, *values[::-1], None]]
+        target.partition.set_meta(np.array(indexes), target.columns(entries))
+        target.values = dict(zip(indexes, entries, strict=True))
+        assert target.view().ready().tolist() == target.expected()
+
+
+def test_integers_that_become_doubles_keep_their_order():
+    target = Rows(random.Random(0), (Order("v"),))
+    insert(target.partition, 3, meta=[{"v": 3}, {"v": -1}, {"v": 2}])
+    assert target.view().ready().tolist() == [1, 2, 0]
+    insert(target.partition, 1, meta=[{"v": 2.5}])
+    assert target.view().ready().tolist() == [1, 2, 3, 0]
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_groups_come_in_the_order_of_their_first_members_however_far_apart_they_are(named):
+    rng = np.random.default_rng(0)
+    target = partition()
+    group_count, size = 3000, 4
+    names = np.repeat([f"g{number}" for number in range(group_count)], size)
+    for start in range(0, names.size, 1000 * size):
+        entries = [{"v": int(value)} for value in rng.integers(0, 50_000, 1000 * size)]
+        named_so = {"groups": names[start : start + 1000 * size].tolist(), "group_size": size} if named else {}
+        insert(target, 1000 * size, meta=entries, **named_so)
+    update(target, rng.choice(names.size, 500, replace=False), state="held")
+    task, bound, block_size = target.task("t"), binding(order_by=(Order("v"),)), None if named else size
+
+    def groups(limit, ordered=None):
+        made = view.PartitionView(target, task, bound, None, remembers=True, ordered=ordered)
+        found = made.ready_groups(limit, unit="group", block_size=block_size)
+        assert not made.gave_up
+        return [found.rows[start : start + size].tolist() for start in found.starts.tolist()]
+
+    expected = groups(None)  # sorts all
+    values = target.meta.read("v", np.arange(names.size)).values
+    assert [values[group].min() for group in expected] == sorted(values[group].min() for group in expected)
+    ordered = task.orders.use(ordered_rows.order_key(bound, None), "i", target.inserted_count)
+    for limit in (1, 8, 300):
+        assert groups(limit, ordered) == expected[:limit]
+
+
+# Through the planner
+
+
+class Looks:
+    """Counts the rows that the event loop looks at, and those of other threads."""
+
+    def __init__(self, monkeypatch):
+        self.on_loop = self.elsewhere = 0
+        inner = Readiness.ready_mask
+
+        def ready_mask(*arguments):
+            mask = inner(*arguments)
+            if threading.current_thread() is threading.main_thread():
+                self.on_loop += mask.size
+            else:
+                self.elsewhere += mask.size
+            return mask
+
+        monkeypatch.setattr(Readiness, "ready_mask", ready_mask)
+
+    def take(self):
+        counts, self.on_loop, self.elsewhere = (self.on_loop, self.elsewhere), 0, 0
+        return counts
+
+
+MANY = 100_000
+ORDER = (Order("v", descending=True), Order("w"))
+
+
+@pytest.fixture
+async def bench():
+    return Bench()
+
+
+@pytest.fixture
+def looks(monkeypatch):
+    return Looks(monkeypatch)
+
+
+def put(bench, count, *, first=0):
+    """Insert rows whose order is their index turned round."""
+    numbers = np.arange(first, first + count)
+    bench.insert(count)
+    bench.partition.set_meta(numbers, [column("v", -(numbers // 2)), column("w", -(numbers % 2.0))])
+
+
+@pytest.mark.parametrize("ranked", [True, False])
+async def test_a_claim_looks_at_what_it_takes_and_the_rest_is_sorted_off_the_loop(bench, looks, ranked):
+    put(bench, MANY)
+    for number in range(20):
+        call = bench.ask((0, 1, number) if ranked else None, batch_size=8, order_by=ORDER)
+        await asyncio.wait([call])
+        assert sorted(rows(call)) == list(range(8 * number, 8 * number + 8))
+        on_loop, elsewhere = looks.take()
+        assert on_loop <= 1000
+        assert elsewhere == (MANY if number == 0 else 0)
+
+
+async def test_rows_that_come_are_entered_without_looking_at_the_others(bench, looks):
+    put(bench, MANY)
+    await bench.ask(batch_size=2, order_by=ORDER)
+    for number in range(10):
+        indexes = bench.insert(5, meta=[{"v": 10 + number, "w": 0.0}] * 5)
+        looks.take()
+        call = bench.ask(batch_size=2, order_by=ORDER)
+        await asyncio.wait([call])
+        assert rows(call) == indexes[:2]
+        assert max(looks.take()) <= 1000
+    put(bench, MANY, first=bench.partition.inserted_count)
+    looks.take()
+    await bench.ask(batch_size=2, order_by=ORDER)
+    on_loop, elsewhere = looks.take()
+    assert on_loop <= 1000
+    assert elsewhere == 2 * MANY  # noted when they came, and when they got their values
+
+
+async def test_many_that_are_gone_are_passed_over_off_the_loop_and_once(bench, looks):
+    put(bench, MANY)
+    await bench.ask(batch_size=2, order_by=ORDER)
+    await bench.ask(batch_size=MANY // 2)  # in the order of the indexes, which is the same
+    looks.take()
+    call = bench.ask(batch_size=2, order_by=ORDER)
+    await asyncio.wait([call])
+    assert sorted(rows(call)) == [MANY // 2 + 2, MANY // 2 + 3]
+    on_loop, elsewhere = looks.take()
+    assert on_loop <= 30_000  # a few thousand at once, and as many by the pump
+    assert 0 < elsewhere <= MANY
+    await bench.ask(batch_size=2, order_by=ORDER)
+    assert max(looks.take()) <= 1000
+
+
+async def test_a_sampler_on_a_thread_takes_rows_in_order_too(bench, looks):
+    put(bench, MANY)
+    slow = Whenever(lambda view, request: Plan.of([view.ready()[: request.batch_size]]), quick=False)
+    for number in range(3):
+        call = bench.ask(batch_size=4, order_by=ORDER, sampler=slow)
+        await asyncio.wait([call])
+        assert sorted(rows(call)) == list(range(4 * number, 4 * number + 4))
+        assert looks.take()[0] <= 1000
+
+
+async def test_others_have_the_loop_while_rows_are_sorted(bench):
+    """Puts and claims in another way go on, and what they change is in the order."""
+    put(bench, MANY)
+    call = bench.ask(batch_size=2, order_by=ORDER)
+    await turns()
+    first = bench.insert(1, meta=[{"v": 5, "w": 0.0}])
+    bench.partition.set_meta(np.array([7]), [column("v", [3])])
+    bench.partition.clear(np.array([0]))
+    await asyncio.wait([call])
+    assert rows(call) == [*first, 7]
+    assert rows(await next_call(bench)) == [1, 3]  # w goes from -1.0 up
+    bench.partition.reset(bench.task, keep_consumed=False)
+    assert rows(await next_call(bench)) == [*first, 7]
+
+
+async def next_call(bench):
+    call = bench.ask(batch_size=2, order_by=ORDER)
+    await asyncio.wait([call])
+    return call
+
+
+async def test_a_reset_while_rows_are_sorted_leaves_nobody_behind(bench):
+    put(bench, MANY)
+    call = bench.ask((0, 1, 0), batch_size=2, order_by=ORDER)
+    await turns()
+    bench.partition.reset(bench.task, keep_consumed=False)
+    await asyncio.wait([call])
+    assert sorted(rows(call)) == [0, 1]
+    assert (bench.task.epoch, bench.task.next_batch_index) == (1, 1)
+
+
+async def test_a_task_keeps_few_orders(bench):
+    put(bench, 100)
+    for number in range(50):
+        where = (Condition("v", ">=", (-number,)),)
+        assert rows(await finished_claim(bench, where)) == [2 * number]
+    assert len(bench.task.orders) <= 4
+
+
+async def finished_claim(bench, where):
+    call = bench.ask(batch_size=1, order_by=(Order("v"), Order("w", descending=True)), where=where)
+    await asyncio.wait([call])
+    return call
+
+
+async def test_an_order_nobody_asks_for_any_more_is_forgotten(bench):
+    put(bench, MANY)
+    await bench.ask(batch_size=2, order_by=ORDER)
+    kept = bench.task.orders.use(ordered_rows.order_key(binding(order_by=ORDER), None), "if", MANY)
+    for _ in range(3):
+        bench.partition.set_meta(np.arange(MANY), [column("v", np.arange(MANY))])
+    assert not kept.is_built
+    assert sorted(rows(await next_call(bench))) == [MANY - 2, MANY - 1]
+
+
+@pytest.mark.parametrize("sampler", [SequentialSampler(), GRPOGroupNSampler(n_samples_per_prompt=2)])
+async def test_the_last_in_order_come_at_the_end(bench, sampler):
+    put(bench, 10)
+    calls = [bench.ask((0, 1, index), batch_size=4, order_by=ORDER, sampler=sampler) for index in range(4)]
+    await turns(20)
+    assert [call.done() for call in calls] == [True, True, False, False]
+    bench.partition.seal()
+    await asyncio.wait(calls)
+    assert [sorted(rows(call)) for call in calls[:3]] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert calls[3].result().skipped == 0
+
+
+def test_runs_give_each_key_once_and_in_order():
+    rng = random.Random(5)
+    for _ in range(200):
+        runs, expected = sort_keys.SortedRuns(), set()
+        taken = []
+        for _ in range(30):
+            if rng.random() < 0.6:
+                new = {rng.randrange(1000) for _ in range(rng.randrange(20))} - set(taken)
+                least = max(taken, default=-1)
+                new = {value for value in new if value > least}
+                expected |= new
+                runs.add(np.array([b"%04d" % value for value in sorted(new)], "S4"))
+            else:
+                taken += [int(key) for key in runs.take(rng.randrange(1, 30))]
+        taken += [int(key) for key in runs.take(None)]
+        assert taken == sorted(expected)
+        assert all(first < second for first, second in itertools.pairwise(taken))

@@ -1,0 +1,219 @@
+"""Long lists come page by page; clients make one batch of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from secrets import token_bytes
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from live_server import AnyClient, LiveServer
+
+import tq_service as tq
+from tq_service.domain.partition import Partition
+from tq_service.domain.writes import PartitionSettings
+from tq_service.v1 import controller_service_pb2 as pb
+
+COUNT = 33_000
+MOST_ON_A_PAGE = 16_384
+DEFAULT_MESSAGE_BYTES = 4 << 20  # of gRPC, which clients in other languages have
+KEYS = [f"k{number}" for number in range(COUNT)]
+
+
+def put_many(client: AnyClient) -> tq.BatchMeta:
+    """Put samples whose field has the number of each."""
+    meta: tq.BatchMeta = client.put(
+        {"number": np.arange(COUNT)},
+        partition_id="train",
+        keys=KEYS,
+        groups=[f"g{number // 4}" for number in range(COUNT)],
+        custom_meta=[{"version": number % 7} for number in range(COUNT)],
+    )
+    return meta
+
+
+def all_pages(server: LiveServer, **request: object) -> Iterator[pb.LookupSamplesResponse]:
+    """Ask for page after page over a channel with the limits of gRPC."""
+    asked = pb.LookupSamplesRequest(partition_id="train", **request)  # type: ignore[arg-type]
+    while True:
+        page = server.controller.LookupSamples(asked, timeout=20)
+        yield page
+        if not page.next_page_token:
+            return
+        asked.page_token = page.next_page_token
+
+
+def status_of(error: grpc.RpcError) -> grpc.StatusCode:
+    """Return the code of an error of a call."""
+    code: grpc.StatusCode = error.code()
+    return code
+
+
+def test_the_client_makes_one_batch_of_all_pages(client: AnyClient) -> None:
+    put = put_many(client)
+    found, missing = client.lookup_samples("train")
+    assert missing == []
+    assert found == put
+    assert client.get_data(found)["number"].tolist() == list(range(COUNT))
+
+
+def test_many_keys_are_looked_up_and_located_in_parts(client: AnyClient) -> None:
+    put_many(client)
+    client.clear_samples(partition_id="train", keys=KEYS[100:20_000:2])
+    asked = KEYS[::-1]
+    found, missing = client.lookup_samples("train", asked)
+    gone = set(KEYS[100:20_000:2])
+    assert found.keys == [key for key in asked if key not in gone]
+    assert missing == [key for key in asked if key in gone]
+    assert client.get_data(found)["number"].tolist() == found.global_indexes
+    located = client.get_data(partition_id="train", keys=asked, missing="skip")
+    assert located["number"].tolist() == found.global_indexes
+    by_index = client.get_data(partition_id="train", global_indexes=found.global_indexes[::-1])
+    assert by_index["number"].tolist() == found.global_indexes[::-1]
+    with pytest.raises(tq.KeyNotFoundError, match="k100"):
+        client.get_data(partition_id="train", keys=KEYS)
+
+
+@pytest.mark.parametrize("size", [1_000, 0, 2**31 - 1])
+def test_pages_have_the_size_that_was_asked_for_at_most(server: LiveServer, size: int) -> None:
+    put_many(server.client())
+    pages = list(all_pages(server, all_samples=True, page_size=size))
+    counts = [len(page.meta.keys) for page in pages]
+    assert max(counts) == counts[0] == (size if size == 1_000 else MOST_ON_A_PAGE)
+    assert [key for page in pages for key in page.meta.keys] == KEYS
+    assert all(page.ByteSize() < DEFAULT_MESSAGE_BYTES for page in pages)
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+def test_a_page_of_long_names_has_fewer_samples(server: LiveServer, by_key: bool) -> None:
+    keys = [f"{number:05d}".ljust(512, "ü") for number in range(6_000)]
+    client = server.client()
+    client.insert("train", keys=keys, custom_meta=[{"text": "x" * number} for number in range(6_000)])
+    pages = list(all_pages(server, **({"keys": keys} if by_key else {"all_samples": True})))
+    assert [key for page in pages for key in page.meta.keys] == keys
+    assert len(pages) > 2
+    assert client.lookup_samples("train")[0].keys == keys
+
+
+def test_one_sample_that_is_larger_than_a_page_is_a_page(server: LiveServer) -> None:
+    client = server.client()
+    meta = client.insert("train", 3, keys=["a", "b", "c"])
+    for number in range(40):
+        client.set_custom_meta(meta.select_samples([1]), [{f"text {number}": "x" * 16_000}])
+    pages = list(all_pages(server, all_samples=True))
+    assert [list(page.meta.keys) for page in pages] == [["a"], ["b"], ["c"]]
+
+
+def test_samples_that_go_between_two_pages_are_left_out_and_new_ones_are_listed(server: LiveServer) -> None:
+    client = server.client()
+    put_many(client)
+    pages = all_pages(server, all_samples=True, page_size=10_000)
+    keys = list(next(pages).meta.keys)
+    client.clear_samples(partition_id="train", keys=KEYS[5_000:15_000])
+    client.insert("train", keys=["new"])
+    keys += [key for page in pages for key in page.meta.keys]
+    assert keys == KEYS[:10_000] + KEYS[15_000:] + ["new"]
+
+
+@pytest.mark.parametrize("is_made_anew", [False, True])
+def test_a_list_of_a_partition_that_was_cleared_ends(server: LiveServer, is_made_anew: bool) -> None:
+    client = server.client()
+    put_many(client)
+    pages = all_pages(server, all_samples=True)
+    next(pages)
+    client.clear_partition("train")
+    if is_made_anew:
+        put_many(client)
+    with pytest.raises(grpc.RpcError) as caught:
+        next(pages)
+    assert status_of(caught.value) is grpc.StatusCode.FAILED_PRECONDITION
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        pb.LookupSamplesRequest(all_samples=True, page_size=-1),
+        pb.LookupSamplesRequest(all_samples=True, page_token="next"),
+        pb.LookupSamplesRequest(all_samples=True, page_token="zz" * 16 + "-5"),
+        pb.LookupSamplesRequest(all_samples=True, page_token="00" * 16 + "--5"),
+        pb.LookupSamplesRequest(all_samples=True, page_token="00" * 16 + "-" + "9" * 40),
+        pb.LookupSamplesRequest(keys=["k"] * 65_537),
+        pb.LocateRequest(global_indexes=range(65_537)),
+    ],
+    ids=["size", "token", "no hex", "sign", "large", "keys", "indexes"],
+)
+def test_what_is_no_page_is_refused(server: LiveServer, request_: pb.LookupSamplesRequest | pb.LocateRequest) -> None:
+    server.client().put({"x": np.zeros(3)}, partition_id="train", keys=["k", "l", "m"])
+    request_.partition_id = "train"
+    call = server.controller.Locate if isinstance(request_, pb.LocateRequest) else server.controller.LookupSamples
+    with pytest.raises(grpc.RpcError) as caught:
+        call(request_, timeout=20)
+    assert status_of(caught.value) is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_the_answer_to_a_large_write_is_small(server: LiveServer) -> None:
+    write = pb.SampleWrite(partition_id="train", row_count=1 << 18)
+    answer = server.controller.Insert(pb.InsertRequest(request_id=token_bytes(16), write=write), timeout=20)
+    assert answer.ByteSize() < 100
+    assert server.client().insert("train", 1 << 18).global_indexes == list(range(1 << 18, 1 << 19))
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+def test_many_samples_are_cleared_in_parts(server: LiveServer, by_key: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, count = server.client(), 100_000
+    keys = [f"k{number}" for number in range(count)]
+    client.insert("train", keys=keys)
+    real, sizes = Partition.clear, []
+
+    def clear(partition: Partition, indexes: Any) -> Any:
+        sizes.append(indexes.size)
+        return real(partition, indexes)
+
+    monkeypatch.setattr(Partition, "clear", clear)
+    named = {"keys": keys[1:]} if by_key else {"global_indexes": range(1, count)}
+    request = pb.ClearSamplesRequest(request_id=token_bytes(16), partition_id="train", **named)  # type: ignore[arg-type]
+    answers = [server.controller.ClearSamples(request, timeout=20).cleared_count for _ in range(2)]
+    assert answers == [count - 1] * 2
+    assert max(sizes) <= 32_768
+    assert sum(sizes) == count - 1
+    assert client.lookup_samples("train")[0].keys == ["k0"]
+
+
+def test_a_clear_of_many_samples_does_not_reach_the_next_incarnation(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, count = server.client(), 100_000
+    client.insert("train", count)
+    real = Partition.clear
+
+    def clear(partition: Partition, indexes: Any) -> Any:
+        answer = real(partition, indexes)
+        catalog = server.app._catalog
+        assert catalog is not None
+        catalog.remove("train", b"")
+        catalog.create("train", PartitionSettings())
+        return answer
+
+    monkeypatch.setattr(Partition, "clear", clear)
+    request = pb.ClearSamplesRequest(request_id=token_bytes(16), partition_id="train", global_indexes=range(count))
+    with pytest.raises(grpc.RpcError) as caught:
+        server.controller.ClearSamples(request, timeout=20)
+    assert status_of(caught.value) is grpc.StatusCode.FAILED_PRECONDITION
+
+
+def test_a_large_put_with_names_is_there_whole(client: AnyClient) -> None:
+    count = 50_000
+    keys = [f"k{number}" for number in range(count)]
+    for start in (0, count // 2):
+        some = keys[start : start + count // 2]
+        client.put({"x": np.arange(start, start + len(some))}, partition_id="train", keys=some, groups=some)
+    client.put({"x": -np.arange(count)}, partition_id="train", keys=keys)
+    found, missing = client.lookup_samples("train", keys)
+    assert (missing, found.groups) == ([], keys)
+    assert client.get_data(found)["x"].tolist() == [-number for number in range(count)]
+    with pytest.raises(tq.InvalidArgumentError, match="'k7' is given twice"):
+        client.insert("train", keys=[*keys, "k7"])
+    with pytest.raises(tq.AlreadyExistsError, match="k0"):
+        client.insert("train", keys=keys)

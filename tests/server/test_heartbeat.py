@@ -1,0 +1,128 @@
+"""How a storage service stays known to its controller, and what becomes of one that cannot."""
+
+import asyncio
+import contextlib
+import logging
+
+import grpc
+import pytest
+
+from tq_service.config import ServeSettings
+from tq_service.errors import InvalidArgumentError, ServiceFailedError
+from tq_service.server import heartbeat
+from tq_service.server.app import running
+from tq_service.server.heartbeat import announce_storage
+from tq_service.storage.engine import StorageEngine
+from tq_service.v1 import controller_service_pb2 as pb
+from tq_service.v1.controller_service_pb2_grpc import (
+    ControllerServiceServicer,
+    add_ControllerServiceServicer_to_server,
+)
+from tq_service.wire.credentials import Credentials
+
+
+class Controller(ControllerServiceServicer):
+    """Answers announcements one after the other from a list, then waits."""
+
+    def __init__(self, answers):
+        self._answers = iter(answers)
+        self.requests = []
+        self.is_done = asyncio.Event()
+
+    async def RegisterStorage(self, request, context):  # noqa: N802
+        self.requests.append(request)
+        answer = next(self._answers, None)
+        if answer is None:
+            self.is_done.set()
+            await asyncio.Event().wait()
+        if isinstance(answer, grpc.StatusCode):
+            await context.abort(answer, "not you")
+        return pb.RegisterStorageResponse(controller_boot_id=answer, heartbeat_seconds=0.0)
+
+
+@contextlib.asynccontextmanager
+async def announcing(engine, answers):
+    """Announce a storage service to a controller with these answers, until the last one was given."""
+    server = grpc.aio.server()
+    controller = Controller(answers)
+    add_ControllerServiceServicer_to_server(controller, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    task = asyncio.ensure_future(
+        announce_storage(engine, "localhost:1", f"127.0.0.1:{port}", Credentials(None, None, None))
+    )
+    try:
+        async with asyncio.timeout(60):
+            await controller.is_done.wait()
+        yield controller
+    finally:
+        task.cancel()
+        await server.stop(None)
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    monkeypatch.setattr(heartbeat, "_REFUSED_SECONDS", 0.0)
+    monkeypatch.setattr(heartbeat, "_RETRY_SECONDS", 0.0)
+
+
+@pytest.fixture
+def engine():
+    return StorageEngine(max_bytes=1000, storage_id="mine")
+
+
+def settings(**given):
+    return ServeSettings(host="127.0.0.1", port=0, role="storage", shared_memory="off", storage_id="s", **given)
+
+
+async def test_it_announces_itself_again_and_again(engine):
+    async with announcing(engine, [b"c" * 16, b"c" * 16]) as controller:
+        assert len(controller.requests) == 3
+        for request in controller.requests:
+            assert request.storage.storage_id == "mine"
+            assert request.storage.boot_id == engine.boot_id
+            assert request.storage.address == "localhost:1"
+            assert (request.max_bytes, request.used_bytes) == (1000, 0)
+
+
+async def test_a_refusal_and_a_silence_are_logged_and_it_tries_again(engine, caplog):
+    refusals = [grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAVAILABLE]
+    with caplog.at_level(logging.WARNING):
+        async with announcing(engine, [*refusals, b"c" * 16]) as controller:
+            assert len(controller.requests) == 4
+    messages = [record.getMessage() for record in caplog.records if record.name == heartbeat.__name__]
+    assert any("not you" in message for message in messages)
+    assert any("does not answer" in message for message in messages)
+
+
+async def test_authorities_that_cannot_be_read_stop_the_start(tmp_path):
+    with pytest.raises(InvalidArgumentError, match=r"tls_ca cannot be used.*typo\.pem: No such file"):
+        async with running(settings(controller="127.0.0.1:1", tls_ca=tmp_path / "typo.pem")):
+            raise AssertionError("it started")
+    garbage = tmp_path / "garbage.pem"
+    garbage.write_text("not a certificate")
+    with pytest.raises(InvalidArgumentError, match="holds no certificates"):
+        async with running(settings(controller="127.0.0.1:1", tls_ca=garbage)):
+            raise AssertionError("it started")
+
+
+async def test_a_token_that_would_go_in_plaintext_stops_the_start(tmp_path):
+    token, secret = tmp_path / "token", tmp_path / "secret"
+    for path, content in ((token, "tq_abc"), (secret, "s" * 32)):
+        path.write_text(content)
+        path.chmod(0o600)
+    with pytest.raises(InvalidArgumentError, match=r"the token would go to controller\.example:50051 in plaintext"):
+        async with running(
+            settings(controller="controller.example:50051", token_file=token, internal_secret_file=secret)
+        ):
+            raise AssertionError("it started")
+
+
+async def test_announcements_that_end_are_the_end_of_the_service(monkeypatch):
+    async def end(*_arguments):
+        raise ZeroDivisionError("a fault of the service")
+
+    monkeypatch.setattr("tq_service.server.app.announce_storage", end)
+    with pytest.raises(ServiceFailedError, match="announcing this storage service to its controller ended"):
+        async with running(settings(controller="127.0.0.1:1")):
+            await asyncio.Event().wait()

@@ -1,0 +1,251 @@
+"""A storage service that came back is told which puts are known: in pieces, while other calls go on."""
+
+import asyncio
+import contextlib
+import itertools
+import os
+
+import numpy as np
+import pytest
+from split_driver import split_service
+
+from tq_service.domain.cells import FreedCells
+from tq_service.domain.column import Column
+from tq_service.domain.frozen import FrozenCells, FrozenPuts
+from tq_service.domain.puts import Put
+from tq_service.errors import CallCancelledError, InvalidArgumentError, PutNotFoundError
+from tq_service.server.known_puts import KnownPuts
+from tq_service.storage.cells import PutCells, ReadRuns
+from tq_service.storage.engine import StorageEngine
+from tq_service.v1 import storage_service_pb2 as pb
+from tq_service.wire.encoding import encode_columns
+
+BOOT = b"b" * 16
+
+
+@pytest.fixture
+async def split(monkeypatch):
+    monkeypatch.setattr("tq_service.server.known_puts._MOST_PUTS", 3)
+    async with split_service(monkeypatch) as service:
+        yield service
+
+
+async def commit_many(split, count):
+    """Commit puts, and one more of which a sample is cleared."""
+    for _ in range(count):
+        await split.commit(await split.store())
+    await split.commit(await split.store(partition_id="q", rows=3))
+    indexes = [1]
+    split.directory.free(split.catalog.get("q").clear(np.array(indexes))[1])
+
+
+def frozen_puts(puts):
+    """Return what a partition knows that has these puts whole."""
+    columns = []
+    for dtype, values in ((np.object_, puts), (np.int64, 1), (np.int64, 1), (np.int64, 8)):
+        column = Column(dtype, None if dtype is np.object_ else 0, len(puts))
+        if dtype is np.object_:
+            for slot, put in enumerate(values):
+                column.write(slot, put)
+        else:
+            column.write(slice(0, len(puts)), values)
+        columns.append(column.freeze(len(puts)))
+    table = FrozenPuts(puts=columns[0], cell_counts=columns[1], made_cell_counts=columns[2], value_bytes=columns[3])
+    return FrozenCells(puts=table, fields=[])
+
+
+def test_what_is_said_of_very_many_puts_takes_many_small_messages_made_one_by_one():
+    """A million puts: a message of all of them was 20 MB, made in one step; 12 times as many were refused."""
+    puts = [Put("s" if number % 4 else "other", BOOT, number.to_bytes(16, "big")) for number in range(200_000)]
+    pieces = KnownPuts(storage_id="s", boot_id=BOOT, cells=[frozen_puts(puts)], uncommitted=[b"u" * 16]).pieces()
+    listed = 0
+    for piece in pieces:
+        assert piece.ByteSize() <= 64 * 1024
+        listed += len(piece.whole_put_ids)
+    assert piece.is_last
+    assert listed == 150_000
+
+
+def test_a_put_of_which_very_many_rows_are_left_here_and_there_takes_many_messages():
+    put = Put("s", BOOT, b"p" * 16)
+    rows = np.arange(0, 200_000, 2)
+    leaving = [FreedCells(put=put, field_names=("x",), rows=rows), FreedCells(put=put, field_names=("y",))]
+    pieces = list(KnownPuts(storage_id="s", boot_id=BOOT, leaving=[leaving]).pieces())
+    assert max(piece.ByteSize() for piece in pieces) <= 64 * 1024
+    first_rows = [row for piece in pieces for cells in piece.cells for row in cells.first_rows]
+    assert first_rows == rows.tolist()
+    assert [piece.is_last for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+
+
+async def test_other_calls_have_their_turn_between_the_pieces(split):
+    await commit_many(split, 60)
+    heartbeats = []
+    kept = split.storage.KeepPuts
+
+    async def counted(parts, context):
+        async def counting():
+            async for part in parts:
+                heartbeats.append(split.to_controller.calls.count("RegisterStorage"))
+                yield part
+
+        return await kept(counting(), context)
+
+    split.storage.KeepPuts = counted
+    answer = await split.reconciled()
+    assert (answer.missing_count, answer.dropped_count) == (0, 0)
+    assert all(len(part.whole_put_ids) <= 3 for part in split.link.streams[-1].written)
+    assert len(heartbeats) > 20
+    assert len(set(heartbeats)) > 10
+    assert split.lost_puts() == []
+
+
+async def test_puts_that_come_and_go_between_the_pieces_are_neither_lost_nor_missing(split):
+    await commit_many(split, 30)
+    count = len(split.link.streams)
+    stray = await split.store()
+    split.engine.confirm(stray.placement.put_id, "p")
+    split.begin_reconciling()
+    await split.until(lambda: len(split.link.streams) > count and len(split.link.streams[-1].written) > 3)
+    await split.commit(await split.store(partition_id="new"))
+    split.directory.free(split.catalog.get("p").clear(np.arange(20))[1])
+    await split.clear("q")
+    answer = await split.link.streams[-1]
+    assert (answer.missing_count, answer.dropped_count) == (0, 1)
+    assert await split.settled() == 21
+    assert split.lost_puts() == []
+
+
+async def test_a_stream_that_breaks_off_drops_nothing(split):
+    await commit_many(split, 10)
+    before = split.engine.stat().put_count
+    for parts in ([], [pb.KeepPutsRequest(boot_id=split.engine.boot_id)], [pb.KeepPutsRequest(boot_id=BOOT)]):
+
+        async def broken(parts=parts):
+            for part in parts:
+                yield part
+
+        with pytest.raises(Exception, match=r"last message|restarted"):
+            await split.storage.KeepPuts(broken(), Context())
+    assert split.engine.stat().put_count == before
+    split.link.add("KeepPuts", lose_answer=True)
+    split.link.add("KeepPuts", lose_request=True)
+    assert (await split.reconciled()).dropped_count == 0
+    assert split.lost_puts() == []
+
+
+class Context:
+    async def send_initial_metadata(self, _):
+        pass
+
+
+# The engine's part
+
+
+async def engine_of(count, confirm=True):
+    engine = StorageEngine(max_bytes=None)
+    columns = encode_columns({"x": np.arange(4)})
+    for number in range(count):
+        put_id = number.to_bytes(16, "big")
+        pending = await engine.reserve(put_id, columns, 4, partition_id="p", for_existing_rows=False, deadline=None)
+        pending.write(np.arange(4).tobytes())
+        pending.finish()
+        if confirm:
+            engine.confirm(put_id, "p")
+    return engine
+
+
+def ids(*numbers):
+    return [number.to_bytes(16, "big") for number in numbers]
+
+
+async def test_what_is_unknown_is_dropped_in_slices():
+    engine = await engine_of(5000)
+    state = engine.begin_reconciliation()
+    engine.reconcile(state, whole=ids(*range(0, 5000, 5)))
+    left = [5000]
+    for _ in engine.finish_reconciliation(state):
+        left.append(engine.stat().put_count)
+        engine.free([PutCells(put_id=os.urandom(16))])
+    assert engine.stat().put_count == 1000
+    assert max(before - after for before, after in itertools.pairwise(left)) <= 1024
+    assert len(left) > 4
+    assert state.outcome().dropped_count == 4000
+
+
+async def test_what_is_confirmed_after_the_begin_stays_and_what_waits_goes_on_waiting():
+    engine = await engine_of(6, confirm=False)
+    for put_id in ids(0, 1, 2):
+        engine.confirm(put_id, "p", is_committed=False)
+    state = engine.begin_reconciliation()
+    engine.confirm(ids(3)[0], "p", is_committed=False)
+    engine.reconcile(state, whole=ids(0), uncommitted=ids(1, 9))
+    engine.confirm(ids(4)[0], "p")
+    for _ in engine.finish_reconciliation(state):
+        pass
+    assert [number for number in range(6) if engine.partition_of(ids(number)[0])] == [0, 1, 3, 4, 5]
+    assert engine.stat().uncommitted_put_count == 1
+    assert state.outcome().missing_count == 0
+
+
+async def test_a_put_that_was_freed_meanwhile_is_not_missing():
+    engine = await engine_of(3)
+    state = engine.begin_reconciliation()
+    engine.free([PutCells(put_id=ids(1)[0])])
+    engine.reconcile(
+        state,
+        whole=ids(0, 1, 7),
+        cells=[PutCells(put_id=ids(2)[0], first_rows=np.array([1]), row_counts=np.array([1]))],
+    )
+    for _ in engine.finish_reconciliation(state):
+        pass
+    kept = state.outcome()
+    assert (kept.missing_put_ids, kept.missing_count, kept.dropped_count) == (ids(7), 1, 0)
+    with pytest.raises(PutNotFoundError):
+        engine.confirm(ids(1)[0], "p")
+
+
+async def test_of_two_that_say_what_is_known_the_later_one_counts():
+    engine = await engine_of(3)
+    old = engine.begin_reconciliation()
+    engine.reconcile(old, whole=ids(0))
+    new = engine.begin_reconciliation()
+    with pytest.raises(CallCancelledError):
+        engine.reconcile(old, whole=ids(1))
+    with pytest.raises(CallCancelledError):
+        next(engine.finish_reconciliation(old), None)
+    engine.end_reconciliation(old)
+    engine.reconcile(new, whole=ids(0, 1, 2))
+    for _ in engine.finish_reconciliation(new):
+        pass
+    assert engine.stat().put_count == 3
+
+
+async def test_cells_of_a_put_that_come_apart_are_refused():
+    engine = await engine_of(2)
+    state = engine.begin_reconciliation()
+    first, second = (
+        PutCells(put_id=put_id, first_rows=np.array([0]), row_counts=np.array([2])) for put_id in ids(0, 1)
+    )
+    engine.reconcile(state, cells=[first])
+    engine.reconcile(state, cells=[second])
+    with pytest.raises(InvalidArgumentError, match="in a row"):
+        engine.reconcile(state, cells=[first])
+
+
+async def test_cells_of_a_put_may_come_in_several_pieces():
+    engine = await engine_of(1)
+    state = engine.begin_reconciliation()
+    for row in (0, 3):
+        cells = PutCells(put_id=ids(0)[0], first_rows=np.array([row]), row_counts=np.array([1]))
+        engine.reconcile(state, cells=[cells])
+        await asyncio.sleep(0)
+    for _ in engine.finish_reconciliation(state):
+        pass
+    there = []
+    for row in range(4):
+        run = ReadRuns(
+            field_names=("x",), put_indexes=np.array([0]), first_rows=np.array([row]), row_counts=np.array([1])
+        )
+        with contextlib.suppress(PutNotFoundError), engine.open_read([run], ids(0)):
+            there.append(row)
+    assert there == [0, 3]

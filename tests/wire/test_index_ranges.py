@@ -1,0 +1,64 @@
+"""The samples of a batch travel as ranges where that is shorter, and come back as they were."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tq_service.client import BatchMeta
+from tq_service.errors import InvalidArgumentError
+from tq_service.v1 import metadata_pb2 as pb
+from tq_service.wire.index_ranges import read_indexes, set_indexes
+
+STRETCHES = st.lists(st.tuples(st.integers(-(2**40), 2**40), st.integers(1, 200)), max_size=12)
+
+
+def sent(indexes):
+    message = pb.BatchMeta()
+    set_indexes(message, indexes)
+    return pb.BatchMeta.FromString(message.SerializeToString())
+
+
+def ranges(firsts, counts, listed=()):
+    return pb.BatchMeta(global_indexes=listed, index_ranges=pb.IndexRanges(firsts=firsts, counts=counts))
+
+
+@given(STRETCHES)
+def test_samples_come_back_in_their_order(stretches):
+    parts = [np.arange(first, first + count) for first, count in stretches]
+    indexes = np.concatenate([np.zeros(0, np.int64), *parts])
+    assert read_indexes(sent(indexes)).tolist() == indexes.tolist()
+
+
+@given(st.lists(st.integers(-(2**40), 2**40), max_size=200))
+def test_samples_in_no_order_come_back_too(indexes):
+    assert read_indexes(sent(np.array(indexes, np.int64))).tolist() == indexes
+
+
+def test_a_million_samples_that_follow_each_other_take_a_few_bytes():
+    message = sent(np.arange(5, 5 + (1 << 20)))
+    assert message.ByteSize() < 32
+    meta = BatchMeta.from_proto(message)
+    assert meta.size == 1 << 20
+    assert (meta.global_indexes[0], meta.global_indexes[-1]) == (5, 4 + (1 << 20))
+
+
+def test_a_few_samples_are_listed():
+    assert list(sent(np.arange(8)).global_indexes) == list(range(8))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        ranges([0, 5], [1]),
+        ranges([0], [0]),
+        ranges([0], [-3]),
+        ranges([0], [2], listed=[7]),
+        ranges([0], [2**62]),
+        ranges([0, 0], [2**62, 2**62]),
+    ],
+    ids=["counts lack", "empty", "negative", "both forms", "too many", "too many together"],
+)
+def test_ranges_that_are_none_are_refused(message):
+    with pytest.raises(InvalidArgumentError, match="index_ranges"):
+        read_indexes(message)

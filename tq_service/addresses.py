@@ -1,0 +1,130 @@
+"""Addresses of services: how they are written, and in plain words why one cannot be reached."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from typing import Final
+
+from tq_service.errors import InvalidArgumentError
+
+DEFAULT_PORT: Final = 50051
+DEFAULT_ADDRESS: Final = f"localhost:{DEFAULT_PORT}"
+
+_EXPECTED: Final = f"expected 'host:port', such as '{DEFAULT_ADDRESS}'"
+_HOST: Final = re.compile(r"[\w.-]+")
+# Targets in gRPC's own notation, passed on as they are.
+_LOCAL_SCHEMES: Final = ("unix:", "unix-abstract:", "vsock:", "xds:")
+# The same, of hosts and ports; ipv4 and ipv6 take several.
+_DNS: Final = re.compile(r"(dns:(?://[^/]*/)?)(.*)", re.DOTALL)
+_LIST: Final = re.compile(r"(ipv[46]:)(.*)", re.DOTALL)
+
+# What gRPC's texts are searched for, in this order, and what they mean.
+_CAUSES: Final = (
+    ("connection refused", "connection refused"),
+    ("misformatted domain name|domain name not found|errors resolving|dns resolution|lookup|c-ares", "name not found"),
+    ("certificate_verify_failed|certificate verify failed", "the certificate of the service is not trusted"),
+    ("hostname verification check failed|not in peer certificate", "the certificate of the service names another host"),
+    ("handshake|ssl_error", "TLS handshake failed"),
+    ("http1|http/2|settings frame as the first", "what answers there does not speak gRPC"),
+    ("timed out|timeout|deadline exceeded", "timed out"),
+    ("network is unreachable|no route to host", "no route to the host"),
+    ("no such file or directory", "there is no such socket"),
+    ("socket closed|reset by peer|broken pipe|connection closed|end of tcp|goaway|stream removed", "closed by peer"),
+)
+
+
+def parse_address(address: str, name: str = "address", default_port: int = DEFAULT_PORT) -> str:
+    """Return an address as gRPC takes it, "host:port", with a port where it has none.
+
+    Hosts are names, IPv4 addresses, and IPv6 addresses in brackets or, without a port, bare. Targets in gRPC's own
+    notation are taken too: "dns:...", "ipv4:...", "ipv6:...", "unix:...", "unix-abstract:...", "vsock:...", "xds:...".
+
+    Args:
+        address: what was given.
+        name: of the argument or setting, for the error.
+        default_port: used where none is given.
+
+    Raises:
+        InvalidArgumentError: nothing can be reached at such an address.
+    """
+    try:
+        return normal_address(address, default_port)
+    except ValueError as error:
+        raise InvalidArgumentError(f"{name}: got {address!r}, {error}", field=name) from None
+
+
+def normal_address(address: str, default_port: int = DEFAULT_PORT) -> str:
+    """Do what `parse_address` does; the error says what was expected, and not what was got.
+
+    Raises:
+        ValueError: nothing can be reached at such an address.
+    """
+    if not isinstance(address, str):
+        raise ValueError(f"{_EXPECTED}, as text")
+    if not address:
+        raise ValueError(f"{_EXPECTED}; leave it out, or give None, for the default")
+    if address.startswith(_LOCAL_SCHEMES) and not address.endswith(":"):
+        return address
+    if any(each.isspace() or not each.isprintable() for each in address):
+        raise ValueError(f"{_EXPECTED}; leave out spaces and control characters")
+    if match := _DNS.fullmatch(address):
+        return match[1] + _host_and_port(match[2], default_port)
+    if match := _LIST.fullmatch(address):
+        return match[1] + ",".join(_host_and_port(each, default_port) for each in match[2].split(","))
+    return _host_and_port(address, default_port)
+
+
+def _host_and_port(text: str, default_port: int) -> str:
+    scheme, separator, rest = text.partition("://")
+    if separator:
+        tls = "; TLS is asked for with tls= or TQ_TLS_CA" if scheme.lower() in {"https", "grpcs"} else ""
+        raise ValueError(f"{_EXPECTED}; leave out '{scheme}://'{' and the path' if '/' in rest else ''}{tls}")
+    if "/" in text:
+        raise ValueError(f"{_EXPECTED}; leave out the path '/{text.partition('/')[2]}'")
+    if _is_ipv6(text):
+        return f"[{text}]:{default_port}"
+    if text.startswith("["):
+        host, bracket, port = text[1:].partition("]")
+        if not bracket or not _is_ipv6(host) or (port and not port.startswith(":")):
+            raise ValueError(f"{_EXPECTED}, or '[::1]:{DEFAULT_PORT}' for an IPv6 address")
+        return f"[{host}]:{_port(port[1:]) if port else default_port}"
+    host, colon, port = text.partition(":")
+    if ":" in port:
+        raise ValueError(f"{_EXPECTED}; an IPv6 address with a port needs brackets, such as '[::1]:{DEFAULT_PORT}'")
+    if not host:
+        raise ValueError(f"{_EXPECTED}; the host is missing")
+    if host.isdecimal():
+        raise ValueError(f"{_EXPECTED}; a number is no host" + ("" if colon else f"; did you mean 'localhost:{host}'?"))
+    if not _HOST.fullmatch(host) or (host.replace(".", "").isdecimal() and not _is_ipv4(host)):
+        raise ValueError(f"{_EXPECTED}; {host!r} is neither the name nor the IP address of a host")
+    return f"{host}:{_port(port) if colon else default_port}"
+
+
+def _port(text: str) -> int:
+    port = int(text) if text.isascii() and text.isdecimal() and len(text) <= 5 else 0
+    if not 1 <= port <= 65535:
+        raise ValueError(f"{_EXPECTED}; {text!r} is no port, which is a number from 1 to 65535")
+    return port
+
+
+def _is_ipv4(text: str) -> bool:
+    try:
+        ipaddress.IPv4Address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        ipaddress.IPv6Address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def cause_of(details: str) -> str:
+    """Return in plain words what gRPC says of a connection that failed; its own words where they are not known."""
+    text = details.lower()
+    return next((cause for pattern, cause in _CAUSES if re.search(pattern, text)), details)

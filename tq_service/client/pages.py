@@ -1,0 +1,67 @@
+"""Pages of samples as one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Final, TypeVar
+
+import numpy as np
+
+from tq_service.client.batch_meta import BatchMeta
+from tq_service.client.columns import concat_columns, concat_names
+from tq_service.client.locations import CellLocations
+from tq_service.errors import StaleIncarnationError
+from tq_service.v1 import controller_service_pb2 as pb
+
+NAMED_AT_ONCE: Final = 16_384
+Named = TypeVar("Named")
+
+
+def in_parts(names: Sequence[Named]) -> Iterator[Sequence[Named]]:
+    """Yield the names of samples in parts of what one call names; at least one part."""
+    for start in range(0, max(1, len(names)), NAMED_AT_ONCE):
+        yield names[start : start + NAMED_AT_ONCE]
+
+
+def located_in_parts(request: pb.LocateRequest) -> Iterator[pb.LocateRequest]:
+    """Yield requests that together locate the samples of one that names too many for a call."""
+    common = pb.LocateRequest()
+    common.CopyFrom(request)
+    common.ClearField("keys")
+    common.ClearField("global_indexes")
+    for keys in in_parts(request.keys) if request.keys else ():
+        part = pb.LocateRequest(keys=keys)
+        part.MergeFrom(common)
+        yield part
+    for indexes in in_parts(request.global_indexes) if request.global_indexes else ():
+        part = pb.LocateRequest(global_indexes=indexes)
+        part.MergeFrom(common)
+        yield part
+
+
+def joined(parts: Sequence[BatchMeta]) -> BatchMeta:
+    """Return the samples of several pages, with the fields as the last one has them.
+
+    Raises:
+        StaleIncarnationError: the partition was cleared and made anew between two of them.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    last = parts[-1]
+    for part in parts:
+        if part.incarnation != last.incarnation:
+            raise StaleIncarnationError(
+                f"partition {last.partition_id!r} was cleared and made anew between two pages of samples; ask again",
+                metadata={"got": part.incarnation.hex(), "expected": last.incarnation.hex()},
+            )
+    sizes = [part.size for part in parts]
+    located = [part.locations for part in parts if part.locations is not None and part.size]
+    return replace(
+        last,
+        indexes=np.concatenate([part.indexes for part in parts]),
+        locations=CellLocations.concat(located) if located and len(located) == sum(map(bool, sizes)) else None,
+        key_column=concat_names([part.key_column for part in parts], sizes),
+        group_column=concat_names([part.group_column for part in parts], sizes),
+        meta_columns=concat_columns([part.meta_columns for part in parts], sizes),
+    )

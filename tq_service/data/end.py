@@ -1,0 +1,90 @@
+"""The end of a partition as a loader sees it: what the task was given, what it was not, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tq_service.errors import NothingDeliveredError
+
+if TYPE_CHECKING:
+    from tq_service.client.batch_meta import EndCounts
+    from tq_service.data.source import BatchRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """What a stream gives after its last batch.
+
+    Attributes:
+        incarnation: of the partition.
+        epoch: of the task's consumption.
+        counts: what became of the samples, the same for all ranks; None where fetch_batch_fn made the end itself.
+    """
+
+    incarnation: bytes = b""
+    epoch: int = 0
+    counts: EndCounts | None = None
+
+    @classmethod
+    def of(cls, meta: Any) -> End:
+        """Return the end that a meta of status "end" tells of, whatever it is that fetch_batch_fn returned."""
+        return cls(
+            incarnation=getattr(meta, "incarnation", b""),
+            epoch=getattr(meta, "epoch", 0),
+            counts=getattr(meta, "end", None),
+        )
+
+
+def skipped_warning(end: End, request: BatchRequest) -> str | None:
+    """Return what to warn of; None where nothing was skipped but cleared samples.
+
+    Those are nothing to warn of: in a partition that lives for weeks, a task that comes late never gets most samples.
+    Only what is the same for all ranks decides, so that all of them raise or none: the counts of the recorded end,
+    never what this rank got. What the task consumed before this loader began is in them too, so that a restart behind
+    the last batch is no error.
+
+    Raises:
+        NothingDeliveredError: samples were inserted, and the task was given none.
+    """
+    counts = end.counts
+    if counts is None or not counts.skipped:
+        return None
+    why = "; ".join(_reasons(counts, request))
+    if not counts.consumed and not counts.set_aside:
+        raise NothingDeliveredError(
+            f"task {request.task_name!r} is at the end of partition {request.partition_id!r} without one micro-batch, "
+            f"on all ranks; its {counts.skipped} samples were skipped: {why}",
+            metadata={
+                "partition_id": request.partition_id,
+                "task_name": request.task_name,
+                **{name: str(count) for name, count in counts.skipped_by_reason.items()},
+            },
+        )
+    if counts.skipped == counts.cleared:
+        return None
+    return (
+        f"task {request.task_name!r} is at the end of partition {request.partition_id!r}: {counts.consumed} samples "
+        f"were consumed, {counts.skipped} were skipped: {why}"
+    )
+
+
+def _reasons(counts: EndCounts, request: BatchRequest) -> list[str]:
+    whole = request.batch_size * request.dp_size
+    left_over = (
+        f"left over by drop_last, or by the sampler {request.sampler!r}; a batch of all ranks has {whole} "
+        f"{request.batch_unit}s"
+        if request.drop_last
+        else f"ready, but in no plan of the sampler {request.sampler!r}"
+    )
+    texts = {
+        "in_incomplete_groups": "in groups that are not whole (a member is missing, failed, cleared or ruled out; "
+        "put as many as group_size says, or let the sampler's incomplete_groups='take' take the rest)",
+        "excluded": f"ruled out by where={list(request.where)}",
+        "left_over": left_over,
+        "failed": "failed",
+        "cleared": "cleared before the task took them",
+        "set_aside": "delivered too often without being acknowledged",
+    }
+    skipped = counts.skipped_by_reason
+    return [f"{skipped[name]} {text}" for name, text in texts.items() if name in skipped]

@@ -1,0 +1,119 @@
+"""What a controller knows of the puts of one storage service at one moment, and how it says so in pieces.
+
+Puts come and go meanwhile. What is freed after that moment is listed all the same, and freed by a call of its own. What
+is committed after it was confirmed after the storage service had begun to listen, and so stays there; or its commit was
+under way at that moment, and it is listed as such.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, groupby, islice
+from typing import Final
+
+import numpy as np
+
+from tq_service.domain.cells import FreedCells, LiveCells, live_cells
+from tq_service.domain.frozen import FrozenCells
+from tq_service.storage.cells import PutCells
+from tq_service.v1 import storage_service_pb2 as pb
+
+_MOST_PUTS: Final = 1024  # a piece is some milliseconds' work for the storage service
+_MOST_RUNS: Final = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownPuts:
+    """The puts of a storage service that are known.
+
+    Attributes:
+        storage_id: the storage service.
+        boot_id: its boot.
+        cells: those that samples have, by partition, of all storage services.
+        leaving: those that samples had, and that must not be freed yet, in batches, of all storage services.
+        uncommitted: its puts whose commit is under way.
+    """
+
+    storage_id: str
+    boot_id: bytes
+    cells: Sequence[FrozenCells] = ()
+    leaving: Sequence[Sequence[FreedCells]] = ()
+    uncommitted: Sequence[bytes] = ()
+
+    def parts(self) -> Iterator[PutCells]:
+        """Yield all known cells once, those of one put one after the other; any thread may do so."""
+        leaving: dict[bytes, list[FreedCells]] = {}
+        for cells in chain.from_iterable(self.leaving):
+            if self._is_own(cells):
+                leaving.setdefault(cells.put.put_id, []).append(cells)
+        own = filter(self._is_own, chain.from_iterable(map(live_cells, self.cells)))
+        for put_id, parts in groupby(own, key=lambda cells: cells.put.put_id):
+            yield from map(put_cells, parts)
+            yield from map(put_cells, leaving.pop(put_id, ()))
+        yield from map(put_cells, chain.from_iterable(leaving.values()))
+
+    def pieces(self) -> Iterator[pb.KeepPutsRequest]:
+        """Yield the messages that follow the first one, each of about a thousand puts; any thread may."""
+        uncommitted = iter(self.uncommitted)
+        while some := list(islice(uncommitted, _MOST_PUTS)):
+            yield pb.KeepPutsRequest(uncommitted_put_ids=some)
+        piece, run_count = pb.KeepPutsRequest(), 0
+        for cells in self.parts():
+            if cells.is_whole:
+                piece.whole_put_ids.append(cells.put_id)
+                run_count += 1
+            for part in split_runs(cells, _MOST_RUNS) if not cells.is_whole else ():
+                piece.cells.append(encode_cells(part))
+                run_count += 1 if part.first_rows is None else part.first_rows.size
+                if run_count >= _MOST_RUNS:
+                    yield piece
+                    piece, run_count = pb.KeepPutsRequest(), 0
+            if len(piece.whole_put_ids) + len(piece.cells) >= _MOST_PUTS:
+                yield piece
+                piece, run_count = pb.KeepPutsRequest(), 0
+        piece.is_last = True
+        yield piece
+
+    def _is_own(self, cells: FreedCells | LiveCells) -> bool:
+        return cells.put[:2] == (self.storage_id, self.boot_id)
+
+
+def put_cells(cells: FreedCells | LiveCells) -> PutCells:
+    """Return cells as their storage service names them."""
+    if cells.rows is None:
+        return PutCells(put_id=cells.put.put_id)
+    rows = np.sort(cells.rows)
+    starts = np.r_[0, np.flatnonzero(np.diff(rows) != 1) + 1]
+    return PutCells(
+        put_id=cells.put.put_id,
+        field_names=cells.field_names,
+        first_rows=rows[starts],
+        row_counts=np.diff(np.r_[starts, rows.size]),
+    )
+
+
+def split_runs(cells: PutCells, most: int) -> Iterable[PutCells]:
+    """Return cells in parts of so many runs."""
+    first_rows, row_counts = cells.first_rows, cells.row_counts
+    if first_rows is None or row_counts is None or first_rows.size <= most:
+        return [cells]
+    return [
+        PutCells(
+            put_id=cells.put_id,
+            field_names=cells.field_names,
+            first_rows=first_rows[start : start + most],
+            row_counts=row_counts[start : start + most],
+        )
+        for start in range(0, first_rows.size, most)
+    ]
+
+
+def encode_cells(cells: PutCells) -> pb.PutCells:
+    """Return the message of cells."""
+    return pb.PutCells(
+        put_id=cells.put_id,
+        field_names=cells.field_names,
+        first_rows=() if cells.first_rows is None else cells.first_rows.tolist(),
+        row_counts=() if cells.row_counts is None else cells.row_counts.tolist(),
+    )

@@ -1,0 +1,134 @@
+"""What a service does beside its calls, and the end of a service that cannot go on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Coroutine
+from types import TracebackType
+from typing import Any, Final, Protocol
+
+from tq_service.errors import ServiceFailedError
+
+_log = logging.getLogger(__name__)
+# Of a service that ended by a failure; sysexits.h has it for internal errors of software.
+FAILED_EXIT_CODE: Final = 70
+
+
+class StartsTasks(Protocol):
+    """Runs a background task; see `Supervisor.start`."""
+
+    def __call__(self, name: str, work: Coroutine[Any, Any, None], *, may_end: bool = False) -> asyncio.Task[None]:
+        """Start the task."""
+        ...
+
+
+class Supervisor:
+    """Runs background tasks; the first fault that the service cannot go on from ends it. Confined to one event loop.
+
+    start ... fatal -> what was registered with `on_fatal`, in order -> the owner of the service stops it
+
+    Attributes:
+        failure: why the service cannot go on; None: it can.
+    """
+
+    def __init__(self) -> None:
+        self.failure: ServiceFailedError | None = None
+        self._on_fatal: list[Callable[[ServiceFailedError], object]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_stopping = False
+
+    def on_fatal(self, callback: Callable[[ServiceFailedError], object]) -> None:
+        """Call something in the step of the loop in which the service fails: it must neither wait nor take long."""
+        self._on_fatal.append(callback)
+
+    def start(self, name: str, work: Coroutine[Any, Any, None], *, may_end: bool = False) -> asyncio.Task[None]:
+        """Run a background task until `stop`; it is fatal where it ends by an exception.
+
+        Args:
+            name: what it does, for the log.
+            work: the task.
+            may_end: whether it may end by itself; else that is fatal too.
+        """
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(lambda done: self._ended(done, may_end=may_end))
+        return task
+
+    def _ended(self, task: asyncio.Task[None], *, may_end: bool) -> None:
+        self._tasks.discard(task)
+        if task.cancelled():  # by its owner, who needs it no more
+            return
+        error = task.exception()
+        if error is not None:
+            self.fatal(f"{task.get_name()} ended by {type(error).__name__}: {error}", error)
+        elif not may_end and not self._is_stopping:
+            self.fatal(f"{task.get_name()} has ended")
+
+    def fatal(self, reason: str, cause: BaseException | None = None) -> None:
+        """End the service: it cannot go on. The first call counts, and is logged; later ones do nothing.
+
+        Args:
+            reason: why, for the log and the owner.
+            cause: the error behind it.
+        """
+        if self.failure is not None:
+            return
+        self.failure = ServiceFailedError(f"the service has failed and ends: {reason}; start it again")
+        self.failure.__cause__ = cause
+        _log.critical("the service cannot go on and ends: %s", reason, exc_info=cause)
+        for callback in self._on_fatal:
+            try:
+                callback(self.failure)
+            except Exception:
+                _log.exception("%s failed while the service ends", getattr(callback, "__qualname__", callback))
+
+    async def stop(self) -> None:
+        """End all background tasks."""
+        self._is_stopping = True
+        tasks = tuple(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class FailingWith:
+    """Cancels the task in an `async with` when a service fails, and raises the failure there instead.
+
+    As `asyncio.timeout` does, it tells its own cancellation from one that came from outside: that stays one.
+
+    Raises:
+        ServiceFailedError: the service failed meanwhile.
+    """
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+        self._task: asyncio.Task[Any] | None = None
+        self._cancelling_before = 0
+        self._has_cancelled = False
+
+    async def __aenter__(self) -> None:
+        self._task = asyncio.current_task()
+        self._cancelling_before = 0 if self._task is None else self._task.cancelling()
+        self._supervisor.on_fatal(self._cancel)
+
+    def _cancel(self, _failure: ServiceFailedError) -> None:
+        if self._task is not None:
+            self._has_cancelled = self._task.cancel()  # False: it entered on behalf of others, and is done
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        task, self._task = self._task, None
+        failure = self._supervisor.failure
+        if failure is None:
+            return
+        if self._has_cancelled and task is not None and task is asyncio.current_task():
+            if task.uncancel() > self._cancelling_before:  # somebody else cancelled it too
+                return
+            if not isinstance(error, asyncio.CancelledError):
+                with contextlib.suppress(asyncio.CancelledError):  # the cancellation may still be to come: take it here
+                    await asyncio.sleep(0)
+        if error is None or isinstance(error, Exception | asyncio.CancelledError):
+            raise ServiceFailedError(failure.message) from failure.__cause__
