@@ -11,11 +11,11 @@ from model import BlocksError, Model, RefusedError
 from model import End as ModelEnd
 
 from tq_service.domain.catalog import Catalog
-from tq_service.domain.custom_meta import Condition, Order
-from tq_service.domain.end import End
-from tq_service.domain.leases import SET_ASIDE, UNCLAIMED, LeaseTerms
+from tq_service.domain.claims.end import End
+from tq_service.domain.claims.leases import SET_ASIDE, UNCLAIMED, LeaseTerms
 from tq_service.domain.plan import RankPlan
 from tq_service.domain.states import STATE_NAMES
+from tq_service.domain.tables.meta import Condition, Order
 from tq_service.domain.writes import PartitionSettings
 from tq_service.errors import (
     ClaimReleasedError,

@@ -5,10 +5,10 @@ import itertools
 
 import numpy as np
 
-from tq_service.domain.asking import Binding, ClaimRequest, Rank, WayOfAsking
-from tq_service.domain.field_specs import ColumnWrite
+from tq_service.domain.claims.request import Binding, ClaimRequest, Rank, WayOfAsking
 from tq_service.domain.partition import Partition
-from tq_service.domain.puts import Put
+from tq_service.domain.tables.field_specs import ColumnWrite
+from tq_service.domain.tables.puts import Put
 from tq_service.domain.writes import PartitionSettings, SampleWrite
 from tq_service.samplers import Sampler, SequentialSampler
 from tq_service.schema import FieldSpec, Layout, MetaColumn, SampleState

@@ -69,7 +69,7 @@ class Asking:
 
 @dataclass
 class End:
-    """The names and counts of `tq_service.domain.end.End`."""
+    """The names and counts of `tq_service.domain.claims.end.End`."""
 
     counts: dict
 

@@ -4,7 +4,7 @@ import asyncio
 
 from domain_support import asks, insert, partition
 
-from tq_service.domain.planner import Planner
+from tq_service.domain.claims.planner import Planner
 from tq_service.samplers import PlanRunner, Sampler
 
 LONG = 1e6

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from model import Asking
 from property_settings import examples
 
-from tq_service.domain.end import End
+from tq_service.domain.claims.end import End
+from tq_service.domain.claims.queue_claims import acknowledge, release
 from tq_service.domain.plan import RankPlan
-from tq_service.domain.queue_claims import acknowledge, release
 from tq_service.errors import ClaimReleasedError, InvalidArgumentError, LeaseExpiredError, TqError
 
 STEPS = (

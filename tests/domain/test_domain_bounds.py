@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from domain_support import asks, insert, new_id, new_write, turns, update
 
-from tq_service.domain.bounds import Bounds
+from tq_service.domain.admission.bounds import Bounds
+from tq_service.domain.admission.put_line import PutLine
 from tq_service.domain.catalog import Catalog
-from tq_service.domain.field_specs import ColumnWrite
 from tq_service.domain.partition import Partition
-from tq_service.domain.put_line import PutLine
+from tq_service.domain.tables.field_specs import ColumnWrite
 from tq_service.domain.writes import PartitionSettings
 from tq_service.errors import (
     AlreadyExistsError,
@@ -288,7 +288,7 @@ def test_limits_that_bound_nothing_or_make_no_sense_are_refused(arguments):
 
 
 def test_ids_of_released_claims_are_bounded_in_number(monkeypatch):
-    monkeypatch.setattr("tq_service.domain.task._MOST_REFUSED", 3)
+    monkeypatch.setattr("tq_service.domain.claims.task._MOST_REFUSED", 3)
     refused = bounded(max_bytes=1).task("t").released
     ids = [new_id() for _ in range(5)]
     for request_id in ids:

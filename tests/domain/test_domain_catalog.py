@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from domain_support import asks, new_write, turns
 
+from tq_service.domain.admission.limits import Limits
 from tq_service.domain.catalog import Catalog
-from tq_service.domain.end import End
-from tq_service.domain.limits import Limits
-from tq_service.domain.waiters import NotYet
+from tq_service.domain.claims.end import End
+from tq_service.domain.claims.wait_queue import NotYet
 from tq_service.domain.writes import PartitionSettings
 from tq_service.errors import (
     AlreadyExistsError,

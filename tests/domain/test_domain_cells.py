@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from domain_support import dense, insert, jagged, new_write, partition, update
 
-from tq_service.domain.cells import live_cells
-from tq_service.domain.field_specs import ColumnWrite
+from tq_service.domain.tables.cells import live_cells
+from tq_service.domain.tables.field_specs import ColumnWrite
 from tq_service.errors import FieldMismatchError
 from tq_service.schema import FieldSpec, Layout
 

@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from tq_service.domain.column import Column
+from tq_service.domain.tables.column import Column
 
 SIZE = 10_000
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from domain_support import insert, meta, partition
 
-from tq_service.domain.custom_meta import Condition, CustomMeta
-from tq_service.domain.rows import RowTable
+from tq_service.domain.tables.meta import Condition, CustomMeta
+from tq_service.domain.tables.rows import RowTable
 from tq_service.errors import InvalidArgumentError
 from tq_service.schema import MetaColumn
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from domain_support import insert, new_id, new_write, partition, update
 
-from tq_service.domain.leases import UNCLAIMED
+from tq_service.domain.claims.leases import UNCLAIMED
+from tq_service.domain.claims.queue_claims import release
 from tq_service.domain.plan import Plan, RankPlan
-from tq_service.domain.queue_claims import release
 from tq_service.domain.states import CLEARED, FAILED, HELD, LIVE
 from tq_service.errors import (
     InvalidArgumentError,

@@ -7,11 +7,11 @@ import pytest
 from domain_support import SlowSampler, asks, new_id, turns, update
 from planner_bench import Bench, Whenever, finished, rows
 
-from tq_service.domain.custom_meta import Condition
-from tq_service.domain.end import End
-from tq_service.domain.micro_batches import cut_micro_batches
+from tq_service.domain.claims.end import End
+from tq_service.domain.claims.micro_batches import cut_micro_batches
+from tq_service.domain.claims.wait_queue import NotYet
 from tq_service.domain.plan import Plan, RankPlan
-from tq_service.domain.waiters import NotYet
+from tq_service.domain.tables.meta import Condition
 from tq_service.errors import (
     InvalidArgumentError,
     RankDisagreementError,

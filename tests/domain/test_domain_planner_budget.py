@@ -6,7 +6,7 @@ import pytest
 from domain_support import turns
 from planner_bench import Bench, finished, rows
 
-from tq_service.domain.end import End
+from tq_service.domain.claims.end import End
 from tq_service.samplers import PackedSampler, TokenBudgetSampler
 
 BUDGET = TokenBudgetSampler(tokens_per_rank=100)

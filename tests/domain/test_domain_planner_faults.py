@@ -8,8 +8,8 @@ import pytest
 from domain_support import SlowSampler, new_id, turns, update
 from planner_bench import Bench, Whenever, finished, rows
 
+from tq_service.domain.claims.queue_claims import release
 from tq_service.domain.plan import Plan
-from tq_service.domain.queue_claims import release
 from tq_service.errors import (
     ClaimReleasedError,
     MissingLengthError,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tq_service.domain.rows import RowTable
+from tq_service.domain.tables.rows import RowTable
 
 
 def table_of(count):

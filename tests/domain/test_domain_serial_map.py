@@ -2,7 +2,7 @@
 
 import random
 
-from tq_service.domain.serial_map import SerialMap
+from tq_service.domain.claims.serial_map import SerialMap
 
 
 def items(frozen):

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 from domain_support import asks, binding, insert, new_id, partition, update
 
-from tq_service.domain import task as task_module
-from tq_service.domain.custom_meta import Order
-from tq_service.domain.end import End
+from tq_service.domain.claims import task as task_module
+from tq_service.domain.claims.end import End
+from tq_service.domain.claims.queue_claims import release, take_back
+from tq_service.domain.claims.task import Refused
 from tq_service.domain.plan import Plan, RankPlan
-from tq_service.domain.queue_claims import release, take_back
-from tq_service.domain.task import Refused
+from tq_service.domain.tables.meta import Order
 from tq_service.errors import (
     ClaimReleasedError,
     RankDisagreementError,

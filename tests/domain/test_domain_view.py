@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from domain_support import asks, binding, dense, insert, jagged, partition, update
 
-from tq_service.domain.custom_meta import Condition, Order
+from tq_service.domain.claims.queue_claims import release
+from tq_service.domain.claims.view import PartitionView
 from tq_service.domain.plan import LengthSource, Plan, RankPlan
-from tq_service.domain.queue_claims import release
-from tq_service.domain.view import PartitionView
+from tq_service.domain.tables.meta import Condition, Order
 from tq_service.errors import InvalidArgumentError, MissingLengthError
 
 

@@ -11,12 +11,12 @@ import pytest
 from domain_support import SlowSampler, asks, new_write, turns
 from planner_bench import Bench, Whenever, rows
 
-from tq_service.domain import waiters
 from tq_service.domain.catalog import Catalog
-from tq_service.domain.custom_meta import Condition
-from tq_service.domain.end import End
+from tq_service.domain.claims import wait_queue as waiters
+from tq_service.domain.claims.end import End
+from tq_service.domain.claims.wait_queue import NotYet, Pace, Waiter, WaitingLine
 from tq_service.domain.plan import RankPlan
-from tq_service.domain.waiters import NotYet, Pace, Waiter, WaitingLine
+from tq_service.domain.tables.meta import Condition
 from tq_service.domain.writes import PartitionSettings
 from tq_service.errors import InvalidArgumentError, PartitionClearedError, StaleEpochError
 from tq_service.samplers import PlanRunner, SequentialSampler

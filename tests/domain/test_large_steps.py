@@ -12,12 +12,12 @@ from digest import digest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tq_service.domain import column as column_module
-from tq_service.domain.column import RESERVED_FROM, Column
-from tq_service.domain.field_specs import ColumnWrite
-from tq_service.domain.names import look_through
 from tq_service.domain.partition import Partition
-from tq_service.domain.puts import Put
+from tq_service.domain.tables import column as column_module
+from tq_service.domain.tables.column import RESERVED_FROM, Column
+from tq_service.domain.tables.field_specs import ColumnWrite
+from tq_service.domain.tables.names import look_through
+from tq_service.domain.tables.puts import Put
 from tq_service.domain.writes import PartitionSettings, SampleWrite
 from tq_service.errors import TqError
 from tq_service.schema import FieldSpec, Layout, MetaColumn

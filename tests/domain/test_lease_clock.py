@@ -8,9 +8,9 @@ import pytest
 from domain_support import asks, insert
 from planner_bench import Bench, finished, rows
 
-from tq_service.domain.lease_clock import LeaseClock
-from tq_service.domain.leases import Lease, LeaseTerms
-from tq_service.domain.queue_claims import acknowledge, expire
+from tq_service.domain.claims.lease_timer import LeaseClock
+from tq_service.domain.claims.leases import Lease, LeaseTerms
+from tq_service.domain.claims.queue_claims import acknowledge, expire
 
 
 class SkippingTime:

@@ -13,11 +13,11 @@ import pytest
 from domain_support import asks, binding, insert, new_write, partition, turns, update
 from planner_bench import Bench, Whenever, rows
 
-from tq_service.domain import ordered_rows, sort_keys, view
-from tq_service.domain.custom_meta import Condition, Order
+from tq_service.domain.claims import ordered_rows, sort_keys, view
+from tq_service.domain.claims.queue_claims import release
+from tq_service.domain.claims.readiness import Readiness
 from tq_service.domain.plan import Plan
-from tq_service.domain.queue_claims import release
-from tq_service.domain.readiness import Readiness
+from tq_service.domain.tables.meta import Condition, Order
 from tq_service.samplers import GRPOGroupNSampler, SequentialSampler
 from tq_service.schema import MetaColumn
 

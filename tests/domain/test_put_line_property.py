@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from property_settings import examples
 
-from tq_service.domain.field_specs import ColumnWrite
+from tq_service.domain.admission.put_line import PutLine
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import RankPlan
-from tq_service.domain.put_line import PutLine
-from tq_service.domain.puts import Put
+from tq_service.domain.tables.field_specs import ColumnWrite
+from tq_service.domain.tables.puts import Put
 from tq_service.domain.writes import PartitionSettings, SampleWrite
 from tq_service.errors import CallCancelledError, ResourceExhaustedError
 from tq_service.schema import FieldSpec, Layout, MetaColumn, RunAhead, SampleState

@@ -15,9 +15,9 @@ from domain_support import asks, new_write
 
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.changes import BatchPlanned, ClaimReleased, QueueClaimed, SamplesWritten
+from tq_service.domain.claims.task import Task
 from tq_service.domain.plan import Pack, Plan, RankPlan
 from tq_service.domain.requests import RequestLog
-from tq_service.domain.task import Task
 from tq_service.durable import keeper as keeper_module
 from tq_service.durable.keeper import Keeper
 from tq_service.errors import InvalidArgumentError, ServiceFailedError, TqError

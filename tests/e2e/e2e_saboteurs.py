@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tq_service.domain.task import Task
+from tq_service.domain.claims.task import Task
 from tq_service.samplers import Plan, PlanRequest, Sampler, View
 from tq_service.server import to_proto
 

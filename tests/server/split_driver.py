@@ -10,8 +10,8 @@ import grpc
 import numpy as np
 
 from tq_service.domain.catalog import Catalog
-from tq_service.domain.cells import live_cells
 from tq_service.domain.requests import RequestLog
+from tq_service.domain.tables.cells import live_cells
 from tq_service.errors import PutNotFoundError
 from tq_service.server import heartbeat
 from tq_service.server.call_limits import WaitingCalls

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tq_service.domain.asking import Rank
+from tq_service.domain.claims.request import Rank
 from tq_service.errors import InvalidArgumentError
 from tq_service.samplers import SequentialSampler
 from tq_service.server.from_proto import claim_request, way_of_asking

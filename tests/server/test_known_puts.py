@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from split_driver import split_service
 
-from tq_service.domain.cells import FreedCells
-from tq_service.domain.column import Column
 from tq_service.domain.frozen import FrozenCells, FrozenPuts
-from tq_service.domain.puts import Put
+from tq_service.domain.tables.cells import FreedCells
+from tq_service.domain.tables.column import Column
+from tq_service.domain.tables.puts import Put
 from tq_service.errors import CallCancelledError, InvalidArgumentError, PutNotFoundError
 from tq_service.server.known_puts import KnownPuts
 from tq_service.storage.cells import PutCells, ReadRuns

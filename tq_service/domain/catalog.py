@@ -8,17 +8,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from tq_service.domain.asking import ClaimRequest
-from tq_service.domain.cells import FreedCells
+from tq_service.domain.admission.limits import Limits
+from tq_service.domain.admission.put_line import PutLine
 from tq_service.domain.changes import UNRECORDED, Change, PartitionCleared, PartitionCreated, SamplesWritten, Tell
+from tq_service.domain.claims.plan_search import RunsPlans
+from tq_service.domain.claims.planner import Planner
+from tq_service.domain.claims.request import ClaimRequest
+from tq_service.domain.claims.wait_queue import Answer, NotYet, Pace
 from tq_service.domain.frozen import FrozenCells, FrozenPartition
-from tq_service.domain.limits import Limits
 from tq_service.domain.partition import Partition
-from tq_service.domain.plan_search import RunsPlans
-from tq_service.domain.planner import Planner
-from tq_service.domain.put_line import PutLine
 from tq_service.domain.replay import apply_change
-from tq_service.domain.waiters import Answer, NotYet, Pace
+from tq_service.domain.tables.cells import FreedCells
 from tq_service.domain.writes import PartitionSettings, SampleWrite, Written
 from tq_service.errors import (
     AlreadyExistsError,

@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Final
 
-from tq_service.domain.asking import Binding
-from tq_service.domain.end import End
+from tq_service.domain.claims.end import End
+from tq_service.domain.claims.request import Binding
 from tq_service.domain.plan import Indexes, Plan, RankPlan
 from tq_service.domain.writes import PartitionSettings, SampleWrite
 from tq_service.schema import MetaColumn

@@ -1,6 +1,6 @@
 """The state of the domain at one moment: made in a moment, read by another thread, and made into the same state again.
 
-Columns are frozen without a copy (`tq_service.domain.column`). What is a cache, or follows from other things here, is
+Columns are frozen without a copy (`tables.column`). What is a cache, or follows from other things here, is
 left out: scan positions, key indexes, free slots, how many samples of a claim are left.
 """
 
@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tq_service.domain.aging_log import FrozenLog
-from tq_service.domain.column import FrozenColumn
-from tq_service.domain.end import End
+from tq_service.domain.claims.end import End
+from tq_service.domain.tables.column import FrozenColumn
 from tq_service.schema import FieldSpec
 
 if TYPE_CHECKING:
-    from tq_service.domain.claim_records import Batch, QueueClaim
+    from tq_service.domain.claims.claim_records import Batch, QueueClaim
     from tq_service.domain.writes import PartitionSettings
 
 Records = Sequence[Mapping[int, "Batch | QueueClaim"]]

@@ -14,8 +14,7 @@ from math import gcd
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.domain.asking import Binding
-from tq_service.domain.cells import CellTable, FreedCells
+from tq_service.domain.admission.lowest_version import LowestVersion
 from tq_service.domain.changes import (
     UNRECORDED,
     BatchPlanned,
@@ -31,18 +30,19 @@ from tq_service.domain.changes import (
     TaskSeen,
     Tell,
 )
-from tq_service.domain.custom_meta import CustomMeta
-from tq_service.domain.end import End
+from tq_service.domain.claims.end import End
+from tq_service.domain.claims.leases import Lease, LeaseTerms
+from tq_service.domain.claims.request import Binding
+from tq_service.domain.claims.task import Task
 from tq_service.domain.frozen import FrozenPartition
-from tq_service.domain.groups import GroupTable
-from tq_service.domain.leases import Lease, LeaseTerms
-from tq_service.domain.lowest_version import LowestVersion
-from tq_service.domain.names import Names
 from tq_service.domain.plan import Indexes, Plan, RankPlan
 from tq_service.domain.resolve import Target, check_write, of_rows, resolve_target
-from tq_service.domain.rows import RowTable, distinct, forget_names
 from tq_service.domain.states import CLEARED, FAILED, HELD, LIVE, STATE_CODES
-from tq_service.domain.task import Task
+from tq_service.domain.tables.cells import CellTable, FreedCells
+from tq_service.domain.tables.groups import GroupTable
+from tq_service.domain.tables.meta import CustomMeta
+from tq_service.domain.tables.names import Names
+from tq_service.domain.tables.rows import RowTable, distinct, forget_names
 from tq_service.domain.writes import PartitionSettings, SampleWrite, Written
 from tq_service.errors import (
     InvalidArgumentError,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from tq_service.domain import queue_claims
 from tq_service.domain.changes import (
     BatchPlanned,
     Change,
@@ -22,10 +21,11 @@ from tq_service.domain.changes import (
     SamplesWritten,
     TaskSeen,
 )
-from tq_service.domain.leases import LeaseTerms
+from tq_service.domain.claims import queue_claims
+from tq_service.domain.claims.leases import LeaseTerms
+from tq_service.domain.claims.task import Task
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes
-from tq_service.domain.task import Task
 
 
 def apply_change(partition: Partition, change: Change) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tq_service.domain.cells import FreedCells
-from tq_service.domain.field_specs import ColumnWrite
-from tq_service.domain.names import GroupNames, Names
 from tq_service.domain.plan import Indexes
-from tq_service.domain.puts import Put
+from tq_service.domain.tables.cells import FreedCells
+from tq_service.domain.tables.field_specs import ColumnWrite
+from tq_service.domain.tables.names import GroupNames, Names
+from tq_service.domain.tables.puts import Put
 from tq_service.schema import FieldSpec, KeyMode, Layout, MetaColumn, RunAhead, SampleState
 
 

@@ -15,11 +15,11 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.domain.cells import NOT_PRODUCED, cells_of, slots_and_rows
-from tq_service.domain.column import FrozenColumn
 from tq_service.domain.frozen import FrozenField, FrozenPartition, FrozenPuts
 from tq_service.domain.plan import Indexes
-from tq_service.domain.puts import Put
+from tq_service.domain.tables.cells import NOT_PRODUCED, cells_of, slots_and_rows
+from tq_service.domain.tables.column import FrozenColumn
+from tq_service.domain.tables.puts import Put
 from tq_service.durable.pace import Pace
 from tq_service.storage.cells import ReadRuns
 

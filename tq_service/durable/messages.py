@@ -10,12 +10,12 @@ from dataclasses import asdict, fields
 
 import numpy as np
 
-from tq_service.domain.asking import Binding
-from tq_service.domain.custom_meta import Condition, Order
-from tq_service.domain.end import End
-from tq_service.domain.field_specs import ColumnWrite
+from tq_service.domain.claims.end import End
+from tq_service.domain.claims.request import Binding
 from tq_service.domain.plan import Indexes, Pack, RankPlan
-from tq_service.domain.puts import Put
+from tq_service.domain.tables.field_specs import ColumnWrite
+from tq_service.domain.tables.meta import Condition, Order
+from tq_service.domain.tables.puts import Put
 from tq_service.domain.writes import PartitionSettings, SampleWrite
 from tq_service.schema import MetaValue
 from tq_service.v1 import controller_service_pb2 as pb

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from tq_service.domain.column import FrozenColumn
 from tq_service.domain.frozen import FrozenPartition, FrozenPuts
-from tq_service.domain.puts import Put
+from tq_service.domain.tables.column import FrozenColumn
+from tq_service.domain.tables.puts import Put
 from tq_service.durable.checkpoint_plan import number_of
 from tq_service.durable.record_file import damaged, read_records
 from tq_service.durable.snapshot import FrozenService, read_header, read_state, reading

@@ -8,8 +8,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from tq_service.domain.column import FrozenColumn
-from tq_service.domain.puts import Put
+from tq_service.domain.tables.column import FrozenColumn
+from tq_service.domain.tables.puts import Put
 from tq_service.v1 import metadata_pb2
 from tq_service.v1 import snapshot_pb2 as pb
 

@@ -8,8 +8,7 @@ from typing import Any, Final
 import numpy as np
 
 from tq_service.domain.aging_log import Entry, FrozenLog
-from tq_service.domain.claim_records import Batch, QueueClaim
-from tq_service.domain.column import FrozenColumn
+from tq_service.domain.claims.claim_records import Batch, QueueClaim
 from tq_service.domain.frozen import (
     FrozenField,
     FrozenGroups,
@@ -20,6 +19,7 @@ from tq_service.domain.frozen import (
     FrozenTable,
     FrozenTask,
 )
+from tq_service.domain.tables.column import FrozenColumn
 from tq_service.durable.messages import decode_end, decode_settings, encode_end, encode_settings
 from tq_service.durable.snapshot_columns import encode_numbers, encode_puts, encode_strings
 from tq_service.durable.snapshot_reader import SnapshotReader

@@ -7,7 +7,7 @@ from typing import Any
 
 from numpy.typing import DTypeLike
 
-from tq_service.domain.column import FrozenColumn
+from tq_service.domain.tables.column import FrozenColumn
 from tq_service.durable.record_file import damaged, read_records
 from tq_service.durable.snapshot_columns import decode_column
 from tq_service.errors import SnapshotDamagedError

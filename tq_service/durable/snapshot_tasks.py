@@ -8,9 +8,9 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 from tq_service.domain.aging_log import Entry, FrozenLog
-from tq_service.domain.asking import Binding
-from tq_service.domain.claim_records import Batch, QueueClaim
-from tq_service.domain.leases import Lease, LeaseTerms
+from tq_service.domain.claims.claim_records import Batch, QueueClaim
+from tq_service.domain.claims.leases import Lease, LeaseTerms
+from tq_service.domain.claims.request import Binding
 from tq_service.domain.plan import Pack, Plan, RankPlan
 from tq_service.durable.messages import decode_binding, decode_part, encode_binding, encode_indexes, encode_steps
 from tq_service.v1 import journal_pb2

@@ -14,8 +14,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tq_service.config import ServeSettings, default_shared_memory_dir, join_address
+from tq_service.domain.admission.limits import Limits
 from tq_service.domain.catalog import Catalog
-from tq_service.domain.limits import Limits
 from tq_service.domain.requests import RequestLog
 from tq_service.durable.keeper import Keeper
 from tq_service.durable.put_records import PutRecords

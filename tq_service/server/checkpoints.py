@@ -13,11 +13,11 @@ from typing import Any, Final, Protocol, TypeVar
 
 from tq_service.domain.aging_log import Entry, FrozenLog, merged
 from tq_service.domain.catalog import Catalog
-from tq_service.domain.cells import FreedCells
 from tq_service.domain.frozen import FrozenPartition
 from tq_service.domain.partition import Partition
-from tq_service.domain.puts import Put
 from tq_service.domain.requests import RequestLog
+from tq_service.domain.tables.cells import FreedCells
+from tq_service.domain.tables.puts import Put
 from tq_service.durable.checkpoint import CheckpointWriter, checkpoint_path
 from tq_service.durable.checkpoint_plan import Block, PartitionPlan
 from tq_service.durable.restore import Checkpoint, StoredBlock, read_checkpoint

@@ -15,9 +15,9 @@ from typing import Any, TypeAlias
 import grpc
 
 from tq_service.domain.catalog import Catalog
-from tq_service.domain.names import LARGE, Names
-from tq_service.domain.puts import Put
 from tq_service.domain.requests import RequestLog
+from tq_service.domain.tables.names import LARGE, Names
+from tq_service.domain.tables.puts import Put
 from tq_service.domain.writes import SampleWrite
 from tq_service.errors import (
     InvalidArgumentError,

@@ -11,13 +11,13 @@ from typing import Any, Final, TypeAlias
 import grpc
 import numpy as np
 
-from tq_service.domain import queue_claims
-from tq_service.domain.asking import ClaimRequest
 from tq_service.domain.catalog import Catalog, check_name
+from tq_service.domain.claims import queue_claims
+from tq_service.domain.claims.request import ClaimRequest
+from tq_service.domain.claims.task import Task
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes, RankPlan
 from tq_service.domain.requests import RequestLog
-from tq_service.domain.task import Task
 from tq_service.errors import (
     CellNotFoundError,
     DeadlineError,

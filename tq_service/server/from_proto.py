@@ -12,14 +12,14 @@ from typing import Any, Final
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.struct_pb2 import Struct
 
-from tq_service.domain.asking import Binding, ClaimRequest, Rank, WayOfAsking
 from tq_service.domain.catalog import check_name
-from tq_service.domain.custom_meta import Condition, Order
-from tq_service.domain.field_specs import ColumnWrite
-from tq_service.domain.leases import LeaseTerms
-from tq_service.domain.names import Names, look_through
+from tq_service.domain.claims.leases import LeaseTerms
+from tq_service.domain.claims.request import Binding, ClaimRequest, Rank, WayOfAsking
 from tq_service.domain.plan import Indexes
-from tq_service.domain.puts import Put
+from tq_service.domain.tables.field_specs import ColumnWrite
+from tq_service.domain.tables.meta import Condition, Order
+from tq_service.domain.tables.names import Names, look_through
+from tq_service.domain.tables.puts import Put
 from tq_service.domain.writes import PartitionSettings, SampleWrite
 from tq_service.errors import InvalidArgumentError
 from tq_service.samplers import Sampler

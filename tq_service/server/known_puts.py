@@ -14,8 +14,8 @@ from typing import Final
 
 import numpy as np
 
-from tq_service.domain.cells import FreedCells, LiveCells, live_cells
 from tq_service.domain.frozen import FrozenCells
+from tq_service.domain.tables.cells import FreedCells, LiveCells, live_cells
 from tq_service.storage.cells import PutCells
 from tq_service.v1 import storage_service_pb2 as pb
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from tq_service.domain.cells import FreedCells, live_cells
 from tq_service.domain.frozen import FrozenCells
-from tq_service.domain.puts import Put
+from tq_service.domain.tables.cells import FreedCells, live_cells
+from tq_service.domain.tables.puts import Put
 from tq_service.errors import (
     AlreadyExistsError,
     DataLossError,

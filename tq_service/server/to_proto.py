@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from tq_service.domain.catalog import Catalog, Claimed
-from tq_service.domain.cells import CellRuns
-from tq_service.domain.end import End
-from tq_service.domain.leases import Lease
+from tq_service.domain.claims.end import End
+from tq_service.domain.claims.leases import Lease
+from tq_service.domain.claims.task import Task
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes, RankPlan
-from tq_service.domain.puts import Put
 from tq_service.domain.states import FAILED, HELD, LIVE
-from tq_service.domain.task import Task
+from tq_service.domain.tables.cells import CellRuns
+from tq_service.domain.tables.puts import Put
 from tq_service.domain.writes import Written
 from tq_service.durable.messages import encode_end
 from tq_service.schema import FieldSpec

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from tq_service.domain.custom_meta import Order
+from tq_service.domain.claims.scan_starts import ScanKey
+from tq_service.domain.claims.sort_keys import NO_KEYS, Keys, SortedRuns, merged, sorted_keys
 from tq_service.domain.plan import Indexes, LengthSource
-from tq_service.domain.scan_starts import ScanKey
-from tq_service.domain.sort_keys import NO_KEYS, Keys, SortedRuns, merged, sorted_keys
+from tq_service.domain.tables.meta import Order
 
 if TYPE_CHECKING:
-    from tq_service.domain.asking import Binding
-    from tq_service.domain.readiness import Readiness
-    from tq_service.domain.rows import RowTable
+    from tq_service.domain.claims.readiness import Readiness
+    from tq_service.domain.claims.request import Binding
+    from tq_service.domain.tables.rows import RowTable
 
 OrderKey: TypeAlias = tuple[ScanKey, tuple[Order, ...]]
 Work: TypeAlias = Callable[[], Callable[[], None]]

@@ -9,17 +9,17 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 
-from tq_service.domain.asking import ClaimRequest
-from tq_service.domain.attempts import Attempts
-from tq_service.domain.end import End
-from tq_service.domain.leases import LeaseTerms
-from tq_service.domain.ordered_rows import OrderedRows, order_key
+from tq_service.domain.claims.attempts import Attempts
+from tq_service.domain.claims.end import End
+from tq_service.domain.claims.leases import LeaseTerms
+from tq_service.domain.claims.ordered_rows import OrderedRows, order_key
+from tq_service.domain.claims.readiness import Readiness
+from tq_service.domain.claims.request import ClaimRequest
+from tq_service.domain.claims.sort_keys import key_kinds
+from tq_service.domain.claims.task import Task
+from tq_service.domain.claims.view import PartitionView
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes, LengthSource, Plan, PlanRequest, PlansBatches, View
-from tq_service.domain.readiness import Readiness
-from tq_service.domain.sort_keys import key_kinds
-from tq_service.domain.task import Task
-from tq_service.domain.view import PartitionView
 from tq_service.errors import SamplerError, TqError
 
 _MOST_REPLANS = 8

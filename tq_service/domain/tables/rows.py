@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from tq_service.domain.column import Column, FrozenColumn, Where, grown
 from tq_service.domain.frozen import FrozenTable
 from tq_service.domain.plan import Indexes
+from tq_service.domain.tables.column import Column, FrozenColumn, Where, grown
 
 _FIRST_CAPACITY = 64
 _LEAST_GAPS = 1024

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tq_service.domain.asking import ClaimRequest
+from tq_service.domain.claims.request import ClaimRequest
+from tq_service.domain.claims.task import Task
+from tq_service.domain.claims.view import PartitionView
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import PlanRequest
-from tq_service.domain.task import Task
-from tq_service.domain.view import PartitionView
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
-from tq_service.domain.custom_meta import Condition, Order
-from tq_service.domain.leases import LeaseTerms
+from tq_service.domain.claims.leases import LeaseTerms
 from tq_service.domain.plan import PlanRequest, PlansBatches
+from tq_service.domain.tables.meta import Condition, Order
 from tq_service.schema import BatchUnit
 
 

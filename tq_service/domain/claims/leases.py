@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.domain.column import Column
 from tq_service.domain.frozen import FrozenLeases
 from tq_service.domain.plan import Indexes
-from tq_service.domain.rows import RowTable, count_values
+from tq_service.domain.tables.column import Column
+from tq_service.domain.tables.rows import RowTable, count_values
 
 UNCLAIMED = 0  # so that a new task costs the same however many rows there are
 KEPT = 1

@@ -8,12 +8,12 @@ from __future__ import annotations
 import numpy as np
 
 from tq_service.domain.changes import ClaimAcked, ClaimExtended, ClaimReleased, LeaseExpired
-from tq_service.domain.claim_records import QueueClaim
-from tq_service.domain.groups import group_ids
-from tq_service.domain.leases import Lease
+from tq_service.domain.claims.claim_records import QueueClaim
+from tq_service.domain.claims.leases import Lease
+from tq_service.domain.claims.task import Task
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes
-from tq_service.domain.task import Task
+from tq_service.domain.tables.groups import group_ids
 from tq_service.errors import InvalidArgumentError, LeaseExpiredError, PreconditionError
 
 _MOST_NAMED = 20

@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.domain.custom_meta import CustomMeta, Order
 from tq_service.domain.plan import Indexes
+from tq_service.domain.tables.meta import CustomMeta, Order
 
 Keys: TypeAlias = NDArray[np.bytes_]
 

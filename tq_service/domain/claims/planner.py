@@ -15,16 +15,16 @@ import math
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from tq_service.domain.asking import ClaimRequest
-from tq_service.domain.end import End
-from tq_service.domain.lease_clock import LeaseClock
-from tq_service.domain.micro_batches import cut_micro_batches
+from tq_service.domain.claims.end import End
+from tq_service.domain.claims.lease_timer import LeaseClock
+from tq_service.domain.claims.micro_batches import cut_micro_batches
+from tq_service.domain.claims.plan_search import Planned, PlanSearch, RunsPlans
+from tq_service.domain.claims.queue_claims import expire, extend, take_back
+from tq_service.domain.claims.request import ClaimRequest
+from tq_service.domain.claims.task import Task
+from tq_service.domain.claims.wait_queue import Answer, NotYet, Pace, Waiter, WaitingLine
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import RankPlan
-from tq_service.domain.plan_search import Planned, PlanSearch, RunsPlans
-from tq_service.domain.queue_claims import expire, extend, take_back
-from tq_service.domain.task import Task
-from tq_service.domain.waiters import Answer, NotYet, Pace, Waiter, WaitingLine
 from tq_service.errors import InternalError, SamplesClearedError, TqError
 
 _log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tq_service.domain.frozen import FrozenPuts
-from tq_service.domain.slots import SlotTable
+from tq_service.domain.tables.slots import SlotTable
 
 
 class Put(NamedTuple):

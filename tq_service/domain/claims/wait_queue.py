@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from tq_service.domain.asking import ClaimRequest
-from tq_service.domain.end import End
+from tq_service.domain.claims.end import End
+from tq_service.domain.claims.request import ClaimRequest
 from tq_service.domain.plan import RankPlan
 from tq_service.errors import TqError
 

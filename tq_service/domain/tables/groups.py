@@ -8,12 +8,12 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.domain.column import Column
 from tq_service.domain.frozen import FrozenGroups
-from tq_service.domain.names import GroupNames
 from tq_service.domain.plan import Indexes
-from tq_service.domain.rows import RowTable, as_slice, distinct, forget_names
-from tq_service.domain.slots import SlotTable
+from tq_service.domain.tables.column import Column
+from tq_service.domain.tables.names import GroupNames
+from tq_service.domain.tables.rows import RowTable, as_slice, distinct, forget_names
+from tq_service.domain.tables.slots import SlotTable
 from tq_service.errors import GroupNotFoundError, InvalidArgumentError, PreconditionError, nearest
 
 NO_GROUP = -1

@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tq_service.domain.aging_log import AgingLog
-from tq_service.domain.asking import Binding, ClaimRequest
-from tq_service.domain.claim_records import Batch, QueueClaim
-from tq_service.domain.end import End
+from tq_service.domain.claims.claim_records import Batch, QueueClaim
+from tq_service.domain.claims.end import End
+from tq_service.domain.claims.leases import KEPT, UNCLAIMED, Lease, Leases, LeaseTerms
+from tq_service.domain.claims.ordered_rows import OrdersOfTask
+from tq_service.domain.claims.request import Binding, ClaimRequest
+from tq_service.domain.claims.scan_starts import ScanStarts
+from tq_service.domain.claims.serial_map import SerialMap
 from tq_service.domain.frozen import FrozenTask
-from tq_service.domain.leases import KEPT, UNCLAIMED, Lease, Leases, LeaseTerms
-from tq_service.domain.ordered_rows import OrdersOfTask
 from tq_service.domain.plan import Indexes, Plan, RankPlan
-from tq_service.domain.rows import RowTable, count_values
-from tq_service.domain.scan_starts import ScanStarts
-from tq_service.domain.serial_map import SerialMap
+from tq_service.domain.tables.rows import RowTable, count_values
 from tq_service.errors import (
     ClaimReleasedError,
     LeaseExpiredError,

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.domain.column import Column
 from tq_service.domain.frozen import FrozenMeta
 from tq_service.domain.plan import Indexes
-from tq_service.domain.rows import RowTable, as_slice
+from tq_service.domain.tables.column import Column
+from tq_service.domain.tables.rows import RowTable, as_slice
 from tq_service.errors import InvalidArgumentError
 from tq_service.schema import MetaColumn, MetaValue, Operator
 

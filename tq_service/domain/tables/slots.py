@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from tq_service.domain.column import Column, FrozenColumn, grown
 from tq_service.domain.plan import Indexes
+from tq_service.domain.tables.column import Column, FrozenColumn, grown
 
 _FIRST_CAPACITY = 64
 

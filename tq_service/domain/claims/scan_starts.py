@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from tq_service.domain.custom_meta import Condition
 from tq_service.domain.plan import LengthSource
+from tq_service.domain.tables.meta import Condition
 
 _MOST_SCAN_STARTS = 64
 _MOST_SCAN_START_BYTES = 2**20

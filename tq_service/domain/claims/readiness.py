@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.domain.custom_meta import Condition, Order
-from tq_service.domain.leases import UNCLAIMED
+from tq_service.domain.claims.leases import UNCLAIMED
+from tq_service.domain.claims.sort_keys import Keys, indexes_of, sort_keys
 from tq_service.domain.plan import Indexes, LengthSource
-from tq_service.domain.sort_keys import Keys, indexes_of, sort_keys
 from tq_service.domain.states import LIVE
+from tq_service.domain.tables.meta import Condition, Order
 from tq_service.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from tq_service.domain.asking import Binding
+    from tq_service.domain.claims.request import Binding
+    from tq_service.domain.claims.task import Task
     from tq_service.domain.partition import Partition
-    from tq_service.domain.task import Task
 
 
 class Readiness:

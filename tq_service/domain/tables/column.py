@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from tq_service.domain.plan import Indexes
-from tq_service.domain.reserved_memory import reserved_zeros
+from tq_service.domain.tables.reserved_memory import reserved_zeros
 
 RESERVED_FROM: Final = 1 << 16  # values from which on a column of numbers grows where it is
 _RESERVED: Final = 1 << 26  # values for which it has room then; as many again, four times over, beyond that

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.domain.column import Column
-from tq_service.domain.field_specs import ColumnWrite, merge_specs
 from tq_service.domain.frozen import FrozenCells, FrozenField, FrozenPuts
 from tq_service.domain.plan import Indexes
-from tq_service.domain.puts import Put, PutTable
-from tq_service.domain.rows import RowTable, as_slice
+from tq_service.domain.tables.column import Column
+from tq_service.domain.tables.field_specs import ColumnWrite, merge_specs
+from tq_service.domain.tables.puts import Put, PutTable
+from tq_service.domain.tables.rows import RowTable, as_slice
 from tq_service.schema import FieldSpec, Layout
 
 NOT_PRODUCED = -1

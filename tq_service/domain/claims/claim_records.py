@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
-from tq_service.domain.asking import Binding
-from tq_service.domain.leases import Lease
+from tq_service.domain.claims.leases import Lease
+from tq_service.domain.claims.request import Binding
 from tq_service.domain.plan import Plan, RankPlan
 
 Decode: TypeAlias = Callable[[], Plan]

@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.domain.end import End
-from tq_service.domain.groups import group_ids
-from tq_service.domain.leases import UNCLAIMED
-from tq_service.domain.ordered_rows import OrderedRows
+from tq_service.domain.claims.end import End
+from tq_service.domain.claims.leases import UNCLAIMED
+from tq_service.domain.claims.ordered_rows import OrderedRows
+from tq_service.domain.claims.readiness import Readiness
 from tq_service.domain.plan import Groups, Indexes, LengthSource
-from tq_service.domain.readiness import Readiness
 from tq_service.domain.states import CLEARED, FAILED, HELD, LIVE, STATE_NAMES
+from tq_service.domain.tables.groups import group_ids
 from tq_service.errors import InvalidArgumentError, MissingLengthError
 from tq_service.schema import BatchUnit
 
 if TYPE_CHECKING:
-    from tq_service.domain.asking import Binding
+    from tq_service.domain.claims.request import Binding
+    from tq_service.domain.claims.task import Task
     from tq_service.domain.partition import Partition
-    from tq_service.domain.task import Task
 
 _LEAST_CHUNK = 1024
 _MOST_ON_LOOP = 1 << 13  # rows that a claim with an order looks at on the event loop; most look at a few dozen

@@ -6,7 +6,7 @@ import asyncio
 import heapq
 from collections.abc import Callable
 
-from tq_service.domain.leases import Lease, Leases
+from tq_service.domain.claims.leases import Lease, Leases
 
 _MOST_A_TURN = 64
 _LEAST_STALE = 64
