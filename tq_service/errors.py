@@ -209,6 +209,12 @@ class DataDirError(PreconditionError):
     reason = "DATA_DIR"
 
 
+class NewerVersionError(DataDirError):
+    """What a data folder or a checkpoint holds was written by a newer version, which knows more than this one."""
+
+    reason = "NEWER_VERSION"
+
+
 class ResourceExhaustedError(TqError, RuntimeError):
     """A bound is reached; `retry_after_seconds` says when to try again, None that it is of no use."""
 

@@ -1,0 +1,192 @@
+"""Dataclasses as bytes and back, by their own declaration: there is no second list of their fields.
+
+A dataclass becomes a msgpack map of its fields by name; fields that have their default are left out, as are those
+declared with `field(metadata={"is_encoded": False})`. Reading goes by the types in the declaration. So a field may be
+added with a default, and what was written before it is read as before; a field that the class does not have was written
+by a newer version, which is said so. Arrays are bytes: whole numbers that follow each other take two numbers, however
+many they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import struct
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any, Final, TypeVar
+
+import msgpack
+import numpy as np
+from numpy.typing import NDArray
+
+from tq_service.errors import NewerVersionError
+
+Value = TypeVar("Value")
+_RANGE: Final = 1  # int64, first and count
+_INTEGERS: Final = 2  # int64, one dimension
+_ARRAY: Final = 3  # dtype, shape and bytes
+_TEXTS: Final = 4  # objects: None or text
+_LEAST_RANGE: Final = 16
+_BOUNDS: Final = struct.Struct("<qq")
+
+
+def encode(value: Any) -> bytes:
+    """Return the bytes of a dataclass, or of plain values that hold some.
+
+    Raises:
+        TypeError: something in it is neither plain, nor an array, nor a dataclass.
+        ValueError, OverflowError: a number or a text has no msgpack form.
+    """
+    packed: bytes = msgpack.packb(value, default=_plain)
+    return packed
+
+
+def decode(kind: type[Value], data: bytes | memoryview) -> Value:
+    """Return the value of some type that `encode` made bytes of; arrays are not writable.
+
+    Raises:
+        NewerVersionError: it has a field that the type does not have.
+        ValueError, TypeError, KeyError: the bytes are not those of the type.
+    """
+    any_kind: Any = kind
+    value: Value = decoder(any_kind)(unpack(data))
+    return value
+
+
+def unpack(data: bytes | memoryview) -> Any:
+    """Return plain values and arrays; maps for dataclasses."""
+    return msgpack.unpackb(data, ext_hook=_array, strict_map_key=False, use_list=True)
+
+
+@cache
+def decoder(kind: Any) -> Callable[[Any], Any]:
+    """Return what makes a value of a type of plain values."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        return _DataclassDecoder(kind)
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return kind
+    if isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        return lambda values: kind(*values)
+    if origin in (typing.Union, types.UnionType):
+        return _union_decoder(arguments)
+    if origin is tuple and arguments[-1] is Ellipsis:
+        return _sequence_decoder(tuple, decoder(arguments[0]))
+    if origin is tuple:
+        parts = tuple(map(decoder, arguments))
+        return lambda values: tuple(part(value) for part, value in zip(parts, values, strict=True))
+    if origin in (list, Sequence):
+        return _sequence_decoder(list, decoder(arguments[0]))
+    if origin in (dict, Mapping):
+        key, each = map(decoder, arguments)
+        return lambda values: {key(name): each(value) for name, value in values.items()}
+    return _same
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _sequence_decoder(make: Callable[[Any], Any], each: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return make if each is _same else lambda values: make(map(each, values))
+
+
+def _union_decoder(kinds: Sequence[Any]) -> Callable[[Any], Any]:
+    """Return the decoder of `X | None`, or of plain values of several types."""
+    decoders = [decoder(kind) for kind in kinds if kind is not types.NoneType]
+    special = [each for each in decoders if each is not _same]
+    if not special:
+        return _same
+    if len(decoders) > 1:
+        raise TypeError(f"{kinds} cannot be told apart once they are bytes; use one dataclass, or None beside it")
+    return lambda value: None if value is None else special[0](value)
+
+
+class _DataclassDecoder:
+    """Makes one dataclass of maps; types are looked up on first use, so that classes may name each other."""
+
+    def __init__(self, kind: Any) -> None:
+        self._kind = kind
+        self._decoders: dict[str, Callable[[Any], Any]] = {}
+
+    def __call__(self, values: dict[str, Any]) -> Any:
+        decoders = self._decoders or self._find_decoders()
+        try:
+            return self._kind(**{name: decoders[name](value) for name, value in values.items()})
+        except KeyError:
+            unknown = sorted(values.keys() - decoders.keys())
+            if not unknown:
+                raise
+            raise NewerVersionError(
+                f"{self._kind.__name__} has {', '.join(map(repr, unknown))}, which this version does not know; it was "
+                f"written by a newer version: install that one"
+            ) from None
+
+    def _find_decoders(self) -> dict[str, Callable[[Any], Any]]:
+        hints = typing.get_type_hints(self._kind)
+        self._decoders = {field.name: decoder(hints[field.name]) for field in _encoded_fields(self._kind)}
+        return self._decoders
+
+
+def _encoded_fields(kind: Any) -> list[dataclasses.Field[Any]]:
+    return [field for field in dataclasses.fields(kind) if field.metadata.get("is_encoded", True)]
+
+
+@cache
+def _names_and_defaults(kind: Any) -> tuple[tuple[str, Any], ...]:
+    return tuple((field.name, field.default) for field in _encoded_fields(kind))
+
+
+def _plain(value: Any) -> Any:
+    """Return what msgpack shall pack in place of a value it does not know."""
+    if isinstance(value, np.ndarray):
+        return _packed_array(value)
+    if hasattr(value, "__dataclass_fields__"):
+        packed = {}
+        kind: Any = type(value)
+        for name, default in _names_and_defaults(kind):
+            each = getattr(value, name)
+            if each is not default and (isinstance(each, np.ndarray) or each != default):
+                packed[name] = each
+        return packed
+    raise TypeError(f"{type(value).__name__} {value!r} is neither plain, nor an array, nor a dataclass")
+
+
+def _packed_array(values: NDArray[Any]) -> msgpack.ExtType:
+    if values.dtype == np.object_ and values.ndim == 1:
+        return msgpack.ExtType(_TEXTS, msgpack.packb(values.tolist()))
+    if values.dtype.hasobject:
+        raise TypeError(f"an array of {values.dtype} with {values.ndim} dimensions has no bytes")
+    if values.dtype == np.int64 and values.ndim == 1:
+        size = values.size
+        if size >= _LEAST_RANGE and values[-1] - values[0] == size - 1 and bool((values[1:] > values[:-1]).all()):
+            return msgpack.ExtType(_RANGE, _BOUNDS.pack(int(values[0]), size))
+        return msgpack.ExtType(_INTEGERS, values.astype("<i8", copy=False).tobytes())
+    dtype = values.dtype.newbyteorder("<")
+    header = msgpack.packb((dtype.str, values.shape))
+    return msgpack.ExtType(_ARRAY, header + values.astype(dtype, copy=False).tobytes())
+
+
+def _array(code: int, data: bytes) -> NDArray[Any]:
+    match code:
+        case 2:
+            return np.frombuffer(data, "<i8")
+        case 1:
+            first, count = _BOUNDS.unpack(data)
+            values = np.arange(first, first + count)
+        case 3:
+            unpacker = msgpack.Unpacker()
+            unpacker.feed(data)
+            dtype, shape = unpacker.unpack()
+            return np.frombuffer(data, dtype, offset=unpacker.tell()).reshape(shape)
+        case 4:
+            texts = msgpack.unpackb(data)
+            values = np.empty(len(texts), np.object_)
+            values[:] = texts
+        case _:
+            raise NewerVersionError(f"values of the unknown kind {code} were written by a newer version: install it")
+    values.flags.writeable = False
+    return values
