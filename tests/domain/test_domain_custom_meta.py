@@ -7,7 +7,7 @@ import pytest
 from domain_support import insert, meta, partition
 
 from tq_service.domain.tables.meta import Condition, CustomMeta
-from tq_service.domain.tables.rows import RowTable
+from tq_service.domain.tables.table import RowTable
 from tq_service.errors import InvalidArgumentError
 from tq_service.schema import MetaColumn
 

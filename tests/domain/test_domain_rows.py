@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from tq_service.domain.tables.rows import RowTable
+from tq_service.domain.tables.table import RowTable
 
 
 def table_of(count):
     table = RowTable()
-    mark = table.add_column(np.int64, -1)
+    mark = table.column("mark", np.int64, -1)
     added = table.append(count)
     mark.write(added, np.arange(count) * 10)
     return table, mark
@@ -21,7 +21,7 @@ def found(table, indexes):
 @pytest.mark.parametrize("steps", [[1] * 200, [64, 1], [65], [0, 500, 0, 3]])
 def test_columns_grow_together_and_keep_their_values(steps):
     table = RowTable()
-    mark = table.add_column(np.int64, -7)
+    mark = table.column("mark", np.int64, -7)
     for step in steps:
         added = table.append(step)
         assert mark.data[added].tolist() == [-7] * step
@@ -29,7 +29,7 @@ def test_columns_grow_together_and_keep_their_values(steps):
     total = sum(steps)
     assert (table.count, table.present_count, table.next_index) == (total, total, total)
     assert mark.data[:total].tolist() == list(range(total))
-    late = table.add_column(np.bool_, True)
+    late = table.column("late", np.bool_, True)
     assert late.data.size == mark.data.size
     assert late.data.all()
 
@@ -104,20 +104,23 @@ def test_position_from_gives_the_first_row_at_or_after_an_index():
     assert [table.position_from(index) for index in (0, 3, 4, 5, 2999, 3000)] == [0, 0, 1, 1, 1498, 1499]
 
 
-def test_a_column_dropped_or_converted():
+def test_a_column_of_another_type():
     table, mark = table_of(3)
     mark.convert(np.float64)
     table.append(100)
     assert mark.data[:4].tolist() == [0.0, 10.0, 20.0, -1.0]
-    table.drop_column(mark)
-    table.append(1000)
-    assert mark.data.size < 1000
+
+
+def test_a_name_is_declared_once():
+    table, _ = table_of(3)
+    with pytest.raises(ValueError, match="'mark' is declared twice"):
+        table.column("mark", np.int64, 0)
 
 
 def test_random_changes_against_a_dict():
     rng = np.random.default_rng(0)
     table = RowTable()
-    mark = table.add_column(np.int64, -1)
+    mark = table.column("mark", np.int64, -1)
     kept = {}
     for _ in range(300):
         added = table.append(int(rng.integers(0, 60)))

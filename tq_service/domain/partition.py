@@ -42,7 +42,7 @@ from tq_service.domain.tables.cells import CellTable, FreedCells
 from tq_service.domain.tables.groups import GroupTable
 from tq_service.domain.tables.meta import CustomMeta
 from tq_service.domain.tables.names import Names
-from tq_service.domain.tables.rows import RowTable, distinct, forget_names
+from tq_service.domain.tables.table import RowTable, distinct, forget_names
 from tq_service.domain.writes import PartitionSettings, SampleWrite, Written
 from tq_service.errors import (
     InvalidArgumentError,
@@ -63,8 +63,8 @@ class Partition:
         self.settings = settings
         self.sealed = settings.expected_samples == 0
         self.table = RowTable()
-        self.state = self.table.add_column(np.uint8, CLEARED)
-        self.key = self.table.add_column(np.object_, None)
+        self.state = self.table.column("state", np.uint8, CLEARED)
+        self.key = self.table.column("key", np.object_, None)
         self.key_index: dict[str, int] = {}
         self.groups = GroupTable(self.table)
         self.meta = CustomMeta(self.table)

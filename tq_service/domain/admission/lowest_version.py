@@ -10,7 +10,7 @@ import numpy as np
 from tq_service.domain.claims.leases import UNCLAIMED
 from tq_service.domain.plan import Indexes
 from tq_service.domain.states import HELD, LIVE
-from tq_service.domain.tables.rows import RowTable, count_values
+from tq_service.domain.tables.table import RowTable, count_values
 
 if TYPE_CHECKING:
     from tq_service.domain.partition import Partition

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from tq_service.domain.frozen import FrozenLeases
 from tq_service.domain.plan import Indexes
 from tq_service.domain.tables.column import Column
-from tq_service.domain.tables.rows import RowTable, count_values
+from tq_service.domain.tables.table import RowTable, count_values
 
 UNCLAIMED = 0  # so that a new task costs the same however many rows there are
 KEPT = 1
@@ -83,10 +83,11 @@ class Leases:
         set_aside_count: samples set aside in this epoch, cleared ones included.
     """
 
-    def __init__(self, table: RowTable, claim: Column) -> None:
+    def __init__(self, task_name: str, table: RowTable, claim: Column) -> None:
         self.live: dict[int, Lease] = {}
         self.count = 0
         self.set_aside_count = 0
+        self._task_name = task_name
         self._table = table
         self._claim = claim
         self._deliveries: Column | None = None
@@ -95,7 +96,7 @@ class Leases:
     def deliveries(self) -> Column:
         """How often each row was handed out under a lease in this epoch; made on first use, most tasks need none."""
         if self._deliveries is None:
-            self._deliveries = self._table.add_column(np.int32, 0)
+            self._deliveries = self._table.column(f"deliveries/{self._task_name}", np.int32, 0)
         return self._deliveries
 
     def freeze(self) -> FrozenLeases:

@@ -21,7 +21,7 @@ from tq_service.domain.tables.meta import Order
 if TYPE_CHECKING:
     from tq_service.domain.claims.readiness import Readiness
     from tq_service.domain.claims.request import Binding
-    from tq_service.domain.tables.rows import RowTable
+    from tq_service.domain.tables.table import RowTable
 
 OrderKey: TypeAlias = tuple[ScanKey, tuple[Order, ...]]
 Work: TypeAlias = Callable[[], Callable[[], None]]

@@ -19,7 +19,7 @@ from tq_service.domain.claims.scan_starts import ScanStarts
 from tq_service.domain.claims.serial_map import SerialMap
 from tq_service.domain.frozen import FrozenTask
 from tq_service.domain.plan import Indexes, Plan, RankPlan
-from tq_service.domain.tables.rows import RowTable, count_values
+from tq_service.domain.tables.table import RowTable, count_values
 from tq_service.errors import (
     ClaimReleasedError,
     LeaseExpiredError,
@@ -72,8 +72,8 @@ class Task:
         self.end: End | None = None
         self.consumed_count = 0
         self.open_count = open_count
-        self.claim = table.add_column(np.int64, UNCLAIMED)
-        self.leases = Leases(table, self.claim)
+        self.claim = table.column(f"claim/{name}", np.int64, UNCLAIMED)
+        self.leases = Leases(name, table, self.claim)
         self.scan_starts = ScanStarts()
         self.orders = OrdersOfTask()
         self.released = Refused()

@@ -13,7 +13,7 @@ from tq_service.domain.plan import Indexes
 from tq_service.domain.tables.column import Column
 from tq_service.domain.tables.field_specs import ColumnWrite, merge_specs
 from tq_service.domain.tables.puts import Put, PutTable
-from tq_service.domain.tables.rows import RowTable, as_slice
+from tq_service.domain.tables.table import RowTable, as_slice
 from tq_service.schema import FieldSpec, Layout
 
 NOT_PRODUCED = -1
@@ -68,7 +68,7 @@ class Field:
 
     def __init__(self, spec: FieldSpec, table: RowTable) -> None:
         self.spec = spec
-        self.cell: Column = table.add_column(np.int64, NOT_PRODUCED)
+        self.cell: Column = table.column(f"cell/{spec.name}", np.int64, NOT_PRODUCED)
         self.length: Column | None = None
         self.produced_count = 0
 
@@ -83,7 +83,7 @@ class Field:
         table.thaw_column(self.cell, frozen.cell)
         self.produced_count = int(np.count_nonzero(self.cell.data >= 0))
         if frozen.length is not None:
-            self.length = table.add_column(np.int64, -1)
+            self.length = table.column(f"length/{self.spec.name}", np.int64, -1)
             table.thaw_column(self.length, frozen.length)
 
 
@@ -163,7 +163,7 @@ class CellTable:
             field.produced_count += positions.size
             if field.spec.layout is Layout.JAGGED:
                 if field.length is None:
-                    field.length = self._table.add_column(np.int64, -1)
+                    field.length = self._table.column(f"length/{field.spec.name}", np.int64, -1)
                 sizes = column.sizes(spec.ragged_dims[0])
                 field.length.write(where, sizes if isinstance(sizes, int) else sizes[rows])
         return freed

@@ -1,7 +1,9 @@
 """Columns of values, and how one is read by another thread as it was at one moment while it goes on changing.
 
 A long column of numbers lies in reserved memory and grows where it is: nothing is copied, however long it is. A short
-one, or one of objects, moves to an array of at least twice its size.
+one, or one of objects, moves to an array of at least twice its size. Linux backs an anonymous mapping with pages as
+they are first written to, so reserving far more than is needed costs address space only, and views that readers have
+keep their memory.
 
 Freezing a column copies nothing. Who changes it afterwards first keeps the blocks he is about to touch, so that a
 change costs a copy of a few thousand values at most, however long the column is, and only while somebody still reads.
@@ -9,19 +11,27 @@ change costs a copy of a few thousand values at most, however long the column is
 
 from __future__ import annotations
 
+import contextlib
+import mmap
+import sys
 import weakref
 from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from tq_service.domain.plan import Indexes
-from tq_service.domain.tables.reserved_memory import reserved_zeros
 
 RESERVED_FROM: Final = 1 << 16  # values from which on a column of numbers grows where it is
 _RESERVED: Final = 1 << 26  # values for which it has room then; as many again, four times over, beyond that
 _GROWTH: Final = 1 << 14  # values by which it grows at least
+_OVERCOMMIT: Final = Path("/proc/sys/vm/overcommit_memory")
+_NEVER: Final = "2"
+_MAP_NORESERVE: Final = 0x4000  # Linux; the mmap module of Python 3.11 does not have it
+_HUGE_PAGES_FROM: Final = 4 << 20  # where a page of 2 MiB of which little is used is a small share
 _BLOCK_SHIFT = 12
 _BLOCK_ROWS = 1 << _BLOCK_SHIFT
 Where = slice | Indexes | int
@@ -193,3 +203,35 @@ def _zeros(room: int, dtype: np.dtype[Any]) -> NDArray[Any]:
         if reserved is not None:
             return reserved
     return np.zeros(room, dtype)
+
+
+def reserved_zeros(count: int, dtype: DTypeLike) -> NDArray[Any] | None:
+    """Return `count` zeros that take memory only as they are written; None where that cannot be had.
+
+    The memory is given back with the last array over it.
+    """
+    if not _can_reserve():
+        return None
+    try:
+        memory = mmap.mmap(
+            -1,
+            count * np.dtype(dtype).itemsize,
+            flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE,
+        )
+    except (OSError, ValueError, OverflowError):  # a limit of the process or of the machine
+        return None
+    if len(memory) > _HUGE_PAGES_FROM and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE, _HUGE_PAGES_FROM)
+    return np.frombuffer(memory, dtype)
+
+
+@cache
+def _can_reserve() -> bool:
+    """Whether what is only reserved counts for nothing; a machine that never overcommits counts it as used."""
+    if sys.platform != "linux":
+        return False
+    try:
+        return _OVERCOMMIT.read_text().strip() != _NEVER
+    except OSError:
+        return True

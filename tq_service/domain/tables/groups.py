@@ -12,8 +12,7 @@ from tq_service.domain.frozen import FrozenGroups
 from tq_service.domain.plan import Indexes
 from tq_service.domain.tables.column import Column
 from tq_service.domain.tables.names import GroupNames
-from tq_service.domain.tables.rows import RowTable, as_slice, distinct, forget_names
-from tq_service.domain.tables.slots import SlotTable
+from tq_service.domain.tables.table import RowTable, SlotTable, as_slice, distinct, forget_names
 from tq_service.errors import GroupNotFoundError, InvalidArgumentError, PreconditionError, nearest
 
 NO_GROUP = -1
@@ -50,14 +49,14 @@ class GroupTable:
         self._slots: dict[str, int] = {}
         self._store = SlotTable()
         self.in_use = False  # from the first named group on, also when all have been cleared
-        self._members: Column = table.add_column(np.int64, NO_GROUP)
-        self._names = self._store.add_column(np.object_, None)
-        self.declared = self._store.add_column(np.int64, 0)
-        self.members = self._store.add_column(np.int64, 0)
-        self.failed = self._store.add_column(np.int64, 0)
-        self.cleared = self._store.add_column(np.int64, 0)
-        self.held = self._store.add_column(np.int64, 0)
-        self.closed = self._store.add_column(np.bool_, False)
+        self._members: Column = table.column("group", np.int64, NO_GROUP)
+        self._names = self._store.column("name", np.object_, None)
+        self.declared = self._store.column("declared", np.int64, 0)
+        self.members = self._store.column("members", np.int64, 0)
+        self.failed = self._store.column("failed", np.int64, 0)
+        self.cleared = self._store.column("cleared", np.int64, 0)
+        self.held = self._store.column("held", np.int64, 0)
+        self.closed = self._store.column("closed", np.bool_, False)
 
     def __len__(self) -> int:
         return len(self._slots)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from tq_service.domain.frozen import FrozenMeta
 from tq_service.domain.plan import Indexes
 from tq_service.domain.tables.column import Column
-from tq_service.domain.tables.rows import RowTable, as_slice
+from tq_service.domain.tables.table import RowTable, as_slice
 from tq_service.errors import InvalidArgumentError
 from tq_service.schema import MetaColumn, MetaValue, Operator
 
@@ -93,10 +93,7 @@ class CustomMeta:
     def thaw(self, columns: Iterable[FrozenMeta]) -> None:
         """Have the columns of another table; for one that has none, of a table that has the rows."""
         for frozen in columns:
-            stored = self._columns[frozen.name] = _Stored(
-                self._table.add_column(frozen.values.dtype, _FILLS[frozen.values.dtype.kind]),
-                self._table.add_column(np.bool_, False),
-            )
+            stored = self._declare(frozen.name, frozen.values.dtype)
             self._table.thaw_column(stored.values, frozen.values)
             self._table.thaw_column(stored.present, frozen.present)
 
@@ -129,18 +126,22 @@ class CustomMeta:
         for column in columns:
             if not column.present.any():
                 continue
-            kind = column.values.dtype.kind
             stored = self._columns.get(column.name)
             if stored is None:
-                stored = self._columns[column.name] = _Stored(
-                    self._table.add_column(column.values.dtype, _FILLS[kind]), self._table.add_column(np.bool_, False)
-                )
+                stored = self._declare(column.name, column.values.dtype)
             elif _common_kind(column, stored.values.data) == "f" and stored.values.data.dtype.kind == "i":
                 stored.values.convert(np.float64)
             is_complete = bool(column.present.all())
             where = as_slice(positions if is_complete else positions[column.present])
             stored.values.write(where, column.values if is_complete else column.values[column.present])
             stored.present.write(where, True)
+
+    def _declare(self, name: str, dtype: np.dtype[Any]) -> _Stored:
+        stored = self._columns[name] = _Stored(
+            self._table.column(f"meta/{name}", dtype, _FILLS[dtype.kind]),
+            self._table.column(f"meta_present/{name}", np.bool_, False),
+        )
+        return stored
 
     def read(self, name: str, positions: Indexes) -> MetaColumn | None:
         """Return one column at `positions`, None where no sample ever had a value."""

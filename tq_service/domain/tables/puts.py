@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tq_service.domain.frozen import FrozenPuts
-from tq_service.domain.tables.slots import SlotTable
+from tq_service.domain.tables.table import SlotTable
 
 
 class Put(NamedTuple):
@@ -31,10 +31,10 @@ class PutTable:
 
     def __init__(self) -> None:
         self._slots = SlotTable()
-        self._puts = self._slots.add_column(np.object_, None)
-        self._cells = self._slots.add_column(np.int64, 0)
-        self._made = self._slots.add_column(np.int64, 0)
-        self._bytes = self._slots.add_column(np.int64, 0)
+        self._puts = self._slots.column("put", np.object_, None)
+        self._cells = self._slots.column("cells", np.int64, 0)
+        self._made = self._slots.column("made", np.int64, 0)
+        self._bytes = self._slots.column("bytes", np.int64, 0)
         self.used_bytes = 0
 
     def add(self, put: Put, cells: int, value_bytes: int) -> int:
