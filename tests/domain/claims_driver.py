@@ -153,10 +153,10 @@ class Driver:
         record_batch, record_end = task.record_batch, task.record_end
         record_queue_claim, release, expire = task.record_queue_claim, task.release, task.expire
 
-        def batch(binding, plan, positions):
+        def batch(batch_spec, plan, positions):
             if partition is self.partition:
-                self.on_batch(name, binding, plan)
-            record_batch(binding, plan, positions)
+                self.on_batch(name, batch_spec, plan)
+            record_batch(batch_spec, plan, positions)
 
         def end(dp_size, end):
             if partition is self.partition:
@@ -234,7 +234,7 @@ class Driver:
 
     # Records, as they are made
 
-    def on_batch(self, name, binding, plan):
+    def on_batch(self, name, batch_spec, plan):
         task, asking = self.model.task(name), self.tasks[name][0]
         assert len(plan.ranks) == asking.dp_size
         assert task.end is None
@@ -413,7 +413,7 @@ class Driver:
         table = partition.table
         assert table.present_count == len(model.rows)
         assert partition.inserted_count == model.inserted
-        assert partition.insert_step == model.insert_step
+        assert partition.insert_size_gcd == model.insert_size_gcd
         assert partition.sealed == model.sealed
         assert partition.key_index == {row.key: row.index for row in model.rows.values() if row.key}
         indexes = np.array(sorted(model.rows), np.int64)

@@ -11,7 +11,7 @@ def digest(partition):
         "settings": partition.settings,
         "sealed": partition.sealed,
         "inserted": partition.inserted_count,
-        "insert_step": partition.insert_step,
+        "insert_size_gcd": partition.insert_size_gcd,
         "state_counts": list(partition.state_counts),
         "rows": rows,
         "states": partition.state.data[positions].tolist(),
@@ -66,7 +66,7 @@ def _task(task, positions):
         "open": task.open_count,
         "taken": task.claim.data[positions].tolist(),
         "batches": {
-            index: (batch.binding, [_part(part) for part in batch.plan.ranks], batch.size, batch.remaining)
+            index: (batch.batch_spec, [_part(part) for part in batch.plan.ranks], batch.size, batch.remaining)
             for index, batch in task._batches.items()
         },
         "claims": {name: (_part(claim.part), claim.remaining) for name, claim in task._queue_claims.items()},

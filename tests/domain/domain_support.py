@@ -5,7 +5,7 @@ import itertools
 
 import numpy as np
 
-from tq_service.domain.claims.request import Binding, ClaimRequest, Rank, WayOfAsking
+from tq_service.domain.claims.request import BatchSpec, ClaimRequest, ClaimSpec, Rank
 from tq_service.domain.partition import Partition
 from tq_service.domain.tables.field_specs import ColumnWrite
 from tq_service.domain.tables.puts import Put
@@ -75,7 +75,7 @@ def update(target, indexes, fields=(), **arguments):
     return target.write(new_write(len(indexes), fields, indexes=indexes, **arguments)).freed
 
 
-def binding(**arguments):
+def batch_spec(**arguments):
     defaults = {
         "batch_size": 2,
         "batch_unit": "sample",
@@ -88,18 +88,18 @@ def binding(**arguments):
         "drop_last": False,
         "finite": False,
     }
-    return Binding(**{**defaults, **arguments})
+    return BatchSpec(**{**defaults, **arguments})
 
 
 def asks(rank=None, *, task="t", sampler=None, least=None, request_id=None, epoch=None, lease=None, **bound):
     """Return a claim; `rank` is (dp_rank, dp_size, batch_index), None for a queue worker."""
     sampler = sampler or SequentialSampler()
-    fixed = binding(sampler=sampler.name, **bound)
+    fixed = batch_spec(sampler=sampler.name, **bound)
     return ClaimRequest(
         request_id=request_id or new_id(),
         task_name=task,
-        asked=WayOfAsking(
-            binding=fixed,
+        spec=ClaimSpec(
+            batch_spec=fixed,
             data_fields=fixed.data_fields,
             min_batch_size=least or fixed.batch_size,
             dp_size=None if rank is None else rank[1],

@@ -34,7 +34,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Asking:
-    """How a task asks: what a binding fixes, in plain words.
+    """How a task asks: what a batch spec fixes, in plain words.
 
     `grouped` tells samplers that keep groups whole; `block_size` is their `n_samples_per_prompt`.
     """
@@ -113,7 +113,7 @@ class Model:
     def __init__(self, expected=None):
         self.rows = {}
         self.inserted = 0
-        self.insert_step = 0
+        self.insert_size_gcd = 0
         self.expected = expected
         self.sealed = expected == 0
         self.groups = {}
@@ -143,7 +143,7 @@ class Model:
                 group.members.append(row)
                 group.declared = group_size or group.declared
         if count:
-            self.insert_step = gcd(self.insert_step, count)
+            self.insert_size_gcd = gcd(self.insert_size_gcd, count)
         self._fill(added, fields, meta)
         if self.expected is not None and self.inserted >= self.expected:
             self.sealed = True
@@ -352,7 +352,7 @@ class Model:
         return taken if size >= max(least, 1) else None
 
     def check_blocks(self, asking):
-        if asking.grouped and asking.block_size and not self.had_groups and self.insert_step % asking.block_size:
+        if asking.grouped and asking.block_size and not self.had_groups and self.insert_size_gcd % asking.block_size:
             raise BlocksError
 
     def lacks_lengths(self, task, asking):

@@ -42,7 +42,7 @@ class Whenever(Sampler):
         self.behave = behave
         self.quick = quick
 
-    def is_quick(self, request):
+    def runs_inline(self, request):
         return self.quick
 
     def plan(self, view, request):

@@ -55,11 +55,11 @@ def test_a_failed_sample_cannot_come_back():
     train = partition()
     insert(train, 2)
     update(train, [1], state="failed")
-    before = train.change_counts
+    before = train.version
     for state in ("live", "held"):
         with pytest.raises(SampleFailedError, match="sample 1 "):
             update(train, [0, 1], state=state, meta=[{"v": 1}, {"v": 2}])
-    assert train.change_counts == before
+    assert train.version == before
     assert not train.meta.has("v")
     update(train, [1], state="failed")
 
@@ -128,14 +128,14 @@ def test_cleared_samples_count_as_inserted():
 
 def test_the_insert_step_divides_every_put_of_new_rows():
     train = partition()
-    assert train.insert_step == 0
+    assert train.insert_size_gcd == 0
     insert(train, 8, keys=[f"k{i}" for i in range(8)])
     insert(train, 12)
-    assert train.insert_step == 4
+    assert train.insert_size_gcd == 4
     insert(train, 4, keys=["k0", "k1", "new", "newer"])
-    assert train.insert_step == 2
+    assert train.insert_size_gcd == 2
     update(train, [0])
-    assert train.insert_step == 2
+    assert train.insert_size_gcd == 2
 
 
 def test_keys_go_with_their_samples():
@@ -173,7 +173,7 @@ def test_set_meta_writes_all_or_nothing():
 def test_every_change_is_told_and_counted():
     train = partition()
     told = []
-    train.on_change.append(lambda: told.append(train.change_counts))
+    train.on_change.append(lambda: told.append(train.version))
     insert(train, 2, groups=["a", "a"])
     task = train.task("t")
     request_id = claim(train, task, [0])
@@ -188,13 +188,13 @@ def test_every_change_is_told_and_counted():
         lambda: train.clear(np.array([0])),
     ]
     for change in changes:
-        before, count = train.change_counts, len(told)
+        before, count = train.version, len(told)
         change()
         assert len(told) == count + 1
-        assert told[-1] == train.change_counts != before
+        assert told[-1] == train.version != before
     train.clear(np.array([0]))
     train.seal()
-    assert train.change_counts == told[-1]
+    assert train.version == told[-1]
 
 
 def test_blocks_count_rows_that_are_live_or_held():
@@ -230,7 +230,7 @@ def test_a_partition_that_lives_for_weeks_stays_small():
         rows = np.array(fresh)
         claim(train, reward, fresh)
         request = asks((0, 1, step), task="trainer")
-        trainer.record_batch(request.binding, Plan.of([rows]), train.table.find(rows))
+        trainer.record_batch(request.batch_spec, Plan.of([rows]), train.table.find(rows))
         train.clear(rows)
     assert train.inserted_count == 4800
     assert train.table.index.data.size <= 2400

@@ -158,7 +158,7 @@ async def test_a_call_that_got_not_yet_takes_nothing_back_when_it_leaves(bench):
     first = bench.ask(request_id=request_id)
     await turns()
     (waiter,) = bench.planner._queues
-    waiter.time_is_over()
+    waiter.expire()
     bench.insert(2)
     second = asks(request_id=request_id)
     bench.task.record_queue_claim(request_id, RankPlan(rows=np.array([0, 1])), np.array([0, 1]))
@@ -189,7 +189,7 @@ async def test_the_loop_turns_while_many_are_served(bench):
     assert len(set(served)) > 8
 
 
-async def test_one_way_of_asking_does_not_hold_up_another(bench):
+async def test_one_claim_spec_does_not_hold_up_another(bench):
     large = bench.ask(batch_size=8)
     small = bench.ask(batch_size=2)
     bench.insert(3)
@@ -325,7 +325,7 @@ async def test_the_end_comes_when_the_last_row_is_gone(bench, change):
     ] * 2
 
 
-async def test_what_another_way_of_asking_consumes_may_bring_the_end(bench):
+async def test_what_another_claim_spec_consumes_may_bring_the_end(bench):
     """Who waits for a second column sees the end when those who need only one take the rows."""
     bench.insert(2)
     bench.partition.seal()

@@ -64,7 +64,7 @@ async def test_rows_put_while_a_plan_is_made_make_no_short_batch(bench):
 
 async def test_an_async_sampler_that_calls_itself_quick_steps_over_no_row(bench):
     class Quick(SlowSampler):
-        def is_quick(self, request):
+        def runs_inline(self, request):
             return True
 
         async def plan(self, view, request):
@@ -138,8 +138,8 @@ class RaisesBeforePlanning(Sampler):
         self.error = error
         self.where = where
 
-    def is_quick(self, request):
-        self._raise("is_quick")
+    def runs_inline(self, request):
+        self._raise("runs_inline")
         return True
 
     @property
@@ -154,7 +154,7 @@ class RaisesBeforePlanning(Sampler):
         raise AssertionError("is not reached")
 
 
-@pytest.mark.parametrize("where", ["is_quick", "length"])
+@pytest.mark.parametrize("where", ["runs_inline", "length"])
 @pytest.mark.parametrize("error", [RuntimeError("no luck"), SystemExit(3)], ids=["error", "exit"])
 @pytest.mark.parametrize("rank", [None, (0, 1, 0)], ids=["queue", "ranks"])
 async def test_a_sampler_that_raises_before_it_plans_harms_its_own_request_only(bench, where, error, rank):

@@ -27,8 +27,9 @@ def train():
 
 def snapshot(train):
     return (
-        train.inserted_count, train.table.present_count, dict(train.key_index), train.change_counts,
-        train.insert_step, list(train.cells.fields), train.meta.names(), len(train.groups), list(train.state_counts),
+        train.inserted_count, train.table.present_count, dict(train.key_index), train.version,
+        train.insert_size_gcd, list(train.cells.fields), train.meta.names(), len(train.groups),
+        list(train.state_counts),
     )  # fmt: skip
 
 

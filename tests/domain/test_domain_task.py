@@ -1,8 +1,8 @@
-"""A task: bindings, replays, epochs, and records that go with their rows."""
+"""A task: batch specs, replays, epochs, and records that go with their rows."""
 
 import numpy as np
 import pytest
-from domain_support import asks, binding, insert, new_id, partition, update
+from domain_support import asks, batch_spec, insert, new_id, partition, update
 
 from tq_service.domain.claims import task as task_module
 from tq_service.domain.claims.end import End
@@ -29,7 +29,7 @@ def record(train, *parts, index=None, **bound):
     task = train.task("t")
     request = asks((0, len(parts), task.next_batch_index), **bound)
     rows = np.array([row for part in parts for row in part], np.int64)
-    task.record_batch(request.binding, Plan.of(parts), train.table.find(rows))
+    task.record_batch(request.batch_spec, Plan.of(parts), train.table.find(rows))
     return task
 
 
@@ -75,7 +75,7 @@ def test_what_the_first_plan_binds(train, other):
     assert caught.value.metadata["field"] == name
     assert (caught.value.metadata["got"], caught.value.metadata["expected"]) == (
         repr(value),
-        repr(getattr(binding(), name)),
+        repr(getattr(batch_spec(), name)),
     )
     assert replay(task, 1, 2, 1, **other) is None  # a later batch may be asked for otherwise
 
@@ -204,8 +204,8 @@ def test_few_batches_are_kept_without_rows(train):
     task = train.task("trainer")
     for step in range(40):
         rows = np.array(insert(train, 1))
-        binding = asks((0, 2, step), task="trainer").binding
-        task.record_batch(binding, Plan.of([rows, rows[:0]]), train.table.find(rows))
+        batch_spec = asks((0, 2, step), task="trainer").batch_spec
+        task.record_batch(batch_spec, Plan.of([rows, rows[:0]]), train.table.find(rows))
         train.clear(rows)
     assert len(task._batches) == 16
     assert min(task._batches) == 24

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from domain_support import asks, binding, dense, insert, jagged, partition, update
+from domain_support import asks, batch_spec, dense, insert, jagged, partition, update
 
 from tq_service.domain.claims.queue_claims import release
 from tq_service.domain.claims.view import PartitionView
@@ -17,7 +17,7 @@ def train():
 
 
 def view_of(train, *, length=None, remembers=True, **bound):
-    return PartitionView(train, train.task("t"), binding(**bound), length, remembers=remembers)
+    return PartitionView(train, train.task("t"), batch_spec(**bound), length, remembers=remembers)
 
 
 def ready(train, limit=None, **bound):

@@ -14,7 +14,7 @@ from planner_bench import Bench, Whenever, rows
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.claims import wait_queue as waiters
 from tq_service.domain.claims.end import End
-from tq_service.domain.claims.wait_queue import NotYet, Pace, Waiter, WaitingLine
+from tq_service.domain.claims.wait_queue import LoopYielder, NotYet, Waiter, WaitQueue
 from tq_service.domain.plan import RankPlan
 from tq_service.domain.tables.meta import Condition
 from tq_service.domain.writes import PartitionSettings
@@ -62,7 +62,7 @@ async def test_the_loop_turns_every_few_steps(monkeypatch):
             await asyncio.sleep(0)
 
     counting = asyncio.ensure_future(count())
-    pace = Pace()
+    pace = LoopYielder()
     for _ in range(15):
         await pace.step()
     assert turn_count == 0
@@ -75,17 +75,17 @@ async def test_the_loop_turns_every_few_steps(monkeypatch):
 async def test_the_loop_turns_after_a_step_that_took_long(monkeypatch):
     monkeypatch.setattr(waiters, "_TURN_SECONDS", 0.0)
     other = asyncio.ensure_future(asyncio.sleep(0))
-    await Pace().step()
-    await Pace().step()
+    await LoopYielder().step()
+    await LoopYielder().step()
     assert other.done()
 
 
 async def test_a_line_skips_those_who_have_left():
-    line, loop = WaitingLine(), asyncio.get_running_loop()
+    line, loop = WaitQueue(), asyncio.get_running_loop()
     waiters = [Waiter(asks(), loop.create_future()) for _ in range(3)]
     for waiter in waiters:
         line.add("a", waiter)
-    waiters[0].time_is_over()
+    waiters[0].expire()
     waiters[1].answer.cancel()
     assert line.first("a") is waiters[2]
     line.remove("a", waiters[2])
@@ -137,7 +137,7 @@ async def test_those_who_ask_in_different_ways_are_looked_after_a_few_a_turn(ben
         call.cancel()
 
 
-async def test_a_way_of_asking_that_waits_in_vain_is_not_tried_again(bench):
+async def test_a_claim_spec_that_waits_in_vain_is_not_tried_again(bench):
     """However many others there are: trying all of them for each that arrives would take for ever."""
     looks = 0
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from domain_support import asks, binding, insert, new_write, partition, turns, update
+from domain_support import asks, batch_spec, insert, new_write, partition, turns, update
 from planner_bench import Bench, Whenever, rows
 
 from tq_service.domain.claims import ordered_rows, sort_keys, view
@@ -113,7 +113,7 @@ class Rows:
 
     def view(self):
         """Return a view as the planner has it, with the work that is left to threads done."""
-        bound = binding(order_by=self.orders)
+        bound = batch_spec(order_by=self.orders)
         kinds = sort_keys.key_kinds(self.partition.meta, self.orders)
         ordered = self.task.orders.use(ordered_rows.order_key(bound, None), kinds, self.partition.inserted_count)
         while ordered.is_heavy(self.partition.table.count):
@@ -211,7 +211,7 @@ def test_groups_come_in_the_order_of_their_first_members_however_far_apart_they_
         named_so = {"groups": names[start : start + 1000 * size].tolist(), "group_size": size} if named else {}
         insert(target, 1000 * size, meta=entries, **named_so)
     update(target, rng.choice(names.size, 500, replace=False), state="held")
-    task, bound, block_size = target.task("t"), binding(order_by=(Order("v"),)), None if named else size
+    task, bound, block_size = target.task("t"), batch_spec(order_by=(Order("v"),)), None if named else size
 
     def groups(limit, ordered=None):
         made = view.PartitionView(target, task, bound, None, remembers=True, ordered=ordered)
@@ -376,7 +376,7 @@ async def finished_claim(bench, where):
 async def test_an_order_nobody_asks_for_any_more_is_forgotten(bench):
     put(bench, MANY)
     await bench.ask(batch_size=2, order_by=ORDER)
-    kept = bench.task.orders.use(ordered_rows.order_key(binding(order_by=ORDER), None), "if", MANY)
+    kept = bench.task.orders.use(ordered_rows.order_key(batch_spec(order_by=ORDER), None), "if", MANY)
     for _ in range(3):
         bench.partition.set_meta(np.arange(MANY), [column("v", np.arange(MANY))])
     assert not kept.is_built

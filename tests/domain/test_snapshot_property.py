@@ -45,7 +45,7 @@ def _task_details(task, count):
     claims = task._queue_claims.values()
     return {
         "claim": task.claim[:count].tolist(),
-        "rowless": list(task._rowless),
+        "batches_without_rows": list(task._batches_without_rows),
         "expired": sorted(task.expired.log),
         "deliveries": None if leases._deliveries is None else leases.deliveries[:count].tolist(),
         "leased": (leases.count, leases.set_aside_count, sorted(leases.live)),

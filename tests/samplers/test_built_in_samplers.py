@@ -190,11 +190,11 @@ def test_seqlen_balanced_names_its_length():
 
 
 def test_quick_plans_may_run_on_the_loop():
-    assert SequentialSampler().is_quick(ranked(4096, 64))
-    assert SeqlenBalancedSampler().is_quick(ranked(16, 8))
-    assert not SeqlenBalancedSampler().is_quick(ranked(64, 8))
-    assert SeqlenBalancedSampler(n_samples_per_prompt=8).is_quick(ranked(64, 8))
-    assert not SeqlenBalancedSampler(n_samples_per_prompt=8).is_quick(ranked(64, 8, unit="group"))
+    assert SequentialSampler().runs_inline(ranked(4096, 64))
+    assert SeqlenBalancedSampler().runs_inline(ranked(16, 8))
+    assert not SeqlenBalancedSampler().runs_inline(ranked(64, 8))
+    assert SeqlenBalancedSampler(n_samples_per_prompt=8).runs_inline(ranked(64, 8))
+    assert not SeqlenBalancedSampler(n_samples_per_prompt=8).runs_inline(ranked(64, 8, unit="group"))
 
 
 @pytest.mark.parametrize("kind", [GRPOGroupNSampler, RankAwareSampler, SeqlenBalancedSampler])

@@ -87,10 +87,10 @@ def test_it_names_its_length():
 
 def test_only_plans_known_to_be_small_run_on_the_loop():
     sampler = PackedSampler(optimizer_steps=2, pack_max_length=CAP)
-    assert sampler.is_quick(ranked(8, 4))
-    assert not sampler.is_quick(ranked(64, 4))
-    assert not sampler.is_quick(ranked(4, 8))
-    assert not sampler.is_quick(ranked(1, 2, unit="group"))
+    assert sampler.runs_inline(ranked(8, 4))
+    assert not sampler.runs_inline(ranked(64, 4))
+    assert not sampler.runs_inline(ranked(4, 8))
+    assert not sampler.runs_inline(ranked(1, 2, unit="group"))
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ class Answers(Sampler):
         self.quick = quick
         self.threads = []
 
-    def is_quick(self, request):
+    def runs_inline(self, request):
         return self.quick
 
     def plan(self, view, request):

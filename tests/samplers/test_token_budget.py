@@ -104,9 +104,9 @@ def test_micro_batches_by_samples_and_by_tokens_exclude_each_other():
 
 
 def test_small_plans_may_run_on_the_loop():
-    assert TokenBudgetSampler(tokens_per_rank=BUDGET).is_quick(ranked(8, 4))
-    assert not TokenBudgetSampler(tokens_per_rank=BUDGET).is_quick(ranked(64, 4))
-    assert not TokenBudgetSampler(tokens_per_rank=BUDGET, tokens_per_micro_batch=50).is_quick(ranked(8, 4))
+    assert TokenBudgetSampler(tokens_per_rank=BUDGET).runs_inline(ranked(8, 4))
+    assert not TokenBudgetSampler(tokens_per_rank=BUDGET).runs_inline(ranked(64, 4))
+    assert not TokenBudgetSampler(tokens_per_rank=BUDGET, tokens_per_micro_batch=50).runs_inline(ranked(8, 4))
 
 
 @pytest.mark.parametrize(

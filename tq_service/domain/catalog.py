@@ -14,7 +14,7 @@ from tq_service.domain.changes import UNRECORDED, Change, PartitionCleared, Part
 from tq_service.domain.claims.plan_search import RunsPlans
 from tq_service.domain.claims.planner import Planner
 from tq_service.domain.claims.request import ClaimRequest
-from tq_service.domain.claims.wait_queue import Answer, NotYet, Pace
+from tq_service.domain.claims.wait_queue import Answer, LoopYielder, NotYet
 from tq_service.domain.frozen import FrozenCells, FrozenPartition
 from tq_service.domain.partition import Partition
 from tq_service.domain.replay import apply_change
@@ -325,7 +325,7 @@ class Catalog:
 
 
 async def _wake_all(arrivals: Iterable[asyncio.Future[None]]) -> None:
-    pace = Pace()
+    pace = LoopYielder()
     for arrival in tuple(arrivals):
         if not arrival.done():
             arrival.set_result(None)

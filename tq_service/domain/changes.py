@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from tq_service.domain.claims.end import End
-from tq_service.domain.claims.request import Binding
+from tq_service.domain.claims.request import BatchSpec
 from tq_service.domain.plan import Indexes, Plan, RankPlan
 from tq_service.domain.writes import PartitionSettings, SampleWrite
 from tq_service.schema import MetaColumn
@@ -89,7 +89,7 @@ class BatchPlanned:
 
     partition_id: str
     task_name: str
-    binding: Binding
+    batch_spec: BatchSpec
     plan: Plan
 
 

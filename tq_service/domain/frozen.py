@@ -101,7 +101,7 @@ class FrozenTask:
         serial: the last one given to a claim.
         claim: for each row what became of it.
         records: the claims that still have rows.
-        rowless: batches kept though their rows are gone.
+        batches_without_rows: batches kept though their rows are gone.
         released: ids of claims that were given back.
         expired: ids of claims of which samples were not acknowledged in time.
     """
@@ -116,7 +116,7 @@ class FrozenTask:
     serial: int
     claim: FrozenColumn
     records: Records = ()
-    rowless: Sequence[Batch] = ()
+    batches_without_rows: Sequence[Batch] = ()
     leases: FrozenLeases = field(default_factory=FrozenLeases)
     released: FrozenLog = field(default_factory=FrozenLog)
     expired: FrozenLog = field(default_factory=FrozenLog)
@@ -130,7 +130,7 @@ class FrozenPartition:
     incarnation: bytes
     settings: PartitionSettings
     sealed: bool
-    insert_step: int
+    insert_size_gcd: int
     table: FrozenTable
     state: FrozenColumn
     key: FrozenColumn

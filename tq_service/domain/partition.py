@@ -32,7 +32,7 @@ from tq_service.domain.changes import (
 )
 from tq_service.domain.claims.end import End
 from tq_service.domain.claims.leases import Lease, LeaseTerms
-from tq_service.domain.claims.request import Binding
+from tq_service.domain.claims.request import BatchSpec
 from tq_service.domain.claims.task import Task
 from tq_service.domain.frozen import FrozenPartition
 from tq_service.domain.plan import Indexes, Plan, RankPlan
@@ -71,9 +71,9 @@ class Partition:
         self.cells = CellTable(self.table, settings.default_layout)
         self.tasks: dict[str, Task] = {}
         self.state_counts = [0, 0, 0, 0]  # of rows in the table, by state code
-        self.insert_step = 0  # greatest common divisor of the sizes of all puts of new rows
-        self.touched_count = 0  # rows written so far, for those who wait for a number of them
-        self.event_count = 0  # other changes that may matter to those who wait
+        self.insert_size_gcd = 0  # greatest common divisor of the sizes of all puts of new rows
+        self.row_version = 0  # rows written so far, for those who wait for a number of them
+        self.state_version = 0  # other changes that may matter to those who wait
         self.on_change: list[Callable[[], None]] = []
         self.on_consumed: list[Callable[[], None]] = []  # called where a task has fewer samples left to consume
         self.lowest_versions = {
@@ -137,7 +137,7 @@ class Partition:
             return added
         self.state.write(added, code)
         self.state_counts[code] += count
-        self.insert_step = gcd(self.insert_step, count)
+        self.insert_size_gcd = gcd(self.insert_size_gcd, count)
         if write.keys is not None:
             names = of_rows(write.keys, target.is_new)
             self.key.write(added, names)
@@ -200,7 +200,7 @@ class Partition:
         self._count_states(changed, -1)
         self.state.write(changed, code)
         self._count_states(changed, 1)
-        self.event_count += 1
+        self.state_version += 1
         return freed
 
     def _count_states(self, positions: Indexes, by: int) -> None:
@@ -213,7 +213,7 @@ class Partition:
         self.meta.check(columns, positions.size)
         with self.recording(MetaSet(partition_id=self.partition_id, global_indexes=indexes, columns=columns)):
             self.meta.write(columns, positions)
-            self.event_count += 1
+            self.state_version += 1
             self._touched(indexes)
 
     def seal(self) -> None:
@@ -225,13 +225,13 @@ class Partition:
     def _seal(self) -> None:
         if not self.sealed:
             self.sealed = True
-            self.event_count += 1
+            self.state_version += 1
 
     def close_groups(self, names: Sequence[str]) -> None:
         """Say that no further members of groups come."""
         with self.recording(GroupsClosed(partition_id=self.partition_id, names=names)):
             self.groups.close(names)
-            self.event_count += 1
+            self.state_version += 1
             self.changed()
 
     def clear(self, indexes: Indexes) -> tuple[int, list[FreedCells]]:
@@ -258,7 +258,7 @@ class Partition:
         self._forget_members(positions, states)
         self._count_states(positions, -1)
         self.table.remove(positions)
-        self.event_count += 1
+        self.state_version += 1
         self.changed()
         return freed
 
@@ -291,20 +291,20 @@ class Partition:
         return self.tasks[name]
 
     @property
-    def change_counts(self) -> tuple[int, int]:
+    def version(self) -> tuple[int, int]:
         """Counts that differ whenever something has changed that may matter to those who wait."""
-        return self.event_count, self.touched_count
+        return self.state_version, self.row_version
 
     @property
     def open_count(self) -> int:
         """Samples that are live or held."""
         return self.state_counts[LIVE] + self.state_counts[HELD]
 
-    def record_batch(self, task: Task, binding: Binding, plan: Plan, positions: Indexes) -> None:
+    def record_batch(self, task: Task, batch_spec: BatchSpec, plan: Plan, positions: Indexes) -> None:
         """Record the plan of a task's next batch_index and mark its rows at `positions` consumed."""
-        change = BatchPlanned(partition_id=self.partition_id, task_name=task.name, binding=binding, plan=plan)
+        change = BatchPlanned(partition_id=self.partition_id, task_name=task.name, batch_spec=batch_spec, plan=plan)
         with self.recording(change):
-            task.record_batch(binding, plan, positions)
+            task.record_batch(batch_spec, plan, positions)
             self._consumed()
 
     def record_end(self, task: Task, dp_size: int, end: End) -> None:
@@ -336,7 +336,7 @@ class Partition:
         states = self.state.data[positions]
         task.open_count += int(np.count_nonzero((states == LIVE) | (states == HELD)))
         if positions.size:
-            self.event_count += 1
+            self.state_version += 1
             self._touched(self.table.index.data[positions])
         return int(np.count_nonzero(states == LIVE))
 
@@ -351,7 +351,7 @@ class Partition:
                 task.open_count = self.open_count
                 if (lowest := self.lowest_versions.get(task.name)) is not None:
                     lowest.forget()
-            self.event_count += 1
+            self.state_version += 1
             self.changed()
         return task.epoch
 
@@ -397,7 +397,7 @@ class Partition:
             incarnation=self.incarnation,
             settings=self.settings,
             sealed=self.sealed,
-            insert_step=self.insert_step,
+            insert_size_gcd=self.insert_size_gcd,
             table=self.table.freeze(),
             state=self.state.freeze(self.table.count),
             key=self.key.freeze(self.table.count),
@@ -421,7 +421,7 @@ class Partition:
         partition.cells.thaw(frozen.puts, frozen.fields)
         partition.tasks = {task.name: Task.thaw(task, table) for task in frozen.tasks}
         partition.sealed = frozen.sealed
-        partition.insert_step = frozen.insert_step
+        partition.insert_size_gcd = frozen.insert_size_gcd
         states = partition.state[table.present_positions()]
         partition.state_counts = np.bincount(states, minlength=4).tolist()
         keys = partition.key[: table.count]
@@ -432,7 +432,7 @@ class Partition:
     # Change notices
 
     def _touched(self, indexes: Indexes) -> None:
-        self.touched_count += indexes.size
+        self.row_version += indexes.size
         for lowest in self.lowest_versions.values():
             lowest.touched(indexes)
         first = int(indexes.min())

@@ -200,7 +200,7 @@ class PlansBatches(Protocol):
         """Raise InvalidArgumentError where the request does not fit the sampler's options."""
         ...
 
-    def is_quick(self, request: PlanRequest) -> bool:
+    def runs_inline(self, request: PlanRequest) -> bool:
         """Whether `plan` takes well under a millisecond, so that it may run on the event loop."""
         ...
 

@@ -55,7 +55,7 @@ def _apply_to_task(partition: Partition, task: Task, change: Change) -> None:
     match change:
         case BatchPlanned():
             rows = np.concatenate([part.rows for part in change.plan.ranks])
-            partition.record_batch(task, change.binding, change.plan, _found(partition, rows))
+            partition.record_batch(task, change.batch_spec, change.plan, _found(partition, rows))
         case EndReached():
             partition.record_end(task, change.dp_size, change.end)
         case QueueClaimed():

@@ -11,7 +11,7 @@ from dataclasses import asdict, fields
 import numpy as np
 
 from tq_service.domain.claims.end import End
-from tq_service.domain.claims.request import Binding
+from tq_service.domain.claims.request import BatchSpec
 from tq_service.domain.plan import Indexes, Pack, RankPlan
 from tq_service.domain.tables.field_specs import ColumnWrite
 from tq_service.domain.tables.meta import Condition, Order
@@ -137,7 +137,7 @@ def _decode_column(message: metadata_pb2.ColumnHeader) -> ColumnWrite:
     return ColumnWrite(spec=spec, extents=extents, value_bytes=message.value_bytes)
 
 
-def encode_binding(binding: Binding) -> journal_pb2.ClaimBinding:
+def encode_binding(binding: BatchSpec) -> journal_pb2.ClaimBinding:
     """Return what the first plan of a batch_index fixes."""
     return journal_pb2.ClaimBinding(
         batch_size=binding.batch_size,
@@ -153,9 +153,9 @@ def encode_binding(binding: Binding) -> journal_pb2.ClaimBinding:
     )
 
 
-def decode_binding(message: journal_pb2.ClaimBinding) -> Binding:
+def decode_binding(message: journal_pb2.ClaimBinding) -> BatchSpec:
     """Return what the first plan of a batch_index fixes."""
-    return Binding(
+    return BatchSpec(
         batch_size=message.batch_size,
         batch_unit=BATCH_UNIT_WORDS[message.batch_unit],
         micro_batch_size=message.micro_batch_size or None,

@@ -128,7 +128,7 @@ def _encode_batch_planned(change: changes.BatchPlanned) -> pb.BatchPlanned:
     return pb.BatchPlanned(
         partition_id=change.partition_id,
         task_name=change.task_name,
-        binding=encode_binding(change.binding),
+        binding=encode_binding(change.batch_spec),
         ranks=map(encode_part, change.plan.ranks),
     )
 
@@ -137,7 +137,7 @@ def _decode_batch_planned(message: pb.BatchPlanned) -> changes.BatchPlanned:
     return changes.BatchPlanned(
         partition_id=message.partition_id,
         task_name=message.task_name,
-        binding=decode_binding(message.binding),
+        batch_spec=decode_binding(message.binding),
         plan=Plan(ranks=tuple(map(decode_part, message.ranks))),
     )
 

@@ -44,7 +44,7 @@ def encode_partition(partition: FrozenPartition) -> Iterator[pb.SnapshotRecord]:
         settings=encode_settings(partition.partition_id, partition.settings),
         incarnation=partition.incarnation,
         sealed=partition.sealed,
-        insert_step=partition.insert_step,
+        insert_step=partition.insert_size_gcd,
         next_index=partition.table.next_index,
         row_count=partition.state.size,
         has_groups=partition.groups.in_use,
@@ -108,7 +108,7 @@ def decode_partition(reader: SnapshotReader) -> FrozenPartition:
         incarnation=message.incarnation,
         settings=decode_settings(message.settings),
         sealed=message.sealed,
-        insert_step=message.insert_step,
+        insert_size_gcd=message.insert_step,
         table=_decode_table(message, reader),
         state=reader.column(rows, np.uint8),
         key=reader.column(rows, np.object_),
@@ -181,8 +181,8 @@ def _encode_task(task: FrozenTask) -> Iterator[pb.SnapshotRecord]:
         serial=task.serial,
         has_deliveries=task.leases.deliveries is not None,
         set_aside_count=task.leases.set_aside_count,
-        claim_count=sum(map(len, task.records)) + len(task.rowless),
-        rowless_count=len(task.rowless),
+        claim_count=sum(map(len, task.records)) + len(task.batches_without_rows),
+        rowless_count=len(task.batches_without_rows),
         released_count=sum(map(len, task.released.blocks)),
         expired_count=sum(map(len, task.expired.blocks)),
     )
@@ -195,7 +195,7 @@ def _encode_task(task: FrozenTask) -> Iterator[pb.SnapshotRecord]:
     encoder = PartEncoder()
     for block in task.records:
         yield from encode_records(block, encoder)
-    yield from encode_batches([(0, batch) for batch in task.rowless], encoder)
+    yield from encode_batches([(0, batch) for batch in task.batches_without_rows], encoder)
     yield from encode_ids(task.released)
     yield from encode_ids(task.expired)
 
@@ -205,7 +205,7 @@ def _decode_task(reader: SnapshotReader, rows: int) -> FrozenTask:
     claim = reader.column(rows, np.int64)
     deliveries = reader.column(rows, np.int32) if message.has_deliveries else None
     records: list[dict[int, Batch | QueueClaim]] = []
-    rowless: list[Batch] = []
+    batches_without_rows: list[Batch] = []
     left = message.claim_count
     while left > 0:
         if reader.kind == "claims":
@@ -215,8 +215,8 @@ def _decode_task(reader: SnapshotReader, rows: int) -> FrozenTask:
         batches = decode_batches(reader.take("batches"))
         left -= len(batches)
         records.append({serial: batch for serial, batch in batches if serial})
-        rowless.extend(batch for serial, batch in batches if not serial)
-    if left < 0 or len(rowless) != message.rowless_count:
+        batches_without_rows.extend(batch for serial, batch in batches if not serial)
+    if left < 0 or len(batches_without_rows) != message.rowless_count:
         raise ValueError(f"task {message.name!r} has another number of claims than it says, {message.claim_count}")
     return FrozenTask(
         name=message.name,
@@ -229,7 +229,7 @@ def _decode_task(reader: SnapshotReader, rows: int) -> FrozenTask:
         serial=message.serial,
         claim=claim,
         records=records,
-        rowless=rowless,
+        batches_without_rows=batches_without_rows,
         leases=FrozenLeases(deliveries=deliveries, set_aside_count=message.set_aside_count),
         released=_decode_ids(reader, message.released_count),
         expired=_decode_ids(reader, message.expired_count),

@@ -10,7 +10,7 @@ import numpy as np
 from tq_service.domain.aging_log import Entry, FrozenLog
 from tq_service.domain.claims.claim_records import Batch, QueueClaim
 from tq_service.domain.claims.leases import Lease, LeaseTerms
-from tq_service.domain.claims.request import Binding
+from tq_service.domain.claims.request import BatchSpec
 from tq_service.domain.plan import Pack, Plan, RankPlan
 from tq_service.durable.messages import decode_binding, decode_part, encode_binding, encode_indexes, encode_steps
 from tq_service.v1 import journal_pb2
@@ -112,8 +112,8 @@ def _encode_lease(position: int, lease: Lease) -> pb.SnapshotLease:
 
 
 def _encode_batches(batches: Sequence[tuple[int, Batch]], encoder: PartEncoder) -> pb.SnapshotBatches:
-    numbers: dict[Binding, int] = {}
-    indexes = [numbers.setdefault(batch.binding, len(numbers)) for _, batch in batches]
+    numbers: dict[BatchSpec, int] = {}
+    indexes = [numbers.setdefault(batch.batch_spec, len(numbers)) for _, batch in batches]
     return pb.SnapshotBatches(
         serials=_integers(serial for serial, _ in batches),
         batch_indexes=_integers(batch.batch_index for _, batch in batches),
@@ -179,7 +179,7 @@ def decode_batches(message: pb.SnapshotBatches) -> list[tuple[int, Batch]]:
         strict=True,
     )
     return [
-        (serial, Batch(binding=bindings[binding], plan=EncodedPlan(plan), batch_index=index, size=size, remaining=0))
+        (serial, Batch(batch_spec=bindings[binding], plan=EncodedPlan(plan), batch_index=index, size=size, remaining=0))
         for serial, index, size, binding, plan in facts
     ]
 

@@ -39,7 +39,7 @@ class Sampler(ABC):
     def check(self, request: PlanRequest) -> None:  # noqa: B027  (optional hook)
         """Raise InvalidArgumentError where the request does not fit the sampler's options."""
 
-    def is_quick(self, request: PlanRequest) -> bool:
+    def runs_inline(self, request: PlanRequest) -> bool:
         """Whether `plan` takes well under a millisecond and may run on the event loop; else it gets a thread."""
         return False
 

@@ -47,7 +47,7 @@ class GRPOGroupNSampler(Sampler):
         """Raise InvalidArgumentError where `batch_size` does not hold whole groups."""
         check_holds_whole_groups(self.name, request, self.n_samples_per_prompt)
 
-    def is_quick(self, request: PlanRequest) -> bool:
+    def runs_inline(self, request: PlanRequest) -> bool:
         """Return True: groups are dealt, not searched."""
         return True
 

@@ -81,7 +81,7 @@ class PackedSampler(Sampler):
         check_holds_whole_groups(self.name, request, self.n_samples_per_prompt)
         refuse_micro_batch_size(self.name, request, "pack_max_length")
 
-    def is_quick(self, request: PlanRequest) -> bool:
+    def runs_inline(self, request: PlanRequest) -> bool:
         """Whether few samples are to be packed for few steps."""
         if request.batch_unit == "group" and self.n_samples_per_prompt is None:
             return False  # of any number of samples

@@ -87,7 +87,7 @@ class PlanRunner:
             SamplerTimeoutError: it took too long, or all threads are taken by hung samplers.
         """
         deadline = asyncio.get_running_loop().time() + self._timeout_seconds
-        if inspect.iscoroutinefunction(sampler.plan) or _guarded(sampler, lambda: sampler.is_quick(request)):
+        if inspect.iscoroutinefunction(sampler.plan) or _guarded(sampler, lambda: sampler.runs_inline(request)):
             outcome = _guarded(sampler, lambda: sampler.plan(view, request))
         else:
             outcome = await self._run_in_thread(sampler, view, request, deadline)

@@ -48,7 +48,7 @@ class RankAwareSampler(Sampler):
             )
         check_holds_whole_groups(self.name, request, self.n_samples_per_prompt)
 
-    def is_quick(self, request: PlanRequest) -> bool:
+    def runs_inline(self, request: PlanRequest) -> bool:
         """Return True: samples are dealt, not searched."""
         return True
 

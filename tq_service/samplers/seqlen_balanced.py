@@ -63,7 +63,7 @@ class SeqlenBalancedSampler(Sampler):
         """Raise InvalidArgumentError where `batch_size` does not hold whole groups."""
         check_holds_whole_groups(self.name, request, self.n_samples_per_prompt)
 
-    def is_quick(self, request: PlanRequest) -> bool:
+    def runs_inline(self, request: PlanRequest) -> bool:
         """Whether few groups are to be balanced."""
         group_size = (self.n_samples_per_prompt or 1) if request.batch_unit == "sample" else 1
         return request.total_size <= _QUICK_GROUPS * group_size

@@ -20,7 +20,7 @@ class SequentialSampler(Sampler):
 
     name: ClassVar[str] = "sequential"
 
-    def is_quick(self, request: PlanRequest) -> bool:
+    def runs_inline(self, request: PlanRequest) -> bool:
         """Return True: the plan is a slice."""
         return True
 

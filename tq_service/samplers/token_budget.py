@@ -68,7 +68,7 @@ class TokenBudgetSampler(Sampler):
         if self.tokens_per_micro_batch is not None:
             refuse_micro_batch_size(self.name, request, "tokens_per_micro_batch")
 
-    def is_quick(self, request: PlanRequest) -> bool:
+    def runs_inline(self, request: PlanRequest) -> bool:
         """Whether few groups are to be dealt."""
         return self.tokens_per_micro_batch is None and request.total_size <= _QUICK_GROUPS
 

@@ -186,17 +186,17 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
             return await self._claim(request, context)
 
     async def _claim(self, request: pb.GetMetaRequest, context: Context) -> pb.GetMetaResponse:
-        asked = from_proto.way_of_asking(request)
-        sampler = await self._registry.resolve_json(asked.binding.sampler, asked.binding.sampler_config)
-        claim = from_proto.claim_request(request, asked, sampler)
-        self._runner.check(sampler, asked.plan_request)
+        spec = from_proto.claim_spec(request)
+        sampler = await self._registry.resolve_json(spec.batch_spec.sampler, spec.batch_spec.sampler_config)
+        claim = from_proto.claim_request(request, spec, sampler)
+        self._runner.check(sampler, spec.plan_request)
         seconds = from_proto.max_wait(request, self._max_wait_cap_seconds)
         remaining = context.time_remaining()
         if remaining is not None and remaining <= 0:  # nobody would get what is handed out now
             raise DeadlineError("the call's deadline had passed when it arrived")
         claimed = await self._catalog.claim(request.partition_id, request.incarnation, claim, seconds)
         meta = to_proto.claim_meta(
-            request.partition_id, claimed, claim.task_name, asked.data_fields, self._storages.addresses
+            request.partition_id, claimed, claim.task_name, spec.data_fields, self._storages.addresses
         )
         if claim.rank is None and claimed.partition is not None and isinstance(claimed.answer, RankPlan):
             _add_lease(meta, claimed.partition.known_task(claim.task_name), claim)

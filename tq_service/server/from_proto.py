@@ -14,7 +14,7 @@ from google.protobuf.struct_pb2 import Struct
 
 from tq_service.domain.catalog import check_name
 from tq_service.domain.claims.leases import LeaseTerms
-from tq_service.domain.claims.request import Binding, ClaimRequest, Rank, WayOfAsking
+from tq_service.domain.claims.request import BatchSpec, ClaimRequest, ClaimSpec, Rank
 from tq_service.domain.plan import Indexes
 from tq_service.domain.tables.field_specs import ColumnWrite
 from tq_service.domain.tables.meta import Condition, Order
@@ -173,7 +173,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def way_of_asking(request: pb.GetMetaRequest) -> WayOfAsking:
+def claim_spec(request: pb.GetMetaRequest) -> ClaimSpec:
     """Return what a GetMeta request has in common with those of other ranks and batches; read once for all of them."""
     if request.ByteSize() > _MOST_CLAIM_BYTES:
         raise InvalidArgumentError(
@@ -186,19 +186,19 @@ def way_of_asking(request: pb.GetMetaRequest) -> WayOfAsking:
     for name in _FIELDS_OF_ONE_CALL:
         alike.ClearField(name)
     if alike.ByteSize() > _REMEMBERED_REQUEST_BYTES:
-        return _read_way_of_asking(alike)
-    return _remembered_way_of_asking(alike.SerializeToString(deterministic=True))
+        return _read_claim_spec(alike)
+    return _remembered_claim_spec(alike.SerializeToString(deterministic=True))
 
 
 @lru_cache(maxsize=1024)
-def _remembered_way_of_asking(serialized: bytes) -> WayOfAsking:
-    return _read_way_of_asking(pb.GetMetaRequest.FromString(serialized))
+def _remembered_claim_spec(serialized: bytes) -> ClaimSpec:
+    return _read_claim_spec(pb.GetMetaRequest.FromString(serialized))
 
 
-def _read_way_of_asking(request: pb.GetMetaRequest) -> WayOfAsking:
+def _read_claim_spec(request: pb.GetMetaRequest) -> ClaimSpec:
     data_fields = _data_fields(request.data_fields)
-    return WayOfAsking(
-        binding=Binding(
+    return ClaimSpec(
+        batch_spec=BatchSpec(
             batch_size=request.batch_size,
             batch_unit=_unit(request.batch_unit),
             micro_batch_size=request.micro_batch_size or None,
@@ -216,14 +216,14 @@ def _read_way_of_asking(request: pb.GetMetaRequest) -> WayOfAsking:
     )
 
 
-def claim_request(request: pb.GetMetaRequest, asked: WayOfAsking, sampler: Sampler) -> ClaimRequest:
+def claim_request(request: pb.GetMetaRequest, spec: ClaimSpec, sampler: Sampler) -> ClaimRequest:
     """Return a GetMeta request as the planner takes it."""
     check_name("task_name", request.task_name)
     check_request_id(request.request_id, "request_id")
     return ClaimRequest(
         request_id=request.request_id,
         task_name=request.task_name,
-        asked=asked,
+        spec=spec,
         sampler=sampler,
         rank=_rank(request),
         epoch=request.epoch if request.HasField("epoch") else None,

@@ -15,8 +15,8 @@ from tq_service.domain.plan import PlanRequest
 class _Attempt:
     """What must have changed before another attempt can find more."""
 
-    event_count: int
-    touched_count: int
+    state_version: int
+    row_version: int
     consumed: tuple[int, int] | None  # where what others of the task consume may bring the end nearer
 
 
@@ -58,14 +58,14 @@ class Attempts:
         for way in self._ways.values():
             way.failed = None
 
-    def is_in_vain(self, request: ClaimRequest) -> bool:
+    def cannot_succeed_yet(self, request: ClaimRequest) -> bool:
         """Whether the partition has not changed enough since this way of asking found too little."""
         way = self._ways.get(request.signature)
         failed = None if way is None else way.failed
         return (
             failed is not None
-            and self._partition.event_count == failed.event_count
-            and self._partition.touched_count < failed.touched_count
+            and self._partition.state_version == failed.state_version
+            and self._partition.row_version < failed.row_version
             and failed.consumed in (None, self._consumed)
         )
 
@@ -76,15 +76,15 @@ class Attempts:
         way = self._ways.get(request.signature)
         if way is None:  # the last call that asks so has left while its plan was made
             return
-        missing, is_closed = 1, self._partition.sealed or request.binding.finite  # or soon closed, by a first sample
+        missing, is_closed = 1, self._partition.sealed or request.batch_spec.finite  # or soon closed, by a first sample
         # Of the class, where reading it runs no code of the sampler.
         needs_min_size = type(request.sampler).plans_below_min_size is not True
         if needs_min_size and view.exhausted and wanted.batch_unit == "sample":
             missing = wanted.min_size - view.seen_count
             if is_closed:  # the last, short batch takes less
                 missing = min(missing, view.unready_count) if view.is_plain else 1
-        event_count, touched_count = counts
-        way.failed = _Attempt(event_count, touched_count + max(1, missing), self._consumed if is_closed else None)
+        state_version, row_version = counts
+        way.failed = _Attempt(state_version, row_version + max(1, missing), self._consumed if is_closed else None)
 
     @property
     def _consumed(self) -> tuple[int, int]:

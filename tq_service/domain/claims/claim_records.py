@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from tq_service.domain.claims.leases import Lease
-from tq_service.domain.claims.request import Binding
+from tq_service.domain.claims.request import BatchSpec
 from tq_service.domain.plan import Plan, RankPlan
 
 Decode: TypeAlias = Callable[[], Plan]
@@ -20,10 +20,12 @@ class Batch:
     that are read from a file, few are ever asked for again.
     """
 
-    __slots__ = ("_plan", "batch_index", "binding", "remaining", "size")
+    __slots__ = ("_plan", "batch_index", "batch_spec", "remaining", "size")
 
-    def __init__(self, *, binding: Binding, plan: Plan | Decode, batch_index: int, size: int, remaining: int) -> None:
-        self.binding = binding
+    def __init__(
+        self, *, batch_spec: BatchSpec, plan: Plan | Decode, batch_index: int, size: int, remaining: int
+    ) -> None:
+        self.batch_spec = batch_spec
         self.batch_index = batch_index
         self.size = size
         self.remaining = remaining

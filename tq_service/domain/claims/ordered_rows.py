@@ -20,7 +20,7 @@ from tq_service.domain.tables.meta import Order
 
 if TYPE_CHECKING:
     from tq_service.domain.claims.readiness import Readiness
-    from tq_service.domain.claims.request import Binding
+    from tq_service.domain.claims.request import BatchSpec
     from tq_service.domain.tables.table import RowTable
 
 OrderKey: TypeAlias = tuple[ScanKey, tuple[Order, ...]]
@@ -34,9 +34,9 @@ _LEAST_TAKEN = 64
 _MOST_TAKEN = 4096
 
 
-def order_key(binding: Binding, length: LengthSource | None) -> OrderKey:
+def order_key(batch_spec: BatchSpec, length: LengthSource | None) -> OrderKey:
     """Return what decides which rows are ready for a claim, and in which order."""
-    return (binding.data_fields, binding.where, length), binding.order_by
+    return (batch_spec.data_fields, batch_spec.where, length), batch_spec.order_by
 
 
 class OrderedRows:

@@ -68,16 +68,16 @@ class PlanSearch:
 
     def at_once(self, request: ClaimRequest) -> Planned | None:
         """Return a plan that a quick sampler makes now; None where it does not, for whatever reason."""
-        if self.epoch != self._task.epoch or self.attempts.is_in_vain(request):
+        if self.epoch != self._task.epoch or self.attempts.cannot_succeed_yet(request):
             return None
         wanted = request.plan_request
-        is_quick, length = _needs(request.sampler, wanted)
-        if not is_quick:
+        runs_inline, length = _needs(request.sampler, wanted)
+        if not runs_inline:
             return None
         ordered = self._ordered_rows(request, length)
         if ordered is not None and ordered.is_heavy(self._partition.table.count):
             return None
-        view = PartitionView(self._partition, self._task, request.binding, length, remembers=True, ordered=ordered)
+        view = PartitionView(self._partition, self._task, request.batch_spec, length, remembers=True, ordered=ordered)
         try:
             plan = self._runner.run_at_once(request.sampler, view, wanted)
         except TqError:
@@ -91,26 +91,26 @@ class PlanSearch:
 
         There is no await between the check of a plan's rows and the return, so that the caller can record it.
         """
-        if self.attempts.is_in_vain(request):
+        if self.attempts.cannot_succeed_yet(request):
             return None
         wanted = request.plan_request
         for _ in range(_MOST_REPLANS):
             if self.epoch != self._task.epoch:
                 return None  # the pump looks again, once it has ended the calls of the old epoch
-            if request.binding.order_by:
+            if request.batch_spec.order_by:
                 await self._sort_rows(request)
                 if self.epoch != self._task.epoch:
                     return None
-            counts = self._partition.change_counts
+            counts = self._partition.version
             view, plan = await self._run_sampler(request, wanted)
             if plan is None:
                 if not self._nothing_more_comes(request, view, counts):
                     view.check_lengths()
                     self.attempts.remember(request, wanted, view, counts)
                     return None
-                least = wanted.total_size if request.binding.drop_last else 1
+                least = wanted.total_size if request.batch_spec.drop_last else 1
                 view, plan = await self._run_sampler(request, replace(wanted, min_size=least), no_more=True)
-            has_changed = counts != self._partition.change_counts
+            has_changed = counts != self._partition.version
             if plan is None:  # after a change the pump looks again
                 return None if has_changed else view.end()
             if self.epoch == self._task.epoch:
@@ -128,16 +128,16 @@ class PlanSearch:
         positions = view.still_ready(parts[0] if len(parts) == 1 else np.concatenate(parts))
         if positions is not None:
             return Planned(plan, positions, None if request.lease is None else _lease_of_groups(request.lease, view))
-        if view.made_at[0] == self._partition.event_count:
+        if view.made_at[0] == self._partition.state_version:
             raise _foreign_rows(request.sampler)
         return None
 
     async def _run_sampler(
         self, request: ClaimRequest, wanted: PlanRequest, *, no_more: bool = False
     ) -> tuple[PartitionView, Plan | None]:
-        is_quick, length = _needs(request.sampler, wanted)
+        runs_inline, length = _needs(request.sampler, wanted)
         view = self._view(request, length, no_more=no_more)
-        if is_quick:
+        if runs_inline:
             try:
                 plan = await self._run_pinned(request.sampler, view, wanted)
             except TqError:
@@ -147,13 +147,13 @@ class PlanSearch:
                 return view, plan
             view = self._view(request, length, no_more=no_more)
         view.leave_loop()
-        plan = await self._run_pinned(_OffLoop(request.sampler) if is_quick else request.sampler, view, wanted)
+        plan = await self._run_pinned(_OffLoop(request.sampler) if runs_inline else request.sampler, view, wanted)
         view.come_back()
         return view, plan
 
     def _view(self, request: ClaimRequest, length: LengthSource | None, *, no_more: bool) -> PartitionView:
         ordered = self._ordered_rows(request, length)
-        view = PartitionView(self._partition, self._task, request.binding, length, remembers=True, ordered=ordered)
+        view = PartitionView(self._partition, self._task, request.batch_spec, length, remembers=True, ordered=ordered)
         view.no_more = view.no_more or no_more
         return view
 
@@ -170,12 +170,12 @@ class PlanSearch:
 
     def _ordered_rows(self, request: ClaimRequest, length: LengthSource | None) -> OrderedRows | None:
         """Return the rows that are kept sorted for a claim, None where they are not: without order, or by texts."""
-        binding = request.binding
-        kinds = key_kinds(self._partition.meta, binding.order_by) if binding.order_by else None
+        batch_spec = request.batch_spec
+        kinds = key_kinds(self._partition.meta, batch_spec.order_by) if batch_spec.order_by else None
         return (
             None
             if kinds is None
-            else self._task.orders.use(order_key(binding, length), kinds, self._partition.table.next_index)
+            else self._task.orders.use(order_key(batch_spec, length), kinds, self._partition.table.next_index)
         )
 
     async def _sort_rows(self, request: ClaimRequest) -> None:
@@ -186,7 +186,7 @@ class PlanSearch:
             ordered = self._ordered_rows(request, length)
             if ordered is None or not ordered.is_heavy(table.count):
                 return
-            work = ordered.heavy_work(Readiness(self._partition, self._task, request.binding, length))
+            work = ordered.heavy_work(Readiness(self._partition, self._task, request.batch_spec, length))
             table.pin_count += 1
             try:
                 install = await asyncio.to_thread(work)
@@ -202,10 +202,10 @@ class PlanSearch:
 
         Not so where it has changed since the view was made, at `counts`.
         """
-        return counts == self._partition.change_counts and self._is_closed(request) and view.is_settled()
+        return counts == self._partition.version and self._is_closed(request) and view.is_settled()
 
     def _is_closed(self, request: ClaimRequest) -> bool:
-        return self._partition.sealed or (request.binding.finite and self._partition.inserted_count > 0)
+        return self._partition.sealed or (request.batch_spec.finite and self._partition.inserted_count > 0)
 
 
 class _OffLoop:
@@ -226,7 +226,7 @@ class _OffLoop:
         """Plan as the sampler does."""
         return self._sampler.plan(view, request)
 
-    def is_quick(self, request: PlanRequest) -> bool:
+    def runs_inline(self, request: PlanRequest) -> bool:
         """Return False."""
         return False
 
@@ -234,7 +234,7 @@ class _OffLoop:
 def _needs(sampler: PlansBatches, wanted: PlanRequest) -> tuple[bool, LengthSource | None]:
     """Return whether a sampler is quick, and the length it needs; the runner guards `plan` only."""
     try:
-        return sampler.is_quick(wanted), sampler.length
+        return sampler.runs_inline(wanted), sampler.length
     except (TqError, KeyboardInterrupt):
         raise
     except BaseException as error:  # a sampler may raise anything, also SystemExit

@@ -22,7 +22,7 @@ from tq_service.domain.claims.plan_search import Planned, PlanSearch, RunsPlans
 from tq_service.domain.claims.queue_claims import expire, extend, take_back
 from tq_service.domain.claims.request import ClaimRequest
 from tq_service.domain.claims.task import Task
-from tq_service.domain.claims.wait_queue import Answer, NotYet, Pace, Waiter, WaitingLine
+from tq_service.domain.claims.wait_queue import Answer, LoopYielder, NotYet, Waiter, WaitQueue
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import RankPlan
 from tq_service.errors import InternalError, SamplesClearedError, TqError
@@ -38,12 +38,12 @@ class Planner:
     def __init__(self, partition: Partition, task: Task, runner: RunsPlans) -> None:
         self._partition = partition
         self._task = task
-        self._ranks: WaitingLine[tuple[int, object]] = WaitingLine()  # by batch_index and way of asking
-        self._queues: WaitingLine[object] = WaitingLine()  # by way of asking
+        self._ranks: WaitQueue[tuple[int, object]] = WaitQueue()  # by batch_index and way of asking
+        self._queues: WaitQueue[object] = WaitQueue()  # by way of asking
         self._search = PlanSearch(partition, task, runner)
         self._pump: asyncio.Task[None] | None = None
         self._is_dirty = False
-        self._one_look: list[Waiter] = []  # whose time is over once the pump has looked at all, from now on, once
+        self._polls: list[Waiter] = []  # whose time is over once the pump has looked at all, from now on, once
         self._gone: Callable[[], TqError] | None = None
         self._ending: asyncio.Task[None] | None = None
         self._clock = LeaseClock(task.leases, partial(expire, partition, task))
@@ -74,9 +74,9 @@ class Planner:
         self.wake()
         timer = None
         if max_wait_seconds > 0:
-            timer = loop.call_later(max_wait_seconds, waiter.time_is_over)
+            timer = loop.call_later(max_wait_seconds, waiter.expire)
         else:
-            self._one_look.append(waiter)
+            self._polls.append(waiter)
         try:
             answer = await waiter.answer
             if isinstance(answer, RankPlan) and self._partition.table.removed_count != removed_count:
@@ -103,11 +103,11 @@ class Planner:
         planned = self._search.at_once(request)
         if planned is None:
             return None
-        plan = cut_micro_batches(planned.plan, request.binding.micro_batch_size)
+        plan = cut_micro_batches(planned.plan, request.batch_spec.micro_batch_size)
         if rank is None:
             self._record_queue_claim(request.request_id, plan.ranks[0], planned)
         else:
-            self._partition.record_batch(self._task, request.binding, plan, planned.positions)
+            self._partition.record_batch(self._task, request.batch_spec, plan, planned.positions)
         self.wake()  # others may disagree with this plan, or have waited for what was the last batch
         return plan.ranks[0 if rank is None else rank.dp_rank]
 
@@ -137,7 +137,7 @@ class Planner:
             self._ending = asyncio.get_running_loop().create_task(self._end_all(error))
 
     async def _end_all(self, error: Callable[[], TqError]) -> None:
-        pace = Pace()
+        pace = LoopYielder()
         for waiter in (*self._ranks, *self._queues):
             waiter.fail(error())
             await pace.step()
@@ -168,7 +168,7 @@ class Planner:
     async def _end_stale(self) -> None:
         """End the calls that mean an epoch which is over."""
         self._search.start_epoch()
-        pace = Pace()
+        pace = LoopYielder()
         for waiter in (*self._ranks, *self._queues):
             try:
                 self._task.check_epoch(waiter.request.epoch)
@@ -183,19 +183,19 @@ class Planner:
         try:
             while self._is_dirty:
                 self._is_dirty = False
-                looking, self._one_look = self._one_look, []
+                looking, self._polls = self._polls, []
                 if self._search.epoch != self._task.epoch:
                     await self._end_stale()
                 await self._serve_ranks()
                 await self._serve_queues(is_whole=bool(looking))
                 for waiter in looking:
-                    waiter.time_is_over()
+                    waiter.expire()
         except Exception:
             _log.exception("planning for task %r failed", self._task.name)
             for waiter in (*self._ranks, *self._queues):
                 waiter.fail(InternalError("planning failed; the server's log has the details"))
                 self._remove(waiter)
-            self._one_look.clear()
+            self._polls.clear()
         finally:
             self._pump = None
 
@@ -205,7 +205,7 @@ class Planner:
         A rank may wait for a batch far ahead. So the loop turns between plans, and after so many of them other calls of
         the task have their turn; the pump goes on in its next round, unless the rank's time is over.
         """
-        pace = Pace()
+        pace = LoopYielder()
         for _ in range(_MOST_BATCHES_A_ROUND):
             await self._answer_recorded()
             if not await self._plan_next(pace):
@@ -213,7 +213,7 @@ class Planner:
         await self._answer_recorded()
         self._is_dirty = True
 
-    async def _plan_next(self, pace: Pace) -> bool:
+    async def _plan_next(self, pace: LoopYielder) -> bool:
         """Plan one batch for the first way of asking that can have one; return whether something came of it."""
         for leader in self._leaders():
             if self._gone is not None:
@@ -242,7 +242,7 @@ class Planner:
 
     async def _answer_recorded(self) -> None:
         """Answer every waiting rank whose batch is recorded, each by its own request."""
-        task, pace = self._task, Pace()
+        task, pace = self._task, LoopYielder()
         for name in self._ranks.names():
             while self._gone is None and (name[0] < task.next_batch_index or task.end is not None):
                 waiter = self._ranks.first(name)
@@ -260,7 +260,7 @@ class Planner:
 
     async def _fail_alike(self, leader: Waiter, error: TqError) -> None:
         """End the ranks that asked as the leader did: they would fail as it did, one after the other."""
-        rank, pace = leader.request.rank, Pace()
+        rank, pace = leader.request.rank, LoopYielder()
         name = (0 if rank is None else rank.batch_index, leader.request.signature)
         while (waiter := self._ranks.first(name)) is not None:
             waiter.fail(error)
@@ -273,10 +273,10 @@ class Planner:
         A round that is not `is_whole` is over early once the partition has changed: those who got nothing may have
         come before all that are left. It serves one a line at least, so that a line is looked at once for each served.
         """
-        queues, pace = self._queues, Pace()
+        queues, pace = self._queues, LoopYielder()
         heads, last_arrival = queues.heads(), queues.arrival_count  # no two arrivals have one number
         heapq.heapify(heads)
-        least_count, counts = len(heads), self._partition.change_counts
+        least_count, counts = len(heads), self._partition.version
         while heads and self._gone is None:
             head = queues.head(heads[0][1])
             arrival, signature = heapq.heappop(heads)
@@ -285,7 +285,7 @@ class Planner:
             if head[0] > arrival:  # those before it have left; who waits in other lines may have come first
                 heapq.heappush(heads, (head[0], signature))
                 continue
-            if not is_whole and least_count <= 0 and counts != self._partition.change_counts:
+            if not is_whole and least_count <= 0 and counts != self._partition.version:
                 self._is_dirty = True
                 return
             if await self._serve_queue(head[1], pace):
@@ -293,7 +293,7 @@ class Planner:
                 if (head := queues.head(signature)) is not None:
                     heapq.heappush(heads, (head[0], signature))
 
-    async def _serve_queue(self, waiter: Waiter, pace: Pace) -> bool:
+    async def _serve_queue(self, waiter: Waiter, pace: LoopYielder) -> bool:
         """Serve the first of a line; return False where nothing is there for it, nor for those behind."""
         try:
             answer = await self._plan_queue(waiter)
@@ -307,10 +307,10 @@ class Planner:
         await pace.step()
         return answer is not None
 
-    async def _end_line(self, signature: object, end: End, pace: Pace) -> None:
+    async def _end_line(self, signature: object, end: End, pace: LoopYielder) -> None:
         """Answer queue workers that ask alike with the end that one of them found, while nothing changes."""
-        counts = self._partition.change_counts
-        while counts == self._partition.change_counts and (waiter := self._queues.first(signature)) is not None:
+        counts = self._partition.version
+        while counts == self._partition.version and (waiter := self._queues.first(signature)) is not None:
             waiter.resolve(end)
             await pace.step()
 
@@ -318,7 +318,7 @@ class Planner:
 
     async def _plan_batch(self, request: ClaimRequest) -> bool:
         """Plan and record the next batch, or the end; return whether something was recorded."""
-        binding, rank = request.binding, request.rank
+        batch_spec, rank = request.batch_spec, request.rank
         if rank is None:
             raise ValueError("a queue worker's request has no batch_index")
         planned = await self._search.plan(request)
@@ -327,8 +327,8 @@ class Planner:
         if isinstance(planned, End):
             self._partition.record_end(self._task, rank.dp_size, planned)
         else:
-            plan = cut_micro_batches(planned.plan, binding.micro_batch_size)
-            self._partition.record_batch(self._task, binding, plan, planned.positions)
+            plan = cut_micro_batches(planned.plan, batch_spec.micro_batch_size)
+            self._partition.record_batch(self._task, batch_spec, plan, planned.positions)
         return True
 
     async def _plan_queue(self, waiter: Waiter) -> Answer | None:
@@ -342,7 +342,7 @@ class Planner:
         if planned is None or isinstance(planned, End):
             return planned
         self._task.recorded(request)  # refuses what was released while the plan was made
-        part = cut_micro_batches(planned.plan, request.binding.micro_batch_size).ranks[0]
+        part = cut_micro_batches(planned.plan, request.batch_spec.micro_batch_size).ranks[0]
         if waiter.is_waiting:  # else it left while its plan was made, and nothing is consumed
             self._record_queue_claim(request.request_id, part, planned)
             self._is_dirty = True  # this may have been the last that others waited for

@@ -149,7 +149,7 @@ def expire(partition: Partition, task: Task, request_id: bytes) -> None:
         raise LookupError(f"task {task.name!r} has leased nothing under request_id {request_id.hex()}")
     change = LeaseExpired(partition_id=partition.partition_id, task_name=task.name, request_id=request_id)
     with partition.recording(change):
-        partition.event_count += 1  # what is set aside may bring the end, or let the rest of its group go
+        partition.state_version += 1  # what is set aside may bring the end, or let the rest of its group go
         partition.reopen(task, task.expire(claim, claim.lease))
         partition.changed()
 

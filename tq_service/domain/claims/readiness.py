@@ -15,7 +15,7 @@ from tq_service.domain.tables.meta import Condition, Order
 from tq_service.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from tq_service.domain.claims.request import Binding
+    from tq_service.domain.claims.request import BatchSpec
     from tq_service.domain.claims.task import Task
     from tq_service.domain.partition import Partition
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 class Readiness:
     """The conditions of one way of asking over the rows of a partition, in the arrays of the moment it was made."""
 
-    def __init__(self, partition: Partition, task: Task, binding: Binding, length: LengthSource | None) -> None:
+    def __init__(self, partition: Partition, task: Task, batch_spec: BatchSpec, length: LengthSource | None) -> None:
         self._partition = partition
-        self._binding = binding
+        self._batch_spec = batch_spec
         self._length = length
         self.count = partition.table.count
         self.index: NDArray[np.int64] = partition.table.index.data
@@ -47,7 +47,7 @@ class Readiness:
         """Return which rows of a stretch, or at some positions, are ready `(n,)`."""
         mask = self.open_mask(rows)
         mask &= self.produced(rows)
-        if self._binding.where:
+        if self._batch_spec.where:
             mask &= self.allowed(rows)
         if self._length is not None:
             mask &= self.known_lengths(rows) >= 0
@@ -61,7 +61,7 @@ class Readiness:
 
     def produced(self, rows: slice | Indexes) -> NDArray[np.bool_]:
         """Return which rows have all data fields."""
-        fields = [self._partition.cells.fields.get(name) for name in self._binding.data_fields]
+        fields = [self._partition.cells.fields.get(name) for name in self._batch_spec.data_fields]
         masks = [field.cell.data[rows] >= 0 for field in fields if field is not None]
         if len(masks) < len(fields) or not masks:
             return np.full(self.index[rows].size, not fields)
@@ -72,7 +72,7 @@ class Readiness:
     def allowed(self, rows: slice | Indexes) -> NDArray[np.bool_]:
         """Return where `where` holds; a row without a value does not pass."""
         mask = np.ones(self.index[rows].size, np.bool_)
-        for condition in self._binding.where:
+        for condition in self._batch_spec.where:
             holds, present = self.condition(condition, rows)
             mask &= holds & present
         return mask
@@ -105,7 +105,7 @@ class Readiness:
 
     def sort_keys(self, positions: Indexes) -> Keys:
         """Return keys in whose order rows are claimed `(n,)`; for an order by numbers only."""
-        return sort_keys(self._partition.meta, self._binding.order_by, self.index[positions], positions)
+        return sort_keys(self._partition.meta, self._batch_spec.order_by, self.index[positions], positions)
 
     def still_ready(self, keys: Keys, *, may_stand_elsewhere: bool) -> tuple[Indexes, Keys]:
         """Return the positions and keys of rows that are ready, and that have these keys still, where they may not."""
@@ -120,9 +120,9 @@ class Readiness:
 
     def ordered(self, positions: Indexes) -> Indexes:
         """Return positions in the order that the claim asks for."""
-        if not self._binding.order_by or positions.size == 0:
+        if not self._batch_spec.order_by or positions.size == 0:
             return positions
-        keys = [self._order_key(order, positions) for order in reversed(self._binding.order_by)]
+        keys = [self._order_key(order, positions) for order in reversed(self._batch_spec.order_by)]
         return positions[np.lexsort([np.arange(positions.size), *keys])]
 
     def _order_key(self, order: Order, positions: Indexes) -> Indexes:

@@ -11,7 +11,7 @@ from tq_service.schema import BatchUnit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Binding:
+class BatchSpec:
     """What the first plan of a batch_index fixes for all ranks."""
 
     batch_size: int
@@ -25,7 +25,7 @@ class Binding:
     drop_last: bool
     finite: bool
 
-    def disagreement(self, other: Binding) -> tuple[str, object, object] | None:
+    def disagreement(self, other: BatchSpec) -> tuple[str, object, object] | None:
         """Return the first argument that differs, with both values."""
         if self is other or self == other:
             return None
@@ -43,37 +43,37 @@ class Rank:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WayOfAsking:
+class ClaimSpec:
     """What all ranks of a task ask for alike, batch after batch.
 
     Attributes:
-        data_fields: what the answer locates; `binding.data_fields` has the same names in one order for all ranks.
+        data_fields: what the answer locates; `batch_spec.data_fields` has the same names in one order for all ranks.
         min_batch_size: the least a queue worker takes.
         dp_size: number of ranks, None for queue workers.
         plan_request: what the sampler is asked for: a whole batch of all ranks, or what a queue worker takes at least.
         signature: calls with the same signature are served by the same plans.
     """
 
-    binding: Binding
+    batch_spec: BatchSpec
     data_fields: tuple[str, ...]
     min_batch_size: int
     dp_size: int | None = None
     plan_request: PlanRequest = field(init=False, repr=False, compare=False)
-    signature: tuple[Binding, int, int] = field(init=False, repr=False, compare=False)
+    signature: tuple[BatchSpec, int, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        binding, rank_count = self.binding, self.dp_size or 1
+        batch_spec, rank_count = self.batch_spec, self.dp_size or 1
         plan_request = PlanRequest(
-            batch_size=binding.batch_size,
-            min_size=self.min_batch_size if self.dp_size is None else binding.batch_size * rank_count,
-            batch_unit=binding.batch_unit,
+            batch_size=batch_spec.batch_size,
+            min_size=self.min_batch_size if self.dp_size is None else batch_spec.batch_size * rank_count,
+            batch_unit=batch_spec.batch_unit,
             rank_count=rank_count,
             ranked=self.dp_size is not None,
-            micro_batch_size=binding.micro_batch_size,
+            micro_batch_size=batch_spec.micro_batch_size,
             data_fields=self.data_fields,
         )
         object.__setattr__(self, "plan_request", plan_request)
-        object.__setattr__(self, "signature", (binding, self.min_batch_size, self.dp_size or 0))
+        object.__setattr__(self, "signature", (batch_spec, self.min_batch_size, self.dp_size or 0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,23 +88,23 @@ class ClaimRequest:
 
     request_id: bytes
     task_name: str
-    asked: WayOfAsking
+    spec: ClaimSpec
     sampler: PlansBatches
     rank: Rank | None = None
     epoch: int | None = None
     lease: LeaseTerms | None = None
 
     @property
-    def binding(self) -> Binding:
+    def batch_spec(self) -> BatchSpec:
         """What the first plan of a batch_index fixes."""
-        return self.asked.binding
+        return self.spec.batch_spec
 
     @property
-    def signature(self) -> tuple[Binding, int, int]:
+    def signature(self) -> tuple[BatchSpec, int, int]:
         """Calls with the same signature are served by the same plans."""
-        return self.asked.signature
+        return self.spec.signature
 
     @property
     def plan_request(self) -> PlanRequest:
         """What the sampler is asked for."""
-        return self.asked.plan_request
+        return self.spec.plan_request

@@ -14,7 +14,7 @@ from tq_service.domain.claims.claim_records import Batch, QueueClaim
 from tq_service.domain.claims.end import End
 from tq_service.domain.claims.leases import KEPT, UNCLAIMED, Lease, Leases, LeaseTerms
 from tq_service.domain.claims.ordered_rows import OrdersOfTask
-from tq_service.domain.claims.request import Binding, ClaimRequest
+from tq_service.domain.claims.request import BatchSpec, ClaimRequest
 from tq_service.domain.claims.scan_starts import ScanStarts
 from tq_service.domain.claims.serial_map import SerialMap
 from tq_service.domain.frozen import FrozenTask
@@ -31,7 +31,7 @@ from tq_service.errors import (
 
 _REFUSED_SECONDS = 900.0
 _MOST_REFUSED = 65_536
-_MOST_ROWLESS_BATCHES = 16  # short batches come at the end of an epoch, so there is rarely more than one
+_MOST_BATCHES_WITHOUT_ROWS = 16  # short batches come at the end of an epoch, so there is rarely more than one
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class Task:
         self._batches: dict[int, Batch] = {}
         self._queue_claims: dict[bytes, QueueClaim] = {}
         self._by_serial: SerialMap[Batch | QueueClaim] = SerialMap()
-        self._rowless: deque[int] = deque()  # batches kept though their rows are gone
+        self._batches_without_rows: deque[int] = deque()  # batches kept though their rows are gone
 
     # Freezing
 
@@ -100,7 +100,7 @@ class Task:
             serial=self._serial,
             claim=self.claim.freeze(self._table.count),
             records=self._by_serial.freeze(),
-            rowless=[self._batches[batch_index] for batch_index in self._rowless],
+            batches_without_rows=[self._batches[batch_index] for batch_index in self._batches_without_rows],
             leases=self.leases.freeze(),
             released=self.released.log.freeze(),
             expired=self.expired.log.freeze(),
@@ -135,9 +135,9 @@ class Task:
                 self._queue_claims[record.request_id] = record
                 if record.lease is not None:
                     self.leases.resume(record.lease, rows_of.get(-serial, 0))
-        for batch in frozen.rowless:
+        for batch in frozen.batches_without_rows:
             self._batches[batch.batch_index] = batch
-            self._rowless.append(batch.batch_index)
+            self._batches_without_rows.append(batch.batch_index)
 
     # Replays
 
@@ -162,7 +162,7 @@ class Task:
         batch = self._batches.get(rank.batch_index)
         if batch is None:
             raise self._cleared()
-        differs = request.binding.disagreement(batch.binding)
+        differs = request.batch_spec.disagreement(batch.batch_spec)
         if differs is not None:
             raise _disagreement(*differs, f"batch_index {rank.batch_index} of task {self.name!r}")
         part = batch.plan.ranks[rank.dp_rank]
@@ -202,10 +202,10 @@ class Task:
 
     # Records
 
-    def record_batch(self, binding: Binding, plan: Plan, positions: Indexes) -> None:
+    def record_batch(self, batch_spec: BatchSpec, plan: Plan, positions: Indexes) -> None:
         """Record the plan of the next batch_index and mark its rows at `positions` consumed."""
         batch = Batch(
-            binding=binding,
+            batch_spec=batch_spec,
             plan=plan,
             batch_index=self.next_batch_index,
             size=positions.size,
@@ -303,7 +303,7 @@ class Task:
         self.scan_starts.clear()
         self.orders.clear()
         self._batches.clear()
-        self._rowless.clear()
+        self._batches_without_rows.clear()
         self._queue_claims.clear()
         self._by_serial.clear()
         if keep_consumed:
@@ -344,10 +344,10 @@ class Task:
     def _forget_batch(self, batch: Batch) -> None:
         """Drop a batch whose rows are gone, but for the last few in which a rank had none: it still gets its answer."""
         if any(part.rows.size == 0 for part in batch.plan.ranks):
-            self._rowless.append(batch.batch_index)
-            if len(self._rowless) <= _MOST_ROWLESS_BATCHES:
+            self._batches_without_rows.append(batch.batch_index)
+            if len(self._batches_without_rows) <= _MOST_BATCHES_WITHOUT_ROWS:
                 return
-            del self._batches[self._rowless.popleft()]
+            del self._batches[self._batches_without_rows.popleft()]
         else:
             del self._batches[batch.batch_index]
 

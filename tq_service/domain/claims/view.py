@@ -19,7 +19,7 @@ from tq_service.errors import InvalidArgumentError, MissingLengthError
 from tq_service.schema import BatchUnit
 
 if TYPE_CHECKING:
-    from tq_service.domain.claims.request import Binding
+    from tq_service.domain.claims.request import BatchSpec
     from tq_service.domain.claims.task import Task
     from tq_service.domain.partition import Partition
 
@@ -40,16 +40,16 @@ class PartitionView:
     An order by numbers is read off `ordered`; without it all ready rows are sorted.
     """
 
-    def __init__(self, partition: Partition, task: Task, binding: Binding, length: LengthSource | None,
+    def __init__(self, partition: Partition, task: Task, batch_spec: BatchSpec, length: LengthSource | None,
                  *, remembers: bool, ordered: OrderedRows | None = None) -> None:  # fmt: skip
         self._partition = partition
         self._task = task
-        self._binding = binding
+        self._batch_spec = batch_spec
         self._length = length
-        self._signature = (binding.data_fields, binding.where, length)
+        self._signature = (batch_spec.data_fields, batch_spec.where, length)
         self.remembers = remembers
-        self.made_at = partition.change_counts  # what the partition had seen then
-        self._rows = Readiness(partition, task, binding, length)
+        self.made_at = partition.version  # what the partition had seen then
+        self._rows = Readiness(partition, task, batch_spec, length)
         self._first = 0 if ordered else partition.table.position_from(task.scan_starts.get(self._signature))
         self.no_more = partition.sealed  # no new rows come: groups that declared no size are complete
         self.seen_count = 0  # ready rows seen by the largest scan
@@ -106,7 +106,7 @@ class PartitionView:
 
     def _scan(self, limit: int | None) -> Iterator[Indexes]:
         """Yield the positions of ready rows over growing stretches of the table, the last time over all of it."""
-        whole = limit is None or bool(self._binding.order_by)
+        whole = limit is None or bool(self._batch_spec.order_by)
         chunk = max(_LEAST_CHUNK, 2 * (limit or 0))
         positions = np.zeros(0, np.int64)
         start = self._first
@@ -127,7 +127,7 @@ class PartitionView:
     def _first_ordered(self, ordered: OrderedRows, count: int | None) -> Indexes:
         """Return the positions of the first ready rows in order, at least `count` unless there are fewer."""
         if self.remembers and self._rows.count != self._partition.table.count:
-            self._rows = Readiness(self._partition, self._task, self._binding, self._length)
+            self._rows = Readiness(self._partition, self._task, self._batch_spec, self._length)
         try:
             positions, looked_at, is_all = ordered.first(self._rows, count, self._left_to_look_at)
         except BaseException:
@@ -173,7 +173,7 @@ class PartitionView:
 
     def _remember(self, ready: Indexes, end: int) -> None:
         """Have later scans start at the first ready row, or at the end of a stretch that has none."""
-        if not self.remembers or self.made_at != self._partition.change_counts:
+        if not self.remembers or self.made_at != self._partition.version:
             return
         self._first = int(ready[0]) if ready.size else end
         first = (
@@ -186,7 +186,7 @@ class PartitionView:
     def _check_blocks(self, block_size: int | None) -> None:
         if block_size is None or self._partition.groups.in_use:
             return
-        step = self._partition.insert_step
+        step = self._partition.insert_size_gcd
         if step % block_size:
             raise InvalidArgumentError(
                 f"n_samples_per_prompt is {block_size}, but samples were put in steps of {step}: blocks of consecutive "
@@ -318,7 +318,7 @@ class PartitionView:
         """Return the rows that `where` rules out: by a value, or for lack of one when their data is there."""
         excluded = np.zeros(self._rows.count, np.bool_)
         produced = self._rows.produced(rows)
-        for condition in self._binding.where:
+        for condition in self._batch_spec.where:
             holds, present = self._rows.condition(condition, rows)
             excluded |= np.where(present, ~holds, produced)
         return excluded
@@ -347,7 +347,7 @@ class PartitionView:
     @property
     def is_plain(self) -> bool:
         """Whether rows become ready one by one, without groups or conditions that could rule them out."""
-        return self.grouping is None and not self._binding.where
+        return self.grouping is None and not self._batch_spec.where
 
     @property
     def unready_count(self) -> int:
@@ -408,7 +408,7 @@ class PartitionView:
             return None
         ready = self._partition.state.data[positions] == LIVE
         ready &= self._task.claim.data[positions] == UNCLAIMED
-        for name in self._binding.data_fields:
+        for name in self._batch_spec.data_fields:
             field = self._partition.cells.fields.get(name)
             if field is None:
                 return None

@@ -28,7 +28,7 @@ _TURN_SECONDS = 0.002
 _STEPS_WITHOUT_REST = 128
 
 
-class Pace:
+class LoopYielder:
     """Shares the event loop between those who are served, or looked after in vain, in their thousands and all others.
 
     The loop turns after every few steps, or one that took long. Once there have been many it also rests for as long as
@@ -75,12 +75,12 @@ class Waiter:
         if not self.answer.done():
             self.answer.set_exception(error)
 
-    def time_is_over(self) -> None:
+    def expire(self) -> None:
         """End the call's wait."""
         self.resolve(NotYet())
 
 
-class WaitingLine(Generic[Key]):
+class WaitQueue(Generic[Key]):
     """Waiters by what they wait for. Adding, removing and taking the first cost the same however many wait."""
 
     def __init__(self) -> None:
