@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tq_service.balancing.bin_packing import best_fit_decreasing, count_bins_at_least, fit_into
+from tq_service.balancing.bin_packing import best_fit_decreasing, count_bins_at_least, pack_into
 
 CAPACITY = 20
 item_sizes = st.lists(st.integers(0, CAPACITY), max_size=40)
@@ -51,8 +51,8 @@ def test_the_lower_bound_holds_and_the_search_finds_the_fewest(sizes):
     items, fewest = np.array(sizes, np.int64), fewest_bins(sizes)
     assert count_bins_at_least(items, CAPACITY) <= fewest <= len(best_fit_decreasing(items, CAPACITY))
     if sizes:
-        check(fit_into(items, CAPACITY, fewest), sizes)
-        assert fit_into(items, CAPACITY, fewest - 1) is None
+        check(pack_into(items, CAPACITY, fewest), sizes)
+        assert pack_into(items, CAPACITY, fewest - 1) is None
 
 
 @settings(deadline=None)
@@ -60,7 +60,7 @@ def test_the_lower_bound_holds_and_the_search_finds_the_fewest(sizes):
 def test_what_the_search_finds_is_a_packing(sizes, fewer):
     items = np.array(sizes, np.int64)
     wanted = len(best_fit_decreasing(items, CAPACITY)) - fewer
-    found = fit_into(items, CAPACITY, wanted)
+    found = pack_into(items, CAPACITY, wanted)
     if found is not None:
         check(found, sizes)
         assert len(found) <= wanted
@@ -76,7 +76,7 @@ def test_what_the_search_finds_is_a_packing(sizes, fewer):
 )
 def test_one_bin_less_than_best_fit(sizes, fewest):
     items = np.array(sizes)
-    found = fit_into(items, CAPACITY, fewest)
+    found = pack_into(items, CAPACITY, fewest)
     check(found, sizes)
     assert len(found) == count_bins_at_least(items, CAPACITY) == fewest
 

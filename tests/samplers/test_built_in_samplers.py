@@ -91,7 +91,7 @@ def test_grpo_refuses_a_batch_size_that_cuts_groups():
     sampler.check(ranked(6, 2, unit="group"))
 
 
-def test_groups_of_many_sizes_are_dealt_evenly():
+def test_groups_of_many_sizes_are_assigned_evenly():
     plan = GRPOGroupNSampler(n_samples_per_prompt=4).plan(view_of_groups([4, 3, 4, 1, 2, 2]), ranked(8, 2))
     assert [len(part) for part in parts(plan)] == [8, 8]
 
@@ -125,7 +125,7 @@ def test_rank_aware_spreads_a_short_batch():
     assert parts(RankAwareSampler().plan(view_of_samples(5), ranked(4, 3, min_size=1))) == [[0, 3], [1, 4], [2]]
 
 
-def test_rank_aware_deals_whole_groups():
+def test_rank_aware_assigns_whole_groups():
     sampler = RankAwareSampler(n_samples_per_prompt=2)
     assert parts(sampler.plan(view_of_samples(8), ranked(4, 2))) == [[0, 1, 4, 5], [2, 3, 6, 7]]
 

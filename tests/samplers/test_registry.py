@@ -106,6 +106,15 @@ async def test_numbers_of_the_wire_become_integers():
     assert sampler.n_samples_per_prompt == 8
 
 
+@pytest.mark.parametrize("name", ["grpo_group_n", "rank_aware", "seqlen_balanced"])
+async def test_inherited_options_have_their_types(name):
+    registry = SamplerRegistry()
+    sampler = await registry.resolve(name, {"n_samples_per_prompt": 8.0, "incomplete_groups": "take"})
+    assert (type(sampler.n_samples_per_prompt), sampler.incomplete_groups) == (int, "take")
+    with pytest.raises(InvalidArgumentError, match=r"'incomplete_groups': got 'drop' \(str\), expected Literal\["):
+        await registry.resolve(name, {"n_samples_per_prompt": 8, "incomplete_groups": "drop"})
+
+
 async def test_every_kind_of_option():
     registry = SamplerRegistry()
     registry.register("picky", Picky)
@@ -249,6 +258,7 @@ def test_descriptions_are_sorted_and_complete():
     names = ["grpo_group_n", "packed", "rank_aware", "seqlen_balanced", "sequential", "token_budget"]
     assert [info.name for info in infos] == names
     assert infos[0].options == ("n_samples_per_prompt", "incomplete_groups")
+    assert infos[1].options[:3] == ("optimizer_steps", "pack_max_length", "n_samples_per_prompt")  # needed ones first
     assert all(info.summary.endswith(".") for info in infos)
 
 

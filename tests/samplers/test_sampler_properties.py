@@ -92,20 +92,20 @@ def test_single_samples_are_spread_evenly_and_in_order(sizes, ranks, batch, grou
         if plan is None:
             assert not sizes
             continue
-        dealt = parts(plan)
-        assert sorted(itertools.chain(*dealt)) == list(range(min(sum(sizes), batch * ranks)))
-        assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
-        assert all(part == sorted(part) for part in dealt)
+        assigned = parts(plan)
+        assert sorted(itertools.chain(*assigned)) == list(range(min(sum(sizes), batch * ranks)))
+        assert max(map(len, assigned)) - min(map(len, assigned)) <= 1
+        assert all(part == sorted(part) for part in assigned)
 
 
 @given(sizes=st.lists(st.integers(1, N), min_size=1, max_size=24), ranks=st.integers(1, 4))
-def test_groups_of_many_sizes_are_dealt_within_one_group(sizes, ranks):
+def test_groups_of_many_sizes_are_assigned_within_one_group(sizes, ranks):
     request = PlanRequest(batch_size=24 * N, min_size=1, rank_count=ranks)
     for sampler in (GRPOGroupNSampler(n_samples_per_prompt=N), RankAwareSampler(n_samples_per_prompt=N)):
-        dealt = [len(part) for part in parts(sampler.plan(view_of_groups(sizes), request))]
-        assert sum(dealt) == sum(sizes)
+        assigned = [len(part) for part in parts(sampler.plan(view_of_groups(sizes), request))]
+        assert sum(assigned) == sum(sizes)
         if len(set(sizes)) > 1:
-            assert max(dealt) - min(dealt) <= N
+            assert max(assigned) - min(assigned) <= N
 
 
 @given(size=st.integers(5, 12), ranks=st.integers(1, 2))

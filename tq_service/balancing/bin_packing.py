@@ -25,8 +25,8 @@ def count_bins_at_least(sizes: Int64s, capacity: int) -> int:
     """Return a lower bound of the bins that items need.
 
     No two items above half the capacity share a bin; and for every threshold t, those above `capacity - t` share one
-    with no item of at least t, so that the items from t to half the capacity need bins of their own beside the room
-    that the others leave.
+    with no item of at least t, so that the items from t to half the capacity need bins of their own beside what the
+    others leave free.
     """
     if not sizes.size:
         return 0
@@ -38,30 +38,30 @@ def count_bins_at_least(sizes: Int64s, capacity: int) -> int:
     thresholds = thresholds[thresholds > 0]
     large_from = np.searchsorted(ascending, capacity - thresholds, side="right")  # these leave less than t
     small_from = np.searchsorted(ascending, thresholds, side="left")
-    middle_room = (large_from - half) * capacity - (total[large_from] - total[half])
-    missing = np.maximum(total[half] - total[small_from] - middle_room, 0)
+    middle_free = (large_from - half) * capacity - (total[large_from] - total[half])
+    missing = np.maximum(total[half] - total[small_from] - middle_free, 0)
     return max(bound, ascending.size - half + int((-(-missing // capacity)).max(initial=0)))
 
 
 def best_fit_decreasing(sizes: Int64s, capacity: int) -> Bins:
-    """Return bins, made by putting item after item, largest first, into the fullest bin that has room for it."""
+    """Return bins, made by putting item after item, largest first, into the fullest bin that it fits into."""
     bins: Bins = []
-    room: list[tuple[int, int]] = []  # (room left, bin), ascending
+    free: list[tuple[int, int]] = []  # (free capacity, bin), ascending
     listed = sizes.tolist()
     for item in np.argsort(-sizes, kind="stable").tolist():
         size = listed[item]
-        at = bisect.bisect_left(room, (size, -1))
-        if at == len(room):
+        at = bisect.bisect_left(free, (size, -1))
+        if at == len(free):
             bins.append([item])
-            bisect.insort(room, (capacity - size, len(bins) - 1))
+            bisect.insort(free, (capacity - size, len(bins) - 1))
         else:
-            left, chosen = room.pop(at)
+            left, chosen = free.pop(at)
             bins[chosen].append(item)
-            bisect.insort(room, (left - size, chosen))
+            bisect.insort(free, (left - size, chosen))
     return bins
 
 
-def fit_into(sizes: Int64s, capacity: int, bin_count: int) -> Bins | None:
+def pack_into(sizes: Int64s, capacity: int, bin_count: int) -> Bins | None:
     """Look for a way to pack items into so many bins, with bounded effort.
 
     Returns:
@@ -80,7 +80,7 @@ def _fill_one_by_one(sizes: Int64s, capacity: int, bin_count: int) -> Bins | Non
     listed = sizes.tolist()
     left = np.argsort(-sizes, kind="stable").tolist()
     most_items = min(_MOST_FILL_ITEMS, max(8, _MOST_BITS // (capacity + 1)))
-    room = bin_count * capacity - int(sizes.sum())
+    spare = bin_count * capacity - int(sizes.sum())
     bins: Bins = []
     while left:
         if len(bins) == bin_count:
@@ -88,8 +88,8 @@ def _fill_one_by_one(sizes: Int64s, capacity: int, bin_count: int) -> Bins | Non
         largest = left[0]
         others = [item for item in left[1:] if listed[item] <= capacity - listed[largest]]
         chosen = [largest, *_fullest_subset(others[:most_items], listed, capacity - listed[largest])]
-        room -= capacity - sum(listed[item] for item in chosen)
-        if room < 0:
+        spare -= capacity - sum(listed[item] for item in chosen)
+        if spare < 0:
             return None
         taken = set(chosen)
         left = [item for item in left if item not in taken]
@@ -97,13 +97,13 @@ def _fill_one_by_one(sizes: Int64s, capacity: int, bin_count: int) -> Bins | Non
     return bins
 
 
-def _fullest_subset(items: list[int], listed: list[int], room: int) -> list[int]:
-    """Return items whose sum comes nearest to `room` from below; bit s of a table tells whether sum s can be made."""
-    window = (1 << (room + 1)) - 1
+def _fullest_subset(items: list[int], listed: list[int], capacity: int) -> list[int]:
+    """Return items whose sum comes nearest to `capacity` from below; bit s of a table: sum s can be made."""
+    window = (1 << (capacity + 1)) - 1
     tables = [1]
     for item in items:
         tables.append((tables[-1] | (tables[-1] << listed[item])) & window)
-        if tables[-1] >> room:
+        if tables[-1] >> capacity:
             break
     rest = tables[-1].bit_length() - 1
     chosen = []
@@ -121,7 +121,7 @@ class _TreeSearch:
         self._order: list[int] = np.argsort(-sizes, kind="stable").tolist()
         self._sizes: list[int] = sizes[self._order].tolist()
         self._capacity = capacity
-        self._room = [capacity] * bin_count
+        self._free = [capacity] * bin_count
         self._bins: Bins = [[] for _ in range(bin_count)]
         self._spare = bin_count * capacity - int(sizes.sum())
         self._nodes = 0
@@ -138,22 +138,22 @@ class _TreeSearch:
             return False
         size = self._sizes[at]
         tried = set()
-        for chosen in sorted(range(len(self._room)), key=self._room.__getitem__):
-            room = self._room[chosen]
-            if room < size or room in tried:
+        for chosen in sorted(range(len(self._free)), key=self._free.__getitem__):
+            free = self._free[chosen]
+            if free < size or free in tried:
                 continue
-            tried.add(room)
-            self._room[chosen] -= size
+            tried.add(free)
+            self._free[chosen] -= size
             self._bins[chosen].append(self._order[at])
             if self._place(at + 1):
                 return True
-            self._room[chosen] += size
+            self._free[chosen] += size
             self._bins[chosen].pop()
-            if room == size:  # no other bin can do better with this item
+            if free == size:  # no other bin can do better with this item
                 return False
         return False
 
     def _wasted(self, at: int) -> int:
-        """Return the room that is too small for the smallest item left."""
+        """Return the free capacity of the bins that are too full for the smallest item left."""
         smallest = self._sizes[-1]
-        return sum(room for room in self._room if room < smallest) if at < len(self._sizes) else 0
+        return sum(free for free in self._free if free < smallest) if at < len(self._sizes) else 0

@@ -220,7 +220,7 @@ class _Differencing:
         return _ordered(np.array([total for total, _ in columns]), np.array([column for _, column in columns]))
 
     def _merge(self, first: _Partial, second: _Partial) -> _Partial:
-        """Merge heaviest with lightest columns; what finds an empty column keeps it to itself."""
+        """Merge heaviest with lightest columns; a column that is merged with an empty one stays as it is."""
         shared = max(first.sums.size + second.sums.size - self._k, 0)
         self.parent[second.ids[:shared]] = first.ids[:shared][::-1]
         sums = np.concatenate(

@@ -9,12 +9,12 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.balancing.alike import pack_alike
 from tq_service.balancing.bin_packing import Bins, count_bins_at_least
 from tq_service.balancing.costs import Cost, get_costs
 from tq_service.balancing.karmarkar_karp import get_even_partitions, get_free_partitions
 from tq_service.balancing.lengths import Lengths, check_lengths
 from tq_service.balancing.pack_plan import PackPlan
+from tq_service.balancing.rank_packing import pack_ranks_equally
 
 Int64s = NDArray[np.int64]
 Overlong = Literal["error", "truncate", "drop"]
@@ -31,10 +31,10 @@ def plan_packs(
     cost: Cost | None = None,
     even_steps: bool = True,
 ) -> PackPlan:
-    """Plan the packs of a batch for all ranks, such that no rank ever waits for a pack that another has not.
+    """Plan the packs of a batch for all ranks, with the same number of packs in a step on every rank.
 
-    1. Samples, or groups, are spread over the ranks: their numbers are equal or differ by at most one, their costs are
-       as equal as Karmarkar-Karp and its refinement make them.
+    1. Samples, or groups, are spread over the ranks: their numbers are equal or differ by at most one, their costs
+       are balanced by Karmarkar-Karp and its refinement.
     2. The samples of a rank are spread over the optimizer steps so that their tokens are as equal as can be. Steps are
        in the order of their tokens on every rank, heaviest first, so that heavy ones meet.
     3. The samples of a rank's step are packed: best fit decreasing; then, while a rank needs more packs than
@@ -51,18 +51,18 @@ def plan_packs(
             in it: a sample of its own. None: no groups.
         overlong: what to do with a sample longer than `pack_max_length`: refuse it, cut it to `pack_max_length`, or
             leave it out; the plan says which were cut and left out.
-        cost: what is evened out over the ranks, see `get_costs`; None: tokens.
+        cost: what is balanced over the ranks, see `get_costs`; None: tokens.
         even_steps: whether the steps of a rank get as equal numbers of tokens as can be. Where a step of each rank
             would fill few packs that may cost much padding: tokens for 2.1 packs take 3. False: all samples of a rank
-            are packed first and its packs are dealt to the steps, whose numbers of packs then differ by at most one.
+            are packed first and its packs are assigned to the steps, whose numbers of packs then differ by at most one.
 
     Returns:
         The plan with its figures. The same arguments give the same packs.
 
     Raises:
-        ValueError: lengths that are negative, not integers or not one-dimensional, counts below 1, as many groups as
-            there are not samples, an unknown policy or cost; with `overlong="error"` a sample longer than
-            `pack_max_length`, named by its index.
+        ValueError: lengths that are negative, not integers or not one-dimensional, counts below 1, a number of
+            groups that is not that of the samples, an unknown policy or cost; with `overlong="error"` a sample longer
+            than `pack_max_length`, named by its index.
     """
     started = time.perf_counter()
     lengths = check_lengths(seqlens)
@@ -84,7 +84,7 @@ def plan_packs(
         packs = [[step[rank] for step in steps] for rank in range(dp_size)]
     else:
         packed = _pack(ranks, lengths, pack_max_length, spread=True)
-        packs = [_deal_to_steps(of_rank, optimizer_steps) for of_rank in packed]
+        packs = [_assign_to_steps(of_rank, optimizer_steps) for of_rank in packed]
     return PackPlan(
         packs=packs,
         lengths=lengths,
@@ -152,14 +152,14 @@ def _spread_over_steps(samples: Int64s, lengths: Int64s, optimizer_steps: int) -
 
 def _pack(of_ranks: Sequence[Int64s], lengths: Int64s, pack_max_length: int, *, spread: bool = False) -> list[Bins]:
     """Return the packs of the samples of every rank, as many for each."""
-    packed = pack_alike([lengths[samples] for samples in of_ranks], pack_max_length, spread=spread)
+    packed = pack_ranks_equally([lengths[samples] for samples in of_ranks], pack_max_length, spread=spread)
     return [
         [np.sort(samples[pack]).tolist() for pack in packs] for samples, packs in zip(of_ranks, packed, strict=True)
     ]
 
 
-def _deal_to_steps(packs: Bins, optimizer_steps: int) -> list[Bins]:
-    """Deal packs, fullest first, to the steps in turn, so that numbers differ by at most one, each at least one."""
+def _assign_to_steps(packs: Bins, optimizer_steps: int) -> list[Bins]:
+    """Assign packs, fullest first, to the steps in turn: numbers differ by at most one, and each is at least one."""
     filled = packs + [[] for _ in range(optimizer_steps - len(packs))]
     return [filled[step::optimizer_steps] for step in range(optimizer_steps)]
 

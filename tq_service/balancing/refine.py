@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 Int64s = NDArray[np.int64]
 
-# The heaviest set is tried against so many of the lightest, one by one, before it is tried against all others at once,
+# The heaviest set is tried against so many of the lightest sets, one by one, before it is tried against all others at
+# once. The latter compares every pair of items; where these are more than this, the others too are tried one by one.
 _LIGHTEST_FIRST = 32
-# which compares every pair of items and is done up to so many pairs.
 _MOST_PAIRS = 1_000_000
 # A heaviest set within this share of the lower bound meets it: the last few tokens of a million cost most of the time.
 _TOLERANCE = 1e-5

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.balancing import AttentionCost, Overlong, get_even_partitions, plan_packs
-from tq_service.balancing.token_budget import Limits, deal_within
+from tq_service.balancing.token_budget import RankBudget, assign_within
 
 Int64s = NDArray[np.int64]
 
@@ -69,7 +69,7 @@ def preview_samplers(lengths: Int64s, shape: Shape) -> list[Preview]:
     unit_tokens = np.add.reduceat(lengths, starts)
     units, ranks = np.arange(starts.size), range(shape.dp_size)
     blocks = np.array_split(units, shape.dp_size)
-    dealt = [units[rank :: shape.dp_size] for rank in ranks]
+    in_turn = [units[rank :: shape.dp_size] for rank in ranks]
     balanced = [np.array(part, np.int64) for part in get_even_partitions(unit_tokens, shape.dp_size)]
     samples = np.split(np.arange(lengths.size), starts[1:])
 
@@ -80,7 +80,7 @@ def preview_samplers(lengths: Int64s, shape: Shape) -> list[Preview]:
 
     return [
         of_units("sequential", blocks),
-        of_units("rank_aware", dealt),
+        of_units("rank_aware", in_turn),
         of_units("seqlen_balanced", balanced),
         of_units("token_budget", *_by_budget(unit_tokens, shape)),
         _packed("packed", lengths, shape, even_steps=True),
@@ -101,7 +101,7 @@ def _preview(sampler: str, parts: Sequence[Int64s], lengths: Int64s, batches: in
 
 def _by_budget(unit_tokens: Int64s, shape: Shape) -> tuple[list[Int64s], int]:
     """Return the first batch, and how many there are."""
-    limits = Limits(rank_count=shape.dp_size, tokens=shape.tokens_per_rank, units=unit_tokens.size)
+    budget = RankBudget(rank_count=shape.dp_size, tokens=shape.tokens_per_rank, units=unit_tokens.size)
     too_large = unit_tokens > shape.tokens_per_rank
     if too_large.any():
         first = int(too_large.argmax())
@@ -113,9 +113,9 @@ def _by_budget(unit_tokens: Int64s, shape: Shape) -> tuple[list[Int64s], int]:
     batches = taken = 0
     while taken < unit_tokens.size:
         rest = unit_tokens[taken:]
-        deal = deal_within(limits, rest, np.ones(rest.size, np.int64))
-        first_batch = first_batch or deal
-        taken += sum(part.size for part in deal)
+        assignment = assign_within(budget, rest, np.ones(rest.size, np.int64))
+        first_batch = first_batch or assignment
+        taken += sum(part.size for part in assignment)
         batches += 1
     return first_batch, batches
 

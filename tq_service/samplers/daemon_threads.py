@@ -26,7 +26,7 @@ def start_daemon_thread(call: Callable[[], T], *, thread_name: str) -> asyncio.F
     future: asyncio.Future[Callable[[], T]] = loop.create_future()
 
     def deliver(outcome: Callable[[], T]) -> None:
-        if not future.done():
+        if not future.done():  # whoever awaited it may have been cancelled while the thread ran on
             future.set_result(outcome)
 
     def run() -> None:

@@ -6,7 +6,7 @@ import inspect
 import json
 import types
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from tq_service.errors import InvalidArgumentError, UnknownSamplerError, nearest
@@ -22,7 +22,7 @@ class SamplerInfo:
     Attributes:
         name: what `get_meta(sampler=...)` takes.
         summary: the first sentence of its docstring.
-        options: names of its options.
+        options: names of its options, those that must be given first.
     """
 
     name: str
@@ -34,7 +34,9 @@ def describe_sampler(name: str, kind: type[Sampler]) -> SamplerInfo:
     """Return name, first docstring sentence and options of a sampler."""
     first_paragraph = " ".join((inspect.getdoc(kind) or "").split("\n\n")[0].split())
     sentence, stop, _ = first_paragraph.partition(". ")
-    return SamplerInfo(name=name, summary=sentence + stop.strip(), options=tuple(_parameters(kind)[0]))
+    parameters, _ = _parameters(kind)
+    options = sorted(parameters, key=lambda option: not _is_required(parameters[option]))
+    return SamplerInfo(name=name, summary=sentence + stop.strip(), options=tuple(options))
 
 
 def build_sampler(name: str, kind: type[Sampler], config: Mapping[str, object]) -> Sampler:
@@ -88,8 +90,11 @@ def _is_required(parameter: inspect.Parameter) -> bool:
 
 
 def _type_hints(kind: type[Sampler]) -> dict[str, Any]:
+    # A dataclass may inherit options whose types only the module of its base class imports; those of the class are
+    # looked up in the module of each base, those of the generated constructor only in the module of the last.
+    annotated = kind if is_dataclass(kind) else kind.__init__
     try:
-        return get_type_hints(kind.__init__)
+        return get_type_hints(annotated)
     except (NameError, TypeError):  # names that only a type checker imports: the constructor checks for itself
         return {}
 

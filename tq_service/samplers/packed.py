@@ -8,17 +8,11 @@ from typing import ClassVar
 import numpy as np
 
 from tq_service.balancing import Overlong, PackPlan, plan_packs
-from tq_service.balancing.costs import check_cost_name
+from tq_service.balancing.costs import CostName, check_cost_name
 from tq_service.balancing.plan_packs import check_count, check_overlong
 from tq_service.errors import InvalidArgumentError
-from tq_service.samplers.base import Groups, Indexes, LengthSource, Pack, Plan, PlanRequest, RankPlan, Sampler, View
-from tq_service.samplers.token_lengths import CostName, check_length_key, read_lengths, refuse_micro_batch_size
-from tq_service.samplers.whole_groups import (
-    IncompleteGroups,
-    check_group_options,
-    check_holds_whole_groups,
-    take_groups,
-)
+from tq_service.samplers.base import Groups, Indexes, Pack, Plan, PlanRequest, RankPlan, View
+from tq_service.samplers.token_lengths import LengthSampler
 
 # Planning up to so many samples for so many steps of all ranks takes less than a millisecond.
 _QUICK_SAMPLES = 32
@@ -26,27 +20,21 @@ _QUICK_STEPS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PackedSampler(Sampler):
+class PackedSampler(LengthSampler):
     """Packs whole batches: each rank gets `optimizer_steps` steps of packs of at most `pack_max_length` tokens.
 
     A batch is taken in the order of the groups' first members, its groups are spread evenly over the ranks, the samples
     of a rank over the steps by their tokens, and each rank's step is bin packed. Every rank has the same number of
-    packs in a step, at least one; what is missing are packs of padding only. All in `tq_service.balancing.plan_packs`.
+    packs in a step, at least one; what is missing are packs of padding only. Groups stay on one rank, though not in one
+    step. All in `tq_service.balancing.plan_packs`.
 
     Attributes:
         optimizer_steps: optimizer steps of a batch, always exactly so many.
         pack_max_length: tokens of a pack; its samples have at most so many, `Pack.padding_tokens` fill it up.
-        n_samples_per_prompt: members of a group that declared no size, and without explicit groups the length of the
-            blocks of consecutive indexes; None: explicit groups, or else single samples. Groups stay on one rank,
-            though not in one step.
-        length_key: custom_meta column with the token count of a sample.
-        length_field: jagged field whose row length stands in where the column has no value.
-        incomplete_groups: what to do with a group of which members failed or were cleared: "skip" it, or "take" the
-            rest.
         overlong: what to do with a sample of more tokens than a pack holds: "error" refuses the batch, "truncate" plans
             for its first `pack_max_length` tokens (`Pack.lengths` says so), "drop" consumes it with the batch without
             putting it into any pack.
-        cost: what is evened out over the ranks: "tokens", or their cost with "attention".
+        cost: what is balanced over the ranks: "tokens", or their cost with "attention".
         even_steps: whether the steps of a rank get as equal numbers of tokens as can be; False: the fewest packs, whose
             numbers differ by at most one between steps.
     """
@@ -55,10 +43,6 @@ class PackedSampler(Sampler):
 
     optimizer_steps: int
     pack_max_length: int
-    n_samples_per_prompt: int | None = None
-    length_key: str = "total_lengths"
-    length_field: str | None = None
-    incomplete_groups: IncompleteGroups = "skip"
     overlong: Overlong = "error"
     cost: CostName = "tokens"
     even_steps: bool = True
@@ -66,20 +50,14 @@ class PackedSampler(Sampler):
     def __post_init__(self) -> None:
         check_count("optimizer_steps", self.optimizer_steps)
         check_count("pack_max_length", self.pack_max_length)
-        check_group_options(self.n_samples_per_prompt, self.incomplete_groups)
-        check_length_key(self.length_key)
+        LengthSampler.__post_init__(self)
         check_overlong(self.overlong)
         check_cost_name(self.cost)
 
-    @property
-    def length(self) -> LengthSource:
-        """The token count of a sample."""
-        return LengthSource(key=self.length_key, field=self.length_field)
-
     def check(self, request: PlanRequest) -> None:
         """Raise InvalidArgumentError where `batch_size` does not hold whole groups, or a micro-batch size is given."""
-        check_holds_whole_groups(self.name, request, self.n_samples_per_prompt)
-        refuse_micro_batch_size(self.name, request, "pack_max_length")
+        LengthSampler.check(self, request)
+        self.refuse_micro_batch_size(request, "pack_max_length")
 
     def runs_inline(self, request: PlanRequest) -> bool:
         """Whether few samples are to be packed for few steps."""
@@ -96,12 +74,10 @@ class PackedSampler(Sampler):
             InvalidArgumentError: a length is negative, or, with `overlong="error"`, more than a pack holds.
         """
         self.check(request)
-        groups = take_groups(
-            view, request, block_size=self.n_samples_per_prompt, incomplete_groups=self.incomplete_groups
-        )
+        groups = self.take_groups(view, request)
         if groups is None:
             return None
-        lengths = read_lengths(view, groups.rows, self.length_key)
+        lengths = self.read_lengths(view, groups.rows)
         self._refuse_overlong(groups.rows, lengths)
         group_of = np.repeat(np.arange(len(groups)), groups.sizes)
         packs = plan_packs(

@@ -82,14 +82,14 @@ class SamplerRegistry:
         if text is None:
             return build_sampler(name, await self._class(name), config or {})
         known = self._instance(name, text)
-        return self._keep(name, text, config or {}, await self._class(name)) if known is None else known
+        return self._add_instance(name, text, config or {}, await self._class(name)) if known is None else known
 
     async def resolve_json(self, name: str, config_json: str) -> Sampler:
         """Return the sampler of this name with options as canonical JSON (keys sorted); see `resolve`."""
         known = self._instance(name, config_json)
         if known is not None:
             return known
-        return self._keep(name, config_json, json.loads(config_json), await self._class(name))
+        return self._add_instance(name, config_json, json.loads(config_json), await self._class(name))
 
     def _instance(self, name: str, config_json: str) -> Sampler | None:
         key = (name, config_json)
@@ -98,7 +98,7 @@ class SamplerRegistry:
             self._instances.move_to_end(key)
         return sampler
 
-    def _keep(self, name: str, config_json: str, config: Mapping[str, object], kind: type[Sampler]) -> Sampler:
+    def _add_instance(self, name: str, config_json: str, config: Mapping[str, object], kind: type[Sampler]) -> Sampler:
         sampler = build_sampler(name, kind, config)
         self._instances[name, config_json] = sampler
         while len(self._instances) > self._max_instances:
@@ -121,6 +121,7 @@ class SamplerRegistry:
         return {entry_point.name: entry_point for entry_point in found}
 
     async def _load(self, name: str) -> type[Sampler]:
+        # Two calls may load one name at the same time: Python imports a module once, so both get the same class.
         if "_entry_points" not in vars(self):  # reads the metadata of all installed packages
             await run_in_daemon_thread(lambda: self._entry_points, thread_name="tq-sampler-entry-points")
         if name in self._entry_points:

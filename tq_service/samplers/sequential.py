@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tq_service.samplers.base import Indexes, Plan, PlanRequest, Sampler, View
-from tq_service.samplers.whole_groups import deal_blocks, rows_of_ranks, take_groups
+from tq_service.samplers.whole_groups import assign_blocks, rows_of_ranks, take_groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class SequentialSampler(Sampler):
             groups = take_groups(view, request)
             if groups is None:
                 return None
-            return Plan.of(rows_of_ranks(groups, deal_blocks(groups, request.rank_count)))
+            return Plan.of(rows_of_ranks(groups, assign_blocks(groups, request.rank_count)))
         rows = view.ready(request.total_size)
         return Plan.of(_even_blocks(rows, request.rank_count)) if rows.size >= max(request.min_size, 1) else None
 

@@ -8,20 +8,20 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.balancing.alike import pack_alike
 from tq_service.balancing.plan_packs import check_count
-from tq_service.balancing.token_budget import Limits, deal_within
+from tq_service.balancing.rank_packing import pack_ranks_equally
+from tq_service.balancing.token_budget import RankBudget, assign_within
 from tq_service.errors import InvalidArgumentError
-from tq_service.samplers.base import Groups, Indexes, LengthSource, Pack, Plan, PlanRequest, RankPlan, Sampler, View
-from tq_service.samplers.token_lengths import check_length_key, read_lengths, refuse_micro_batch_size
-from tq_service.samplers.whole_groups import IncompleteGroups, check_group_options, rows_of_ranks, take_groups
+from tq_service.samplers.base import Groups, Indexes, Pack, Plan, PlanRequest, RankPlan, View
+from tq_service.samplers.token_lengths import LengthSampler
+from tq_service.samplers.whole_groups import rows_of_ranks
 
-# Dealing up to so many groups takes less than a millisecond; larger batches are planned off the event loop.
+# Assigning up to so many groups takes less than a millisecond; larger batches are planned off the event loop.
 _QUICK_GROUPS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenBudgetSampler(Sampler):
+class TokenBudgetSampler(LengthSampler):
     """Gives each rank as many ready samples, in whole groups, as its token budget holds.
 
     Groups are taken in the order of their first members, up to the first that no longer fits beside the others, and
@@ -31,14 +31,8 @@ class TokenBudgetSampler(Sampler):
 
     Attributes:
         tokens_per_rank: the most tokens that a rank gets.
-        tokens_per_micro_batch: cut each rank's part into micro-batches of at most so many tokens, as many for every
+        tokens_per_micro_batch: split each rank's part into micro-batches of at most so many tokens, as many for every
             rank, and spread it evenly over them; None: no limit.
-        n_samples_per_prompt: members of a group that declared no size, and without explicit groups the length of the
-            blocks of consecutive indexes; None: explicit groups, or else single samples.
-        length_key: custom_meta column with the token count of a sample.
-        length_field: jagged field whose row length stands in where the column has no value.
-        incomplete_groups: what to do with a group of which members failed or were cleared: "skip" it, or "take" the
-            rest.
     """
 
     name: ClassVar[str] = "token_budget"
@@ -46,30 +40,20 @@ class TokenBudgetSampler(Sampler):
 
     tokens_per_rank: int
     tokens_per_micro_batch: int | None = None
-    n_samples_per_prompt: int | None = None
-    length_key: str = "total_lengths"
-    length_field: str | None = None
-    incomplete_groups: IncompleteGroups = "skip"
 
     def __post_init__(self) -> None:
         check_count("tokens_per_rank", self.tokens_per_rank)
         if self.tokens_per_micro_batch is not None:
             check_count("tokens_per_micro_batch", self.tokens_per_micro_batch)
-        check_group_options(self.n_samples_per_prompt, self.incomplete_groups)
-        check_length_key(self.length_key)
-
-    @property
-    def length(self) -> LengthSource:
-        """The token count of a sample."""
-        return LengthSource(key=self.length_key, field=self.length_field)
+        LengthSampler.__post_init__(self)
 
     def check(self, request: PlanRequest) -> None:
         """Raise InvalidArgumentError where micro-batches are limited by samples and by tokens."""
         if self.tokens_per_micro_batch is not None:
-            refuse_micro_batch_size(self.name, request, "tokens_per_micro_batch")
+            self.refuse_micro_batch_size(request, "tokens_per_micro_batch")
 
     def runs_inline(self, request: PlanRequest) -> bool:
-        """Whether few groups are to be dealt."""
+        """Whether few groups are to be assigned."""
         return self.tokens_per_micro_batch is None and request.total_size <= _QUICK_GROUPS
 
     def plan(self, view: View, request: PlanRequest) -> Plan | None:
@@ -83,34 +67,25 @@ class TokenBudgetSampler(Sampler):
         groups, is_full = self._take(view, request)
         if not groups.rows.size:
             return None
-        lengths = read_lengths(view, groups.rows, self.length_key)
+        lengths = self.read_lengths(view, groups.rows)
         units = np.ones(len(groups), np.int64) if request.batch_unit == "group" else groups.sizes
         fitting = self._fitting_count(groups, lengths, units <= request.batch_size)
         if not fitting:
             raise self._oversized(groups, lengths, request.batch_size)
-        limits = Limits(
-            rank_count=request.rank_count,
-            tokens=self.tokens_per_rank,
-            units=request.batch_size,
-        )
-        deal = deal_within(limits, np.add.reduceat(lengths, groups.starts)[:fitting], units[:fitting])
-        is_full |= sum(part.size for part in deal) < len(groups)
+        budget = RankBudget(rank_count=request.rank_count, tokens=self.tokens_per_rank, units=request.batch_size)
+        assignment = assign_within(budget, np.add.reduceat(lengths, groups.starts)[:fitting], units[:fitting])
+        is_full |= sum(part.size for part in assignment) < len(groups)
         is_full |= int(lengths.sum()) >= self.tokens_per_rank * request.rank_count
         if not is_full and int(units.sum()) < request.min_size:
             return None
-        plan = Plan.of(rows_of_ranks(groups, deal))
+        plan = Plan.of(rows_of_ranks(groups, assignment))
         if self.tokens_per_micro_batch is None:
             return plan
-        return _cut(plan, [lengths[_members(groups, part)] for part in deal], self.tokens_per_micro_batch)
+        return _split(plan, [lengths[_members(groups, part)] for part in assignment], self.tokens_per_micro_batch)
 
     def _take(self, view: View, request: PlanRequest) -> tuple[Groups, bool]:
         """Return the next whole groups, and whether they are all that `batch_size` allows."""
-        full = take_groups(
-            view,
-            replace(request, min_size=request.total_size),
-            block_size=self.n_samples_per_prompt,
-            incomplete_groups=self.incomplete_groups,
-        )
+        full = self.take_groups(view, replace(request, min_size=request.total_size))
         if full is not None:
             return full, True
         take_incomplete = self.incomplete_groups == "take"
@@ -157,10 +132,10 @@ def _members(groups: Groups, part: Indexes) -> Indexes:
     return np.concatenate([empty, *members])
 
 
-def _cut(plan: Plan, of_ranks: list[Indexes], tokens_per_micro_batch: int) -> Plan:
-    packed = pack_alike(of_ranks, tokens_per_micro_batch, spread=True)
+def _split(plan: Plan, lengths_of_ranks: list[Indexes], tokens_per_micro_batch: int) -> Plan:
+    packed = pack_ranks_equally(lengths_of_ranks, tokens_per_micro_batch, spread=True)
     ranks = []
-    for part, lengths, bins in zip(plan.ranks, of_ranks, packed, strict=True):
+    for part, lengths, bins in zip(plan.ranks, lengths_of_ranks, packed, strict=True):
         positions = (np.array(sorted(items), np.int64) for items in bins)
         packs = tuple(Pack(positions=members, lengths=lengths[members]) for members in positions)
         ranks.append(RankPlan(rows=part.rows, steps=(packs,)))

@@ -1,41 +1,61 @@
-"""Taking whole groups from a view, and dealing them to ranks: shared by the samplers that keep groups whole."""
+"""What the samplers that keep groups whole share: their options, taking groups from a view, assigning them to ranks."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.domain.plan import Groups, Indexes, PlanRequest, View
 from tq_service.errors import InvalidArgumentError
+from tq_service.samplers.base import Groups, Indexes, PlanRequest, Sampler, View
 
 IncompleteGroups = Literal["skip", "take"]
 
-# Of each rank, the positions of its groups.
-Deal = Sequence[NDArray[np.int64]]
+# For each rank, the positions of its groups.
+Assignment = Sequence[NDArray[np.int64]]
 
 
-def check_group_options(n_samples_per_prompt: int | None, incomplete_groups: str) -> None:
-    """Raise ValueError where the options that samplers of groups share have values that mean nothing."""
-    if n_samples_per_prompt is not None and n_samples_per_prompt < 1:
-        raise ValueError(f"n_samples_per_prompt: got {n_samples_per_prompt}, expected at least 1")
-    if incomplete_groups not in ("skip", "take"):
-        raise ValueError(f"incomplete_groups: got {incomplete_groups!r}, expected 'skip' or 'take'")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSampler(Sampler):
+    """A sampler that takes whole groups, in the order of their first members.
 
+    Attributes:
+        n_samples_per_prompt: members of a group that declared no size, and without explicit groups the length of the
+            blocks of consecutive indexes; None: explicit groups, or else single samples.
+        incomplete_groups: what to do with a group of which members failed or were cleared: "skip" it, or "take" the
+            rest.
+    """
 
-def check_holds_whole_groups(sampler: str, request: PlanRequest, n_samples_per_prompt: int | None) -> None:
-    """Raise InvalidArgumentError where `batch_size` counts samples and is not a multiple of the group size."""
-    if request.batch_unit == "group" or n_samples_per_prompt is None or request.batch_size % n_samples_per_prompt == 0:
-        return
-    raise InvalidArgumentError(
-        f"batch_size: got {request.batch_size} samples for sampler {sampler!r}, expected a multiple of "
-        f"n_samples_per_prompt ({n_samples_per_prompt}), since groups stay whole; or count groups with "
-        "batch_unit='group'",
-        field="batch_size",
-    )
+    n_samples_per_prompt: int | None = None
+    incomplete_groups: IncompleteGroups = "skip"
+
+    # Subclasses that check more call this by its class: `super()` means a class that `slots=True` has replaced.
+    def __post_init__(self) -> None:
+        if self.n_samples_per_prompt is not None and self.n_samples_per_prompt < 1:
+            raise ValueError(f"n_samples_per_prompt: got {self.n_samples_per_prompt}, expected at least 1")
+        if self.incomplete_groups not in ("skip", "take"):
+            raise ValueError(f"incomplete_groups: got {self.incomplete_groups!r}, expected 'skip' or 'take'")
+
+    def check(self, request: PlanRequest) -> None:
+        """Raise InvalidArgumentError where `batch_size` counts samples and is not a multiple of the group size."""
+        group_size = self.n_samples_per_prompt
+        if request.batch_unit == "group" or group_size is None or request.batch_size % group_size == 0:
+            return
+        raise InvalidArgumentError(
+            f"batch_size: got {request.batch_size} samples for sampler {self.name!r}, expected a multiple of "
+            f"n_samples_per_prompt ({group_size}), since groups stay whole; or count groups with batch_unit='group'",
+            field="batch_size",
+        )
+
+    def take_groups(self, view: View, request: PlanRequest) -> Groups | None:
+        """Return the next whole groups for this request, or None where too few are ready; see `take_groups`."""
+        return take_groups(
+            view, request, block_size=self.n_samples_per_prompt, incomplete_groups=self.incomplete_groups
+        )
 
 
 def take_groups(
@@ -72,20 +92,20 @@ def take_groups(
     return fitting
 
 
-def rows_of_ranks(groups: Groups, deal: Deal) -> list[Indexes]:
-    """Return the rows of each rank: the members of its groups, in the order of the deal."""
+def rows_of_ranks(groups: Groups, assignment: Assignment) -> list[Indexes]:
+    """Return the rows of each rank: the members of its groups, in the order of the assignment."""
     members = np.split(groups.rows, groups.starts[1:])
     empty = np.zeros(0, np.int64)
-    return [np.concatenate([empty, *(members[position] for position in part.tolist())]) for part in deal]
+    return [np.concatenate([empty, *(members[position] for position in part.tolist())]) for part in assignment]
 
 
-def deal_blocks(groups: Groups, rank_count: int) -> Deal:
-    """Deal neighbouring groups to each rank, counts equal or differing by at most one."""
+def assign_blocks(groups: Groups, rank_count: int) -> Assignment:
+    """Assign neighbouring groups to each rank, counts equal or differing by at most one."""
     return np.array_split(np.arange(len(groups)), rank_count)
 
 
-def deal_to_emptiest(groups: Groups, rank_count: int) -> Deal:
-    """Deal group after group, largest first, to the rank with the fewest samples."""
+def assign_to_least_loaded(groups: Groups, rank_count: int) -> Assignment:
+    """Assign group after group, largest first, to the rank with the fewest samples."""
     loads = [(0, rank) for rank in range(rank_count)]
     rank_of = np.empty(len(groups), np.int64)
     sizes = groups.sizes.tolist()
@@ -96,8 +116,8 @@ def deal_to_emptiest(groups: Groups, rank_count: int) -> Deal:
     return _positions_by_rank(rank_of, rank_count)
 
 
-def deal_in_rounds(groups: Groups, rank_count: int, *, largest_first: bool = False) -> Deal:
-    """Deal one group to each rank in every round, so that counts are equal or differ by at most one.
+def assign_round_robin(groups: Groups, rank_count: int, *, largest_first: bool = False) -> Assignment:
+    """Assign one group to each rank in every round, so that counts are equal or differ by at most one.
 
     Groups of one round follow each other in order of arrival (or of size). Within a round the larger groups go to the
     ranks that have fewer samples; groups of equal size go round-robin.
@@ -119,7 +139,7 @@ def are_uniform(groups: Groups) -> bool:
     return not groups.sizes.size or bool((groups.sizes == groups.sizes[0]).all())
 
 
-def _positions_by_rank(rank_of: NDArray[np.int64], rank_count: int) -> Deal:
+def _positions_by_rank(rank_of: NDArray[np.int64], rank_count: int) -> Assignment:
     order = np.argsort(rank_of, kind="stable")
     return np.split(order, np.cumsum(np.bincount(rank_of, minlength=rank_count))[:-1])
 
