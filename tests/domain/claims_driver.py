@@ -12,9 +12,10 @@ from model import End as ModelEnd
 
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.claims.end import End
-from tq_service.domain.claims.leases import SET_ASIDE, UNCLAIMED, LeaseTerms
+from tq_service.domain.claims.ledger import QueueClaim
+from tq_service.domain.claims.request import LeaseTerms
 from tq_service.domain.plan import RankPlan
-from tq_service.domain.states import STATE_NAMES
+from tq_service.domain.states import DEAD_LETTERED, STATE_NAMES, UNCLAIMED
 from tq_service.domain.tables.meta import Condition, Order
 from tq_service.domain.writes import PartitionSettings
 from tq_service.errors import (
@@ -99,9 +100,10 @@ class Call:
             return
         self.answer = claimed.answer
         self.answer_epoch = driver.model.task(self.task).epoch
-        if isinstance(self.answer, RankPlan):
-            if self.rank is None:
-                driver.receivers[driver.life, self.task, self.request_id] += 1
+        if isinstance(self.answer, QueueClaim):
+            driver.receivers[driver.life, self.task, self.request_id] += 1
+        elif isinstance(self.answer, RankPlan):
+            assert self.rank is not None
         elif isinstance(self.answer, End):
             if self.rank is None:
                 driver.check_end(self.task, self.asking, self.answer)
@@ -150,13 +152,13 @@ class Driver:
 
     def _watch(self, task, name, partition):
         """Have the model look at every record in the moment it is made."""
-        record_batch, record_end = task.record_batch, task.record_end
-        record_queue_claim, release, expire = task.record_queue_claim, task.release, task.expire
+        claim_batch, reach_end = task.claim_batch, task.reach_end
+        claim_samples, nack, expire = task.claim_samples, task.nack, task.expire
 
         def batch(batch_spec, plan, positions):
             if partition is self.partition:
                 self.on_batch(name, batch_spec, plan)
-            record_batch(batch_spec, plan, positions)
+            claim_batch(batch_spec, plan, positions)
 
         def end(dp_size, end):
             if partition is self.partition:
@@ -164,28 +166,30 @@ class Driver:
                 self.model.task(name).dp_size = dp_size
                 self.ends[self.life, name][self.model.task(name).epoch] = end
                 self.check_end(name, self.tasks[name][0], end)
-            record_end(dp_size, end)
+            reach_end(dp_size, end)
 
         def queue_claim(request_id, part, positions, terms=None):
-            claim = record_queue_claim(request_id, part, positions, terms)
+            claim = claim_samples(request_id, part, positions, terms)
             if partition is self.partition:
                 self.on_queue_claim(name, request_id, part, claim.lease)
             return claim
 
-        def released(claim, rows=None):
+        def released(claim, positions):
             if partition is self.partition:
-                self.model.release(self.model.task(name), claim.request_id, rows)
-            return release(claim, rows)
+                rows = partition.table.index[positions]
+                self.model.release(self.model.task(name), claim.request_id, None if claim.lease is None else rows)
+            nack(claim, positions)
 
-        def expired(claim, lease):
+        def expired(lease, positions, at_seconds):
             if partition is self.partition:
                 model = self.model.task(name)
-                assert self.now() > model.claims[claim.request_id].deadline - MOMENT, "before its time"
-                self.model.expire(model, claim.request_id)
-            return expire(claim, lease)
+                assert self.now() > model.claims[lease.request_id].deadline - MOMENT, "before its time"
+                assert set(partition.table.index[positions].tolist()) == model.claims[lease.request_id].left
+                self.model.expire(model, lease.request_id)
+            return expire(lease, positions, at_seconds)
 
-        task.record_batch, task.record_end = batch, end
-        task.record_queue_claim, task.release, task.expire = queue_claim, released, expired
+        task.claim_batch, task.reach_end = batch, end
+        task.claim_samples, task.nack, task.expire = queue_claim, released, expired
 
     def sampler(self, asking):
         return self.samplers.setdefault(asking, sampler_of(asking))
@@ -443,19 +447,19 @@ class Driver:
         task, real = self.model.task(name), self.partition.tasks[name]
         assert real.epoch == task.epoch
         assert real.consumed_count == task.consumed_count
-        assert real.open_count == sum(self.model.is_open(task, row) for row in self.model.rows.values())
+        assert real.backlog == sum(self.model.is_open(task, row) for row in self.model.rows.values())
         assert real.next_batch_index == len(task.batches)
         assert real.dp_size == task.dp_size
         assert real.end == task.end
         table = self.partition.table
         indexes, claims = table.index.data[: table.count], real.claim.data[: table.count]
-        assert set(indexes[(claims != UNCLAIMED) & (claims != SET_ASIDE)].tolist()) == task.consumed
-        assert set(indexes[claims == SET_ASIDE].tolist()) == task.set_aside
-        assert set(indexes[claims < SET_ASIDE].tolist()) == task.leased
-        assert real.leases.count == len(task.leased)
-        assert real.leases.set_aside_count == task.set_aside_count
+        assert set(indexes[(claims != UNCLAIMED) & (claims != DEAD_LETTERED)].tolist()) == task.consumed
+        assert set(indexes[claims == DEAD_LETTERED].tolist()) == task.dead_lettered
+        assert set(indexes[claims < DEAD_LETTERED].tolist()) == task.leased
+        assert real.leased_count == len(task.leased)
+        assert real.dead_lettered_count == task.dead_lettered_count
         leased = {request_id: claim for request_id, claim in task.claims.items() if claim.left}
-        assert {lease.request_id: lease.left_count for lease in real.leases.live.values()} == {
+        assert {lease.request_id: lease.left_count for lease in real.leases.values()} == {
             request_id: len(claim.left) for request_id, claim in leased.items()
         }
         assert all(claim.deadline > self.now() - MOMENT for claim in leased.values()), "a lease that does not run out"
@@ -465,10 +469,10 @@ class Driver:
             if any(not part or any(row in self.model.rows for row in part) for part in parts)
         }
         with_rows = [parts for parts in kept.values() if any(row in self.model.rows for part in parts for row in part)]
-        assert set(real._batches) == set(kept)
-        assert {key: claim.part.rows.tolist() for key, claim in real._queue_claims.items()} == {
+        assert set(real.batches) == set(kept)
+        assert {key: claim.rows.tolist() for key, claim in real.claims.items()} == {
             key: claim.rows for key, claim in task.claims.items()
         }
-        assert len(real._by_serial) == len(with_rows) + len(task.claims)
+        assert len(list(real.records())) == len(with_rows) + len(task.claims)
         for request_id in task.claims:
             assert self.receivers[self.life, name, request_id], "nobody has this claim"

@@ -63,26 +63,26 @@ def _task(task, positions):
         "next": task.next_batch_index,
         "end": task.end,
         "consumed": task.consumed_count,
-        "open": task.open_count,
+        "open": task.backlog,
         "taken": task.claim.data[positions].tolist(),
         "batches": {
             index: (batch.batch_spec, [_part(part) for part in batch.plan.ranks], batch.size, batch.remaining)
-            for index, batch in task._batches.items()
+            for index, batch in task.batches.items()
         },
-        "claims": {name: (_part(claim.part), claim.remaining) for name, claim in task._queue_claims.items()},
+        "claims": {name: (_part(claim.part), claim.remaining) for name, claim in task.claims.items()},
         "leases": [
             (lease.request_id, lease.serial, lease.terms, lease.left_count, lease.delivery_counts.tolist())
-            for lease in task.leases.live.values()
+            for lease in task.leases.values()
         ],
-        "deliveries": _deliveries(task.leases, positions),
-        "leased": (task.leases.count, task.leases.set_aside_count),
+        "deliveries": _deliveries(task, positions),
+        "leased": (task.leased_count, task.dead_lettered_count),
         "released": sorted(task.released.log),
         "expired": sorted(task.expired.log),
     }
 
 
-def _deliveries(leases, positions):
-    column = leases._deliveries
+def _deliveries(task, positions):
+    column = task._deliveries
     return [0] * positions.size if column is None else column.data[positions].tolist()
 
 

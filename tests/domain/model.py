@@ -99,8 +99,8 @@ class TaskModel:
     expired: set = field(default_factory=set)
     deliveries: dict = field(default_factory=dict)
     acked: set = field(default_factory=set)
-    set_aside: set = field(default_factory=set)
-    set_aside_count: int = 0
+    dead_lettered: set = field(default_factory=set)
+    dead_lettered_count: int = 0
 
     @property
     def leased(self):
@@ -195,7 +195,7 @@ class Model:
             row.state = "cleared"
             for task in self.tasks.values():
                 task.consumed.discard(row.index)
-                task.set_aside.discard(row.index)
+                task.dead_lettered.discard(row.index)
         self._end_leases_of({row.index for row in gone})
         for task in self.tasks.values():
             self._drop_empty_claims(task)
@@ -211,19 +211,19 @@ class Model:
         task.consumed_count -= len(leased)
         if not keep_consumed:
             task.consumed, task.consumed_count, task.acked = set(), 0, set()
-        task.deliveries, task.set_aside, task.set_aside_count = {}, set(), 0
+        task.deliveries, task.dead_lettered, task.dead_lettered_count = {}, set(), 0
         task.epoch += 1
         task.dp_size, task.batches, task.end, task.claims = None, [], None, {}
 
     # What is ready
 
     def is_open(self, task, row):
-        return row.state in ("live", "held") and row.index not in task.consumed | task.set_aside
+        return row.state in ("live", "held") and row.index not in task.consumed | task.dead_lettered
 
     def is_ready(self, task, asking, row):
         return (
             row.state == "live"
-            and row.index not in task.consumed | task.set_aside
+            and row.index not in task.consumed | task.dead_lettered
             and row.fields >= set(asking.fields)
             and self.passes(asking, row)
             and (not asking.needs_length or "total_lengths" in row.meta)
@@ -272,7 +272,7 @@ class Model:
 
     def is_lost(self, task, member):
         """Whether a member of a unit failed, for all or, having been set aside, for the task."""
-        return member is None or member.state in ("failed", "cleared") or member.index in task.set_aside
+        return member is None or member.state in ("failed", "cleared") or member.index in task.dead_lettered
 
     def is_whole(self, task, asking, unit, ready_rows, *, no_more):
         members = self.members(asking, unit)
@@ -324,9 +324,9 @@ class Model:
     def end(self, task, asking):
         """Return what became of each sample, of which none can be given any more."""
         whole = {row.index for unit in self.ready_units(task, asking, no_more=True) for row in unit}
-        counts = Counter(consumed=task.consumed_count, set_aside=task.set_aside_count)
+        counts = Counter(consumed=task.consumed_count, dead_lettered=task.dead_lettered_count)
         for row in self.rows.values():
-            if row.index in task.consumed | task.set_aside:
+            if row.index in task.consumed | task.dead_lettered:
                 continue
             if row.state == "failed":
                 counts["failed"] += 1
@@ -361,7 +361,7 @@ class Model:
             and not self.had_lengths
             and any(
                 row.state == "live"
-                and row.index not in task.consumed | task.set_aside
+                and row.index not in task.consumed | task.dead_lettered
                 and row.fields >= set(asking.fields)
                 and self.passes(asking, row)
                 for row in self.rows.values()
@@ -382,7 +382,7 @@ class Model:
         claim = task.claims[request_id] = Claim(rows, asking, set(rows))
         task.rows_of_claims[request_id] = rows
         if asking.lease:
-            assert not set(rows) & (task.acked | task.set_aside), "handed out although it was done, or set aside"
+            assert not set(rows) & (task.acked | task.dead_lettered), "handed out although it was done, or set aside"
             claim.left, claim.deadline = set(rows), now + asking.lease
             for row in rows:
                 task.deliveries[row] = task.deliveries.get(row, 0) + 1
@@ -416,8 +416,8 @@ class Model:
         left, most = set(claim.left), claim.asking.max_deliveries
         self._lose(task, claim, left)
         aside = {row for row in left if most is not None and task.deliveries[row] >= most}
-        task.set_aside |= aside
-        task.set_aside_count += len(aside)
+        task.dead_lettered |= aside
+        task.dead_lettered_count += len(aside)
         task.expired.add(request_id)
 
     def parts_a_group(self, claim, rows):

@@ -86,7 +86,7 @@ def test_samples_left_are_those_that_a_task_may_still_get():
     task = train.task("t")
     train.clear(np.array(rows[:1]))
     update(train, rows[1:2], state="failed")
-    assert (bounds.left_count("t"), task.open_count) == (6, 6)
+    assert (bounds.left_count("t"), task.backlog) == (6, 6)
 
 
 def test_existing_samples_need_no_room():
@@ -288,9 +288,9 @@ def test_limits_that_bound_nothing_or_make_no_sense_are_refused(arguments):
 
 
 def test_ids_of_released_claims_are_bounded_in_number(monkeypatch):
-    monkeypatch.setattr("tq_service.domain.claims.task._MOST_REFUSED", 3)
-    refused = bounded(max_bytes=1).task("t").released
+    monkeypatch.setattr("tq_service.domain.claims.ledger._MOST_TOMBSTONES", 3)
+    released = bounded(max_bytes=1).task("t").released
     ids = [new_id() for _ in range(5)]
     for request_id in ids:
-        refused.add(request_id)
-    assert [request_id in refused for request_id in ids] == [False, False, True, True, True]
+        released.add(request_id, 0.0)
+    assert [request_id in released for request_id in ids] == [False, False, True, True, True]

@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 from domain_support import insert, new_id, new_write, partition, update
 
-from tq_service.domain.claims.leases import UNCLAIMED
 from tq_service.domain.claims.queue_claims import release
 from tq_service.domain.plan import Plan, RankPlan
-from tq_service.domain.states import CLEARED, FAILED, HELD, LIVE
+from tq_service.domain.states import CLEARED, FAILED, HELD, LIVE, UNCLAIMED
 from tq_service.errors import (
     InvalidArgumentError,
     PartitionSealedError,
@@ -31,7 +30,7 @@ def open_rows(train, task):
 def claim(train, task, indexes, request_id=None):
     rows = np.array(indexes, np.int64)
     request_id = request_id or new_id()
-    task.record_queue_claim(request_id, RankPlan(rows=rows), train.table.find(rows))
+    task.claim_samples(request_id, RankPlan(rows=rows), train.table.find(rows))
     return request_id
 
 
@@ -68,7 +67,7 @@ def test_open_rows_of_a_task_are_counted_through_all_that_happens():
     train = partition()
     insert(train, 4)
     task = train.task("t")
-    assert task.open_count == open_rows(train, task) == 4
+    assert task.backlog == open_rows(train, task) == 4
     insert(train, 4, state="held")
     insert(train, 2, state="failed")
     first = claim(train, task, [0, 1, 2])
@@ -87,8 +86,8 @@ def test_open_rows_of_a_task_are_counted_through_all_that_happens():
         lambda: train.reset(task, keep_consumed=False),
     ):
         change()
-        assert task.open_count == open_rows(train, task)
-        assert late.open_count == open_rows(train, late) == train.open_count
+        assert task.backlog == open_rows(train, task)
+        assert late.backlog == open_rows(train, late) == train.open_count
     assert (task.epoch, task.consumed_count) == (2, 0)
 
 
@@ -101,7 +100,7 @@ def test_releasing_counts_the_samples_that_are_claimable_again():
     update(train, [2], state="held")
     train.clear(np.array([3]))
     assert release(train, task, request_id) == 1
-    assert (task.consumed_count, task.open_count) == (0, 2)
+    assert (task.consumed_count, task.backlog) == (0, 2)
     assert request_id in task.released
 
 
@@ -230,11 +229,11 @@ def test_a_partition_that_lives_for_weeks_stays_small():
         rows = np.array(fresh)
         claim(train, reward, fresh)
         request = asks((0, 1, step), task="trainer")
-        trainer.record_batch(request.batch_spec, Plan.of([rows]), train.table.find(rows))
+        trainer.claim_batch(request.batch_spec, Plan.of([rows]), train.table.find(rows))
         train.clear(rows)
     assert train.inserted_count == 4800
     assert train.table.index.data.size <= 2400
     assert (train.key_index, len(train.groups), list(train.cells._puts.all())) == ({}, 0, [])
     for task in (trainer, reward):
-        assert not (task._by_serial or task._batches or task._queue_claims)
-        assert (task.consumed_count, task.open_count) == (4800, 0)
+        assert not (list(task.records()) or task.batches or task.claims)
+        assert (task.consumed_count, task.backlog) == (4800, 0)

@@ -137,7 +137,7 @@ async def test_a_worker_that_leaves_as_its_answer_comes_gives_it_back(bench):
     assert not call.done()
     call.cancel()
     await asyncio.wait([call])
-    assert (bench.task.consumed_count, bench.task.open_count) == (0, 2)
+    assert (bench.task.consumed_count, bench.task.backlog) == (0, 2)
     assert rows(await finished(bench.ask())) == [0, 1]
 
 
@@ -161,7 +161,7 @@ async def test_a_call_that_got_not_yet_takes_nothing_back_when_it_leaves(bench):
     waiter.expire()
     bench.insert(2)
     second = asks(request_id=request_id)
-    bench.task.record_queue_claim(request_id, RankPlan(rows=np.array([0, 1])), np.array([0, 1]))
+    bench.task.claim_samples(request_id, RankPlan(rows=np.array([0, 1])), np.array([0, 1]))
     first.cancel()
     await asyncio.wait([first])
     assert bench.task.recorded(second).rows.tolist() == [0, 1]

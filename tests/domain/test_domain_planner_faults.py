@@ -225,8 +225,8 @@ async def test_rows_cleared_before_the_answer_arrives_are_not_given(bench):
     await asyncio.wait([call, rank])
     assert isinstance(call.exception(), SamplesClearedError)
     assert isinstance(rank.exception(), SamplesClearedError)
-    assert not bench.task._queue_claims  # the rest of it is claimable again
-    assert bench.task.open_count == 1
+    assert not bench.task.claims  # the rest of it is claimable again
+    assert bench.task.backlog == 1
 
 
 async def test_waits_end_when_the_partition_is_cleared(bench):

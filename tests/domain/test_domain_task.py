@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 from domain_support import asks, batch_spec, insert, new_id, partition, update
 
-from tq_service.domain.claims import task as task_module
 from tq_service.domain.claims.end import End
+from tq_service.domain.claims.ledger import Tombstones
 from tq_service.domain.claims.queue_claims import release, take_back
-from tq_service.domain.claims.task import Refused
 from tq_service.domain.plan import Plan, RankPlan
 from tq_service.domain.tables.meta import Order
 from tq_service.errors import (
@@ -29,7 +28,7 @@ def record(train, *parts, index=None, **bound):
     task = train.task("t")
     request = asks((0, len(parts), task.next_batch_index), **bound)
     rows = np.array([row for part in parts for row in part], np.int64)
-    task.record_batch(request.batch_spec, Plan.of(parts), train.table.find(rows))
+    task.claim_batch(request.batch_spec, Plan.of(parts), train.table.find(rows))
     return task
 
 
@@ -45,12 +44,12 @@ def test_a_recorded_batch_is_the_answer_for_every_rank_and_again(train):
         assert [replay(task, rank, 2, 0) for rank in (0, 1)] == [[0, 1], [2, 3]]
         assert [replay(task, rank, 2, 1) for rank in (0, 1)] == [[4], []]
     assert replay(task, 0, 2, 2) is None
-    assert (task.consumed_count, task.open_count, task.dp_size, task.next_batch_index) == (5, 7, 2, 2)
+    assert (task.consumed_count, task.backlog, task.dp_size, task.next_batch_index) == (5, 7, 2, 2)
 
 
 def test_the_end_is_recorded_for_all_that_follows(train):
     task = record(train, [0], [1])
-    task.record_end(2, End(consumed=2, failed=10))
+    task.reach_end(2, End(consumed=2, failed=10))
     assert replay(task, 1, 2, 0) == [1]
     assert replay(task, 1, 2, 1) == replay(task, 0, 2, 9) == End(consumed=2, failed=10)
 
@@ -101,7 +100,7 @@ def test_a_batch_with_cleared_samples_is_not_given_as_if_whole(train):
 
 def test_a_queue_claim_with_cleared_samples_is_not_given_as_if_whole(train):
     task, request = train.task("t"), asks()
-    task.record_queue_claim(request.request_id, RankPlan(rows=np.array([0, 1])), np.array([0, 1]))
+    task.claim_samples(request.request_id, RankPlan(rows=np.array([0, 1])), np.array([0, 1]))
     assert task.recorded(request).rows.tolist() == [0, 1]
     train.clear(np.array([1]))
     with pytest.raises(SamplesClearedError):
@@ -118,7 +117,7 @@ def test_records_go_with_the_last_of_their_rows(train):
     task = record(train, [0, 1], [2, 3])
     record(train, [4], [5])
     request_id = new_id()
-    task.record_queue_claim(request_id, RankPlan(rows=np.array([6, 7])), np.array([6, 7]))
+    task.claim_samples(request_id, RankPlan(rows=np.array([6, 7])), np.array([6, 7]))
     assert len(list(task.records())) == 3
     train.clear(np.array([0, 1, 2, 4, 6]))
     assert len(list(task.records())) == 3
@@ -126,7 +125,7 @@ def test_records_go_with_the_last_of_their_rows(train):
     assert len(list(task.records())) == 1
     train.clear(np.array([7]))
     assert not list(task.records())
-    assert not (task._batches or task._queue_claims)
+    assert not (task.batches or task.claims)
     assert release(train, task, request_id) == 0
     assert task.consumed_count == 8
 
@@ -134,8 +133,8 @@ def test_records_go_with_the_last_of_their_rows(train):
 @pytest.mark.parametrize("keep_consumed", [False, True])
 def test_a_reset_starts_an_epoch(train, keep_consumed):
     task = record(train, [0, 1], [2, 3])
-    task.record_queue_claim(new_id(), RankPlan(rows=np.array([4])), np.array([4]))
-    task.record_end(2, End(consumed=5, cleared=7))
+    task.claim_samples(new_id(), RankPlan(rows=np.array([4])), np.array([4]))
+    task.reach_end(2, End(consumed=5, cleared=7))
     assert train.reset(task, keep_consumed=keep_consumed) == 1
     task.check_epoch(1)
     task.check_epoch(None)
@@ -144,16 +143,16 @@ def test_a_reset_starts_an_epoch(train, keep_consumed):
     assert caught.value.metadata == {"got": "0", "expected": "1"}
     assert replay(task, 0, 4, 0) is None
     assert not list(task.records())
-    assert (task.consumed_count, task.open_count) == ((5, 7) if keep_consumed else (0, 12))
+    assert (task.consumed_count, task.backlog) == ((5, 7) if keep_consumed else (0, 12))
     train.clear(np.array([0, 5]))
-    assert task.open_count == (6 if keep_consumed else 10)
+    assert task.backlog == (6 if keep_consumed else 10)
 
 
 def test_a_released_claim_is_claimable_again_and_refused(train):
     task, request = train.task("t"), asks()
-    task.record_queue_claim(request.request_id, RankPlan(rows=np.array([3, 4])), np.array([3, 4]))
+    task.claim_samples(request.request_id, RankPlan(rows=np.array([3, 4])), np.array([3, 4]))
     assert release(train, task, request.request_id) == 2
-    assert (task.consumed_count, task.open_count) == (0, 12)
+    assert (task.consumed_count, task.backlog) == (0, 12)
     with pytest.raises(ClaimReleasedError):
         task.recorded(request)
     assert release(train, task, new_id()) == 0
@@ -161,8 +160,8 @@ def test_a_released_claim_is_claimable_again_and_refused(train):
 
 def test_a_claim_is_taken_back_only_when_nobody_else_has_it(train):
     task, request = train.task("t"), asks()
-    task.record_queue_claim(request.request_id, RankPlan(rows=np.array([0])), np.array([0]))
-    task.recorded(request)  # a retry is given the same
+    given = task.claim_samples(request.request_id, RankPlan(rows=np.array([0])), np.array([0]))
+    given.answer_count = 2  # a retry is given the same
     take_back(train, task, request.request_id)
     assert task.consumed_count == 1
     take_back(train, task, request.request_id)
@@ -171,16 +170,12 @@ def test_a_claim_is_taken_back_only_when_nobody_else_has_it(train):
     assert task.recorded(request) is None  # not refused: the caller may ask again
 
 
-def test_released_ids_are_forgotten_in_time(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(task_module, "time", type("Clock", (), {"monotonic": staticmethod(lambda: now[0])}))
-    released, old, young = Refused(), new_id(), new_id()
-    released.add(old)
-    now[0] = 800.0
-    released.add(young)
+def test_ids_of_released_claims_are_forgotten_in_time():
+    released, old, young = Tombstones(), new_id(), new_id()
+    released.add(old, 0.0)
+    released.add(young, 800.0)
     assert old in released
-    now[0] = 1000.0
-    released.add(new_id())
+    released.add(new_id(), 1000.0)
     assert old not in released
     assert young in released
 
@@ -205,7 +200,7 @@ def test_few_batches_are_kept_without_rows(train):
     for step in range(40):
         rows = np.array(insert(train, 1))
         batch_spec = asks((0, 2, step), task="trainer").batch_spec
-        task.record_batch(batch_spec, Plan.of([rows, rows[:0]]), train.table.find(rows))
+        task.claim_batch(batch_spec, Plan.of([rows, rows[:0]]), train.table.find(rows))
         train.clear(rows)
-    assert len(task._batches) == 16
-    assert min(task._batches) == 24
+    assert len(task.batches) == 16
+    assert min(task.batches) == 24

@@ -34,7 +34,7 @@ def groups(train, limit=None, *, no_more=False, unit="sample", block_size=None, 
 def consume(train, *indexes):
     task = train.task("t")
     rows = np.array(indexes, np.int64)
-    task.record_queue_claim(asks().request_id, RankPlan(rows=rows), train.table.find(rows))
+    task.claim_samples(asks().request_id, RankPlan(rows=rows), train.table.find(rows))
 
 
 # Ready rows
@@ -189,7 +189,7 @@ def test_the_start_is_lowered_when_an_early_row_becomes_ready(train):
 def test_a_released_claim_is_found_again(train):
     insert(train, 4)
     request, task = asks(), train.task("t")
-    task.record_queue_claim(request.request_id, RankPlan(rows=np.array([0, 1])), np.array([0, 1]))
+    task.claim_samples(request.request_id, RankPlan(rows=np.array([0, 1])), np.array([0, 1]))
     assert ready(train, 1) == [2]
     release(train, task, request.request_id)
     assert ready(train) == [0, 1, 2, 3]

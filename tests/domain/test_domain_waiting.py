@@ -14,8 +14,8 @@ from planner_bench import Bench, Whenever, rows
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.claims import wait_queue as waiters
 from tq_service.domain.claims.end import End
+from tq_service.domain.claims.ledger import QueueClaim
 from tq_service.domain.claims.wait_queue import LoopYielder, NotYet, Waiter, WaitQueue
-from tq_service.domain.plan import RankPlan
 from tq_service.domain.tables.meta import Condition
 from tq_service.domain.writes import PartitionSettings
 from tq_service.errors import InvalidArgumentError, PartitionClearedError, StaleEpochError
@@ -270,7 +270,7 @@ async def test_a_claim_far_ahead_leaves_their_turn_to_others_of_its_task(bench):
     while not all(call.done() for call in (worker, look, replay)):
         await turns(1)
     assert not far.done()
-    assert isinstance(look.result(), RankPlan)
+    assert isinstance(look.result(), QueueClaim)
     assert rows(replay) == [0]
     await far
 

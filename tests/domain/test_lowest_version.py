@@ -10,10 +10,9 @@ from property_settings import examples
 from tq_service.domain.admission import lowest_version
 from tq_service.domain.admission.lowest_version import LowestVersion
 from tq_service.domain.claims.queue_claims import release
-from tq_service.domain.claims.task import UNCLAIMED
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import RankPlan
-from tq_service.domain.states import HELD, LIVE
+from tq_service.domain.states import HELD, LIVE, UNCLAIMED
 from tq_service.domain.writes import PartitionSettings
 from tq_service.schema import MetaColumn, RunAhead
 

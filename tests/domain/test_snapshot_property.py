@@ -13,6 +13,7 @@ from property_settings import examples
 from test_claims_property import SEEDS, Interleaving, sequences
 
 from tq_service.domain.catalog import Catalog
+from tq_service.domain.claims.ledger import QueueClaim
 from tq_service.durable.snapshot import FrozenService, read_snapshot, write_snapshot
 from tq_service.samplers import PlanRunner
 
@@ -41,21 +42,19 @@ def _details(partition):
 
 
 def _task_details(task, count):
-    leases = task.leases
-    claims = task._queue_claims.values()
     return {
         "claim": task.claim[:count].tolist(),
-        "batches_without_rows": list(task._batches_without_rows),
+        "batches_without_rows": list(task.batches_without_rows),
         "expired": sorted(task.expired.log),
-        "deliveries": None if leases._deliveries is None else leases.deliveries[:count].tolist(),
-        "leased": (leases.count, leases.set_aside_count, sorted(leases.live)),
-        "leases": {claim.request_id: _lease(claim) for claim in claims if claim.lease is not None},
+        "deliveries": None if task._deliveries is None else task.deliveries[:count].tolist(),
+        "leased": (task.leased_count, task.dead_lettered_count, sorted(task.leases)),
+        "leases": {claim.request_id: _lease(claim) for claim in task.claims.values() if claim.lease is not None},
     }
 
 
 def _lease(claim):
     lease = claim.lease
-    return (lease.serial, lease.rows.tolist(), lease.terms, lease.delivery_counts.tolist(), lease.left_count)
+    return (lease.serial, claim.rows.tolist(), lease.terms, lease.delivery_counts.tolist(), lease.left_count)
 
 
 class Twin:
@@ -71,7 +70,10 @@ class Twin:
             claimed = await self.catalog.claim(NAME, b"", call.request, 0)
         except Exception as error:
             return type(error), str(error)
-        return repr(claimed.answer)
+        claim = claimed.answer
+        if not isinstance(claim, QueueClaim):
+            return repr(claim)
+        return repr(claim.part), None if claim.lease is None else _lease(claim)
 
 
 async def settled(driver):

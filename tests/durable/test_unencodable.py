@@ -15,7 +15,7 @@ from domain_support import asks, new_write
 
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.changes import BatchPlanned, ClaimReleased, QueueClaimed, SamplesWritten
-from tq_service.domain.claims.task import Task
+from tq_service.domain.claims.ledger import TaskLedger
 from tq_service.domain.plan import Pack, Plan, RankPlan
 from tq_service.domain.requests import RequestLog
 from tq_service.durable import keeper as keeper_module
@@ -147,7 +147,7 @@ def test_a_first_write_that_cannot_be_encoded_leaves_no_partition(tmp_path, monk
 
 
 def test_a_release_that_cannot_be_encoded_leaves_the_claim(tmp_path, monkeypatch):
-    from tq_service.domain import queue_claims
+    from tq_service.domain.claims import queue_claims
 
     async def release_in_vain(service):
         service.catalog.write("train", b"", new_write(6, ("x",)))
@@ -179,7 +179,7 @@ def test_a_fault_within_a_change_ends_the_service_and_its_step_is_not_written_do
         before = service.state()
         service.catalog.write("train", b"", new_write(3, ("x",)))  # of the same step, and nobody was answered
         unanswered = asyncio.ensure_future(service.keeper.durable()) if sync else None
-        monkeypatch.setattr(Task, "record_queue_claim", half_done)
+        monkeypatch.setattr(TaskLedger, "claim_samples", half_done)
         later = []
         service.keeper.after_durable(lambda: later.append("called"))
         with caplog.at_level(logging.CRITICAL), pytest.raises(ZeroDivisionError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tq_service.domain.claims.task import Task
+from tq_service.domain.claims.ledger import TaskLedger
 from tq_service.samplers import Plan, PlanRequest, Sampler, View
 from tq_service.server import to_proto
 
@@ -25,5 +25,5 @@ class BreaksClaims(Sampler):
     """From its first plan on, claims fail when they are made in part."""
 
     def plan(self, view: View, request: PlanRequest) -> Plan | None:
-        Task.record_queue_claim = _fail  # type: ignore[assignment,method-assign]
+        TaskLedger.claim_samples = _fail  # type: ignore[assignment,method-assign]
         return None

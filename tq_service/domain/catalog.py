@@ -255,7 +255,7 @@ class Catalog:
         """Let the leases run out that were recovered or restored, each after its full time."""
         for partition in self._partitions.values():
             for task in partition.tasks.values():
-                if task.leases.live:
+                if task.leases:
                     self.planner(partition, task.name).start_leases()
 
     def waiting_count(self, partition: Partition, task_name: str) -> int:

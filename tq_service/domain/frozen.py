@@ -6,7 +6,7 @@ left out: scan positions, key indexes, free slots, how many samples of a claim a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,11 +16,8 @@ from tq_service.domain.tables.column import FrozenColumn
 from tq_service.schema import FieldSpec
 
 if TYPE_CHECKING:
-    from tq_service.domain.claims.claim_records import Batch, QueueClaim
+    from tq_service.domain.claims.ledger import Batch, QueueClaim
     from tq_service.domain.writes import PartitionSettings
-
-Records = Sequence[Mapping[int, "Batch | QueueClaim"]]
-"""Records of claims by their serial, in blocks of ascending serials."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,14 +82,6 @@ class FrozenCells:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FrozenLeases:
-    """How often rows were leased, None where none was in this epoch, and how many were set aside."""
-
-    deliveries: FrozenColumn | None = None
-    set_aside_count: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class FrozenTask:
     """What a task has consumed.
 
@@ -102,7 +91,8 @@ class FrozenTask:
         claim: for each row what became of it.
         records: the claims that still have rows.
         batches_without_rows: batches kept though their rows are gone.
-        released: ids of claims that were given back.
+        deliveries: how often rows were leased, None where none was in this epoch.
+        released: ids of claims that were released.
         expired: ids of claims of which samples were not acknowledged in time.
     """
 
@@ -112,12 +102,13 @@ class FrozenTask:
     next_batch_index: int
     end: End | None
     consumed_count: int
-    open_count: int
+    backlog: int
     serial: int
     claim: FrozenColumn
-    records: Records = ()
+    records: Sequence[Batch | QueueClaim] = ()
     batches_without_rows: Sequence[Batch] = ()
-    leases: FrozenLeases = field(default_factory=FrozenLeases)
+    deliveries: FrozenColumn | None = None
+    dead_lettered_count: int = 0
     released: FrozenLog = field(default_factory=FrozenLog)
     expired: FrozenLog = field(default_factory=FrozenLog)
 

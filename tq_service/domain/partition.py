@@ -31,9 +31,8 @@ from tq_service.domain.changes import (
     Tell,
 )
 from tq_service.domain.claims.end import End
-from tq_service.domain.claims.leases import Lease, LeaseTerms
-from tq_service.domain.claims.request import BatchSpec
-from tq_service.domain.claims.task import Task
+from tq_service.domain.claims.ledger import QueueClaim, TaskLedger
+from tq_service.domain.claims.request import BatchSpec, LeaseTerms
 from tq_service.domain.frozen import FrozenPartition
 from tq_service.domain.plan import Indexes, Plan, RankPlan
 from tq_service.domain.resolve import Target, check_write, of_rows, resolve_target
@@ -69,7 +68,7 @@ class Partition:
         self.groups = GroupTable(self.table)
         self.meta = CustomMeta(self.table)
         self.cells = CellTable(self.table, settings.default_layout)
-        self.tasks: dict[str, Task] = {}
+        self.tasks: dict[str, TaskLedger] = {}
         self.state_counts = [0, 0, 0, 0]  # of rows in the table, by state code
         self.insert_size_gcd = 0  # greatest common divisor of the sizes of all puts of new rows
         self.row_version = 0  # rows written so far, for those who wait for a number of them
@@ -148,7 +147,7 @@ class Partition:
             self.groups.add(groups, write.group_size, positions, held=code == HELD, failed=code == FAILED)
         if code != FAILED:
             for task in self.tasks.values():
-                task.open_count += count
+                task.on_rows_added(count)
         return added
 
     def _add_keys(self, keys: Sequence[str], known: Names | None, first_index: int) -> None:
@@ -196,7 +195,7 @@ class Partition:
             freed = self.cells.forget(changed, self.cells.fields.values())
             self.groups.count(self.groups.failed, changed, 1)
             for task in self.tasks.values():
-                task.closes(changed)
+                task.on_rows_closed(changed)
         self._count_states(changed, -1)
         self.state.write(changed, code)
         self._count_states(changed, 1)
@@ -248,8 +247,8 @@ class Partition:
         states = self.state.data[positions]
         still_open = positions[(states == LIVE) | (states == HELD)]
         for task in self.tasks.values():
-            task.closes(still_open)
-            task.forget(positions)
+            task.on_rows_closed(still_open)
+            task.on_rows_cleared(positions)
         if positions.size == self.table.present_count:
             self.key_index.clear()
         elif self.key_index:
@@ -273,15 +272,15 @@ class Partition:
 
     # Tasks
 
-    def task(self, name: str) -> Task:
+    def task(self, name: str) -> TaskLedger:
         """Return a task, made on its first use."""
         task = self.tasks.get(name)
         if task is None:
             with self.recording(TaskSeen(partition_id=self.partition_id, task_name=name)):
-                task = self.tasks[name] = Task(name, self.table, open_count=self.open_count)
+                task = self.tasks[name] = TaskLedger(name, self.table, self.state, backlog=self.open_count)
         return task
 
-    def known_task(self, name: str) -> Task:
+    def known_task(self, name: str) -> TaskLedger:
         """Return a task that has asked before."""
         if name not in self.tasks:
             raise TaskNotFoundError(
@@ -300,23 +299,23 @@ class Partition:
         """Samples that are live or held."""
         return self.state_counts[LIVE] + self.state_counts[HELD]
 
-    def record_batch(self, task: Task, batch_spec: BatchSpec, plan: Plan, positions: Indexes) -> None:
+    def record_batch(self, task: TaskLedger, batch_spec: BatchSpec, plan: Plan, positions: Indexes) -> None:
         """Record the plan of a task's next batch_index and mark its rows at `positions` consumed."""
         change = BatchPlanned(partition_id=self.partition_id, task_name=task.name, batch_spec=batch_spec, plan=plan)
         with self.recording(change):
-            task.record_batch(batch_spec, plan, positions)
+            task.claim_batch(batch_spec, plan, positions)
             self._consumed()
 
-    def record_end(self, task: Task, dp_size: int, end: End) -> None:
+    def record_end(self, task: TaskLedger, dp_size: int, end: End) -> None:
         """Record that no batch follows, for all ranks and batch indexes from the next on."""
         change = EndReached(partition_id=self.partition_id, task_name=task.name, dp_size=dp_size, end=end)
         with self.recording(change):
-            task.record_end(dp_size, end)
+            task.reach_end(dp_size, end)
 
     def record_queue_claim(
-        self, task: Task, request_id: bytes, part: RankPlan, positions: Indexes, terms: LeaseTerms | None = None
-    ) -> Lease | None:
-        """Record what a queue worker gets; return its lease where it has `terms`."""
+        self, task: TaskLedger, request_id: bytes, part: RankPlan, positions: Indexes, terms: LeaseTerms | None = None
+    ) -> QueueClaim:
+        """Record what a queue worker gets, leased where `terms` are given."""
         change = QueueClaimed(
             partition_id=self.partition_id,
             task_name=task.name,
@@ -327,30 +326,26 @@ class Partition:
             group_block_size=None if terms is None else terms.group_block_size,
         )
         with self.recording(change):
-            claim = task.record_queue_claim(request_id, part, positions, terms)
+            claim = task.claim_samples(request_id, part, positions, terms)
             self._consumed()
-        return claim.lease
+        return claim
 
-    def reopen(self, task: Task, positions: Indexes) -> int:
-        """Count rows as open that a task has given back; return how many are live."""
-        states = self.state.data[positions]
-        task.open_count += int(np.count_nonzero((states == LIVE) | (states == HELD)))
+    def on_reopened(self, positions: Indexes) -> int:
+        """Notify those who wait of rows that a task has released; return how many are live."""
         if positions.size:
             self.state_version += 1
             self._touched(self.table.index.data[positions])
-        return int(np.count_nonzero(states == LIVE))
+        return int(np.count_nonzero(self.state.data[positions] == LIVE))
 
-    def reset(self, task: Task, *, keep_consumed: bool) -> int:
+    def reset(self, task: TaskLedger, *, keep_consumed: bool) -> int:
         """Start the next epoch of a task and return it."""
         change = ConsumptionReset(partition_id=self.partition_id, task_name=task.name, keep_consumed=keep_consumed)
         with self.recording(change):
-            reopened = task.reset(keep_consumed=keep_consumed)
+            reopened = task.reset(keep_consumed=keep_consumed, open_count=self.open_count)
             if keep_consumed:
-                self.reopen(task, reopened)
-            else:
-                task.open_count = self.open_count
-                if (lowest := self.lowest_versions.get(task.name)) is not None:
-                    lowest.forget()
+                self.on_reopened(reopened)
+            elif (lowest := self.lowest_versions.get(task.name)) is not None:
+                lowest.forget()
             self.state_version += 1
             self.changed()
         return task.epoch
@@ -419,7 +414,7 @@ class Partition:
         partition.groups.thaw(frozen.groups)
         partition.meta.thaw(frozen.meta)
         partition.cells.thaw(frozen.puts, frozen.fields)
-        partition.tasks = {task.name: Task.thaw(task, table) for task in frozen.tasks}
+        partition.tasks = {task.name: TaskLedger.thaw(task, table, partition.state) for task in frozen.tasks}
         partition.sealed = frozen.sealed
         partition.insert_size_gcd = frozen.insert_size_gcd
         states = partition.state[table.present_positions()]
@@ -437,7 +432,7 @@ class Partition:
             lowest.touched(indexes)
         first = int(indexes.min())
         for task in self.tasks.values():
-            task.touched(indexes, first)
+            task.on_rows_changed(indexes, first)
         self.changed()
 
     def changed(self) -> None:

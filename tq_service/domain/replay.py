@@ -22,8 +22,8 @@ from tq_service.domain.changes import (
     TaskSeen,
 )
 from tq_service.domain.claims import queue_claims
-from tq_service.domain.claims.leases import LeaseTerms
-from tq_service.domain.claims.task import Task
+from tq_service.domain.claims.ledger import TaskLedger
+from tq_service.domain.claims.request import LeaseTerms
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes
 
@@ -51,7 +51,7 @@ def apply_change(partition: Partition, change: Change) -> None:
             _apply_to_task(partition, partition.known_task(getattr(change, "task_name", "")), change)
 
 
-def _apply_to_task(partition: Partition, task: Task, change: Change) -> None:
+def _apply_to_task(partition: Partition, task: TaskLedger, change: Change) -> None:
     match change:
         case BatchPlanned():
             rows = np.concatenate([part.rows for part in change.plan.ranks])
@@ -61,7 +61,6 @@ def _apply_to_task(partition: Partition, task: Task, change: Change) -> None:
         case QueueClaimed():
             positions = _found(partition, change.part.rows)
             partition.record_queue_claim(task, change.request_id, change.part, positions, _terms(change))
-            task.forget_callers(change.request_id)
         case ClaimReleased():
             if change.is_final:
                 queue_claims.release(partition, task, change.request_id, change.global_indexes)

@@ -1,4 +1,4 @@
-"""States of rows as they are kept in a column: one byte each."""
+"""What stands in columns of rows: their states, one byte each, and what became of them for a task."""
 
 from __future__ import annotations
 
@@ -7,3 +7,8 @@ from tq_service.schema import SampleState
 CLEARED, LIVE, HELD, FAILED = 0, 1, 2, 3
 STATE_CODES = {SampleState.LIVE: LIVE, SampleState.HELD: HELD, SampleState.FAILED: FAILED}
 STATE_NAMES = ("cleared", "live", "held", "failed")
+
+# In the `claim` column of a task, beside the serials of its claims; see `claims.ledger`.
+UNCLAIMED = 0  # so that a new task costs the same however many rows there are
+CONSUMED_EARLIER = 1
+DEAD_LETTERED = -1

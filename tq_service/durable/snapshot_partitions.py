@@ -8,11 +8,10 @@ from typing import Any, Final
 import numpy as np
 
 from tq_service.domain.aging_log import Entry, FrozenLog
-from tq_service.domain.claims.claim_records import Batch, QueueClaim
+from tq_service.domain.claims.ledger import Batch, QueueClaim
 from tq_service.domain.frozen import (
     FrozenField,
     FrozenGroups,
-    FrozenLeases,
     FrozenMeta,
     FrozenPartition,
     FrozenPuts,
@@ -177,11 +176,11 @@ def _encode_task(task: FrozenTask) -> Iterator[pb.SnapshotRecord]:
         next_batch_index=task.next_batch_index,
         end=None if task.end is None else encode_end(task.end),
         consumed_count=task.consumed_count,
-        open_count=task.open_count,
+        open_count=task.backlog,
         serial=task.serial,
-        has_deliveries=task.leases.deliveries is not None,
-        set_aside_count=task.leases.set_aside_count,
-        claim_count=sum(map(len, task.records)) + len(task.batches_without_rows),
+        has_deliveries=task.deliveries is not None,
+        set_aside_count=task.dead_lettered_count,
+        claim_count=len(task.records) + len(task.batches_without_rows),
         rowless_count=len(task.batches_without_rows),
         released_count=sum(map(len, task.released.blocks)),
         expired_count=sum(map(len, task.expired.blocks)),
@@ -189,13 +188,12 @@ def _encode_task(task: FrozenTask) -> Iterator[pb.SnapshotRecord]:
     yield pb.SnapshotRecord(task=message)
     for column in encode_numbers("claims", task.claim):
         yield pb.SnapshotRecord(column=column)
-    if task.leases.deliveries is not None:
-        for column in encode_numbers("deliveries", task.leases.deliveries):
+    if task.deliveries is not None:
+        for column in encode_numbers("deliveries", task.deliveries):
             yield pb.SnapshotRecord(column=column)
     encoder = PartEncoder()
-    for block in task.records:
-        yield from encode_records(block, encoder)
-    yield from encode_batches([(0, batch) for batch in task.batches_without_rows], encoder)
+    yield from encode_records(task.records, encoder)
+    yield from encode_batches(task.batches_without_rows, encoder, have_rows=False)
     yield from encode_ids(task.released)
     yield from encode_ids(task.expired)
 
@@ -204,18 +202,19 @@ def _decode_task(reader: SnapshotReader, rows: int) -> FrozenTask:
     message: pb.SnapshotTask = reader.take("task")
     claim = reader.column(rows, np.int64)
     deliveries = reader.column(rows, np.int32) if message.has_deliveries else None
-    records: list[dict[int, Batch | QueueClaim]] = []
+    records: list[Batch | QueueClaim] = []
     batches_without_rows: list[Batch] = []
     left = message.claim_count
     while left > 0:
         if reader.kind == "claims":
-            records.append(decode_claims(reader.take("claims")))
-            left -= len(records[-1])
+            claims = decode_claims(reader.take("claims"))
+            records.extend(claims)
+            left -= len(claims)
             continue
         batches = decode_batches(reader.take("batches"))
         left -= len(batches)
-        records.append({serial: batch for serial, batch in batches if serial})
-        batches_without_rows.extend(batch for serial, batch in batches if not serial)
+        records.extend(batch for batch in batches if batch.serial)
+        batches_without_rows.extend(batch for batch in batches if not batch.serial)
     if left < 0 or len(batches_without_rows) != message.rowless_count:
         raise ValueError(f"task {message.name!r} has another number of claims than it says, {message.claim_count}")
     return FrozenTask(
@@ -225,12 +224,13 @@ def _decode_task(reader: SnapshotReader, rows: int) -> FrozenTask:
         next_batch_index=message.next_batch_index,
         end=decode_end(message.end) if message.HasField("end") else None,
         consumed_count=message.consumed_count,
-        open_count=message.open_count,
+        backlog=message.open_count,
         serial=message.serial,
         claim=claim,
         records=records,
         batches_without_rows=batches_without_rows,
-        leases=FrozenLeases(deliveries=deliveries, set_aside_count=message.set_aside_count),
+        deliveries=deliveries,
+        dead_lettered_count=message.set_aside_count,
         released=_decode_ids(reader, message.released_count),
         expired=_decode_ids(reader, message.expired_count),
     )

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, TypeVar
 
 import numpy as np
 
 from tq_service.domain.aging_log import Entry, FrozenLog
-from tq_service.domain.claims.claim_records import Batch, QueueClaim
-from tq_service.domain.claims.leases import Lease, LeaseTerms
-from tq_service.domain.claims.request import BatchSpec
+from tq_service.domain.claims.ledger import Batch, Lease, QueueClaim
+from tq_service.domain.claims.request import BatchSpec, LeaseTerms
 from tq_service.domain.plan import Pack, Plan, RankPlan
 from tq_service.durable.messages import decode_binding, decode_part, encode_binding, encode_indexes, encode_steps
 from tq_service.v1 import journal_pb2
@@ -70,19 +69,21 @@ class PartEncoder:
 # Claims
 
 
-def encode_records(block: Mapping[int, Batch | QueueClaim], encoder: PartEncoder) -> Iterator[pb.SnapshotRecord]:
-    """Yield the records of claims by their serial."""
-    claims = [record for record in block.values() if isinstance(record, QueueClaim)]
+def encode_records(records: Sequence[Batch | QueueClaim], encoder: PartEncoder) -> Iterator[pb.SnapshotRecord]:
+    """Yield the records of claims that have rows."""
+    claims = [record for record in records if isinstance(record, QueueClaim)]
     for some in _batched(claims, _CLAIMS_A_RECORD):
         yield pb.SnapshotRecord(claims=_encode_claims(some, encoder))
-    batches = [(serial, record) for serial, record in block.items() if isinstance(record, Batch)]
-    yield from encode_batches(batches, encoder)
+    yield from encode_batches([record for record in records if isinstance(record, Batch)], encoder)
 
 
-def encode_batches(batches: Sequence[tuple[int, Batch]], encoder: PartEncoder) -> Iterator[pb.SnapshotRecord]:
+def encode_batches(
+    batches: Sequence[Batch], encoder: PartEncoder, *, have_rows: bool = True
+) -> Iterator[pb.SnapshotRecord]:
     """Yield the records of batches with their serials, 0 for those whose rows are gone."""
     for some in _batched(batches, _CLAIMS_A_RECORD):
-        yield pb.SnapshotRecord(batches=_encode_batches(some, encoder))
+        serials = [batch.serial if have_rows else 0 for batch in some]
+        yield pb.SnapshotRecord(batches=_encode_batches(some, serials, encoder))
 
 
 def _encode_claims(claims: Sequence[QueueClaim], encoder: PartEncoder) -> pb.SnapshotClaims:
@@ -111,16 +112,16 @@ def _encode_lease(position: int, lease: Lease) -> pb.SnapshotLease:
     )
 
 
-def _encode_batches(batches: Sequence[tuple[int, Batch]], encoder: PartEncoder) -> pb.SnapshotBatches:
+def _encode_batches(batches: Sequence[Batch], serials: Sequence[int], encoder: PartEncoder) -> pb.SnapshotBatches:
     numbers: dict[BatchSpec, int] = {}
-    indexes = [numbers.setdefault(batch.batch_spec, len(numbers)) for _, batch in batches]
+    indexes = [numbers.setdefault(batch.batch_spec, len(numbers)) for batch in batches]
     return pb.SnapshotBatches(
-        serials=_integers(serial for serial, _ in batches),
-        batch_indexes=_integers(batch.batch_index for _, batch in batches),
-        sizes=_integers(batch.size for _, batch in batches),
+        serials=_integers(serials),
+        batch_indexes=_integers(batch.batch_index for batch in batches),
+        sizes=_integers(batch.size for batch in batches),
         bindings=map(encode_binding, numbers),
         binding_indexes=np.array(indexes, "<i4").tobytes(),
-        plans=[_plan_bytes(batch, encoder) for _, batch in batches],
+        plans=[_plan_bytes(batch, encoder) for batch in batches],
     )
 
 
@@ -131,28 +132,27 @@ def _plan_bytes(batch: Batch, encoder: PartEncoder) -> bytes:
     return pb.SnapshotPlan(ranks=map(encoder.encode, batch.plan.ranks)).SerializeToString()
 
 
-def decode_claims(message: pb.SnapshotClaims) -> dict[int, Batch | QueueClaim]:
-    """Return claims of queue workers by their serial; how much is left of them follows from the rows.
+def decode_claims(message: pb.SnapshotClaims) -> list[QueueClaim]:
+    """Return claims of queue workers; how much is left of them follows from the rows.
 
     Raises:
         ValueError: parts of the record differ in number.
     """
     serials = _integers_of(message.serials)
     claims = [
-        QueueClaim(request_id=request_id, serial=serial, part=EncodedPart(part), remaining=0, given_count=0)
+        QueueClaim(request_id=request_id, serial=serial, part=EncodedPart(part), remaining=0)
         for serial, request_id, part in zip(serials, message.request_ids, message.parts, strict=True)
     ]
     for lease in message.leases:
         claim = claims[lease.position]
-        claim.lease = _decode_lease(lease, claim, message.parts[lease.position])
-    return {claim.serial: claim for claim in claims}
+        claim.lease = _decode_lease(lease, claim)
+    return claims
 
 
-def _decode_lease(message: pb.SnapshotLease, claim: QueueClaim, part: bytes) -> Lease:
+def _decode_lease(message: pb.SnapshotLease, claim: QueueClaim) -> Lease:
     return Lease(
         request_id=claim.request_id,
         serial=claim.serial,
-        rows=np.frombuffer(journal_pb2.PlannedPart.FromString(part).rows, "<i8"),
         terms=LeaseTerms(
             seconds=message.seconds,
             max_deliveries=message.max_deliveries or None,
@@ -163,8 +163,8 @@ def _decode_lease(message: pb.SnapshotLease, claim: QueueClaim, part: bytes) -> 
     )
 
 
-def decode_batches(message: pb.SnapshotBatches) -> list[tuple[int, Batch]]:
-    """Return batches with their serials; how much is left of them follows from the rows.
+def decode_batches(message: pb.SnapshotBatches) -> list[Batch]:
+    """Return batches, with serial 0 where their rows are gone; how much is left of them follows from the rows.
 
     Raises:
         ValueError, IndexError: parts of the record differ in number.
@@ -179,7 +179,14 @@ def decode_batches(message: pb.SnapshotBatches) -> list[tuple[int, Batch]]:
         strict=True,
     )
     return [
-        (serial, Batch(batch_spec=bindings[binding], plan=EncodedPlan(plan), batch_index=index, size=size, remaining=0))
+        Batch(
+            serial=serial,
+            batch_spec=bindings[binding],
+            plan=EncodedPlan(plan),
+            batch_index=index,
+            size=size,
+            remaining=0,
+        )
         for serial, index, size, binding, plan in facts
     ]
 

@@ -13,10 +13,9 @@ import numpy as np
 
 from tq_service.domain.catalog import Catalog, check_name
 from tq_service.domain.claims import queue_claims
-from tq_service.domain.claims.request import ClaimRequest
-from tq_service.domain.claims.task import Task
+from tq_service.domain.claims.ledger import QueueClaim
 from tq_service.domain.partition import Partition
-from tq_service.domain.plan import Indexes, RankPlan
+from tq_service.domain.plan import Indexes
 from tq_service.domain.requests import RequestLog
 from tq_service.errors import (
     CellNotFoundError,
@@ -24,7 +23,6 @@ from tq_service.errors import (
     FieldNotFoundError,
     InvalidArgumentError,
     KeyNotFoundError,
-    LeaseExpiredError,
     nearest,
 )
 from tq_service.samplers import PlanRunner, SamplerRegistry
@@ -196,10 +194,10 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
             raise DeadlineError("the call's deadline had passed when it arrived")
         claimed = await self._catalog.claim(request.partition_id, request.incarnation, claim, seconds)
         meta = to_proto.claim_meta(
-            request.partition_id, claimed, claim.task_name, spec.data_fields, self._storages.addresses
-        )
-        if claim.rank is None and claimed.partition is not None and isinstance(claimed.answer, RankPlan):
-            _add_lease(meta, claimed.partition.known_task(claim.task_name), claim)
+            request.partition_id, claimed, claim.task_name, spec.data_fields, self._storages.addresses,
+            now=asyncio.get_running_loop().time(),
+        )  # fmt: skip
+        if claimed.partition is not None and isinstance(claimed.answer, QueueClaim):
             self._take_back_if_unsent(context, claimed.partition, claim.task_name, claim.request_id)
         return pb.GetMetaResponse(meta=meta)
 
@@ -327,18 +325,6 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
             controller_boot_id=self._storages.boot_id,
             unknown_put_ids=verified.unknown,
             undecided_put_ids=verified.undecided,
-        )
-
-
-def _add_lease(meta: metadata_pb2.BatchMeta, task: Task, request: ClaimRequest) -> None:
-    """Say how the samples of an answer are leased; refuse one whose claim went while the answer was on its way."""
-    claim = task.queue_claim(request.request_id)
-    if claim is not None and claim.lease is not None:
-        to_proto.add_lease(meta, claim.lease, asyncio.get_running_loop().time())
-    elif request.lease is not None and claim is None:
-        raise LeaseExpiredError(
-            f"the lease of this claim of task {task.name!r} ended before its answer was sent; ask again under a new "
-            f"request_id"
         )
 
 

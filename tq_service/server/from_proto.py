@@ -13,8 +13,7 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.struct_pb2 import Struct
 
 from tq_service.domain.catalog import check_name
-from tq_service.domain.claims.leases import LeaseTerms
-from tq_service.domain.claims.request import BatchSpec, ClaimRequest, ClaimSpec, Rank
+from tq_service.domain.claims.request import BatchSpec, ClaimRequest, ClaimSpec, LeaseTerms, Rank
 from tq_service.domain.plan import Indexes
 from tq_service.domain.tables.field_specs import ColumnWrite
 from tq_service.domain.tables.meta import Condition, Order

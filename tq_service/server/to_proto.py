@@ -8,8 +8,7 @@ import numpy as np
 
 from tq_service.domain.catalog import Catalog, Claimed
 from tq_service.domain.claims.end import End
-from tq_service.domain.claims.leases import Lease
-from tq_service.domain.claims.task import Task
+from tq_service.domain.claims.ledger import Lease, QueueClaim, TaskLedger
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes, RankPlan
 from tq_service.domain.states import FAILED, HELD, LIVE
@@ -24,7 +23,7 @@ from tq_service.wire.index_ranges import set_indexes
 from tq_service.wire.metadata import encode_meta_columns, encode_spec
 from tq_service.wire.run_ahead import encode_run_ahead
 
-_MOST_SET_ASIDE = 100  # named in a status
+_MOST_DEAD_LETTERED = 100  # named in a status
 
 
 def written_meta(partition: Partition, written: Written) -> metadata_pb2.BatchMeta:
@@ -40,17 +39,26 @@ def written_meta(partition: Partition, written: Written) -> metadata_pb2.BatchMe
 
 
 def claim_meta(
-    partition_id: str, claimed: Claimed, task_name: str, data_fields: Sequence[str], addresses: Mapping[str, str]
+    partition_id: str,
+    claimed: Claimed,
+    task_name: str,
+    data_fields: Sequence[str],
+    addresses: Mapping[str, str],
+    *,
+    now: float,
 ) -> metadata_pb2.BatchMeta:
-    """Return what a claim answers."""
+    """Return what a claim answers; `now` by the clock of the event loop."""
     partition, answer = claimed.partition, claimed.answer
     if partition is None:
         return metadata_pb2.BatchMeta(status=metadata_pb2.BATCH_STATUS_NOT_YET, partition_id=partition_id)
     epoch = partition.tasks[task_name].epoch
-    if isinstance(answer, RankPlan):
-        meta = samples_meta(partition, answer.rows, data_fields, addresses)
+    if isinstance(answer, RankPlan | QueueClaim):
+        part = answer if isinstance(answer, RankPlan) else answer.part
+        meta = samples_meta(partition, part.rows, data_fields, addresses)
         meta.epoch = epoch
-        _add_steps(meta, answer)
+        _add_steps(meta, part)
+        if isinstance(answer, QueueClaim) and answer.lease is not None:
+            _add_lease(meta, answer.lease, now)
         return meta
     end = answer if isinstance(answer, End) else None
     return metadata_pb2.BatchMeta(
@@ -63,8 +71,7 @@ def claim_meta(
     )
 
 
-def add_lease(meta: metadata_pb2.BatchMeta, lease: Lease, now: float) -> None:
-    """Say how long the samples of a claim are leased, by the clock of the event loop."""
+def _add_lease(meta: metadata_pb2.BatchMeta, lease: Lease, now: float) -> None:
     meta.claim_request_id = lease.request_id
     meta.lease_seconds = lease.remaining_seconds(now)
     meta.delivery_counts.extend(lease.delivery_counts.tolist())
@@ -146,7 +153,7 @@ def specs(fields: Iterable[FieldSpec]) -> list[metadata_pb2.FieldSpec]:
     return [encode_spec(spec) for spec in fields]
 
 
-def consumption(partition: Partition, task: Task) -> pb.CheckConsumptionResponse:
+def consumption(partition: Partition, task: TaskLedger) -> pb.CheckConsumptionResponse:
     """Return what a task has consumed."""
     return pb.CheckConsumptionResponse(
         consumed=task.consumed_count,
@@ -155,21 +162,21 @@ def consumption(partition: Partition, task: Task) -> pb.CheckConsumptionResponse
         sealed=partition.sealed,
         complete=is_complete(partition, task),
         epoch=task.epoch,
-        leased=task.leases.count,
-        set_aside=task.leases.set_aside_count,
+        leased=task.leased_count,
+        set_aside=task.dead_lettered_count,
     )
 
 
-def skipped_count(partition: Partition, task: Task) -> int:
+def skipped_count(partition: Partition, task: TaskLedger) -> int:
     """Return how many samples a task will never get, as far as is known."""
     if task.end is not None:
         return task.end.skipped
-    return partition.inserted_count - task.consumed_count - task.open_count
+    return partition.inserted_count - task.consumed_count - task.backlog
 
 
-def is_complete(partition: Partition, task: Task) -> bool:
+def is_complete(partition: Partition, task: TaskLedger) -> bool:
     """Return whether nothing is left for a task."""
-    return task.end is not None or (partition.sealed and task.open_count == 0 and task.leases.count == 0)
+    return task.end is not None or (partition.sealed and task.backlog == 0 and task.leased_count == 0)
 
 
 def production(partition: Partition, names: Sequence[str]) -> pb.CheckProductionResponse:
@@ -216,9 +223,9 @@ def description(catalog: Catalog, partition: Partition) -> pb.DescribePartitionR
                 dp_size=task.dp_size or 0,
                 waiting_count=catalog.waiting_count(partition, task.name),
                 complete=is_complete(partition, task),
-                leased_count=task.leases.count,
-                set_aside_count=task.leases.set_aside_count,
-                set_aside_indexes=partition.table.index.data[task.leases.set_aside()[:_MOST_SET_ASIDE]].tolist(),
+                leased_count=task.leased_count,
+                set_aside_count=task.dead_lettered_count,
+                set_aside_indexes=partition.table.index.data[task.dead_lettered()[:_MOST_DEAD_LETTERED]].tolist(),
             )
             for task in partition.tasks.values()
         ],

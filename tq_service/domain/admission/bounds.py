@@ -146,7 +146,7 @@ class Bounds:
     def left_count(self, task_name: str) -> int:
         """Return how many samples a task has left to consume, all of them where it has not asked yet."""
         task = self._partition.tasks.get(task_name)
-        return self._partition.open_count if task is None else task.open_count
+        return self._partition.open_count if task is None else task.backlog
 
     def _distance(self, limit: RunAhead, need: Need, others: Iterable[Need]) -> float:
         """Return how far the versions of a write are above the lowest that is left; 0 where there is none."""

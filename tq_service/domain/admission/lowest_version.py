@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tq_service.domain.claims.leases import UNCLAIMED
 from tq_service.domain.plan import Indexes
-from tq_service.domain.states import HELD, LIVE
+from tq_service.domain.states import HELD, LIVE, UNCLAIMED
 from tq_service.domain.tables.table import RowTable, count_values
 
 if TYPE_CHECKING:

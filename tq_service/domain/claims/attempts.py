@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tq_service.domain.claims.ledger import TaskLedger
 from tq_service.domain.claims.request import ClaimRequest
-from tq_service.domain.claims.task import Task
 from tq_service.domain.claims.view import PartitionView
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import PlanRequest
@@ -34,7 +34,7 @@ class Attempts:
     So what is kept needs no limit of its own: the calls that wait hold their requests anyway, and are counted.
     """
 
-    def __init__(self, partition: Partition, task: Task) -> None:
+    def __init__(self, partition: Partition, task: TaskLedger) -> None:
         self._partition = partition
         self._task = task
         self._ways: dict[object, _Way] = {}
@@ -89,4 +89,4 @@ class Attempts:
     @property
     def _consumed(self) -> tuple[int, int]:
         """Counts that differ whenever samples were consumed, or are leased no longer."""
-        return self._task.consumed_count, self._task.leases.count
+        return self._task.consumed_count, self._task.leased_count

@@ -13,7 +13,7 @@ class End:
         consumed: consumed by the task, cleared ones included.
         cleared: cleared before the task took them.
         failed: failed before the task took them.
-        set_aside: delivered too often without being acknowledged, cleared ones included.
+        dead_lettered: delivered too often without being acknowledged, cleared ones included.
         excluded: ruled out by the task's `where`.
         in_incomplete_groups: of groups that cannot be delivered whole any more.
         left_over: ready, but in no plan: a short last batch with `drop_last`, or what the sampler leaves out.
@@ -22,7 +22,7 @@ class End:
     consumed: int
     cleared: int = 0
     failed: int = 0
-    set_aside: int = 0
+    dead_lettered: int = 0
     excluded: int = 0
     in_incomplete_groups: int = 0
     left_over: int = 0
@@ -31,6 +31,6 @@ class End:
     def skipped(self) -> int:
         """Samples that the task never gets."""
         reasons = (
-            self.cleared, self.failed, self.set_aside, self.excluded, self.in_incomplete_groups, self.left_over
+            self.cleared, self.failed, self.dead_lettered, self.excluded, self.in_incomplete_groups, self.left_over
         )  # fmt: skip
         return sum(reasons)

@@ -11,12 +11,11 @@ import numpy as np
 
 from tq_service.domain.claims.attempts import Attempts
 from tq_service.domain.claims.end import End
-from tq_service.domain.claims.leases import LeaseTerms
+from tq_service.domain.claims.ledger import TaskLedger
 from tq_service.domain.claims.ordered_rows import OrderedRows, order_key
 from tq_service.domain.claims.readiness import Readiness
-from tq_service.domain.claims.request import ClaimRequest
+from tq_service.domain.claims.request import ClaimRequest, LeaseTerms
 from tq_service.domain.claims.sort_keys import key_kinds
-from tq_service.domain.claims.task import Task
 from tq_service.domain.claims.view import PartitionView
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes, LengthSource, Plan, PlanRequest, PlansBatches, View
@@ -54,7 +53,7 @@ class Planned:
 class PlanSearch:
     """Looks for the plans of one task."""
 
-    def __init__(self, partition: Partition, task: Task, runner: RunsPlans) -> None:
+    def __init__(self, partition: Partition, task: TaskLedger, runner: RunsPlans) -> None:
         self._partition = partition
         self._task = task
         self._runner = runner

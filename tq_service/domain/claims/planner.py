@@ -16,16 +16,16 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from tq_service.domain.claims.end import End
-from tq_service.domain.claims.lease_timer import LeaseClock
+from tq_service.domain.claims.lease_timer import LeaseTimer
+from tq_service.domain.claims.ledger import QueueClaim, TaskLedger
 from tq_service.domain.claims.micro_batches import cut_micro_batches
 from tq_service.domain.claims.plan_search import Planned, PlanSearch, RunsPlans
 from tq_service.domain.claims.queue_claims import expire, extend, take_back
 from tq_service.domain.claims.request import ClaimRequest
-from tq_service.domain.claims.task import Task
 from tq_service.domain.claims.wait_queue import Answer, LoopYielder, NotYet, Waiter, WaitQueue
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import RankPlan
-from tq_service.errors import InternalError, SamplesClearedError, TqError
+from tq_service.errors import InternalError, LeaseExpiredError, SamplesClearedError, TqError
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ _MOST_BATCHES_A_ROUND = 64
 class Planner:
     """Serves the claims of one task."""
 
-    def __init__(self, partition: Partition, task: Task, runner: RunsPlans) -> None:
+    def __init__(self, partition: Partition, task: TaskLedger, runner: RunsPlans) -> None:
         self._partition = partition
         self._task = task
         self._ranks: WaitQueue[tuple[int, object]] = WaitQueue()  # by batch_index and way of asking
@@ -46,7 +46,7 @@ class Planner:
         self._polls: list[Waiter] = []  # whose time is over once the pump has looked at all, from now on, once
         self._gone: Callable[[], TqError] | None = None
         self._ending: asyncio.Task[None] | None = None
-        self._clock = LeaseClock(task.leases, partial(expire, partition, task))
+        self._timer = LeaseTimer(task.leases, partial(expire, partition, task))
         self.start_leases()
         partition.on_change.append(self.wake)
 
@@ -58,7 +58,7 @@ class Planner:
     async def claim(self, request: ClaimRequest, max_wait_seconds: float) -> Answer:
         """Return the recorded answer, or wait for one; `NotYet` when the time is over."""
         self._task.check_epoch(request.epoch)
-        recorded = self._task.recorded(request)
+        recorded = self._recorded(request)
         if recorded is not None:
             return recorded
         if self._gone is not None:
@@ -79,8 +79,10 @@ class Planner:
             self._polls.append(waiter)
         try:
             answer = await waiter.answer
-            if isinstance(answer, RankPlan) and self._partition.table.removed_count != removed_count:
-                self._task.check_present(answer)
+            if isinstance(answer, RankPlan | QueueClaim) and self._partition.table.removed_count != removed_count:
+                self._task.check_present(answer.rows)
+            if isinstance(answer, QueueClaim) and answer.lease is not None:
+                self._check_leased(answer)
             return answer
         except (asyncio.CancelledError, SamplesClearedError):
             self._take_back(waiter)
@@ -92,7 +94,7 @@ class Planner:
             self._search.attempts.leave(request)
             del waiter  # through which an error would hold this frame, and with it the partition
 
-    def _claim_at_once(self, request: ClaimRequest) -> RankPlan | None:
+    def _claim_at_once(self, request: ClaimRequest) -> RankPlan | QueueClaim | None:
         """Return a claim that needs no wait and no pump: the next batch, by a quick sampler, of samples that are ready.
 
         While no pump runs those who wait have been looked after in vain, so that nobody's turn is taken.
@@ -104,23 +106,37 @@ class Planner:
         if planned is None:
             return None
         plan = cut_micro_batches(planned.plan, request.batch_spec.micro_batch_size)
-        if rank is None:
-            self._record_queue_claim(request.request_id, plan.ranks[0], planned)
-        else:
-            self._partition.record_batch(self._task, request.batch_spec, plan, planned.positions)
         self.wake()  # others may disagree with this plan, or have waited for what was the last batch
-        return plan.ranks[0 if rank is None else rank.dp_rank]
+        if rank is None:
+            return self._record_queue_claim(request.request_id, plan.ranks[0], planned)
+        self._partition.record_batch(self._task, request.batch_spec, plan, planned.positions)
+        return plan.ranks[rank.dp_rank]
+
+    def _recorded(self, request: ClaimRequest) -> RankPlan | QueueClaim | End | None:
+        """Return the recorded answer of a call, None where there is none; a queue claim counts the calls it answers."""
+        recorded = self._task.recorded(request)
+        if isinstance(recorded, QueueClaim):
+            recorded.answer_count += 1
+        return recorded
+
+    def _check_leased(self, claim: QueueClaim) -> None:
+        """Refuse a claim that went between its record and the turn of the loop in which its call goes on."""
+        if self._task.claims.get(claim.request_id) is not claim:
+            raise LeaseExpiredError(
+                f"the lease of this claim of task {self._task.name!r} ended before its answer was sent; ask again "
+                f"under a new request_id"
+            )
 
     def start_leases(self) -> None:
-        """Let leases run out that no clock knows: those of an earlier life of the service, after their full time."""
-        for lease in self._task.leases.live.values():
+        """Have leases expire that the timer does not know: those of an earlier instance, after their full time."""
+        for lease in self._task.leases.values():
             if math.isinf(lease.deadline):
-                self._clock.start(lease)
+                self._timer.start(lease)
 
     def extend(self, request_id: bytes, seconds: float) -> int:
         """Give a leased claim more time, from now on; return the number of samples left of it."""
         lease = extend(self._partition, self._task, request_id, seconds)
-        self._clock.start(lease)
+        self._timer.start(lease)
         return lease.left_count
 
     def wake(self) -> None:
@@ -132,7 +148,7 @@ class Planner:
     def end(self, error: Callable[[], TqError]) -> None:
         """End all waiting calls, and those to come, with an error."""
         self._gone = error
-        self._clock.stop()
+        self._timer.stop()
         if self._ranks or self._queues:
             self._ending = asyncio.get_running_loop().create_task(self._end_all(error))
 
@@ -162,7 +178,7 @@ class Planner:
         """Release what a queue worker was given and will not get."""
         answer = waiter.answer
         is_over = answer.done() and not answer.cancelled() and answer.exception() is None
-        if waiter.request.rank is None and is_over and isinstance(answer.result(), RankPlan):
+        if waiter.request.rank is None and is_over and isinstance(answer.result(), QueueClaim):
             take_back(self._partition, self._task, waiter.request.request_id)
 
     async def _end_stale(self) -> None:
@@ -333,7 +349,7 @@ class Planner:
 
     async def _plan_queue(self, waiter: Waiter) -> Answer | None:
         request = waiter.request
-        recorded = self._task.recorded(request)
+        recorded = self._recorded(request)
         if recorded is not None:  # a retry that came while the first call still waited
             return recorded
         planned = await self._search.plan(request)
@@ -343,12 +359,14 @@ class Planner:
             return planned
         self._task.recorded(request)  # refuses what was released while the plan was made
         part = cut_micro_batches(planned.plan, request.batch_spec.micro_batch_size).ranks[0]
-        if waiter.is_waiting:  # else it left while its plan was made, and nothing is consumed
-            self._record_queue_claim(request.request_id, part, planned)
-            self._is_dirty = True  # this may have been the last that others waited for
-        return part
+        if not waiter.is_waiting:  # it left while its plan was made, and nothing is consumed
+            return NotYet()
+        self._is_dirty = True  # this may have been the last that others waited for
+        return self._record_queue_claim(request.request_id, part, planned)
 
-    def _record_queue_claim(self, request_id: bytes, part: RankPlan, planned: Planned) -> None:
-        lease = self._partition.record_queue_claim(self._task, request_id, part, planned.positions, planned.lease)
-        if lease is not None:
-            self._clock.start(lease)
+    def _record_queue_claim(self, request_id: bytes, part: RankPlan, planned: Planned) -> QueueClaim:
+        claim = self._partition.record_queue_claim(self._task, request_id, part, planned.positions, planned.lease)
+        claim.answer_count = 1
+        if claim.lease is not None:
+            self._timer.start(claim.lease)
+        return claim

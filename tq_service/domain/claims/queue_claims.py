@@ -1,16 +1,16 @@
 """What becomes of the claims of queue workers: given back, acknowledged, given more time, run out.
 
-Each is one change of the partition, told as such. What a lease means stands in `leases`.
+Each is one change of the partition, told as such. What a lease means stands in `ledger`.
 """
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 
 from tq_service.domain.changes import ClaimAcked, ClaimExtended, ClaimReleased, LeaseExpired
-from tq_service.domain.claims.claim_records import QueueClaim
-from tq_service.domain.claims.leases import Lease
-from tq_service.domain.claims.task import Task
+from tq_service.domain.claims.ledger import Lease, QueueClaim, TaskLedger
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes
 from tq_service.domain.tables.groups import group_ids
@@ -19,7 +19,7 @@ from tq_service.errors import InvalidArgumentError, LeaseExpiredError, Precondit
 _MOST_NAMED = 20
 
 
-def release(partition: Partition, task: Task, request_id: bytes, rows: Indexes | None = None) -> int:
+def release(partition: Partition, task: TaskLedger, request_id: bytes, rows: Indexes | None = None) -> int:
     """Give back what is left of a claim, or some samples of a leased one; its request_id is refused from now on.
 
     Return the number of samples that are claimable again. What the claim does not hold any more is ignored, as is an
@@ -28,7 +28,7 @@ def release(partition: Partition, task: Task, request_id: bytes, rows: Indexes |
     Raises:
         InvalidArgumentError: only a part of a claim without a lease is named, or of a group that stays whole.
     """
-    claim = task.queue_claim(request_id)
+    claim = task.claims.get(request_id)
     if claim is not None and rows is not None:
         rows = _part(partition, task, claim, rows)
         if rows is not None and rows.size == 0:
@@ -36,33 +36,45 @@ def release(partition: Partition, task: Task, request_id: bytes, rows: Indexes |
     return _give_back(partition, task, request_id, rows, is_final=True)
 
 
-def take_back(partition: Partition, task: Task, request_id: bytes) -> None:
+def take_back(partition: Partition, task: TaskLedger, request_id: bytes) -> None:
     """Undo a claim whose answer reached nobody; the caller may ask again under the same request_id."""
-    if task.is_given_once(request_id):
+    claim = task.claims.get(request_id)
+    if claim is None:
+        return
+    claim.answer_count -= 1
+    if claim.answer_count == 0:
         undo(partition, task, request_id)
 
 
-def undo(partition: Partition, task: Task, request_id: bytes) -> None:
+def undo(partition: Partition, task: TaskLedger, request_id: bytes) -> None:
     """Give back what is left of a claim; its request_id may be used again."""
     _give_back(partition, task, request_id, None, is_final=False)
 
 
-def _give_back(partition: Partition, task: Task, request_id: bytes, rows: Indexes | None, *, is_final: bool) -> int:
-    claim = task.queue_claim(request_id)
+def _give_back(
+    partition: Partition, task: TaskLedger, request_id: bytes, rows: Indexes | None, *, is_final: bool
+) -> int:
+    claim = task.claims.get(request_id)
     change = ClaimReleased(
         partition_id=partition.partition_id, task_name=task.name, request_id=request_id,
         global_indexes=rows, is_final=is_final,
     )  # fmt: skip
     with partition.recording(change):
         if is_final:
-            task.released.add(request_id)
-        return 0 if claim is None else partition.reopen(task, task.release(claim, rows))
+            task.released.add(request_id, time.monotonic())
+        if claim is None:
+            return 0
+        positions = task.left(claim)
+        if rows is not None and claim.lease is not None:
+            positions = positions[np.isin(partition.table.index.data[positions], rows)]
+        task.nack(claim, positions)
+        return partition.on_reopened(positions)
 
 
-def _part(partition: Partition, task: Task, claim: QueueClaim, rows: Indexes) -> Indexes | None:
+def _part(partition: Partition, task: TaskLedger, claim: QueueClaim, rows: Indexes) -> Indexes | None:
     """Return those of `rows` that can be given back, None for all that is left."""
     if claim.lease is None:
-        left = claim.part.rows[partition.table.find(claim.part.rows) >= 0]
+        left = claim.rows[partition.table.find(claim.rows) >= 0]
         if not np.isin(left, rows).all():
             raise InvalidArgumentError(
                 f"got {rows.size} of the {left.size} samples of a claim without a lease, which is given back whole; "
@@ -70,13 +82,13 @@ def _part(partition: Partition, task: Task, claim: QueueClaim, rows: Indexes) ->
                 field="global_indexes",
             )
         return None
-    left = partition.table.index.data[task.leases.left(claim.lease)]
+    left = partition.table.index.data[task.left(claim)]
     chosen = left[np.isin(left, rows)]
     _check_whole_groups(partition, claim.lease, left, chosen)
     return chosen
 
 
-def acknowledge(partition: Partition, task: Task, request_id: bytes, rows: Indexes | None = None) -> int:
+def acknowledge(partition: Partition, task: TaskLedger, request_id: bytes, rows: Indexes | None = None) -> int:
     """Have samples of a leased claim done for good, all that are left or those named; return how many were leased.
 
     Samples that are done, have failed or were cleared may be named: nobody else will do their work.
@@ -86,12 +98,12 @@ def acknowledge(partition: Partition, task: Task, request_id: bytes, rows: Index
         InvalidArgumentError: samples were never in the claim, or are a part of a group that stays whole.
         PreconditionError: the claim was made without a lease.
     """
-    claim = task.queue_claim(request_id)
+    claim = task.claims.get(request_id)
     if claim is None:
         _check_cleared(partition, task, request_id, rows)
         return 0
     lease = _lease_of(task, claim)
-    positions = task.leases.left(lease)
+    positions = task.left(claim)
     left = partition.table.index.data[positions]
     if rows is None:
         if request_id in task.expired:
@@ -109,19 +121,19 @@ def acknowledge(partition: Partition, task: Task, request_id: bytes, rows: Index
         global_indexes=chosen if chosen.size < left.size else None,
     )  # fmt: skip
     with partition.recording(change):
-        task.leases.settle(lease, positions)
+        task.ack(lease, positions)
         partition.changed()
     return int(positions.size)
 
 
-def extend(partition: Partition, task: Task, request_id: bytes, seconds: float) -> Lease:
+def extend(partition: Partition, task: TaskLedger, request_id: bytes, seconds: float) -> Lease:
     """Give what is left of a leased claim more time, from now on; return the lease.
 
     Raises:
         LeaseExpiredError: the lease ran out, or its samples were given back.
         PreconditionError: nothing is left to be acknowledged, or the claim was made without a lease.
     """
-    claim = task.queue_claim(request_id)
+    claim = task.claims.get(request_id)
     if claim is None or request_id in task.expired:
         raise _is_over(task)
     lease = _lease_of(task, claim)
@@ -138,26 +150,26 @@ def extend(partition: Partition, task: Task, request_id: bytes, seconds: float) 
     return lease
 
 
-def expire(partition: Partition, task: Task, request_id: bytes) -> None:
-    """Let a lease run out: what is left is claimable again, or set aside.
+def expire(partition: Partition, task: TaskLedger, request_id: bytes) -> None:
+    """Let a lease run out: what is left is claimable again, or dead-lettered.
 
     Raises:
         LookupError: nothing is leased under this request_id.
     """
-    claim = task.queue_claim(request_id)
+    claim = task.claims.get(request_id)
     if claim is None or claim.lease is None or claim.lease.left_count == 0:
         raise LookupError(f"task {task.name!r} has leased nothing under request_id {request_id.hex()}")
     change = LeaseExpired(partition_id=partition.partition_id, task_name=task.name, request_id=request_id)
     with partition.recording(change):
-        partition.state_version += 1  # what is set aside may bring the end, or let the rest of its group go
-        partition.reopen(task, task.expire(claim, claim.lease))
+        partition.state_version += 1  # what is dead-lettered may bring the end, or let the rest of its group go
+        partition.on_reopened(task.expire(claim.lease, task.left(claim), time.monotonic()))
         partition.changed()
 
 
 # Checks
 
 
-def _lease_of(task: Task, claim: QueueClaim) -> Lease:
+def _lease_of(task: TaskLedger, claim: QueueClaim) -> Lease:
     if claim.lease is None:
         raise PreconditionError(
             f"this claim of task {task.name!r} has no lease, so its samples were done when they were handed out; ask "
@@ -166,7 +178,7 @@ def _lease_of(task: Task, claim: QueueClaim) -> Lease:
     return claim.lease
 
 
-def _check_cleared(partition: Partition, task: Task, request_id: bytes, rows: Indexes | None) -> None:
+def _check_cleared(partition: Partition, task: TaskLedger, request_id: bytes, rows: Indexes | None) -> None:
     """Refuse to acknowledge for a claim that is gone, unless it went with its samples when they were cleared."""
     if rows is None or rows.size == 0 or request_id in task.expired:
         raise _is_over(task, rows)
@@ -175,8 +187,8 @@ def _check_cleared(partition: Partition, task: Task, request_id: bytes, rows: In
         raise _is_over(task, there)
 
 
-def _check_held(partition: Partition, task: Task, claim: QueueClaim, rows: Indexes) -> None:
-    foreign = rows[~np.isin(rows, claim.part.rows)]
+def _check_held(partition: Partition, task: TaskLedger, claim: QueueClaim, rows: Indexes) -> None:
+    foreign = rows[~np.isin(rows, claim.rows)]
     if foreign.size:
         raise InvalidArgumentError(
             f"samples {_named(foreign)} were never in this claim of task {task.name!r}; acknowledge each claim by the "
@@ -207,7 +219,7 @@ def _check_whole_groups(partition: Partition, lease: Lease, left: Indexes, chose
         )
 
 
-def _is_over(task: Task, rows: Indexes | None = None) -> LeaseExpiredError:
+def _is_over(task: TaskLedger, rows: Indexes | None = None) -> LeaseExpiredError:
     what = "samples of this claim" if rows is None else f"samples {_named(rows)}"
     return LeaseExpiredError(
         f"{what} are no longer leased to this worker of task {task.name!r}: the lease ran out, was given back, or "

@@ -7,23 +7,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.domain.claims.leases import UNCLAIMED
 from tq_service.domain.claims.sort_keys import Keys, indexes_of, sort_keys
 from tq_service.domain.plan import Indexes, LengthSource
-from tq_service.domain.states import LIVE
+from tq_service.domain.states import LIVE, UNCLAIMED
 from tq_service.domain.tables.meta import Condition, Order
 from tq_service.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
+    from tq_service.domain.claims.ledger import TaskLedger
     from tq_service.domain.claims.request import BatchSpec
-    from tq_service.domain.claims.task import Task
     from tq_service.domain.partition import Partition
 
 
 class Readiness:
     """The conditions of one way of asking over the rows of a partition, in the arrays of the moment it was made."""
 
-    def __init__(self, partition: Partition, task: Task, batch_spec: BatchSpec, length: LengthSource | None) -> None:
+    def __init__(
+        self, partition: Partition, task: TaskLedger, batch_spec: BatchSpec, length: LengthSource | None
+    ) -> None:
         self._partition = partition
         self._batch_spec = batch_spec
         self._length = length

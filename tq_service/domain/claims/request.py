@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
-from tq_service.domain.claims.leases import LeaseTerms
 from tq_service.domain.plan import PlanRequest, PlansBatches
 from tq_service.domain.tables.meta import Condition, Order
 from tq_service.schema import BatchUnit
@@ -40,6 +39,23 @@ class Rank:
     dp_rank: int
     dp_size: int
     batch_index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseTerms:
+    """How samples are leased to a queue worker.
+
+    Attributes:
+        seconds: what is not acknowledged within so many seconds can be claimed by others.
+        max_deliveries: a sample delivered so often without being acknowledged is dead-lettered; None: no bound.
+        group_block_size: where the claim is of whole groups, which then are acknowledged, released and redelivered
+            whole: 0 for named groups, else the length of the blocks of consecutive indexes that stand in for
+            them; None: samples come and go one by one.
+    """
+
+    seconds: float
+    max_deliveries: int | None = None
+    group_block_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,18 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.domain.claims.end import End
-from tq_service.domain.claims.leases import UNCLAIMED
 from tq_service.domain.claims.ordered_rows import OrderedRows
 from tq_service.domain.claims.readiness import Readiness
 from tq_service.domain.plan import Groups, Indexes, LengthSource
-from tq_service.domain.states import CLEARED, FAILED, HELD, LIVE, STATE_NAMES
+from tq_service.domain.states import CLEARED, FAILED, HELD, LIVE, STATE_NAMES, UNCLAIMED
 from tq_service.domain.tables.groups import group_ids
 from tq_service.errors import InvalidArgumentError, MissingLengthError
 from tq_service.schema import BatchUnit
 
 if TYPE_CHECKING:
+    from tq_service.domain.claims.ledger import TaskLedger
     from tq_service.domain.claims.request import BatchSpec
-    from tq_service.domain.claims.task import Task
     from tq_service.domain.partition import Partition
 
 _LEAST_CHUNK = 1024
@@ -40,7 +39,7 @@ class PartitionView:
     An order by numbers is read off `ordered`; without it all ready rows are sorted.
     """
 
-    def __init__(self, partition: Partition, task: Task, batch_spec: BatchSpec, length: LengthSource | None,
+    def __init__(self, partition: Partition, task: TaskLedger, batch_spec: BatchSpec, length: LengthSource | None,
                  *, remembers: bool, ordered: OrderedRows | None = None) -> None:  # fmt: skip
         self._partition = partition
         self._task = task
@@ -219,7 +218,7 @@ class PartitionView:
         if groups.in_use:
             explicit = ids >= 0
             slots = np.where(explicit, ids, 0)
-            aside, held_aside = self._set_aside_counts(ids, block_size)
+            aside, held_aside = self._dead_lettered_counts(ids, block_size)
             left = groups.members[slots] - groups.failed[slots] - groups.cleared[slots] - aside
             is_broken = left != groups.members[slots]
             can = self._partition.groups.is_complete(slots, block_size, no_more=self.no_more) & (
@@ -231,14 +230,14 @@ class PartitionView:
             return np.ones(ids.size, np.int64)
         if not take:
             return np.full(ids.size, block_size, np.int64)
-        return self._partition.block_counts(ids, block_size) - self._set_aside_counts(ids, block_size)[0]
+        return self._partition.block_counts(ids, block_size) - self._dead_lettered_counts(ids, block_size)[0]
 
-    def _set_aside_counts(self, ids: Indexes, block_size: int | None) -> tuple[Indexes, Indexes]:
-        """Return how many members of groups the task has set aside, and how many of these are held.
+    def _dead_lettered_counts(self, ids: Indexes, block_size: int | None) -> tuple[Indexes, Indexes]:
+        """Return how many members of groups the task has dead-lettered, and how many of these are held.
 
         To the task they are failed members; those that failed or were cleared since are not counted here.
         """
-        positions = self._task.leases.set_aside()
+        positions = self._task.dead_lettered()
         state = self._rows.state[positions]
         live = self._count_by_group(ids, positions[state == LIVE], block_size)
         held = self._count_by_group(ids, positions[state == HELD], block_size)
@@ -300,7 +299,7 @@ class PartitionView:
 
     def is_settled(self) -> bool:
         """Whether no row can become ready any more, given that no new rows come. What is leased may come back."""
-        if self._task.leases.count:
+        if self._task.leased_count:
             return False
         if self.is_plain and self.exhausted:
             return self.unready_count == 0
@@ -332,7 +331,7 @@ class PartitionView:
         groups = self._partition.groups
         if groups.in_use:
             slots = np.where(ids >= 0, ids, 0)
-            aside, _ = self._set_aside_counts(ids, block_size)
+            aside, _ = self._dead_lettered_counts(ids, block_size)
             is_broken = (groups.failed[slots] + groups.cleared[slots] + aside) > 0
             is_short = ~groups.is_complete(slots, block_size, no_more=True)
             dead: NDArray[np.bool_] = (ids >= 0) & (is_short | (is_broken & (not take)))
@@ -340,7 +339,7 @@ class PartitionView:
         if block_size is None or take:
             return np.zeros(positions.size, np.bool_)
         blocks, group_of = np.unique(ids, return_inverse=True)
-        aside, _ = self._set_aside_counts(blocks, block_size)
+        aside, _ = self._dead_lettered_counts(blocks, block_size)
         is_broken = self._partition.block_counts(blocks, block_size) - aside < block_size
         return np.asarray(is_broken[group_of], np.bool_)
 
@@ -352,7 +351,7 @@ class PartitionView:
     @property
     def unready_count(self) -> int:
         """Rows left for the task that were not ready, once a scan was exhausted."""
-        return self._task.open_count - self.seen_count
+        return self._task.backlog - self.seen_count
 
     def end(self) -> End:
         """Return the end; nothing may have changed since the view was made, of which the sampler planned nothing."""
@@ -367,12 +366,12 @@ class PartitionView:
         excluded = int(np.count_nonzero(is_excluded))
         kept = int(np.count_nonzero(is_open)) - excluded
         left_over = kept if self.grouping is None else self._count_in_whole_groups(self.grouping)
-        set_aside = self._task.leases.set_aside_count
+        dead_lettered = self._task.dead_lettered_count
         return End(
             consumed=consumed,
-            cleared=inserted - consumed - failed - set_aside - excluded - kept,
+            cleared=inserted - consumed - failed - dead_lettered - excluded - kept,
             failed=failed,
-            set_aside=set_aside,
+            dead_lettered=dead_lettered,
             excluded=excluded,
             in_incomplete_groups=kept - left_over,
             left_over=left_over,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from tq_service.domain.claims.end import End
+from tq_service.domain.claims.ledger import QueueClaim
 from tq_service.domain.claims.request import ClaimRequest
 from tq_service.domain.plan import RankPlan
 from tq_service.errors import TqError
@@ -20,7 +21,7 @@ class NotYet:
     """Nothing to hand out within the wait; never recorded."""
 
 
-Answer = RankPlan | End | NotYet
+Answer = RankPlan | QueueClaim | End | NotYet
 Key = TypeVar("Key")
 
 _STEPS_A_TURN = 16

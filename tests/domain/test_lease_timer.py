@@ -1,16 +1,16 @@
 """Leases run out in their time, by one timer however many there are, and leave nothing behind."""
 
 import asyncio
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from domain_support import asks, insert
 from planner_bench import Bench, finished, rows
 
-from tq_service.domain.claims.lease_timer import LeaseClock
-from tq_service.domain.claims.leases import Lease, LeaseTerms
+from tq_service.domain.claims.lease_timer import LeaseTimer
+from tq_service.domain.claims.ledger import Lease
 from tq_service.domain.claims.queue_claims import acknowledge, expire
+from tq_service.domain.claims.request import LeaseTerms
 
 
 class SkippingTime:
@@ -40,14 +40,14 @@ async def test_20000_leases_have_one_timer_and_run_out_in_order():
     bench.insert(20_000)
     for number in range(20_000):
         await bench.planner.claim(asks(**leased(100.0 if number % 2 else 200.0)), 0)
-    assert bench.task.leases.count == 20_000
+    assert bench.task.leased_count == 20_000
     assert len(timers()) == 1
     await time.skip(150.0, turns=1000)
-    assert bench.task.leases.count == 10_000
+    assert bench.task.leased_count == 10_000
     assert set((bench.task.claim.data[:20_000] < 0).nonzero()[0] % 2) == {0}
     await time.skip(100.0, turns=1000)
-    assert bench.task.leases.count == 0
-    assert not (timers() or bench.planner._clock._deadlines)
+    assert bench.task.leased_count == 0
+    assert not (timers() or bench.planner._timer._deadlines)
 
 
 async def test_the_loop_turns_while_thousands_run_out():
@@ -56,7 +56,7 @@ async def test_the_loop_turns_while_thousands_run_out():
     for _ in range(1000):
         await bench.planner.claim(asks(**leased(10.0)), 0)
     await time.skip(20.0, turns=2)
-    assert 0 < bench.task.leases.count < 1000
+    assert 0 < bench.task.leased_count < 1000
 
 
 async def test_deadlines_of_leases_that_ended_are_dropped():
@@ -71,7 +71,7 @@ async def test_deadlines_of_leases_that_ended_are_dropped():
         await bench.planner.claim(request, 0)
         bench.planner.extend(first.request_id, 2000.0)
         assert acknowledge(bench.partition, bench.task, request.request_id) == 1
-    assert len(bench.planner._clock._deadlines) < 100
+    assert len(bench.planner._timer._deadlines) < 100
     assert len(timers()) == 1
 
 
@@ -102,10 +102,10 @@ async def test_an_extended_lease_runs_out_when_it_was_extended_to():
     await time.skip(50.0)
     assert bench.planner.extend(request.request_id, 500.0) == 1
     await time.skip(400.0)
-    assert bench.task.leases.count == 1
+    assert bench.task.leased_count == 1
     assert bench.planner.extend(request.request_id, 10.0) == 1
     await time.skip(20.0)
-    assert bench.task.leases.count == 0
+    assert bench.task.leased_count == 0
 
 
 async def test_nothing_runs_out_once_the_planner_has_ended():
@@ -114,32 +114,31 @@ async def test_nothing_runs_out_once_the_planner_has_ended():
     await bench.planner.claim(asks(**leased(10.0)), 0)
     bench.planner.end(lambda: RuntimeError("over"))
     await time.skip(100.0)
-    assert (bench.task.leases.count, timers()) == (1, [])
+    assert (bench.task.leased_count, timers()) == (1, [])
 
 
 def test_a_lease_that_is_due_while_another_begins_on_uvloop():
     """A uvloop timer for a time that has come is a handle that cannot tell its time."""
-    no_rows = np.zeros(0, np.int64)
 
     def lease(serial, seconds):
         return Lease(
-            request_id=bytes([serial]), serial=serial, rows=no_rows, terms=LeaseTerms(seconds=seconds),
-            delivery_counts=no_rows.astype(np.int32), left_count=1,
+            request_id=bytes([serial]), serial=serial, terms=LeaseTerms(seconds=seconds),
+            delivery_counts=np.zeros(0, np.int32), left_count=1,
         )  # fmt: skip
 
     async def lease_two():
         leases = {each.serial: each for each in (lease(2, 0.0), lease(3, 100.0))}
         ran_out = asyncio.get_running_loop().create_future()
-        clock = LeaseClock(SimpleNamespace(live=leases), ran_out.set_result)
+        timer = LeaseTimer(leases, ran_out.set_result)
         for each in leases.values():
-            clock.start(each)
+            timer.start(each)
         return await ran_out
 
     with asyncio.Runner(loop_factory=pytest.importorskip("uvloop").new_event_loop) as runner:
         assert runner.run(lease_two()) == bytes([2])
 
 
-async def test_part_of_a_group_that_is_set_aside_is_a_failed_member():
+async def test_part_of_a_group_that_is_dead_lettered_is_a_failed_member():
     SkippingTime()
     bench = Bench()
     bench.insert(3, groups=["a"] * 3, group_size=3)

@@ -1,0 +1,561 @@
+"""The ledger of one task: which samples of a partition its claims have consumed, hold under a lease, or lost.
+
+One column, `claim`, says of each row what became of it, and nobody else writes it:
+
+- 0: it can be claimed;
+- 1: consumed in an earlier epoch;
+- n from 2 on: consumed for good by the claim with serial n: delivered without a lease, or acknowledged;
+- -n: leased to the claim with serial n, which has yet to acknowledge it;
+- -1: dead-lettered: delivered too often without being acknowledged.
+
+    0 --claim_batch, claim_samples---------------------------> n    (nack of a claim without a lease: back to 0)
+    0 --claim_samples with a lease--> -n --ack, row is gone--> n
+                                      -n --nack, expire------> 0    (expire of one delivered too often: -1)
+    any --reset--> 0, or 1 what was consumed and is kept so
+
+What changes the ledger checks nothing and reads no clock: it is given what was looked up and checked before, and does
+the same whether a claim is made now or is made again from the log.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tq_service.domain.aging_log import AgingLog
+from tq_service.domain.claims.end import End
+from tq_service.domain.claims.ordered_rows import OrdersOfTask
+from tq_service.domain.claims.request import BatchSpec, ClaimRequest, LeaseTerms
+from tq_service.domain.claims.scan_starts import ScanStarts
+from tq_service.domain.frozen import FrozenTask
+from tq_service.domain.plan import Indexes, Plan, RankPlan
+from tq_service.domain.states import CONSUMED_EARLIER, DEAD_LETTERED, HELD, LIVE, UNCLAIMED
+from tq_service.domain.tables.column import Column
+from tq_service.domain.tables.table import RowTable, count_values
+from tq_service.errors import (
+    ClaimReleasedError,
+    LeaseExpiredError,
+    PreconditionError,
+    RankDisagreementError,
+    SamplesClearedError,
+    StaleEpochError,
+)
+
+_TOMBSTONE_SECONDS = 900.0
+_MOST_TOMBSTONES = 65_536
+_MOST_BATCHES_WITHOUT_ROWS = 16  # short batches come at the end of an epoch, so there is rarely more than one
+
+Decode: TypeAlias = Callable[[], Plan]
+DecodePart: TypeAlias = Callable[[], RankPlan]
+
+
+class Batch:
+    """A recorded plan of `size` samples, of which `remaining` are not cleared.
+
+    Its plan may be given as what decodes it, which is done when somebody asks for it: of a hundred thousand batches
+    that are read from a file, few are ever asked for again.
+    """
+
+    __slots__ = ("_plan", "batch_index", "batch_spec", "remaining", "serial", "size")
+
+    def __init__(
+        self, *, serial: int, batch_spec: BatchSpec, plan: Plan | Decode, batch_index: int, size: int, remaining: int
+    ) -> None:
+        self.serial = serial
+        self.batch_spec = batch_spec
+        self.batch_index = batch_index
+        self.size = size
+        self.remaining = remaining
+        self._plan = plan
+
+    @property
+    def kept_plan(self) -> Plan | Decode:
+        """The plan as it is kept."""
+        return self._plan
+
+    @property
+    def plan(self) -> Plan:
+        """The parts of all ranks."""
+        if not isinstance(self._plan, Plan):
+            self._plan = self._plan()
+        return self._plan
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Lease:
+    """The lease of a claim, also once nothing is left of it.
+
+    Attributes:
+        request_id: names the claim.
+        serial: its number in the task.
+        delivery_counts: for each sample of the claim how often it was delivered, this time included.
+        left_count: samples that are leased: neither acknowledged, failed, cleared nor released.
+        deadline: when it expires, by the clock of the event loop; set by the lease timer, which no replay has.
+    """
+
+    request_id: bytes
+    serial: int
+    terms: LeaseTerms
+    delivery_counts: NDArray[np.int32]
+    left_count: int
+    deadline: float = math.inf
+
+    def extend(self, seconds: float) -> None:
+        """Change how long it lasts, also where it starts anew after a restart."""
+        self.terms = replace(self.terms, seconds=seconds)
+
+    def remaining_seconds(self, now: float) -> float:
+        """Return how long what is left of it stays with the worker; 0 where nothing is left."""
+        return max(0.0, self.deadline - now) if self.left_count else 0.0
+
+
+class QueueClaim:
+    """What a queue worker got; its part may be given as what decodes it, like the plan of a batch.
+
+    Attributes:
+        serial: its number in the task.
+        remaining: its samples that are neither cleared nor released.
+        lease: None: its samples are done.
+        answer_count: calls that were answered with it in this life of the service: a call that disconnects before its
+            answer was sent releases the claim only if no retry was given the same.
+    """
+
+    __slots__ = ("_part", "answer_count", "lease", "remaining", "request_id", "serial")
+
+    def __init__(
+        self,
+        *,
+        request_id: bytes,
+        serial: int,
+        part: RankPlan | DecodePart,
+        remaining: int,
+        lease: Lease | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.serial = serial
+        self.remaining = remaining
+        self.answer_count = 0
+        self.lease = lease
+        self._part = part
+
+    @property
+    def kept_part(self) -> RankPlan | DecodePart:
+        """The part as it is kept."""
+        return self._part
+
+    @property
+    def part(self) -> RankPlan:
+        """Its samples, and how they are used."""
+        if not isinstance(self._part, RankPlan):
+            self._part = self._part()
+        return self._part
+
+    @property
+    def rows(self) -> Indexes:
+        """Global indexes of its samples."""
+        return self.part.rows
+
+    @property
+    def mark(self) -> int:
+        """What stands in the `claim` column for the samples it has been given and holds."""
+        return self.serial if self.lease is None else -self.serial
+
+
+@dataclass(slots=True)
+class Tombstones:
+    """Request ids of claims that are no more, remembered long enough for a late GetMeta to be refused."""
+
+    log: AgingLog[None] = field(default_factory=AgingLog)
+
+    def add(self, request_id: bytes, at_seconds: float) -> None:
+        """Remember one from a time that is not before that of any other; forget those that are too old to matter."""
+        self.log.add(request_id, at_seconds, None)
+        self.log.drop_before(at_seconds - _TOMBSTONE_SECONDS)
+        while len(self.log) > _MOST_TOMBSTONES:
+            self.log.drop_oldest()
+
+    def __contains__(self, request_id: bytes) -> bool:
+        return request_id in self.log
+
+
+class TaskLedger:
+    """What one named consumer has consumed of a partition: its claims, leases, epoch and end.
+
+    Records of claims are dropped with the last of their rows, so what a task keeps is bounded by what is stored. A
+    short batch in which some ranks have no rows outlives those of the others, since these ranks may come late.
+
+    Attributes are read by everybody and changed here only:
+        consumed_count: rows consumed in this epoch, leased and cleared ones included.
+        backlog: rows that are live or held, and neither consumed nor dead-lettered.
+        leased_count: rows that are leased.
+        dead_lettered_count: rows dead-lettered in this epoch, cleared ones included.
+        batches: recorded batches by batch_index, also those kept without rows.
+        claims: claims of queue workers by their request_id.
+        leases: those of them that have rows left, by the serial of their claim.
+        batches_without_rows: batch indexes kept though their rows are gone, the oldest first.
+        released: ids of claims that were released.
+        expired: ids of claims of which samples were not acknowledged in time.
+    """
+
+    def __init__(self, name: str, table: RowTable, state: Column, *, backlog: int) -> None:
+        self.name = name
+        self.epoch = 0
+        self.dp_size: int | None = None
+        self.next_batch_index = 0
+        self.end: End | None = None
+        self.consumed_count = 0
+        self.backlog = backlog
+        self.leased_count = 0
+        self.dead_lettered_count = 0
+        self.claim = table.column(f"claim/{name}", np.int64, UNCLAIMED)
+        self.batches: dict[int, Batch] = {}
+        self.claims: dict[bytes, QueueClaim] = {}
+        self.leases: dict[int, Lease] = {}
+        self.batches_without_rows: deque[int] = deque()
+        self.released = Tombstones()
+        self.expired = Tombstones()
+        self.scan_starts = ScanStarts()
+        self.orders = OrdersOfTask()
+        self._table = table
+        self._state = state
+        self._deliveries: Column | None = None
+        self._serial = CONSUMED_EARLIER
+        self._by_serial: dict[int, Batch | QueueClaim] = {}
+
+    @property
+    def deliveries(self) -> Column:
+        """How often each row was delivered under a lease in this epoch; made on first use, most tasks need none."""
+        if self._deliveries is None:
+            self._deliveries = self._table.column(f"deliveries/{self.name}", np.int32, 0)
+        return self._deliveries
+
+    # Snapshots
+
+    def freeze(self) -> FrozenTask:
+        """Return all that the task has on record, as it is now: pointers to its records, and no copy of its columns."""
+        return FrozenTask(
+            name=self.name,
+            epoch=self.epoch,
+            dp_size=self.dp_size,
+            next_batch_index=self.next_batch_index,
+            end=self.end,
+            consumed_count=self.consumed_count,
+            backlog=self.backlog,
+            serial=self._serial,
+            claim=self.claim.freeze(self._table.count),
+            records=list(self._by_serial.values()),
+            batches_without_rows=[self.batches[batch_index] for batch_index in self.batches_without_rows],
+            deliveries=None if self._deliveries is None else self._deliveries.freeze(self._table.count),
+            dead_lettered_count=self.dead_lettered_count,
+            released=self.released.log.freeze(),
+            expired=self.expired.log.freeze(),
+        )
+
+    @classmethod
+    def thaw(cls, frozen: FrozenTask, table: RowTable, state: Column) -> TaskLedger:
+        """Return the task that was frozen, with the records of `frozen` for its own; `table` has its rows."""
+        task = cls(frozen.name, table, state, backlog=frozen.backlog)
+        task.epoch, task.dp_size = frozen.epoch, frozen.dp_size
+        task.next_batch_index = frozen.next_batch_index
+        task.end = frozen.end
+        task.consumed_count = frozen.consumed_count
+        task.dead_lettered_count = frozen.dead_lettered_count
+        task._serial = frozen.serial
+        table.thaw_column(task.claim, frozen.claim)
+        if frozen.deliveries is not None:
+            table.thaw_column(task.deliveries, frozen.deliveries)
+        task.released.log.thaw(frozen.released)
+        task.expired.log.thaw(frozen.expired)
+        task._resume_records(frozen)
+        return task
+
+    def _resume_records(self, frozen: FrozenTask) -> None:
+        """Have records of which how many rows are left follows from the `claim` column; leases begin anew."""
+        serials, counts = count_values(self.claim[: self._table.count])
+        rows_of = dict(zip(serials.tolist(), counts.tolist(), strict=True))
+        for record in frozen.records:
+            serial = record.serial
+            self._by_serial[serial] = record
+            record.remaining = rows_of.get(serial, 0) + rows_of.get(-serial, 0)
+            if isinstance(record, Batch):
+                self.batches[record.batch_index] = record
+                continue
+            self.claims[record.request_id] = record
+            if record.lease is not None:
+                record.lease.left_count = rows_of.get(-serial, 0)
+                if record.lease.left_count:
+                    self.leases[serial] = record.lease
+                    self.leased_count += record.lease.left_count
+        for batch in frozen.batches_without_rows:
+            self.batches[batch.batch_index] = batch
+            self.batches_without_rows.append(batch.batch_index)
+
+    # Recorded answers
+
+    def check_epoch(self, epoch: int | None) -> None:
+        """Refuse a caller that means another epoch."""
+        if epoch is not None and epoch != self.epoch:
+            raise StaleEpochError(
+                f"task {self.name!r} is at epoch {self.epoch}, got epoch {epoch}; its consumption was reset since: "
+                f"take the epoch of check_consumption",
+                metadata={"got": str(epoch), "expected": str(self.epoch)},
+            )
+
+    def recorded(self, request: ClaimRequest) -> RankPlan | QueueClaim | End | None:
+        """Return the recorded answer to a request, None where there is none yet."""
+        if request.rank is None:
+            return self._recorded_claim(request.request_id)
+        rank = request.rank
+        if self.dp_size is not None and rank.dp_size != self.dp_size:
+            raise _disagreement("dp_size", rank.dp_size, self.dp_size, f"this epoch of task {self.name!r}")
+        if rank.batch_index >= self.next_batch_index:
+            return self.end
+        batch = self.batches.get(rank.batch_index)
+        if batch is None:
+            raise self._cleared()
+        differs = request.batch_spec.disagreement(batch.batch_spec)
+        if differs is not None:
+            raise _disagreement(*differs, f"batch_index {rank.batch_index} of task {self.name!r}")
+        part = batch.plan.ranks[rank.dp_rank]
+        if batch.remaining < batch.size:
+            self.check_present(part.rows)
+        return part
+
+    def _recorded_claim(self, request_id: bytes) -> QueueClaim | None:
+        if request_id in self.released:
+            raise ClaimReleasedError(f"this claim of task {self.name!r} was released; ask again under a new request_id")
+        if request_id in self.expired:
+            raise LeaseExpiredError(
+                f"the lease of this claim of task {self.name!r} ran out, and others may have its samples; ask again "
+                f"under a new request_id"
+            )
+        claim = self.claims.get(request_id)
+        if claim is not None and claim.remaining < claim.rows.size:
+            self.check_present(claim.rows)
+        return claim
+
+    def check_present(self, rows: Indexes) -> None:
+        """Refuse an answer of which samples have been cleared since it was planned."""
+        if bool((self._table.find(rows) < 0).any()):
+            raise self._cleared()
+
+    def _cleared(self) -> SamplesClearedError:
+        return SamplesClearedError(
+            f"what task {self.name!r} was to get here was planned, but samples of it have been cleared since; go on "
+            f"with a later batch_index (the next to be planned is {self.next_batch_index}), a queue worker under a new "
+            f"request_id",
+            metadata={"next_batch_index": str(self.next_batch_index)},
+        )
+
+    # Claims
+
+    def claim_batch(self, batch_spec: BatchSpec, plan: Plan, positions: Indexes) -> None:
+        """Record the plan of the next batch_index and mark its rows at `positions` consumed."""
+        self._serial += 1
+        batch = self.batches[self.next_batch_index] = Batch(
+            serial=self._serial,
+            batch_spec=batch_spec,
+            plan=plan,
+            batch_index=self.next_batch_index,
+            size=positions.size,
+            remaining=positions.size,
+        )
+        self.next_batch_index += 1
+        self.dp_size = len(plan.ranks)
+        self._consume(batch, positions, batch.serial)
+
+    def reach_end(self, dp_size: int, end: End) -> None:
+        """Record that no batch follows, for all ranks and batch indexes from the next on."""
+        self.dp_size = dp_size
+        self.end = end
+
+    def claim_samples(
+        self, request_id: bytes, part: RankPlan, positions: Indexes, terms: LeaseTerms | None = None
+    ) -> QueueClaim:
+        """Record what a queue worker gets, leased where `terms` are given."""
+        self._serial += 1
+        claim = self.claims[request_id] = QueueClaim(
+            request_id=request_id, serial=self._serial, part=part, remaining=positions.size
+        )
+        if terms is not None:
+            counts = self.deliveries.data[positions] + np.int32(1)
+            self.deliveries.write(positions, counts)
+            claim.lease = self.leases[claim.serial] = Lease(
+                request_id=request_id, serial=claim.serial, terms=terms, delivery_counts=counts,
+                left_count=positions.size,
+            )  # fmt: skip
+            self.leased_count += positions.size
+        self._consume(claim, positions, claim.mark)
+        return claim
+
+    def _consume(self, record: Batch | QueueClaim, positions: Indexes, mark: int) -> None:
+        self._by_serial[record.serial] = record
+        self.claim.write(positions, mark)
+        self.consumed_count += positions.size
+        self.backlog -= positions.size
+
+    # What becomes of a claim
+
+    def left(self, claim: QueueClaim) -> Indexes:
+        """Return the positions of the samples that a claim holds: leased ones, without a lease those not cleared."""
+        positions = self._table.find(claim.rows)
+        positions = positions[positions >= 0]
+        held: Indexes = positions[self.claim.data[positions] == claim.mark]
+        return held
+
+    def ack(self, lease: Lease, positions: Indexes) -> None:
+        """Have leased rows consumed for good."""
+        self.claim.write(positions, lease.serial)
+        self._end_lease(lease, positions.size)
+
+    def nack(self, claim: QueueClaim, positions: Indexes) -> None:
+        """Release rows of a claim as if they had not been delivered; all that are left where it has no lease."""
+        count = positions.size
+        if claim.lease is None:  # those cleared meanwhile are counted as cleared before the task took them
+            count = claim.remaining = claim.rows.size
+        else:
+            self.deliveries.write(positions, self.deliveries.data[positions] - np.int32(1))
+            self._end_lease(claim.lease, count)
+        self._reopen(positions)
+        self._lose(claim, count)
+
+    def expire(self, lease: Lease, positions: Indexes, at_seconds: float) -> Indexes:
+        """Take all that is left of a lease; return the positions that can be claimed again, not the dead-lettered."""
+        most = lease.terms.max_deliveries
+        is_spent = self.deliveries.data[positions] >= (np.iinfo(np.int32).max if most is None else most)
+        reopened, spent = positions[~is_spent], positions[is_spent]
+        self._reopen(reopened)
+        self.claim.write(spent, DEAD_LETTERED)
+        self.dead_lettered_count += spent.size
+        self._end_lease(lease, positions.size)
+        self._lose(self.claims[lease.request_id], positions.size)
+        self.expired.add(lease.request_id, at_seconds)
+        return reopened
+
+    def _reopen(self, positions: Indexes) -> None:
+        self.claim.write(positions, UNCLAIMED)
+        states = self._state.data[positions]
+        self.backlog += int(np.count_nonzero((states == LIVE) | (states == HELD)))
+
+    def _end_lease(self, lease: Lease, count: int) -> None:
+        """Count off rows that are no longer leased."""
+        self.leased_count -= count
+        lease.left_count -= count
+        if lease.left_count == 0:
+            self.leases.pop(lease.serial, None)
+
+    def _lose(self, claim: QueueClaim, count: int) -> None:
+        """Count off rows that are no longer consumed by a claim."""
+        self.consumed_count -= count
+        claim.remaining -= count
+        if claim.remaining == 0:
+            self._drop_claim(claim)
+
+    def _drop_claim(self, claim: QueueClaim) -> None:
+        del self._by_serial[claim.serial], self.claims[claim.request_id]
+
+    def dead_lettered(self) -> Indexes:
+        """Return the positions of the rows that are dead-lettered and not cleared."""
+        if self.dead_lettered_count == 0:
+            return np.zeros(0, np.int64)
+        return np.flatnonzero(self.claim.data[: self._table.count] == DEAD_LETTERED)
+
+    def reset(self, *, keep_consumed: bool, open_count: int) -> Indexes:
+        """Start the next epoch; return the positions of rows that were leased or dead-lettered.
+
+        They were not done, and are claimable in any case. All others are unless `keep_consumed`: the backlog is then
+        `open_count`, the rows that are live or held.
+        """
+        self.epoch += 1
+        self.dp_size = None
+        self.next_batch_index = 0
+        self.end = None
+        self.consumed_count -= self.leased_count
+        reopened = np.zeros(0, np.int64)
+        if self._deliveries is not None:
+            reopened = np.flatnonzero(self.claim.data[: self._table.count] < UNCLAIMED)
+            self._reopen(reopened)
+            self._deliveries.write(slice(0, self._table.count), 0)
+        self.leased_count = self.dead_lettered_count = 0
+        self.batches.clear()
+        self.batches_without_rows.clear()
+        self.claims.clear()
+        self.leases.clear()
+        self._by_serial.clear()
+        self.scan_starts.clear()
+        self.orders.clear()
+        if keep_consumed:
+            claims = self.claim.data[: self._table.count]
+            self.claim.write(np.flatnonzero(claims != UNCLAIMED), CONSUMED_EARLIER)
+        else:
+            self.claim.write(slice(0, self._table.count), UNCLAIMED)
+            self.consumed_count, self.backlog = 0, open_count
+        return reopened
+
+    # Rows that come and go
+
+    def on_rows_added(self, count: int) -> None:
+        """Count new rows that are live or held."""
+        self.backlog += count
+
+    def on_rows_changed(self, indexes: Indexes, first: int) -> None:
+        """Look again at rows, of which `first` has the lowest global index: they may have become ready."""
+        self.scan_starts.touched(first)
+        self.orders.note(indexes, first, self._table)
+
+    def on_rows_closed(self, positions: Indexes) -> None:
+        """Count off rows that were live or held and are being cleared, or have failed.
+
+        Those that are leased are consumed for good: nobody else will do their work.
+        """
+        claims = self.claim.data[positions]
+        self.backlog -= int(np.count_nonzero(claims == UNCLAIMED))
+        if not self.leases:
+            return
+        is_leased = claims < DEAD_LETTERED
+        serials, counts = count_values(-claims[is_leased])
+        self.claim.write(positions[is_leased], -claims[is_leased])
+        for serial, count in zip(serials.tolist(), counts.tolist(), strict=True):
+            self._end_lease(self.leases[serial], count)
+
+    def on_rows_cleared(self, positions: Indexes) -> None:
+        """Drop the records whose last rows are being cleared."""
+        serials, counts = count_values(self.claim.data[positions])
+        for serial, count in zip(serials.tolist(), counts.tolist(), strict=True):
+            record = self._by_serial.get(serial)
+            if record is None:
+                continue
+            record.remaining -= count
+            if record.remaining == 0:
+                if isinstance(record, Batch):
+                    self._drop_batch(record)
+                else:
+                    self._drop_claim(record)
+
+    def _drop_batch(self, batch: Batch) -> None:
+        """Drop a batch whose rows are gone, but for the last few in which a rank had none: it still gets its answer."""
+        del self._by_serial[batch.serial]
+        if any(part.rows.size == 0 for part in batch.plan.ranks):
+            self.batches_without_rows.append(batch.batch_index)
+            if len(self.batches_without_rows) <= _MOST_BATCHES_WITHOUT_ROWS:
+                return
+            del self.batches[self.batches_without_rows.popleft()]
+        else:
+            del self.batches[batch.batch_index]
+
+    def records(self) -> Iterator[Batch | QueueClaim]:
+        """Return the records of claims that have rows."""
+        return iter(self._by_serial.values())
+
+
+def _disagreement(name: str, got: object, expected: object, what: str) -> PreconditionError:
+    return RankDisagreementError(
+        f"{name} of {what} is {expected!r}, got {got!r}; all ranks must ask with the same arguments",
+        metadata={"field": name, "got": repr(got)[:512], "expected": repr(expected)[:512]},
+    )
