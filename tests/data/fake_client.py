@@ -41,7 +41,7 @@ OBJECTS = {"text"}
 class FakePartition:
     rows: list[Row] = field(default_factory=list)
     sealed: bool = False
-    incarnation: bytes = b"life 0"
+    incarnation: bytes = b"incarnation 0"
     epoch: int = 0
     plans: dict[str, list[Any]] = field(default_factory=dict)
     consumed: dict[str, int] = field(default_factory=dict)

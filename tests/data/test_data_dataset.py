@@ -217,7 +217,7 @@ def test_a_live_iterator_follows_reset_and_step(service: FakeService, loader_of:
 def test_step_starts_afresh(service: FakeService, loader_of: Any) -> None:
     service.put("train@0", token_rows(8), seal=True)
     service.put("train@1", token_rows(4), seal=True)
-    service.partitions["train@1"].incarnation = b"life 1"
+    service.partitions["train@1"].incarnation = b"incarnation 1"
     loader = loader_of(dataset_of(service))
     assert len(indexes(loader)) == 4
     loader.step("train@1")
@@ -225,17 +225,18 @@ def test_step_starts_afresh(service: FakeService, loader_of: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("of_life", "value", "error"), [("incarnation", b"life 1", StaleIncarnationError), ("epoch", 1, StaleEpochError)]
+    ("name", "value", "error"),
+    [("incarnation", b"incarnation 1", StaleIncarnationError), ("epoch", 1, StaleEpochError)],
 )
-def test_another_life_of_the_partition_is_not_mixed_in(
-    service: FakeService, loader_of: Any, of_life: str, value: object, error: type[Exception]
+def test_another_incarnation_of_the_partition_is_not_mixed_in(
+    service: FakeService, loader_of: Any, name: str, value: object, error: type[Exception]
 ) -> None:
     service.put("train@0", token_rows(4))
     loader = loader_of(dataset_of(service, max_wait=0.01))
     iterator = iter(loader)
     next(iterator), next(iterator)
     with service.changed:
-        setattr(service.partitions["train@0"], of_life, value)
+        setattr(service.partitions["train@0"], name, value)
     service.put("train@0", token_rows(8)[4:], seal=True)
     with pytest.raises(error, match="step"):
         list(iterator)
@@ -277,7 +278,7 @@ def test_a_custom_fetch_function_is_called_with_keywords(service: FakeService, l
     }  # fmt: skip
     assert {name: calls[0][name] for name in expected} == expected
     assert [call["batch_index"] for call in calls] == [0, 0, 1, 2]
-    assert calls[2]["incarnation"] == b"life 0"
+    assert calls[2]["incarnation"] == b"incarnation 0"
     assert (calls[0]["incarnation"], calls[0]["epoch"]) == (b"", None)
 
 

@@ -128,7 +128,7 @@ def test_reset_and_restart(address: str, partition: str, kept_bytes: int) -> Non
     assert [meta.global_indexes for _, meta in restarted] == [meta.global_indexes for _, meta in first[6:]]
 
 
-def test_a_reset_task_is_another_life(address: str, partition: str) -> None:
+def test_a_reset_task_is_another_epoch(address: str, partition: str) -> None:
     fill(address, partition, 30)
     loader = StreamingDataLoader(dataset_of(address, partition), prefetch_factor=0)
     assert len(list(loader)) == 12 - 1

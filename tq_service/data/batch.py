@@ -1,4 +1,4 @@
-"""What passes between the parts of the loader: a batch, the life it belongs to, and a stream of batches."""
+"""What passes between the parts of the loader: a batch, the stream it belongs to, and the streams themselves."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Life:
-    """The life of the partition and of the task's consumption: batches of two lives must not be mixed."""
+class StreamIdentity:
+    """The incarnation of the partition and the epoch of the task: batches of different ones must not be mixed."""
 
     incarnation: bytes
     epoch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class FetchedBatch:
     """The part of one rank of one batch.
 
     Attributes:
         index: its batch_index.
         data: the TensorDict, or whatever fetch_batch_fn returned.
-        meta: what it is.
-        items: its micro-batches, where they are cut ahead.
-        taken: called when the consumer begins with it: it is not fetched ahead any more.
+        meta: the samples of `data`.
+        micro_batches: its micro-batches, where they are split ahead of the consumer.
+        on_consumed: called when the consumer begins with it, so that another batch may be fetched in its place.
     """
 
     index: int
     data: Any
     meta: BatchMeta
-    items: Iterator[Any] | None = None
-    taken: Callable[[], None] | None = None
+    micro_batches: Iterator[Any] | None = None
+    on_consumed: Callable[[], None] | None = None
 
     @property
-    def life(self) -> Life:
-        """The life it belongs to."""
-        return Life(incarnation=self.meta.incarnation, epoch=self.meta.epoch)
+    def identity(self) -> StreamIdentity:
+        """The incarnation and the epoch it belongs to."""
+        return StreamIdentity(incarnation=self.meta.incarnation, epoch=self.meta.epoch)
 
     @property
     def size_bytes(self) -> int:
@@ -52,7 +52,7 @@ class Batch:
         return flatten(self.data).size_bytes if isinstance(self.data, TensorDict) else object_bytes(self.data)
 
 
-CutBatch = Callable[[Batch], Iterator[Any]]
+SplitBatch = Callable[[FetchedBatch], Iterator[Any]]
 """Makes the micro-batches of a batch, each when it is asked for."""
 
 
@@ -69,7 +69,7 @@ class BatchStream(Protocol):
         """Whether `close` was called."""
         ...
 
-    def read(self) -> Batch | End | None:
+    def read(self) -> FetchedBatch | End | None:
         """Wait for the next batch, or the end; None once it is closed. Errors of fetching are raised here."""
         ...
 

@@ -33,7 +33,7 @@ class JaggedColumn:
 
     Attributes:
         values: the rows one after the other along dimension `ragged_dim - 1`.
-        pattern: which of the batch's `patterns` cuts the values into rows.
+        pattern: which of the batch's `patterns` splits the values into rows.
         ragged_dim: the ragged dimension of the nested tensor, 1 for rows that differ in their first dimension.
     """
 
@@ -49,7 +49,7 @@ class ObjectColumn:
     rows: list[Any]
 
 
-Column = DenseColumn | JaggedColumn | ObjectColumn
+FlatColumn = DenseColumn | JaggedColumn | ObjectColumn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +59,11 @@ class FlatBatch:
     Attributes:
         row_count: number of rows.
         columns: by the key they have in the TensorDict.
-        patterns: the row lengths that jagged columns refer to; fields cut alike share one.
+        patterns: the row lengths that jagged columns refer to; fields with the same row lengths share one.
     """
 
     row_count: int
-    columns: Mapping[FieldKey, Column]
+    columns: Mapping[FieldKey, FlatColumn]
     patterns: tuple[RowPattern, ...] = ()
 
     @property
@@ -80,7 +80,7 @@ class FlatBatch:
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> FlatBatch:
         """Return the batch with `function` applied to every tensor of the columns and all offsets."""
 
-        def convert(column: Column) -> Column:
+        def convert(column: FlatColumn) -> FlatColumn:
             if isinstance(column, ObjectColumn):
                 return ObjectColumn(
                     rows=[function(row) if isinstance(row, torch.Tensor) else row for row in column.rows]
@@ -105,7 +105,7 @@ def flatten(batch: TensorDict) -> FlatBatch:
     if len(batch.batch_size) != 1:
         raise ValueError(f"got a TensorDict of batch size {tuple(batch.batch_size)}; expected one dimension, (n,)")
     patterns = _Patterns()
-    columns: dict[FieldKey, Column] = {}
+    columns: dict[FieldKey, FlatColumn] = {}
     for key in batch.keys(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor):
         value = batch.get(key)
         if not isinstance(value, torch.Tensor):
@@ -149,7 +149,7 @@ class _Patterns:
         return len(self.known) - 1
 
 
-def _flatten_nested(nested: torch.Tensor, patterns: _Patterns) -> Column:
+def _flatten_nested(nested: torch.Tensor, patterns: _Patterns) -> FlatColumn:
     if nested.layout is not torch.jagged:
         rows = list(nested.unbind())
         ragged = {dim for row in rows for dim, size in enumerate(row.shape) if size != rows[0].shape[dim]} or {0}

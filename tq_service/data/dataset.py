@@ -9,20 +9,20 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 
 from tq_service.addresses import parse_address
-from tq_service.data.batch import Batch, BatchStream, Life
-from tq_service.data.buffer import ReplayBuffer, ReplayStream
+from tq_service.data.batch import BatchStream, FetchedBatch, StreamIdentity
 from tq_service.data.end import End, skipped_warning
 from tq_service.data.micro_batches import ProcessBatch, split_micro_batches
 from tq_service.data.pack_options import PackOptions
 from tq_service.data.packed_batches import PackBatches
+from tq_service.data.replay_buffer import ReplayBuffer, ReplayStream
 from tq_service.data.source import BatchRequest, BatchSource, ClientFactory, FetchBatch, InlineStream, fetch_batch
 from tq_service.errors import InvalidArgumentError, StaleEpochError, StaleIncarnationError
 from tq_service.schema import BatchUnit
 
 _log = logging.getLogger(__name__)
 
-OpenRest = Callable[[BatchSource, int, Life | None], BatchStream]
-"""Opens a stream of the batches of a source, given the first batch_index and the life they must belong to."""
+OpenRest = Callable[[BatchSource, int, StreamIdentity | None], BatchStream]
+"""Opens a stream of a source, given the first batch_index and the identity that its batches must have."""
 
 
 class StreamingDataset(IterableDataset[Any]):
@@ -34,12 +34,12 @@ class StreamingDataset(IterableDataset[Any]):
                         │
           ┌─────────────┴── iter ──> (micro_batch, meta), ... of batch 0, batch 1, ... ──> end
           │                 │
-          │                 ├─ break, then iter:   goes on after the last batch given out
+          │                 ├─ break, then iter:   continues after the last batch delivered
           │                 ├─ reset():            from batch 0 again, fetched again or out of the replay buffer
           │                 └─ step(partition_id): batch 0 of another partition, buffer dropped
           └─────────────────┘
 
-    A live iterator follows `reset()` and `step()` with its next micro-batch. A batch counts as given out with its first
+    A live iterator follows `reset()` and `step()` with its next micro-batch. A batch counts as delivered with its first
     micro-batch; `batch_index` is then the next one, and is what a checkpoint keeps for `start_batch_index`.
 
     An end without one micro-batch although samples were inserted is an error on all ranks, `NothingDeliveredError`; an
@@ -52,7 +52,7 @@ class StreamingDataset(IterableDataset[Any]):
         address: where the service is, "host:port", or the host alone for port 50051; None: `TQ_ADDRESS`, then
             localhost:50051.
         batch_size: samples (or groups, see `batch_unit`) of a batch, for each rank.
-        micro_batch_size: samples of a micro-batch; None: the batch is one micro-batch, unless the sampler cuts it.
+        micro_batch_size: samples of a micro-batch; None: the batch is one micro-batch, unless the sampler splits it.
         data_fields: fields that make a sample ready and that are fetched.
         partition_id: the partition; one that does not exist yet is waited for.
         task_name: the consumer; tasks consume a partition independently.
@@ -64,7 +64,7 @@ class StreamingDataset(IterableDataset[Any]):
             (streaming mode) batches are waited for until the partition is sealed.
         fetch_batch_fn: fetches a batch instead of `fetch_batch`, whose docstring has the keywords; runs in the
             prefetching thread or worker, which it must be picklable for with spawn and forkserver. One that claims as a
-            queue worker is for at most one worker: batches are given out in order, whoever waits for the samples.
+            queue worker is for at most one worker: batches are delivered in order, whichever worker has them.
         process_batch_fn: called as `process_batch_fn(data, meta, micro_batch_size=...)` in the consumer's thread and
             process instead of `split_micro_batches`; what it returns, an iterable, is yielded item by item.
         pack: yield a `PackedMicroBatch` for each pack of the plan, one sequence of `pack.pack_max_length` tokens, as
@@ -149,19 +149,19 @@ class StreamingDataset(IterableDataset[Any]):
         self._process_batch = _processing(process_batch_fn, pack, sampler_config)
         self._buffer = ReplayBuffer(replay_buffer_bytes)
         self._batch_index = start_batch_index
-        self._life: Life | None = None
-        self._warned_of: Life | None = None
+        self._identity: StreamIdentity | None = None
+        self._warned_of: StreamIdentity | None = None
         # Counts reset() and step(), so that a live iterator notices them.
         self._moves = 0
 
     @property
     def source(self) -> BatchSource:
-        """Whom it asks for what."""
+        """The service and the request that it fetches by."""
         return self._source
 
     @property
     def batch_index(self) -> int:
-        """The batch that comes after the last one given out."""
+        """The batch after the last one delivered."""
         return self._batch_index
 
     @property
@@ -198,16 +198,17 @@ class StreamingDataset(IterableDataset[Any]):
                 if isinstance(batch, End):
                     self._check_end(batch)
                     return
-                if batch.taken is not None:
-                    batch.taken()
-                self._keep(batch)
-                index, items = batch.index, self.cut(batch) if batch.items is None else batch.items
+                if batch.on_consumed is not None:
+                    batch.on_consumed()
+                self._accept(batch)
+                index = batch.index
+                micro_batches = self.split(batch) if batch.micro_batches is None else batch.micro_batches
                 del batch  # not kept alive while the next one is waited for
-                for item in self._give_out(index, items):
-                    yield item
+                for micro_batch in self._deliver(index, micro_batches):
+                    yield micro_batch
                     if self._moves != moves:
                         break
-                del items
+                del micro_batches
                 if self._moves != moves:
                     stream.close()
         finally:
@@ -218,51 +219,53 @@ class StreamingDataset(IterableDataset[Any]):
         """Return a stream from the next batch on: those in the buffer, and then the stream that `open_rest` opens.
 
         Args:
-            open_rest: called with the source, the first batch_index, and the life its batches must belong to.
+            open_rest: called with the source, the first batch_index, and the identity that its batches must have.
         """
         kept = self._buffer.following(self._batch_index)
-        rest = open_rest(self._source, self._batch_index + len(kept), self._life)
+        rest = open_rest(self._source, self._batch_index + len(kept), self._identity)
         return ReplayStream(kept, rest) if kept else rest
 
-    def cut(self, batch: Batch) -> Iterator[Any]:
+    def split(self, batch: FetchedBatch) -> Iterator[Any]:
         """Return the micro-batches of a batch, made one by one."""
         return iter(self._process_batch(batch.data, batch.meta, micro_batch_size=self._source.request.micro_batch_size))
 
     @property
-    def may_cut_ahead(self) -> bool:
-        """Whether batches may be cut by another thread: a process_batch_fn belongs to the consumer's."""
+    def may_split_ahead(self) -> bool:
+        """Whether another thread may split batches: a process_batch_fn runs in the consumer's."""
         return self._process_batch is split_micro_batches or isinstance(self._process_batch, PackBatches)
 
-    def _keep(self, batch: Batch) -> None:
-        if self._life is not None and batch.life.incarnation != self._life.incarnation:
+    def _accept(self, batch: FetchedBatch) -> None:
+        """Check that a batch belongs to those before it, and keep it for a replay."""
+        got, expected = batch.identity, self._identity or batch.identity
+        if got.incarnation != expected.incarnation:
             raise StaleIncarnationError(
-                f"batch {batch.index} belongs to another life of partition {self.partition_id!r} than the batches "
-                "before it: it was cleared and made again; call step() to start over"
+                f"batch {batch.index} belongs to another incarnation of partition {self.partition_id!r} than those "
+                "before it: the partition was cleared and created again; call step() to start over"
             )
-        if self._life is not None and batch.life.epoch != self._life.epoch:
+        if got.epoch != expected.epoch:
             raise StaleEpochError(
-                f"batch {batch.index} belongs to epoch {batch.life.epoch} of the task, the batches before it to epoch "
-                f"{self._life.epoch}: its consumption was reset; call step() to start over"
+                f"batch {batch.index} belongs to epoch {got.epoch} of the task, the batches before it to epoch "
+                f"{expected.epoch}: its consumption was reset; call step() to start over"
             )
-        self._life = batch.life
+        self._identity = got
         self._buffer.add(batch)
 
     def _check_end(self, end: End) -> None:
-        """Warn once of what the task is never given; by a log, since data is to blame, not the program that asks."""
+        """Log once, as a warning, what the task is never given: the cause is the data, not the program that asks."""
         warning = skipped_warning(end, self._source.request)
-        life = Life(incarnation=end.incarnation, epoch=end.epoch)
-        if warning is not None and self._warned_of != life:
-            self._warned_of = life
+        identity = StreamIdentity(incarnation=end.incarnation, epoch=end.epoch)
+        if warning is not None and self._warned_of != identity:
+            self._warned_of = identity
             _log.warning("%s", warning)
 
-    def _give_out(self, index: int, items: Iterator[Any]) -> Iterator[Any]:
-        """Yield the micro-batches; the batch is given out with the first, so that one that fails to split is not."""
-        first = next(items, _NOTHING)
+    def _deliver(self, index: int, micro_batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the micro-batches; the batch is delivered with the first, so that one that fails to split is not."""
+        first = next(micro_batches, _NOTHING)
         self._batch_index = index + 1
         if first is not _NOTHING:
             yield first
             del first
-            yield from items
+            yield from micro_batches
 
     def reset(self) -> None:
         """Start from the first batch again: the same batches, out of the replay buffer or fetched again.
@@ -275,11 +278,11 @@ class StreamingDataset(IterableDataset[Any]):
     def step(self, partition_id: str) -> None:
         """Go to the first batch of another partition; the buffer is dropped.
 
-        The name of the same partition is right for its next life, or for the next epoch of a task that was reset.
+        The name of the same partition stands for its next incarnation, or for the next epoch of a task that was reset.
         """
         self._source = self._source.of_partition(partition_id)
         self._buffer.clear()
-        self._life = None
+        self._identity = None
         self._batch_index = 0
         self._moves += 1
 

@@ -1,4 +1,4 @@
-"""The end of a partition as a loader sees it: what the task was given, what it was not, and why."""
+"""The end of a partition as a loader sees it: the counts of consumed and skipped samples, and the reasons."""
 
 from __future__ import annotations
 

@@ -7,11 +7,11 @@ from multiprocessing.context import BaseContext
 from types import TracebackType
 from typing import Any
 
-from tq_service.data.ahead import AheadBound
-from tq_service.data.batch import BatchStream, Life
-from tq_service.data.cut_ahead import CutAheadStream
+from tq_service.data.batch import BatchStream, StreamIdentity
 from tq_service.data.dataset import StreamingDataset
+from tq_service.data.micro_batch_prefetch import MicroBatchPrefetcher
 from tq_service.data.prefetch import PrefetchStream
+from tq_service.data.prefetch_queue import PrefetchLimit
 from tq_service.data.source import BatchSource, InlineStream
 from tq_service.data.workers import WorkerPool, WorkerStream, worker_context
 from tq_service.errors import InvalidArgumentError
@@ -23,7 +23,7 @@ class StreamingDataLoader:
     ::
 
         num_workers=0   thread ── batches, in order ──────────────┐
-                                                                  ├──> thread that cuts them ──> for ... in loader
+                                                                  ├──> thread that splits them ─> for ... in loader
         num_workers=2   worker 0 ── batches 0, 2, 3, ... ──┐      │
                         worker 1 ── batches 1, 4, 5, ... ──┴──────┘   (in order, none twice, none lost)
 
@@ -82,11 +82,11 @@ class StreamingDataLoader:
 
     @property
     def batch_index(self) -> int:
-        """The batch that comes after the last one given out: the `start_batch_index` of a restart from here."""
+        """The batch after the last one delivered: the `start_batch_index` of a restart from here."""
         return self.dataset.batch_index
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield micro-batches, going on after the last batch given out.
+        """Yield micro-batches, from the batch after the last one delivered.
 
         Raises:
             RuntimeError: a worker process died. The next iterator starts new ones and goes on.
@@ -106,21 +106,21 @@ class StreamingDataLoader:
         if self._stream is not None:
             self._stream.close()
         self._stream = dataset.open_stream(self._open_rest)
-        if self.prefetch_factor and dataset.may_cut_ahead:
-            self._stream = CutAheadStream(self._stream, dataset.cut)
+        if self.prefetch_factor and dataset.may_split_ahead:
+            self._stream = MicroBatchPrefetcher(self._stream, dataset.split)
         return self._stream
 
-    def _open_rest(self, source: BatchSource, batch_index: int, life: Life | None) -> BatchStream:
+    def _open_rest(self, source: BatchSource, batch_index: int, identity: StreamIdentity | None) -> BatchStream:
         if self._context is not None:
             if self._pool is None:
                 self._pool = WorkerPool(source, self.num_workers, self._context)
-            return WorkerStream(self._pool, source.request.partition_id, batch_index, life, self._bound())
+            return WorkerStream(self._pool, source.request.partition_id, batch_index, identity, self._limit())
         if self.prefetch_factor == 0:
-            return InlineStream(source, batch_index, life)
-        return PrefetchStream(source, batch_index, life, self._bound())
+            return InlineStream(source, batch_index, identity)
+        return PrefetchStream(source, batch_index, identity, self._limit())
 
-    def _bound(self) -> AheadBound:
-        return AheadBound(self.prefetch_factor * max(self.num_workers, 1), self._prefetch_bytes)
+    def _limit(self) -> PrefetchLimit:
+        return PrefetchLimit(self.prefetch_factor * max(self.num_workers, 1), self._prefetch_bytes)
 
     def _end_workers(self) -> None:
         pool, self._pool = self._pool, None

@@ -1,4 +1,4 @@
-"""Cuts a batch into micro-batches.
+"""Splits a batch into micro-batches.
 
 A micro-batch owns its memory: a trainer that changes it in place changes neither the batch kept for `reset()` nor
 another micro-batch, and the batch can be freed while micro-batches of it are in use.
@@ -17,7 +17,7 @@ from tensordict import TensorDict
 
 from tq_service.client.batch_meta import BatchMeta
 from tq_service.client.steps import Pack, Step
-from tq_service.data.columns import Column, DenseColumn, FlatBatch, JaggedColumn, ObjectColumn, build, flatten
+from tq_service.data.columns import DenseColumn, FlatBatch, FlatColumn, JaggedColumn, ObjectColumn, build, flatten
 from tq_service.wire.row_pattern import RowPattern
 
 ProcessBatch = Callable[..., Iterable[Any]]
@@ -31,13 +31,13 @@ def split_micro_batches(
 ) -> Iterator[tuple[TensorDict, BatchMeta]]:
     """Yield the micro-batches of a batch, each with its part of the meta.
 
-    The cuts are those of the plan, `meta.steps`: one micro-batch for each pack of each step, in order, so that every
+    They are those of the plan, `meta.steps`: one micro-batch for each pack of each step, in order, so that every
     rank gets the same number of them, empty ones included. The meta of a micro-batch has its pack as its only step. A
-    meta without steps is cut by `micro_batch_size`.
+    meta without steps is split by `micro_batch_size`.
 
     Args:
         data: the batch, `meta.size` rows.
-        meta: what it is.
+        meta: the samples of `data`.
         micro_batch_size: samples a micro-batch where the meta has no steps; None: the batch is one micro-batch.
 
     Raises:
@@ -47,7 +47,7 @@ def split_micro_batches(
     if flat.row_count != meta.size:
         raise ValueError(
             f"the batch has {flat.row_count} rows and its meta {meta.size} samples; fetch_batch_fn returns both alike, "
-            "or process_batch_fn cuts them"
+            "or process_batch_fn splits them"
         )
     for step in steps_of(meta, micro_batch_size):
         for pack in step.packs:
@@ -89,7 +89,7 @@ def select_rows(flat: FlatBatch, positions: Positions) -> FlatBatch:
     rows = _Picker(positions, positions + 1)
     jagged = [_jagged_picker(pattern, positions) for pattern in flat.patterns]
 
-    def pick(column: Column) -> Column:
+    def pick(column: FlatColumn) -> FlatColumn:
         if isinstance(column, DenseColumn):
             return DenseColumn(values=rows.pick(column.values, 0))
         if isinstance(column, JaggedColumn):

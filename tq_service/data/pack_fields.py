@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tq_service.data.columns import Column, FieldKey, FlatBatch, JaggedColumn, ObjectColumn
+from tq_service.data.columns import FieldKey, FlatBatch, FlatColumn, JaggedColumn, ObjectColumn
 from tq_service.data.micro_batches import Positions
 from tq_service.data.pack_options import PackOptions
 
@@ -101,7 +101,7 @@ def _taken_lengths(
     return planned
 
 
-def _use(key: FieldKey, column: Column, options: PackOptions) -> FieldUse:
+def _use(key: FieldKey, column: FlatColumn, options: PackOptions) -> FieldUse:
     if isinstance(column, ObjectColumn):
         raise ValueError(_why_no_objects(key, column))
     if isinstance(column, JaggedColumn):

@@ -1,4 +1,4 @@
-"""Cuts a batch into packs, each with its place in the steps of the plan."""
+"""Splits a batch into packs, each with its place in the steps of the plan."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def split_packs(
 
     Args:
         data: the batch, `meta.size` rows.
-        meta: what it is. Its packs need not come from the sampler `packed`, as long as their samples fit.
+        meta: the samples of `data`. Its packs need not come from the sampler `packed`, as long as their samples fit.
         options: how samples become one sequence.
         micro_batch_size: samples of a pack where the meta has no steps; None: the batch is one pack.
 

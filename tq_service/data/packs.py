@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict
 
-from tq_service.data.columns import Column, DenseColumn, FieldKey, FlatBatch, JaggedColumn, build, flatten
+from tq_service.data.columns import DenseColumn, FieldKey, FlatBatch, FlatColumn, JaggedColumn, build, flatten
 from tq_service.data.micro_batches import Positions, select_rows
 from tq_service.data.pack_fields import POSITIONS, FieldUse, field_uses, sample_lengths
 from tq_service.data.pack_options import PackOptions
@@ -164,7 +164,7 @@ def unpack_sequences(packed: PackedSequences) -> TensorDict:
             f"got sample {packed.lengths.index(0)} without tokens, over which nothing is repeated; expected at least "
             "one token in each sample, or no repeat_fields"
         )
-    columns: dict[FieldKey, Column] = {}
+    columns: dict[FieldKey, FlatColumn] = {}
     kept: dict[FieldKey, Any] = {}
     for key, use in packed.uses.items():
         values = packed.tensors.get(key)

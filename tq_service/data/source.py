@@ -1,8 +1,7 @@
-"""Where batches come from: what is asked, of whom, and how long it is waited for."""
+"""Fetching of batches: the request of a rank, the service it goes to, and the wait for the answer."""
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDict
 
-from tq_service.data.batch import Batch, Life
+from tq_service.data.batch import FetchedBatch, StreamIdentity
 from tq_service.data.end import End
 from tq_service.schema import BatchUnit
 
@@ -29,7 +28,7 @@ _RETRY_SECONDS = 0.05
 
 
 class StreamClosedError(Exception):
-    """Waiting ended because nobody wants the batch any more."""
+    """The wait for a batch ended since its stream was closed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +97,7 @@ def fetch_batch(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSource:
-    """Whom to ask for what; picklable where its functions are, so that it can be sent to worker processes."""
+    """A service and a request to it; picklable where its functions are, so that it can be sent to worker processes."""
 
     address: str | None
     request: BatchRequest
@@ -121,16 +120,17 @@ class BatchSource:
 class BatchFetcher:
     """Fetches batches of a source with a sync client of its own; used by one thread.
 
-    Once a batch has come, later ones must be of the same life: a partition that is cleared and made again, or a task
-    that is reset, ends the stream with the error of a stale claim instead of going on in the middle of the new life.
+    Once a batch has come, later ones must be of the same incarnation and epoch: a partition that is cleared and created
+    again, or a task that is reset, ends the stream with the error of a stale claim instead of continuing in the middle
+    of another one.
     """
 
-    def __init__(self, source: BatchSource, life: Life | None = None) -> None:
+    def __init__(self, source: BatchSource, identity: StreamIdentity | None = None) -> None:
         self._source = source
         self._client: Any = None
-        self._life = life
+        self._identity = identity
 
-    def fetch(self, batch_index: int, is_wanted: Callable[[], bool]) -> Batch | End:
+    def fetch(self, batch_index: int, is_wanted: Callable[[], bool]) -> FetchedBatch | End:
         """Wait for a batch, or the end, and return it.
 
         Args:
@@ -148,8 +148,8 @@ class BatchFetcher:
             data, meta = self._source.fetch_batch_fn(
                 client=self._client,
                 batch_index=batch_index,
-                incarnation=self._life.incarnation if self._life else b"",
-                epoch=self._life.epoch if self._life else None,
+                incarnation=self._identity.incarnation if self._identity else b"",
+                epoch=self._identity.epoch if self._identity else None,
                 **self._source.request.keywords(),
             )
             status = "not_yet" if meta is None else meta.status
@@ -161,14 +161,14 @@ class BatchFetcher:
                 time.sleep(_RETRY_SECONDS)
         raise StreamClosedError
 
-    def _accept(self, batch_index: int, data: Any, meta: Any) -> Batch:
+    def _accept(self, batch_index: int, data: Any, meta: Any) -> FetchedBatch:
         if data is None:
             raise TypeError(
                 f"fetch_batch_fn returned no data for batch {batch_index}, whose meta has status 'batch'; return "
                 "client.get_data(meta) for empty batches too, since every rank needs them"
             )
-        batch = Batch(index=batch_index, data=data, meta=meta)
-        self._life = batch.life
+        batch = FetchedBatch(index=batch_index, data=data, meta=meta)
+        self._identity = batch.identity
         return batch
 
     def close(self) -> None:
@@ -180,8 +180,8 @@ class BatchFetcher:
 class InlineStream:
     """A stream that fetches in the thread that reads it."""
 
-    def __init__(self, source: BatchSource, batch_index: int, life: Life | None) -> None:
-        self._fetcher = BatchFetcher(source, life)
+    def __init__(self, source: BatchSource, batch_index: int, identity: StreamIdentity | None) -> None:
+        self._fetcher = BatchFetcher(source, identity)
         self._next_index = batch_index
         self._closed = False
 
@@ -195,10 +195,10 @@ class InlineStream:
         """Whether `close` was called."""
         return self._closed
 
-    def read(self) -> Batch | End:
+    def read(self) -> FetchedBatch | End:
         """Fetch the next batch, or the end."""
         fetched = self._fetcher.fetch(self._next_index, lambda: True)
-        if isinstance(fetched, Batch):
+        if isinstance(fetched, FetchedBatch):
             self._next_index += 1
         return fetched
 
@@ -206,9 +206,3 @@ class InlineStream:
         """Close the client."""
         self._closed = True
         self._fetcher.close()
-
-
-def parent_is_alive() -> bool:
-    """Whether the process that started this worker still runs; true in a process that is no worker."""
-    parent = multiprocessing.parent_process()
-    return parent is None or parent.is_alive()

@@ -3,13 +3,13 @@
 Lifecycle::
 
     WorkerPool()  ──────────────────> workers start and idle
-    WorkerStream(pool, index=0) ────> orders batches 0, 1, 2, ... as far ahead as its bound allows, from whoever has
-                                      the fewest orders; each batch that arrives or is read makes room for the next
+    WorkerStream(pool, index=0) ────> requests batches 0, 1, 2, ... as far ahead as its limit admits, each of the worker
+                                      with the fewest requests; each batch that arrives or is consumed may admit more
          stream.close() ────────────> workers stop fetching and idle; what they fetched ahead is dropped
     WorkerStream(pool, index=k) ────> the same workers, from batch k
     pool.close() or garbage collection ──> workers end
 
-All bookkeeping is in the parent: a worker knows nothing of other workers, and of a batch only that it was ordered.
+All bookkeeping is in the parent: a worker knows nothing of other workers, and of a batch only that it was requested.
 """
 
 from __future__ import annotations
@@ -28,14 +28,13 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler, recv_handle
 from typing import Any
 
-from tq_service.data.ahead import AheadBound
-from tq_service.data.batch import Batch, Life
-from tq_service.data.blocks import BlockReader
+from tq_service.data.batch import FetchedBatch, StreamIdentity
 from tq_service.data.end import End
+from tq_service.data.prefetch_queue import PrefetchLimit
+from tq_service.data.shared_batch import SharedBatch, open_batch
+from tq_service.data.shared_buffers import SharedBufferReader
 from tq_service.data.source import BatchSource
-from tq_service.data.transport import Parcel, unpack
-from tq_service.data.worker_messages import Answer, Failure, Order, Stop
-from tq_service.data.worker_process import run_worker
+from tq_service.data.worker_process import ExceptionWrapper, FetchReply, FetchRequest, Stop, run_worker
 from tq_service.wire.dtypes import Bytes
 
 # A worker ends at once unless a fetch_batch_fn holds it.
@@ -47,34 +46,36 @@ class WorkerDiedError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
-    """What a worker answered to an order, with the block where the batch lies."""
+class FetchResult:
+    """The reply of a worker, with the buffer that the batch lies in."""
 
-    content: Parcel | Failure | End
-    block: Bytes | None = None
+    content: SharedBatch | ExceptionWrapper | End
+    buffer: Bytes | None = None
 
 
 @dataclass(slots=True)
 class _Worker:
     process: BaseProcess
     connection: Connection
-    blocks: BlockReader = field(default_factory=BlockReader)
-    order_count: int = 0
+    buffers: SharedBufferReader = field(default_factory=SharedBufferReader)
+    request_count: int = 0
 
 
 class WorkerPool:
     """Worker processes that live until `close`, and the one stream they fetch at a time.
 
     Workers get the source when they start, so that with fork its functions need not be picklable; of it only the
-    partition changes later. One thread receives; `order` and `stop` may come from others.
+    partition changes later. One thread receives; `request` and `stop` may be called by others.
     """
 
     def __init__(self, source: BatchSource, num_workers: int, context: BaseContext) -> None:
         self._workers = [_start_worker(source, number, context) for number in range(num_workers)]
         self._stream = 0
         self._stopped = False
-        # Reentrant: a finalizer may stop in the middle of an order.
+        # Guards the number of the stream, the counts of requests, and what is sent to the workers. Reentrant: a
+        # finalizer may stop the stream in the middle of a request.
         self._lock = threading.RLock()
+        # Wakes a thread that waits in `receive` when another one stops the stream.
         self._wakeup, self._waker = multiprocessing.Pipe(duplex=False)
         self._finalizer = weakref.finalize(self, _end_workers, self._workers)
 
@@ -87,11 +88,11 @@ class WorkerPool:
             while self._wakeup.poll():
                 self._wakeup.recv_bytes()
             for worker in self._workers:
-                worker.order_count = 0
+                worker.request_count = 0
             return self._stream
 
     def stop(self, stream: int) -> None:
-        """Make the workers drop what a stream ordered, and `receive` return. Idempotent."""
+        """Make the workers drop what a stream requested, and `receive` return. Idempotent."""
         with self._lock:
             if stream != self._stream or self._stopped:
                 return
@@ -100,14 +101,14 @@ class WorkerPool:
             for worker in self._workers:
                 _send(worker, Stop(stream=stream))
 
-    def order(self, order: Order) -> None:
-        """Have a batch fetched by the worker that has the fewest orders."""
+    def request(self, request: FetchRequest) -> None:
+        """Have a batch fetched by the worker that has the fewest requests."""
         with self._lock:
-            worker = min(self._workers, key=lambda worker: worker.order_count)
-            worker.order_count += 1
-            _send(worker, replace(order, released=worker.blocks.take_released()))
+            worker = min(self._workers, key=lambda worker: worker.request_count)
+            worker.request_count += 1
+            _send(worker, replace(request, released=worker.buffers.take_released()))
 
-    def receive(self, stream: int, *, wait: bool) -> dict[int, Arrived]:
+    def receive(self, stream: int, *, wait: bool) -> dict[int, FetchResult]:
         """Return what has arrived for a stream, by batch_index; nothing once it was stopped.
 
         Args:
@@ -120,16 +121,16 @@ class WorkerPool:
         sources: list[Any] = [self._wakeup]
         for worker in self._workers:
             sources += [worker.connection, worker.process.sentinel]
-        arrived: dict[int, Arrived] = {}
+        arrived: dict[int, FetchResult] = {}
         while not arrived and not self._stopped and stream == self._stream:
             ready = multiprocessing.connection.wait(sources, None if wait else 0)
             for worker in self._workers:
                 if worker.connection in ready or worker.process.sentinel in ready:
-                    answer, block = _receive(worker)
-                    if answer.stream == stream:
-                        arrived[answer.batch_index] = Arrived(answer.content, block)
+                    reply, buffer = _receive(worker)
+                    if reply.stream == stream:  # else of one that was stopped, whose requests count no more
+                        arrived[reply.batch_index] = FetchResult(reply.content, buffer)
                         with self._lock:
-                            worker.order_count -= 1
+                            worker.request_count -= 1
             if not wait:
                 break
         return arrived
@@ -144,22 +145,27 @@ class WorkerStream:
     """The stream that a pool fetches."""
 
     def __init__(
-        self, pool: WorkerPool, partition_id: str, batch_index: int, life: Life | None, bound: AheadBound
+        self,
+        pool: WorkerPool,
+        partition_id: str,
+        batch_index: int,
+        identity: StreamIdentity | None,
+        limit: PrefetchLimit,
     ) -> None:
         self._pool = pool
         self._number = pool.start()
         self._partition_id = partition_id
-        self._life = life
-        self._bound = bound
+        self._identity = identity
+        self._limit = limit
         self._next_index = batch_index
-        self._next_order = batch_index
-        self._arrived: dict[int, Arrived] = {}
-        # Nothing is ordered any more: the end was seen, or an error.
-        self._ordered_all = False
+        self._next_request = batch_index
+        self._arrived: dict[int, FetchResult] = {}
+        # Nothing is requested any more: the end was seen, or an error.
+        self._requested_all = False
         self._closed = False
-        # A batch may be taken by another thread than the one that reads.
+        # Guards the limit and the requests: a batch may be consumed by another thread than the one that reads.
         self._lock = threading.RLock()
-        self._order()
+        self._request_more()
 
     @property
     def next_index(self) -> int:
@@ -171,7 +177,7 @@ class WorkerStream:
         """Whether `close` was called."""
         return self._closed
 
-    def read(self) -> Batch | End | None:
+    def read(self) -> FetchedBatch | End | None:
         """Wait for the next batch, or the end; None once it is closed.
 
         Raises:
@@ -185,45 +191,45 @@ class WorkerStream:
             self._receive(wait=True)
         if isinstance(arrived.content, End):
             return arrived.content
-        if isinstance(arrived.content, Failure):
+        if isinstance(arrived.content, ExceptionWrapper):
             arrived.content.error.add_note(f"raised in a worker process:\n{arrived.content.worker_traceback}")
             raise arrived.content.error
-        if arrived.block is None:
-            raise RuntimeError(f"batch {self._next_index} came without its block")
-        batch = unpack(arrived.content, arrived.block)
+        if arrived.buffer is None:
+            raise RuntimeError(f"batch {self._next_index} came without its buffer")
+        batch = open_batch(arrived.content, arrived.buffer)
         self._arrived.pop(self._next_index, None)  # unless `close` dropped it meanwhile
         self._next_index += 1
-        return replace(batch, taken=partial(self._take, arrived.content.size_bytes))
+        return replace(batch, on_consumed=partial(self._on_consumed, arrived.content.size_bytes))
 
     def _receive(self, *, wait: bool) -> None:
         arrived = self._pool.receive(self._number, wait=wait)
         self._arrived.update(arrived)
         with self._lock:
-            for answer in arrived.values():
-                if isinstance(answer.content, Parcel):
-                    self._bound.arrive(answer.content.size_bytes)
+            for result in arrived.values():
+                if isinstance(result.content, SharedBatch):
+                    self._limit.arrive(result.content.size_bytes)
                 else:
-                    self._bound.arrive(0)
-                    self._ordered_all = True
-            self._order()
+                    self._limit.arrive(0)
+                    self._requested_all = True
+            self._request_more()
 
-    def _take(self, size_bytes: int) -> None:
+    def _on_consumed(self, size_bytes: int) -> None:
         with self._lock:
-            self._bound.take(size_bytes)
-            self._order()
+            self._limit.consume(size_bytes)
+            self._request_more()
 
-    def _order(self) -> None:
-        while not self._ordered_all and not self._closed and self._bound.admits():
-            self._bound.begin()
-            self._pool.order(
-                Order(
+    def _request_more(self) -> None:
+        while not self._requested_all and not self._closed and self._limit.admits():
+            self._limit.begin()
+            self._pool.request(
+                FetchRequest(
                     stream=self._number,
                     partition_id=self._partition_id,
-                    batch_index=self._next_order,
-                    life=self._life,
+                    batch_index=self._next_request,
+                    identity=self._identity,
                 )
             )
-            self._next_order += 1
+            self._next_request += 1
 
     def close(self) -> None:
         """Make the workers idle. Idempotent."""
@@ -243,20 +249,20 @@ def _start_worker(source: BatchSource, number: int, context: BaseContext) -> _Wo
     return _Worker(process=process, connection=connection)
 
 
-def _send(worker: _Worker, message: Order | Stop | None) -> None:
-    with suppress(OSError):  # dead or ended: `receive` tells
+def _send(worker: _Worker, message: FetchRequest | Stop | None) -> None:
+    with suppress(OSError):  # dead or ended: `receive` raises that
         worker.connection.send(message)
 
 
-def _receive(worker: _Worker) -> tuple[Answer, Bytes | None]:
+def _receive(worker: _Worker) -> tuple[FetchReply, Bytes | None]:
     try:
         if not worker.connection.poll():  # it was the process that ended
             raise EOFError
-        answer: Answer = worker.connection.recv()
-        if not isinstance(answer.content, Parcel):
-            return answer, None
-        ref = answer.content.block
-        return answer, worker.blocks.open(ref, recv_handle(worker.connection) if ref.is_new else None)
+        reply: FetchReply = worker.connection.recv()
+        if not isinstance(reply.content, SharedBatch):
+            return reply, None
+        ref = reply.content.buffer
+        return reply, worker.buffers.open(ref, recv_handle(worker.connection) if ref.is_new else None)
     except (EOFError, OSError) as error:
         worker.process.join(_JOIN_SECONDS)
         raise WorkerDiedError(
@@ -277,12 +283,12 @@ def _end_workers(workers: Sequence[_Worker]) -> None:
 
 
 def worker_context(name: str | BaseContext | None, source: BatchSource) -> BaseContext:
-    """Return the way worker processes are started.
+    """Return the context by which worker processes are started.
 
     Args:
         name: "fork", "spawn", "forkserver", or a context. None: forkserver, and fork where it is not available or the
             functions of the source cannot be pickled. A fork while another thread is inside a gRPC call, of whatever
-            client, leaves gRPC broken in the child; the children of a fork server have nothing of this process.
+            client, leaves gRPC broken in the child; the children of a fork server inherit nothing from this process.
         source: what the workers fetch from.
     """
     if isinstance(name, BaseContext):

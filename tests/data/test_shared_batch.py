@@ -9,33 +9,35 @@ import torch
 from fake_client import batch_of, token_rows
 
 from tq_service.client.batch_meta import BatchMeta
-from tq_service.data.batch import Batch
-from tq_service.data.blocks import BlockReader, BlockWriter
+from tq_service.data.batch import FetchedBatch
 from tq_service.data.columns import object_stack
-from tq_service.data.transport import Parcel, pack, unpack
+from tq_service.data.shared_batch import SharedBatch, open_batch, share_batch
+from tq_service.data.shared_buffers import SharedBufferReader, SharedBufferWriter
 
 _SELF = Path("/proc/self")
 
 
-class Road:
+class Transport:
     """Both ends of what lies between a worker and its parent."""
 
     def __init__(self) -> None:
-        self.writer = BlockWriter()
-        self.reader = BlockReader()
-        self.parcels: list[Parcel] = []
+        self.writer = SharedBufferWriter()
+        self.reader = SharedBufferReader()
+        self.sent: list[SharedBatch] = []
 
-    def travel(self, data: Any, index: int = 0) -> Batch:
+    def travel(self, data: Any, index: int = 0) -> FetchedBatch:
         self.writer.release(self.reader.take_released())
         row_count = len(data) if hasattr(data, "__len__") else 0
-        parcel = pack(Batch(index=index, data=data, meta=BatchMeta(indexes=np.arange(row_count))), self.writer)
-        self.parcels.append(parcel)
-        descriptor = os.dup(self.writer.descriptor(parcel.block)) if parcel.block.is_new else None
-        return unpack(parcel, self.reader.open(parcel.block, descriptor))
+        shared = share_batch(
+            FetchedBatch(index=index, data=data, meta=BatchMeta(indexes=np.arange(row_count))), self.writer
+        )
+        self.sent.append(shared)
+        descriptor = os.dup(self.writer.descriptor(shared.buffer)) if shared.buffer.is_new else None
+        return open_batch(shared, self.reader.open(shared.buffer, descriptor))
 
     @property
-    def block_ids(self) -> list[int]:
-        return [parcel.block.block_id for parcel in self.parcels]
+    def buffer_ids(self) -> list[int]:
+        return [shared.buffer.buffer_id for shared in self.sent]
 
 
 def unpicklable() -> Any:
@@ -45,7 +47,7 @@ def unpicklable() -> Any:
 def test_a_batch_arrives_as_it_was() -> None:
     data = batch_of(token_rows(7))
     data["matrix"] = torch.arange(14.0).reshape(2, 7).T
-    batch = Road().travel(data, 3)
+    batch = Transport().travel(data, 3)
     assert (batch.index, batch.meta.global_indexes) == (3, list(range(7)))
     assert list(batch.data.keys()) == list(data.keys())
     for name in ("input_ids", "logprobs"):
@@ -59,7 +61,7 @@ def test_a_batch_arrives_as_it_was() -> None:
 
 
 def test_an_empty_batch_keeps_its_types() -> None:
-    batch = Road().travel(batch_of([]))
+    batch = Transport().travel(batch_of([]))
     assert batch.data.batch_size == torch.Size([0])
     assert batch.data["logprobs"].layout is torch.jagged
     assert batch.data["logprobs"].dtype is torch.bfloat16
@@ -73,7 +75,7 @@ def test_tensors_of_every_kind(dtype: torch.dtype) -> None:
     data["dense"] = torch.tensor([[0, 1, 1], [1, 0, 1]]).to(dtype)
     data["rows"] = object_stack([torch.ones(2, 3).to(dtype), torch.tensor(1).to(dtype)])
     data["within"] = object_stack([{"image": torch.ones(2).to(dtype)[::2]}, torch.empty(0, 4).to(dtype)])
-    batch = Road().travel(data)
+    batch = Transport().travel(data)
     assert batch.data["dense"].dtype is dtype
     assert torch.equal(batch.data["dense"].to(torch.complex64), data["dense"].to(torch.complex64))
     assert [(row.dtype, tuple(row.shape)) for row in batch.data["rows"]] == [(dtype, (2, 3)), (dtype, ())]
@@ -84,7 +86,7 @@ def test_tensors_of_every_kind(dtype: torch.dtype) -> None:
 def test_objects_of_any_kind_travel() -> None:
     data = batch_of(token_rows(2))
     data["mixed"] = object_stack([{"image": torch.ones(2), "n": None}, (1, np.arange(3), "a", {1, 2})])
-    batch = Road().travel(data)
+    batch = Transport().travel(data)
     assert torch.equal(batch.data["mixed"][0]["image"], torch.ones(2))
     assert batch.data["mixed"][1][1].tolist() == [0, 1, 2]
     assert batch.data["mixed"][1][3] == {1, 2}
@@ -93,13 +95,13 @@ def test_objects_of_any_kind_travel() -> None:
 def test_a_view_takes_only_its_part_along() -> None:
     data = batch_of(token_rows(2))
     data["part"] = torch.zeros(2, 1 << 20)[:, :1]
-    road = Road()
-    assert road.travel(data).data["part"].shape == (2, 1)
-    assert road.parcels[0].size_bytes < 10_000
+    transport = Transport()
+    assert transport.travel(data).data["part"].shape == (2, 1)
+    assert transport.sent[0].size_bytes < 10_000
 
 
 def test_data_that_is_no_tensordict() -> None:
-    batch = Road().travel({"x": torch.arange(4), "y": [1, "a"]})
+    batch = Transport().travel({"x": torch.arange(4), "y": [1, "a"]})
     assert batch.data["x"].tolist() == [0, 1, 2, 3]
     assert batch.data["y"] == [1, "a"]
 
@@ -108,46 +110,46 @@ def test_what_cannot_be_pickled_is_an_error() -> None:
     data = batch_of(token_rows(1))
     data["odd"] = object_stack([unpicklable()])
     with pytest.raises(TypeError, match="generator"):
-        Road().travel(data)
+        Transport().travel(data)
 
 
-def test_tensors_lie_in_the_block_and_can_be_written() -> None:
-    road = Road()
-    batch = road.travel({"x": 1})
-    batch = road.travel(batch_of(token_rows(4)))
+def test_tensors_lie_in_the_buffer_and_can_be_written() -> None:
+    transport = Transport()
+    batch = transport.travel({"x": 1})
+    batch = transport.travel(batch_of(token_rows(4)))
     first = batch.data["index"].data_ptr()
     batch.data["index"].add_(1)
     assert batch.data["index"].tolist() == [1, 2, 3, 4]
-    assert 0 < batch.data["input_ids"].values().data_ptr() - first < road.parcels[-1].block.size_bytes or (
-        0 < first - batch.data["input_ids"].values().data_ptr() < road.parcels[-1].block.size_bytes
+    assert 0 < batch.data["input_ids"].values().data_ptr() - first < transport.sent[-1].buffer.size_bytes or (
+        0 < first - batch.data["input_ids"].values().data_ptr() < transport.sent[-1].buffer.size_bytes
     )
 
 
-def test_a_block_is_used_again_when_no_tensor_lies_in_it() -> None:
-    road = Road()
-    batch = road.travel(batch_of(token_rows(4)))
+def test_a_buffer_is_used_again_when_no_tensor_lies_in_it() -> None:
+    transport = Transport()
+    batch = transport.travel(batch_of(token_rows(4)))
     kept = batch.data["index"]
-    again = road.travel(batch_of(token_rows(9)))
-    assert road.block_ids == [0, 1]
+    again = transport.travel(batch_of(token_rows(9)))
+    assert transport.buffer_ids == [0, 1]
     assert kept.tolist() == [0, 1, 2, 3]
     del batch, kept
     gc.collect()
-    assert road.travel(batch_of(token_rows(5))).data["index"].tolist() == [0, 1, 2, 3, 4]
-    assert road.block_ids == [0, 1, 0]
-    assert [parcel.block.is_new for parcel in road.parcels] == [True, True, False]
+    assert transport.travel(batch_of(token_rows(5))).data["index"].tolist() == [0, 1, 2, 3, 4]
+    assert transport.buffer_ids == [0, 1, 0]
+    assert [shared.buffer.is_new for shared in transport.sent] == [True, True, False]
     assert again.data["index"].tolist() == list(range(9))
 
 
-def test_objects_do_not_hold_their_block() -> None:
-    road = Road()
+def test_objects_do_not_hold_their_buffer() -> None:
+    transport = Transport()
     data = batch_of(token_rows(2))
     data["within"] = object_stack([{"image": torch.ones(2)}, {"array": np.ones(3)}])
-    batch = road.travel(data)
+    batch = transport.travel(data)
     kept = (list(batch.data["within"]), batch.meta)
     del batch
     gc.collect()
-    road.travel(batch_of(token_rows(2)))
-    assert road.block_ids == [0, 0]
+    transport.travel(batch_of(token_rows(2)))
+    assert transport.buffer_ids == [0, 0]
     assert kept[0][0]["image"].tolist() == [1, 1]
 
 
@@ -162,17 +164,17 @@ def open_files() -> int:
 @pytest.mark.skipif(not _SELF.exists(), reason="reads /proc")
 def test_memory_comes_back() -> None:
     mapped_before, open_before = mapped_files(), open_files()
-    road = Road()
-    batches = [road.travel(batch_of(token_rows(4))) for _ in range(8)]
-    assert mapped_files() - mapped_before == len(set(road.block_ids)) == 8
+    transport = Transport()
+    batches = [transport.travel(batch_of(token_rows(4))) for _ in range(8)]
+    assert mapped_files() - mapped_before == len(set(transport.buffer_ids)) == 8
     batches.clear()
     gc.collect()
     for _ in range(3):
-        road.travel(batch_of(token_rows(4)))
+        transport.travel(batch_of(token_rows(4)))
         gc.collect()
     assert mapped_files() - mapped_before == 3
-    assert open_files() - open_before == 6  # of each block one here and one there
-    road.travel(batch_of(token_rows(4)))
-    del road
+    assert open_files() - open_before == 6  # of each buffer one here and one there
+    transport.travel(batch_of(token_rows(4)))
+    del transport
     gc.collect()
     assert mapped_files() == mapped_before

@@ -1,7 +1,7 @@
-"""How a whole batch travels from a worker process to its parent: one copy into a shared block, none out of it.
+"""A whole batch on its way from a worker process to its parent: one copy into a shared buffer, none out of it.
 
-The tensors of the columns lie one after the other in the block, and the parent's tensors are made on it. All else, the
-meta and objects with whatever is in them, is pickled; tensors within objects come out of the pickle with memory of
+The tensors of the columns lie one after the other in the buffer, and the parent's tensors are views of it. All else,
+the meta and objects with whatever is in them, is pickled; tensors within objects come out of the pickle with memory of
 their own, since a micro-batch does not copy them.
 """
 
@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from tq_service.data.batch import Batch
-from tq_service.data.blocks import BlockRef, BlockWriter
+from tq_service.data.batch import FetchedBatch
 from tq_service.data.columns import FlatBatch, build, flatten
+from tq_service.data.shared_buffers import SharedBufferRef, SharedBufferWriter
 from tq_service.wire.dtypes import Bytes
 
 _ALIGNMENT: Final = 64
@@ -28,7 +28,7 @@ _ALIGNMENT: Final = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPlace:
-    """A contiguous tensor in a block, `offset` bytes after its start."""
+    """A contiguous tensor in a buffer, `offset` bytes after its start."""
 
     offset: int
     dtype: torch.dtype
@@ -36,26 +36,26 @@ class TensorPlace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parcel:
-    """A batch in a block.
+class SharedBatch:
+    """A batch in a shared buffer.
 
     Attributes:
         index: its batch_index.
         size_bytes: bytes of the tensors and of the pickle.
-        block: where it lies.
-        pickle_bytes: bytes of the pickle, at the start of the block.
+        buffer: the buffer it lies in.
+        pickle_bytes: bytes of the pickle, at the start of the buffer.
         places: the tensors of the columns.
     """
 
     index: int
     size_bytes: int
-    block: BlockRef
+    buffer: SharedBufferRef
     pickle_bytes: int
     places: tuple[TensorPlace, ...]
 
 
-def pack(batch: Batch, blocks: BlockWriter) -> Parcel:
-    """Write a batch into a block.
+def share_batch(batch: FetchedBatch, buffers: SharedBufferWriter) -> SharedBatch:
+    """Write a batch into a shared buffer.
 
     Raises:
         Exception: whatever the pickling of an object raises.
@@ -71,24 +71,26 @@ def pack(batch: Batch, blocks: BlockWriter) -> Parcel:
         places.append(TensorPlace(offset=offset, dtype=tensor.dtype, shape=tuple(tensor.shape)))
         parts.append((offset, _bytes_of(tensor)))
         end = offset + tensor.nbytes
-    return Parcel(
+    return SharedBatch(
         index=batch.index,
         size_bytes=end,
-        block=blocks.write(parts, end),
+        buffer=buffers.write(parts, end),
         pickle_bytes=pickled.nbytes,
         places=tuple(places),
     )
 
 
-def unpack(parcel: Parcel, block: Bytes) -> Batch:
-    """Return the batch; its tensors lie in the block."""
-    tensors = [_tensor_at(place, block) for place in parcel.places]
-    meta, content = _Unpickler(io.BytesIO(block[: parcel.pickle_bytes].data), tensors).load()
-    return Batch(index=parcel.index, data=build(content) if isinstance(content, FlatBatch) else content, meta=meta)
+def open_batch(shared: SharedBatch, buffer: Bytes) -> FetchedBatch:
+    """Return the batch; its tensors lie in the buffer, and keep it from being written again."""
+    tensors = [_tensor_at(place, buffer) for place in shared.places]
+    meta, content = _Unpickler(io.BytesIO(buffer[: shared.pickle_bytes].data), tensors).load()
+    return FetchedBatch(
+        index=shared.index, data=build(content) if isinstance(content, FlatBatch) else content, meta=meta
+    )
 
 
 def _collector(tensors: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that notes tensors which can lie in a block, and leaves others to the pickle."""
+    """Return a function that collects tensors which can lie in a buffer, and leaves others to the pickle."""
 
     def collect(tensor: torch.Tensor) -> torch.Tensor:
         if not _is_plain(tensor):
@@ -110,11 +112,11 @@ def _bytes_of(tensor: torch.Tensor) -> Bytes:
     return array
 
 
-def _tensor_at(place: TensorPlace, block: Bytes) -> torch.Tensor:
+def _tensor_at(place: TensorPlace, buffer: Bytes) -> torch.Tensor:
     size_bytes = math.prod(place.shape) * place.dtype.itemsize
     if not size_bytes:
         return torch.empty(place.shape, dtype=place.dtype)
-    return torch.from_numpy(block[place.offset : place.offset + size_bytes]).view(place.dtype).reshape(place.shape)
+    return torch.from_numpy(buffer[place.offset : place.offset + size_bytes]).view(place.dtype).reshape(place.shape)
 
 
 def _tensor_of(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -128,7 +130,7 @@ def _pickled(content: Any, tensors: Sequence[torch.Tensor]) -> Bytes:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles all but the tensors in the block, which it numbers; other tensors as their bytes."""
+    """Pickles all but the tensors in the buffer, which it numbers; other tensors as their bytes."""
 
     def __init__(self, file: io.BytesIO, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__(file, protocol=5)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tq_service.client.batch_meta import BatchMeta
-from tq_service.data.batch import Batch
-from tq_service.data.cut_ahead import CutAheadStream
+from tq_service.data.batch import FetchedBatch
+from tq_service.data.micro_batch_prefetch import MicroBatchPrefetcher
 
 
 class Numbers:
@@ -19,13 +19,13 @@ class Numbers:
         self._endless = endless
         self._closed = threading.Event()
         self.next_index = 0
-        self.taken: list[int] = []
+        self.consumed: list[int] = []
 
     @property
     def closed(self) -> bool:
         return self._closed.is_set()
 
-    def read(self) -> Batch | None:
+    def read(self) -> FetchedBatch | None:
         if self.next_index == len(self._batches):
             if self._endless:
                 self._closed.wait()
@@ -34,19 +34,21 @@ class Numbers:
         if isinstance(self._batches[index], Exception):
             raise self._batches[index]
         self.next_index += 1
-        return Batch(index=index, data=self._batches[index], meta=BatchMeta(), taken=lambda: self.taken.append(index))
+        return FetchedBatch(
+            index=index, data=self._batches[index], meta=BatchMeta(), on_consumed=lambda: self.consumed.append(index)
+        )
 
     def close(self) -> None:
         self._closed.set()
 
 
-class Cuts:
-    """Cuts batches and tells what it has cut."""
+class Splitter:
+    """Splits batches, and records the micro-batches it has made."""
 
     def __init__(self) -> None:
         self.made: queue.Queue[Any] = queue.Queue()
 
-    def __call__(self, batch: Batch) -> Iterator[Any]:
+    def __call__(self, batch: FetchedBatch) -> Iterator[Any]:
         for item in batch.data:
             if isinstance(item, Exception):
                 raise item
@@ -57,119 +59,119 @@ class Cuts:
         return [self.made.get(timeout=10) for _ in items] == list(items)
 
 
-def cut_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "tq-cut-ahead"]
+def split_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "tq-split-ahead"]
 
 
 @pytest.fixture
-def opened() -> Iterator[Callable[..., tuple[CutAheadStream, Numbers, Cuts]]]:
+def opened() -> Iterator[Callable[..., tuple[MicroBatchPrefetcher, Numbers, Splitter]]]:
     streams = []
 
-    def open_stream(*batches: Any, endless: bool = False) -> tuple[CutAheadStream, Numbers, Cuts]:
-        below, cuts = Numbers(*batches, endless=endless), Cuts()
-        stream = CutAheadStream(below, cuts)
+    def open_stream(*batches: Any, endless: bool = False) -> tuple[MicroBatchPrefetcher, Numbers, Splitter]:
+        inner, splitter = Numbers(*batches, endless=endless), Splitter()
+        stream = MicroBatchPrefetcher(inner, splitter)
         streams.append(stream)
-        return stream, below, cuts
+        return stream, inner, splitter
 
     yield open_stream
     for stream in streams:
         stream.close()
     streams.clear()
-    assert cut_threads() == []
+    assert split_threads() == []
 
 
-def read_all(stream: CutAheadStream) -> list[tuple[int, list[Any]]]:
+def read_all(stream: MicroBatchPrefetcher) -> list[tuple[int, list[Any]]]:
     batches = []
     while (batch := stream.read()) is not None:
-        assert batch.taken is not None
-        assert batch.items is not None
-        batch.taken()
-        batches.append((batch.index, list(batch.items)))
+        assert batch.on_consumed is not None
+        assert batch.micro_batches is not None
+        batch.on_consumed()
+        batches.append((batch.index, list(batch.micro_batches)))
         assert stream.next_index == batch.index + 1
     return batches
 
 
 def test_gives_all_batches_with_their_items(opened: Any) -> None:
-    stream, below, _ = opened([1, 2, 3], [], [4], [], [5, 6])
+    stream, inner, _ = opened([1, 2, 3], [], [4], [], [5, 6])
     assert stream.next_index == 0
     assert read_all(stream) == [(0, [1, 2, 3]), (1, []), (2, [4]), (3, []), (4, [5, 6])]
-    assert below.taken == [0, 1, 2, 3, 4]
+    assert inner.consumed == [0, 1, 2, 3, 4]
     assert stream.read() is None
 
 
-def test_two_items_are_cut_ahead_over_the_end_of_a_batch_and_no_more(opened: Any) -> None:
-    stream, below, cuts = opened([1, 2, 3], [4, 5, 6], endless=True)
-    assert cuts.wait_for(1, 2)
-    assert below.taken == []
+def test_two_items_are_split_ahead_over_the_end_of_a_batch_and_no_more(opened: Any) -> None:
+    stream, inner, splitter = opened([1, 2, 3], [4, 5, 6], endless=True)
+    assert splitter.wait_for(1, 2)
+    assert inner.consumed == []
     batch = stream.read()
-    batch.taken()
-    assert cuts.wait_for(3)
-    items = batch.items
-    for taken, cut in ((1, None), (2, 4), (3, 5)):
+    batch.on_consumed()
+    assert splitter.wait_for(3)
+    items = batch.micro_batches
+    for taken, made in ((1, None), (2, 4), (3, 5)):
         assert next(items) == taken
-        if cut is not None:
-            assert cuts.wait_for(cut)
-        for thread in cut_threads():
+        if made is not None:
+            assert splitter.wait_for(made)
+        for thread in split_threads():
             thread.join(0.05)
-        assert cuts.made.empty()
-    assert below.taken == [0]
+        assert splitter.made.empty()
+    assert inner.consumed == [0]
 
 
 def test_what_is_left_of_a_batch_is_left_out(opened: Any) -> None:
     stream, _, _ = opened([1, 2, 3, 4, 5], [6])
     batch = stream.read()
-    batch.taken()
-    assert next(batch.items) == 1
+    batch.on_consumed()
+    assert next(batch.micro_batches) == 1
     assert read_all(stream) == [(1, [6])]
 
 
-def test_an_error_of_the_stream_below_comes_after_what_was_read(opened: Any) -> None:
+def test_an_error_of_the_stream_inner_comes_after_what_was_read(opened: Any) -> None:
     stream, _, _ = opened([1, 2], ZeroDivisionError("by design"))
     batch = stream.read()
-    batch.taken()
-    items = batch.items
+    batch.on_consumed()
+    items = batch.micro_batches
     assert [next(items), next(items)] == [1, 2]
     with pytest.raises(ZeroDivisionError, match="by design"):
         next(items)
 
 
-def test_an_error_of_the_first_cut_comes_before_its_batch(opened: Any) -> None:
-    stream, below, _ = opened([ZeroDivisionError("by design")])
+def test_an_error_of_the_first_split_comes_before_its_batch(opened: Any) -> None:
+    stream, inner, _ = opened([ZeroDivisionError("by design")])
     with pytest.raises(ZeroDivisionError, match="by design"):
         stream.read()
-    assert below.taken == []
+    assert inner.consumed == []
 
 
-def test_an_error_of_a_later_cut_comes_in_its_place(opened: Any) -> None:
+def test_an_error_of_a_later_split_comes_in_its_place(opened: Any) -> None:
     stream, _, _ = opened([1, ZeroDivisionError("by design"), 3])
-    items = stream.read().items
+    items = stream.read().micro_batches
     assert next(items) == 1
     with pytest.raises(ZeroDivisionError, match="by design"):
         next(items)
 
 
 def test_closing_ends_a_wait_for_the_next_batch(opened: Any) -> None:
-    stream, below, cuts = opened([1], endless=True)
-    assert cuts.wait_for(1)
+    stream, inner, splitter = opened([1], endless=True)
+    assert splitter.wait_for(1)
     reader_got: list[Any] = []
     reader = threading.Thread(target=lambda: reader_got.extend(read_all(stream)))
     reader.start()
-    while not below.taken:
+    while not inner.consumed:
         reader.join(0.01)
     stream.close()
     reader.join(10)
     assert not reader.is_alive()
     assert reader_got == [(0, [1])]
-    assert (stream.closed, below.closed) == (True, True)
+    assert (stream.closed, inner.closed) == (True, True)
 
 
 def test_a_stream_that_is_garbage_ends_its_thread() -> None:
-    below = Numbers([1, 2, 3, 4], endless=True)
-    stream = CutAheadStream(below, Cuts())
+    inner = Numbers([1, 2, 3, 4], endless=True)
+    stream = MicroBatchPrefetcher(inner, Splitter())
     stream.read()
     del stream
     gc.collect()
-    for thread in cut_threads():
+    for thread in split_threads():
         thread.join(10)
-    assert cut_threads() == []
-    assert below.closed
+    assert split_threads() == []
+    assert inner.closed

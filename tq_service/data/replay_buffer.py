@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from tq_service.data.batch import Batch, BatchStream
+from tq_service.data.batch import BatchStream, FetchedBatch
 from tq_service.data.end import End
 
 
@@ -20,24 +20,24 @@ class ReplayBuffer:
     same, since claims of ranks replay.
 
     Args:
-        max_bytes: most bytes kept, as `Batch.size_bytes` counts them; 0 keeps nothing.
+        max_bytes: most bytes kept, as `FetchedBatch.size_bytes` counts them; 0 keeps nothing.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._batches: dict[int, Batch] = {}
+        self._batches: dict[int, FetchedBatch] = {}
         self._kept_bytes = 0
         self._is_full = max_bytes == 0
 
     def __len__(self) -> int:
         return len(self._batches)
 
-    def following(self, batch_index: int) -> list[Batch]:
+    def following(self, batch_index: int) -> list[FetchedBatch]:
         """Return the batches that are kept from `batch_index` on, up to the first one that is not."""
         indexes = itertools.takewhile(self._batches.__contains__, itertools.count(batch_index))
         return [self._batches[index] for index in indexes]
 
-    def add(self, batch: Batch) -> None:
+    def add(self, batch: FetchedBatch) -> None:
         """Keep the batch if it fits; once one does not, none after it is kept, which a replay would not reach."""
         if self._is_full or batch.index in self._batches:
             return
@@ -46,7 +46,7 @@ class ReplayBuffer:
             self._is_full = True
             return
         self._kept_bytes += size_bytes
-        self._batches[batch.index] = replace(batch, items=None, taken=None)
+        self._batches[batch.index] = replace(batch, micro_batches=None, on_consumed=None)
 
     def pairs(self) -> list[tuple[Any, Any]]:
         """Return `(data, meta)` of each batch kept, in the order of their batch indexes."""
@@ -60,9 +60,9 @@ class ReplayBuffer:
 
 
 class ReplayStream:
-    """Gives batches that are kept, and then those of the stream that goes on after them."""
+    """Gives the batches of a replay buffer, and then those of the stream that continues after them."""
 
-    def __init__(self, kept: Sequence[Batch], rest: BatchStream) -> None:
+    def __init__(self, kept: Sequence[FetchedBatch], rest: BatchStream) -> None:
         self._kept = deque(kept)
         self._rest = rest
 
@@ -76,7 +76,7 @@ class ReplayStream:
         """Whether `close` was called."""
         return self._rest.closed
 
-    def read(self) -> Batch | End | None:
+    def read(self) -> FetchedBatch | End | None:
         """Return the next batch, or the end; None once it is closed."""
         return self._kept.popleft() if self._kept else self._rest.read()
 
