@@ -1,101 +1,95 @@
-"""Everything a partition answers from, as plain values that can be compared."""
+"""Everything a partition answers from, as plain values that can be compared.
+
+It goes over what is declared: columns of tables by name, the fields of facts and of records of claims. So one that was
+added is compared too, without a line here. Slots are compared by what occupies them, since their numbers may differ.
+"""
+
+import dataclasses
 
 import numpy as np
 
+from tq_service.domain.tables.cells import slots_and_rows
+from tq_service.durable import codec
 
-def digest(partition):
-    positions = partition.table.present_positions()
-    rows = partition.table.index.data[positions].tolist()
+OF_ONE_RUN = {"answer_count", "deadline"}  # what a start does not bring back, and need not
+
+
+def digest(partition, *, with_gaps=False):
+    """Return all that the partition knows of its samples; with gaps also what stands where samples were cleared."""
+    table = partition.table
+    positions = np.arange(table.count) if with_gaps else table.present_positions()
+    slots = [table for table in partition.tables.values() if table is not partition.table]
     return {
-        "incarnation": partition.incarnation,
-        "settings": partition.settings,
-        "sealed": partition.sealed,
-        "inserted": partition.inserted_count,
-        "insert_size_gcd": partition.insert_size_gcd,
-        "state_counts": list(partition.state_counts),
-        "rows": rows,
-        "states": partition.state.data[positions].tolist(),
-        "keys": partition.key.data[positions].tolist(),
-        "key_index": dict(partition.key_index),
-        "meta": [
-            (column.name, column.values[column.present].tolist(), column.present.tolist())
-            for column in partition.meta.read_all(positions)
-        ],
-        "groups": _groups(partition, positions),
-        "fields": {name: _field(partition, name, positions) for name in partition.cells.fields},
-        "tasks": {name: _task(task, positions) for name, task in partition.tasks.items()},
+        "facts": facts_of(partition.facts),
+        "tables": sorted(partition.tables),
+        "rows": {name: _row_values(partition, name, column.data[positions]) for name, column in table.columns.items()},
+        "slots": [_slot_values(each) for each in slots],
+        "tasks": {name: _task(task) for name, task in partition.tasks.items()},
+        "rebuilt": {
+            "present_count": table.present_count,
+            "state_counts": list(partition.state_counts),
+            "key_index": dict(partition.key_index),
+            "groups": sorted(partition.groups._slot_of),
+            "produced": {name: field.produced_count for name, field in partition.cells.fields.items()},
+            "used_bytes": partition.cells.used_bytes,
+            "free slots are all there are": [
+                sorted(each._free) == np.flatnonzero(each.occupants[: each.count] == None).tolist()  # noqa: E711
+                for each in slots
+            ],
+        },
     }
 
 
-def _groups(partition, positions):
-    groups = partition.groups
-    facts = {}
-    for name, slot in groups._slots.items():
-        counters = (groups.declared, groups.members, groups.failed, groups.cleared, groups.held, groups.closed)
-        facts[name] = [int(counter[slot]) for counter in counters]
-    return groups.names_of(positions), facts
-
-
-def _field(partition, name, positions):
-    field = partition.cells.fields[name]
-    produced = positions[field.cell.data[positions] >= 0]
-    runs = partition.cells.locate([name], produced)
-    cells = [
-        (run.puts[index], first + offset)
-        for run in runs
-        for index, first, count in zip(run.put_indexes, run.first_rows, run.row_counts, strict=True)
-        for offset in range(count)
-    ]
-    lengths = None if field.length is None else field.length.data[positions].tolist()
-    return (
-        field.spec,
-        field.produced_count,
-        produced.tolist() and partition.table.index.data[produced].tolist(),
-        cells,
-        lengths,
-    )
-
-
-def _task(task, positions):
+def facts_of(value):
+    """Return a dataclass as plain values."""
     return {
-        "epoch": task.epoch,
-        "dp_size": task.dp_size,
-        "next": task.next_batch_index,
-        "end": task.end,
-        "consumed": task.consumed_count,
-        "open": task.backlog,
-        "taken": task.claim.data[positions].tolist(),
-        "batches": {
-            index: (batch.batch_spec, [_part(part) for part in batch.plan.ranks], batch.size, batch.remaining)
-            for index, batch in task.batches.items()
-        },
-        "claims": {name: (_part(claim.part), claim.remaining) for name, claim in task.claims.items()},
-        "leases": [
-            (lease.request_id, lease.serial, lease.terms, lease.left_count, lease.delivery_counts.tolist())
-            for lease in task.leases.values()
-        ],
-        "deliveries": _deliveries(task, positions),
-        "leased": (task.leased_count, task.dead_lettered_count),
+        each.name: list(known.items()) if isinstance(known := getattr(value, each.name), dict) else known
+        for each in dataclasses.fields(value)
+    }
+
+
+def _row_values(partition, name, values):
+    if name == "group":
+        names = partition.groups.slots.occupants[values]
+        names[values < 0] = None
+        return names.tolist()
+    if name.startswith("cell/"):
+        slots, rows = slots_and_rows(values)
+        puts = partition.cells.puts.occupants[slots]
+        return [None if value < 0 else (put, row) for value, put, row in zip(values, puts, rows.tolist(), strict=True)]
+    return values.tolist()
+
+
+def _slot_values(table):
+    columns = {name: column[: table.count].tolist() for name, column in table.columns.items()}
+    return {
+        occupant: {name: values[slot] for name, values in columns.items()}
+        for slot, occupant in enumerate(table.occupants[: table.count].tolist())
+        if occupant is not None
+    }
+
+
+def _task(task):
+    return {
+        "facts": facts_of(task.facts),
+        "records": {record.serial: record_of(record) for record in task.records()},
+        "batches": {index: record_of(batch) for index, batch in task.batches.items()},
+        "without rows": list(task.batches_without_rows),
+        "claims": {name: claim.serial for name, claim in task.claims.items()},
+        "leases": {serial: record_of(lease) for serial, lease in task.leases.items()},
+        "leased": task.leased_count,
         "released": sorted(task.released.log),
         "expired": sorted(task.expired.log),
     }
 
 
-def _deliveries(task, positions):
-    column = task._deliveries
-    return [0] * positions.size if column is None else column.data[positions].tolist()
+def record_of(record):
+    """Return a record of a claim, or a lease, as plain values."""
+    names = {name.removeprefix("_") for name in type(record).__slots__} - OF_ONE_RUN
+    return {name: _plain(getattr(record, name)) for name in sorted(names)}
 
 
-def _part(part):
-    steps = [
-        [
-            (
-                np.asarray(pack.positions).tolist(),
-                None if pack.lengths is None else np.asarray(pack.lengths).tolist(),
-                pack.padding_tokens,
-            )
-            for pack in packs
-        ]
-        for packs in part.steps
-    ]
-    return part.rows.tolist(), steps
+def _plain(value):
+    if dataclasses.is_dataclass(value) and hasattr(value, "left_count"):
+        return record_of(value)
+    return codec.encode(value) if dataclasses.is_dataclass(value) or isinstance(value, np.ndarray) else value

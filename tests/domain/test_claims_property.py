@@ -395,7 +395,7 @@ class Interleaving:
             partition.clear(rows)
         self.driver.model.clear(rows.tolist())
         assert not partition.key_index
-        assert not list(partition.cells._puts.all())
+        assert not list(partition.cells.puts.all())
         assert len(partition.groups) == 0
         assert partition.state_counts == [0, 0, 0, 0]
         assert partition.groups.members.data.sum() == 0

@@ -1,4 +1,4 @@
-"""What is remembered for a while: the newest entry of an id, forgotten oldest first, frozen without a copy."""
+"""What is remembered for a while: the newest entry of an id, forgotten oldest first, snapshot without a copy."""
 
 import itertools
 import random
@@ -6,8 +6,8 @@ import random
 from tq_service.domain.aging_log import AgingLog
 
 
-def entries(frozen):
-    return [(entry.key, entry.seconds, entry.value) for entry in itertools.chain.from_iterable(frozen.blocks)]
+def entries(snapshot):
+    return [(entry.key, entry.seconds, entry.value) for entry in itertools.chain.from_iterable(snapshot.blocks)]
 
 
 def log_of(count):
@@ -31,21 +31,21 @@ def test_the_newest_entry_of_an_id_counts_and_outlives_the_older_one():
     assert (log.get(b"a"), len(log), log.oldest) == (None, 0, None)
 
 
-def test_what_is_frozen_stays_as_it_was():
+def test_a_snapshot_stays_as_it_was():
     log = log_of(5000)
     for _ in range(1500):
         log.drop_oldest()
-    frozen = log.freeze()
+    snapshot = log.snapshot()
     log.add(b"late", 5000.0, "late")
     log.drop_before(4000.0)
-    assert entries(frozen) == [(number.to_bytes(4), float(number), number) for number in range(1500, 5000)]
-    assert [key for key, _, _ in entries(log.freeze())] == [*(n.to_bytes(4) for n in range(4000, 5000)), b"late"]
-    assert entries(AgingLog().freeze()) == []
+    assert entries(snapshot) == [(number.to_bytes(4), float(number), number) for number in range(1500, 5000)]
+    assert [key for key, _, _ in entries(log.snapshot())] == [*(n.to_bytes(4) for n in range(4000, 5000)), b"late"]
+    assert entries(AgingLog().snapshot()) == []
 
 
 def test_any_order_of_changes_gives_what_a_plain_list_gives():
     rng = random.Random(5)
-    log, plain, frozen = AgingLog(), [], []
+    log, plain, snapshot = AgingLog(), [], []
     for seconds in range(6000):
         if plain and rng.random() < 0.45:
             log.drop_oldest()
@@ -55,9 +55,9 @@ def test_any_order_of_changes_gives_what_a_plain_list_gives():
             log.add(key, seconds, seconds)
             plain.append((key, seconds, seconds))
         if rng.random() < 0.01:
-            frozen.append((log.freeze(), list(plain)))
+            snapshot.append((log.snapshot(), list(plain)))
         newest = {key: value for key, _, value in plain}
         some = rng.randrange(400).to_bytes(2)
         assert len(log) == len(newest)
         assert (log.get(some).value if some in log else None) == newest.get(some)
-    assert all(entries(blocks) == expected for blocks, expected in frozen)
+    assert all(entries(blocks) == expected for blocks, expected in snapshot)

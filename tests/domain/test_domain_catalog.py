@@ -209,7 +209,7 @@ async def test_samples_that_are_restored_count(catalog):
     restored = Catalog(PlanRunner(), Limits(max_samples=4))
     restored.write("early", b"", new_write(1, ["x"]))
     restored.remove("early", b"")
-    restored.thaw(catalog.freeze())
+    restored.restore(catalog.snapshot())
     restored.write("train", b"", new_write(1, ["x"]))
     with pytest.raises(LimitExceededError, match="5 samples in all partitions"):
         restored.write("train", b"", new_write(1, ["x"]))

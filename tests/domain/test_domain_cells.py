@@ -105,7 +105,7 @@ def test_overwriting_frees_the_cells_it_replaces():
 
 
 def live(train):
-    return list(live_cells(train.cells.freeze_cells()))
+    return list(live_cells(train.cells.snapshot()))
 
 
 def test_live_cells_are_those_that_were_not_freed():
@@ -125,10 +125,10 @@ def test_live_cells_are_those_of_the_moment_put_by_put_however_many_there_are():
     for number in range(1, 6):
         put(train, number, 2_000, ("x", "y"))
     put(train, 6, 2, ("y",), indexes=[1, 2_001])
-    frozen = train.cells.freeze_cells()
+    snapshot = train.cells.snapshot()
     train.clear(np.arange(0, 10_000, 3))
     put(train, 7, 2, ("x",))
-    found = list(live_cells(frozen))
+    found = list(live_cells(snapshot))
     assert [each.put.put_id[-1] for each in found] == [3, 4, 5, 6, 1, 1, 2, 2]
     assert freed(found)[0] == (1, ["x"], list(range(2_000)))
     assert freed(found)[1] == (1, ["y"], [0, *range(2, 2_000)])
@@ -172,10 +172,10 @@ def test_slots_of_puts_that_are_gone_are_used_again():
         train.clear(np.array([2 * number - 2, 2 * number - 1]))
     for number in range(100, 150):  # a column overwritten again and again
         put(train, number, 1, ("x",), **({"indexes": [198]} if number > 100 else {}))
-    assert train.cells._puts._slots.count <= 2
-    assert len(list(train.cells._puts.all())) == 1
+    assert train.cells.puts.count <= 2
+    assert len(list(train.cells.puts.all())) == 1
     with pytest.raises(LookupError):
-        train.cells._puts.get(1 - (train.cells.fields["x"].cell.data[train.table.find(np.array([198]))][0] >> 32))
+        train.cells.puts.get(1 - (train.cells.fields["x"].cell.data[train.table.find(np.array([198]))][0] >> 32))
 
 
 # Lengths of jagged rows

@@ -29,10 +29,10 @@ def column_of(values, capacity=None):
     ],
     ids=["all", "edge", "beyond", "some", "grown", "compacted"],
 )
-def test_what_is_frozen_stays_whatever_is_changed(kind, change):
+def test_a_snapshot_stays_whatever_is_changed(kind, change):
     values = (np.arange(SIZE) % 7).astype(kind)
     column = column_of(values, SIZE + 100)
-    early, late = column.freeze(SIZE), column.freeze(SIZE - 5)
+    early, late = column.snapshot(SIZE), column.snapshot(SIZE - 5)
     change(column)
     column.write(np.array([17]), 5)
     assert early.values().tolist() == values.tolist()
@@ -42,20 +42,20 @@ def test_what_is_frozen_stays_whatever_is_changed(kind, change):
 
 def test_changes_between_two_blocks_are_not_seen_either():
     column = column_of(np.zeros(SIZE, np.int64))
-    frozen, read = column.freeze(SIZE), []
-    for block in frozen.blocks():
+    snapshot, read = column.snapshot(SIZE), []
+    for block in snapshot.blocks():
         column.write(slice(0, SIZE), column.data[0] + 1)
         read.append(block)
     assert np.concatenate(read).tolist() == [0] * SIZE
     assert column.data.tolist() == [3] * SIZE
 
 
-def test_sums_are_frozen_too():
+def test_snapshots_stay_where_sums_are_added():
     column = column_of(np.zeros(SIZE, np.int64))
-    frozen = column.freeze(SIZE)
+    snapshot = column.snapshot(SIZE)
     column.add(np.array([3, 3, 9_000]), 2)
     assert (column.data[3], column.data[9_000]) == (4, 2)
-    assert not frozen.values().any()
+    assert not snapshot.values().any()
 
 
 def test_a_column_is_written_through_its_methods_only():
@@ -66,19 +66,19 @@ def test_a_column_is_written_through_its_methods_only():
 
 def test_nothing_is_kept_for_readers_that_are_done_or_gone():
     column = column_of(np.arange(SIZE))
-    done, gone = column.freeze(SIZE), column.freeze(SIZE)
+    done, gone = column.snapshot(SIZE), column.snapshot(SIZE)
     done.values()
     del gone
     column.write(slice(0, SIZE), 0)
     assert not done._kept
-    assert [reference() for reference in column._frozen] == [done]
+    assert [reference() for reference in column._snapshots] == [done]
 
 
 def test_a_thread_reads_one_moment_while_another_writes():
     size = 1 << 18
     column = column_of(np.zeros(size, np.int64))
-    frozen, seen = column.freeze(size), []
-    reader = threading.Thread(target=lambda: seen.append(frozen.values()))
+    snapshot, seen = column.snapshot(size), []
+    reader = threading.Thread(target=lambda: seen.append(snapshot.values()))
     reader.start()
     value = 0
     while reader.is_alive() or value < 3:

@@ -12,11 +12,15 @@ from tq_service.errors import InvalidArgumentError
 from tq_service.schema import MetaColumn
 
 
-@pytest.fixture
-def table():
+def four_rows():
     table = RowTable()
     table.append(4)
     return table
+
+
+@pytest.fixture
+def table():
+    return four_rows()
 
 
 def rows(*positions):
@@ -63,7 +67,7 @@ def test_integers_become_doubles_where_that_loses_nothing(table):
     assert [value(custom, "v", position) for position in range(3)] == [2.0**53, 0.5, 7.0]
     with pytest.raises(InvalidArgumentError, match="holds double values, got int64"):
         custom.check(meta([{"v": 2**53 + 1}]), 1)
-    exact = CustomMeta(table)
+    exact = CustomMeta(four_rows())
     write(exact, [{"v": 2**53 + 1}], [0])
     with pytest.raises(InvalidArgumentError, match="holds int64 values, got double"):
         exact.check(meta([{"v": 0.5}]), 1)

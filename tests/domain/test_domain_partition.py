@@ -233,7 +233,7 @@ def test_a_partition_that_lives_for_weeks_stays_small():
         train.clear(rows)
     assert train.inserted_count == 4800
     assert train.table.index.data.size <= 2400
-    assert (train.key_index, len(train.groups), list(train.cells._puts.all())) == ({}, 0, [])
+    assert (train.key_index, len(train.groups), list(train.cells.puts.all())) == ({}, 0, [])
     for task in (trainer, reward):
         assert not (list(task.records()) or task.batches or task.claims)
         assert (task.consumed_count, task.backlog) == (4800, 0)

@@ -82,12 +82,12 @@ def test_the_oldest_answers_go_first_where_there_are_too_many_bytes(clock):
     assert (len(log), log.used_bytes < 1_000) == (1, True)
 
 
-def test_what_answers_take_is_the_same_after_they_were_frozen(clock):
+def test_what_answers_take_is_the_same_after_a_snapshot_of_them(clock):
     log = RequestLog(60, weigh=len)
     for size in (10, 20):
         log.once(new_id(), lambda size=size: b"x" * size)
     again = RequestLog(60, weigh=len)
-    again.thaw(log.freeze())
+    again.restore(log.snapshot())
     assert again.used_bytes == log.used_bytes > 30
 
 

@@ -190,11 +190,11 @@ def test_a_large_column_grows_whether_memory_can_be_reserved_or_not(can_reserve,
         monkeypatch.setattr(column_module, "reserved_zeros", lambda count, dtype: None)
     column = Column(np.int64, fill, LARGE)
     column.write(slice(0, LARGE), np.arange(LARGE))
-    frozen = column.freeze(LARGE)
+    snapshot = column.snapshot(LARGE)
     column.resize(LARGE + 1000, None, LARGE)
     assert column.data[LARGE:].tolist() == [fill] * 1000
     column.write(slice(0, LARGE), 5)
-    assert frozen.values().tolist() == list(range(LARGE))
+    assert snapshot.values().tolist() == list(range(LARGE))
     column.resize(10 * LARGE, None, LARGE)
     assert column.data.size == 10 * LARGE
     assert (column.data[:LARGE] == 5).all()
@@ -202,9 +202,9 @@ def test_a_large_column_grows_whether_memory_can_be_reserved_or_not(can_reserve,
 
 
 @needs_reserved_memory
-def test_what_was_frozen_before_a_column_grew_where_it_is_stays():
+def test_a_snapshot_made_before_a_column_grew_where_it_is_stays():
     column = Column(np.int64, 0, LARGE)
-    frozen = column.freeze(LARGE)
+    snapshot = column.snapshot(LARGE)
     column.resize(2 * LARGE, None, LARGE)
     column.write(np.array([3, LARGE - 1]), 7)
-    assert not frozen.values().any()
+    assert not snapshot.values().any()

@@ -5,7 +5,7 @@ import random
 from unittest import mock
 
 from claims_driver import NAME
-from digest import digest
+from digest import digest, record_of
 from domain_support import turns
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,47 +14,21 @@ from test_claims_property import SEEDS, Interleaving, sequences
 
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.claims.ledger import QueueClaim
-from tq_service.durable.snapshot import FrozenService, read_snapshot, write_snapshot
+from tq_service.durable.snapshot import ServiceSnapshot, read_snapshot, write_snapshot
 from tq_service.samplers import PlanRunner
 
 
-def thawed(frozen, path):
+def restored(partitions, path):
     """Return the catalog that a snapshot makes."""
-    write_snapshot(path, FrozenService(partitions=frozen))
+    write_snapshot(path, ServiceSnapshot(partitions=partitions))
     catalog = Catalog(PlanRunner())
-    catalog.thaw(read_snapshot(path).partitions)
+    catalog.restore(read_snapshot(path).partitions)
     return catalog
 
 
 def whole_digest(catalog):
     """Return everything a catalog answers from, also what journals do not bring back exactly."""
-    return {name: (digest(catalog.get(name)), _details(catalog.get(name))) for name in catalog.names()}
-
-
-def _details(partition):
-    table = partition.table
-    return {
-        "gaps": (table.count, table.present_count, table.index[: table.count].tolist()),
-        "bytes": partition.cells.used_bytes,
-        "groups in use": partition.groups.in_use,
-        "tasks": {name: _task_details(task, table.count) for name, task in partition.tasks.items()},
-    }
-
-
-def _task_details(task, count):
-    return {
-        "claim": task.claim[:count].tolist(),
-        "batches_without_rows": list(task.batches_without_rows),
-        "expired": sorted(task.expired.log),
-        "deliveries": None if task._deliveries is None else task.deliveries[:count].tolist(),
-        "leased": (task.leased_count, task.dead_lettered_count, sorted(task.leases)),
-        "leases": {claim.request_id: _lease(claim) for claim in task.claims.values() if claim.lease is not None},
-    }
-
-
-def _lease(claim):
-    lease = claim.lease
-    return (lease.serial, claim.rows.tolist(), lease.terms, lease.delivery_counts.tolist(), lease.left_count)
+    return {name: digest(catalog.get(name), with_gaps=True) for name in catalog.names()}
 
 
 class Twin:
@@ -73,7 +47,7 @@ class Twin:
         claim = claimed.answer
         if not isinstance(claim, QueueClaim):
             return repr(claim)
-        return repr(claim.part), None if claim.lease is None else _lease(claim)
+        return record_of(claim)
 
 
 async def settled(driver):
@@ -89,16 +63,16 @@ async def check_is_read_back_as_it_was(seed, steps, later, path):
         await interleaving.step(name, step_seed)
     await settled(driver)
     before = whole_digest(driver.catalog)
-    frozen = driver.catalog.freeze()
+    snapshot = driver.catalog.snapshot()
     calls = list(driver.calls)
     for name, step_seed in later:  # none of this is seen by who reads the snapshot
         await interleaving.step(name, step_seed)
     await settled(driver)
-    first = thawed(frozen, path)
+    first = restored(snapshot, path)
     assert whole_digest(first) == before
-    second = thawed(first.freeze(), path)  # of plans that nobody asked for since they were read
+    second = restored(first.snapshot(), path)  # of plans that nobody asked for since they were read
     assert whole_digest(second) == before
-    third = thawed(second.freeze(), path)
+    third = restored(second.snapshot(), path)
     await answer_alike(seed, driver, calls, first, third)
     assert whole_digest(first) == whole_digest(third)
 

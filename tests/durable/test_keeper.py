@@ -14,7 +14,7 @@ from digest import digest
 from domain_support import insert, new_write
 from journal_support import wait_for_the_next_file
 
-from tq_service.domain.aging_log import FrozenLog
+from tq_service.domain.aging_log import LogSnapshot
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.plan import RankPlan
 from tq_service.domain.requests import RequestLog
@@ -179,7 +179,7 @@ def test_a_record_that_does_not_fit_stops_the_start_and_is_named(tmp_path):
 
 
 def test_a_snapshot_that_cannot_be_written_loses_nothing(tmp_path, monkeypatch):
-    def full(path, frozen):
+    def full(path, snapshot):
         raise OSError(28, "No space left on device")
 
     async def try_it(life):
@@ -212,7 +212,7 @@ def test_a_change_that_no_call_waits_for_becomes_durable_by_itself(tmp_path):
 def test_a_snapshot_that_fails_by_a_fault_is_not_tried_again_at_once(tmp_path, monkeypatch, caplog):
     tries = []
 
-    def faulty(path, frozen):
+    def faulty(path, snapshot):
         tries.append(path)
         raise RuntimeError("a fault of ours")
 
@@ -248,12 +248,12 @@ def test_what_is_restored_is_there_after_a_failure_or_nothing_of_it(tmp_path, mo
     async def restore(life):
         other = Catalog(PlanRunner())
         other.write("restored", b"", new_write(3, ("x",)))
-        frozen = other.freeze()
+        snapshots = other.snapshot()
         seen = []
         with monkeypatch.context() as failing:
             failing.setattr(owner, name, fail)
             try:
-                await life.keeper.keep_restored(frozen, FrozenLog, lambda: seen.append("restored"))
+                await life.keeper.keep_restored(snapshots, LogSnapshot, lambda: seen.append("restored"))
             except DiskFullError as error:
                 assert "restore it again" in str(error)
         return seen

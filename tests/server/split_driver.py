@@ -188,7 +188,7 @@ class Split:
         self._first_stream = len(self.link.streams)
         self.catalog, self.requests = Catalog(None), RequestLog(60.0)
         # Heartbeats come in every turn of the loop.
-        self.directory = StorageDirectory(None, 0.0, _NO_CREDENTIALS, freeze_cells=self.catalog.freeze_cells)
+        self.directory = StorageDirectory(None, 0.0, _NO_CREDENTIALS, snapshot_cells=self.catalog.snapshot_cells)
         self.directories.append(self.directory)
         self.commits = Commits(
             catalog=self.catalog, requests=self.requests, storages=self.directory, waiting=WaitingCalls()
@@ -292,7 +292,7 @@ class Split:
 
     def live(self):
         """Return the cells that samples have."""
-        return [cells for frozen in self.catalog.freeze_cells() for cells in live_cells(frozen)]
+        return [cells for each in self.catalog.snapshot_cells() for cells in live_cells(each)]
 
     def lost_puts(self):
         """Return the puts that samples need and the storage service does not have, all cells they need of them."""

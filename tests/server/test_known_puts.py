@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 from split_driver import split_service
 
-from tq_service.domain.frozen import FrozenCells, FrozenPuts
-from tq_service.domain.tables.cells import FreedCells
-from tq_service.domain.tables.column import Column
-from tq_service.domain.tables.puts import Put
+from tq_service.domain.tables.cells import CellsSnapshot, FreedCells
+from tq_service.domain.tables.puts import Put, PutTable
 from tq_service.errors import CallCancelledError, InvalidArgumentError, PutNotFoundError
 from tq_service.server.known_puts import KnownPuts
 from tq_service.storage.cells import PutCells, ReadRuns
@@ -39,25 +37,18 @@ async def commit_many(split, count):
     split.directory.free(split.catalog.get("q").clear(np.array(indexes))[1])
 
 
-def frozen_puts(puts):
+def snapshot_of(puts):
     """Return what a partition knows that has these puts whole."""
-    columns = []
-    for dtype, values in ((np.object_, puts), (np.int64, 1), (np.int64, 1), (np.int64, 8)):
-        column = Column(dtype, None if dtype is np.object_ else 0, len(puts))
-        if dtype is np.object_:
-            for slot, put in enumerate(values):
-                column.write(slot, put)
-        else:
-            column.write(slice(0, len(puts)), values)
-        columns.append(column.freeze(len(puts)))
-    table = FrozenPuts(puts=columns[0], cell_counts=columns[1], made_cell_counts=columns[2], value_bytes=columns[3])
-    return FrozenCells(puts=table, fields=[])
+    table = PutTable()
+    for put in puts:
+        table.add(put, 1, 8)
+    return CellsSnapshot(puts=table.snapshot(), cells={})
 
 
 def test_what_is_said_of_very_many_puts_takes_many_small_messages_made_one_by_one():
     """A million puts: a message of all of them was 20 MB, made in one step; 12 times as many were refused."""
     puts = [Put("s" if number % 4 else "other", BOOT, number.to_bytes(16, "big")) for number in range(200_000)]
-    pieces = KnownPuts(storage_id="s", boot_id=BOOT, cells=[frozen_puts(puts)], uncommitted=[b"u" * 16]).pieces()
+    pieces = KnownPuts(storage_id="s", boot_id=BOOT, cells=[snapshot_of(puts)], uncommitted=[b"u" * 16]).pieces()
     listed = 0
     for piece in pieces:
         assert piece.ByteSize() <= 64 * 1024

@@ -22,7 +22,7 @@ class Entry(NamedTuple, Generic[Value]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FrozenLog:
+class LogSnapshot:
     """What was remembered at one moment.
 
     Attributes:
@@ -34,8 +34,8 @@ class FrozenLog:
     now_seconds: float = 0.0
 
 
-def merged(*logs: FrozenLog) -> FrozenLog:
-    """Return the entries of several logs as one, each as old as it was when its own was frozen."""
+def merged(*logs: LogSnapshot) -> LogSnapshot:
+    """Return the entries of several logs as one, each as old as it was at the moment of its own."""
     entries = [
         Entry(key, seconds - log.now_seconds, value)
         for log in logs
@@ -43,11 +43,11 @@ def merged(*logs: FrozenLog) -> FrozenLog:
         for key, seconds, value in block
     ]
     entries.sort(key=lambda entry: entry.seconds)
-    return FrozenLog(blocks=[entries])
+    return LogSnapshot(blocks=[entries])
 
 
 class AgingLog(Generic[Value]):
-    """Entries in order of time, found by id. Full blocks of them never change, so freezing shares them."""
+    """Entries in order of time, found by id. Full blocks of them never change, so snapshots share them."""
 
     __slots__ = ("_blocks", "_entries", "_gone")
 
@@ -98,18 +98,18 @@ class AgingLog(Generic[Value]):
         while (oldest := self.oldest) is not None and oldest.seconds < seconds:
             self.drop_oldest()
 
-    def freeze(self) -> FrozenLog:
+    def snapshot(self) -> LogSnapshot:
         """Return all entries as they are now."""
         blocks = list(self._blocks)
         if blocks:
             blocks[-1] = blocks[-1].copy()
             blocks[0] = blocks[0][self._gone :]
-        return FrozenLog(blocks=blocks, now_seconds=time.monotonic())
+        return LogSnapshot(blocks=blocks, now_seconds=time.monotonic())
 
-    def thaw(self, frozen: FrozenLog) -> None:
-        """Remember what is frozen, each entry as old as it was then; for a log that is empty."""
-        shift = time.monotonic() - frozen.now_seconds
-        entries = (Entry(key, seconds + shift, value) for block in frozen.blocks for key, seconds, value in block)
+    def restore(self, snapshot: LogSnapshot) -> None:
+        """Remember the entries of a snapshot, each as old as it was then; for a log that is empty."""
+        shift = time.monotonic() - snapshot.now_seconds
+        entries = (Entry(key, seconds + shift, value) for block in snapshot.blocks for key, seconds, value in block)
         while block := list(itertools.islice(entries, _BLOCK_ENTRIES)):
             self._blocks.append(block)
             self._entries.update((entry.key, entry) for entry in block)

@@ -15,10 +15,9 @@ from tq_service.domain.claims.plan_search import RunsPlans
 from tq_service.domain.claims.planner import Planner
 from tq_service.domain.claims.request import ClaimRequest
 from tq_service.domain.claims.wait_queue import Answer, LoopYielder, NotYet
-from tq_service.domain.frozen import FrozenCells, FrozenPartition
-from tq_service.domain.partition import Partition
+from tq_service.domain.partition import Partition, PartitionSnapshot
 from tq_service.domain.replay import apply_change
-from tq_service.domain.tables.cells import FreedCells
+from tq_service.domain.tables.cells import CellsSnapshot, FreedCells
 from tq_service.domain.writes import PartitionSettings, SampleWrite, Written
 from tq_service.errors import (
     AlreadyExistsError,
@@ -62,9 +61,9 @@ class Catalog:
         """Return the names of all partitions."""
         return self._partitions.keys()
 
-    def freeze_cells(self) -> list[FrozenCells]:
+    def snapshot_cells(self) -> list[CellsSnapshot]:
         """Return which cells samples of all partitions have now, for `live_cells`, which another thread may read."""
-        return [partition.cells.freeze_cells() for partition in self._partitions.values()]
+        return [partition.cells.snapshot() for partition in self._partitions.values()]
 
     def get(self, partition_id: str, incarnation: bytes = b"") -> Partition:
         """Return a partition that must be there, in the life the caller means."""
@@ -204,13 +203,17 @@ class Catalog:
 
     # Snapshots
 
-    def freeze(self) -> list[FrozenPartition]:
+    def snapshot(self) -> list[PartitionSnapshot]:
         """Return all partitions as they are now, for another thread to read."""
-        return [partition.freeze() for partition in self._partitions.values()]
+        return [partition.snapshot() for partition in self._partitions.values()]
 
-    def thaw(self, partitions: Iterable[FrozenPartition]) -> None:
-        """Take over partitions that were frozen, into a catalog that has none; nothing is told of it."""
-        self.adopt([Partition.thaw(frozen) for frozen in partitions])
+    def restore(self, partitions: Iterable[PartitionSnapshot]) -> None:
+        """Take over the partitions of a snapshot, into a catalog that has none; nothing is told of it.
+
+        Raises:
+            NewerVersionError: one was written by a newer version.
+        """
+        self.adopt([Partition.restore(snapshot) for snapshot in partitions])
 
     @contextlib.contextmanager
     def closed(self) -> Iterator[None]:
@@ -230,12 +233,12 @@ class Catalog:
         finally:
             self._is_closed = False
 
-    def adopt(self, thawed: Sequence[Partition]) -> None:
+    def adopt(self, restored: Sequence[Partition]) -> None:
         """Take over partitions, all in one step; nothing is told of it."""
         tell, self._tell = self._tell, None
         self._most_samples = None
         try:
-            for partition in thawed:
+            for partition in restored:
                 self._add(partition)
                 partition.tell = tell
         finally:

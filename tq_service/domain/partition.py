@@ -6,9 +6,11 @@ anything is written, and done on the event loop between awaits.
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from math import gcd
 
 import numpy as np
@@ -31,9 +33,8 @@ from tq_service.domain.changes import (
     Tell,
 )
 from tq_service.domain.claims.end import End
-from tq_service.domain.claims.ledger import QueueClaim, TaskLedger
+from tq_service.domain.claims.ledger import QueueClaim, TaskLedger, TaskSnapshot
 from tq_service.domain.claims.request import BatchSpec, LeaseTerms
-from tq_service.domain.frozen import FrozenPartition
 from tq_service.domain.plan import Indexes, Plan, RankPlan
 from tq_service.domain.resolve import Target, check_write, of_rows, resolve_target
 from tq_service.domain.states import CLEARED, FAILED, HELD, LIVE, STATE_CODES
@@ -41,16 +42,55 @@ from tq_service.domain.tables.cells import CellTable, FreedCells
 from tq_service.domain.tables.groups import GroupTable
 from tq_service.domain.tables.meta import CustomMeta
 from tq_service.domain.tables.names import Names
-from tq_service.domain.tables.table import RowTable, distinct, forget_names
+from tq_service.domain.tables.table import RowTable, Table, TableSnapshot, distinct, forget_names
 from tq_service.domain.writes import PartitionSettings, SampleWrite, Written
 from tq_service.errors import (
     InvalidArgumentError,
+    NewerVersionError,
     SampleNotFoundError,
     StaleIncarnationError,
     TaskNotFoundError,
     nearest,
 )
 from tq_service.schema import FieldSpec, MetaColumn, SampleState
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionFacts:
+    """What is known of a partition besides its tables and tasks, in plain values.
+
+    Attributes:
+        insert_size_gcd: greatest common divisor of the sizes of all puts of new samples.
+        next_index: global index of the next sample.
+        sample_count: number of samples, for who has no need of the tables.
+        has_groups: whether groups were ever named.
+        meta_kinds: for each custom_meta column the kind of its values, see `CustomMeta.kinds`.
+    """
+
+    partition_id: str
+    incarnation: bytes
+    settings: PartitionSettings
+    sealed: bool = False
+    insert_size_gcd: int = 0
+    next_index: int = 0
+    sample_count: int = 0
+    has_groups: bool = False
+    meta_kinds: Mapping[str, str] = field(default_factory=dict)
+    fields: tuple[FieldSpec, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionSnapshot:
+    """A partition at one moment: read by another thread, written to a file, and restored from there.
+
+    What follows from other things in it is left out: scan positions, key indexes, free slots, what is left of claims.
+    """
+
+    facts: PartitionFacts
+    tables: Mapping[str, TableSnapshot]
+    tasks: Sequence[TaskSnapshot]
 
 
 class Partition:
@@ -382,47 +422,85 @@ class Partition:
             mask &= self.cells.fields[name].cell.data[positions] >= 0
         return mask
 
-    # Freezing
+    # Snapshots
 
-    def freeze(self) -> FrozenPartition:
-        """Return the partition as it is now; it costs the same however many samples there are."""
-        puts, fields = self.cells.freeze()
-        return FrozenPartition(
+    @property
+    def tables(self) -> dict[str, Table]:
+        """All tables of the partition by name."""
+        return {"rows": self.table, "groups": self.groups.slots, "puts": self.cells.puts}
+
+    @property
+    def facts(self) -> PartitionFacts:
+        """What is known of the partition besides its tables and tasks."""
+        return PartitionFacts(
             partition_id=self.partition_id,
             incarnation=self.incarnation,
             settings=self.settings,
             sealed=self.sealed,
             insert_size_gcd=self.insert_size_gcd,
-            table=self.table.freeze(),
-            state=self.state.freeze(self.table.count),
-            key=self.key.freeze(self.table.count),
-            groups=self.groups.freeze(),
-            meta=self.meta.freeze(),
-            puts=puts,
-            fields=fields,
-            tasks=[task.freeze() for task in self.tasks.values()],
+            next_index=self.table.next_index,
+            sample_count=self.table.present_count,
+            has_groups=self.groups.in_use,
+            meta_kinds=self.meta.kinds,
+            fields=tuple(field.spec for field in self.cells.fields.values()),
+        )
+
+    def snapshot(self) -> PartitionSnapshot:
+        """Return the partition as it is now; it costs the same however many samples there are."""
+        return PartitionSnapshot(
+            facts=self.facts,
+            tables={name: table.snapshot() for name, table in self.tables.items()},
+            tasks=[task.snapshot() for task in self.tasks.values()],
         )
 
     @classmethod
-    def thaw(cls, frozen: FrozenPartition) -> Partition:
-        """Return the partition that was frozen; what is frozen cannot be used again."""
-        partition = cls(frozen.partition_id, frozen.settings, frozen.incarnation)
-        table = partition.table
-        table.thaw(frozen.table)
-        table.thaw_column(partition.state, frozen.state)
-        table.thaw_column(partition.key, frozen.key)
-        partition.groups.thaw(frozen.groups)
-        partition.meta.thaw(frozen.meta)
-        partition.cells.thaw(frozen.puts, frozen.fields)
-        partition.tasks = {task.name: TaskLedger.thaw(task, table, partition.state) for task in frozen.tasks}
-        partition.sealed = frozen.sealed
-        partition.insert_size_gcd = frozen.insert_size_gcd
-        states = partition.state[table.present_positions()]
-        partition.state_counts = np.bincount(states, minlength=4).tolist()
-        keys = partition.key[: table.count]
-        named = np.flatnonzero(keys != None)  # noqa: E711  (of each)
-        partition.key_index = dict(zip(keys[named].tolist(), table.index[named].tolist(), strict=True))
+    def restore(cls, snapshot: PartitionSnapshot) -> Partition:
+        """Return the partition of a snapshot, which cannot be used again.
+
+        Raises:
+            NewerVersionError: the snapshot has a table or a column that this version does not have.
+        """
+        facts = snapshot.facts
+        partition = cls(facts.partition_id, facts.settings, facts.incarnation)
+        partition.sealed = facts.sealed
+        partition.insert_size_gcd = facts.insert_size_gcd
+        partition.meta.declare(facts.meta_kinds)
+        for spec in facts.fields:
+            partition.cells.declare(spec)
+        for task in snapshot.tasks:
+            name = task.facts.name
+            partition.tasks[name] = TaskLedger(name, partition.table, partition.state, backlog=0)
+        partition._restore_tables(snapshot.tables)
+        partition._rebuild(facts)
+        for task in snapshot.tasks:
+            partition.tasks[task.facts.name].restore(task)
         return partition
+
+    def _restore_tables(self, snapshots: Mapping[str, TableSnapshot]) -> None:
+        tables = self.tables
+        for name, snapshot in snapshots.items():
+            if name not in tables:
+                raise _newer(self.partition_id, f"it has the unknown table {name!r}")
+            try:
+                missing = tables[name].restore(snapshot)
+            except NewerVersionError as error:
+                raise _newer(self.partition_id, f"its table {name!r} has {error}") from error
+            for column in missing:
+                _log.warning(
+                    "partition %r was written before there was a column %r of its table %r, which has %r in all rows "
+                    "that there are",
+                    self.partition_id, column, name, tables[name].columns[column].fill,
+                )  # fmt: skip
+
+    def _rebuild(self, facts: PartitionFacts) -> None:
+        """Find out what follows from restored tables."""
+        self.table.rebuild(facts.next_index)
+        self.groups.rebuild(in_use=facts.has_groups)
+        self.cells.rebuild()
+        self.state_counts = np.bincount(self.state[self.table.present_positions()], minlength=4).tolist()
+        keys = self.key[: self.table.count]
+        named = np.flatnonzero(keys != None)  # noqa: E711  (of each)
+        self.key_index = dict(zip(keys[named].tolist(), self.table.index[named].tolist(), strict=True))
 
     # Change notices
 
@@ -443,3 +521,10 @@ class Partition:
     def _consumed(self) -> None:
         for notify in self.on_consumed:
             notify()
+
+
+def _newer(partition_id: str, what: str) -> NewerVersionError:
+    return NewerVersionError(
+        f"partition {partition_id!r} was written by a newer version: {what}; install that version, or restore a "
+        f"checkpoint of this one into an empty data folder"
+    )

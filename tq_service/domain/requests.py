@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
-from tq_service.domain.aging_log import AgingLog, FrozenLog, merged
+from tq_service.domain.aging_log import AgingLog, LogSnapshot, merged
 from tq_service.errors import InvalidArgumentError
 
 Answer = TypeVar("Answer")
@@ -77,7 +77,7 @@ class RequestLog:
             self._keep(request_id, now, packed)
         return answer
 
-    def restore(self, request_id: bytes, packed: Any) -> None:
+    def record(self, request_id: bytes, packed: Any) -> None:
         """Record an answer that was told of before, as if it were given now."""
         self._keep(request_id, time.monotonic(), packed)
 
@@ -98,16 +98,16 @@ class RequestLog:
         """About how much memory the answers take."""
         return self._used_bytes
 
-    def freeze(self) -> FrozenLog:
+    def snapshot(self) -> LogSnapshot:
         """Return the answers as they are now, packed."""
-        return self._answers.freeze()
+        return self._answers.snapshot()
 
-    def thaw(self, answers: FrozenLog) -> None:
-        """Record answers that were frozen, each as old as it was then, besides those that are here."""
+    def restore(self, answers: LogSnapshot) -> None:
+        """Record the answers of a snapshot, each as old as it was then, besides those that are here."""
         if len(self._answers):
-            answers = merged(answers, self.freeze())
+            answers = merged(answers, self.snapshot())
             self._answers = AgingLog()
-        self._answers.thaw(answers)
+        self._answers.restore(answers)
         entries = [entry for request_id in self._answers if (entry := self._answers.get(request_id)) is not None]
         self._used_bytes = sum(_ENTRY_BYTES + self._weigh(entry.value) for entry in entries)
 

@@ -18,9 +18,8 @@ from typing import Final
 from tq_service.durable.checkpoint_plan import Block
 from tq_service.durable.file_names import PARTIAL_SUFFIX, beside, make_folder
 from tq_service.durable.record_file import RecordWriter
-from tq_service.durable.snapshot import FrozenService, write_header, write_state
+from tq_service.durable.snapshot import BlockHeader, ServiceSnapshot, write_header, write_record, write_state
 from tq_service.errors import DiskFullError, InternalError, InvalidArgumentError, PreconditionError
-from tq_service.v1 import snapshot_pb2 as pb
 from tq_service.wire.columns import ColumnShape, encode_header
 
 FILE_NAME: Final = "checkpoint.tqc"
@@ -98,14 +97,14 @@ class CheckpointWriter:
 
     def begin_block(self, block: Block, columns: Sequence[ColumnShape]) -> None:
         """Begin a block, whose bytes are to come."""
-        message = pb.SnapshotBlock(
+        header = BlockHeader(
             partition_id=block.partition_id,
             row_count=block.global_indexes.size,
-            columns=map(encode_header, columns),
+            columns=tuple(encode_header(column).SerializeToString() for column in columns),
             size_bytes=sum(column.value_bytes for column in columns),
         )
         with self._explained():
-            self._writer.write(pb.SnapshotRecord(block=message).SerializeToString())
+            write_record(self._writer, "block", header)
 
     def add(self, chunks: Iterable[memoryview]) -> None:
         """Append bytes of the block."""
@@ -113,10 +112,10 @@ class CheckpointWriter:
             for some in _gathered(chunks):
                 self._writer.write(*some)
 
-    def finish(self, frozen: FrozenService) -> None:
+    def finish(self, snapshot: ServiceSnapshot) -> None:
         """Write the state, and put the file into its place."""
         with self._explained():
-            write_state(self._writer, frozen)
+            write_state(self._writer, snapshot)
             self._writer.commit()
 
     def abort(self) -> None:

@@ -1,4 +1,4 @@
-"""What a checkpoint copies: the cells of frozen partitions in blocks, and the partitions with these blocks for puts.
+"""What a checkpoint copies: the cells of partitions in blocks, and the partitions with these blocks for puts.
 
 A block is what one storage service holds of some fields that were put together, for samples in the order of the table:
 a few MiB, from any number of puts. When it is restored it becomes one put. So a million small puts come back as a few
@@ -7,19 +7,20 @@ hundred, wherever there is room for them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.domain.frozen import FrozenField, FrozenPartition, FrozenPuts
+from tq_service.domain.partition import PartitionSnapshot
 from tq_service.domain.plan import Indexes
-from tq_service.domain.tables.cells import NOT_PRODUCED, cells_of, slots_and_rows
-from tq_service.domain.tables.column import FrozenColumn
+from tq_service.domain.tables.cells import CELL_COLUMN, NOT_PRODUCED, CellsSnapshot, cells_of, slots_and_rows
+from tq_service.domain.tables.column import ColumnSnapshot
 from tq_service.domain.tables.puts import Put
+from tq_service.domain.tables.table import TableSnapshot
 from tq_service.durable.pace import Pace
 from tq_service.storage.cells import ReadRuns
 
@@ -58,14 +59,15 @@ class PartitionPlan:
         blocks: its cells.
     """
 
-    def __init__(self, partition: FrozenPartition) -> None:
-        """Read the cells of a frozen partition, which takes about 50 ms for a million samples."""
+    def __init__(self, partition: PartitionSnapshot) -> None:
+        """Read the cells of a partition, which takes about 50 ms for a million samples."""
         self._partition = partition
-        self._puts = _PutFacts(partition.puts)
-        self._indexes: Indexes = partition.table.index.values()
+        rows, puts = partition.tables["rows"], partition.tables["puts"]
+        self._puts = _PutFacts(puts)
+        self._indexes: Indexes = rows.columns["index"].values()
         self._cells: dict[str, Indexes] = {}
         self.blocks: list[Block] = []
-        for names, cells in _put_together(partition.fields):
+        for names, cells in _put_together(CellsSnapshot.of(rows, puts).cells):
             self._add_blocks(names, cells)
         self._value_bytes = np.zeros(len(self.blocks), np.int64)
 
@@ -73,7 +75,7 @@ class PartitionPlan:
         """Take note of the bytes of a block, once they were read."""
         self._value_bytes[block.slot] = value_bytes
 
-    def partition(self, first_number: int) -> FrozenPartition:
+    def partition(self, first_number: int) -> PartitionSnapshot:
         """Return the partition with its blocks for puts, once they all were read.
 
         Its puts have the numbers of their blocks in the checkpoint for ids, of which the first is given.
@@ -82,21 +84,17 @@ class PartitionPlan:
         puts = np.full(count, None, object)
         for slot in range(count):
             puts[slot] = Put("", b"", put_id_of(first_number + slot))
-        sizes = [block.global_indexes.size * len(block.runs.field_names) for block in self.blocks]
+        sizes = np.array([block.global_indexes.size * len(block.runs.field_names) for block in self.blocks], np.int64)
+        columns = {"put": puts, "cells": sizes, "made": sizes, "bytes": self._value_bytes}
+        rows = self._partition.tables["rows"]
+        changed = {"index": self._indexes} | {CELL_COLUMN + name: cells for name, cells in self._cells.items()}
         return replace(
             self._partition,
-            table=replace(self._partition.table, index=FrozenColumn(self._indexes, self._indexes.size)),
-            puts=FrozenPuts(
-                puts=FrozenColumn(puts, count),
-                cell_counts=FrozenColumn(np.array(sizes, np.int64), count),
-                made_cell_counts=FrozenColumn(np.array(sizes, np.int64), count),
-                value_bytes=FrozenColumn(self._value_bytes, count),
-            ),
-            fields=[
-                replace(field, cell=FrozenColumn(cells, cells.size))
-                for field in self._partition.fields
-                for cells in (self._cells[field.spec.name],)
-            ],
+            tables={
+                **self._partition.tables,
+                "rows": replace(rows, columns={**rows.columns, **_snapshots(changed)}),
+                "puts": TableSnapshot(size=count, columns=_snapshots(columns)),
+            },
         )
 
     def _add_blocks(self, names: tuple[str, ...], cells: Indexes) -> None:
@@ -115,7 +113,7 @@ class PartitionPlan:
                 renamed[positions] = cells_of(slot, np.arange(positions.size))
                 self.blocks.append(
                     Block(
-                        partition_id=self._partition.partition_id,
+                        partition_id=self._partition.facts.partition_id,
                         slot=slot,
                         storage_id=storage_id,
                         boot_id=boot_id,
@@ -124,6 +122,10 @@ class PartitionPlan:
                         global_indexes=self._indexes[positions],
                     )
                 )
+
+
+def _snapshots(columns: Mapping[str, NDArray[Any]]) -> dict[str, ColumnSnapshot]:
+    return {name: ColumnSnapshot(values, values.size) for name, values in columns.items()}
 
 
 def put_id_of(number: int) -> bytes:
@@ -139,20 +141,21 @@ def number_of(put_id: bytes) -> int:
 class _PutFacts:
     """What is known of the puts of a partition, by slot."""
 
-    def __init__(self, frozen: FrozenPuts) -> None:
+    def __init__(self, puts: TableSnapshot) -> None:
+        columns = puts.columns
         self._puts: list[Put | None] = []
         numbers: dict[tuple[str, bytes], int] = {}
         storage_of: list[int] = []
         pace = Pace()
-        for block in frozen.puts.blocks():
-            puts: list[Put | None] = block.tolist()
-            self._puts += puts
-            storage_of += [-1 if put is None else numbers.setdefault(put[:2], len(numbers)) for put in puts]
+        for block in columns["put"].blocks():
+            some: list[Put | None] = block.tolist()
+            self._puts += some
+            storage_of += [-1 if put is None else numbers.setdefault(put[:2], len(numbers)) for put in some]
             pace.step()
         self.storage_of: Indexes = np.array(storage_of, np.int64)
         self.storages = list(numbers)
-        counts = np.maximum(frozen.cell_counts.values(), 1)
-        self.cell_bytes: NDArray[np.float64] = frozen.value_bytes.values() / counts  # of parts of a put a guess
+        counts = np.maximum(columns["cells"].values(), 1)
+        self.cell_bytes: NDArray[np.float64] = columns["bytes"].values() / counts  # of parts of a put a guess
 
     def runs(self, names: tuple[str, ...], slots: Indexes, rows: Indexes) -> tuple[list[bytes], ReadRuns]:
         """Return the puts of cells, and the cells as runs of neighbouring rows."""
@@ -167,16 +170,16 @@ class _PutFacts:
         )
 
 
-def _put_together(fields: Sequence[FrozenField]) -> list[tuple[tuple[str, ...], Indexes]]:
+def _put_together(cells_of_fields: Mapping[str, ColumnSnapshot]) -> list[tuple[tuple[str, ...], Indexes]]:
     """Return the fields whose cells all lie alike, together, with these cells."""
     found: list[tuple[list[str], Indexes]] = []
-    for field in fields:
-        cells: Indexes = field.cell.values()
+    for name, column in cells_of_fields.items():
+        cells: Indexes = column.values()
         names = next((names for names, known in found if np.array_equal(known, cells)), None)
         if names is None:
-            found.append(([field.spec.name], cells))
+            found.append(([name], cells))
         else:
-            names.append(field.spec.name)
+            names.append(name)
     return [(tuple(names), cells) for names, cells in found]
 
 

@@ -23,10 +23,10 @@ from typing import Any, Final, Protocol
 
 from google.protobuf.message import Message
 
-from tq_service.domain.aging_log import FrozenLog
+from tq_service.domain.aging_log import LogSnapshot
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.changes import Change
-from tq_service.domain.frozen import FrozenPartition
+from tq_service.domain.partition import PartitionSnapshot
 from tq_service.domain.requests import RequestLog
 from tq_service.durable.data_dir import DataDir
 from tq_service.durable.identity import Identity
@@ -34,7 +34,7 @@ from tq_service.durable.journal import Journal
 from tq_service.durable.records import encode_change
 from tq_service.durable.recovery import Recovered, Recovery
 from tq_service.durable.replay_cost import ReplayCost
-from tq_service.durable.snapshot import FrozenService, write_snapshot
+from tq_service.durable.snapshot import ServiceSnapshot, write_snapshot
 from tq_service.errors import DiskFullError, ServiceFailedError, TqError
 from tq_service.v1 import journal_pb2
 
@@ -142,6 +142,7 @@ class Keeper:
 
         Raises:
             JournalDamagedError: a record is damaged, or does not fit what is before it.
+            NewerVersionError: a newer version wrote the newest snapshot.
             DataDirError: the folder has what this service does not take, and would lose with its next snapshot.
         """
         self._catalog, self._requests, self._engine = catalog, requests, engine
@@ -280,7 +281,7 @@ class Keeper:
         await self._snapshot_with(self._write_snapshot)
 
     async def keep_restored(
-        self, partitions: Sequence[FrozenPartition], answers: Callable[[], FrozenLog], appear: Callable[[], None]
+        self, partitions: Sequence[PartitionSnapshot], answers: Callable[[], LogSnapshot], appear: Callable[[], None]
     ) -> None:
         """Write a snapshot of now in which a catalog that has none has partitions, before they are seen in it.
 
@@ -317,28 +318,28 @@ class Keeper:
         else:
             self._retry_at, self._retry_seconds = 0.0, _FIRST_RETRY_SECONDS
 
-    def _freeze_answers(self) -> FrozenLog:
-        return FrozenLog() if self._requests is None else self._requests.freeze()
+    def _answers(self) -> LogSnapshot:
+        return LogSnapshot() if self._requests is None else self._requests.snapshot()
 
     async def _write_snapshot(
         self,
-        restored: Sequence[FrozenPartition] = (),
-        answers: Callable[[], FrozenLog] | None = None,
+        restored: Sequence[PartitionSnapshot] = (),
+        answers: Callable[[], LogSnapshot] | None = None,
         appear: Callable[[], None] = lambda: None,
     ) -> None:
         try:
             await self._journal.next_file()
             generation = self._journal.start_generation()
-            frozen = FrozenService(  # in one step with the new journal: whatever comes later is in that
-                partitions=[*restored, *(() if self._catalog is None else self._catalog.freeze())],
-                answers=self._freeze_answers() if answers is None else answers(),
+            snapshot = ServiceSnapshot(  # in one step with the new journal: whatever comes later is in that
+                partitions=[*restored, *(() if self._catalog is None else self._catalog.snapshot())],
+                answers=self._answers() if answers is None else answers(),
                 puts=() if self._engine is None else self._engine.kept_records(),
             )
             before_seconds = self._cost.begin_anew()
             started_at = time.monotonic()
             try:
                 await self._journal.durable()
-                await asyncio.to_thread(write_snapshot, self._journal.snapshot_path(generation), frozen)
+                await asyncio.to_thread(write_snapshot, self._journal.snapshot_path(generation), snapshot)
             except BaseException:
                 self._cost.add(before_seconds)
                 raise

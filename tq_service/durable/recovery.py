@@ -69,7 +69,7 @@ class Recovery:
     def run(self) -> Recovered:
         """Bring everything back; see `Keeper.recover`."""
         started_at = time.perf_counter()
-        generation = self._thaw_newest()
+        generation = self._restore_newest()
         self._cost.add_files(len(journal_numbers(self._path)))
         record_count = 0
         for data in self._journal.replay(generation):
@@ -88,23 +88,27 @@ class Recovery:
             seconds=time.perf_counter() - started_at,
         )
 
-    def _thaw_newest(self) -> int:
-        """Take over the newest snapshot that is whole; return its generation."""
+    def _restore_newest(self) -> int:
+        """Take over the newest snapshot that is whole; return its generation.
+
+        One that a newer version wrote is whole: going on with one before it would lose what came since, so that the
+        start is refused (NewerVersionError).
+        """
         damages: list[SnapshotDamagedError] = []
         for generation in reversed(self._journal.snapshots()):
             try:
-                frozen = read_snapshot(self._journal.snapshot_path(generation))
+                snapshot = read_snapshot(self._journal.snapshot_path(generation))
             except SnapshotDamagedError as error:
                 _log.error("%s; going on with the one before it", error)
                 damages.append(error)
                 continue
             if self._catalog is not None:
-                self._catalog.thaw(frozen.partitions)
-            elif frozen.partitions:
-                raise self._of_another_role(f"{len(frozen.partitions)} partitions of a controller")
+                self._catalog.restore(snapshot.partitions)
+            elif snapshot.partitions:
+                raise self._of_another_role(f"{len(snapshot.partitions)} partitions of a controller")
             if self._requests is not None:
-                self._requests.thaw(frozen.answers)
-            self._puts += frozen.puts
+                self._requests.restore(snapshot.answers)
+            self._puts += snapshot.puts
             return generation
         if damages:  # the journal from the first record on is gone
             raise damages[0]
@@ -120,7 +124,7 @@ class Recovery:
         self._cost.add_change(len(data))
         if kind == "request_answered":
             if self._requests is not None:
-                self._requests.restore(record.request_answered.request_id, _unpack(record.request_answered))
+                self._requests.record(record.request_answered.request_id, _unpack(record.request_answered))
             return
         change = decode_change(record)
         if change is None:

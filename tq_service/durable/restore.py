@@ -8,15 +8,21 @@ from pathlib import Path
 
 import numpy as np
 
-from tq_service.domain.frozen import FrozenPartition, FrozenPuts
-from tq_service.domain.tables.column import FrozenColumn
+from tq_service.domain.partition import PartitionSnapshot
+from tq_service.domain.tables.column import ColumnSnapshot
 from tq_service.domain.tables.puts import Put
 from tq_service.durable.checkpoint_plan import number_of
 from tq_service.durable.record_file import damaged, read_records
-from tq_service.durable.snapshot import FrozenService, read_header, read_state, reading
-from tq_service.durable.snapshot_reader import SnapshotReader
+from tq_service.durable.snapshot import (
+    BlockHeader,
+    ServiceSnapshot,
+    SnapshotReader,
+    read_header,
+    read_state,
+    reading,
+)
 from tq_service.errors import InvalidArgumentError
-from tq_service.v1 import snapshot_pb2 as pb
+from tq_service.v1 import metadata_pb2
 from tq_service.wire.columns import ColumnShape, decode_headers
 
 
@@ -51,7 +57,7 @@ class Checkpoint:
 
     path: Path
     blocks: Sequence[StoredBlock]
-    state: FrozenService
+    state: ServiceSnapshot
 
     def values(self, block: StoredBlock) -> Iterator[bytes]:
         """Yield the bytes of a block, about 1 MiB at a time.
@@ -68,9 +74,9 @@ class Checkpoint:
             left -= len(data)
             yield data
 
-    def relocated(self, puts: Sequence[Put]) -> list[FrozenPartition]:
+    def relocated(self, puts: Sequence[Put]) -> list[PartitionSnapshot]:
         """Return the partitions, with the puts that the blocks have become, in their order."""
-        return [replace(each, puts=_relocated(each, puts)) for each in self.state.partitions]
+        return [_relocated(each, puts) for each in self.state.partitions]
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -78,7 +84,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
     Raises:
         InvalidArgumentError: there is none.
-        SnapshotDamagedError: the file does not hold what was written, or is of a later version.
+        SnapshotDamagedError: the file does not hold what was written.
+        NewerVersionError: it was written by a newer version.
     """
     try:
         with reading(path) as reader:
@@ -96,29 +103,29 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 def _blocks(reader: SnapshotReader) -> Iterator[StoredBlock]:
     while reader.kind == "block":
-        message: pb.SnapshotBlock = reader.take("block")
-        columns = decode_headers(message.columns, message.row_count)
-        if sum(column.value_bytes for column in columns) != message.size_bytes:
+        header: BlockHeader = reader.take("block")
+        columns = decode_headers(map(metadata_pb2.ColumnHeader.FromString, header.columns), header.row_count)
+        if sum(column.value_bytes for column in columns) != header.size_bytes:
             raise ValueError("a block has another size than its columns")
-        at, left = reader.at, message.size_bytes
+        at, left = reader.at, header.size_bytes
         while left > 0:
             left -= len(reader.take_bytes())
         if left < 0:
             raise ValueError(f"a block has {-left} bytes too many")
         yield StoredBlock(
-            partition_id=message.partition_id,
-            row_count=message.row_count,
+            partition_id=header.partition_id,
+            row_count=header.row_count,
             columns=columns,
-            size_bytes=message.size_bytes,
+            size_bytes=header.size_bytes,
             at=at,
         )
 
 
-def _check_blocks(partitions: Sequence[FrozenPartition], blocks: Sequence[StoredBlock]) -> None:
-    names = [partition.partition_id for partition in partitions]
+def _check_blocks(partitions: Sequence[PartitionSnapshot], blocks: Sequence[StoredBlock]) -> None:
+    names = [partition.facts.partition_id for partition in partitions]
     if len(set(names)) < len(names):
         raise ValueError("a partition is in it twice")
-    named = [(partition.partition_id, put) for partition in partitions for put in partition.puts.puts.values()]
+    named = [(name, put) for name, partition in zip(names, partitions, strict=True) for put in _puts_of(partition)]
     numbers = [number_of(put.put_id) for _, put in named if put is not None]
     if numbers != list(range(len(blocks))) or len(numbers) < len(named):
         raise ValueError("its partitions do not name its blocks in order")
@@ -126,9 +133,16 @@ def _check_blocks(partitions: Sequence[FrozenPartition], blocks: Sequence[Stored
         raise ValueError("a partition names the block of another")
 
 
-def _relocated(partition: FrozenPartition, puts: Sequence[Put]) -> FrozenPuts:
-    numbers = [number_of(put.put_id) for put in partition.puts.puts.values()]
+def _puts_of(partition: PartitionSnapshot) -> Sequence[Put]:
+    puts: list[Put] = partition.tables["puts"].columns["put"].values().tolist()
+    return puts
+
+
+def _relocated(partition: PartitionSnapshot, puts: Sequence[Put]) -> PartitionSnapshot:
+    numbers = [number_of(put.put_id) for put in _puts_of(partition)]
     moved = np.full(len(numbers), None, object)
     for slot, number in enumerate(numbers):
         moved[slot] = puts[number]
-    return replace(partition.puts, puts=FrozenColumn(moved, moved.size))
+    table = partition.tables["puts"]
+    columns = {**table.columns, "put": ColumnSnapshot(moved, moved.size)}
+    return replace(partition, tables={**partition.tables, "puts": replace(table, columns=columns)})

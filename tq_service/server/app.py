@@ -245,7 +245,7 @@ class App:
             embedded,
             HEARTBEAT_SECONDS,
             self._entrance.credentials,
-            freeze_cells=self._catalog.freeze_cells,
+            snapshot_cells=self._catalog.snapshot_cells,
             boot_id=None if self._keeper is None else self._keeper.identity.controller_boot_id,
             after_durable=_at_once if self._keeper is None else self._keeper.after_durable,
             start_task=self.supervisor.start,

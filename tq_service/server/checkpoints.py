@@ -11,17 +11,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
-from tq_service.domain.aging_log import Entry, FrozenLog, merged
+from tq_service.domain.aging_log import Entry, LogSnapshot, merged
 from tq_service.domain.catalog import Catalog
-from tq_service.domain.frozen import FrozenPartition
-from tq_service.domain.partition import Partition
+from tq_service.domain.partition import Partition, PartitionSnapshot
 from tq_service.domain.requests import RequestLog
 from tq_service.domain.tables.cells import FreedCells
 from tq_service.domain.tables.puts import Put
 from tq_service.durable.checkpoint import CheckpointWriter, checkpoint_path
 from tq_service.durable.checkpoint_plan import Block, PartitionPlan
 from tq_service.durable.restore import Checkpoint, StoredBlock, read_checkpoint
-from tq_service.durable.snapshot import FrozenService
+from tq_service.durable.snapshot import ServiceSnapshot
 from tq_service.errors import DataLossError, FieldNotFoundError, PreconditionError, PutNotFoundError
 from tq_service.server.answers import pack
 from tq_service.server.loop_watch import watching_loop
@@ -38,7 +37,7 @@ class KeepsState(Protocol):
     """What makes the state of the service outlive its process."""
 
     async def keep_restored(
-        self, partitions: Sequence[FrozenPartition], answers: Callable[[], FrozenLog], appear: Callable[[], None]
+        self, partitions: Sequence[PartitionSnapshot], answers: Callable[[], LogSnapshot], appear: Callable[[], None]
     ) -> None:
         """Make partitions durable that nobody has seen yet, and answers, and call `appear` then; all or nothing."""
         ...
@@ -103,11 +102,11 @@ class Checkpoints:
             pause_seconds=watch.longest_seconds,
         )
 
-    async def _copy(self, writer: CheckpointWriter) -> tuple[FrozenService, int, int]:
+    async def _copy(self, writer: CheckpointWriter) -> tuple[ServiceSnapshot, int, int]:
         """Copy the bytes of all samples of this moment; return the state, and the number of blocks and bytes."""
         with self._storages.holding_frees():
-            partitions, answers = self._catalog.freeze(), self._requests.freeze()  # in one step with the line above
-            copied: list[FrozenPartition] = []
+            partitions, answers = self._catalog.snapshot(), self._requests.snapshot()  # in one step with the line above
+            copied: list[PartitionSnapshot] = []
             block_count = size = 0
             for partition in partitions:
                 plan = await _in_thread(partial(PartitionPlan, partition))
@@ -115,7 +114,7 @@ class Checkpoints:
                     size += await self._copy_block(writer, plan, block)
                 copied.append(plan.partition(block_count))
                 block_count += len(plan.blocks)
-        return FrozenService(partitions=copied, answers=answers), block_count, size
+        return ServiceSnapshot(partitions=copied, answers=answers), block_count, size
 
     async def _copy_block(self, writer: CheckpointWriter, plan: PartitionPlan, block: Block) -> int:
         storage = self._storages.get(block.storage_id, block.boot_id)
@@ -137,6 +136,7 @@ class Checkpoints:
         Raises:
             InvalidArgumentError: there is no checkpoint, or the request_id is that of another call.
             SnapshotDamagedError: it is damaged.
+            NewerVersionError: it was written by a newer version.
             PreconditionError: the service has partitions, or another one is being written or restored, or there is no
                 directory for checkpoints.
             QuotaExceededError: the storage services have no room for its bytes.
@@ -158,7 +158,7 @@ class Checkpoints:
             try:
                 for block in checkpoint.blocks:
                     puts.append(await self._place(checkpoint, block))  # noqa: PERF401  (some are there when one fails)
-                partitions = await _in_thread(lambda: [Partition.thaw(each) for each in checkpoint.relocated(puts)])
+                partitions = await _in_thread(lambda: [Partition.restore(each) for each in checkpoint.relocated(puts)])
                 await _to_the_end(self._appear(partitions, puts, checkpoint.state.answers, request_id, answer))
             except BaseException:
                 self._storages.free([FreedCells(put=put) for put in puts if not self._storages.is_committed(put)])
@@ -169,7 +169,7 @@ class Checkpoints:
         self,
         partitions: Sequence[Partition],
         puts: Sequence[Put],
-        answers: FrozenLog,
+        answers: LogSnapshot,
         request_id: bytes,
         answer: pb.RestoreResponse,
     ) -> None:
@@ -179,15 +179,15 @@ class Checkpoints:
             self._storages.adopt(puts)
             self._catalog.adopt(partitions)
             self._catalog.start_leases()
-            self._requests.thaw(answers)
+            self._requests.restore(answers)
             self._requests.once(request_id, lambda: answer, pb.RestoreResponse)
 
         if self._keeper is None:
             appear()
             return
-        own = FrozenLog(blocks=[[Entry(request_id, 0.0, pack(answer))]])
-        frozen = [partition.freeze() for partition in partitions]
-        await self._keeper.keep_restored(frozen, lambda: merged(answers, self._requests.freeze(), own), appear)
+        own = LogSnapshot(blocks=[[Entry(request_id, 0.0, pack(answer))]])
+        snapshots = [partition.snapshot() for partition in partitions]
+        await self._keeper.keep_restored(snapshots, lambda: merged(answers, self._requests.snapshot(), own), appear)
 
     async def _place(self, checkpoint: Checkpoint, block: StoredBlock) -> Put:
         storage = self._storages.place(block.size_bytes)
@@ -246,8 +246,8 @@ async def _read_aside(checkpoint: Checkpoint, block: StoredBlock) -> AsyncIterat
         yield data
 
 
-def _sample_count(partitions: Sequence[FrozenPartition]) -> int:
-    return sum(each.table.present_count for each in partitions)
+def _sample_count(partitions: Sequence[PartitionSnapshot]) -> int:
+    return sum(each.facts.sample_count for each in partitions)
 
 
 def _lost(block: Block, error: Exception) -> DataLossError:

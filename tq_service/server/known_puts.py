@@ -14,8 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from tq_service.domain.frozen import FrozenCells
-from tq_service.domain.tables.cells import FreedCells, LiveCells, live_cells
+from tq_service.domain.tables.cells import CellsSnapshot, FreedCells, LiveCells, live_cells
 from tq_service.storage.cells import PutCells
 from tq_service.v1 import storage_service_pb2 as pb
 
@@ -37,7 +36,7 @@ class KnownPuts:
 
     storage_id: str
     boot_id: bytes
-    cells: Sequence[FrozenCells] = ()
+    cells: Sequence[CellsSnapshot] = ()
     leaving: Sequence[Sequence[FreedCells]] = ()
     uncommitted: Sequence[bytes] = ()
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from tq_service.domain.frozen import FrozenCells
-from tq_service.domain.tables.cells import FreedCells, live_cells
+from tq_service.domain.tables.cells import CellsSnapshot, FreedCells, live_cells
 from tq_service.domain.tables.puts import Put
 from tq_service.errors import (
     AlreadyExistsError,
@@ -103,7 +102,7 @@ class StorageDirectory:
         embedded: the one in this process.
         heartbeat_seconds: how often the others announce themselves.
         credentials: what this controller shows them.
-        freeze_cells: returns the cells that samples have now, by partition.
+        snapshot_cells: returns the cells that samples have now, by partition.
         boot_id: of this controller, the same over restarts where it keeps its state; None: a new one.
         after_durable: calls something once all that has changed here so far cannot be lost any more.
         start_task: runs a background task; None: under a supervisor of its own.
@@ -115,14 +114,14 @@ class StorageDirectory:
         heartbeat_seconds: float,
         credentials: Credentials,
         *,
-        freeze_cells: Callable[[], Sequence[FrozenCells]] = tuple,
+        snapshot_cells: Callable[[], Sequence[CellsSnapshot]] = tuple,
         boot_id: bytes | None = None,
         after_durable: Callable[[Callable[[], None]], None] = lambda callback: callback(),
         start_task: StartsTasks | None = None,
     ) -> None:
         self.boot_id = os.urandom(16) if boot_id is None else boot_id
         self.embedded = embedded
-        self._freeze_cells = freeze_cells
+        self._snapshot_cells = snapshot_cells
         self.heartbeat_seconds = heartbeat_seconds
         self._credentials = credentials
         self._storages: dict[str, Storage] = {} if embedded is None else {embedded.storage_id: embedded}
@@ -148,7 +147,7 @@ class StorageDirectory:
 
     def recover(self) -> None:
         """Learn which puts are committed, and tell the embedded storage, once the samples are there again."""
-        self._committed = {cells.put for frozen in self._freeze_cells() for cells in live_cells(frozen)}
+        self._committed = {cells.put for each in self._snapshot_cells() for cells in live_cells(each)}
         if self.embedded is not None:
             self.embedded.keep(self._known(self.embedded.storage_id, self.embedded.boot_id).parts())
 
@@ -207,7 +206,7 @@ class StorageDirectory:
         return KnownPuts(
             storage_id=storage_id,
             boot_id=boot_id,
-            cells=self._freeze_cells(),
+            cells=self._snapshot_cells(),
             leaving=(tuple(self._held), *self._leaving),
             uncommitted=[put.put_id for put in (*self._committing, *self._placed) if put[:2] == owner],
         )

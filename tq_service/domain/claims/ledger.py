@@ -21,19 +21,18 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.domain.aging_log import AgingLog
+from tq_service.domain.aging_log import AgingLog, LogSnapshot
 from tq_service.domain.claims.end import End
 from tq_service.domain.claims.ordered_rows import OrdersOfTask
 from tq_service.domain.claims.request import BatchSpec, ClaimRequest, LeaseTerms
 from tq_service.domain.claims.scan_starts import ScanStarts
-from tq_service.domain.frozen import FrozenTask
 from tq_service.domain.plan import Indexes, Plan, RankPlan
 from tq_service.domain.states import CONSUMED_EARLIER, DEAD_LETTERED, HELD, LIVE, UNCLAIMED
 from tq_service.domain.tables.column import Column
@@ -184,6 +183,45 @@ class Tombstones:
         return request_id in self.log
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskFacts:
+    """What is known of a task besides its columns and records, in plain values.
+
+    Attributes:
+        end: None: it is not at its end.
+        backlog: rows that are live or held, and neither consumed nor dead-lettered.
+        serial: the last one given to a claim.
+    """
+
+    name: str
+    epoch: int = 0
+    dp_size: int | None = None
+    next_batch_index: int = 0
+    end: End | None = None
+    consumed_count: int = 0
+    backlog: int = 0
+    dead_lettered_count: int = 0
+    serial: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskSnapshot:
+    """A task at one moment, but for its columns.
+
+    Attributes:
+        records: the claims that still have rows.
+        batches_without_rows: batches kept though their rows are gone, the oldest first.
+        released: ids of claims that were released.
+        expired: ids of claims of which samples were not acknowledged in time.
+    """
+
+    facts: TaskFacts
+    records: Sequence[Batch | QueueClaim] = ()
+    batches_without_rows: Sequence[Batch] = ()
+    released: LogSnapshot = field(default_factory=LogSnapshot)
+    expired: LogSnapshot = field(default_factory=LogSnapshot)
+
+
 class TaskLedger:
     """What one named consumer has consumed of a partition: its claims, leases, epoch and end.
 
@@ -194,6 +232,7 @@ class TaskLedger:
         consumed_count: rows consumed in this epoch, leased and cleared ones included.
         backlog: rows that are live or held, and neither consumed nor dead-lettered.
         leased_count: rows that are leased.
+        deliveries: how often each row was delivered under a lease in this epoch.
         dead_lettered_count: rows dead-lettered in this epoch, cleared ones included.
         batches: recorded batches by batch_index, also those kept without rows.
         claims: claims of queue workers by their request_id.
@@ -214,6 +253,7 @@ class TaskLedger:
         self.leased_count = 0
         self.dead_lettered_count = 0
         self.claim = table.column(f"claim/{name}", np.int64, UNCLAIMED)
+        self.deliveries = table.column(f"deliveries/{name}", np.int32, 0)
         self.batches: dict[int, Batch] = {}
         self.claims: dict[bytes, QueueClaim] = {}
         self.leases: dict[int, Lease] = {}
@@ -224,22 +264,15 @@ class TaskLedger:
         self.orders = OrdersOfTask()
         self._table = table
         self._state = state
-        self._deliveries: Column | None = None
         self._serial = CONSUMED_EARLIER
         self._by_serial: dict[int, Batch | QueueClaim] = {}
 
-    @property
-    def deliveries(self) -> Column:
-        """How often each row was delivered under a lease in this epoch; made on first use, most tasks need none."""
-        if self._deliveries is None:
-            self._deliveries = self._table.column(f"deliveries/{self.name}", np.int32, 0)
-        return self._deliveries
-
     # Snapshots
 
-    def freeze(self) -> FrozenTask:
-        """Return all that the task has on record, as it is now: pointers to its records, and no copy of its columns."""
-        return FrozenTask(
+    @property
+    def facts(self) -> TaskFacts:
+        """What is known of the task besides its columns and records."""
+        return TaskFacts(
             name=self.name,
             epoch=self.epoch,
             dp_size=self.dp_size,
@@ -247,39 +280,44 @@ class TaskLedger:
             end=self.end,
             consumed_count=self.consumed_count,
             backlog=self.backlog,
-            serial=self._serial,
-            claim=self.claim.freeze(self._table.count),
-            records=list(self._by_serial.values()),
-            batches_without_rows=[self.batches[batch_index] for batch_index in self.batches_without_rows],
-            deliveries=None if self._deliveries is None else self._deliveries.freeze(self._table.count),
             dead_lettered_count=self.dead_lettered_count,
-            released=self.released.log.freeze(),
-            expired=self.expired.log.freeze(),
+            serial=self._serial,
         )
 
-    @classmethod
-    def thaw(cls, frozen: FrozenTask, table: RowTable, state: Column) -> TaskLedger:
-        """Return the task that was frozen, with the records of `frozen` for its own; `table` has its rows."""
-        task = cls(frozen.name, table, state, backlog=frozen.backlog)
-        task.epoch, task.dp_size = frozen.epoch, frozen.dp_size
-        task.next_batch_index = frozen.next_batch_index
-        task.end = frozen.end
-        task.consumed_count = frozen.consumed_count
-        task.dead_lettered_count = frozen.dead_lettered_count
-        task._serial = frozen.serial
-        table.thaw_column(task.claim, frozen.claim)
-        if frozen.deliveries is not None:
-            table.thaw_column(task.deliveries, frozen.deliveries)
-        task.released.log.thaw(frozen.released)
-        task.expired.log.thaw(frozen.expired)
-        task._resume_records(frozen)
-        return task
+    def snapshot(self) -> TaskSnapshot:
+        """Return all that the task has on record, as it is now: pointers to its records.
 
-    def _resume_records(self, frozen: FrozenTask) -> None:
+        Its columns are in the snapshot of the table.
+        """
+        return TaskSnapshot(
+            facts=self.facts,
+            records=list(self._by_serial.values()),
+            batches_without_rows=[self.batches[batch_index] for batch_index in self.batches_without_rows],
+            released=self.released.log.snapshot(),
+            expired=self.expired.log.snapshot(),
+        )
+
+    def restore(self, snapshot: TaskSnapshot) -> None:
+        """Have the facts and records of a snapshot for its own; for a new task whose columns are restored."""
+        facts = snapshot.facts
+        self.epoch, self.dp_size = facts.epoch, facts.dp_size
+        self.next_batch_index = facts.next_batch_index
+        self.end = facts.end
+        self.consumed_count, self.backlog = facts.consumed_count, facts.backlog
+        self.dead_lettered_count = facts.dead_lettered_count
+        self._serial = facts.serial
+        self.released.log.restore(snapshot.released)
+        self.expired.log.restore(snapshot.expired)
+        self._rebuild(snapshot.records)
+        for batch in snapshot.batches_without_rows:
+            self.batches[batch.batch_index] = batch
+            self.batches_without_rows.append(batch.batch_index)
+
+    def _rebuild(self, records: Sequence[Batch | QueueClaim]) -> None:
         """Have records of which how many rows are left follows from the `claim` column; leases begin anew."""
         serials, counts = count_values(self.claim[: self._table.count])
         rows_of = dict(zip(serials.tolist(), counts.tolist(), strict=True))
-        for record in frozen.records:
+        for record in records:
             serial = record.serial
             self._by_serial[serial] = record
             record.remaining = rows_of.get(serial, 0) + rows_of.get(-serial, 0)
@@ -292,9 +330,6 @@ class TaskLedger:
                 if record.lease.left_count:
                     self.leases[serial] = record.lease
                     self.leased_count += record.lease.left_count
-        for batch in frozen.batches_without_rows:
-            self.batches[batch.batch_index] = batch
-            self.batches_without_rows.append(batch.batch_index)
 
     # Recorded answers
 
@@ -478,10 +513,10 @@ class TaskLedger:
         self.end = None
         self.consumed_count -= self.leased_count
         reopened = np.zeros(0, np.int64)
-        if self._deliveries is not None:
+        if not self.deliveries.is_blank:
             reopened = np.flatnonzero(self.claim.data[: self._table.count] < UNCLAIMED)
             self._reopen(reopened)
-            self._deliveries.write(slice(0, self._table.count), 0)
+            self.deliveries.write(slice(0, self._table.count), 0)
         self.leased_count = self.dead_lettered_count = 0
         self.batches.clear()
         self.batches_without_rows.clear()

@@ -389,7 +389,7 @@ class PartitionView:
         if source is None or self._partition.meta.has(source.key):
             return
         field = self._partition.cells.fields.get(source.field) if source.field else None
-        if field is not None and field.length is not None:
+        if field is not None and field.length is not None and not field.length.is_blank:
             return
         rows = slice(0, self._rows.count)
         if (self._rows.open_mask(rows) & self._rows.produced(rows) & self._rows.allowed(rows)).any():

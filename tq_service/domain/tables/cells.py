@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.domain.frozen import FrozenCells, FrozenField, FrozenPuts
 from tq_service.domain.plan import Indexes
-from tq_service.domain.tables.column import Column
+from tq_service.domain.tables.column import Column, ColumnSnapshot
 from tq_service.domain.tables.field_specs import ColumnWrite, merge_specs
 from tq_service.domain.tables.puts import Put, PutTable
-from tq_service.domain.tables.table import RowTable, as_slice
+from tq_service.domain.tables.table import RowTable, TableSnapshot, as_slice
 from tq_service.schema import FieldSpec, Layout
 
 NOT_PRODUCED = -1
+CELL_COLUMN = "cell/"  # what the names of the columns with the cells of a field begin with
 _SLOT_SHIFT = 32  # a cell is (slot of its put << 32 | row in the put), so that neighbours in a put differ by 1
 _ROW_MASK = (1 << _SLOT_SHIFT) - 1
 _PUTS_A_STEP = 4096
@@ -61,68 +61,82 @@ class LiveCells:
     rows: Indexes | None = None
 
 
-class Field:
-    """A column of the partition: which put and which row of it holds each cell, as one number of both."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellsSnapshot:
+    """Which cells samples had at one moment: the puts, and by field the cells of all rows."""
 
-    __slots__ = ("cell", "length", "produced_count", "spec")
+    puts: TableSnapshot
+    cells: Mapping[str, ColumnSnapshot]
+
+    @classmethod
+    def of(cls, rows: TableSnapshot, puts: TableSnapshot) -> CellsSnapshot:
+        """Return the cells of a partition by the snapshots of its rows and puts."""
+        cells = {
+            name.removeprefix(CELL_COLUMN): column
+            for name, column in rows.columns.items()
+            if name.startswith(CELL_COLUMN)
+        }
+        return cls(puts=puts, cells=cells)
+
+
+class Field:
+    """A column of the partition: which put and which row of it holds each cell, as one number of both.
+
+    Attributes:
+        length: size of each cell in the first ragged dimension; None where the layout is not jagged, or not known yet.
+        produced_count: number of cells that there are.
+    """
+
+    __slots__ = ("_table", "cell", "length", "produced_count", "spec")
 
     def __init__(self, spec: FieldSpec, table: RowTable) -> None:
-        self.spec = spec
-        self.cell: Column = table.column(f"cell/{spec.name}", np.int64, NOT_PRODUCED)
+        self._table = table
+        self.cell: Column = table.column(CELL_COLUMN + spec.name, np.int64, NOT_PRODUCED)
         self.length: Column | None = None
         self.produced_count = 0
+        self.take(spec)
 
-    def freeze(self, count: int) -> FrozenField:
-        """Return the cells of the first `count` rows as they are now."""
-        length = None if self.length is None else self.length.freeze(count)
-        return FrozenField(spec=self.spec, cell=self.cell.freeze(count), length=length)
-
-    def thaw(self, frozen: FrozenField, table: RowTable) -> None:
-        """Have the cells of another field; `table` has its rows."""
-        self.spec = frozen.spec
-        table.thaw_column(self.cell, frozen.cell)
-        self.produced_count = int(np.count_nonzero(self.cell.data >= 0))
-        if frozen.length is not None:
-            self.length = table.column(f"length/{self.spec.name}", np.int64, -1)
-            table.thaw_column(self.length, frozen.length)
+    def take(self, spec: FieldSpec) -> None:
+        """Have another spec of the same name."""
+        self.spec = spec
+        if spec.layout is Layout.JAGGED and self.length is None:
+            self.length = self._table.column(f"length/{spec.name}", np.int64, -1)
 
 
 class CellTable:
     """The fields of a partition and where their cells are."""
 
-    __slots__ = ("_puts", "_table", "default_layout", "fields")
+    __slots__ = ("_table", "default_layout", "fields", "puts")
 
     def __init__(self, table: RowTable, default_layout: Layout | None) -> None:
         self._table = table
-        self._puts = PutTable()
+        self.puts = PutTable()
         self.default_layout = default_layout
         self.fields: dict[str, Field] = {}
 
     @property
     def used_bytes(self) -> int:
         """Bytes of the values of all cells; where a part of a put is freed, its share by number of cells."""
-        return self._puts.used_bytes
+        return self.puts.used_bytes
 
-    def freeze(self) -> tuple[FrozenPuts, list[FrozenField]]:
-        """Return puts and fields as they are now."""
-        return self._puts.freeze(), [field.freeze(self._table.count) for field in self.fields.values()]
-
-    def thaw(self, puts: FrozenPuts, fields: Sequence[FrozenField]) -> None:
-        """Have the puts and fields of another table; for one that has at most declared fields."""
-        self._puts.thaw(puts)
-        for frozen in fields:
-            if frozen.spec.name not in self.fields:
-                self.declare(frozen.spec)
-            self.fields[frozen.spec.name].thaw(frozen, self._table)
-
-    def freeze_cells(self) -> FrozenCells:
+    def snapshot(self) -> CellsSnapshot:
         """Return which cells samples have now, for `live_cells`."""
-        puts, fields = self.freeze()
-        return FrozenCells(puts=puts, fields=fields)
+        count = self._table.count
+        cells = {name: field.cell.snapshot(count) for name, field in self.fields.items()}
+        return CellsSnapshot(puts=self.puts.snapshot(), cells=cells)
+
+    def rebuild(self) -> None:
+        """Find out what follows from restored columns."""
+        self.puts.rebuild()
+        for field in self.fields.values():
+            field.produced_count = int(np.count_nonzero(field.cell.data >= 0))
 
     def declare(self, spec: FieldSpec) -> None:
-        """Add a field before its first put."""
-        self.fields[spec.name] = Field(spec, self._table)
+        """Add a field before its first put, or have another spec of one that is there."""
+        if spec.name in self.fields:
+            self.fields[spec.name].take(spec)
+        else:
+            self.fields[spec.name] = Field(spec, self._table)
 
     def merged_specs(self, columns: Sequence[ColumnWrite]) -> list[FieldSpec]:
         """Return the specs that the fields have once `columns` are written, or refuse them."""
@@ -146,24 +160,18 @@ class CellTable:
 
         These cells have `value_bytes` together. Rows that `are_new` have no cells yet.
         """
-        slot = self._puts.add(put, len(columns) * positions.size, value_bytes)
+        slot = self.puts.add(put, len(columns) * positions.size, value_bytes)
         replaced: list[Field] = []
         for spec in specs:
-            field = self.fields.get(spec.name)
-            if field is None:
-                self.declare(spec)
-                field = self.fields[spec.name]
-            field.spec = spec
-            replaced.append(field)
+            self.declare(spec)
+            replaced.append(self.fields[spec.name])
         freed = [] if are_new else self.forget(positions, replaced)
         cells = cells_of(slot, rows)
         where = as_slice(positions)
         for column, field, spec in zip(columns, replaced, specs, strict=True):
             field.cell.write(where, cells)
             field.produced_count += positions.size
-            if field.spec.layout is Layout.JAGGED:
-                if field.length is None:
-                    field.length = self._table.column(f"length/{field.spec.name}", np.int64, -1)
+            if field.length is not None:
                 sizes = column.sizes(spec.ragged_dims[0])
                 field.length.write(where, sizes if isinstance(sizes, int) else sizes[rows])
         return freed
@@ -193,9 +201,9 @@ class CellTable:
         whole: set[Put] = set()
         parts = []
         for (slot, row_bytes), names in freed.items():
-            put = self._puts.get(slot)
+            put = self.puts.get(slot)
             rows = np.frombuffer(row_bytes, np.int64)
-            if self._puts.drop(slot, rows.size * len(names)):
+            if self.puts.drop(slot, rows.size * len(names)):
                 whole.add(put)
             parts.append((put, names, rows))
         for put in whole:
@@ -206,7 +214,7 @@ class CellTable:
 
     def forget_all(self) -> list[FreedCells]:
         """Return all puts as freed, for a partition that is cleared."""
-        return [FreedCells(put=put) for put in self._puts.all()]
+        return [FreedCells(put=put) for put in self.puts.all()]
 
     def locate(self, names: Sequence[str], positions: Indexes) -> list[CellRuns]:
         """Return where cells are, of those fields that all rows have; fields that lie alike share their runs."""
@@ -226,7 +234,7 @@ class CellTable:
             first = int(cells[0])
             return CellRuns(
                 field_names=names,
-                puts=(self._puts.get(first >> _SLOT_SHIFT),),
+                puts=(self.puts.get(first >> _SLOT_SHIFT),),
                 put_indexes=(0,),
                 first_rows=(first & _ROW_MASK,),
                 row_counts=(cells.size,),
@@ -236,23 +244,23 @@ class CellTable:
         put_indexes = tuple(used.setdefault(slot, len(used)) for slot in (cells[starts] >> _SLOT_SHIFT).tolist())
         return CellRuns(
             field_names=names,
-            puts=tuple(map(self._puts.get, used)),
+            puts=tuple(map(self.puts.get, used)),
             put_indexes=put_indexes,
             first_rows=(cells[starts] & _ROW_MASK).tolist(),
             row_counts=np.diff(starts, append=cells.size).tolist(),
         )
 
 
-def live_cells(frozen: FrozenCells) -> Iterator[LiveCells]:
-    """Yield the cells that samples had when they were frozen, those of one put one after the other.
+def live_cells(snapshot: CellsSnapshot) -> Iterator[LiveCells]:
+    """Yield the cells that samples had at the moment of a snapshot, those of one put one after the other.
 
     It may take long, on any thread, in steps of a few thousand slots or cells.
     """
     partial: dict[int, Put] = {}
     masks: list[NDArray[np.bool_]] = []
     start = 0
-    puts = frozen.puts
-    blocks = zip(puts.puts.blocks(), puts.cell_counts.blocks(), puts.made_cell_counts.blocks(), strict=True)
+    puts = snapshot.puts.columns
+    blocks = zip(puts["put"].blocks(), puts["cells"].blocks(), puts["made"].blocks(), strict=True)
     for some, counts, made in blocks:
         for put in some[(counts == made) & (counts > 0)].tolist():
             yield LiveCells(put=put)
@@ -262,17 +270,18 @@ def live_cells(frozen: FrozenCells) -> Iterator[LiveCells]:
         partial |= zip((where + start).tolist(), some[where].tolist(), strict=True)
         start += some.size
     if partial:
-        yield from _partial_cells(frozen.fields, partial, np.concatenate(masks))
+        yield from _partial_cells(snapshot.cells, partial, np.concatenate(masks))
 
 
 def _partial_cells(
-    fields: Sequence[FrozenField], partial: dict[int, Put], is_part: NDArray[np.bool_]
+    cells_of: Mapping[str, ColumnSnapshot], partial: dict[int, Put], is_part: NDArray[np.bool_]
 ) -> Iterator[LiveCells]:
     """Yield the cells of puts that have not all of theirs any more, put by put."""
     found = [np.zeros(0, np.int64)]
     numbers = [np.zeros(0, np.int64)]
-    for number, field in enumerate(fields):
-        for block in field.cell.blocks():
+    names = list(cells_of)
+    for number, name in enumerate(names):
+        for block in cells_of[name].blocks():
             cells = block[block >= 0]
             cells = cells[is_part[cells >> _SLOT_SHIFT]]
             found.append(cells)
@@ -289,12 +298,12 @@ def _partial_cells(
             alike: dict[bytes, list[str]] = {}
             bounds = np.flatnonzero(np.diff(fields_of[start:end])) + 1
             for of_field, in_put in zip(np.r_[0, bounds].tolist(), np.split(rows[start:end], bounds), strict=True):
-                name = fields[int(fields_of[start + of_field])].spec.name
+                name = names[int(fields_of[start + of_field])]
                 alike.setdefault(in_put.tobytes(), []).append(name)
-            for row_bytes, names in alike.items():
+            for row_bytes, field_names in alike.items():
                 yield LiveCells(
                     put=partial[int(slots[start])],
-                    field_names=tuple(names),
+                    field_names=tuple(field_names),
                     rows=np.frombuffer(row_bytes, np.int64),
                 )
 

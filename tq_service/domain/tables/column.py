@@ -5,8 +5,8 @@ one, or one of objects, moves to an array of at least twice its size. Linux back
 they are first written to, so reserving far more than is needed costs address space only, and views that readers have
 keep their memory.
 
-Freezing a column copies nothing. Who changes it afterwards first keeps the blocks he is about to touch, so that a
-change costs a copy of a few thousand values at most, however long the column is, and only while somebody still reads.
+A snapshot of a column copies nothing. A change of the column afterwards first keeps the blocks it is about to touch: it
+costs a copy of a few thousand values at most, however long the column is, and only while somebody still reads.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _BLOCK_ROWS = 1 << _BLOCK_SHIFT
 Where = slice | Indexes | int
 
 
-class FrozenColumn:
-    """The first `size` values of a column as they were when it was frozen; to be read once, in order, by any thread.
+class ColumnSnapshot:
+    """The first `size` values of a column as they were when it was made; to be read once, in order, by any thread.
 
     The column keeps a block before it changes it (on its own thread), and the reader looks for a kept block after it
     has copied the one of the column: what it copied then began to change only afterwards.
@@ -99,13 +99,14 @@ class Column:
         data: the values, and more up to the capacity; read-only, and replaced whenever the column grows or is
             compacted. What a reader took before is the same memory, unless the column moved.
         fill: what stands where nothing was written.
+        is_blank: whether nothing was ever written, so that it has nothing but the fill.
     """
 
-    __slots__ = ("_array", "_frozen", "_is_blank", "_memory", "data", "fill")
+    __slots__ = ("_array", "_memory", "_snapshots", "data", "fill", "is_blank")
 
     def __init__(self, dtype: DTypeLike, fill: Any, capacity: int) -> None:
         self.fill = fill
-        self._frozen: list[weakref.ref[FrozenColumn]] = []
+        self._snapshots: list[weakref.ref[ColumnSnapshot]] = []
         self._move(capacity, capacity, np.dtype(dtype))
 
     def __getitem__(self, where: Any) -> Any:
@@ -113,22 +114,22 @@ class Column:
 
     def write(self, where: Where, values: Any) -> None:
         """Change values; positions are 0 or more, and each is given once."""
-        if self._frozen:
+        if self._snapshots:
             self._keep(where)
         self._array[where] = values
-        self._is_blank = False
+        self.is_blank = False
 
     def clear(self, where: Where) -> None:
         """Have the fill where something may be written."""
-        if not self._is_blank:
+        if not self.is_blank:
             self.write(where, self.fill)
 
     def add(self, where: Indexes, by: int) -> None:
         """Add to values, as often as their positions are given."""
-        if self._frozen:
+        if self._snapshots:
             self._keep(where)
         np.add.at(self._array, where, by)
-        self._is_blank = False
+        self.is_blank = False
 
     def resize(self, capacity: int, kept: NDArray[np.bool_] | Where | None, used: int) -> None:
         """Have room for `capacity` values, of which the first `used` stay, or those `kept` of them.
@@ -138,7 +139,7 @@ class Column:
         if kept is None and self._array.size <= capacity <= self._memory.size:
             self._use(self._array.size, capacity)
             return
-        old, is_blank = self.data[:used], self._is_blank
+        old, is_blank = self.data[:used], self.is_blank
         self._move(capacity, capacity if kept is not None else max(capacity, 2 * self._array.size), old.dtype)
         if not is_blank:
             values = old if kept is None else old[kept]
@@ -150,32 +151,32 @@ class Column:
         self._move(old.size, self._memory.size, np.dtype(dtype))
         self.write(slice(0, old.size), old)
 
-    def thaw(self, frozen: FrozenColumn, capacity: int) -> None:
-        """Take over the values of a frozen column, with room for more."""
-        self._move(capacity, capacity, frozen.dtype)
+    def snapshot(self, size: int) -> ColumnSnapshot:
+        """Return the first `size` values as they are now; it costs the same however many there are."""
+        snapshot = ColumnSnapshot(self._array, size)
+        self._snapshots.append(weakref.ref(snapshot))
+        return snapshot
+
+    def restore(self, snapshot: ColumnSnapshot) -> None:
+        """Take over the values of a snapshot; memory for blocks of nothing but the fill is left untouched."""
         start = 0
-        for block in frozen.blocks():
-            self.write(slice(start, start + block.size), block)
+        for block in snapshot.blocks():
+            if block.dtype.kind in "fO" or not bool((block == self.fill).all()):  # -0.0 is equal to 0.0
+                self.write(slice(start, start + block.size), block)
             start += block.size
 
-    def freeze(self, size: int) -> FrozenColumn:
-        """Return the first `size` values as they are now; it costs the same however many there are."""
-        frozen = FrozenColumn(self._array, size)
-        self._frozen.append(weakref.ref(frozen))
-        return frozen
-
     def _keep(self, where: Where) -> None:
-        readers = [frozen for reference in self._frozen if (frozen := reference()) is not None]
-        for frozen in readers:
-            frozen.keep(where)
-        if len(readers) < len(self._frozen):
-            self._frozen = [weakref.ref(frozen) for frozen in readers]
+        readers = [snapshot for reference in self._snapshots if (snapshot := reference()) is not None]
+        for snapshot in readers:
+            snapshot.keep(where)
+        if len(readers) < len(self._snapshots):
+            self._snapshots = [weakref.ref(snapshot) for snapshot in readers]
 
     def _move(self, capacity: int, room: int, dtype: np.dtype[Any]) -> None:
-        """Go on in other memory that has room for so many values; what is frozen has the old one for itself."""
+        """Go on in other memory that has room for so many values; snapshots have the old one for themselves."""
         self._memory = _zeros(room, dtype)
-        self._frozen = []
-        self._is_blank = True  # so far it has nothing but the fill
+        self._snapshots = []
+        self.is_blank = True
         self._use(0, capacity)
 
     def _use(self, start: int, capacity: int) -> None:

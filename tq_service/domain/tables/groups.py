@@ -8,7 +8,6 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.domain.frozen import FrozenGroups
 from tq_service.domain.plan import Indexes
 from tq_service.domain.tables.column import Column
 from tq_service.domain.tables.names import GroupNames
@@ -40,26 +39,25 @@ class GroupTable:
     """
 
     __slots__ = (
-        "_members", "_names", "_slots", "_store", "_table",
-        "cleared", "closed", "declared", "failed", "held", "in_use", "members",
+        "_members", "_names", "_slot_of",
+        "cleared", "closed", "declared", "failed", "held", "in_use", "members", "slots",
     )  # fmt: skip
 
     def __init__(self, table: RowTable) -> None:
-        self._table = table
-        self._slots: dict[str, int] = {}
-        self._store = SlotTable()
+        self._slot_of: dict[str, int] = {}
+        self.slots = SlotTable("name")
         self.in_use = False  # from the first named group on, also when all have been cleared
         self._members: Column = table.column("group", np.int64, NO_GROUP)
-        self._names = self._store.column("name", np.object_, None)
-        self.declared = self._store.column("declared", np.int64, 0)
-        self.members = self._store.column("members", np.int64, 0)
-        self.failed = self._store.column("failed", np.int64, 0)
-        self.cleared = self._store.column("cleared", np.int64, 0)
-        self.held = self._store.column("held", np.int64, 0)
-        self.closed = self._store.column("closed", np.bool_, False)
+        self._names = self.slots.occupants
+        self.declared = self.slots.column("declared", np.int64, 0)
+        self.members = self.slots.column("members", np.int64, 0)
+        self.failed = self.slots.column("failed", np.int64, 0)
+        self.cleared = self.slots.column("cleared", np.int64, 0)
+        self.held = self.slots.column("held", np.int64, 0)
+        self.closed = self.slots.column("closed", np.bool_, False)
 
     def __len__(self) -> int:
-        return len(self._slots)
+        return len(self._slot_of)
 
     @property
     def of_rows(self) -> NDArray[np.int64]:
@@ -122,12 +120,12 @@ class GroupTable:
             self.declared.write(slots, group_size)
 
     def _known_slots(self, groups: GroupNames) -> Indexes:
-        return np.fromiter(map(self._slots.get, groups.names, itertools.repeat(-1)), np.int64, len(groups.names))
+        return np.fromiter(map(self._slot_of.get, groups.names, itertools.repeat(-1)), np.int64, len(groups.names))
 
     def _new_slots(self, names: list[str]) -> Indexes:
-        slots = self._store.take_all(len(names))
+        slots = self.slots.take_all(len(names))
         self._names.write(slots, names)
-        self._slots.update(zip(names, slots.tolist(), strict=True))
+        self._slot_of.update(zip(names, slots.tolist(), strict=True))
         self.in_use = True
         return slots
 
@@ -154,48 +152,25 @@ class GroupTable:
         """Say that no further members come."""
         slots = []
         for name in names:
-            slot = self._slots.get(name)
+            slot = self._slot_of.get(name)
             if slot is None:
-                raise GroupNotFoundError(f"no group {name!r} here; {nearest(name, self._slots)}")
+                raise GroupNotFoundError(f"no group {name!r} here; {nearest(name, self._slot_of)}")
             slots.append(slot)
         self.closed.write(np.array(slots, np.int64), True)
 
     def forget_empty(self, slots: NDArray[np.int64]) -> None:
         """Free the slots of groups whose members are all cleared."""
-        slots = distinct(slots[slots >= 0], self._store.count)
+        slots = distinct(slots[slots >= 0], self.slots.count)
         empty = slots[(self.cleared[slots] >= self.members[slots]) & (self._names[slots] != None)]  # noqa: E711  (of each)
-        forget_names(self._slots, self._names[empty].tolist())
-        self._store.give_up_all(empty)
+        forget_names(self._slot_of, self._names[empty].tolist())
+        self.slots.give_up_all(empty)
 
-    def freeze(self) -> FrozenGroups:
-        """Return the groups as they are now."""
-        count = self._store.count
-        return FrozenGroups(
-            in_use=self.in_use,
-            slot_of_row=self._members.freeze(self._table.count),
-            names=self._names.freeze(count),
-            declared=self.declared.freeze(count),
-            members=self.members.freeze(count),
-            failed=self.failed.freeze(count),
-            cleared=self.cleared.freeze(count),
-            held=self.held.freeze(count),
-            closed=self.closed.freeze(count),
-        )
-
-    def thaw(self, frozen: FrozenGroups) -> None:
-        """Have the groups of another table; for one that has none, of a table that has the rows."""
-        self.in_use = frozen.in_use
-        self._table.thaw_column(self._members, frozen.slot_of_row)
-        self._store.thaw(frozen.names.size)
-        for column, values in (
-            (self._names, frozen.names), (self.declared, frozen.declared), (self.members, frozen.members),
-            (self.failed, frozen.failed), (self.cleared, frozen.cleared), (self.held, frozen.held),
-            (self.closed, frozen.closed),
-        ):  # fmt: skip
-            self._store.thaw_column(column, values)
-        self._store.find_free(self._names)
-        names = self._names[: self._store.count].tolist()
-        self._slots = {name: slot for slot, name in enumerate(names) if name is not None}
+    def rebuild(self, *, in_use: bool) -> None:
+        """Find out what follows from restored columns."""
+        self.in_use = in_use
+        self.slots.rebuild()
+        names = self._names[: self.slots.count].tolist()
+        self._slot_of = {name: slot for slot, name in enumerate(names) if name is not None}
 
 
 def _too_many(name: str, have: int, limit: int, count: int) -> PreconditionError:

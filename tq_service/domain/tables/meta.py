@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.domain.frozen import FrozenMeta
 from tq_service.domain.plan import Indexes
 from tq_service.domain.tables.column import Column
 from tq_service.domain.tables.table import RowTable, as_slice
@@ -18,6 +17,7 @@ from tq_service.schema import MetaColumn, MetaValue, Operator
 
 _LARGEST_EXACT_DOUBLE = 2**53
 _KIND_NAMES = {"i": "int64", "f": "double", "b": "bool", "O": "string"}
+_DTYPES: dict[str, Any] = {"i": np.int64, "f": np.float64, "b": np.bool_, "O": np.object_}
 _FILLS: dict[str, Any] = {"i": 0, "f": 0.0, "b": False, "O": None}
 
 
@@ -82,20 +82,15 @@ class CustomMeta:
         self._table = table
         self._columns: dict[str, _Stored] = {}
 
-    def freeze(self) -> list[FrozenMeta]:
-        """Return the columns as they are now."""
-        count = self._table.count
-        return [
-            FrozenMeta(name=name, values=stored.values.freeze(count), present=stored.present.freeze(count))
-            for name, stored in self._columns.items()
-        ]
+    @property
+    def kinds(self) -> dict[str, str]:
+        """The kind of the values (`i`, `f`, `b` or `O`) of each column, in order of their first use."""
+        return {name: stored.values.data.dtype.kind for name, stored in self._columns.items()}
 
-    def thaw(self, columns: Iterable[FrozenMeta]) -> None:
-        """Have the columns of another table; for one that has none, of a table that has the rows."""
-        for frozen in columns:
-            stored = self._declare(frozen.name, frozen.values.dtype)
-            self._table.thaw_column(stored.values, frozen.values)
-            self._table.thaw_column(stored.present, frozen.present)
+    def declare(self, kinds: Mapping[str, str]) -> None:
+        """Declare columns by their kinds, before they are restored."""
+        for name, kind in kinds.items():
+            self._declare(name, kind)
 
     def names(self) -> list[str]:
         """Return the names of the columns in order of their first use."""
@@ -111,6 +106,11 @@ class CustomMeta:
         if len(set(names)) != len(names):
             raise InvalidArgumentError(f"custom_meta names a column twice: {names}", field="custom_meta")
         for column in columns:
+            if column.name in self._table.readable:
+                raise InvalidArgumentError(
+                    f"custom_meta names {column.name!r}, which samples have beside their custom_meta; use another name",
+                    field="custom_meta",
+                )
             if column.values.size != count:
                 raise InvalidArgumentError(
                     f"custom_meta column {column.name!r} has {column.values.size} values for {count} samples; give one "
@@ -128,7 +128,7 @@ class CustomMeta:
                 continue
             stored = self._columns.get(column.name)
             if stored is None:
-                stored = self._declare(column.name, column.values.dtype)
+                stored = self._declare(column.name, column.values.dtype.kind)
             elif _common_kind(column, stored.values.data) == "f" and stored.values.data.dtype.kind == "i":
                 stored.values.convert(np.float64)
             is_complete = bool(column.present.all())
@@ -136,9 +136,9 @@ class CustomMeta:
             stored.values.write(where, column.values if is_complete else column.values[column.present])
             stored.present.write(where, True)
 
-    def _declare(self, name: str, dtype: np.dtype[Any]) -> _Stored:
+    def _declare(self, name: str, kind: str) -> _Stored:
         stored = self._columns[name] = _Stored(
-            self._table.column(f"meta/{name}", dtype, _FILLS[dtype.kind]),
+            self._table.column(f"meta/{name}", _DTYPES[kind], _FILLS[kind]),
             self._table.column(f"meta_present/{name}", np.bool_, False),
         )
         return stored
@@ -156,9 +156,15 @@ class CustomMeta:
         return [column for column in columns if column is not None and bool(column.present.any())]
 
     def arrays(self, name: str) -> tuple[NDArray[Any], NDArray[np.bool_]] | None:
-        """Return values and presence as they lie in the table, None for an unknown column."""
+        """Return values and presence as they lie in the table, None for an unknown column.
+
+        A readable column of the table is found in the same way.
+        """
         stored = self._columns.get(name)
-        return None if stored is None else (stored.values.data, stored.present.data)
+        if stored is not None:
+            return stored.values.data, stored.present.data
+        column = self._table.readable.get(name)
+        return None if column is None else (column.data, self._table.present.data)
 
 
 def _common_kind(column: MetaColumn, stored: NDArray[Any]) -> str:

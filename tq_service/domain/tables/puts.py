@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tq_service.domain.frozen import FrozenPuts
 from tq_service.domain.tables.table import SlotTable
 
 
@@ -19,7 +18,7 @@ class Put(NamedTuple):
     put_id: bytes
 
 
-class PutTable:
+class PutTable(SlotTable):
     """The puts that hold cells of a partition, each counted by its cells and bytes; slots are used again.
 
     Attributes:
@@ -27,21 +26,20 @@ class PutTable:
             each cell, since sizes of single cells are known to the storage service only.
     """
 
-    __slots__ = ("_bytes", "_cells", "_made", "_puts", "_slots", "used_bytes")
+    __slots__ = ("_bytes", "_cells", "_made", "used_bytes")
 
     def __init__(self) -> None:
-        self._slots = SlotTable()
-        self._puts = self._slots.column("put", np.object_, None)
-        self._cells = self._slots.column("cells", np.int64, 0)
-        self._made = self._slots.column("made", np.int64, 0)
-        self._bytes = self._slots.column("bytes", np.int64, 0)
+        super().__init__("put")
+        self._cells = self.column("cells", np.int64, 0)
+        self._made = self.column("made", np.int64, 0)
+        self._bytes = self.column("bytes", np.int64, 0)
         self.used_bytes = 0
 
     def add(self, put: Put, cells: int, value_bytes: int) -> int:
         """Enter a put with so many cells of so many bytes together, and return its slot."""
         self.used_bytes += value_bytes
-        slot = self._slots.take()
-        self._puts.write(slot, put)
+        slot = self.take()
+        self.occupants.write(slot, put)
         self._cells.write(slot, cells)
         self._made.write(slot, cells)
         self._bytes.write(slot, value_bytes)
@@ -49,7 +47,7 @@ class PutTable:
 
     def get(self, slot: int) -> Put:
         """Return the put of a slot in use."""
-        put: Put | None = self._puts[slot]
+        put: Put | None = self.occupants[slot]
         if put is None:
             raise LookupError(f"put slot {slot} is free")
         return put
@@ -63,28 +61,14 @@ class PutTable:
             self._cells.write(slot, cells_left - cells)
             self._bytes.write(slot, bytes_left - gone_bytes)
             return False
-        self._slots.give_up(slot)
+        self.give_up(slot)
         return True
 
     def all(self) -> Iterable[Put]:
         """Return all puts in use."""
-        return [put for put in self._puts[: self._slots.count] if put is not None]
+        return [put for put in self.occupants[: self.count] if put is not None]
 
-    def freeze(self) -> FrozenPuts:
-        """Return the puts as they are now."""
-        count = self._slots.count
-        return FrozenPuts(
-            puts=self._puts.freeze(count), cell_counts=self._cells.freeze(count),
-            made_cell_counts=self._made.freeze(count), value_bytes=self._bytes.freeze(count),
-        )  # fmt: skip
-
-    def thaw(self, frozen: FrozenPuts) -> None:
-        """Have the puts of another table; for one that has none."""
-        self._slots.thaw(frozen.puts.size)
-        for column, values in (
-            (self._puts, frozen.puts), (self._cells, frozen.cell_counts), (self._made, frozen.made_cell_counts),
-            (self._bytes, frozen.value_bytes),
-        ):  # fmt: skip
-            self._slots.thaw_column(column, values)
-        self._slots.find_free(self._puts)
+    def rebuild(self) -> None:
+        """Find out what follows from restored columns."""
+        super().rebuild()
         self.used_bytes = int(self._bytes.data.sum())

@@ -18,20 +18,29 @@ together with the arrays still fit them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
 
-from tq_service.domain.frozen import FrozenTable
 from tq_service.domain.plan import Indexes
-from tq_service.domain.tables.column import Column, FrozenColumn, Where, grown
+from tq_service.domain.tables.column import Column, ColumnSnapshot, Where, grown
+from tq_service.errors import NewerVersionError
 
 _FIRST_CAPACITY = 64
 _LEAST_GAPS = 1024
 _FEW = 64
 _MARKED_SHARE = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableSnapshot:
+    """The columns of a table at one moment by name, each of `size` values."""
+
+    size: int
+    columns: Mapping[str, ColumnSnapshot]
 
 
 class Table:
@@ -60,9 +69,30 @@ class Table:
         column = self.columns[name] = Column(dtype, fill, self._capacity)
         return column
 
-    def thaw_column(self, column: Column, frozen: FrozenColumn) -> None:
-        """Have the values of another table in one of the columns."""
-        column.thaw(frozen, self._capacity)
+    def snapshot(self) -> TableSnapshot:
+        """Return all columns as they are now; it costs the same however many rows there are."""
+        columns = {name: column.snapshot(self.count) for name, column in self.columns.items()}
+        return TableSnapshot(size=self.count, columns=columns)
+
+    def restore(self, snapshot: TableSnapshot) -> Sequence[str]:
+        """Take over the rows of a snapshot, whose values go to the columns by name; for a table without rows.
+
+        Return the names of columns that the snapshot does not have: these have their fill in each row.
+
+        Raises:
+            NewerVersionError: the snapshot has a column that is not declared, or of another dtype.
+        """
+        unknown = snapshot.columns.keys() - self.columns.keys()
+        if unknown:
+            raise NewerVersionError(f"unknown columns {', '.join(map(repr, sorted(unknown)))}")
+        self._resize(max(_FIRST_CAPACITY, snapshot.size + snapshot.size // 4), None)
+        self.count = snapshot.size
+        for name, values in snapshot.columns.items():
+            column = self.columns[name]
+            if values.dtype != column.data.dtype:
+                raise NewerVersionError(f"column {name!r} is of {values.dtype} there, and of {column.data.dtype} here")
+            column.restore(values)
+        return [name for name in self.columns if name not in snapshot.columns]
 
     def _resize(self, capacity: int, kept: Where | None) -> None:
         for column in self.columns.values():
@@ -71,35 +101,42 @@ class Table:
 
 
 class RowTable(Table):
-    """Rows in order of insertion, looked up by global index."""
+    """Rows in order of insertion, looked up by global index.
 
-    __slots__ = ("_present", "index", "next_index", "pin_count", "present_count")
+    Attributes:
+        readable: columns that samplers, `where` and `order_by` find by name, as they find custom_meta.
+    """
+
+    __slots__ = ("index", "next_index", "pin_count", "present", "present_count", "readable")
 
     def __init__(self) -> None:
         super().__init__()
         self.present_count = 0  # rows without the gaps
         self.next_index = 0
         self.pin_count = 0  # readers on other threads that need positions to stay
+        self.readable: dict[str, Column] = {}
         self.index = self.column("index", np.int64, 0)
-        self._present = self.column("present", np.bool_, False)
+        self.present = self.column("present", np.bool_, False)
 
-    def freeze(self) -> FrozenTable:
-        """Return the rows as they are now; columns are frozen by who uses them."""
-        return FrozenTable(
-            next_index=self.next_index,
-            present_count=self.present_count,
-            index=self.index.freeze(self.count),
-            present=self._present.freeze(self.count),
-        )
+    def column(self, name: str, dtype: DTypeLike, fill: Any, *, is_readable: bool = False) -> Column:
+        """Declare a column, see `Table.column`.
 
-    def thaw(self, frozen: FrozenTable) -> None:
-        """Have the rows of another table; for a table that has none and whose columns are to be thawed after it."""
-        self.count = frozen.index.size
-        self.next_index = frozen.next_index
-        self.present_count = frozen.present_count
-        self._capacity = max(_FIRST_CAPACITY, self.count + self.count // 4)
-        self.thaw_column(self.index, frozen.index)
-        self.thaw_column(self._present, frozen.present)
+        Args:
+            name: its name.
+            dtype: of its values; int, float, bool or object (text) where it is readable.
+            fill: what every row has until it is written.
+            is_readable: whether it is an attribute of samples that claims may name, beside custom_meta; each row has a
+                value then.
+        """
+        column = super().column(name, dtype, fill)
+        if is_readable:
+            self.readable[name] = column
+        return column
+
+    def rebuild(self, next_index: int) -> None:
+        """Find out what follows from restored columns, and go on with this global index."""
+        self.next_index = next_index
+        self.present_count = int(np.count_nonzero(self.present.data[: self.count]))
 
     def append(self, count: int) -> slice:
         """Add rows and return their positions."""
@@ -108,7 +145,7 @@ class RowTable(Table):
             self._resize(grown(self._capacity, end), None)
         added = slice(self.count, end)
         self.index.write(added, np.arange(self.next_index, self.next_index + count))
-        self._present.write(added, True)
+        self.present.write(added, True)
         self.count = end
         self.next_index += count
         self.present_count += count
@@ -135,10 +172,10 @@ class RowTable(Table):
             if positions.view(np.uint64).max() < self.count:  # negative ones are huge when taken as unsigned
                 if self.present_count == self.count:
                     return positions
-                found = self._present.data[positions]
+                found = self.present.data[positions]
                 return positions if found.all() else np.where(found, positions, -1)
         positions = np.minimum(np.searchsorted(self.index.data[: self.count], indexes), self.count - 1)
-        found = (self.index.data[positions] == indexes) & self._present.data[positions]
+        found = (self.index.data[positions] == indexes) & self.present.data[positions]
         return positions if found.all() else np.where(found, positions, -1)
 
     @property
@@ -163,7 +200,7 @@ class RowTable(Table):
 
     def present_positions(self) -> Indexes:
         """Return the positions of all rows."""
-        return np.flatnonzero(self._present.data[: self.count])
+        return np.flatnonzero(self.present.data[: self.count])
 
     def present_from(self, index: int, count: int) -> Indexes:
         """Return the positions of the first `count` rows from a global index on, or of all there are."""
@@ -171,19 +208,24 @@ class RowTable(Table):
         found: list[Indexes] = []
         while count > 0 and start < self.count:
             end = min(self.count, start + max(count, _LEAST_GAPS))
-            some = start + np.flatnonzero(self._present.data[start:end])[:count]
+            some = start + np.flatnonzero(self.present.data[start:end])[:count]
             found.append(some)
             count, start = count - some.size, end
         return np.concatenate(found) if found else np.zeros(0, np.int64)
 
 
 class SlotTable(Table):
-    """Hands out slots, for each of which every column has a value."""
+    """Hands out slots, for each of which every column has a value.
 
-    __slots__ = ("_free",)
+    Attributes:
+        occupants: the column of objects that says what each slot is used for; None: it is free.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_free", "occupants")
+
+    def __init__(self, occupants: str) -> None:
         super().__init__()
+        self.occupants = self.column(occupants, np.object_, None)
         self._free: list[int] = []
 
     def take(self) -> int:
@@ -221,14 +263,9 @@ class SlotTable(Table):
             column.write(slot, column.fill)
         self._free.append(slot)
 
-    def thaw(self, count: int) -> None:
-        """Have so many slots, whose columns are to be thawed after it; for a table that has none."""
-        self._resize(max(_FIRST_CAPACITY, count + count // 4), None)
-        self.count = count
-
-    def find_free(self, column: Column) -> None:
-        """Give up the slots for which a column of objects has nothing, once it is thawed."""
-        self._free = [slot for slot, each in enumerate(column.data[: self.count].tolist()) if each is None]
+    def rebuild(self) -> None:
+        """Find out which restored slots are free."""
+        self._free = [slot for slot, each in enumerate(self.occupants.data[: self.count].tolist()) if each is None]
 
 
 def distinct(values: Indexes, bound: int) -> Indexes:
