@@ -81,11 +81,7 @@ def select_rows(flat: FlatBatch, positions: Positions) -> FlatBatch:
     Raises:
         IndexError: a position is outside the batch.
     """
-    if positions.size and (positions.min() < 0 or positions.max() >= flat.row_count):
-        raise IndexError(
-            f"got positions {positions.min()} to {positions.max()} of a batch of {flat.row_count} rows; "
-            f"expected 0 to {flat.row_count - 1}"
-        )
+    check_positions(flat, positions)
     rows = _Picker(positions, positions + 1)
     jagged = [_jagged_picker(pattern, positions) for pattern in flat.patterns]
 
@@ -102,6 +98,15 @@ def select_rows(flat: FlatBatch, positions: Positions) -> FlatBatch:
         columns={key: pick(column) for key, column in flat.columns.items()},
         patterns=tuple(pattern for _, pattern in jagged),
     )
+
+
+def check_positions(flat: FlatBatch, positions: Positions) -> None:
+    """Raise IndexError where one of the positions `(m,)` is outside the batch."""
+    if positions.size and (positions.min() < 0 or positions.max() >= flat.row_count):
+        raise IndexError(
+            f"got positions {positions.min()} to {positions.max()} of a batch of {flat.row_count} rows; "
+            f"expected 0 to {flat.row_count - 1}"
+        )
 
 
 class _Picker:

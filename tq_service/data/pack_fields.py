@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from tq_service.data.columns import FieldKey, FlatBatch, FlatColumn, JaggedColumn, ObjectColumn
-from tq_service.data.micro_batches import Positions
+from tq_service.data.micro_batches import Positions, check_positions
 from tq_service.data.pack_options import PackOptions
 
 POSITIONS = "position_ids"
@@ -52,11 +52,7 @@ def sample_lengths(
         ValueError: the rows have other lengths than the plan counted on, or than those of the input field.
         IndexError: a position is outside the batch.
     """
-    if positions.size and (positions.min() < 0 or positions.max() >= flat.row_count):
-        raise IndexError(
-            f"got positions {positions.min()} to {positions.max()} of a batch of {flat.row_count} rows; "
-            f"expected 0 to {flat.row_count - 1}"
-        )
+    check_positions(flat, positions)
     by_pattern: dict[int, NDArray[np.int64]] = {}
     for number, pattern in enumerate(flat.patterns):
         lengths_of_all = np.diff(pattern.offsets.detach().cpu().numpy())
