@@ -28,7 +28,7 @@ class End:
 
     @classmethod
     def of(cls, meta: Any) -> End:
-        """Return the end that a meta of status "end" tells of, whatever it is that fetch_batch_fn returned."""
+        """Return the end of a meta of status "end", whatever its type: fetch_batch_fn may have made it."""
         return cls(
             incarnation=getattr(meta, "incarnation", b""),
             epoch=getattr(meta, "epoch", 0),

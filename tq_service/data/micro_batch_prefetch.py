@@ -86,7 +86,7 @@ class MicroBatchPrefetcher:
         return item
 
     def _on_consumed(self, on_inner_consumed: Callable[[], None] | None) -> None:
-        # The fetching is told first: the thread that splits competes with this one as soon as it may go on.
+        # The inner stream first: the thread that splits competes with this one as soon as it may go on.
         if on_inner_consumed is not None:
             on_inner_consumed()
         self._queue.on_consumed(0)

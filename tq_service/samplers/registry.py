@@ -41,7 +41,7 @@ class SamplerRegistry:
 
     A name is that of a built-in or registered sampler, of an entry point of group `tq_service.samplers`, or, where
     allowed, `module:Class`. Code of others is imported in a thread, on its first use. Samplers have no state, so one
-    instance serves all who ask with the same options. Belongs to one event loop.
+    instance serves all requests with the same options. Belongs to one event loop.
     """
 
     def __init__(self, *, allow_import: bool = False, max_instances: int = 256) -> None:

@@ -26,8 +26,8 @@ class TokenBudgetSampler(LengthSampler):
 
     Groups are taken in the order of their first members, up to the first that no longer fits beside the others, and
     spread so that token totals are as equal as can be. `batch_size` is the most samples (or groups) that a rank gets. A
-    batch is made when the next ready group would not fit, or `batch_size` is reached; until then it is waited for
-    more, unless nothing more can come.
+    batch is made when the next ready group would not fit, or `batch_size` is reached, or nothing more can come; until
+    then the sampler waits for more.
 
     Attributes:
         tokens_per_rank: the most tokens that a rank gets.

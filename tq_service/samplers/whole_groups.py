@@ -63,9 +63,9 @@ def take_groups(
 ) -> Groups | None:
     """Return the next whole groups, as many as the request holds, or None where too few are ready.
 
-    Enough is what reaches `request.min_size`, and also what the next ready group would carry over
-    `request.total_size`: then waiting would not bring more. To tell that from "no further group is ready yet", the view
-    is asked for one group more than fit.
+    They are enough where they reach `request.min_size`, or where the next ready group would exceed
+    `request.total_size`: waiting would bring nothing more then. To tell that from "no further group is ready yet", the
+    view is asked for one group more than fit.
 
     Raises:
         InvalidArgumentError: the first group alone is larger than the whole batch, so that no plan can ever take it.
