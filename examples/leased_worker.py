@@ -1,7 +1,7 @@
 """A reward worker leases its samples; when it crashes, its successor gets what it held.
 
 A sample that a worker leased and did not acknowledge in time goes to another one, with a count of its deliveries. One
-that was handed out `max_deliveries` times is set aside: a sample that crashes every worker stops no one for good.
+that was handed out `max_deliveries` times is dead-lettered: a sample that crashes every worker stops no one for good.
 
 Start a service with `tq-service serve`, then run `python examples/leased_worker.py`; another address goes into
 TQ_ADDRESS.
@@ -33,7 +33,7 @@ def main() -> None:
                 print(f"a worker crashed: {error}")
 
         (task,) = client.describe_partition(PARTITION).tasks
-        print(f"scored {task.consumed_count} of {len(answers)}; set aside: {list(task.set_aside_indexes)}")
+        print(f"scored {task.consumed_count} of {len(answers)}; dead-lettered: {list(task.dead_lettered_indexes)}")
         client.clear_partition(PARTITION)
 
 

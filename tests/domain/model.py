@@ -271,7 +271,7 @@ class Model:
         return [self.rows[name]]
 
     def is_lost(self, task, member):
-        """Whether a member of a unit failed, for all or, having been set aside, for the task."""
+        """Whether a member of a unit failed, for all or, having been dead-lettered, for the task."""
         return member is None or member.state in ("failed", "cleared") or member.index in task.dead_lettered
 
     def is_whole(self, task, asking, unit, ready_rows, *, no_more):
@@ -382,7 +382,9 @@ class Model:
         claim = task.claims[request_id] = Claim(rows, asking, set(rows))
         task.rows_of_claims[request_id] = rows
         if asking.lease:
-            assert not set(rows) & (task.acked | task.dead_lettered), "handed out although it was done, or set aside"
+            assert not set(rows) & (task.acked | task.dead_lettered), (
+                "handed out although it was done, or dead-lettered"
+            )
             claim.left, claim.deadline = set(rows), now + asking.lease
             for row in rows:
                 task.deliveries[row] = task.deliveries.get(row, 0) + 1

@@ -36,7 +36,7 @@ def test_leases_outlive_a_crash_of_the_service(tmp_path: Path) -> None:
         assert (end.status, end.skipped) == ("end", 3)
         server.restart()
         status = client.check_consumption("train", "t")
-        assert (status.consumed, status.set_aside, status.leased, status.complete) == (5, 3, 0, True)
+        assert (status.consumed, status.dead_lettered, status.leased, status.complete) == (5, 3, 0, True)
         with pytest.raises(tq.LeaseExpiredError):
             client.ack(again)
         assert client.ack(kept) == 0

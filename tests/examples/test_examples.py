@@ -26,7 +26,7 @@ EXPECTED = {
     ],
     "async_reward_worker.py": ["scored by each worker: ", "rewards of "],
     "custom_sampler.py": ["batch 0: versions [3, 3]", "batch 1: versions [2, 2]", "batch 2: versions [1, 1]"],
-    "leased_worker.py": ["a worker crashed: invalid literal", "scored 9 of 10; set aside: [9]"],
+    "leased_worker.py": ["a worker crashed: invalid literal", "scored 9 of 10; dead-lettered: [9]"],
     "run_ahead.py": ["trained on 24 samples, the most stale of them by "],
     "train_loop.py": [],
     "train_with_packs.py": ["32 optimizer steps; loss per token went from ", " of their tokens are padding"],

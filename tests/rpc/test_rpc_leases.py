@@ -1,4 +1,4 @@
-"""Leases through a real server, with both clients: done, given back, extended, run out, set aside."""
+"""Leases through a real server, with both clients: done, given back, extended, run out, dead-lettered."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_what_is_not_acknowledged_in_time_goes_to_another(server: LiveServer, cl
     assert client.get_meta(**ASKS, batch_size=1).status == "end"
 
 
-def test_what_is_handed_out_too_often_is_set_aside(client: AnyClient) -> None:
+def test_what_is_handed_out_too_often_is_dead_lettered(client: AnyClient) -> None:
     put_rows(client, 3)
     # Longer than SHORT: the acknowledgement must be in time on a busy machine, too.
     asks = {**ASKS, "batch_size": 3, "lease": 1.0, "max_deliveries": 2, "max_wait": 20.0}
@@ -96,12 +96,12 @@ def test_what_is_handed_out_too_often_is_set_aside(client: AnyClient) -> None:
     assert client.get_meta(**asks).delivery_counts == (2, 2)
     end = client.get_meta(**asks)
     assert (end.status, end.skipped) == ("end", 2)
-    assert end.end.skipped_by_reason == {"set_aside": 2}
+    assert end.end.skipped_by_reason == {"dead_lettered": 2}
     status = client.check_consumption("train", "t")
-    assert (status.consumed, status.skipped, status.set_aside, status.leased) == (1, 2, 2, 0)
+    assert (status.consumed, status.skipped, status.dead_lettered, status.leased) == (1, 2, 2, 0)
     assert status.complete
-    assert (task_of(client).set_aside_count, task_of(client).set_aside_indexes) == (2, (1, 2))
-    assert client.get_meta(**{**ASKS, "task_name": "other"}, batch_size=3).size == 3  # set aside for one task only
+    assert (task_of(client).dead_lettered_count, task_of(client).dead_lettered_indexes) == (2, (1, 2))
+    assert client.get_meta(**{**ASKS, "task_name": "other"}, batch_size=3).size == 3  # dead-lettered for one task only
     client.reset_consumption("train", "t", 0, keep_consumed=True)
     back = client.get_meta(**asks)
     assert (back.global_indexes, back.delivery_counts) == ([1, 2], (1, 1))

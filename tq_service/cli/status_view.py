@@ -68,8 +68,8 @@ def _document(description: PartitionDescription) -> Document:
                 "consumed": task.consumed_count,
                 "skipped": task.skipped_count,
                 "leased": task.leased_count,
-                "set_aside": task.set_aside_count,
-                "set_aside_indexes": list(task.set_aside_indexes),
+                "dead_lettered": task.dead_lettered_count,
+                "dead_lettered_indexes": list(task.dead_lettered_indexes),
                 "waiting": task.waiting_count,
                 "planned_batches": task.planned_batch_count,
                 "dp_size": task.dp_size,
@@ -159,13 +159,13 @@ def _tasks(documents: list[Document]) -> Table:
         "of",
         "leased",
         "skipped",
-        "set aside",
+        "dead-lettered",
         "waiting calls",
         "state.",
     )
     for document in documents:
         for task in document["tasks"]:
-            counts = [f"{task[name]:,}" for name in ("leased", "skipped", "set_aside", "waiting")]
+            counts = [f"{task[name]:,}" for name in ("leased", "skipped", "dead_lettered", "waiting")]
             table.add_row(
                 Text(document["partition_id"]),
                 Text(task["task_name"]),

@@ -37,7 +37,7 @@ class EndCounts:
         consumed: consumed by the task in this epoch, cleared ones included.
         cleared: cleared before the task took them.
         failed: failed before the task took them.
-        set_aside: delivered `max_deliveries` times without being acknowledged.
+        dead_lettered: delivered `max_deliveries` times without being acknowledged.
         excluded: ruled out by `where`.
         in_incomplete_groups: of groups that cannot be delivered whole any more.
         left_over: ready, but in no plan: a short last batch with `drop_last`, or what the sampler leaves out.
@@ -46,7 +46,7 @@ class EndCounts:
     consumed: int = 0
     cleared: int = 0
     failed: int = 0
-    set_aside: int = 0
+    dead_lettered: int = 0
     excluded: int = 0
     in_incomplete_groups: int = 0
     left_over: int = 0

@@ -23,7 +23,7 @@ class ConsumptionStatus:
         complete: whether nothing is left for the task.
         epoch: the life of the task's consumption.
         leased: those of `consumed` that are leased and not acknowledged; they may come back.
-        set_aside: those of `skipped` that were handed out `max_deliveries` times without being acknowledged.
+        dead_lettered: those of `skipped` that were handed out `max_deliveries` times without being acknowledged.
     """
 
     consumed: int
@@ -33,7 +33,7 @@ class ConsumptionStatus:
     complete: bool
     epoch: int
     leased: int = 0
-    set_aside: int = 0
+    dead_lettered: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,8 +103,8 @@ class TaskStatus:
         waiting_count: calls that wait.
         complete: whether nothing is left for it.
         leased_count: samples that are leased and not acknowledged; they may come back.
-        set_aside_count: samples that were handed out `max_deliveries` times without being acknowledged.
-        set_aside_indexes: the first hundred of them that are not cleared.
+        dead_lettered_count: samples that were handed out `max_deliveries` times without being acknowledged.
+        dead_lettered_indexes: the first hundred of them that are not cleared.
     """
 
     task_name: str
@@ -116,8 +116,8 @@ class TaskStatus:
     waiting_count: int
     complete: bool
     leased_count: int = 0
-    set_aside_count: int = 0
-    set_aside_indexes: tuple[int, ...] = ()
+    dead_lettered_count: int = 0
+    dead_lettered_indexes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,8 +178,8 @@ class PartitionDescription:
                     waiting_count=task.waiting_count,
                     complete=task.complete,
                     leased_count=task.leased_count,
-                    set_aside_count=task.set_aside_count,
-                    set_aside_indexes=tuple(task.set_aside_indexes),
+                    dead_lettered_count=task.dead_lettered_count,
+                    dead_lettered_indexes=tuple(task.dead_lettered_indexes),
                 )
                 for task in message.tasks
             ),

@@ -51,7 +51,7 @@ def skipped_warning(end: End, request: BatchRequest) -> str | None:
     if counts is None or not counts.skipped:
         return None
     why = "; ".join(_reasons(counts, request))
-    if not counts.consumed and not counts.set_aside:
+    if not counts.consumed and not counts.dead_lettered:
         raise NothingDeliveredError(
             f"task {request.task_name!r} is at the end of partition {request.partition_id!r} without one micro-batch, "
             f"on all ranks; its {counts.skipped} samples were skipped: {why}",
@@ -84,7 +84,7 @@ def _reasons(counts: EndCounts, request: BatchRequest) -> list[str]:
         "left_over": left_over,
         "failed": "failed",
         "cleared": "cleared before the task took them",
-        "set_aside": "delivered too often without being acknowledged",
+        "dead_lettered": "delivered too often without being acknowledged",
     }
     skipped = counts.skipped_by_reason
     return [f"{skipped[name]} {text}" for name, text in texts.items() if name in skipped]

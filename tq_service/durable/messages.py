@@ -54,15 +54,12 @@ def decode_indexes(data: bytes) -> Indexes:
 
 def encode_end(end: End) -> metadata_pb2.EndCounts:
     """Return what became of the samples at the end of a task."""
-    counts = asdict(end)
-    counts["set_aside"] = counts.pop("dead_lettered")
-    return metadata_pb2.EndCounts(**counts)
+    return metadata_pb2.EndCounts(**asdict(end))
 
 
 def decode_end(message: metadata_pb2.EndCounts) -> End:
     """Return what became of the samples at the end of a task."""
-    counts = {each.name: getattr(message, each.name) for each in fields(End) if each.name != "dead_lettered"}
-    return End(dead_lettered=message.set_aside, **counts)
+    return End(**{each.name: getattr(message, each.name) for each in fields(End)})
 
 
 def encode_settings(partition_id: str, settings: PartitionSettings) -> pb.CreatePartitionRequest:

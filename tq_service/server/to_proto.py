@@ -163,7 +163,7 @@ def consumption(partition: Partition, task: TaskLedger) -> pb.CheckConsumptionRe
         complete=is_complete(partition, task),
         epoch=task.epoch,
         leased=task.leased_count,
-        set_aside=task.dead_lettered_count,
+        dead_lettered=task.dead_lettered_count,
     )
 
 
@@ -224,8 +224,8 @@ def description(catalog: Catalog, partition: Partition) -> pb.DescribePartitionR
                 waiting_count=catalog.waiting_count(partition, task.name),
                 complete=is_complete(partition, task),
                 leased_count=task.leased_count,
-                set_aside_count=task.dead_lettered_count,
-                set_aside_indexes=partition.table.index.data[task.dead_lettered()[:_MOST_DEAD_LETTERED]].tolist(),
+                dead_lettered_count=task.dead_lettered_count,
+                dead_lettered_indexes=partition.table.index.data[task.dead_lettered()[:_MOST_DEAD_LETTERED]].tolist(),
             )
             for task in partition.tasks.values()
         ],

@@ -607,7 +607,7 @@ class GetMetaRequest(google.protobuf.message.Message):
     once they are handed out.
     """
     max_deliveries: builtins.int
-    """Queue workers with a lease: a sample that was handed out so often and never acknowledged is set aside; 0: no bound."""
+    """Queue workers with a lease: a sample that was handed out so often and never acknowledged is dead-lettered; 0: no bound."""
     @property
     def data_fields(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Fields that make a sample ready, and whose cells the answer locates."""
@@ -887,7 +887,7 @@ class CheckConsumptionResponse(google.protobuf.message.Message):
     COMPLETE_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
     LEASED_FIELD_NUMBER: builtins.int
-    SET_ASIDE_FIELD_NUMBER: builtins.int
+    DEAD_LETTERED_FIELD_NUMBER: builtins.int
     consumed: builtins.int
     """Samples consumed in this epoch, cleared ones included."""
     total: builtins.int
@@ -902,7 +902,7 @@ class CheckConsumptionResponse(google.protobuf.message.Message):
     """The life of the task's consumption."""
     leased: builtins.int
     """Those of `consumed` that are leased and not acknowledged."""
-    set_aside: builtins.int
+    dead_lettered: builtins.int
     """Those of `skipped` that were handed out too often without being acknowledged."""
     def __init__(
         self,
@@ -914,9 +914,9 @@ class CheckConsumptionResponse(google.protobuf.message.Message):
         complete: builtins.bool = ...,
         epoch: builtins.int = ...,
         leased: builtins.int = ...,
-        set_aside: builtins.int = ...,
+        dead_lettered: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["complete", b"complete", "consumed", b"consumed", "epoch", b"epoch", "leased", b"leased", "sealed", b"sealed", "set_aside", b"set_aside", "skipped", b"skipped", "total", b"total"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["complete", b"complete", "consumed", b"consumed", "dead_lettered", b"dead_lettered", "epoch", b"epoch", "leased", b"leased", "sealed", b"sealed", "skipped", b"skipped", "total", b"total"]) -> None: ...
 
 global___CheckConsumptionResponse = CheckConsumptionResponse
 
@@ -1480,8 +1480,8 @@ class TaskStatus(google.protobuf.message.Message):
     WAITING_COUNT_FIELD_NUMBER: builtins.int
     COMPLETE_FIELD_NUMBER: builtins.int
     LEASED_COUNT_FIELD_NUMBER: builtins.int
-    SET_ASIDE_COUNT_FIELD_NUMBER: builtins.int
-    SET_ASIDE_INDEXES_FIELD_NUMBER: builtins.int
+    DEAD_LETTERED_COUNT_FIELD_NUMBER: builtins.int
+    DEAD_LETTERED_INDEXES_FIELD_NUMBER: builtins.int
     task_name: builtins.str
     """Its name."""
     epoch: builtins.int
@@ -1500,10 +1500,10 @@ class TaskStatus(google.protobuf.message.Message):
     """Whether nothing is left for it."""
     leased_count: builtins.int
     """Samples that are leased and not acknowledged."""
-    set_aside_count: builtins.int
+    dead_lettered_count: builtins.int
     """Samples that were handed out too often without being acknowledged."""
     @property
-    def set_aside_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+    def dead_lettered_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Some of them: the first hundred."""
 
     def __init__(
@@ -1518,10 +1518,10 @@ class TaskStatus(google.protobuf.message.Message):
         waiting_count: builtins.int = ...,
         complete: builtins.bool = ...,
         leased_count: builtins.int = ...,
-        set_aside_count: builtins.int = ...,
-        set_aside_indexes: collections.abc.Iterable[builtins.int] | None = ...,
+        dead_lettered_count: builtins.int = ...,
+        dead_lettered_indexes: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["complete", b"complete", "consumed_count", b"consumed_count", "dp_size", b"dp_size", "epoch", b"epoch", "leased_count", b"leased_count", "planned_batch_count", b"planned_batch_count", "set_aside_count", b"set_aside_count", "set_aside_indexes", b"set_aside_indexes", "skipped_count", b"skipped_count", "task_name", b"task_name", "waiting_count", b"waiting_count"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["complete", b"complete", "consumed_count", b"consumed_count", "dead_lettered_count", b"dead_lettered_count", "dead_lettered_indexes", b"dead_lettered_indexes", "dp_size", b"dp_size", "epoch", b"epoch", "leased_count", b"leased_count", "planned_batch_count", b"planned_batch_count", "skipped_count", b"skipped_count", "task_name", b"task_name", "waiting_count", b"waiting_count"]) -> None: ...
 
 global___TaskStatus = TaskStatus
 

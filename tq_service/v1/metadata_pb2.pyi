@@ -579,7 +579,7 @@ class EndCounts(google.protobuf.message.Message):
     CONSUMED_FIELD_NUMBER: builtins.int
     CLEARED_FIELD_NUMBER: builtins.int
     FAILED_FIELD_NUMBER: builtins.int
-    SET_ASIDE_FIELD_NUMBER: builtins.int
+    DEAD_LETTERED_FIELD_NUMBER: builtins.int
     EXCLUDED_FIELD_NUMBER: builtins.int
     IN_INCOMPLETE_GROUPS_FIELD_NUMBER: builtins.int
     LEFT_OVER_FIELD_NUMBER: builtins.int
@@ -589,7 +589,7 @@ class EndCounts(google.protobuf.message.Message):
     """Cleared before the task took them."""
     failed: builtins.int
     """Failed before the task took them."""
-    set_aside: builtins.int
+    dead_lettered: builtins.int
     """Delivered too often without being acknowledged."""
     excluded: builtins.int
     """Ruled out by the task's `where`."""
@@ -603,12 +603,12 @@ class EndCounts(google.protobuf.message.Message):
         consumed: builtins.int = ...,
         cleared: builtins.int = ...,
         failed: builtins.int = ...,
-        set_aside: builtins.int = ...,
+        dead_lettered: builtins.int = ...,
         excluded: builtins.int = ...,
         in_incomplete_groups: builtins.int = ...,
         left_over: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cleared", b"cleared", "consumed", b"consumed", "excluded", b"excluded", "failed", b"failed", "in_incomplete_groups", b"in_incomplete_groups", "left_over", b"left_over", "set_aside", b"set_aside"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cleared", b"cleared", "consumed", b"consumed", "dead_lettered", b"dead_lettered", "excluded", b"excluded", "failed", b"failed", "in_incomplete_groups", b"in_incomplete_groups", "left_over", b"left_over"]) -> None: ...
 
 global___EndCounts = EndCounts
 

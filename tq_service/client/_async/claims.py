@@ -179,7 +179,7 @@ class AsyncClaimCalls(AsyncBase):
             complete=answer.complete,
             epoch=answer.epoch,
             leased=answer.leased,
-            set_aside=answer.set_aside,
+            dead_lettered=answer.dead_lettered,
         )
 
     async def check_production(

@@ -180,7 +180,7 @@ class ClaimCalls(Base):
             complete=answer.complete,
             epoch=answer.epoch,
             leased=answer.leased,
-            set_aside=answer.set_aside,
+            dead_lettered=answer.dead_lettered,
         )
 
     def check_production(
