@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import asdict
 
 import numpy as np
-from domain_support import SlowSampler, asks, meta, new_id, new_write, turns
+from domain_support import SlowSampler, asks, meta, new_id, new_write, set_meta, turns, write_to
 from model import BlocksError, Model, RefusedError
 from model import End as ModelEnd
 
@@ -14,10 +14,10 @@ from tq_service.domain.catalog import Catalog
 from tq_service.domain.claims.end import End
 from tq_service.domain.claims.ledger import QueueClaim
 from tq_service.domain.claims.request import LeaseTerms
+from tq_service.domain.partition import PartitionSettings
 from tq_service.domain.plan import RankPlan
 from tq_service.domain.states import DEAD_LETTERED, STATE_NAMES, UNCLAIMED
 from tq_service.domain.tables.meta import Condition, Order
-from tq_service.domain.writes import PartitionSettings
 from tq_service.errors import (
     ClaimReleasedError,
     InvalidArgumentError,
@@ -198,9 +198,9 @@ class Driver:
 
     def write(self, count, *, fields=(), meta_entries=None, **arguments):
         """Write to the partition; return whether it was accepted."""
-        write = new_write(count, fields, meta=meta_entries, **arguments)
+        samples = new_write(count, fields, meta=meta_entries, **arguments)
         try:
-            self.partition.write(write)
+            write_to(self.catalog, samples)
         except TqError:
             return False
         return True
@@ -234,7 +234,7 @@ class Driver:
 
     def set_meta(self, indexes, entries):
         self.model.update(indexes, meta=entries)
-        self.partition.set_meta(np.array(indexes, np.int64), meta(entries))
+        set_meta(self.catalog, np.array(indexes, np.int64), meta(entries))
 
     # Records, as they are made
 

@@ -1,15 +1,18 @@
-"""Short ways to write to a partition and to ask for its samples."""
+"""Short ways to write to a partition, or to "train" of a catalog, and to ask for its samples."""
 
 import asyncio
 import itertools
 
 import numpy as np
 
+from tq_service.domain.catalog import Catalog
+from tq_service.domain.changes.partitions import PartitionSealed
+from tq_service.domain.changes.samples import GroupsClosed, MetaSet, SamplesCleared, SamplesWritten, SampleWrite
+from tq_service.domain.changes.state_machine import State, StateMachine
 from tq_service.domain.claims.request import BatchSpec, ClaimRequest, ClaimSpec, Rank
-from tq_service.domain.partition import Partition
+from tq_service.domain.partition import Partition, PartitionSettings
 from tq_service.domain.tables.field_specs import ColumnWrite
 from tq_service.domain.tables.puts import Put
-from tq_service.domain.writes import PartitionSettings, SampleWrite
 from tq_service.samplers import Sampler, SequentialSampler
 from tq_service.schema import FieldSpec, Layout, MetaColumn, SampleState
 
@@ -65,14 +68,67 @@ def new_write(count, fields=(), **arguments):
     )
 
 
+def commit(target, change):
+    """Make a change of a partition that may be in no catalog; return what came of it, and what it freed."""
+    if isinstance(target, Catalog):
+        return target.commit(change), None
+    state = State()
+    state.partitions[target.partition_id] = target
+    machine, steps = StateMachine(state), []
+
+    def follow(step):
+        steps.append(step)
+        for partition in step.changed:
+            partition.changed()
+        for partition in step.consumed:
+            partition.consumed()
+
+    def fail(reason, error):
+        raise AssertionError(reason) from error
+
+    machine.listener, machine.fatal = follow, fail
+    result = machine.commit(change)
+    return result, steps[0].freed if steps else []
+
+
+def _name(target):
+    return "train" if isinstance(target, Catalog) else target.partition_id
+
+
+def write_to(target, samples):
+    """Write to a partition; return what came of it."""
+    return commit(target, SamplesWritten(partition_id=_name(target), write=samples))[0]
+
+
 def insert(target, count, fields=("x",), **arguments):
     """Add rows; return their indexes."""
-    return target.write(new_write(count, fields, **arguments)).global_indexes.tolist()
+    return write_to(target, new_write(count, fields, **arguments)).global_indexes.tolist()
 
 
 def update(target, indexes, fields=(), **arguments):
     """Write to rows; return what that freed."""
-    return target.write(new_write(len(indexes), fields, indexes=indexes, **arguments)).freed
+    change = SamplesWritten(
+        partition_id=_name(target), write=new_write(len(indexes), fields, indexes=indexes, **arguments)
+    )
+    return commit(target, change)[1]
+
+
+def clear(target, indexes):
+    """Remove rows; return how many were there, and what that freed."""
+    count, freed = commit(target, SamplesCleared(partition_id=_name(target), global_indexes=indexes))
+    return count or 0, freed
+
+
+def set_meta(target, indexes, columns):
+    commit(target, MetaSet(partition_id=_name(target), global_indexes=indexes, columns=columns))
+
+
+def seal(target):
+    commit(target, PartitionSealed(partition_id=_name(target)))
+
+
+def close_groups(target, names):
+    commit(target, GroupsClosed(partition_id=_name(target), names=names))
 
 
 def batch_spec(**arguments):

@@ -10,7 +10,7 @@ import random
 import numpy as np
 import pytest
 from claims_driver import NAME, Driver
-from domain_support import new_id, turns
+from domain_support import clear, close_groups, new_id, seal, turns
 from hypothesis import given
 from hypothesis import strategies as st
 from model import Asking
@@ -160,18 +160,18 @@ class Interleaving:
     async def seal(self, rng):
         if rng.random() < 0.5:
             self.driver.model.seal()
-            self.driver.partition.seal()
+            seal(self.driver.catalog)
 
     async def close_group(self, rng):
         if self.driver.model.groups:
             name = rng.choice(sorted(self.driver.model.groups))
             self.driver.model.close_group(name)
-            self.driver.partition.close_groups([name])
+            close_groups(self.driver.catalog, [name])
 
     async def clear(self, rng):
         indexes = self._some(rng, most=8)
         if indexes:
-            count, _ = self.driver.partition.clear(np.array([*indexes, 10_000], np.int64))
+            count, _ = clear(self.driver.catalog, np.array([*indexes, 10_000], np.int64))
             assert count == self.driver.model.clear(indexes)
 
     async def clear_all(self, rng):
@@ -179,13 +179,13 @@ class Interleaving:
             return await self.clear(rng)
         if rng.random() < 0.5:
             await self.driver.check()
-            count, _ = self.driver.catalog.remove(NAME, self.driver.partition.incarnation)
+            count = self.driver.catalog.remove(NAME, self.driver.partition.incarnation)
             assert count == len(self.driver.model.rows)
             self.driver.open_life()
             return None
         rows = list(self.driver.model.rows)
         if rows:
-            self.driver.partition.clear(np.array(rows, np.int64))
+            clear(self.driver.catalog, np.array(rows, np.int64))
             self.driver.model.clear(rows)
         return None
 
@@ -357,7 +357,7 @@ class Interleaving:
         if rows:
             driver.update(rows, fields=("x", "y"), meta_entries=[{"total_lengths": 1}] * len(rows))
         model.seal()
-        driver.partition.seal()
+        seal(driver.catalog)
         for name, ways in driver.tasks.items():
             for asking in ways:
                 await self._consume_to_the_end(name, asking)
@@ -392,7 +392,7 @@ class Interleaving:
         partition = self.driver.partition
         rows = np.array(list(self.driver.model.rows), np.int64)
         if rows.size:
-            partition.clear(rows)
+            clear(partition, rows)
         self.driver.model.clear(rows.tolist())
         assert not partition.key_index
         assert not list(partition.cells.puts.all())

@@ -5,14 +5,13 @@ import time
 
 import numpy as np
 import pytest
-from domain_support import asks, insert, new_id, new_write, turns, update
+from domain_support import asks, clear, insert, new_id, new_write, seal, turns, update, write_to
 
 from tq_service.domain.admission.bounds import Bounds
 from tq_service.domain.admission.put_line import PutLine
 from tq_service.domain.catalog import Catalog
-from tq_service.domain.partition import Partition
+from tq_service.domain.partition import Partition, PartitionSettings
 from tq_service.domain.tables.field_specs import ColumnWrite
-from tq_service.domain.writes import PartitionSettings
 from tq_service.errors import (
     AlreadyExistsError,
     InvalidArgumentError,
@@ -50,7 +49,7 @@ def test_bytes_are_those_of_the_cells_and_go_with_them():
     assert used(train) == 440
     update(train, rows, [column("y", 80)])  # 4 of the 8 cells of the first put are gone
     assert used(train) == 220 + 80
-    train.clear(np.array(rows[:2]))
+    clear(train, np.array(rows[:2]))
     assert used(train) == 110 + 40
     update(train, rows[2:], state="failed")
     assert used(train) == 0
@@ -70,7 +69,7 @@ def test_the_last_cell_of_a_put_gives_the_rest_back_whatever_the_shares_were():
     train = bounded(max_bytes=1000)
     rows = insert(train, 3, [column("x", 100)])
     for row in rows:
-        train.clear(np.array([row]))
+        clear(train, np.array([row]))
     assert used(train) == 0
     insert(train, 3, [column("x", 7)])  # its slot is used again
     assert used(train) == 7
@@ -84,7 +83,7 @@ def test_samples_left_are_those_that_a_task_may_still_get():
     insert(train, 1, state="failed")
     assert bounds.left_count("t") == 8  # it has not asked: all
     task = train.task("t")
-    train.clear(np.array(rows[:1]))
+    clear(train, np.array(rows[:1]))
     update(train, rows[1:2], state="failed")
     assert (bounds.left_count("t"), task.backlog) == (6, 6)
 
@@ -106,7 +105,7 @@ def test_what_the_partition_would_refuse_is_refused_before_it_waits():
     bounds = Bounds(train)
     with pytest.raises(AlreadyExistsError):
         bounds.need(new_write(1, ["x"], keys=["a"], key_mode="new"), 4)
-    train.seal()
+    seal(train)
     with pytest.raises(PartitionSealedError):
         bounds.need(new_write(1, ["x"]), 4)
 
@@ -143,18 +142,18 @@ async def test_versions_ahead_of_the_oldest_that_is_left_wait():
     async def put(version):
         write = new_write(1, ["x"], meta=[{"policy": version}])
         with await line.enter(new_id(), write, 4, None):
-            return train.write(write).global_indexes.tolist()
+            return write_to(train, write).global_indexes.tolist()
 
     await put(5)  # nothing is left, so any version may come
     await put(7)
     ahead = asyncio.create_task(put(8))
     await turns()
     assert not ahead.done()
-    train.clear(np.array([0]))  # version 5; the oldest is 7 now
+    clear(train, np.array([0]))  # version 5; the oldest is 7 now
     assert await ahead == [2]
     without = new_write(1, ["x"])
     with await line.enter(new_id(), without, 4, None):  # a sample without a version is not bounded by it
-        train.write(without)
+        write_to(train, without)
 
 
 async def test_the_deadline_says_which_bound_and_when_to_try_again():
@@ -177,7 +176,7 @@ async def test_who_is_behind_others_at_his_deadline_learns_what_they_wait_for():
     with pytest.raises(RunAheadError) as caught:
         await line.enter(new_id(), new_write(1, ["x"]), 4, time.monotonic() + 0.01)
     assert caught.value.metadata == {"bound": "max_samples", "got": "5", "limit": "4", "task_name": "t"}
-    train.clear(np.array([0, 1]))
+    clear(train, np.array([0, 1]))
     assert await first is not None
 
 
@@ -198,7 +197,7 @@ async def test_a_seal_ends_the_wait():
     insert(train, 2)
     waiting = asyncio.create_task(line.enter(new_id(), new_write(1, ["x"]), 4, None))
     await turns()
-    train.seal()
+    seal(train)
     with pytest.raises(PartitionSealedError):
         await waiting
 
@@ -226,7 +225,7 @@ async def test_a_call_cancelled_in_the_turn_in_which_it_is_let_in_gives_its_room
     insert(train, 2)
     waiting = asyncio.create_task(line.enter(new_id(), new_write(2, ["x"]), 4, None))
     await turns()
-    train.clear(np.array([0, 1]))
+    clear(train, np.array([0, 1]))
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting

@@ -6,13 +6,13 @@ import weakref
 
 import numpy as np
 import pytest
-from domain_support import asks, new_write, turns
+from domain_support import asks, clear, new_write, seal, turns
 
 from tq_service.domain.admission.limits import Limits
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.claims.end import End
 from tq_service.domain.claims.wait_queue import NotYet
-from tq_service.domain.writes import PartitionSettings
+from tq_service.domain.partition import PartitionSettings
 from tq_service.errors import (
     AlreadyExistsError,
     InvalidArgumentError,
@@ -36,10 +36,11 @@ def claim(catalog, rank=None, *, incarnation=b"", wait=1e6, name="train", **argu
 
 
 async def test_the_first_samples_make_their_partition(catalog):
-    partition, written = catalog.write("train", b"", new_write(2, ("x",)))
+    written = catalog.write("train", b"", new_write(2, ("x",)))
+    partition = written.partition
     assert catalog.get("train") is partition
     assert written.global_indexes.tolist() == [0, 1]
-    assert catalog.write("train", partition.incarnation, new_write(1))[0] is partition
+    assert catalog.write("train", partition.incarnation, new_write(1)).partition is partition
     assert list(catalog.names()) == ["train"]
 
 
@@ -83,10 +84,12 @@ async def test_unknown_partitions_name_the_nearest(catalog):
 
 
 async def test_a_name_may_be_used_again_and_lives_are_told_apart(catalog):
-    first, _ = catalog.write("train", b"", new_write(3, ("x",)))
-    count, freed = catalog.remove("train", first.incarnation)
+    first = catalog.write("train", b"", new_write(3, ("x",))).partition
+    freed = []
+    catalog.on_freed = freed.extend
+    count = catalog.remove("train", first.incarnation)
     assert (count, [each.rows for each in freed]) == (3, [None])
-    second, _ = catalog.write("train", b"", new_write(1))
+    second = catalog.write("train", b"", new_write(1)).partition
     assert second.incarnation != first.incarnation
     for call in (catalog.get, catalog.remove):
         with pytest.raises(StaleIncarnationError):
@@ -101,7 +104,7 @@ async def test_a_trainer_may_start_before_its_partition(catalog):
     catalog.create("train", PartitionSettings())
     await turns()
     assert not early.done()
-    partition, _ = catalog.write("train", b"", new_write(2, ("x",)))
+    partition = catalog.write("train", b"", new_write(2, ("x",))).partition
     claimed = await early
     assert claimed.partition is partition
     assert claimed.answer.rows.tolist() == [0, 1]
@@ -125,16 +128,16 @@ async def test_waiting_for_a_partition_ends_in_time_and_leaves_nothing(catalog):
 async def test_a_partition_gone_before_its_waiter_wakes_is_waited_for_again(catalog):
     call = claim(catalog)
     await turns()
-    first, _ = catalog.write("train", b"", new_write(2, ("x",)))
+    first = catalog.write("train", b"", new_write(2, ("x",))).partition
     catalog.remove("train", first.incarnation)
     await turns()
     assert not call.done()
-    second, _ = catalog.write("train", b"", new_write(2, ("x",)))
+    second = catalog.write("train", b"", new_write(2, ("x",))).partition
     assert (await call).partition is second
 
 
 async def test_a_claim_on_an_earlier_life_is_refused(catalog):
-    first, _ = catalog.write("train", b"", new_write(2, ("x",)))
+    first = catalog.write("train", b"", new_write(2, ("x",))).partition
     catalog.remove("train", b"")
     with pytest.raises(StaleIncarnationError):
         await claim(catalog, incarnation=first.incarnation)
@@ -156,12 +159,12 @@ async def test_clearing_ends_the_waits_on_a_partition(catalog):
 
 
 async def test_tasks_consume_independently(catalog):
-    partition, _ = catalog.write("train", b"", new_write(2, ("x",)))
-    partition.seal()
+    partition = catalog.write("train", b"", new_write(2, ("x",))).partition
+    seal(partition)
     for task in ("a", "b"):
         assert (await claim(catalog, task=task)).answer.rows.tolist() == [0, 1]
         assert (await claim(catalog, task=task)).answer == End(consumed=2)
-    partition.clear(np.array([0, 1]))
+    clear(partition, np.array([0, 1]))
     assert {name: each.consumed_count for name, each in partition.tasks.items()} == {"a": 2, "b": 2}
 
 
@@ -180,7 +183,7 @@ async def test_draining_answers_those_who_wait_and_those_who_come(catalog):
 
 
 async def test_a_removed_partition_is_freed_without_the_garbage_collector(catalog):
-    partition, _ = catalog.write("train", b"", new_write(4, ("x",), keys=["a", "b", "c", "d"]))
+    partition = catalog.write("train", b"", new_write(4, ("x",), keys=["a", "b", "c", "d"])).partition
     await claim(catalog, batch_size=1)
     waiting = claim(catalog, batch_size=100)
     await turns()
@@ -204,7 +207,7 @@ async def test_a_partition_that_can_never_appear_is_not_waited_for(catalog, name
 
 
 async def test_samples_that_are_restored_count(catalog):
-    _, written = catalog.write("train", b"", new_write(3, ["x"]))
+    written = catalog.write("train", b"", new_write(3, ["x"]))
     assert written.global_indexes.size == 3
     restored = Catalog(PlanRunner(), Limits(max_samples=4))
     restored.write("early", b"", new_write(1, ["x"]))

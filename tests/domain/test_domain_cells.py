@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
-from domain_support import dense, insert, jagged, new_write, partition, update
+from domain_support import clear, commit, dense, insert, jagged, new_write, partition, update
 
+from tq_service.domain.changes.samples import SamplesWritten
 from tq_service.domain.tables.cells import live_cells
 from tq_service.domain.tables.field_specs import ColumnWrite
 from tq_service.errors import FieldMismatchError
@@ -54,7 +55,7 @@ def where(train, names, indexes):
 def put(train, number, count, fields, **arguments):
     write = new_write(count, fields, **arguments)
     write = type(write)(**{**{name: getattr(write, name) for name in write.__slots__}, "put": _put(number)})
-    return train.write(write)
+    return commit(train, SamplesWritten(partition_id=train.partition_id, write=write))[1]
 
 
 def _put(number):
@@ -95,11 +96,11 @@ def freed(cells):
 def test_overwriting_frees_the_cells_it_replaces():
     train = partition()
     put(train, 1, 3, ("x", "y"))
-    assert freed(put(train, 2, 2, ("x",), indexes=[2, 0]).freed) == [(1, ["x"], [2, 0])]
-    assert freed(put(train, 3, 2, ("x", "y"), indexes=[0, 1]).freed) == [
+    assert freed(put(train, 2, 2, ("x",), indexes=[2, 0])) == [(1, ["x"], [2, 0])]
+    assert freed(put(train, 3, 2, ("x", "y"), indexes=[0, 1])) == [
         (1, ["x"], [1]), (1, ["y"], [0, 1]), (2, ["x"], [1]),
     ]  # fmt: skip
-    assert freed(put(train, 4, 3, ("y",), indexes=[0, 1, 2]).freed) == [(1, [], None), (3, ["y"], [0, 1])]
+    assert freed(put(train, 4, 3, ("y",), indexes=[0, 1, 2])) == [(1, [], None), (3, ["y"], [0, 1])]
     assert where(train, ["x", "y"], [0, 1, 2]) == [(("x",), [(3, 0, 2), (2, 0, 1)]), (("y",), [(4, 0, 3)])]
     assert [train.cells.fields[name].produced_count for name in "xy"] == [3, 3]
 
@@ -114,9 +115,9 @@ def test_live_cells_are_those_that_were_not_freed():
     put(train, 2, 2, ("x",), indexes=[2, 0])
     put(train, 3, 2, ("x",))
     assert freed(live(train)) == [(1, ["x"], [1]), (1, ["y"], [0, 1, 2]), (2, [], None), (3, [], None)]
-    train.clear(np.array([0, 4]))
+    clear(train, np.array([0, 4]))
     assert freed(live(train)) == [(1, ["x"], [1]), (1, ["y"], [1, 2]), (2, ["x"], [0]), (3, ["x"], [0])]
-    train.clear(np.array([1, 2, 3]))
+    clear(train, np.array([1, 2, 3]))
     assert live(train) == []
 
 
@@ -126,7 +127,7 @@ def test_live_cells_are_those_of_the_moment_put_by_put_however_many_there_are():
         put(train, number, 2_000, ("x", "y"))
     put(train, 6, 2, ("y",), indexes=[1, 2_001])
     snapshot = train.cells.snapshot()
-    train.clear(np.arange(0, 10_000, 3))
+    clear(train, np.arange(0, 10_000, 3))
     put(train, 7, 2, ("x",))
     found = list(live_cells(snapshot))
     assert [each.put.put_id[-1] for each in found] == [3, 4, 5, 6, 1, 1, 2, 2]
@@ -146,10 +147,10 @@ def test_clearing_frees_cells_and_whole_puts():
     train = partition()
     put(train, 1, 2, ("x", "y"))
     put(train, 2, 2, ("x",))
-    count, cells = train.clear(np.array([3, 1, 1, 99]))
+    count, cells = clear(train, np.array([3, 1, 1, 99]))
     assert (count, freed(cells)) == (2, [(1, ["x", "y"], [1]), (2, ["x"], [1])])
-    assert freed(train.clear(np.array([0, 2]))[1]) == [(1, [], None), (2, [], None)]
-    assert train.clear(np.array([0, 2])) == (0, [])
+    assert freed(clear(train, np.array([0, 2]))[1]) == [(1, [], None), (2, [], None)]
+    assert clear(train, np.array([0, 2])) == (0, [])
     assert train.cells.fields["x"].produced_count == 0
     assert train.cells.forget_all() == []
 
@@ -158,9 +159,9 @@ def test_failing_frees_cells_and_takes_no_new_ones():
     train = partition()
     put(train, 1, 3, ("x",))
     assert freed(update(train, [0, 2], state="failed")) == [(1, ["x"], [0, 2])]
-    assert freed(put(train, 2, 2, ("x", "y"), indexes=[1, 2]).freed) == [(1, [], None), (2, ["x", "y"], [1])]
-    assert freed(put(train, 3, 2, ("x",), indexes=[0, 2]).freed) == [(3, [], None)]
-    assert freed(put(train, 4, 1, ("x",), state="failed").freed) == [(4, [], None)]
+    assert freed(put(train, 2, 2, ("x", "y"), indexes=[1, 2])) == [(1, [], None), (2, ["x", "y"], [1])]
+    assert freed(put(train, 3, 2, ("x",), indexes=[0, 2])) == [(3, [], None)]
+    assert freed(put(train, 4, 1, ("x",), state="failed")) == [(4, [], None)]
     assert where(train, ["x", "y"], [1]) == [(("x", "y"), [(2, 0, 1)])]
     assert [each.put.put_id[-1] for each in train.cells.forget_all()] == [2]
 
@@ -169,7 +170,7 @@ def test_slots_of_puts_that_are_gone_are_used_again():
     train = partition()
     for number in range(1, 100):
         put(train, number, 2, ("x", "y"))
-        train.clear(np.array([2 * number - 2, 2 * number - 1]))
+        clear(train, np.array([2 * number - 2, 2 * number - 1]))
     for number in range(100, 150):  # a column overwritten again and again
         put(train, number, 1, ("x",), **({"indexes": [198]} if number > 100 else {}))
     assert train.cells.puts.count <= 2

@@ -4,7 +4,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from domain_support import insert, meta, partition
+from domain_support import clear, insert, meta, partition
 
 from tq_service.domain.tables.meta import Condition, CustomMeta
 from tq_service.domain.tables.table import RowTable
@@ -144,7 +144,7 @@ def test_a_condition_of_another_type_is_refused(data, given):
 def test_values_go_with_their_rows():
     kept = partition()
     insert(kept, 3000, meta=[{"v": index} for index in range(3000)])
-    kept.clear(np.arange(2000))
+    clear(kept, np.arange(2000))
     insert(kept, 1)
     positions = kept.table.find(rows(2000, 2999, 3000))
     column = kept.meta.read("v", positions)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from domain_support import insert, partition, update
+from domain_support import clear, close_groups, insert, partition, update
 
 from tq_service.errors import GroupNotFoundError, InvalidArgumentError, PreconditionError
 
@@ -40,18 +40,18 @@ def test_a_group_of_unknown_size_is_complete_at_the_samplers_size_or_when_no_mor
 
 def test_a_closed_group_is_complete_and_takes_nobody(train):
     insert(train, 1, groups=["a"], group_size=8)
-    train.close_groups(["a"])
+    close_groups(train, ["a"])
     assert complete(train, "a")
     with pytest.raises(PreconditionError, match="closed"):
         insert(train, 1, groups=["a"])
     assert train.inserted_count == 1
-    train.close_groups(["a"])
+    close_groups(train, ["a"])
 
 
 def test_an_unknown_group_closes_none(train):
     insert(train, 1, groups=["alpha"])
     with pytest.raises(GroupNotFoundError, match="alpha"):
-        train.close_groups(["alpha", "alpah"])
+        close_groups(train, ["alpha", "alpah"])
     assert not train.groups.closed.data.any()
 
 
@@ -82,7 +82,7 @@ def test_members_are_counted_by_what_became_of_them(train):
     update(train, [1], state="held")
     update(train, [1], state="held")
     assert counts(train, "a") == (6, 3, 0, 1)
-    train.clear(np.array([0, 1, 2]))
+    clear(train, np.array([0, 1, 2]))
     assert counts(train, "a") == (6, 2, 3, 0)
     update(train, [3], state="live")
     assert counts(train, "a") == (6, 2, 3, 0)
@@ -94,7 +94,7 @@ def test_slots_of_groups_that_are_gone_are_used_again(train):
         indexes = insert(train, 4, groups=names, group_size=2)
         assert counts(train, f"g{step}") == (2, 0, 0, 0)
         assert train.groups.names_of(train.table.find(np.array(indexes))) == names
-        train.clear(np.array(indexes))
+        clear(train, np.array(indexes))
     assert len(train.groups) == 0
     assert train.groups.slots.count == 2
     assert train.groups.in_use
@@ -104,7 +104,7 @@ def test_slots_of_groups_that_are_gone_are_used_again(train):
 
 def test_a_group_stays_as_long_as_one_of_its_members(train):
     insert(train, 3, groups=["a", "a", ""], group_size=2)
-    train.clear(np.array([0, 2]))
+    clear(train, np.array([0, 2]))
     assert counts(train, "a") == (2, 0, 1, 0)
     with pytest.raises(PreconditionError, match="2 of 2"):
         insert(train, 1, groups=["a"])

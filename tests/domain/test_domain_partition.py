@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from domain_support import insert, new_id, new_write, partition, update
+from domain_support import clear, close_groups, insert, new_id, new_write, partition, seal, set_meta, update
 
 from tq_service.domain.claims.queue_claims import release
 from tq_service.domain.plan import Plan, RankPlan
@@ -45,7 +45,7 @@ def test_states_and_their_counts():
     update(train, [1, 2], state="failed")
     assert train.state_counts == recount(train) == [0, 1, 2, 3]
     assert train.open_count == 3
-    train.clear(np.array([0, 1, 5]))
+    clear(train, np.array([0, 1, 5]))
     assert train.state_counts == recount(train) == [0, 1, 1, 1]
     assert (train.inserted_count, train.table.present_count) == (6, 3)
 
@@ -76,9 +76,9 @@ def test_open_rows_of_a_task_are_counted_through_all_that_happens():
     for change in (
         lambda: update(train, [0, 4], state="failed"),  # one consumed, one open
         lambda: update(train, [1, 5], state="held"),
-        lambda: train.clear(np.array([1, 5, 9])),
+        lambda: clear(train, np.array([1, 5, 9])),
         lambda: release(train, task, first),
-        lambda: train.clear(np.array([2, 0])),
+        lambda: clear(train, np.array([2, 0])),
         lambda: release(train, task, second),
         lambda: release(train, task, second),
         lambda: claim(train, task, [3]),
@@ -98,7 +98,7 @@ def test_releasing_counts_the_samples_that_are_claimable_again():
     request_id = claim(train, task, [0, 1, 2, 3])
     update(train, [1], state="failed")
     update(train, [2], state="held")
-    train.clear(np.array([3]))
+    clear(train, np.array([3]))
     assert release(train, task, request_id) == 1
     assert (task.consumed_count, task.backlog) == (0, 2)
     assert request_id in task.released
@@ -120,7 +120,7 @@ def test_reaching_the_expected_number_seals(expected):
 def test_cleared_samples_count_as_inserted():
     train = partition(expected_samples=3)
     insert(train, 2)
-    train.clear(np.array([0, 1]))
+    clear(train, np.array([0, 1]))
     assert insert(train, 1) == [2]
     assert train.sealed
 
@@ -140,7 +140,7 @@ def test_the_insert_step_divides_every_put_of_new_rows():
 def test_keys_go_with_their_samples():
     train = partition()
     insert(train, 3, keys=["a", "b", "c"])
-    train.clear(np.array([1]))
+    clear(train, np.array([1]))
     assert train.key_index == {"a": 0, "c": 2}
     assert insert(train, 1, keys=["b"]) == [3]
 
@@ -148,7 +148,7 @@ def test_keys_go_with_their_samples():
 def test_samples_are_named_once_and_must_be_there():
     train = partition()
     insert(train, 3)
-    train.clear(np.array([1]))
+    clear(train, np.array([1]))
     assert train.positions_of(np.array([2, 0])).tolist() == [2, 0]
     with pytest.raises(SampleNotFoundError, match=r"no sample 1 \(2 of 3 are missing\)"):
         train.positions_of(np.array([0, 1, 7]))
@@ -160,12 +160,12 @@ def test_set_meta_writes_all_or_nothing():
     train = partition()
     insert(train, 2)
     columns = new_write(2, meta=[{"v": 1}, {"v": 2}]).meta
-    train.set_meta(np.array([1, 0]), columns)
+    set_meta(train, np.array([1, 0]), columns)
     assert train.meta.read("v", np.array([0, 1])).values.tolist() == [2, 1]
     with pytest.raises(SampleNotFoundError):
-        train.set_meta(np.array([1, 5]), columns)
+        set_meta(train, np.array([1, 5]), columns)
     with pytest.raises(InvalidArgumentError):
-        train.set_meta(np.array([0, 1]), new_write(2, meta=[{"v": "a"}, {"v": "b"}]).meta)
+        set_meta(train, np.array([0, 1]), new_write(2, meta=[{"v": "a"}, {"v": "b"}]).meta)
     assert train.meta.read("v", np.array([0, 1])).values.tolist() == [2, 1]
 
 
@@ -179,20 +179,20 @@ def test_every_change_is_told_and_counted():
     changes = [
         lambda: update(train, [0]),
         lambda: update(train, [0], state="held"),
-        lambda: train.set_meta(np.array([0]), new_write(1, meta=[{"v": 1}]).meta),
-        lambda: train.close_groups(["a"]),
+        lambda: set_meta(train, np.array([0]), new_write(1, meta=[{"v": 1}]).meta),
+        lambda: close_groups(train, ["a"]),
         lambda: release(train, task, request_id),
         lambda: train.reset(task, keep_consumed=True),
-        train.seal,
-        lambda: train.clear(np.array([0])),
+        lambda: seal(train),
+        lambda: clear(train, np.array([0])),
     ]
     for change in changes:
         before, count = train.version, len(told)
         change()
         assert len(told) == count + 1
         assert told[-1] == train.version != before
-    train.clear(np.array([0]))
-    train.seal()
+    clear(train, np.array([0]))
+    seal(train)
     assert train.version == told[-1]
 
 
@@ -201,7 +201,7 @@ def test_blocks_count_rows_that_are_live_or_held():
     insert(train, 9)
     update(train, [0], state="failed")
     update(train, [3], state="held")
-    train.clear(np.array([7, 8]))
+    clear(train, np.array([7, 8]))
     assert train.block_counts(np.array([2, 0, 1, 3]), 3).tolist() == [1, 2, 3, 0]
 
 
@@ -230,7 +230,7 @@ def test_a_partition_that_lives_for_weeks_stays_small():
         claim(train, reward, fresh)
         request = asks((0, 1, step), task="trainer")
         trainer.claim_batch(request.batch_spec, Plan.of([rows]), train.table.find(rows))
-        train.clear(rows)
+        clear(train, rows)
     assert train.inserted_count == 4800
     assert train.table.index.data.size <= 2400
     assert (train.key_index, len(train.groups), list(train.cells.puts.all())) == ({}, 0, [])

@@ -5,7 +5,7 @@ import threading
 
 import numpy as np
 import pytest
-from domain_support import SlowSampler, new_id, turns, update
+from domain_support import SlowSampler, clear, new_id, seal, turns, update
 from planner_bench import Bench, Whenever, finished, rows
 
 from tq_service.domain.claims.queue_claims import release
@@ -53,7 +53,7 @@ async def test_rows_put_while_a_plan_is_made_make_no_short_batch(bench):
     call = bench.ask((0, 1, 0), sampler=slow, batch_size=4)
     await slow.started.wait()
     bench.insert(2, (), groups=["b"] * 2, group_size=2)
-    bench.partition.seal()
+    seal(bench.partition)
     slow.go.set()
     await turns(20)
     assert not call.done()
@@ -87,7 +87,7 @@ async def test_rows_cleared_while_they_are_planned_are_planned_again(bench):
     bench.insert(6)
     call = bench.ask((0, 1, 0), sampler=slow)
     await slow.started.wait()
-    bench.partition.clear(np.array([1]))
+    clear(bench.partition, np.array([1]))
     slow.go.set()
     assert rows(await finished(call)) == [0, 2]
     assert slow.call_count == 2
@@ -108,7 +108,7 @@ async def test_commits_and_replays_go_on_while_a_plan_is_made_on_a_thread(bench)
     try:
         bench.insert(2000)
         assert rows(await finished(bench.ask((0, 1, 0)))) == [0, 1]
-        bench.partition.clear(np.arange(100, 2004))
+        clear(bench.partition, np.arange(100, 2004))
         assert not call.done()
     finally:
         go.set()
@@ -195,7 +195,7 @@ async def test_lengths_that_no_sample_has_are_an_error_and_missing_ones_wait(ben
     assert isinstance(call.exception(), MissingLengthError)
     bench.insert(1, meta=[{"total_lengths": 3}])
     assert rows(await finished(bench.ask((0, 1, 0), sampler=sampler, batch_size=1))) == [1]
-    bench.partition.seal()
+    seal(bench.partition)
     last = bench.ask((0, 1, 1), sampler=sampler, batch_size=1)
     await turns()
     assert not last.done()
@@ -221,7 +221,7 @@ async def test_rows_cleared_before_the_answer_arrives_are_not_given(bench):
     await turns()
     bench.insert(4)
     await bench.until_consumed(4)
-    bench.partition.clear(np.array([0, 2]))
+    clear(bench.partition, np.array([0, 2]))
     await asyncio.wait([call, rank])
     assert isinstance(call.exception(), SamplesClearedError)
     assert isinstance(rank.exception(), SamplesClearedError)

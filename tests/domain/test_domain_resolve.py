@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from domain_support import insert, new_write, partition
+from domain_support import clear, insert, new_write, partition, seal, write_to
 
-from tq_service.domain.resolve import resolve_target
+from tq_service.domain.changes.samples import resolve_target
 from tq_service.errors import (
     AlreadyExistsError,
     InvalidArgumentError,
@@ -21,7 +21,7 @@ def train():
     insert(train, 2, keys=["a", "b"])
     insert(train, 1)
     insert(train, 1, keys=["c"])
-    train.clear(np.array([3]))
+    clear(train, np.array([3]))
     return train
 
 
@@ -77,23 +77,23 @@ def test_indexes_and_new_rows(train):
 def test_refusals_change_nothing(train, write, error, words):
     before = snapshot(train)
     with pytest.raises(error, match=words):
-        train.write(write)
+        write_to(train, write)
     assert snapshot(train) == before
 
 
 @pytest.mark.parametrize("write", [new_write(1), new_write(2, keys=["a", "d"]), new_write(1, keys=["d"])])
 def test_a_sealed_partition_takes_no_new_samples(train, write):
-    train.seal()
+    seal(train)
     before = snapshot(train)
     with pytest.raises(PartitionSealedError, match="1 new"):
-        train.write(write)
+        write_to(train, write)
     assert snapshot(train) == before
 
 
 def test_a_sealed_partition_takes_columns_of_existing_samples(train):
-    train.seal()
-    train.write(new_write(1, ("y",), keys=["a"], key_mode="existing"))
-    train.write(new_write(2, ("y",), indexes=[1, 2]))
+    seal(train)
+    write_to(train, new_write(1, ("y",), keys=["a"], key_mode="existing"))
+    write_to(train, new_write(2, ("y",), indexes=[1, 2]))
     assert train.cells.fields["y"].produced_count == 3
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from domain_support import asks, batch_spec, insert, new_id, partition, update
+from domain_support import asks, batch_spec, clear, insert, new_id, partition, update
 
 from tq_service.domain.claims.end import End
 from tq_service.domain.claims.ledger import Tombstones
@@ -88,12 +88,12 @@ def test_dp_size_is_bound_for_the_epoch(train):
 
 def test_a_batch_with_cleared_samples_is_not_given_as_if_whole(train):
     task = record(train, [0, 1], [2, 3])
-    train.clear(np.array([1]))
+    clear(train, np.array([1]))
     with pytest.raises(SamplesClearedError) as caught:
         replay(task, 0, 2, 0)
     assert caught.value.metadata["next_batch_index"] == "1"
     assert replay(task, 1, 2, 0) == [2, 3]
-    train.clear(np.array([0, 2, 3]))
+    clear(train, np.array([0, 2, 3]))
     with pytest.raises(SamplesClearedError):
         replay(task, 1, 2, 0)
 
@@ -102,7 +102,7 @@ def test_a_queue_claim_with_cleared_samples_is_not_given_as_if_whole(train):
     task, request = train.task("t"), asks()
     task.claim_samples(request.request_id, RankPlan(rows=np.array([0, 1])), np.array([0, 1]))
     assert task.recorded(request).rows.tolist() == [0, 1]
-    train.clear(np.array([1]))
+    clear(train, np.array([1]))
     with pytest.raises(SamplesClearedError):
         task.recorded(request)
 
@@ -119,11 +119,11 @@ def test_records_go_with_the_last_of_their_rows(train):
     request_id = new_id()
     task.claim_samples(request_id, RankPlan(rows=np.array([6, 7])), np.array([6, 7]))
     assert len(list(task.records())) == 3
-    train.clear(np.array([0, 1, 2, 4, 6]))
+    clear(train, np.array([0, 1, 2, 4, 6]))
     assert len(list(task.records())) == 3
-    train.clear(np.array([3, 5]))
+    clear(train, np.array([3, 5]))
     assert len(list(task.records())) == 1
-    train.clear(np.array([7]))
+    clear(train, np.array([7]))
     assert not list(task.records())
     assert not (task.batches or task.claims)
     assert release(train, task, request_id) == 0
@@ -144,7 +144,7 @@ def test_a_reset_starts_an_epoch(train, keep_consumed):
     assert replay(task, 0, 4, 0) is None
     assert not list(task.records())
     assert (task.consumed_count, task.backlog) == ((5, 7) if keep_consumed else (0, 12))
-    train.clear(np.array([0, 5]))
+    clear(train, np.array([0, 5]))
     assert task.backlog == (6 if keep_consumed else 10)
 
 
@@ -189,7 +189,7 @@ def test_a_rank_request_counts_units_over_all_ranks():
 
 def test_a_rank_without_rows_gets_its_empty_batch_when_the_rows_of_the_others_are_cleared(train):
     task = record(train, [0, 1], [])
-    train.clear(np.array([0, 1]))
+    clear(train, np.array([0, 1]))
     assert replay(task, 1, 2, 0) == []
     with pytest.raises(SamplesClearedError):
         replay(task, 0, 2, 0)
@@ -201,6 +201,6 @@ def test_few_batches_are_kept_without_rows(train):
         rows = np.array(insert(train, 1))
         batch_spec = asks((0, 2, step), task="trainer").batch_spec
         task.claim_batch(batch_spec, Plan.of([rows, rows[:0]]), train.table.find(rows))
-        train.clear(rows)
+        clear(train, rows)
     assert len(task.batches) == 16
     assert min(task.batches) == 24

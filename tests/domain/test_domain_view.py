@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from domain_support import asks, batch_spec, dense, insert, jagged, partition, update
+from domain_support import asks, batch_spec, clear, close_groups, dense, insert, jagged, partition, seal, update
 
 from tq_service.domain.claims.queue_claims import release
 from tq_service.domain.claims.view import PartitionView
@@ -45,7 +45,7 @@ def test_ready_rows_are_live_produced_and_not_consumed(train):
     insert(train, 2, ("x",))
     insert(train, 1, ("x", "y"), state="held")
     update(train, [0], state="failed")
-    train.clear(np.array([2]))
+    clear(train, np.array([2]))
     consume(train, 4)
     assert ready(train) == [1, 3, 5, 6, 7]
     assert ready(train, data_fields=("x", "y")) == [1, 3, 5]
@@ -88,7 +88,7 @@ def test_a_group_with_a_held_failed_or_cleared_member_is_skipped(train):
     insert(train, 8, groups=list("aabbccdd"), group_size=2)
     update(train, [1], state="held")
     update(train, [3], state="failed")
-    train.clear(np.array([5]))
+    clear(train, np.array([5]))
     assert groups(train) == [[6, 7]]
     assert groups(train, take_incomplete=True) == [[2], [4], [6, 7]]
     update(train, [1], state="live")
@@ -106,9 +106,9 @@ def test_groups_of_unknown_size(train):
     assert groups(train) == []
     assert groups(train, block_size=2) == [[0, 1]]
     assert groups(train, no_more=True) == [[0, 1], [2]]
-    train.close_groups(["b"])
+    close_groups(train, ["b"])
     assert groups(train) == [[2]]
-    train.seal()
+    seal(train)
     assert groups(train) == [[0, 1], [2]]
 
 
@@ -119,7 +119,7 @@ def test_blocks_stand_in_where_there_are_no_groups(train):
     assert groups(train) == [[index] for index in (0, 1, 3, 4, 6, 7)]
     assert groups(train, block_size=2) == [[0, 1], [6, 7]]
     assert groups(train, block_size=2, take_incomplete=True) == [[0, 1], [4], [6, 7]]
-    train.clear(np.array([6]))
+    clear(train, np.array([6]))
     assert groups(train, block_size=2, take_incomplete=True) == [[0, 1], [4], [7]]
     assert groups(train, block_size=4) == []
     with pytest.raises(InvalidArgumentError, match="steps of 8") as caught:
@@ -178,7 +178,7 @@ def test_the_start_is_lowered_when_an_early_row_becomes_ready(train):
         (lambda: consume(train, 500, 1000), [2000]),
         (lambda: train.reset(task, keep_consumed=True), [2000]),
         (lambda: train.reset(task, keep_consumed=False), [500, 1000, 2000]),
-        (lambda: train.clear(np.arange(400, 2000)), [2000]),
+        (lambda: clear(train, np.arange(400, 2000)), [2000]),
         (lambda: insert(train, 1, meta=[{"v": 1}]), [2000, 3000]),
     ]:
         change()
@@ -225,7 +225,7 @@ def test_consumed_rows_are_compacted_away_under_a_running_task(train):
         rows = ready(train, 100)
         consume(train, *rows)
         taken += rows
-        train.clear(np.array(rows[:90]))
+        clear(train, np.array(rows[:90]))
     assert taken == list(range(5000))
     assert train.table.count < 2500
 
@@ -275,7 +275,7 @@ def test_anything_else_about_rows(train):
     insert(train, 2, groups=["a", ""], meta=[{"v": 7, "s": "t"}, {}])
     insert(train, 2, state="held")
     update(train, [1], state="failed")
-    train.clear(np.array([3]))
+    clear(train, np.array([3]))
     view = view_of(train)
     every = np.array([0, 1, 2, 3, 9])
     assert view.states(every) == ["live", "failed", "held", "cleared", "cleared"]
@@ -305,7 +305,7 @@ def test_plain_rows_are_settled_when_all_are_ready_or_done(train):
     assert settled(train)
     update(train, [1], state="held")
     assert not settled(train)
-    train.clear(np.array([1]))
+    clear(train, np.array([1]))
     assert settled(train)
 
 
@@ -336,7 +336,7 @@ def test_blocks_are_settled_when_dead_or_ready(train):
     insert(train, 4)
     insert(train, 2, ())
     assert not settled(train, call="groups")
-    train.clear(np.array([5]))
+    clear(train, np.array([5]))
     assert settled(train, call="groups")
 
 

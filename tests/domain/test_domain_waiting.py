@@ -8,7 +8,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from domain_support import SlowSampler, asks, new_write, turns
+from domain_support import SlowSampler, asks, new_write, seal, turns
 from planner_bench import Bench, Whenever, rows
 
 from tq_service.domain.catalog import Catalog
@@ -16,8 +16,8 @@ from tq_service.domain.claims import wait_queue as waiters
 from tq_service.domain.claims.end import End
 from tq_service.domain.claims.ledger import QueueClaim
 from tq_service.domain.claims.wait_queue import LoopYielder, NotYet, Waiter, WaitQueue
+from tq_service.domain.partition import PartitionSettings
 from tq_service.domain.tables.meta import Condition
-from tq_service.domain.writes import PartitionSettings
 from tq_service.errors import InvalidArgumentError, PartitionClearedError, StaleEpochError
 from tq_service.samplers import PlanRunner, SequentialSampler
 
@@ -276,7 +276,7 @@ async def test_a_claim_far_ahead_leaves_their_turn_to_others_of_its_task(bench):
 
 
 async def test_a_claim_far_ahead_plans_no_more_once_the_partition_is_removed(catalog):
-    partition, _ = catalog.write("train", b"", new_write(5 * MANY, ("x",)))
+    partition = catalog.write("train", b"", new_write(5 * MANY, ("x",))).partition
     call = asyncio.ensure_future(catalog.claim("train", b"", asks((0, 1, 5 * MANY - 1), batch_size=1), 1e6))
     await turns()
     catalog.remove("train", b"")
@@ -368,7 +368,7 @@ async def test_ranks_that_ask_alike_fail_alike_and_a_few_a_turn(bench):
 async def test_the_end_reaches_queue_workers_a_few_a_turn(bench):
     calls = [bench.ask(batch_size=1) for _ in range(MANY)]
     await turns()
-    bench.partition.seal()
+    seal(bench.partition)
     assert await most_done_in_a_turn(calls) <= MOST_A_TURN
     assert {call.result() for call in calls} == {End(consumed=0)}
 
@@ -400,7 +400,7 @@ async def test_a_removed_partition_ends_all_who_wait_a_few_a_turn(catalog, ranke
 
 
 async def test_nothing_is_handed_out_of_a_partition_removed_while_many_are_served(catalog):
-    partition, _ = catalog.write("train", b"", new_write(1, ("y",)))
+    partition = catalog.write("train", b"", new_write(1, ("y",))).partition
     calls = [asyncio.ensure_future(catalog.claim("train", b"", asks(batch_size=1), 1e6)) for _ in range(MANY)]
     await turns()
     catalog.write("train", b"", new_write(MANY, ("x",)))
@@ -416,7 +416,7 @@ async def test_nothing_is_handed_out_of_a_partition_removed_while_many_are_serve
 
 async def test_a_plan_under_way_hands_out_nothing_of_a_removed_partition(catalog):
     slow = SlowSampler(SequentialSampler())
-    partition, _ = catalog.write("train", b"", new_write(2, ("x",)))
+    partition = catalog.write("train", b"", new_write(2, ("x",))).partition
     call = asyncio.ensure_future(catalog.claim("train", b"", asks(sampler=slow), 1e6))
     await slow.started.wait()
     catalog.remove("train", b"")

@@ -9,16 +9,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from digest import digest
+from domain_support import clear, write_to
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tq_service.domain.partition import Partition
+from tq_service.domain.changes.samples import SampleWrite
+from tq_service.domain.partition import Partition, PartitionSettings
 from tq_service.domain.tables import column as column_module
 from tq_service.domain.tables.column import RESERVED_FROM, Column
 from tq_service.domain.tables.field_specs import ColumnWrite
 from tq_service.domain.tables.names import look_through
 from tq_service.domain.tables.puts import Put
-from tq_service.domain.writes import PartitionSettings, SampleWrite
 from tq_service.errors import TqError
 from tq_service.schema import FieldSpec, Layout, MetaColumn
 
@@ -77,14 +78,14 @@ kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 def partition_of(kind, count):
     partition = Partition("train", PartitionSettings())
-    partition.write(SampleWrite(row_count=count, **kind(count)))
+    write_to(partition, SampleWrite(row_count=count, **kind(count)))
     partition.task("update_actor")
     return partition
 
 
 def lines_to_clear(kind, count, indexes):
     partition = partition_of(kind, count)
-    return lines_run(lambda: partition.clear(indexes))
+    return lines_run(lambda: clear(partition, indexes))
 
 
 @kinds
@@ -107,7 +108,7 @@ def lines_to_write(kind, count):
     columns = kind(count)
     known = result_of(look_through(columns.get("keys", ()), columns.get("groups", ()), 0))
     partition = Partition("train", PartitionSettings())
-    return lines_run(lambda: partition.write(SampleWrite(row_count=count, names=known, **columns)))
+    return lines_run(lambda: write_to(partition, SampleWrite(row_count=count, names=known, **columns)))
 
 
 def result_of(steps):
@@ -153,7 +154,7 @@ def test_a_write_whose_names_were_looked_through_does_what_it_would_do_anyhow(wr
         results = []
         for partition, each in ((plain, write), (looked, replace(write, names=known))):
             try:
-                results.append(partition.write(each).global_indexes.tolist())
+                results.append(write_to(partition, each).global_indexes.tolist())
             except TqError as error:
                 results.append((type(error), error.message))
         assert results[0] == results[1]
@@ -175,7 +176,7 @@ def test_rows_are_added_to_a_large_partition_without_a_copy_of_those_there_are()
     partition = partition_of(lambda count: scalars(count) | versions(count), LARGE)
     before, seen = columns_of(partition), []
     for _ in range(4):
-        partition.write(rows(LARGE))
+        write_to(partition, rows(LARGE))
         seen.append([np.shares_memory(old, new) for old, new in zip(before, columns_of(partition), strict=True)])
     assert np.all(seen)
     assert partition.table.index.data[: 5 * LARGE].tolist() == list(range(5 * LARGE))

@@ -4,7 +4,7 @@ import asyncio
 
 import numpy as np
 import pytest
-from domain_support import asks, insert
+from domain_support import asks, insert, seal
 from planner_bench import Bench, finished, rows
 
 from tq_service.domain.claims.lease_timer import LeaseTimer
@@ -78,7 +78,7 @@ async def test_deadlines_of_leases_that_ended_are_dropped():
 async def test_a_worker_that_waits_gets_what_runs_out_and_then_the_end():
     time, bench = SkippingTime(), Bench()
     bench.insert(2)
-    bench.partition.seal()
+    seal(bench.partition)
     await bench.planner.claim(asks(**leased(10.0, batch_size=2)), 0)
     request = asks(**leased(10.0, batch_size=2))
     waiting = asyncio.ensure_future(bench.planner.claim(request, 1e6))
@@ -145,7 +145,7 @@ async def test_part_of_a_group_that_is_dead_lettered_is_a_failed_member():
     request = asks(lease=LeaseTerms(seconds=10.0, max_deliveries=1), batch_size=1)
     await bench.planner.claim(request, 0)
     expire(bench.partition, bench.task, request.request_id)
-    bench.partition.seal()
+    seal(bench.partition)
     skips = asks(batch_size=1, batch_unit="group")
     end = await bench.planner.claim(skips, 1.0)
     assert end.skipped == 3

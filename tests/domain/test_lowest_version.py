@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from domain_support import insert, new_id
+from domain_support import clear, insert, new_id, set_meta
 from hypothesis import given
 from hypothesis import strategies as st
 from property_settings import examples
@@ -10,10 +10,9 @@ from property_settings import examples
 from tq_service.domain.admission import lowest_version
 from tq_service.domain.admission.lowest_version import LowestVersion
 from tq_service.domain.claims.queue_claims import release
-from tq_service.domain.partition import Partition
+from tq_service.domain.partition import Partition, PartitionSettings
 from tq_service.domain.plan import RankPlan
 from tq_service.domain.states import HELD, LIVE, UNCLAIMED
-from tq_service.domain.writes import PartitionSettings
 from tq_service.schema import MetaColumn, RunAhead
 
 BOUNDED = PartitionSettings(run_ahead=(RunAhead(task_name="t", max_versions=1),))
@@ -43,9 +42,14 @@ def consume(partition, indexes):
     return request_id
 
 
+def lowest_of(partition):
+    return LowestVersion(partition, "t", "version")
+
+
 class Rows:
     def __init__(self):
         self.partition = Partition("p", BOUNDED)
+        self.lowest = lowest_of(self.partition)
         self.claims = []
 
     def add(self, count, version):
@@ -73,12 +77,12 @@ class Rows:
             release(self.partition, self.partition.task("t"), self.claims.pop(which % len(self.claims)))
 
     def clear(self, first, count):
-        self.partition.clear(self.some(first, 40 * count, left=False))
+        clear(self.partition, self.some(first, 40 * count, left=False))
 
     def set_version(self, first, count):
         rows = self.some(first, count, left=False)
         if rows.size:
-            self.partition.set_meta(rows, versions([first % 5] * rows.size))
+            set_meta(self.partition, rows, versions([first % 5] * rows.size))
 
     def reset(self, keep, _):
         self.partition.reset(self.partition.task("t"), keep_consumed=keep % 2 == 0)
@@ -104,21 +108,21 @@ def test_it_is_that_of_all_rows_that_are_left(actions, random):
     for name, first, second in actions:
         getattr(rows, name)(first + name.startswith("add"), second)
         if random.random() < 0.6:  # not after each, so that changes pile up
-            lowest = rows.partition.lowest_versions["t"].find(rows.partition)
+            lowest = rows.lowest.find()
             assert lowest == looked_at_one_by_one(rows.partition)
 
 
 def test_a_reset_brings_the_lowest_back():
     train = Partition("p", BOUNDED)
     insert(train, 8, meta=[{"version": version} for version in range(8)])
-    find = train.lowest_versions["t"].find
-    assert find(train) == 0
+    find = lowest_of(train).find
+    assert find() == 0
     consume(train, range(6))
-    assert find(train) == 6
+    assert find() == 6
     train.reset(train.task("t"), keep_consumed=True)
-    assert find(train) == 6
+    assert find() == 6
     train.reset(train.task("t"), keep_consumed=False)
-    assert find(train) == 0
+    assert find() == 0
 
 
 def test_a_search_looks_at_few_blocks_however_many_there_are(monkeypatch):
@@ -127,24 +131,24 @@ def test_a_search_looks_at_few_blocks_however_many_there_are(monkeypatch):
     monkeypatch.setattr(
         LowestVersion,
         "_lowest_of",
-        lambda self, partition, block: looked_at.append(block) or look(self, partition, block),
+        lambda self, block: looked_at.append(block) or look(self, block),
     )
     train = Partition("p", BOUNDED)
     insert(train, 4000, meta=[{"version": row // 400} for row in range(4000)])
-    find = train.lowest_versions["t"].find
-    assert find(train) == 0
+    find = lowest_of(train).find
+    assert find() == 0
     looked_at.clear()
     for batch in range(900):
         consume(train, range(4 * batch, 4 * batch + 4))
         insert(train, 4, meta=[{"version": 10}] * 4)
-        assert find(train) == (4 * batch + 4) // 400
+        assert find() == (4 * batch + 4) // 400
     assert len(looked_at) <= 4 * 900
 
 
 def test_text_and_what_is_no_number_is_no_version():
     train = Partition("p", BOUNDED)
     insert(train, 2, meta=[{"version": float("nan")}, {"version": 2.5}])
-    assert train.lowest_versions["t"].find(train) == 2.5
+    assert lowest_of(train).find() == 2.5
     words = Partition("p", BOUNDED)
     insert(words, 1, meta=[{"version": "three"}])
-    assert words.lowest_versions["t"].find(words) is None
+    assert lowest_of(words).find() is None

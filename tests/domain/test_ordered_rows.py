@@ -10,7 +10,19 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from domain_support import asks, batch_spec, insert, new_write, partition, turns, update
+from domain_support import (
+    asks,
+    batch_spec,
+    clear,
+    insert,
+    new_write,
+    partition,
+    seal,
+    set_meta,
+    turns,
+    update,
+    write_to,
+)
 from planner_bench import Bench, Whenever, rows
 
 from tq_service.domain.claims import ordered_rows, sort_keys, view
@@ -64,9 +76,9 @@ class Rows:
         write = new_write(count, fields)
         if not self.rewrites or self.rng.random() < 0.5:
             write = replace(write, meta=self.columns(entries))
-        indexes = self.partition.write(write).global_indexes.tolist()
+        indexes = write_to(self.partition, write).global_indexes.tolist()
         if not write.meta and self.columns(entries):
-            self.partition.set_meta(np.array(indexes), self.columns(entries))
+            set_meta(self.partition, np.array(indexes), self.columns(entries))
         (self.values if fields else self.hidden).update(zip(indexes, entries, strict=True))
 
     def pick(self, of):
@@ -76,7 +88,7 @@ class Rows:
         indexes = self.pick(self.values)
         if indexes and self.rewrites:
             entries = [self.entry() for _ in indexes]
-            self.partition.set_meta(np.array(indexes), self.columns(entries))
+            set_meta(self.partition, np.array(indexes), self.columns(entries))
             for index, entry in zip(indexes, entries, strict=True):
                 self.values[index] |= {name: value for name, value in entry.items() if value is not None}
 
@@ -92,7 +104,7 @@ class Rows:
 
     def clear(self):
         indexes = self.pick(self.values)
-        self.partition.clear(np.array(indexes, np.int64))
+        clear(self.partition, np.array(indexes, np.int64))
         for index in indexes:
             del self.values[index]
 
@@ -187,7 +199,7 @@ def test_keys_of_all_values_are_in_their_order():
         target = Rows(random.Random(0), (Order(name), Order("int")))
         indexes = insert(target.partition, 2 * len(values) + 1)
         entries = [{"int": 0, "double": 0.0, "bool": False, name: value} for value in [*values, *values[::-1], None]]
-        target.partition.set_meta(np.array(indexes), target.columns(entries))
+        set_meta(target.partition, np.array(indexes), target.columns(entries))
         target.values = dict(zip(indexes, entries, strict=True))
         assert target.view().ready().tolist() == target.expected()
 
@@ -270,7 +282,7 @@ def put(bench, count, *, first=0):
     """Insert rows whose order is their index turned round."""
     numbers = np.arange(first, first + count)
     bench.insert(count)
-    bench.partition.set_meta(numbers, [column("v", -(numbers // 2)), column("w", -(numbers % 2.0))])
+    set_meta(bench.partition, numbers, [column("v", -(numbers // 2)), column("w", -(numbers % 2.0))])
 
 
 @pytest.mark.parametrize("ranked", [True, False])
@@ -334,8 +346,8 @@ async def test_others_have_the_loop_while_rows_are_sorted(bench):
     call = bench.ask(batch_size=2, order_by=ORDER)
     await turns()
     first = bench.insert(1, meta=[{"v": 5, "w": 0.0}])
-    bench.partition.set_meta(np.array([7]), [column("v", [3])])
-    bench.partition.clear(np.array([0]))
+    set_meta(bench.partition, np.array([7]), [column("v", [3])])
+    clear(bench.partition, np.array([0]))
     await asyncio.wait([call])
     assert rows(call) == [*first, 7]
     assert rows(await next_call(bench)) == [1, 3]  # w goes from -1.0 up
@@ -378,7 +390,7 @@ async def test_an_order_nobody_asks_for_any_more_is_forgotten(bench):
     await bench.ask(batch_size=2, order_by=ORDER)
     kept = bench.task.orders.use(ordered_rows.order_key(batch_spec(order_by=ORDER), None), "if", MANY)
     for _ in range(3):
-        bench.partition.set_meta(np.arange(MANY), [column("v", np.arange(MANY))])
+        set_meta(bench.partition, np.arange(MANY), [column("v", np.arange(MANY))])
     assert not kept.is_built
     assert sorted(rows(await next_call(bench))) == [MANY - 2, MANY - 1]
 
@@ -389,7 +401,7 @@ async def test_the_last_in_order_come_at_the_end(bench, sampler):
     calls = [bench.ask((0, 1, index), batch_size=4, order_by=ORDER, sampler=sampler) for index in range(4)]
     await turns(20)
     assert [call.done() for call in calls] == [True, True, False, False]
-    bench.partition.seal()
+    seal(bench.partition)
     await asyncio.wait(calls)
     assert [sorted(rows(call)) for call in calls[:3]] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert calls[3].result().skipped == 0

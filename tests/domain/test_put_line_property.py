@@ -4,17 +4,17 @@ import asyncio
 from dataclasses import dataclass, field
 
 import numpy as np
-from domain_support import BOOT, new_id, turns
+from domain_support import BOOT, clear, new_id, turns, write_to
 from hypothesis import given
 from hypothesis import strategies as st
 from property_settings import examples
 
 from tq_service.domain.admission.put_line import PutLine
-from tq_service.domain.partition import Partition
+from tq_service.domain.changes.samples import SampleWrite
+from tq_service.domain.partition import Partition, PartitionSettings
 from tq_service.domain.plan import RankPlan
 from tq_service.domain.tables.field_specs import ColumnWrite
 from tq_service.domain.tables.puts import Put
-from tq_service.domain.writes import PartitionSettings, SampleWrite
 from tq_service.errors import CallCancelledError, ResourceExhaustedError
 from tq_service.schema import FieldSpec, Layout, MetaColumn, RunAhead, SampleState
 
@@ -80,7 +80,7 @@ class Driver:
             return
         put = self.let_in.pop(which % len(self.let_in))
         with put.call.result():
-            written = self.partition.write(put.write)
+            written = write_to(self.partition, put.write)
         put.rows_left = dict.fromkeys(written.global_indexes.tolist(), True)
         self.written.append(put)
 
@@ -104,14 +104,14 @@ class Driver:
         rows = np.array(self._rows(count + 1), np.int64)
         if rows.size:
             write = SampleWrite(row_count=rows.size, global_indexes=rows, state=SampleState.FAILED)
-            self.partition.write(write)
+            write_to(self.partition, write)
             self._leave(rows)
             self._free(rows)
 
     async def clear(self, which):
         if self.written:  # whole, since bytes of parts are shares
             put = self.written.pop(which % len(self.written))
-            self.partition.clear(np.array(list(put.rows_left), np.int64))
+            clear(self.partition, np.array(list(put.rows_left), np.int64))
 
     async def reset(self, _):
         if "t" in self.partition.tasks:

@@ -1,7 +1,6 @@
 """Whatever happens to a catalog, its changes written down and made again give the same catalog."""
 
 import asyncio
-import contextlib
 
 from digest import digest
 from hypothesis import given
@@ -9,33 +8,40 @@ from property_settings import examples
 from test_claims_property import SEEDS, Interleaving, sequences
 
 from tq_service.domain.catalog import Catalog
-from tq_service.durable.records import decode_change, encode_change
+from tq_service.durable.records import decode_group, encode_change, encode_group
 from tq_service.samplers import PlanRunner
-from tq_service.v1.journal_pb2 import JournalRecord
 
 
-@contextlib.contextmanager
-def written_down(change, journal):
-    data = encode_change(change).SerializeToString()
-    yield
-    journal.append(data)
+class Journal(list):
+    """A log of groups in memory."""
+
+    encode = staticmethod(encode_change)
+
+    def append(self, at_seconds, changes):
+        super().append(encode_group(at_seconds, changes))
+
+
+def fail(reason, error):
+    raise AssertionError(reason) from error
 
 
 def replayed(journal):
     """Return the catalog that a journal makes, as after a crash."""
     catalog = Catalog(PlanRunner())
-    for data in journal:
-        catalog.apply(decode_change(JournalRecord.FromString(data)))
+    for record in journal:
+        at_seconds, changes = decode_group(record)
+        for change in changes:
+            catalog.replay(change, at_seconds)
     return catalog
 
 
 async def drive(seed, steps):
     """Return a catalog after some steps, and its journal."""
     interleaving = Interleaving(seed)
-    driver, journal = interleaving.driver, []
+    driver, journal = interleaving.driver, Journal()
     created = driver.partition
     driver.catalog.remove(created.partition_id, b"")  # it was made before there was a journal
-    driver.catalog.start_telling(lambda change: written_down(change, journal))
+    driver.catalog.start_recording(journal, fail)
     driver.open_life()
     for name, step_seed in steps:
         await interleaving.step(name, step_seed)

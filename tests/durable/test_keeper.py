@@ -11,13 +11,12 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "domain"))
 
 from digest import digest
-from domain_support import insert, new_write
+from domain_support import clear, new_write
 from journal_support import wait_for_the_next_file
 
-from tq_service.domain.aging_log import LogSnapshot
 from tq_service.domain.catalog import Catalog
+from tq_service.domain.idempotency import IdempotencyCache
 from tq_service.domain.plan import RankPlan
-from tq_service.domain.requests import RequestLog
 from tq_service.durable import journal as journal_module
 from tq_service.durable import keeper as keeper_module
 from tq_service.durable import record_file, replay_cost
@@ -34,9 +33,9 @@ class Life:
 
     def __init__(self, path):
         self.keeper = Keeper.open(path, sync=False)
-        self.catalog = Catalog(PlanRunner())
-        self.requests = RequestLog(600.0, pack=answers.pack, unpack=answers.unpack)
-        self.recovered = self.keeper.recover(catalog=self.catalog, requests=self.requests)
+        cache = IdempotencyCache(600.0, pack=answers.pack, unpack=answers.unpack)
+        self.catalog = Catalog(PlanRunner(), answers=cache)
+        self.recovered = self.keeper.recover(catalog=self.catalog)
         self.keeper.start()
 
     def write(self, count, **arguments):
@@ -69,12 +68,12 @@ async def fill(life):
     task = partition.task("reward")
     rows = np.arange(3)
     partition.record_queue_claim(task, b"q" * 16, RankPlan(rows=rows), partition.table.find(rows))
-    life.requests.once(b"r" * 16, lambda: pb.SealPartitionResponse(inserted_count=8))
+    life.catalog.run_once(b"r" * 16, lambda: pb.SealPartitionResponse(inserted_count=8))
     return life.state()
 
 
 async def look(life):
-    return life.state(), life.requests.recorded(b"r" * 16)
+    return life.state(), life.catalog.recorded(b"r" * 16)
 
 
 def test_what_was_told_is_there_in_the_next_life(tmp_path):
@@ -88,7 +87,7 @@ def test_a_snapshot_and_what_came_after_it_are_there_in_the_next_life(tmp_path):
         await fill(life)
         await life.keeper.take_snapshot()
         life.write(4, keys=["a", "b", "k0", "c"])
-        life.catalog.get("train").clear(np.array([1, 2]))
+        clear(life.catalog, np.array([1, 2]))
         return life.state()
 
     async def count(life):
@@ -168,13 +167,12 @@ def test_a_record_that_does_not_fit_stops_the_start_and_is_named(tmp_path):
     async def tell_of_what_was_not(life):
         await fill(life)
         other = Catalog(PlanRunner())
-        other.start_telling(life.keeper._tell_change)
         other.write("elsewhere", b"", new_write(1))
-        other.get("elsewhere").partition_id = "nowhere"
-        insert(other.get("elsewhere"), 1)
+        other.start_recording(life.keeper, life.keeper.fatal)
+        other.write("elsewhere", b"", new_write(1))
 
     lives(tmp_path, tell_of_what_was_not)
-    with pytest.raises(JournalDamagedError, match=r"samples_written.*restore a checkpoint"):
+    with pytest.raises(JournalDamagedError, match=r"SamplesWritten.*restore a checkpoint"):
         lives(tmp_path, look)
 
 
@@ -253,7 +251,7 @@ def test_what_is_restored_is_there_after_a_failure_or_nothing_of_it(tmp_path, mo
         with monkeypatch.context() as failing:
             failing.setattr(owner, name, fail)
             try:
-                await life.keeper.keep_restored(snapshots, LogSnapshot, lambda: seen.append("restored"))
+                await life.keeper.keep_restored(snapshots, tuple, lambda: seen.append("restored"))
             except DiskFullError as error:
                 assert "restore it again" in str(error)
         return seen

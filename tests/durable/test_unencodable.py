@@ -14,10 +14,11 @@ from digest import digest
 from domain_support import asks, new_write
 
 from tq_service.domain.catalog import Catalog
-from tq_service.domain.changes import BatchPlanned, ClaimReleased, QueueClaimed, SamplesWritten
+from tq_service.domain.changes.claims import BatchPlanned, ClaimReleased, QueueClaimed
+from tq_service.domain.changes.samples import SamplesWritten
 from tq_service.domain.claims.ledger import TaskLedger
+from tq_service.domain.idempotency import IdempotencyCache
 from tq_service.domain.plan import Pack, Plan, RankPlan
-from tq_service.domain.requests import RequestLog
 from tq_service.durable import keeper as keeper_module
 from tq_service.durable.keeper import Keeper
 from tq_service.errors import InvalidArgumentError, ServiceFailedError, TqError
@@ -44,9 +45,9 @@ class Service:
 
     def __init__(self, path, *, sync=False):
         self.keeper = Keeper.open(path, sync=sync)
-        self.catalog = Catalog(PlanRunner())
-        self.requests = RequestLog(600.0, pack=answers.pack, unpack=answers.unpack)
-        self.keeper.recover(catalog=self.catalog, requests=self.requests)
+        cache = IdempotencyCache(600.0, pack=answers.pack, unpack=answers.unpack)
+        self.catalog = Catalog(PlanRunner(), answers=cache)
+        self.keeper.recover(catalog=self.catalog)
         self.keeper.start()
 
     def state(self):
@@ -217,14 +218,14 @@ def test_a_fault_after_a_change_of_a_request_takes_the_change_back(tmp_path, cap
             raise ZeroDivisionError("the answer cannot be made")
 
         with pytest.raises(ZeroDivisionError):
-            service.requests.once(b"r" * 16, change)
+            service.catalog.run_once(b"r" * 16, change)
         with pytest.raises(ServiceFailedError, match="failed after a change"):
             await service.keeper.durable()
         return before
 
     async def retry(service):
         state = service.state()
-        service.requests.once(b"r" * 16, lambda: pb.SealPartitionResponse(inserted_count=6))
+        service.catalog.run_once(b"r" * 16, lambda: pb.SealPartitionResponse(inserted_count=6))
         return state
 
     before, after = runs(tmp_path, fail_after, retry, sync=sync)
@@ -241,7 +242,7 @@ def test_a_refusal_is_the_end_of_its_request_only(tmp_path):
 
         for request in (change, fail):
             with pytest.raises((InvalidArgumentError, ZeroDivisionError)):
-                service.requests.once(b"r" * 16, request)
+                service.catalog.run_once(b"r" * 16, request)
         service.catalog.write("train", b"", new_write(1, ("x",)))
         await service.keeper.durable()
         return service.state()

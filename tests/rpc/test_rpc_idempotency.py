@@ -84,7 +84,7 @@ def test_an_id_of_another_call_is_refused_and_nothing_changes(server: LiveServer
     client = server.client()
     meta, request_id = put_train(client), new_id()
     other = pb.AckClaimRequest(request_id=request_id, partition_id="train", task_name="t")
-    server.app._requests.once(request_id, pb.AckClaimResponse)
+    server.app._catalog.run_once(request_id, pb.AckClaimResponse)
     before = snapshot(client)
     request = mutating_requests(meta, request_id)[name]
     with pytest.raises(grpc.RpcError) as caught:

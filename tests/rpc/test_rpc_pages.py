@@ -12,8 +12,7 @@ import pytest
 from live_server import AnyClient, LiveServer
 
 import tq_service as tq
-from tq_service.domain.partition import Partition
-from tq_service.domain.writes import PartitionSettings
+from tq_service.domain.partition import Partition, PartitionSettings
 from tq_service.v1 import controller_service_pb2 as pb
 
 COUNT = 33_000

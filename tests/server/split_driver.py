@@ -10,7 +10,6 @@ import grpc
 import numpy as np
 
 from tq_service.domain.catalog import Catalog
-from tq_service.domain.requests import RequestLog
 from tq_service.domain.tables.cells import live_cells
 from tq_service.errors import PutNotFoundError
 from tq_service.server import heartbeat
@@ -186,16 +185,14 @@ class Split:
         if self.directories:
             self._closing.append(asyncio.ensure_future(self.directories[-1].close()))
         self._first_stream = len(self.link.streams)
-        self.catalog, self.requests = Catalog(None), RequestLog(60.0)
+        self.catalog = Catalog(None)
         # Heartbeats come in every turn of the loop.
         self.directory = StorageDirectory(None, 0.0, _NO_CREDENTIALS, snapshot_cells=self.catalog.snapshot_cells)
         self.directories.append(self.directory)
-        self.commits = Commits(
-            catalog=self.catalog, requests=self.requests, storages=self.directory, waiting=WaitingCalls()
-        )
+        self.catalog.on_freed = self.directory.free
+        self.commits = Commits(catalog=self.catalog, storages=self.directory, waiting=WaitingCalls())
         self.controller = ControllerServicer(
             catalog=self.catalog,
-            requests=self.requests,
             commits=self.commits,
             registry=None,
             runner=None,

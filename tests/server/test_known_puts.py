@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from split_driver import split_service
 
+from tq_service.domain.changes.samples import SamplesCleared
 from tq_service.domain.tables.cells import CellsSnapshot, FreedCells
 from tq_service.domain.tables.puts import Put, PutTable
 from tq_service.errors import CallCancelledError, InvalidArgumentError, PutNotFoundError
@@ -34,7 +35,7 @@ async def commit_many(split, count):
         await split.commit(await split.store())
     await split.commit(await split.store(partition_id="q", rows=3))
     indexes = [1]
-    split.directory.free(split.catalog.get("q").clear(np.array(indexes))[1])
+    split.catalog.commit(SamplesCleared(partition_id="q", global_indexes=np.array(indexes)))
 
 
 def snapshot_of(puts):
@@ -98,7 +99,7 @@ async def test_puts_that_come_and_go_between_the_pieces_are_neither_lost_nor_mis
     split.begin_reconciling()
     await split.until(lambda: len(split.link.streams) > count and len(split.link.streams[-1].written) > 3)
     await split.commit(await split.store(partition_id="new"))
-    split.directory.free(split.catalog.get("p").clear(np.arange(20))[1])
+    split.catalog.commit(SamplesCleared(partition_id="p", global_indexes=np.arange(20)))
     await split.clear("q")
     answer = await split.link.streams[-1]
     assert (answer.missing_count, answer.dropped_count) == (0, 1)

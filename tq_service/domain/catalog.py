@@ -4,31 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from tq_service.domain.admission.limits import Limits
 from tq_service.domain.admission.put_line import PutLine
-from tq_service.domain.changes import UNRECORDED, Change, PartitionCleared, PartitionCreated, SamplesWritten, Tell
+from tq_service.domain.changes.partitions import PartitionCleared, PartitionCreated, RequestAnswered
+from tq_service.domain.changes.samples import SamplesWritten, SampleWrite, Written
+from tq_service.domain.changes.state_machine import Change, ChangeLog, State, StateMachine, Step
 from tq_service.domain.claims.plan_search import RunsPlans
 from tq_service.domain.claims.planner import Planner
 from tq_service.domain.claims.request import ClaimRequest
 from tq_service.domain.claims.wait_queue import Answer, LoopYielder, NotYet
-from tq_service.domain.partition import Partition, PartitionSnapshot
+from tq_service.domain.idempotency import IdempotencyCache
+from tq_service.domain.partition import Partition, PartitionSettings, PartitionSnapshot
 from tq_service.domain.replay import apply_change
 from tq_service.domain.tables.cells import CellsSnapshot, FreedCells
-from tq_service.domain.writes import PartitionSettings, SampleWrite, Written
 from tq_service.errors import (
     AlreadyExistsError,
     InvalidArgumentError,
     PartitionClearedError,
-    PartitionNotFoundError,
     PreconditionError,
     StaleIncarnationError,
     UnavailableError,
-    nearest,
 )
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +43,23 @@ class Claimed:
 
 
 class Catalog:
-    """The partitions of a controller. All methods run on its event loop."""
+    """The partitions of a controller, and those who wait for their samples. All methods run on its event loop.
 
-    def __init__(self, runner: RunsPlans, limits: Limits | None = None) -> None:
+    Attributes:
+        machine: what makes all changes.
+        on_freed: called with cells that no sample has any more, once that was appended to the log.
+    """
+
+    def __init__(
+        self, runner: RunsPlans, limits: Limits | None = None, answers: IdempotencyCache | None = None
+    ) -> None:
         self.limits = limits or Limits()
+        self.machine = StateMachine(State(answers))
+        self.machine.listener = self._follow
+        self.on_freed: Callable[[Sequence[FreedCells]], None] = lambda freed: None
+        self._state = self.machine.state
+        self._partitions = self._state.partitions
         self._runner = runner
-        self._tell: Tell | None = None
-        self._partitions: dict[str, Partition] = {}
         self._planners: dict[Partition, dict[str, Planner]] = {}
         self._put_lines: dict[Partition, PutLine] = {}
         self._most_samples: int | None = None  # there are no more than that; None: to be counted
@@ -54,6 +67,64 @@ class Catalog:
         self._waking: set[asyncio.Task[None]] = set()
         self._is_draining = False
         self._is_closed = False
+
+    @property
+    def answers(self) -> IdempotencyCache:
+        """The answers of mutating requests, for retries."""
+        return self._state.answers
+
+    # Changes
+
+    def commit(self, change: Change) -> Any:
+        """Make a change; see `StateMachine.commit`."""
+        return self.machine.commit(change)
+
+    def run_once(self, request_id: bytes, make: Callable[[], Made], kind: type[object] = object) -> Made:
+        """Return the recorded answer of a request, or make its changes and record the answer, all in one group.
+
+        Raises:
+            InvalidArgumentError: the id has not 16 bytes, or the recorded answer is not of this kind: it is that of
+                another method, to which the caller gave the same id.
+        """
+        recorded: Made | None = self.recorded(request_id, kind)
+        if recorded is not None:
+            return recorded
+        with self.machine.group():
+            answer = make()
+            self.commit(RequestAnswered(request_id=request_id, packed=self._state.answers.pack(answer)))
+        return answer
+
+    def recorded(self, request_id: bytes, kind: type[object] = object) -> Any | None:
+        """Return the recorded answer of a request, None where there is none; see `run_once`."""
+        return self._state.answers.recorded(request_id, kind, self.machine.now_seconds())
+
+    def _follow(self, step: Step) -> None:
+        """Do what follows from changes that were made."""
+        for partition in step.created:
+            self._appear(partition)
+        for partition in step.cleared:
+            self._disappear(partition)
+        for partition in step.changed:
+            partition.changed()
+        for partition in step.consumed:
+            partition.consumed()
+        if step.freed:
+            self.on_freed(step.freed)
+
+    def _appear(self, partition: Partition) -> None:
+        partition.tell = self.machine.recording
+        if waiting := self._arrivals.pop(partition.partition_id, None):
+            waking = asyncio.get_running_loop().create_task(_wake_all(waiting))
+            self._waking.add(waking)
+            waking.add_done_callback(self._waking.discard)
+
+    def _disappear(self, partition: Partition) -> None:
+        cleared = _was_cleared(partition.partition_id)
+        for planner in self._planners.pop(partition, {}).values():
+            planner.end(cleared)
+        if (line := self._put_lines.pop(partition, None)) is not None:
+            line.end(cleared)
+        partition.forget_listeners()
 
     # Partitions
 
@@ -66,21 +137,15 @@ class Catalog:
         return [partition.cells.snapshot() for partition in self._partitions.values()]
 
     def get(self, partition_id: str, incarnation: bytes = b"") -> Partition:
-        """Return a partition that must be there, in the life the caller means."""
-        partition = self._partitions.get(partition_id)
-        if partition is None:
-            raise PartitionNotFoundError(f"no partition {partition_id!r}; {nearest(partition_id, self._partitions)}")
-        partition.check_incarnation(incarnation)
-        return partition
+        """Return a partition that must be there, in the incarnation the caller means; empty means whichever."""
+        return self._state.partition(partition_id, incarnation)
 
     def create(self, partition_id: str, settings: PartitionSettings) -> Partition:
         """Return the partition with these settings, made if it is not there."""
         partition = self._partitions.get(partition_id)
         if partition is None:
-            check_name("partition_id", partition_id)
-            self._check_open()
-            self.limits.check_create(settings, len(self._partitions))
-            return self._add(Partition(partition_id, settings))
+            created: Partition = self.commit(self._creation(partition_id, settings))
+            return created
         if partition.settings != settings:
             raise AlreadyExistsError(
                 f"partition {partition_id!r} is there with {partition.settings}, got {settings}; create a partition "
@@ -88,28 +153,33 @@ class Catalog:
             )
         return partition
 
-    def write(self, partition_id: str, incarnation: bytes, write: SampleWrite) -> tuple[Partition, Written]:
+    def _creation(self, partition_id: str, settings: PartitionSettings) -> PartitionCreated:
+        check_name("partition_id", partition_id)
+        if self._is_closed:
+            raise UnavailableError("a checkpoint is being restored; new partitions can be made once it is")
+        self.limits.check_create(settings, len(self._partitions))
+        return PartitionCreated(partition_id=partition_id, incarnation=os.urandom(16), settings=settings)
+
+    def write(self, partition_id: str, incarnation: bytes, write: SampleWrite) -> Written:
         """Write samples; the first ones make their partition, and a refused write leaves none behind."""
         is_for_new = write.global_indexes is None and not (write.keys is not None and write.key_mode == "existing")
+        change = SamplesWritten(partition_id=partition_id, write=write)
+        changes: list[tuple[Change, Any]] = []
         if partition_id in self._partitions or incarnation or not is_for_new:
             partition = self.get(partition_id, incarnation)
             self.limits.check_write(partition, write)
-            if is_for_new:
-                self._check_samples(partition, write)
-            return partition, partition.write(write)
-        check_name("partition_id", partition_id)
-        self._check_open()
-        self.limits.check_create(PartitionSettings(), len(self._partitions))
-        self.limits.check_write(None, write)
-        self._check_samples(None, write)
-        partition = Partition(partition_id, PartitionSettings())
-        written = partition.write(write)  # which may refuse it: nobody has the partition yet
-        recording_write = self._recording(SamplesWritten(partition_id=partition_id, write=write))
-        self._add(partition)
-        with recording_write:
-            return partition, written
+        else:
+            creation = self._creation(partition_id, PartitionSettings())
+            self.limits.check_write(None, write)
+            partition = creation.prepare(self._state)
+            changes.append((creation, partition))
+        if is_for_new:
+            self._check_samples(partition, write)
+        changes.append((change, change.prepare_in(partition)))
+        written: Written = self.machine.commit_all(changes)
+        return written
 
-    def _check_samples(self, partition: Partition | None, write: SampleWrite) -> None:
+    def _check_samples(self, partition: Partition, write: SampleWrite) -> None:
         """Refuse a write that would make too many samples.
 
         They are counted only where all that were added since could be too many: there may be thousands of partitions.
@@ -118,71 +188,34 @@ class Catalog:
         if self._most_samples is None or self._most_samples + count > self.limits.max_samples:
             self._most_samples = sum(each.table.present_count for each in self._partitions.values())
             is_near = self._most_samples + count > self.limits.max_samples
-            if is_near and partition is not None and write.keys is not None:
+            if is_near and write.keys is not None:
                 count -= sum(map(partition.key_index.__contains__, write.keys))
             if count > 0:
                 self.limits.check_samples(self._most_samples + count)
         self._most_samples += count
 
-    def _recording(self, change: Change) -> AbstractContextManager[object]:
-        return UNRECORDED if self._tell is None else self._tell(change)
+    def remove(self, partition_id: str, incarnation: bytes) -> int:
+        """Remove a partition; return how many samples it held."""
+        self.get(partition_id, incarnation)
+        count: int = self.commit(PartitionCleared(partition_id=partition_id))
+        return count
 
-    def _add(self, partition: Partition) -> Partition:
-        change = PartitionCreated(
-            partition_id=partition.partition_id, incarnation=partition.incarnation, settings=partition.settings
-        )
-        with self._recording(change):
-            self._insert(partition)
-        return partition
-
-    def _insert(self, partition: Partition) -> None:
-        self._partitions[partition.partition_id] = partition
-        self._planners[partition] = {}
-        partition.tell = self._tell
-        if waiting := self._arrivals.pop(partition.partition_id, None):
-            waking = asyncio.get_running_loop().create_task(_wake_all(waiting))
-            self._waking.add(waking)
-            waking.add_done_callback(self._waking.discard)
-
-    def remove(self, partition_id: str, incarnation: bytes) -> tuple[int, list[FreedCells]]:
-        """Remove a partition; return how many samples it held, and their cells."""
-        partition = self.get(partition_id, incarnation)
-        with self._recording(PartitionCleared(partition_id=partition_id)):
-            self._drop(partition)
-        return partition.table.present_count, partition.cells.forget_all()
-
-    def _drop(self, partition: Partition) -> None:
-        partition_id = partition.partition_id
-        del self._partitions[partition_id]
-        for planner in self._planners.pop(partition).values():
-            planner.end(_was_cleared(partition_id))
-        if (line := self._put_lines.pop(partition, None)) is not None:
-            line.end(_was_cleared(partition_id))
-        partition.on_change.clear()  # lest planners and partition hold each other until a full collection
-        partition.on_consumed.clear()
-        partition.tell = None
-
-    # Journals
-
-    def start_telling(self, tell: Tell) -> None:
-        """Have every change from now on written down; see `Tell`."""
-        self._tell = tell
+    def start_recording(self, log: ChangeLog, fatal: Callable[[str, BaseException], None]) -> None:
+        """Have every change from now on written down; `fatal` is called where the state cannot be used any more."""
+        self.machine.log, self.machine.fatal = log, fatal
         for partition in self._partitions.values():
-            partition.tell = tell
+            partition.tell = self.machine.recording
 
-    def apply(self, change: Change) -> None:
-        """Make a change that was told of before, on the state in which it was told.
+    def replay(self, change: Any, at_seconds: float) -> None:
+        """Apply a change that was written down, on the state in which it was made.
 
         Raises:
             TqError, LookupError, ValueError: the change does not fit the state.
         """
-        match change:
-            case PartitionCreated():
-                self._add(Partition(change.partition_id, change.settings, change.incarnation))
-            case PartitionCleared():
-                self.remove(change.partition_id, b"")
-            case _:
-                apply_change(self.get(change.partition_id), change)
+        if type(change).prepare is not Change.prepare:
+            self.machine.replay(change, at_seconds)
+        else:
+            apply_change(self.get(change.partition_id), change)
 
     def put_line(self, partition_id: str) -> PutLine | None:
         """Return where writes of new samples wait for room, None where nothing bounds them."""
@@ -235,20 +268,16 @@ class Catalog:
 
     def adopt(self, restored: Sequence[Partition]) -> None:
         """Take over partitions, all in one step; nothing is told of it."""
-        tell, self._tell = self._tell, None
         self._most_samples = None
-        try:
-            for partition in restored:
-                self._add(partition)
-                partition.tell = tell
-        finally:
-            self._tell = tell
+        for partition in restored:
+            self._partitions[partition.partition_id] = partition
+            self._appear(partition)
 
     # Claims
 
     def planner(self, partition: Partition, task_name: str) -> Planner:
         """Return the planner of a task, made on its first use."""
-        planners = self._planners[partition]
+        planners = self._planners.setdefault(partition, {})
         if task_name not in planners:
             self.limits.check_task(partition, task_name)
             planners[task_name] = Planner(partition, partition.task(task_name), self._runner)
@@ -263,7 +292,7 @@ class Catalog:
 
     def waiting_count(self, partition: Partition, task_name: str) -> int:
         """Return the number of calls that wait for a task."""
-        planner = self._planners[partition].get(task_name)
+        planner = self._planners.get(partition, {}).get(task_name)
         return 0 if planner is None else planner.waiting_count
 
     async def claim(
@@ -317,10 +346,6 @@ class Catalog:
             for arrival in arrivals:
                 if not arrival.done():
                     arrival.set_exception(_is_draining())
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise UnavailableError("a checkpoint is being restored; new partitions can be made once it is")
 
     def _check_not_draining(self) -> None:
         if self._is_draining:

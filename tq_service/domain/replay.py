@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from tq_service.domain.changes import (
+from tq_service.domain.changes.claims import (
     BatchPlanned,
-    Change,
     ClaimAcked,
     ClaimExtended,
     ClaimReleased,
     ConsumptionReset,
     EndReached,
-    GroupsClosed,
     LeaseExpired,
-    MetaSet,
-    PartitionSealed,
     QueueClaimed,
-    SamplesCleared,
-    SamplesWritten,
     TaskSeen,
 )
 from tq_service.domain.claims import queue_claims
@@ -28,30 +22,20 @@ from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes
 
 
-def apply_change(partition: Partition, change: Change) -> None:
+def apply_change(partition: Partition, change: object) -> None:
     """Make a change of a partition that was told of before.
 
     Raises:
         TqError, LookupError, ValueError: it does not fit the state of the partition.
     """
     match change:
-        case SamplesWritten():
-            partition.write(change.write)
-        case MetaSet():
-            partition.set_meta(change.global_indexes, change.columns)
-        case PartitionSealed():
-            partition.seal()
-        case GroupsClosed():
-            partition.close_groups(change.names)
-        case SamplesCleared():
-            partition.clear(change.global_indexes)
         case TaskSeen():
             partition.task(change.task_name)
         case _:
             _apply_to_task(partition, partition.known_task(getattr(change, "task_name", "")), change)
 
 
-def _apply_to_task(partition: Partition, task: TaskLedger, change: Change) -> None:
+def _apply_to_task(partition: Partition, task: TaskLedger, change: object) -> None:
     match change:
         case BatchPlanned():
             rows = np.concatenate([part.rows for part in change.plan.ranks])

@@ -58,7 +58,7 @@ def decode(kind: type[Value], data: bytes | memoryview) -> Value:
 
 def unpack(data: bytes | memoryview) -> Any:
     """Return plain values and arrays; maps for dataclasses."""
-    return msgpack.unpackb(data, ext_hook=_array, strict_map_key=False, use_list=True)
+    return msgpack.unpackb(data, ext_hook=array, strict_map_key=False, use_list=True)
 
 
 @cache
@@ -69,7 +69,7 @@ def decoder(kind: Any) -> Callable[[Any], Any]:
         return _DataclassDecoder(kind)
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return kind
-    if isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields"):
+    if hasattr(kind, "_fields"):  # a NamedTuple, maybe of some type
         return lambda values: kind(*values)
     if origin in (typing.Union, types.UnionType):
         return _union_decoder(arguments)
@@ -170,7 +170,8 @@ def _packed_array(values: NDArray[Any]) -> msgpack.ExtType:
     return msgpack.ExtType(_ARRAY, header + values.astype(dtype, copy=False).tobytes())
 
 
-def _array(code: int, data: bytes) -> NDArray[Any]:
+def array(code: int, data: bytes) -> NDArray[Any]:
+    """Return the array of an extension of msgpack."""
     match code:
         case 2:
             return np.frombuffer(data, "<i8")

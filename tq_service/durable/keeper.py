@@ -1,10 +1,9 @@
 """Keeps the state of a service in its data folder.
 
-It writes down every change, and takes a snapshot when there are many, so that a start has few to make again.
+It writes down every group of changes, and takes a snapshot when there are many, so that a start has few to apply again.
 
-    domain, request log, engine --tell--> journal --(when it is long)--> snapshot, and a new journal
-    a change: encoded, made in memory, appended; what fails after the first of these is fatal
-    start: newest snapshot, then the journal after it, then tell
+    state machine, engine --append--> journal --(when it is long)--> snapshot, and a new journal
+    start: newest snapshot, then the journal after it, then append
 
 Nobody is answered before what the answer says is durable: the servicers' boundary awaits `durable()` for that.
 """
@@ -16,31 +15,23 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Protocol
 
-from google.protobuf.message import Message
-
-from tq_service.domain.aging_log import LogSnapshot
 from tq_service.domain.catalog import Catalog
-from tq_service.domain.changes import Change
+from tq_service.domain.changes.state_machine import Change
 from tq_service.domain.partition import PartitionSnapshot
-from tq_service.domain.requests import RequestLog
+from tq_service.domain.ttl_log import LogSnapshot
 from tq_service.durable.data_dir import DataDir
 from tq_service.durable.identity import Identity
 from tq_service.durable.journal import Journal
-from tq_service.durable.records import encode_change
+from tq_service.durable.records import encode_change, encode_group
 from tq_service.durable.recovery import Recovered, Recovery
 from tq_service.durable.replay_cost import ReplayCost
 from tq_service.durable.snapshot import ServiceSnapshot, write_snapshot
 from tq_service.errors import DiskFullError, ServiceFailedError, TqError
-from tq_service.v1 import journal_pb2
 
 _log = logging.getLogger(__name__)
-
-Packed = tuple[type[Message], bytes]
 
 _FLUSH_SECONDS: Final = 0.05
 _FIRST_RETRY_SECONDS: Final = 10.0
@@ -80,7 +71,6 @@ class Keeper:
         self._data_dir = data_dir
         self._journal = journal
         self._catalog: Catalog | None = None
-        self._requests: RequestLog | None = None
         self._engine: KeepsEngine | None = None
         self._cost = ReplayCost()
         self._flush: asyncio.TimerHandle | None = None
@@ -130,14 +120,12 @@ class Keeper:
         self,
         *,
         catalog: Catalog | None = None,
-        requests: RequestLog | None = None,
         engine: KeepsEngine | None = None,
     ) -> Recovered:
         """Bring back what the data folder has; call it once, before anything is told.
 
         Args:
-            catalog: takes the partitions; None in a service that has no controller.
-            requests: takes the answers for retries, likewise.
+            catalog: takes the partitions, and the answers for retries; None in a service that has no controller.
             engine: takes the puts; None in a service that stores none.
 
         Raises:
@@ -145,50 +133,38 @@ class Keeper:
             NewerVersionError: a newer version wrote the newest snapshot.
             DataDirError: the folder has what this service does not take, and would lose with its next snapshot.
         """
-        self._catalog, self._requests, self._engine = catalog, requests, engine
+        self._catalog, self._engine = catalog, engine
         recovery = Recovery(
             self._data_dir.path,
             self._journal,
             self._cost,
             catalog=catalog,
-            requests=requests,
             recover_puts=None if engine is None else engine.recover,
         )
         return recovery.run()
 
-    # Telling
+    # Writing down
 
     def start(self) -> None:
         """Write down every change from now on."""
         if self._catalog is not None:
-            self._catalog.start_telling(self._tell_change)
-        if self._requests is not None:
-            self._requests.tell = self._tell_answer
-            self._requests.one_step = lambda: _OneStep(self)
+            self._catalog.start_recording(self, self.fatal)
         if self._engine is not None:
-            self._engine.start(self._tell_put, self._journal.after_durable)
+            self._engine.start(self._append_put, self._journal.after_durable)
 
-    def _tell_change(self, change: Change) -> AbstractContextManager[object]:
+    def encode(self, change: Change) -> bytes:
+        """Return the bytes of a change that is about to be made; raises what `abandon` was given."""
         if self._abandoned is not None:
             raise self._abandoned
-        return _OneChange(self, encode_change(change).SerializeToString())
+        return encode_change(change)
 
-    def _tell_answer(self, request_id: bytes, packed: Packed) -> None:
-        kind, answer = packed
-        answered = journal_pb2.RequestAnswered(request_id=request_id, message_type=kind.DESCRIPTOR.name, answer=answer)
-        self.append_change(journal_pb2.JournalRecord(request_answered=answered).SerializeToString())
+    def append(self, at_seconds: float, changes: Sequence[bytes]) -> None:
+        """Append a group of changes that were made, as one record."""
+        record = encode_group(at_seconds, changes)
+        self._cost.add_change(len(record))
+        self._append(record)
 
-    @property
-    def appended_number(self) -> int:
-        """Number of the last record that was appended."""
-        return self._journal.appended_number
-
-    def append_change(self, data: bytes) -> None:
-        """Append the record of a change that was made, or of an answer."""
-        self._cost.add_change(len(data))
-        self._append(data)
-
-    def _tell_put(self, data: bytes) -> None:
+    def _append_put(self, data: bytes) -> None:
         self._cost.add_put(len(data))
         self._append(data)
 
@@ -319,7 +295,7 @@ class Keeper:
             self._retry_at, self._retry_seconds = 0.0, _FIRST_RETRY_SECONDS
 
     def _answers(self) -> LogSnapshot:
-        return LogSnapshot() if self._requests is None else self._requests.snapshot()
+        return () if self._catalog is None else self._catalog.answers.snapshot()
 
     async def _write_snapshot(
         self,
@@ -361,48 +337,3 @@ class Keeper:
         except TqError as error:
             _log.error("what was done last could not be written down: %s", error)
         self._data_dir.close()
-
-
-class _OneChange:
-    """What an encoded change is made in; it is appended at the end."""
-
-    __slots__ = ("_data", "_keeper")
-
-    def __init__(self, keeper: Keeper, data: bytes) -> None:
-        self._keeper = keeper
-        self._data = data
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error is None:
-            self._keeper.append_change(self._data)
-        else:
-            self._keeper.fatal("a change was made in part", error)
-
-
-class _OneStep:
-    """What the changes of a request and its answer are made in.
-
-    Refusals (`TqError`) pass: they come before the first change. A fault after one has left its answer unrecorded, and
-    what follows from the change undone.
-    """
-
-    __slots__ = ("_began_at", "_keeper")
-
-    def __init__(self, keeper: Keeper) -> None:
-        self._keeper = keeper
-        self._began_at = keeper.appended_number
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error is None or isinstance(error, TqError) or self._keeper.appended_number == self._began_at:
-            return
-        self._keeper.fatal("a request failed after a change of it was made", error)

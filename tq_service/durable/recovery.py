@@ -7,19 +7,15 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from google.protobuf.message import Message
 
 from tq_service.domain.catalog import Catalog
-from tq_service.domain.requests import RequestLog
 from tq_service.durable.file_names import journal_numbers
 from tq_service.durable.journal import Journal
-from tq_service.durable.records import decode_change
+from tq_service.durable.records import decode_group, is_group
 from tq_service.durable.replay_cost import ReplayCost
 from tq_service.durable.snapshot import read_snapshot
-from tq_service.errors import DataDirError, JournalDamagedError, SnapshotDamagedError, TqError
-from tq_service.v1 import controller_service_pb2, journal_pb2
+from tq_service.errors import DataDirError, JournalDamagedError, NewerVersionError, SnapshotDamagedError, TqError
+from tq_service.v1 import journal_pb2
 
 _log = logging.getLogger(__name__)
 
@@ -42,8 +38,7 @@ class Recovery:
         path: of the folder.
         journal: that in the folder; it takes records once all is read.
         cost: counts what is made again.
-        catalog: takes the partitions; None in a service that has no controller.
-        requests: takes the answers for retries, likewise.
+        catalog: takes the partitions, and the answers for retries; None in a service that has no controller.
         recover_puts: takes the records of puts, in order, and returns how many puts they leave; None in a service that
             stores none.
     """
@@ -55,14 +50,12 @@ class Recovery:
         cost: ReplayCost,
         *,
         catalog: Catalog | None,
-        requests: RequestLog | None,
         recover_puts: Callable[[Iterable[bytes]], int] | None,
     ) -> None:
         self._path = path
         self._journal = journal
         self._cost = cost
         self._catalog = catalog
-        self._requests = requests
         self._recover_puts = recover_puts
         self._puts: list[bytes] = []
 
@@ -104,10 +97,9 @@ class Recovery:
                 continue
             if self._catalog is not None:
                 self._catalog.restore(snapshot.partitions)
+                self._catalog.answers.restore(snapshot.answers)
             elif snapshot.partitions:
                 raise self._of_another_role(f"{len(snapshot.partitions)} partitions of a controller")
-            if self._requests is not None:
-                self._requests.restore(snapshot.answers)
             self._puts += snapshot.puts
             return generation
         if damages:  # the journal from the first record on is gone
@@ -115,27 +107,22 @@ class Recovery:
         return 0
 
     def _replay(self, number: int, data: bytes) -> None:
-        record = journal_pb2.JournalRecord.FromString(data)
-        kind = record.WhichOneof("change")
-        if kind in {"put_kept", "put_dropped"}:
+        if not is_group(data):
             self._puts.append(data)
             self._cost.add_put(len(data))
             return
         self._cost.add_change(len(data))
-        if kind == "request_answered":
-            if self._requests is not None:
-                self._requests.record(record.request_answered.request_id, _unpack(record.request_answered))
-            return
-        change = decode_change(record)
-        if change is None:
-            raise JournalDamagedError(
-                f"record {number} of the journal is of the unknown kind {kind!r}; install the version that wrote it"
-            )
         if self._catalog is None:
             raise self._of_another_role("the partitions of a controller")
+        kind = "which cannot be read"
         try:
-            self._catalog.apply(change)
-        except (TqError, LookupError, ValueError) as error:
+            at_seconds, changes = decode_group(data)
+            for change in changes:
+                kind = type(change).__name__
+                self._catalog.replay(change, at_seconds)
+        except NewerVersionError:
+            raise
+        except (TqError, LookupError, ValueError, TypeError) as error:
             raise JournalDamagedError(
                 f"record {number} of the journal ({kind}) does not fit the state before it: {error}; restore a "
                 f"checkpoint into an empty data folder"
@@ -164,8 +151,3 @@ def _left_count(records: Iterable[bytes]) -> int:
         left.discard(record.put_dropped.put_id)
     left.discard(b"")
     return len(left)
-
-
-def _unpack(record: journal_pb2.RequestAnswered) -> tuple[type[Message], bytes]:
-    kind: Any = getattr(controller_service_pb2, record.message_type)
-    return kind, record.answer

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -23,16 +23,15 @@ from typing import Any, Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.domain.aging_log import Entry, LogSnapshot
 from tq_service.domain.claims.ledger import Batch, Lease, QueueClaim, TaskFacts, TaskSnapshot
 from tq_service.domain.claims.request import BatchSpec, LeaseTerms
 from tq_service.domain.partition import PartitionFacts, PartitionSnapshot
 from tq_service.domain.plan import Plan, RankPlan
+from tq_service.domain.ttl_log import Entry, LogSnapshot
 from tq_service.durable import codec
 from tq_service.durable.column_codec import ColumnPart, TableHeader, TableReader, encode_table
 from tq_service.durable.record_file import RecordWriter, damaged, read_records
 from tq_service.errors import NewerVersionError, SnapshotDamagedError, TqError
-from tq_service.v1 import controller_service_pb2
 from tq_service.wire.collection import no_collection
 
 FORMAT_VERSION: Final = 2
@@ -51,12 +50,12 @@ class ServiceSnapshot:
 
     Attributes:
         partitions: of the controller.
-        answers: of the controller, for retries; each packed as (type of the message, bytes).
+        answers: of the controller, for retries; each packed as (name of the message, bytes).
         puts: of the storage engine, a record of each as the engine gave it.
     """
 
     partitions: Sequence[PartitionSnapshot] = ()
-    answers: LogSnapshot = field(default_factory=LogSnapshot)
+    answers: LogSnapshot = ()
     puts: Iterable[bytes] = ()
 
 
@@ -164,25 +163,6 @@ class _Claims:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Ids:
-    """Ids that are refused, oldest first, and how old each is in seconds."""
-
-    ids: list[bytes]
-    ages: NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Answers:
-    """Answers for retries, oldest first: for each its age, its message, and the position of its type in `types`."""
-
-    request_ids: list[bytes]
-    ages: NDArray[np.float64]
-    types: list[str]
-    type_numbers: NDArray[np.int64]
-    answers: list[bytes]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _End:
     """Ends a file of so many records before it."""
 
@@ -197,9 +177,9 @@ _KINDS: Final[dict[str, Any]] = {
     "task": TaskFacts,
     "batches": _Batches,
     "claims": _Claims,
-    "released": _Ids,
-    "expired": _Ids,
-    "answers": _Answers,
+    "released": list[Entry[Any]],
+    "expired": list[Entry[Any]],
+    "answers": list[Entry[Any]],
     "puts": list[bytes],
     "end": _End,
 }
@@ -298,7 +278,7 @@ def write_state(writer: RecordWriter, snapshot: ServiceSnapshot) -> None:
     for partition in snapshot.partitions:
         for kind, value in _partition_records(partition):
             write_record(writer, kind, value)
-    for answers in _answer_records(snapshot.answers):
+    for answers in _entries(snapshot.answers):
         write_record(writer, "answers", answers)
     for puts in _put_records(snapshot.puts):
         write_record(writer, "puts", puts)
@@ -338,14 +318,14 @@ def read_state(reader: SnapshotReader) -> ServiceSnapshot:
     while reader.kind == "partition":
         partitions.append(_read_partition(reader))
     while reader.kind == "answers":
-        answers.append(_read_answers(reader.take("answers")))
+        answers.append(reader.take("answers"))
     while reader.kind == "puts":
         puts += reader.take("puts")
     expected = reader.count
     end: _End = reader.take("end")
     if end.record_count != expected or reader.kind is not None:
         raise reader.damaged("its end is not where it should be")
-    return ServiceSnapshot(partitions=partitions, answers=LogSnapshot(blocks=answers), puts=puts)
+    return ServiceSnapshot(partitions=partitions, answers=answers, puts=puts)
 
 
 # Partitions
@@ -360,9 +340,9 @@ def _partition_records(partition: PartitionSnapshot) -> Iterator[tuple[str, Any]
     for task in partition.tasks:
         yield "task", task.facts
         yield from _record_records(task)
-        for ids in _id_records(task.released):
+        for ids in _entries(task.released):
             yield "released", ids
-        for ids in _id_records(task.expired):
+        for ids in _entries(task.expired):
             yield "expired", ids
 
 
@@ -391,11 +371,8 @@ def _read_task(reader: SnapshotReader) -> TaskSnapshot:
         elif kind == "claims":
             records += _claims_of(reader.take(kind))
         elif kind is not None:
-            ids: _Ids = reader.take(kind)
-            times = zip(ids.ids, (-ids.ages).tolist(), strict=True)
-            refused[kind].append([Entry(request_id, seconds, None) for request_id, seconds in times])
-    logs = {name: LogSnapshot(blocks=blocks) for name, blocks in refused.items()}
-    return TaskSnapshot(facts=facts, records=records, batches_without_rows=without_rows, **logs)
+            refused[kind].append(reader.take(kind))
+    return TaskSnapshot(facts=facts, records=records, batches_without_rows=without_rows, **refused)
 
 
 # Claims
@@ -565,32 +542,6 @@ def _claims_of(stored: _Claims) -> list[QueueClaim]:
 # Ids, answers and puts
 
 
-def _id_records(log: LogSnapshot) -> Iterator[_Ids]:
-    for some in _entries(log):
-        yield _Ids(ids=[entry.key for entry in some], ages=_ages(some, log))
-
-
-def _answer_records(log: LogSnapshot) -> Iterator[_Answers]:
-    for some in _entries(log):
-        numbers: dict[str, int] = {}
-        yield _Answers(
-            request_ids=[entry.key for entry in some],
-            ages=_ages(some, log),
-            type_numbers=np.array(
-                [numbers.setdefault(entry.value[0].DESCRIPTOR.name, len(numbers)) for entry in some], np.int64
-            ),
-            types=list(numbers),
-            answers=[entry.value[1] for entry in some],
-        )
-
-
-def _read_answers(stored: _Answers) -> list[Entry[Any]]:
-    """Return answers, their ages as times before 0."""
-    types = [getattr(controller_service_pb2, name) for name in stored.types]
-    facts = zip(stored.request_ids, (-stored.ages).tolist(), stored.type_numbers.tolist(), stored.answers, strict=True)
-    return [Entry(key, seconds, (types[number], answer)) for key, seconds, number, answer in facts]
-
-
 def _put_records(puts: Iterable[bytes]) -> Iterator[list[bytes]]:
     some: list[bytes] = []
     size = 0
@@ -605,12 +556,8 @@ def _put_records(puts: Iterable[bytes]) -> Iterator[list[bytes]]:
 
 
 def _entries(log: LogSnapshot) -> Iterator[Sequence[Entry[Any]]]:
-    for block in log.blocks:
+    for block in log:
         yield from _batched(block, _IDS_A_RECORD)
-
-
-def _ages(entries: Sequence[Entry[Any]], log: LogSnapshot) -> NDArray[np.float64]:
-    return np.array([log.now_seconds - entry.seconds for entry in entries], np.float64)
 
 
 def _batched(values: Iterable[Each], size: int) -> Iterator[list[Each]]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from google.protobuf.message import Message
 
-Packed = tuple[type[Message], bytes]
+from tq_service.v1 import controller_service_pb2
+
+Packed = tuple[str, bytes]
 
 
 def pack(answer: Message) -> Packed:
-    """Return what is kept of an answer."""
-    return type(answer), answer.SerializeToString()
+    """Return what is kept of an answer: the name of its message, and its bytes."""
+    return answer.DESCRIPTOR.name, answer.SerializeToString()
 
 
 def weigh(packed: Packed) -> int:
@@ -19,5 +23,7 @@ def weigh(packed: Packed) -> int:
 
 def unpack(packed: Packed) -> Message:
     """Return the answer."""
-    kind, data = packed
-    return kind.FromString(data)
+    name, data = packed
+    kind: Any = getattr(controller_service_pb2, name)
+    message: Message = kind.FromString(data)
+    return message

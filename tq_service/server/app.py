@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tq_service.config import ServeSettings, default_shared_memory_dir, join_address
 from tq_service.domain.admission.limits import Limits
 from tq_service.domain.catalog import Catalog
-from tq_service.domain.requests import RequestLog
+from tq_service.domain.idempotency import IdempotencyCache
 from tq_service.durable.keeper import Keeper
 from tq_service.durable.put_records import PutRecords
 from tq_service.errors import ServiceFailedError, TqError
@@ -71,7 +71,6 @@ class App:
         self._storages: StorageDirectory | None = None
         self._engine: StorageEngine | None = None
         self._handover: HandoverServer | None = None
-        self._requests: RequestLog | None = None
         self._commits: Commits | None = None
         self._keeper: Keeper | None = None
         self._server = grpc.aio.server(
@@ -188,7 +187,6 @@ class App:
         """Bring back what the data folder has, and write down every change from now on."""
         found = keeper.recover(
             catalog=self._catalog,
-            requests=self._requests,
             engine=None if self._engine is None else PutRecords(self._engine),
         )
         _log.info(
@@ -240,7 +238,15 @@ class App:
         embedded = None if self._engine is None else EmbeddedStorage(self._engine, address)
         runner = PlanRunner(max_threads=settings.sampler_threads, timeout_seconds=settings.sampler_timeout_seconds)
         limits = Limits(**{each.name: getattr(settings, each.name) for each in dataclasses.fields(Limits)})
-        self._catalog = Catalog(runner, limits)
+        cache = IdempotencyCache(
+            settings.request_record_seconds,
+            pack=answers.pack,
+            unpack=answers.unpack,
+            max_bytes=settings.request_record_bytes,
+            weigh=answers.weigh,
+        )
+        self._catalog = Catalog(runner, limits, cache)
+        self._catalog.machine.fatal = self.supervisor.fatal
         self._storages = StorageDirectory(
             embedded,
             HEARTBEAT_SECONDS,
@@ -250,19 +256,10 @@ class App:
             after_durable=_at_once if self._keeper is None else self._keeper.after_durable,
             start_task=self.supervisor.start,
         )
-        self._requests = RequestLog(
-            settings.request_record_seconds,
-            pack=answers.pack,
-            unpack=answers.unpack,
-            max_bytes=settings.request_record_bytes,
-            weigh=answers.weigh,
-        )
-        self._commits = Commits(
-            catalog=self._catalog, requests=self._requests, storages=self._storages, waiting=self._waiting
-        )
+        self._catalog.on_freed = self._storages.free
+        self._commits = Commits(catalog=self._catalog, storages=self._storages, waiting=self._waiting)
         return ControllerServicer(
             catalog=self._catalog,
-            requests=self._requests,
             commits=self._commits,
             registry=SamplerRegistry(allow_import=settings.allow_sampler_import),
             runner=runner,
@@ -271,7 +268,6 @@ class App:
             waiting=self._waiting,
             checkpoints=Checkpoints(
                 catalog=self._catalog,
-                requests=self._requests,
                 storages=self._storages,
                 keeper=self._keeper,
                 checkpoint_dir=settings.checkpoint_directory(),

@@ -11,12 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
-from tq_service.domain.aging_log import Entry, LogSnapshot, merged
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.partition import Partition, PartitionSnapshot
-from tq_service.domain.requests import RequestLog
 from tq_service.domain.tables.cells import FreedCells
 from tq_service.domain.tables.puts import Put
+from tq_service.domain.ttl_log import Entry, LogSnapshot, merged
 from tq_service.durable.checkpoint import CheckpointWriter, checkpoint_path
 from tq_service.durable.checkpoint_plan import Block, PartitionPlan
 from tq_service.durable.restore import Checkpoint, StoredBlock, read_checkpoint
@@ -48,7 +47,6 @@ class Checkpoints:
 
     Args:
         catalog: the partitions.
-        requests: the answers for retries.
         storages: where the bytes are.
         keeper: keeps the state, None where it ends with the process.
         checkpoint_dir: the directory that all checkpoints are below; None: the service has none.
@@ -58,13 +56,11 @@ class Checkpoints:
         self,
         *,
         catalog: Catalog,
-        requests: RequestLog,
         storages: StorageDirectory,
         keeper: KeepsState | None,
         checkpoint_dir: Path | None,
     ) -> None:
         self._catalog = catalog
-        self._requests = requests
         self._storages = storages
         self._keeper = keeper
         self._checkpoint_dir = checkpoint_dir
@@ -105,7 +101,10 @@ class Checkpoints:
     async def _copy(self, writer: CheckpointWriter) -> tuple[ServiceSnapshot, int, int]:
         """Copy the bytes of all samples of this moment; return the state, and the number of blocks and bytes."""
         with self._storages.holding_frees():
-            partitions, answers = self._catalog.snapshot(), self._requests.snapshot()  # in one step with the line above
+            partitions, answers = (
+                self._catalog.snapshot(),
+                self._catalog.answers.snapshot(),
+            )  # in one step with the line above
             copied: list[PartitionSnapshot] = []
             block_count = size = 0
             for partition in partitions:
@@ -142,7 +141,7 @@ class Checkpoints:
             QuotaExceededError: the storage services have no room for its bytes.
             UnavailableError: one of them cannot be reached.
         """
-        recorded: pb.RestoreResponse | None = self._requests.recorded(request_id, pb.RestoreResponse)
+        recorded: pb.RestoreResponse | None = self._catalog.recorded(request_id, pb.RestoreResponse)
         if recorded is not None:
             return recorded
         path = await _in_thread(lambda: checkpoint_path(self._checkpoint_dir, name))
@@ -179,15 +178,17 @@ class Checkpoints:
             self._storages.adopt(puts)
             self._catalog.adopt(partitions)
             self._catalog.start_leases()
-            self._requests.restore(answers)
-            self._requests.once(request_id, lambda: answer, pb.RestoreResponse)
+            self._catalog.answers.restore(answers)
+            self._catalog.run_once(request_id, lambda: answer, pb.RestoreResponse)
 
         if self._keeper is None:
             appear()
             return
-        own = LogSnapshot(blocks=[[Entry(request_id, 0.0, pack(answer))]])
+        own = [[Entry(request_id, self._catalog.machine.now_seconds(), pack(answer))]]
         snapshots = [partition.snapshot() for partition in partitions]
-        await self._keeper.keep_restored(snapshots, lambda: merged(answers, self._requests.snapshot(), own), appear)
+        await self._keeper.keep_restored(
+            snapshots, lambda: merged(answers, self._catalog.answers.snapshot(), own), appear
+        )
 
     async def _place(self, checkpoint: Checkpoint, block: StoredBlock) -> Put:
         storage = self._storages.place(block.size_bytes)

@@ -15,10 +15,9 @@ from typing import Any, TypeAlias
 import grpc
 
 from tq_service.domain.catalog import Catalog
-from tq_service.domain.requests import RequestLog
+from tq_service.domain.changes.samples import SampleWrite
 from tq_service.domain.tables.names import LARGE, Names
 from tq_service.domain.tables.puts import Put
-from tq_service.domain.writes import SampleWrite
 from tq_service.errors import (
     InvalidArgumentError,
     PartitionNotFoundError,
@@ -44,16 +43,12 @@ class Commits:
 
     Args:
         catalog: what is written to.
-        requests: the answers given so far.
         storages: where puts are.
         waiting: counts the calls that wait for room.
     """
 
-    def __init__(
-        self, *, catalog: Catalog, requests: RequestLog, storages: StorageDirectory, waiting: WaitingCalls
-    ) -> None:
+    def __init__(self, *, catalog: Catalog, storages: StorageDirectory, waiting: WaitingCalls) -> None:
         self._catalog = catalog
-        self._requests = requests
         self._storages = storages
         self._waiting = waiting
 
@@ -66,7 +61,7 @@ class Commits:
 
         names = await self.look_through_names(request.write)
         with await self.admit(request, 0, context, names):
-            return self._requests.once(request.request_id, change, pb.InsertResponse)
+            return self._catalog.run_once(request.request_id, change, pb.InsertResponse)
 
     async def commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:
         """Make a put that came before visible; a put that is refused is freed."""
@@ -84,7 +79,7 @@ class Commits:
             await self._give_up(put, request.write.partition_id)
             raise
         with room:
-            if self._requests.recorded(request.request_id) is not None:
+            if self._catalog.recorded(request.request_id) is not None:
                 answer = self.commit_stored(request, put, columns, names)
                 await self._give_up(put, request.write.partition_id)  # where it was made with another put
                 return answer
@@ -121,7 +116,7 @@ class Commits:
             LimitExceededError: too many calls wait.
         """
         line = self._catalog.put_line(request.write.partition_id)
-        if line is None or self._requests.recorded(request.request_id) is not None:
+        if line is None or self._catalog.recorded(request.request_id) is not None:
             return contextlib.nullcontext()
         from_proto.check_request_id(request.request_id, "request_id")
         self._catalog.get(request.write.partition_id, request.write.incarnation)
@@ -163,7 +158,7 @@ class Commits:
             with self._storages.committing(put):
                 return pb.CommitResponse(meta=self._write(request.write, write))
 
-        return self._requests.once(request.request_id, change, pb.CommitResponse)
+        return self._catalog.run_once(request.request_id, change, pb.CommitResponse)
 
     def makes_samples(self, write: pb.SampleWrite) -> bool:
         """Whether a write makes samples, as of now; one that is refused anyhow may or may not."""
@@ -183,12 +178,10 @@ class Commits:
         Raises:
             InvalidArgumentError: it is that of another call.
         """
-        return self._requests.recorded(request_id, pb.CommitResponse)
+        return self._catalog.recorded(request_id, pb.CommitResponse)
 
     def _write(self, message: pb.SampleWrite, write: SampleWrite) -> metadata_pb2.BatchMeta:
-        partition, written = self._catalog.write(message.partition_id, message.incarnation, write)
-        self._storages.free(written.freed)
-        return to_proto.written_meta(partition, written)
+        return to_proto.written_meta(self._catalog.write(message.partition_id, message.incarnation, write))
 
     async def _give_up(self, put: Put, partition_id: str) -> None:
         """Free a put that will not be committed; one of another partition is not this caller's to free."""

@@ -12,11 +12,12 @@ import grpc
 import numpy as np
 
 from tq_service.domain.catalog import Catalog, check_name
+from tq_service.domain.changes.partitions import PartitionSealed
+from tq_service.domain.changes.samples import GroupsClosed, MetaSet, SamplesCleared
 from tq_service.domain.claims import queue_claims
 from tq_service.domain.claims.ledger import QueueClaim
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes
-from tq_service.domain.requests import RequestLog
 from tq_service.errors import (
     CellNotFoundError,
     DeadlineError,
@@ -48,7 +49,6 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
         self,
         *,
         catalog: Catalog,
-        requests: RequestLog,
         commits: Commits,
         registry: SamplerRegistry,
         runner: PlanRunner,
@@ -58,7 +58,6 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
         checkpoints: Checkpoints,
     ) -> None:
         self._catalog = catalog
-        self._requests = requests
         self._commits = commits
         self._registry = registry
         self._runner = runner
@@ -74,23 +73,22 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
             partition = self._catalog.create(request.partition_id, from_proto.partition_settings(request))
             return pb.CreatePartitionResponse(incarnation=partition.incarnation)
 
-        return self._requests.once(request.request_id, change, pb.CreatePartitionResponse)
+        return self._catalog.run_once(request.request_id, change, pb.CreatePartitionResponse)
 
     async def SealPartition(self, request: pb.SealPartitionRequest, context: Context) -> pb.SealPartitionResponse:
         def change() -> pb.SealPartitionResponse:
             partition = self._catalog.get(request.partition_id, request.incarnation)
-            partition.seal()
+            self._catalog.commit(PartitionSealed(partition_id=partition.partition_id))
             return pb.SealPartitionResponse(inserted_count=partition.inserted_count)
 
-        return self._requests.once(request.request_id, change, pb.SealPartitionResponse)
+        return self._catalog.run_once(request.request_id, change, pb.SealPartitionResponse)
 
     async def ClearPartition(self, request: pb.ClearPartitionRequest, context: Context) -> pb.ClearPartitionResponse:
         def change() -> pb.ClearPartitionResponse:
-            count, freed = self._catalog.remove(request.partition_id, request.incarnation)
-            self._storages.free(freed)
+            count = self._catalog.remove(request.partition_id, request.incarnation)
             return pb.ClearPartitionResponse(cleared_count=count)
 
-        return self._requests.once(request.request_id, change, pb.ClearPartitionResponse)
+        return self._catalog.run_once(request.request_id, change, pb.ClearPartitionResponse)
 
     async def ListPartitions(self, request: pb.ListPartitionsRequest, context: Context) -> pb.ListPartitionsResponse:
         names = sorted(name for name in self._catalog.names() if name.startswith(request.prefix))
@@ -113,27 +111,27 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
         def change() -> pb.SetCustomMetaResponse:
             partition = self._catalog.get(request.partition_id, request.incarnation)
             indexes = from_proto.indexes(request.global_indexes)
-            if indexes.size == 0:
-                raise InvalidArgumentError("global_indexes is empty; name at least one sample", field="global_indexes")
             columns = decode_meta_columns(request.custom_meta, indexes.size)
             self._catalog.limits.check_meta(partition, columns)
-            partition.set_meta(indexes, columns)
+            change = MetaSet(partition_id=partition.partition_id, global_indexes=indexes, columns=columns)
+            self._catalog.commit(change)
             return pb.SetCustomMetaResponse()
 
-        return self._requests.once(request.request_id, change, pb.SetCustomMetaResponse)
+        return self._catalog.run_once(request.request_id, change, pb.SetCustomMetaResponse)
 
     async def CloseGroups(self, request: pb.CloseGroupsRequest, context: Context) -> pb.CloseGroupsResponse:
         def change() -> pb.CloseGroupsResponse:
-            self._catalog.get(request.partition_id, request.incarnation).close_groups(list(request.groups))
+            partition = self._catalog.get(request.partition_id, request.incarnation)
+            self._catalog.commit(GroupsClosed(partition_id=partition.partition_id, names=list(request.groups)))
             return pb.CloseGroupsResponse()
 
-        return self._requests.once(request.request_id, change, pb.CloseGroupsResponse)
+        return self._catalog.run_once(request.request_id, change, pb.CloseGroupsResponse)
 
     async def ClearSamples(self, request: pb.ClearSamplesRequest, context: Context) -> pb.ClearSamplesResponse:
         def clear(partition: Partition, start: int) -> int:
-            count, freed = partition.clear(_indexes_to_clear(partition, listed, request.keys, start))
-            self._storages.free(freed)
-            return count
+            indexes = _indexes_to_clear(partition, listed, request.keys, start)
+            change = SamplesCleared(partition_id=partition.partition_id, global_indexes=indexes)
+            return self._catalog.commit(change) or 0
 
         def change() -> pb.ClearSamplesResponse:
             partition = self._catalog.get(request.partition_id, request.incarnation)
@@ -141,7 +139,7 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
 
         listed = from_proto.indexes(request.global_indexes)
         cleared_count, last = 0, _last_part(listed.size + len(request.keys))
-        if last and self._requests.recorded(request.request_id, pb.ClearSamplesResponse) is None:
+        if last and self._catalog.recorded(request.request_id, pb.ClearSamplesResponse) is None:
             from_proto.check_request_id(request.request_id, "request_id")
             partition = self._catalog.get(request.partition_id, request.incarnation)
             request.incarnation = partition.incarnation  # what comes under the name meanwhile is another
@@ -149,7 +147,7 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
                 partition = self._catalog.get(request.partition_id, request.incarnation)
                 cleared_count += clear(partition, start)
                 await asyncio.sleep(0)
-        return self._requests.once(request.request_id, change, pb.ClearSamplesResponse)
+        return self._catalog.run_once(request.request_id, change, pb.ClearSamplesResponse)
 
     # Finding samples and cells
 
@@ -225,7 +223,7 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
             count = queue_claims.release(partition, task, request.claim_request_id, rows)
             return pb.ReleaseClaimResponse(released_count=count)
 
-        return self._requests.once(request.request_id, change, pb.ReleaseClaimResponse)
+        return self._catalog.run_once(request.request_id, change, pb.ReleaseClaimResponse)
 
     async def AckClaim(self, request: pb.AckClaimRequest, context: Context) -> pb.AckClaimResponse:
         def change() -> pb.AckClaimResponse:
@@ -236,7 +234,7 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
             count = queue_claims.acknowledge(partition, task, request.claim_request_id, rows)
             return pb.AckClaimResponse(acked_count=count)
 
-        return self._requests.once(request.request_id, change, pb.AckClaimResponse)
+        return self._catalog.run_once(request.request_id, change, pb.AckClaimResponse)
 
     async def ExtendClaim(self, request: pb.ExtendClaimRequest, context: Context) -> pb.ExtendClaimResponse:
         def change() -> pb.ExtendClaimResponse:
@@ -246,7 +244,7 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
             planner = self._catalog.planner(partition, partition.known_task(request.task_name).name)
             return pb.ExtendClaimResponse(leased_count=planner.extend(request.claim_request_id, seconds))
 
-        return self._requests.once(request.request_id, change, pb.ExtendClaimResponse)
+        return self._catalog.run_once(request.request_id, change, pb.ExtendClaimResponse)
 
     async def CheckConsumption(
         self, request: pb.CheckConsumptionRequest, context: Context
@@ -270,7 +268,7 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
             task.check_epoch(request.epoch)
             return pb.ResetConsumptionResponse(epoch=partition.reset(task, keep_consumed=request.keep_consumed))
 
-        return self._requests.once(request.request_id, change, pb.ResetConsumptionResponse)
+        return self._catalog.run_once(request.request_id, change, pb.ResetConsumptionResponse)
 
     async def ListSamplers(self, request: pb.ListSamplersRequest, context: Context) -> pb.ListSamplersResponse:
         return pb.ListSamplersResponse(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 
 import numpy as np
 
 from tq_service.domain.catalog import Catalog, Claimed
+from tq_service.domain.changes.samples import Written
 from tq_service.domain.claims.end import End
 from tq_service.domain.claims.ledger import Lease, QueueClaim, TaskLedger
 from tq_service.domain.partition import Partition
@@ -14,8 +16,6 @@ from tq_service.domain.plan import Indexes, RankPlan
 from tq_service.domain.states import FAILED, HELD, LIVE
 from tq_service.domain.tables.cells import CellRuns
 from tq_service.domain.tables.puts import Put
-from tq_service.domain.writes import Written
-from tq_service.durable.messages import encode_end
 from tq_service.schema import FieldSpec
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import metadata_pb2
@@ -26,12 +26,12 @@ from tq_service.wire.run_ahead import encode_run_ahead
 _MOST_DEAD_LETTERED = 100  # named in a status
 
 
-def written_meta(partition: Partition, written: Written) -> metadata_pb2.BatchMeta:
+def written_meta(written: Written) -> metadata_pb2.BatchMeta:
     """Return what a write answers: only what the client does not know already."""
     meta = metadata_pb2.BatchMeta(
         status=metadata_pb2.BATCH_STATUS_BATCH,
-        partition_id=partition.partition_id,
-        incarnation=partition.incarnation,
+        partition_id=written.partition.partition_id,
+        incarnation=written.partition.incarnation,
         fields=[encode_spec(spec) for spec in written.specs],
     )
     set_indexes(meta, written.global_indexes)
@@ -67,7 +67,7 @@ def claim_meta(
         incarnation=partition.incarnation,
         epoch=epoch,
         skipped=0 if end is None else end.skipped,
-        end=None if end is None else encode_end(end),
+        end=None if end is None else metadata_pb2.EndCounts(**asdict(end)),
     )
 
 

@@ -12,61 +12,22 @@ from google.protobuf.internal import builder as _builder
 _sym_db = _symbol_database.Default()
 
 
-from tq_service.v1 import controller_service_pb2 as tq__service_dot_v1_dot_controller__service__pb2
 from tq_service.v1 import metadata_pb2 as tq__service_dot_v1_dot_metadata__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1btq_service/v1/journal.proto\x12\rtq_service.v1\x1a&tq_service/v1/controller_service.proto\x1a\x1ctq_service/v1/metadata.proto\"\xa3\x08\n\rJournalRecord\x12<\n\x11partition_created\x18\x01 \x01(\x0b\x32\x1f.tq_service.v1.PartitionCreatedH\x00\x12\x38\n\x0fsamples_written\x18\x02 \x01(\x0b\x32\x1d.tq_service.v1.SamplesWrittenH\x00\x12*\n\x08meta_set\x18\x03 \x01(\x0b\x32\x16.tq_service.v1.MetaSetH\x00\x12:\n\x10partition_sealed\x18\x04 \x01(\x0b\x32\x1e.tq_service.v1.PartitionSealedH\x00\x12\x34\n\rgroups_closed\x18\x05 \x01(\x0b\x32\x1b.tq_service.v1.GroupsClosedH\x00\x12\x38\n\x0fsamples_cleared\x18\x06 \x01(\x0b\x32\x1d.tq_service.v1.SamplesClearedH\x00\x12<\n\x11partition_cleared\x18\x07 \x01(\x0b\x32\x1f.tq_service.v1.PartitionClearedH\x00\x12,\n\ttask_seen\x18\x08 \x01(\x0b\x32\x17.tq_service.v1.TaskSeenH\x00\x12\x34\n\rbatch_planned\x18\t \x01(\x0b\x32\x1b.tq_service.v1.BatchPlannedH\x00\x12\x30\n\x0b\x65nd_reached\x18\n \x01(\x0b\x32\x19.tq_service.v1.EndReachedH\x00\x12\x34\n\rqueue_claimed\x18\x0b \x01(\x0b\x32\x1b.tq_service.v1.QueueClaimedH\x00\x12\x36\n\x0e\x63laim_released\x18\x0c \x01(\x0b\x32\x1c.tq_service.v1.ClaimReleasedH\x00\x12\x30\n\x0b\x63laim_acked\x18\r \x01(\x0b\x32\x19.tq_service.v1.ClaimAckedH\x00\x12\x36\n\x0e\x63laim_extended\x18\x0e \x01(\x0b\x32\x1c.tq_service.v1.ClaimExtendedH\x00\x12\x34\n\rlease_expired\x18\x0f \x01(\x0b\x32\x1b.tq_service.v1.LeaseExpiredH\x00\x12<\n\x11\x63onsumption_reset\x18\x10 \x01(\x0b\x32\x1f.tq_service.v1.ConsumptionResetH\x00\x12:\n\x10request_answered\x18\x11 \x01(\x0b\x32\x1e.tq_service.v1.RequestAnsweredH\x00\x12*\n\x08put_kept\x18\x12 \x01(\x0b\x32\x16.tq_service.v1.PutKeptH\x00\x12\x30\n\x0bput_dropped\x18\x13 \x01(\x0b\x32\x19.tq_service.v1.PutDroppedH\x00\x42\x08\n\x06\x63hange\"`\n\x10PartitionCreated\x12\x37\n\x08settings\x18\x01 \x01(\x0b\x32%.tq_service.v1.CreatePartitionRequest\x12\x13\n\x0bincarnation\x18\x02 \x01(\x0c\"L\n\x0eSamplesWritten\x12,\n\x06\x63ommit\x18\x01 \x01(\x0b\x32\x1c.tq_service.v1.CommitRequest\x12\x0c\n\x04rows\x18\x02 \x01(\x0c\"M\n\x07MetaSet\x12\x34\n\x07request\x18\x01 \x01(\x0b\x32#.tq_service.v1.SetCustomMetaRequest\x12\x0c\n\x04rows\x18\x02 \x01(\x0c\"\'\n\x0fPartitionSealed\x12\x14\n\x0cpartition_id\x18\x01 \x01(\t\"3\n\x0cGroupsClosed\x12\x14\n\x0cpartition_id\x18\x01 \x01(\t\x12\r\n\x05names\x18\x02 \x03(\t\"4\n\x0eSamplesCleared\x12\x14\n\x0cpartition_id\x18\x01 \x01(\t\x12\x0c\n\x04rows\x18\x02 \x01(\x0c\"(\n\x10PartitionCleared\x12\x14\n\x0cpartition_id\x18\x01 \x01(\t\"3\n\x08TaskSeen\x12\x14\n\x0cpartition_id\x18\x01 \x01(\t\x12\x11\n\ttask_name\x18\x02 \x01(\t\"\x9c\x02\n\x0c\x43laimBinding\x12\x12\n\nbatch_size\x18\x01 \x01(\x03\x12,\n\nbatch_unit\x18\x02 \x01(\x0e\x32\x18.tq_service.v1.BatchUnit\x12\x18\n\x10micro_batch_size\x18\x03 \x01(\x03\x12\x0f\n\x07sampler\x18\x04 \x01(\t\x12\x16\n\x0esampler_config\x18\x05 \x01(\t\x12\'\n\x05where\x18\x06 \x03(\x0b\x32\x18.tq_service.v1.Condition\x12&\n\x08order_by\x18\x07 \x03(\x0b\x32\x14.tq_service.v1.Order\x12\x13\n\x0b\x64\x61ta_fields\x18\x08 \x03(\t\x12\x11\n\tdrop_last\x18\t \x01(\x08\x12\x0e\n\x06\x66inite\x18\n \x01(\x08\"?\n\x0bPlannedPart\x12\x0c\n\x04rows\x18\x01 \x01(\x0c\x12\"\n\x05steps\x18\x02 \x03(\x0b\x32\x13.tq_service.v1.Step\"\x90\x01\n\x0c\x42\x61tchPlanned\x12\x14\n\x0cpartition_id\x18\x01 \x01(\t\x12\x11\n\ttask_name\x18\x02 \x01(\t\x12,\n\x07\x62inding\x18\x03 \x01(\x0b\x32\x1b.tq_service.v1.ClaimBinding\x12)\n\x05ranks\x18\x04 \x03(\x0b\x32\x1a.tq_service.v1.PlannedPart\"s\n\nEndReached\x12\x14\n\x0cpartition_id\x18\x01 \x01(\t\x12\x11\n\ttask_name\x18\x02 \x01(\t\x12\x0f\n\x07\x64p_size\x18\x03 \x01(\x05\x12%\n\x03\x65nd\x18\x05 \x01(\x0b\x32\x18.tq_service.v1.EndCountsJ\x04\x08\x04\x10\x05\"\xd8\x01\n\x0cQueueClaimed\x12\x14\n\x0cpartition_id\x18\x01 \x01(\t\x12\x11\n\ttask_name\x18\x02 \x01(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\x0c\x12(\n\x04part\x18\x04 \x01(\x0b\x32\x1a.tq_service.v1.PlannedPart\x12\x15\n\rlease_seconds\x18\x05 \x01(\x01\x12\x16\n\x0emax_deliveries\x18\x06 \x01(\x05\x12\x1d\n\x10group_block_size\x18\x07 \x01(\x03H\x00\x88\x01\x01\x42\x13\n\x11_group_block_size\"v\n\rClaimReleased\x12\x14\n\x0cpartition_id\x18\x01 \x01(\t\x12\x11\n\ttask_name\x18\x02 \x01(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\x0c\x12\x16\n\x0eglobal_indexes\x18\x04 \x03(\x03\x12\x10\n\x08is_final\x18\x05 \x01(\x08\"a\n\nClaimAcked\x12\x14\n\x0cpartition_id\x18\x01 \x01(\t\x12\x11\n\ttask_name\x18\x02 \x01(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\x0c\x12\x16\n\x0eglobal_indexes\x18\x04 \x03(\x03\"c\n\rClaimExtended\x12\x14\n\x0cpartition_id\x18\x01 \x01(\t\x12\x11\n\ttask_name\x18\x02 \x01(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\x0c\x12\x15\n\rlease_seconds\x18\x04 \x01(\x01\"K\n\x0cLeaseExpired\x12\x14\n\x0cpartition_id\x18\x01 \x01(\t\x12\x11\n\ttask_name\x18\x02 \x01(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\x0c\"R\n\x10\x43onsumptionReset\x12\x14\n\x0cpartition_id\x18\x01 \x01(\t\x12\x11\n\ttask_name\x18\x02 \x01(\t\x12\x15\n\rkeep_consumed\x18\x03 \x01(\x08\"K\n\x0fRequestAnswered\x12\x12\n\nrequest_id\x18\x01 \x01(\x0c\x12\x14\n\x0cmessage_type\x18\x02 \x01(\t\x12\x0e\n\x06\x61nswer\x18\x03 \x01(\x0c\"\xfc\x01\n\x07PutKept\x12\x0e\n\x06put_id\x18\x01 \x01(\x0c\x12\x14\n\x0cpartition_id\x18\x02 \x01(\t\x12\x11\n\trow_count\x18\x03 \x01(\x03\x12,\n\x07\x63olumns\x18\x04 \x03(\x0b\x32\x1b.tq_service.v1.ColumnHeader\x12\x0f\n\x07segment\x18\x05 \x01(\x03\x12\x12\n\nsize_bytes\x18\x06 \x01(\x03\x12\x10\n\x08\x63hecksum\x18\x07 \x01(\x06\x12\x0c\n\x04\x64\x61ta\x18\x08 \x01(\x0c\x12*\n\tkept_rows\x18\t \x03(\x0b\x32\x17.tq_service.v1.KeptRows\x12\x19\n\x11\x66or_existing_rows\x18\n \x01(\x08\"-\n\x08KeptRows\x12\x13\n\x0b\x66ield_names\x18\x01 \x03(\t\x12\x0c\n\x04rows\x18\x02 \x01(\x0c\"\x1c\n\nPutDropped\x12\x0e\n\x06put_id\x18\x01 \x01(\x0c\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1btq_service/v1/journal.proto\x12\rtq_service.v1\x1a\x1ctq_service/v1/metadata.proto\"w\n\rJournalRecord\x12*\n\x08put_kept\x18\x01 \x01(\x0b\x32\x16.tq_service.v1.PutKeptH\x00\x12\x30\n\x0bput_dropped\x18\x02 \x01(\x0b\x32\x19.tq_service.v1.PutDroppedH\x00\x42\x08\n\x06\x63hange\"\xfc\x01\n\x07PutKept\x12\x0e\n\x06put_id\x18\x01 \x01(\x0c\x12\x14\n\x0cpartition_id\x18\x02 \x01(\t\x12\x11\n\trow_count\x18\x03 \x01(\x03\x12,\n\x07\x63olumns\x18\x04 \x03(\x0b\x32\x1b.tq_service.v1.ColumnHeader\x12\x0f\n\x07segment\x18\x05 \x01(\x03\x12\x12\n\nsize_bytes\x18\x06 \x01(\x03\x12\x10\n\x08\x63hecksum\x18\x07 \x01(\x06\x12\x0c\n\x04\x64\x61ta\x18\x08 \x01(\x0c\x12*\n\tkept_rows\x18\t \x03(\x0b\x32\x17.tq_service.v1.KeptRows\x12\x19\n\x11\x66or_existing_rows\x18\n \x01(\x08\"-\n\x08KeptRows\x12\x13\n\x0b\x66ield_names\x18\x01 \x03(\t\x12\x0c\n\x04rows\x18\x02 \x01(\x0c\"\x1c\n\nPutDropped\x12\x0e\n\x06put_id\x18\x01 \x01(\x0c\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tq_service.v1.journal_pb2', _globals)
 if _descriptor._USE_C_DESCRIPTORS == False:
   DESCRIPTOR._options = None
-  _globals['_JOURNALRECORD']._serialized_start=117
-  _globals['_JOURNALRECORD']._serialized_end=1176
-  _globals['_PARTITIONCREATED']._serialized_start=1178
-  _globals['_PARTITIONCREATED']._serialized_end=1274
-  _globals['_SAMPLESWRITTEN']._serialized_start=1276
-  _globals['_SAMPLESWRITTEN']._serialized_end=1352
-  _globals['_METASET']._serialized_start=1354
-  _globals['_METASET']._serialized_end=1431
-  _globals['_PARTITIONSEALED']._serialized_start=1433
-  _globals['_PARTITIONSEALED']._serialized_end=1472
-  _globals['_GROUPSCLOSED']._serialized_start=1474
-  _globals['_GROUPSCLOSED']._serialized_end=1525
-  _globals['_SAMPLESCLEARED']._serialized_start=1527
-  _globals['_SAMPLESCLEARED']._serialized_end=1579
-  _globals['_PARTITIONCLEARED']._serialized_start=1581
-  _globals['_PARTITIONCLEARED']._serialized_end=1621
-  _globals['_TASKSEEN']._serialized_start=1623
-  _globals['_TASKSEEN']._serialized_end=1674
-  _globals['_CLAIMBINDING']._serialized_start=1677
-  _globals['_CLAIMBINDING']._serialized_end=1961
-  _globals['_PLANNEDPART']._serialized_start=1963
-  _globals['_PLANNEDPART']._serialized_end=2026
-  _globals['_BATCHPLANNED']._serialized_start=2029
-  _globals['_BATCHPLANNED']._serialized_end=2173
-  _globals['_ENDREACHED']._serialized_start=2175
-  _globals['_ENDREACHED']._serialized_end=2290
-  _globals['_QUEUECLAIMED']._serialized_start=2293
-  _globals['_QUEUECLAIMED']._serialized_end=2509
-  _globals['_CLAIMRELEASED']._serialized_start=2511
-  _globals['_CLAIMRELEASED']._serialized_end=2629
-  _globals['_CLAIMACKED']._serialized_start=2631
-  _globals['_CLAIMACKED']._serialized_end=2728
-  _globals['_CLAIMEXTENDED']._serialized_start=2730
-  _globals['_CLAIMEXTENDED']._serialized_end=2829
-  _globals['_LEASEEXPIRED']._serialized_start=2831
-  _globals['_LEASEEXPIRED']._serialized_end=2906
-  _globals['_CONSUMPTIONRESET']._serialized_start=2908
-  _globals['_CONSUMPTIONRESET']._serialized_end=2990
-  _globals['_REQUESTANSWERED']._serialized_start=2992
-  _globals['_REQUESTANSWERED']._serialized_end=3067
-  _globals['_PUTKEPT']._serialized_start=3070
-  _globals['_PUTKEPT']._serialized_end=3322
-  _globals['_KEPTROWS']._serialized_start=3324
-  _globals['_KEPTROWS']._serialized_end=3369
-  _globals['_PUTDROPPED']._serialized_start=3371
-  _globals['_PUTDROPPED']._serialized_end=3399
+  _globals['_JOURNALRECORD']._serialized_start=76
+  _globals['_JOURNALRECORD']._serialized_end=195
+  _globals['_PUTKEPT']._serialized_start=198
+  _globals['_PUTKEPT']._serialized_end=450
+  _globals['_KEPTROWS']._serialized_start=452
+  _globals['_KEPTROWS']._serialized_end=497
+  _globals['_PUTDROPPED']._serialized_start=499
+  _globals['_PUTDROPPED']._serialized_end=527
 # @@protoc_insertion_point(module_scope)

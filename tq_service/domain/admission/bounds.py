@@ -7,18 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.domain.resolve import resolve_target
+from tq_service.domain.admission.lowest_version import LowestVersion
+from tq_service.domain.changes.samples import SampleWrite, resolve_target
+from tq_service.domain.partition import Partition
 from tq_service.errors import InvalidArgumentError, QuotaExceededError, ResourceExhaustedError, RunAheadError
 from tq_service.schema import MetaColumn, RunAhead, SampleState
-
-if TYPE_CHECKING:
-    from tq_service.domain.partition import Partition
-    from tq_service.domain.writes import SampleWrite
 
 RETRY_AFTER_SECONDS = 1.0
 
@@ -80,6 +77,11 @@ class Bounds:
 
     def __init__(self, partition: Partition) -> None:
         self._partition = partition
+        self.lowest_versions = {
+            limit.task_name: LowestVersion(partition, limit.task_name, limit.version_column)
+            for limit in partition.settings.run_ahead
+            if limit.max_versions is not None
+        }
 
     def need(self, write: SampleWrite, value_bytes: int) -> Need | None:
         """Return what the new samples of a write take, None where it has none that last.
@@ -153,7 +155,7 @@ class Bounds:
         column = limit.version_column
         if column not in need.versions:
             return 0
-        lowest = self._partition.lowest_versions[limit.task_name].find(self._partition)
+        lowest = self.lowest_versions[limit.task_name].find()
         versions = [other.versions[column][0] for other in others if column in other.versions]
         versions += [] if lowest is None else [lowest]
         return need.versions[column][1] - min(versions) if versions else 0

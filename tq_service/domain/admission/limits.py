@@ -7,16 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tq_service.domain.changes.samples import SampleWrite
+from tq_service.domain.partition import Partition, PartitionSettings
 from tq_service.errors import InvalidArgumentError, LimitExceededError
 from tq_service.schema import MetaColumn
-
-if TYPE_CHECKING:
-    from tq_service.domain.partition import Partition
-    from tq_service.domain.writes import PartitionSettings, SampleWrite
 
 _NUMBER_BYTES = 8
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes
 from tq_service.domain.states import HELD, LIVE, UNCLAIMED
 from tq_service.domain.tables.table import RowTable, count_values
-
-if TYPE_CHECKING:
-    from tq_service.domain.partition import Partition
 
 _BLOCK_ROWS = 1024
 _LEAST_HEAP = 64
@@ -21,36 +18,39 @@ _LEAST_HEAP = 64
 class LowestVersion:
     """Knows for each block of neighbouring rows a version below which none of its rows that are left lies.
 
-    Rows that leave keep that true, so only those that come, come back or change need to be told (`touched`). A search
+    Rows that leave keep that true, so only those that come, come back or change are noted. A search
     looks at the block with the lowest bound, and at the next one only where the bound turned out to be too low: once
     for each version that a block runs out of, however many rows there are.
     """
 
-    def __init__(self, task_name: str, column: str) -> None:
+    def __init__(self, partition: Partition, task_name: str, column: str) -> None:
+        self._partition = partition
         self._task_name = task_name
         self._column = column
         self._bounds: dict[int, float] = {}
         self._heap: list[tuple[float, int]] = []  # every bound with its block, among others that no longer hold
         self._touched: set[int] | None = None  # blocks to be looked at; None: all
+        partition.on_rows.append(self._note)
+        partition.on_reset.append(self._forget)
 
-    def touched(self, indexes: Indexes) -> None:
-        """Say that rows were added or written to, or are left again."""
+    def _note(self, indexes: Indexes) -> None:
         if self._touched is not None:
             self._touched.update(count_values(indexes // _BLOCK_ROWS)[0].tolist())
 
-    def forget(self) -> None:
-        """Say that any rows may be left again."""
-        self._touched = None
+    def _forget(self, task_name: str) -> None:
+        """Have all blocks looked at: any rows may be left again."""
+        if task_name == self._task_name:
+            self._touched = None
 
-    def find(self, partition: Partition) -> float | None:
+    def find(self) -> float | None:
         """Return the lowest version, None where no row that is left has one."""
-        for block in self._blocks_to_look_at(partition.table):
-            self._set(block, self._lowest_of(partition, block))
+        for block in self._blocks_to_look_at(self._partition.table):
+            self._set(block, self._lowest_of(block))
         self._touched = set()
         while self._heap:
             bound, block = self._heap[0]
             if self._bounds.get(block) == bound:
-                lowest = self._lowest_of(partition, block)
+                lowest = self._lowest_of(block)
                 if lowest == bound:
                     return bound
                 self._set(block, lowest)
@@ -74,7 +74,8 @@ class LowestVersion:
                 self._heap = [(bound, each) for each, bound in self._bounds.items()]
                 heapq.heapify(self._heap)
 
-    def _lowest_of(self, partition: Partition, block: int) -> float | None:
+    def _lowest_of(self, block: int) -> float | None:
+        partition = self._partition
         arrays = partition.meta.arrays(self._column)
         if arrays is None or arrays[0].dtype.kind not in "if":
             return None

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from tq_service.domain.admission.bounds import RETRY_AFTER_SECONDS, Bounds, Need, Shortage
+from tq_service.domain.changes.samples import SampleWrite
 from tq_service.domain.partition import Partition
-from tq_service.domain.writes import SampleWrite
 from tq_service.errors import CallCancelledError, ResourceExhaustedError, TqError
 
 

@@ -28,7 +28,6 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.domain.aging_log import AgingLog, LogSnapshot
 from tq_service.domain.claims.end import End
 from tq_service.domain.claims.ordered_rows import OrdersOfTask
 from tq_service.domain.claims.request import BatchSpec, ClaimRequest, LeaseTerms
@@ -37,6 +36,7 @@ from tq_service.domain.plan import Indexes, Plan, RankPlan
 from tq_service.domain.states import CONSUMED_EARLIER, DEAD_LETTERED, HELD, LIVE, UNCLAIMED
 from tq_service.domain.tables.column import Column
 from tq_service.domain.tables.table import RowTable, count_values
+from tq_service.domain.ttl_log import LogSnapshot, TtlLog
 from tq_service.errors import (
     ClaimReleasedError,
     LeaseExpiredError,
@@ -170,7 +170,7 @@ class QueueClaim:
 class Tombstones:
     """Request ids of claims that are no more, remembered long enough for a late GetMeta to be refused."""
 
-    log: AgingLog[None] = field(default_factory=AgingLog)
+    log: TtlLog[None] = field(default_factory=TtlLog)
 
     def add(self, request_id: bytes, at_seconds: float) -> None:
         """Remember one from a time that is not before that of any other; forget those that are too old to matter."""
@@ -218,8 +218,8 @@ class TaskSnapshot:
     facts: TaskFacts
     records: Sequence[Batch | QueueClaim] = ()
     batches_without_rows: Sequence[Batch] = ()
-    released: LogSnapshot = field(default_factory=LogSnapshot)
-    expired: LogSnapshot = field(default_factory=LogSnapshot)
+    released: LogSnapshot = ()
+    expired: LogSnapshot = ()
 
 
 class TaskLedger:

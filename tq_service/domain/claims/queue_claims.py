@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 
-from tq_service.domain.changes import ClaimAcked, ClaimExtended, ClaimReleased, LeaseExpired
+from tq_service.domain.changes.claims import ClaimAcked, ClaimExtended, ClaimReleased, LeaseExpired
 from tq_service.domain.claims.ledger import Lease, QueueClaim, TaskLedger
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes
@@ -61,7 +61,7 @@ def _give_back(
     )  # fmt: skip
     with partition.recording(change):
         if is_final:
-            task.released.add(request_id, time.monotonic())
+            task.released.add(request_id, time.time())
         if claim is None:
             return 0
         positions = task.left(claim)
@@ -162,7 +162,7 @@ def expire(partition: Partition, task: TaskLedger, request_id: bytes) -> None:
     change = LeaseExpired(partition_id=partition.partition_id, task_name=task.name, request_id=request_id)
     with partition.recording(change):
         partition.state_version += 1  # what is dead-lettered may bring the end, or let the rest of its group go
-        partition.on_reopened(task.expire(claim.lease, task.left(claim), time.monotonic()))
+        partition.on_reopened(task.expire(claim.lease, task.left(claim), time.time()))
         partition.changed()
 
 

@@ -148,15 +148,19 @@ class GroupTable:
         complete: NDArray[np.bool_] = full | unsized | self.closed[slots]
         return complete
 
-    def close(self, names: Iterable[str]) -> None:
-        """Say that no further members come."""
+    def slots_of(self, names: Iterable[str]) -> Indexes:
+        """Return the slots of groups that must be there."""
         slots = []
         for name in names:
             slot = self._slot_of.get(name)
             if slot is None:
                 raise GroupNotFoundError(f"no group {name!r} here; {nearest(name, self._slot_of)}")
             slots.append(slot)
-        self.closed.write(np.array(slots, np.int64), True)
+        return np.array(slots, np.int64)
+
+    def close(self, slots: Indexes) -> None:
+        """Take no further members."""
+        self.closed.write(slots, True)
 
     def forget_empty(self, slots: NDArray[np.int64]) -> None:
         """Free the slots of groups whose members are all cleared."""

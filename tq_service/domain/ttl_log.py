@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 Value = TypeVar("Value")
@@ -14,39 +12,23 @@ _BLOCK_ENTRIES = 1024
 
 
 class Entry(NamedTuple, Generic[Value]):
-    """What is remembered of an id, and since when on the monotonic clock."""
+    """What is remembered of an id, and since when, in seconds of wall-clock time."""
 
     key: bytes
     seconds: float
     value: Value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogSnapshot:
-    """What was remembered at one moment.
-
-    Attributes:
-        blocks: entries, oldest first.
-        now_seconds: when that was, on the clock of the entries.
-    """
-
-    blocks: Sequence[Sequence[Entry[Any]]] = ()
-    now_seconds: float = 0.0
+LogSnapshot = Sequence[Sequence[Entry[Any]]]
+"""Entries in blocks, oldest first, as they were at one moment."""
 
 
 def merged(*logs: LogSnapshot) -> LogSnapshot:
-    """Return the entries of several logs as one, each as old as it was at the moment of its own."""
-    entries = [
-        Entry(key, seconds - log.now_seconds, value)
-        for log in logs
-        for block in log.blocks
-        for key, seconds, value in block
-    ]
-    entries.sort(key=lambda entry: entry.seconds)
-    return LogSnapshot(blocks=[entries])
+    """Return the entries of several logs as one."""
+    return [sorted((entry for log in logs for block in log for entry in block), key=lambda entry: entry.seconds)]
 
 
-class AgingLog(Generic[Value]):
+class TtlLog(Generic[Value]):
     """Entries in order of time, found by id. Full blocks of them never change, so snapshots share them."""
 
     __slots__ = ("_blocks", "_entries", "_gone")
@@ -70,7 +52,7 @@ class AgingLog(Generic[Value]):
         return self._entries.get(key)
 
     def add(self, key: bytes, seconds: float, value: Value) -> None:
-        """Remember something from `seconds` on the monotonic clock, which is not before that of any other entry."""
+        """Remember something from `seconds` on, which is not before any other entry."""
         entry = Entry(key, seconds, value)
         self._entries[key] = entry
         if not self._blocks or len(self._blocks[-1]) == _BLOCK_ENTRIES:
@@ -104,12 +86,11 @@ class AgingLog(Generic[Value]):
         if blocks:
             blocks[-1] = blocks[-1].copy()
             blocks[0] = blocks[0][self._gone :]
-        return LogSnapshot(blocks=blocks, now_seconds=time.monotonic())
+        return blocks
 
     def restore(self, snapshot: LogSnapshot) -> None:
-        """Remember the entries of a snapshot, each as old as it was then; for a log that is empty."""
-        shift = time.monotonic() - snapshot.now_seconds
-        entries = (Entry(key, seconds + shift, value) for block in snapshot.blocks for key, seconds, value in block)
+        """Remember the entries of a snapshot; for a log that is empty."""
+        entries = itertools.chain.from_iterable(snapshot)
         while block := list(itertools.islice(entries, _BLOCK_ENTRIES)):
             self._blocks.append(block)
             self._entries.update((entry.key, entry) for entry in block)

@@ -3,22 +3,22 @@
 import itertools
 import random
 
-from tq_service.domain.aging_log import AgingLog
+from tq_service.domain.ttl_log import TtlLog
 
 
 def entries(snapshot):
-    return [(entry.key, entry.seconds, entry.value) for entry in itertools.chain.from_iterable(snapshot.blocks)]
+    return [(entry.key, entry.seconds, entry.value) for entry in itertools.chain.from_iterable(snapshot)]
 
 
 def log_of(count):
-    log = AgingLog()
+    log = TtlLog()
     for number in range(count):
         log.add(number.to_bytes(4), float(number), number)
     return log
 
 
 def test_the_newest_entry_of_an_id_counts_and_outlives_the_older_one():
-    log = AgingLog()
+    log = TtlLog()
     log.add(b"a", 1.0, "old")
     log.add(b"b", 2.0, "b")
     log.add(b"a", 3.0, "new")
@@ -40,12 +40,12 @@ def test_a_snapshot_stays_as_it_was():
     log.drop_before(4000.0)
     assert entries(snapshot) == [(number.to_bytes(4), float(number), number) for number in range(1500, 5000)]
     assert [key for key, _, _ in entries(log.snapshot())] == [*(n.to_bytes(4) for n in range(4000, 5000)), b"late"]
-    assert entries(AgingLog().snapshot()) == []
+    assert entries(TtlLog().snapshot()) == []
 
 
 def test_any_order_of_changes_gives_what_a_plain_list_gives():
     rng = random.Random(5)
-    log, plain, snapshot = AgingLog(), [], []
+    log, plain, snapshot = TtlLog(), [], []
     for seconds in range(6000):
         if plain and rng.random() < 0.45:
             log.drop_oldest()

@@ -1,0 +1,86 @@
+"""Changes of whole partitions, and of what is recorded for retries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tq_service.domain.changes.state_machine import Change, State, Step
+from tq_service.domain.partition import Partition, PartitionSettings
+from tq_service.errors import AlreadyExistsError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionCreated(Change):
+    """A partition was made, by itself or by its first samples."""
+
+    partition_id: str
+    incarnation: bytes
+    settings: PartitionSettings
+
+    def prepare(self, state: State) -> Partition:
+        """Make the partition; it is not in the state yet."""
+        if self.partition_id in state.partitions:
+            raise AlreadyExistsError(f"partition {self.partition_id!r} is there; clear it first")
+        return Partition(self.partition_id, self.settings, self.incarnation)
+
+    def apply(self, state: State, prepared: Partition, step: Step) -> Partition:
+        """Have it in the state."""
+        state.partitions[self.partition_id] = prepared
+        step.created.append(prepared)
+        return prepared
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionSealed(Change):
+    """No new samples come. A write that seals the partition says so itself."""
+
+    partition_id: str
+
+    def prepare(self, state: State) -> Partition | None:
+        """Find the partition, unless it is sealed."""
+        partition = state.partition(self.partition_id)
+        return None if partition.sealed else partition
+
+    def apply(self, state: State, prepared: Partition, step: Step) -> None:
+        """Seal it."""
+        prepared.seal()
+        step.changed[prepared] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionCleared(Change):
+    """A partition was removed."""
+
+    partition_id: str
+
+    def prepare(self, state: State) -> Partition:
+        """Find the partition."""
+        return state.partition(self.partition_id)
+
+    def apply(self, state: State, prepared: Partition, step: Step) -> int:
+        """Remove it; return how many samples it had."""
+        del state.partitions[self.partition_id]
+        step.freed += prepared.cells.forget_all()
+        step.cleared.append(prepared)
+        return prepared.table.present_count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestAnswered(Change):
+    """A mutating request was answered, last in the group of what it changed.
+
+    Attributes:
+        packed: the answer, as it is kept.
+    """
+
+    request_id: bytes
+    packed: Any
+
+    def prepare(self, state: State) -> State:
+        """Return the state: an answer is of what has been applied, so there is nothing to refuse."""
+        return state
+
+    def apply(self, state: State, prepared: State, step: Step) -> None:
+        """Record it."""
+        state.answers.add(self.request_id, self.packed, step.at_seconds)

@@ -1,0 +1,258 @@
+"""The one way to change the state of a controller.
+
+    group:  prepare -> encode -> apply, for each change; the answer of the request last
+            -> append to the log, as one record
+            -> consequences to the listener: freed cells, started leases, wake-ups
+
+A group is what one step of the event loop does. `prepare` makes all checks and changes nothing, so a change that is
+refused, or has no bytes, leaves no trace. Whatever goes wrong once a change is being applied is fatal: the group is
+dropped, and the state of the process, of which a part may have been changed, is not used again. So the log has what was
+applied, and a start, which applies the same changes, gives the same state. Consequences are for the process that made
+the change: they are not repeated when the log is read.
+
+It has the shape of a replicated state machine: Ongaro and Ousterhout, "In Search of an Understandable Consensus
+Algorithm", 2014, section 2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, ClassVar, Protocol
+
+from tq_service.domain.claims.ledger import Lease
+from tq_service.domain.idempotency import IdempotencyCache
+from tq_service.domain.partition import Partition
+from tq_service.domain.tables.cells import FreedCells
+from tq_service.errors import PartitionNotFoundError, TqError, nearest
+
+_log = logging.getLogger(__name__)
+
+
+class State:
+    """All that a controller has to know to go on where it was: what changes are applied to, and snapshots hold.
+
+    Attributes:
+        partitions: by name.
+        answers: of mutating requests, for retries.
+    """
+
+    __slots__ = ("answers", "partitions")
+
+    def __init__(self, answers: IdempotencyCache | None = None) -> None:
+        self.partitions: dict[str, Partition] = {}
+        self.answers = IdempotencyCache(600.0) if answers is None else answers
+
+    def partition(self, partition_id: str, incarnation: bytes = b"") -> Partition:
+        """Return a partition that must be there, in the incarnation the caller means; empty means whichever."""
+        partition = self.partitions.get(partition_id)
+        if partition is None:
+            raise PartitionNotFoundError(f"no partition {partition_id!r}; {nearest(partition_id, self.partitions)}")
+        partition.check_incarnation(incarnation)
+        return partition
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """What the changes of one group are applied in, and what follows from them for the process that made them.
+
+    Attributes:
+        at_seconds: when, in seconds of wall-clock time that never goes back; the same when the change is applied again.
+        freed: cells that no sample has any more.
+        leases: those that began, or got more time, with the partition and the name of their task.
+        changed: partitions in which those who wait for samples may find more.
+        consumed: partitions of which a task has fewer samples left, so that writes may have room.
+        created: partitions that are there from now on.
+        cleared: partitions that are not there any more.
+    """
+
+    at_seconds: float
+    freed: list[FreedCells] = field(default_factory=list)
+    leases: list[tuple[Partition, str, Lease]] = field(default_factory=list)
+    changed: dict[Partition, None] = field(default_factory=dict)
+    consumed: dict[Partition, None] = field(default_factory=dict)
+    created: list[Partition] = field(default_factory=list)
+    cleared: list[Partition] = field(default_factory=list)
+
+
+class Change:
+    """Something that can be done to the state: a frozen dataclass, whose fields are what the log keeps of it.
+
+    Attributes:
+        kinds: all changes there are, by the name of their class, which the log knows them by.
+    """
+
+    __slots__ = ()
+    kinds: ClassVar[dict[str, type[Change]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        Change.kinds[cls.__name__] = cls
+
+    def prepare(self, state: State) -> Any | None:
+        """Check the change and look up what it needs; None where there is nothing to change.
+
+        Nothing is changed here.
+
+        Raises:
+            TqError: the change does not fit the state.
+        """
+        raise NotImplementedError
+
+    def apply(self, state: State, prepared: Any, step: Step) -> Any:
+        """Make the change, by the state and the step alone, and return what came of it.
+
+        It cannot be refused any more.
+        """
+        raise NotImplementedError
+
+
+class ChangeLog(Protocol):
+    """Where changes are written down."""
+
+    def encode(self, change: Change) -> bytes:
+        """Return the bytes of a change; raises where it has none, or nothing is taken any more."""
+        ...
+
+    def append(self, at_seconds: float, changes: Sequence[bytes]) -> None:
+        """Take the changes of a group as one record, into memory: it cannot fail."""
+        ...
+
+
+class StateMachine:
+    """Applies changes to the state, and has them written down. Confined to one event loop.
+
+    Attributes:
+        log: None: nothing is written down, as while a log is read.
+        fatal: called where the state cannot be used any more, with the reason and the error.
+        listener: called with what follows from a group once that was appended.
+    """
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.log: ChangeLog | None = None
+        self.fatal: Callable[[str, BaseException], None] = _log_critical
+        self.listener: Callable[[Step], None] = lambda step: None
+        self._group: Group | None = None
+        self._last_seconds = 0.0
+
+    def group(self) -> Group:
+        """Return what the changes of this step of the loop are made in; a group within a group is a part of it."""
+        return self._group or Group(self)
+
+    def commit(self, change: Change, prepared: Any = None) -> Any:
+        """Make a change, alone or in the open group, and return what came of it; None where nothing is to change.
+
+        Args:
+            change: what is to be done.
+            prepared: what `prepare` returned for the state as it is.
+
+        Raises:
+            TqError: it does not fit the state, which has not changed.
+        """
+        if prepared is None:
+            prepared = change.prepare(self.state)
+            if prepared is None:
+                return None
+        return self.commit_all([(change, prepared)])
+
+    def commit_all(self, changes: Iterable[tuple[Change, Any]]) -> Any:
+        """Make several changes that were prepared, or none of them; return what came of the last one."""
+        with self.group() as group:
+            encoded = [(change, prepared, group.encode(change)) for change, prepared in changes]
+            return [group.apply(*each) for each in encoded][-1]
+
+    @contextlib.contextmanager
+    def recording(self, change: Change) -> Iterator[None]:
+        """Encode a change that is made in the `with`, and have it written down at its end."""
+        with self.group() as group, group.applying(group.encode(change)):
+            yield
+
+    def replay(self, change: Change, at_seconds: float) -> None:
+        """Apply a change that was written down, to the state in which it was made.
+
+        Raises:
+            TqError, LookupError, ValueError: it does not fit the state.
+        """
+        self._last_seconds = at_seconds
+        prepared = change.prepare(self.state)
+        if prepared is None:
+            raise ValueError("it changes nothing")
+        change.apply(self.state, prepared, Step(at_seconds))
+
+    def now_seconds(self) -> float:
+        """Return the time of a group that begins now; a clock that was set back stands still instead."""
+        self._last_seconds = max(self._last_seconds, time.time())
+        return self._last_seconds
+
+
+class Group:
+    """Changes of one step of the loop, in a `with`; there is no await in it."""
+
+    __slots__ = ("_depth", "_encoded", "_is_applying", "_machine", "_step")
+
+    def __init__(self, machine: StateMachine) -> None:
+        self._machine = machine
+        self._step = Step(machine.now_seconds())
+        self._encoded: list[bytes] = []
+        self._is_applying = False
+        self._depth = 0
+
+    def encode(self, change: Change) -> bytes:
+        """Return the bytes of a change that is about to be applied."""
+        log = self._machine.log
+        return b"" if log is None else log.encode(change)
+
+    def apply(self, change: Change, prepared: Any, encoded: bytes) -> Any:
+        """Apply a change, and add it to what is written down at the end."""
+        with self.applying(encoded):
+            return change.apply(self._machine.state, prepared, self._step)
+
+    @contextlib.contextmanager
+    def applying(self, encoded: bytes) -> Iterator[None]:
+        """Add a change, which is applied in the `with`, to what is written down at the end."""
+        self._encoded.append(encoded)
+        self._is_applying = True
+        yield
+        self._is_applying = False
+
+    def __enter__(self) -> Group:
+        self._machine._group = self
+        self._depth += 1
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._depth -= 1
+        if self._depth and error is None:
+            return
+        machine = self._machine
+        if not self._depth:
+            machine._group = None
+        if not self._encoded:
+            return
+        # A refusal may follow a change that was made whole, such as a task that was seen for the first time.
+        if error is not None and (self._is_applying or not isinstance(error, TqError)):
+            self._encoded.clear()
+            what = (
+                "a change was made in part" if self._is_applying else "a request failed after a change of it was made"
+            )
+            machine.fatal(what, error)
+            return
+        if self._depth:
+            return
+        try:
+            if machine.log is not None:
+                machine.log.append(self._step.at_seconds, self._encoded)
+            machine.listener(self._step)
+        except Exception as failure:
+            machine.fatal("what follows from a change could not be done", failure)
+            raise
+
+
+def _log_critical(reason: str, error: BaseException) -> None:
+    _log.critical("the state cannot be used any more: %s", reason, exc_info=error)

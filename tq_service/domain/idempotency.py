@@ -1,0 +1,102 @@
+"""Answers of mutating requests, kept so that a retry has no second effect and gets the same answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tq_service.domain.ttl_log import LogSnapshot, TtlLog, merged
+from tq_service.errors import InvalidArgumentError
+
+_ENTRY_BYTES = 256  # of an id, a time, and what holds them together
+
+
+class IdempotencyCache:
+    """Recorded answers by request_id, forgotten once no client can still be retrying.
+
+    Refused requests are not recorded: they changed nothing, and may be right the next time. Times are those of the
+    steps in which requests were made, so an answer is as old after a restart as it is.
+
+    Attributes:
+        used_bytes: about how much memory the answers take.
+    """
+
+    def __init__(
+        self,
+        keep_seconds: float,
+        *,
+        pack: Callable[[Any], Any] = lambda answer: answer,
+        unpack: Callable[[Any], Any] = lambda packed: packed,
+        max_bytes: int | None = None,
+        weigh: Callable[[Any], int] = lambda packed: 0,
+    ) -> None:
+        """Make an empty cache.
+
+        Args:
+            keep_seconds: how long an answer is kept.
+            pack: makes of an answer what is kept, which should be small: there may be a million of them.
+            unpack: makes the answer of it again.
+            max_bytes: what the answers may take; the oldest are forgotten sooner then. None: no bound.
+            weigh: returns the bytes of what is kept of an answer.
+        """
+        self.pack = pack
+        self._unpack = unpack
+        self._keep_seconds = keep_seconds
+        self._max_bytes = max_bytes
+        self._weigh = weigh
+        self.used_bytes = 0
+        self._answers: TtlLog[Any] = TtlLog()
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def recorded(self, request_id: bytes, kind: type[object], now_seconds: float) -> Any | None:
+        """Return the recorded answer, None where there is none, or it is too old by now.
+
+        Raises:
+            InvalidArgumentError: the id has not 16 bytes, or the recorded answer is not of this kind: it is that of
+                another method, to which the caller gave the same id.
+        """
+        if len(request_id) != 16:
+            raise InvalidArgumentError(
+                f"request_id has {len(request_id)} bytes; send 16 random bytes, the same over retries",
+                field="request_id",
+            )
+        known = self._answers.get(request_id)
+        if known is None or known.seconds < now_seconds - self._keep_seconds:
+            return None
+        recorded = self._unpack(known.value)
+        if not isinstance(recorded, kind):
+            raise InvalidArgumentError(
+                f"request_id {request_id.hex()} is that of another call, which was answered with a "
+                f"{type(recorded).__name__}; make a new one for each call, the same over its retries",
+                field="request_id",
+            )
+        return recorded
+
+    def add(self, request_id: bytes, packed: Any, at_seconds: float) -> None:
+        """Record an answer, and forget those that are too old or too many."""
+        self._forget_old(at_seconds)
+        self._answers.add(request_id, at_seconds, packed)
+        self.used_bytes += _ENTRY_BYTES + self._weigh(packed)
+
+    def _forget_old(self, now: float) -> None:
+        while (oldest := self._answers.oldest) is not None:
+            is_too_much = self._max_bytes is not None and self.used_bytes > self._max_bytes
+            if not is_too_much and oldest.seconds >= now - self._keep_seconds:
+                break
+            self.used_bytes -= _ENTRY_BYTES + self._weigh(oldest.value)
+            self._answers.drop_oldest()
+
+    def snapshot(self) -> LogSnapshot:
+        """Return the answers as they are now, packed."""
+        return self._answers.snapshot()
+
+    def restore(self, answers: LogSnapshot) -> None:
+        """Record the answers of a snapshot, besides those that are here."""
+        if len(self._answers):
+            answers = merged(answers, self.snapshot())
+            self._answers = TtlLog()
+        self._answers.restore(answers)
+        entries = [entry for request_id in self._answers if (entry := self._answers.get(request_id)) is not None]
+        self.used_bytes = sum(_ENTRY_BYTES + self._weigh(entry.value) for entry in entries)
