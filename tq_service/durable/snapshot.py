@@ -139,7 +139,7 @@ class _Batches:
     batch_specs: list[BatchSpec]
     spec_numbers: NDArray[np.int64]
     parts: list[bytes]
-    plans: list[list[tuple[bytes, int]]]
+    plans: list[Any]  # of lists of (bytes, int); looking at the types of a hundred thousand would take long
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +158,7 @@ class _Claims:
     serials: NDArray[np.int64]
     request_ids: list[bytes]
     parts: list[bytes]
-    given: list[tuple[bytes, int]]
+    given: list[Any]  # of (bytes, int)
     leases: list[_StoredLease]
 
 
