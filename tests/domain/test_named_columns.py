@@ -9,16 +9,15 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 import pytest
 from digest import digest
-from domain_support import asks, insert, new_write, partition
+from domain_support import asks, clear, insert, new_write, partition
 
 from tq_service.domain import catalog as catalog_module
 from tq_service.domain.catalog import Catalog
-from tq_service.domain.partition import Partition, PartitionFacts
-from tq_service.domain.requests import RequestLog
+from tq_service.domain.changes import partitions
+from tq_service.domain.partition import Partition, PartitionFacts, PartitionSettings
 from tq_service.domain.tables.column import Column
 from tq_service.domain.tables.meta import Condition, Order
 from tq_service.domain.tables.table import RowTable
-from tq_service.domain.writes import PartitionSettings
 from tq_service.durable import snapshot as snapshot_module
 from tq_service.durable.keeper import Keeper
 from tq_service.durable.snapshot import ServiceSnapshot, read_snapshot, write_snapshot
@@ -33,6 +32,12 @@ class Prioritized(Partition):
         super().__init__(*arguments)
         self.priority = self.table.column("priority", np.int32, 5, is_readable=True)
         self.shelf = self.cells.puts.column("shelf", np.object_, None)
+
+
+def of_version(monkeypatch, kind):
+    """Make partitions of a kind wherever they are made."""
+    for module in (catalog_module, partitions):
+        monkeypatch.setattr(module, "Partition", kind)
 
 
 def prioritized(count, fields=("x",)):
@@ -88,18 +93,18 @@ def test_a_declared_column_is_compacted_and_grows():
     made = prioritized(0, ())
     insert(made, 3000, ())
     made.priority.write(slice(0, 3000), np.arange(3000))
-    made.clear(np.arange(2500))
+    clear(made, np.arange(2500))
     assert made.table.count == 500
     assert made.priority[:500].tolist() == list(range(2500, 3000))
     insert(made, 3000, ())
     assert made.priority[500:3500].tolist() == [5] * 3000
-    made.clear(np.array([2999]))
+    clear(made, np.array([2999]))
     assert made.priority[499] == 5
 
 
 def test_claims_find_a_readable_column_like_custom_meta(monkeypatch):
     async def ask():
-        monkeypatch.setattr(catalog_module, "Partition", Prioritized)
+        of_version(monkeypatch, Prioritized)
         catalog = Catalog(PlanRunner())
         catalog.write("train", b"", new_write(6, ("x",)))
         catalog.get("train").priority.write(slice(0, 6), [3, 9, 1, 9, 0, 7])
@@ -273,11 +278,11 @@ def test_a_service_does_not_start_on_what_a_newer_version_wrote_nor_go_back_befo
     """Going on with the snapshot before it would lose what came since, without a word."""
 
     async def live(kind, story):
-        monkeypatch.setattr(catalog_module, "Partition", kind)
+        of_version(monkeypatch, kind)
         keeper = Keeper.open(tmp_path, sync=False)
         try:
             catalog = Catalog(PlanRunner())
-            keeper.recover(catalog=catalog, requests=RequestLog(600.0))
+            keeper.recover(catalog=catalog)
             keeper.start()
             await story(keeper, catalog)
             await keeper.durable()
@@ -334,3 +339,18 @@ def test_parts_that_do_not_fit_are_damage(path, monkeypatch, change, error):
     insert(made, 4, ("x",))
     with pytest.raises(SnapshotDamagedError, match=error):
         restored(written(made, path))
+
+
+def test_a_table_that_a_snapshot_does_not_have_is_empty(path, caplog):
+    class Shelved(Partition):
+        @property
+        def tables(self):
+            self.shelves = RowTable()
+            return {**super().tables, "shelves": self.shelves}
+
+    made = partition()
+    insert(made, 4, ("x",))
+    again = restored(written(made, path), Shelved)
+    assert again.shelves.count == 0
+    assert again.table.present_count == 4
+    assert any("column 'present' of its table 'shelves'" in record.getMessage() for record in caplog.records)

@@ -338,18 +338,18 @@ class Partition:
 
     def _restore_tables(self, snapshots: Mapping[str, TableSnapshot]) -> None:
         tables = self.tables
-        for name, snapshot in snapshots.items():
-            if name not in tables:
-                raise _newer(self.partition_id, f"it has the unknown table {name!r}")
+        for unknown in snapshots.keys() - tables.keys():
+            raise _newer(self.partition_id, f"it has the unknown table {unknown!r}")
+        for name, table in tables.items():
             try:
-                missing = tables[name].restore(snapshot)
+                missing = table.restore(snapshots.get(name, TableSnapshot(size=0, columns={})))
             except NewerVersionError as error:
                 raise _newer(self.partition_id, f"its table {name!r} has {error}") from error
             for column in missing:
                 _log.warning(
                     "partition %r was written before there was a column %r of its table %r, which has %r in all rows "
                     "that there are",
-                    self.partition_id, column, name, tables[name].columns[column].fill,
+                    self.partition_id, column, name, table.columns[column].fill,
                 )  # fmt: skip
 
     def _rebuild(self, facts: PartitionFacts) -> None:
