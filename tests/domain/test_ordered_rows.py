@@ -1,11 +1,11 @@
-"""Claims in the order of numbers: the order of before, at the cost of the batch, and never long on the event loop."""
+"""Claims in the order of numbers and texts: that of a plain sort, at the cost of the batch, never long on the loop."""
 
 import asyncio
-import itertools
 import math
 import os
 import random
 import threading
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -25,7 +25,7 @@ from domain_support import (
 )
 from planner_bench import Bench, Whenever, rows
 
-from tq_service.domain.claims import ordered_rows, sort_keys, view
+from tq_service.domain.claims import ordered_rows, view
 from tq_service.domain.claims.queue_claims import release
 from tq_service.domain.claims.readiness import Readiness
 from tq_service.domain.plan import Plan
@@ -38,6 +38,22 @@ VALUES = {
     "int": [-(2**63), -5, -1, 0, 1, 3, 2**63 - 1],
     "double": [-math.inf, -1.5, -0.0, 0.0, 5e-324, 2.0, math.inf, math.nan],
     "bool": [False, True],
+    "text": [
+        "",
+        "\0",
+        "a",
+        "a\0",
+        "a\0\0",
+        "ab",
+        "b" * 40,
+        "b" * 40 + "a",
+        "é",
+        "\ud800",
+        "\udfff",
+        "\uffff",
+        "😀",
+        "😀a",
+    ],
 }
 
 
@@ -45,8 +61,20 @@ def column(name, values):
     """Return a custom_meta column of values, None where there is none."""
     present = np.array([value is not None for value in values])
     filler = next((value for value in values if value is not None), 0)
-    array = np.array([filler if value is None else value for value in values])
+    dtype = np.object_ if isinstance(filler, str) else None
+    array = np.array([filler if value is None else value for value in values], dtype=dtype)
     return MetaColumn(name=name, values=array, present=present)
+
+
+def view_of(target, task, orders):
+    return view.PartitionView(target, task, batch_spec(order_by=orders), None, remembers=True)
+
+
+def sorted_view(target, task, orders):
+    """Return a view with all work done that is heavy."""
+    while (made := view_of(target, task, orders)).is_heavy:
+        made.sort_some()
+    return made
 
 
 class Rows:
@@ -124,16 +152,27 @@ class Rows:
             self.values |= entries
 
     def view(self):
-        """Return a view as the planner has it, with the work that is left to threads done."""
-        bound = batch_spec(order_by=self.orders)
-        kinds = sort_keys.key_kinds(self.partition.meta, self.orders)
-        ordered = self.task.orders.use(ordered_rows.order_key(bound, None), kinds, self.partition.inserted_count)
-        while ordered.is_heavy(self.partition.table.count):
-            ordered.heavy_work(Readiness(self.partition, self.task, bound, None))()()
-        made = view.PartitionView(self.partition, self.task, bound, None, remembers=True, ordered=ordered)
+        """Return a view as the planner has it."""
+        made = sorted_view(self.partition, self.task, self.orders)
         if self.rng.random() < 0.3:
             made.leave_loop()
         return made
+
+    def sort_some(self):
+        """Do a step of what is left to others, between other changes."""
+        made = view_of(self.partition, self.task, self.orders)
+        if made.is_heavy:
+            made.sort_some()
+
+    def plan_elsewhere(self):
+        """Have another thread read, while rows change or others read here."""
+        made = self.view()
+        made.leave_loop()
+        if self.rng.random() < 0.5:
+            made.ready(self.rng.choice([None, 1, 3]))
+        for _ in range(self.rng.randint(0, 2)):
+            getattr(self, self.rng.choice(STEPS))()
+        made.come_back()
 
     def expected(self):
         def key(index):
@@ -145,7 +184,11 @@ class Rows:
                     continue
                 is_nan = isinstance(value, float) and math.isnan(value)
                 sign = -1 if order.descending else 1
-                parts.append((0, sign * is_nan, 0 if is_nan else sign * value))
+                if isinstance(value, str):  # in order of code points; one that goes on comes after one that has ended
+                    points = [sign * ord(letter) for letter in value] + [sign * -1]
+                    parts.append((0, points, 0))
+                else:
+                    parts.append((0, sign * is_nan, 0 if is_nan else sign * value))
             return (*parts, index)
 
         return sorted(self.values, key=key)
@@ -162,24 +205,24 @@ class Rows:
                 again.come_back()
 
 
-STEPS = ["insert", "insert", "set_meta", "set_meta", "show", "hold", "clear", "claim", "claim", "give_back", "check"]
+STEPS = ["insert", "insert", "set_meta", "set_meta", "show", "hold", "clear", "claim", "claim", "give_back", "check",
+         "sort_some", "plan_elsewhere"]  # fmt: skip
 ORDERS = [
     (Order("int"),), (Order("int", descending=True),), (Order("double"),), (Order("double", descending=True),),
     (Order("bool"), Order("int", descending=True)), (Order("bool", descending=True), Order("double"), Order("int")),
-    (Order("none"), Order("int")),
+    (Order("none"), Order("int")), (Order("text"),), (Order("text", descending=True),),
+    (Order("bool"), Order("text", descending=True), Order("int")), (Order("text"), Order("double", descending=True)),
 ]  # fmt: skip
 
 
 @pytest.fixture
 def few_at_once(monkeypatch):
     """Have few rows be many, so that all ways of large partitions are gone."""
-    monkeypatch.setattr(ordered_rows, "_MOST_ON_LOOP", 5)
-    monkeypatch.setattr(ordered_rows, "_MOST_RUNS", 2)
-    monkeypatch.setattr(ordered_rows, "_STRETCH", 7)
-    monkeypatch.setattr(ordered_rows, "_LEAST_TAKEN", 2)
-    monkeypatch.setattr(ordered_rows, "_MOST_TAKEN", 4)
-    monkeypatch.setattr(sort_keys, "_MOST_MERGED", 8)
-    monkeypatch.setattr(sort_keys, "_STRETCH", 3)
+    monkeypatch.setattr(ordered_rows, "_SLICE", 5)
+    monkeypatch.setattr(ordered_rows, "_FIRST_BUCKET", 2)
+    monkeypatch.setattr(ordered_rows, "_FEW", 3)
+    monkeypatch.setattr(ordered_rows, "_MOST_SPLITTERS", 3)
+    monkeypatch.setattr(ordered_rows, "_SAMPLES", 2)
     monkeypatch.setattr(view, "_MOST_ON_LOOP", 6)
 
 
@@ -198,7 +241,8 @@ def test_keys_of_all_values_are_in_their_order():
     for name, values in VALUES.items():
         target = Rows(random.Random(0), (Order(name), Order("int")))
         indexes = insert(target.partition, 2 * len(values) + 1)
-        entries = [{"int": 0, "double": 0.0, "bool": False, name: value} for value in [*values, *values[::-1], None]]
+        others = {"int": 0, "double": 0.0, "bool": False, "text": ""}
+        entries = [{**others, name: value} for value in [*values, *values[::-1], None]]
         set_meta(target.partition, np.array(indexes), target.columns(entries))
         target.values = dict(zip(indexes, entries, strict=True))
         assert target.view().ready().tolist() == target.expected()
@@ -212,31 +256,33 @@ def test_integers_that_become_doubles_keep_their_order():
     assert target.view().ready().tolist() == [1, 2, 3, 0]
 
 
+@pytest.mark.parametrize("is_text", [True, False])
 @pytest.mark.parametrize("named", [True, False])
-def test_groups_come_in_the_order_of_their_first_members_however_far_apart_they_are(named):
+def test_groups_come_in_the_order_of_their_first_members_however_far_apart_they_are(named, is_text):
     rng = np.random.default_rng(0)
     target = partition()
     group_count, size = 3000, 4
     names = np.repeat([f"g{number}" for number in range(group_count)], size)
+    values = [f"{value:06d}" if is_text else value for value in rng.integers(0, 50_000, names.size).tolist()]
     for start in range(0, names.size, 1000 * size):
-        entries = [{"v": int(value)} for value in rng.integers(0, 50_000, 1000 * size)]
-        named_so = {"groups": names[start : start + 1000 * size].tolist(), "group_size": size} if named else {}
-        insert(target, 1000 * size, meta=entries, **named_so)
-    update(target, rng.choice(names.size, 500, replace=False), state="held")
-    task, bound, block_size = target.task("t"), batch_spec(order_by=(Order("v"),)), None if named else size
+        some = slice(start, start + 1000 * size)
+        named_so = {"groups": names[some].tolist(), "group_size": size} if named else {}
+        insert(target, 1000 * size, meta=[{"v": value} for value in values[some]], **named_so)
+    held = rng.choice(names.size, 500, replace=False)
+    update(target, held, state="held")
+    task, orders = target.task("t"), (Order("v"),)
+    whole = np.setdiff1d(np.arange(group_count), held // size)
+    members = [sorted(range(size * group, size * (group + 1)), key=values.__getitem__) for group in whole.tolist()]
+    expected = sorted(members, key=lambda group: (values[group[0]], group[0]))
 
-    def groups(limit, ordered=None):
-        made = view.PartitionView(target, task, bound, None, remembers=True, ordered=ordered)
-        found = made.ready_groups(limit, unit="group", block_size=block_size)
+    for limit in (1, 8, 300, None):
+        made = sorted_view(target, task, orders)
+        if limit is None:
+            made.leave_loop()
+        found = made.ready_groups(limit, unit="group", block_size=None if named else size)
         assert not made.gave_up
-        return [found.rows[start : start + size].tolist() for start in found.starts.tolist()]
-
-    expected = groups(None)  # sorts all
-    values = target.meta.read("v", np.arange(names.size)).values
-    assert [values[group].min() for group in expected] == sorted(values[group].min() for group in expected)
-    ordered = task.orders.use(ordered_rows.order_key(bound, None), "i", target.inserted_count)
-    for limit in (1, 8, 300):
-        assert groups(limit, ordered) == expected[:limit]
+        groups = [found.rows[start : start + size].tolist() for start in found.starts.tolist()]
+        assert groups == expected[:limit]
 
 
 # Through the planner
@@ -246,25 +292,35 @@ class Looks:
     """Counts the rows that the event loop looks at, and those of other threads."""
 
     def __init__(self, monkeypatch):
-        self.on_loop = self.elsewhere = 0
+        self.on_loop = self.elsewhere = self.in_one_step = self.most_in_one_step = 0
         inner = Readiness.ready_mask
 
         def ready_mask(*arguments):
             mask = inner(*arguments)
             if threading.current_thread() is threading.main_thread():
                 self.on_loop += mask.size
+                self.in_one_step += mask.size
+                self.most_in_one_step = max(self.most_in_one_step, self.in_one_step)
             else:
                 self.elsewhere += mask.size
             return mask
 
         monkeypatch.setattr(Readiness, "ready_mask", ready_mask)
 
+    async def watch(self):
+        while True:
+            self.in_one_step = 0
+            await asyncio.sleep(0)
+
     def take(self):
-        counts, self.on_loop, self.elsewhere = (self.on_loop, self.elsewhere), 0, 0
+        """Return how many rows the loop looked at, in one step at most, and how many others did."""
+        counts = self.on_loop, self.most_in_one_step, self.elsewhere
+        self.on_loop = self.elsewhere = self.most_in_one_step = 0
         return counts
 
 
 MANY = 100_000
+MANY_IN_ONE_STEP = 5_000
 ORDER = (Order("v", descending=True), Order("w"))
 
 
@@ -274,79 +330,93 @@ async def bench():
 
 
 @pytest.fixture
-def looks(monkeypatch):
-    return Looks(monkeypatch)
+async def looks(monkeypatch):
+    looks = Looks(monkeypatch)
+    watching = asyncio.create_task(looks.watch())
+    yield looks
+    watching.cancel()
 
 
-def put(bench, count, *, first=0):
-    """Insert rows whose order is their index turned round."""
+@pytest.fixture(params=[int, lambda number: f"{10**8 + number:09d}"], ids=["numbers", "texts"])
+def value(request):
+    """What stands in a column for a number, in the order of the numbers."""
+    return request.param
+
+
+def put(bench, value, count, *, first=0):
+    """Insert rows whose order is that of their indexes, but for every other."""
     numbers = np.arange(first, first + count)
     bench.insert(count)
-    set_meta(bench.partition, numbers, [column("v", -(numbers // 2)), column("w", -(numbers % 2.0))])
+    values = [value(-(number // 2)) for number in numbers.tolist()]
+    set_meta(bench.partition, numbers, [column("v", values), column("w", -(numbers % 2.0))])
 
 
 @pytest.mark.parametrize("ranked", [True, False])
-async def test_a_claim_looks_at_what_it_takes_and_the_rest_is_sorted_off_the_loop(bench, looks, ranked):
-    put(bench, MANY)
+async def test_a_claim_looks_at_what_it_takes_and_the_first_at_all_in_short_steps(bench, looks, value, ranked):
+    put(bench, value, MANY)
     for number in range(20):
         call = bench.ask((0, 1, number) if ranked else None, batch_size=8, order_by=ORDER)
         await asyncio.wait([call])
         assert sorted(rows(call)) == list(range(8 * number, 8 * number + 8))
-        on_loop, elsewhere = looks.take()
-        assert on_loop <= 1000
-        assert elsewhere == (MANY if number == 0 else 0)
+        on_loop, in_one_step, elsewhere = looks.take()
+        assert on_loop <= 1000 + (MANY if number == 0 else 0)
+        assert in_one_step <= MANY_IN_ONE_STEP
+        assert elsewhere == 0
 
 
-async def test_rows_that_come_are_entered_without_looking_at_the_others(bench, looks):
-    put(bench, MANY)
+async def test_rows_that_come_are_entered_without_looking_at_the_others(bench, looks, value):
+    put(bench, value, MANY)
     await bench.ask(batch_size=2, order_by=ORDER)
     for number in range(10):
-        indexes = bench.insert(5, meta=[{"v": 10 + number, "w": 0.0}] * 5)
+        indexes = bench.insert(5, meta=[{"v": value(10 + number), "w": 0.0}] * 5)
         looks.take()
         call = bench.ask(batch_size=2, order_by=ORDER)
         await asyncio.wait([call])
         assert rows(call) == indexes[:2]
         assert max(looks.take()) <= 1000
-    put(bench, MANY, first=bench.partition.inserted_count)
+    put(bench, value, MANY, first=bench.partition.inserted_count)
     looks.take()
     await bench.ask(batch_size=2, order_by=ORDER)
-    on_loop, elsewhere = looks.take()
-    assert on_loop <= 1000
-    assert elsewhere == 2 * MANY  # noted when they came, and when they got their values
+    on_loop, in_one_step, elsewhere = looks.take()
+    assert on_loop <= 1000 + 2 * MANY  # noted when they came, and when they got their values
+    assert in_one_step <= MANY_IN_ONE_STEP
+    assert elsewhere == 0
 
 
-async def test_many_that_are_gone_are_passed_over_off_the_loop_and_once(bench, looks):
-    put(bench, MANY)
+async def test_many_that_are_gone_are_passed_over_off_the_loop_and_once(bench, looks, value):
+    put(bench, value, MANY)
     await bench.ask(batch_size=2, order_by=ORDER)
     await bench.ask(batch_size=MANY // 2)  # in the order of the indexes, which is the same
     looks.take()
     call = bench.ask(batch_size=2, order_by=ORDER)
     await asyncio.wait([call])
     assert sorted(rows(call)) == [MANY // 2 + 2, MANY // 2 + 3]
-    on_loop, elsewhere = looks.take()
+    on_loop, _, elsewhere = looks.take()
     assert on_loop <= 30_000  # a few thousand at once, and as many by the pump
     assert 0 < elsewhere <= MANY
     await bench.ask(batch_size=2, order_by=ORDER)
     assert max(looks.take()) <= 1000
 
 
-async def test_a_sampler_on_a_thread_takes_rows_in_order_too(bench, looks):
-    put(bench, MANY)
+async def test_a_sampler_on_a_thread_takes_rows_in_order_too(bench, looks, value):
+    put(bench, value, MANY)
     slow = Whenever(lambda view, request: Plan.of([view.ready()[: request.batch_size]]), quick=False)
     for number in range(3):
         call = bench.ask(batch_size=4, order_by=ORDER, sampler=slow)
         await asyncio.wait([call])
         assert sorted(rows(call)) == list(range(4 * number, 4 * number + 4))
-        assert looks.take()[0] <= 1000
+        on_loop, in_one_step, _ = looks.take()
+        assert on_loop <= 1000 + (MANY if number == 0 else 0)
+        assert in_one_step <= MANY_IN_ONE_STEP
 
 
-async def test_others_have_the_loop_while_rows_are_sorted(bench):
+async def test_others_have_the_loop_while_rows_are_sorted(bench, value):
     """Puts and claims in another way go on, and what they change is in the order."""
-    put(bench, MANY)
+    put(bench, value, MANY)
     call = bench.ask(batch_size=2, order_by=ORDER)
     await turns()
-    first = bench.insert(1, meta=[{"v": 5, "w": 0.0}])
-    set_meta(bench.partition, np.array([7]), [column("v", [3])])
+    first = bench.insert(1, meta=[{"v": value(5), "w": 0.0}])
+    set_meta(bench.partition, np.array([7]), [column("v", [value(3)])])
     clear(bench.partition, np.array([0]))
     await asyncio.wait([call])
     assert rows(call) == [*first, 7]
@@ -361,8 +431,8 @@ async def next_call(bench):
     return call
 
 
-async def test_a_reset_while_rows_are_sorted_leaves_nobody_behind(bench):
-    put(bench, MANY)
+async def test_a_reset_while_rows_are_sorted_leaves_nobody_behind(bench, value):
+    put(bench, value, MANY)
     call = bench.ask((0, 1, 0), batch_size=2, order_by=ORDER)
     await turns()
     bench.partition.reset(bench.task, keep_consumed=False)
@@ -372,7 +442,7 @@ async def test_a_reset_while_rows_are_sorted_leaves_nobody_behind(bench):
 
 
 async def test_a_task_keeps_few_orders(bench):
-    put(bench, 100)
+    put(bench, int, 100)
     for number in range(50):
         where = (Condition("v", ">=", (-number,)),)
         assert rows(await finished_claim(bench, where)) == [2 * number]
@@ -386,18 +456,18 @@ async def finished_claim(bench, where):
 
 
 async def test_an_order_nobody_asks_for_any_more_is_forgotten(bench):
-    put(bench, MANY)
+    put(bench, int, MANY)
     await bench.ask(batch_size=2, order_by=ORDER)
-    kept = bench.task.orders.use(ordered_rows.order_key(batch_spec(order_by=ORDER), None), "if", MANY)
+    kept = bench.task.orders.use(bench.partition, batch_spec(order_by=ORDER), None)
     for _ in range(3):
         set_meta(bench.partition, np.arange(MANY), [column("v", np.arange(MANY))])
-    assert not kept.is_built
+    assert not kept.is_in_use
     assert sorted(rows(await next_call(bench))) == [MANY - 2, MANY - 1]
 
 
 @pytest.mark.parametrize("sampler", [SequentialSampler(), GRPOGroupNSampler(n_samples_per_prompt=2)])
-async def test_the_last_in_order_come_at_the_end(bench, sampler):
-    put(bench, 10)
+async def test_the_last_in_order_come_at_the_end(bench, value, sampler):
+    put(bench, value, 10)
     calls = [bench.ask((0, 1, index), batch_size=4, order_by=ORDER, sampler=sampler) for index in range(4)]
     await turns(20)
     assert [call.done() for call in calls] == [True, True, False, False]
@@ -407,20 +477,35 @@ async def test_the_last_in_order_come_at_the_end(bench, sampler):
     assert calls[3].result().skipped == 0
 
 
-def test_runs_give_each_key_once_and_in_order():
-    rng = random.Random(5)
-    for _ in range(200):
-        runs, expected = sort_keys.SortedRuns(), set()
-        taken = []
-        for _ in range(30):
-            if rng.random() < 0.6:
-                new = {rng.randrange(1000) for _ in range(rng.randrange(20))} - set(taken)
-                least = max(taken, default=-1)
-                new = {value for value in new if value > least}
-                expected |= new
-                runs.add(np.array([b"%04d" % value for value in sorted(new)], "S4"))
-            else:
-                taken += [int(key) for key in runs.take(rng.randrange(1, 30))]
-        taken += [int(key) for key in runs.take(None)]
-        assert taken == sorted(expected)
-        assert all(first < second for first, second in itertools.pairwise(taken))
+# Cost
+
+
+async def test_one_long_text_takes_no_memory_for_other_samples(bench):
+    entries = [{"v": f"{number:05d}"} for number in range(20_000)]
+    entries[7]["v"] = "0" * 16_000
+    bench.insert(20_000, meta=entries)
+    tracemalloc.start()
+    try:
+        call = bench.ask(batch_size=2, order_by=(Order("v"),))
+        await asyncio.wait([call])
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert rows(call) == [0, 7]
+    assert peak < 200 * 20_000
+
+
+async def test_texts_of_samples_that_are_gone_are_let_go(bench):
+    """Also those that no claim in this order ever comes to."""
+    bench.insert(100, meta=[{"v": "a"}] * 100)
+    tracemalloc.start()
+    try:
+        for number in range(40):
+            indexes = bench.insert(1_000, meta=[{"v": f"{index:01000d}"} for index in range(1_000)])
+            call = bench.ask(batch_size=1, order_by=(Order("v", descending=True),))
+            await asyncio.wait([call])
+            assert rows(call) == [number]
+            clear(bench.partition, np.array(indexes))
+        assert tracemalloc.get_traced_memory()[0] < 12_000_000  # of 40 million
+    finally:
+        tracemalloc.stop()

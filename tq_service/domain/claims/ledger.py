@@ -30,8 +30,8 @@ from numpy.typing import NDArray
 
 from tq_service.domain.claims.end import End
 from tq_service.domain.claims.ordered_rows import OrdersOfTask
+from tq_service.domain.claims.readiness import ScanStarts
 from tq_service.domain.claims.request import BatchSpec, ClaimRequest, LeaseTerms
-from tq_service.domain.claims.scan_starts import ScanStarts
 from tq_service.domain.plan import Indexes, Plan, RankPlan
 from tq_service.domain.states import CONSUMED_EARLIER, DEAD_LETTERED, HELD, LIVE, UNCLAIMED
 from tq_service.domain.tables.column import Column

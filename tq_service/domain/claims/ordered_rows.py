@@ -1,42 +1,49 @@
-"""Ready rows in the order of `order_by`, kept sorted while rows come, change and go.
+"""Ready rows in the order of `order_by`, sorted no further than claims have come, while rows come, change and go.
 
-A task has one `OrderedRows` for each way of asking with an order by numbers. It holds the rows that were ready when
-they were last written to, so it is worked on as rows are written: a claim enters these, takes what it needs from the
-front, and drops what is not ready there any more. All of it follows from the rows, and is made anew after a restart.
+A task has one `OrderedRows` for each way of asking with an order. It holds the rows that were ready when they were last
+written to: a claim enters those that were written since, takes what it needs from the front, and drops what is not
+ready there any more. All of it follows from the rows, and is made anew after a restart.
+
+A row is there as its key: for each column of the order the value and whether there is none, then the global index,
+which decides between equals. A text is a reference to the one that the table has. Keys lie in buckets, each of which
+has keys that come before those of the next; a bucket is sorted when a claim comes to it, and split before where it is
+large. No step does this for more than a few thousand keys, which holds the event loop, or the interpreter lock of a
+sampler's thread, for a few milliseconds. (Incremental sorting, R. Paredes and G. Navarro, ALENEX 2006, with the many
+pivots of a samplesort.)
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+import copy
+from collections import OrderedDict, deque
+from collections.abc import Sequence, Set
+from itertools import islice
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
-from tq_service.domain.claims.scan_starts import ScanKey
-from tq_service.domain.claims.sort_keys import NO_KEYS, Keys, SortedRuns, merged, sorted_keys
+from tq_service.domain.claims.readiness import ScanKey
 from tq_service.domain.plan import Indexes, LengthSource
 from tq_service.domain.tables.meta import Order
+from tq_service.domain.tables.table import distinct
 
 if TYPE_CHECKING:
     from tq_service.domain.claims.readiness import Readiness
     from tq_service.domain.claims.request import BatchSpec
+    from tq_service.domain.partition import Partition
     from tq_service.domain.tables.table import RowTable
 
 OrderKey: TypeAlias = tuple[ScanKey, tuple[Order, ...]]
-Work: TypeAlias = Callable[[], Callable[[], None]]
+Keys: TypeAlias = NDArray[np.void]
 
 _MOST_ORDERS = 4
-_MOST_ON_LOOP = 4096  # rows that are entered on the event loop in one step
-_MOST_RUNS = 12
-_STRETCH = 1 << 16
-_LEAST_TAKEN = 64
-_MOST_TAKEN = 4096
-
-
-def order_key(batch_spec: BatchSpec, length: LengthSource | None) -> OrderKey:
-    """Return what decides which rows are ready for a claim, and in which order."""
-    return (batch_spec.data_fields, batch_spec.where, length), batch_spec.order_by
+_SLICE = 4096  # keys that one step makes, sorts, or puts into buckets
+_FIRST_BUCKET = 128  # keys of the first bucket, all of which a claim looks at
+_FEW = 1024  # keys that are compared with those of the first bucket only, when they come
+_MOST_SPLITTERS = 511
+_SAMPLES = 8  # keys looked at for each splitter
+_SIGN = np.uint64(1 << 63)
 
 
 class OrderedRows:
@@ -46,105 +53,90 @@ class OrderedRows:
     step, and noted; one that stops being ready, or stands elsewhere now, is found out when it is taken.
 
     Attributes:
-        kinds: see `key_kinds`.
-        is_built: whether it holds all rows that are ready, those apart that are noted.
+        kinds: of what type each column is, "-" for one unknown yet; keys of other types do not compare with each other.
+        is_in_use: whether it has all rows that are ready, or notes of them; else they are looked for when asked for.
     """
 
-    def __init__(self, kinds: str, next_index: int) -> None:
+    def __init__(self, orders: Sequence[Order], kinds: str) -> None:
         self.kinds = kinds
-        self._next_index = next_index  # of the first row that cannot have a key yet
-        self._may_stand_elsewhere = False  # whether a row that may have a key was written to
-        self.is_built = False
-        self._sorted = SortedRuns()
-        self._noted: list[Indexes] = []
-        self._noted_count = 0
-        self._discard_count = 0
-
-    def note(self, indexes: Indexes, first: int, table: RowTable) -> None:
-        """Note rows that may have become ready, or have other values; `first` has the lowest global index of them."""
-        self._noted.append(indexes)
-        self._may_stand_elsewhere |= first < self._next_index
-        self._next_index = table.next_index
-        self._noted_count += indexes.size
-        if self._noted_count > table.count + _STRETCH:  # nobody asks in this way any more
-            self.discard()
+        self._columns = [order for order, kind in zip(orders, kinds, strict=True) if kind != "-"]
+        fields: list[tuple[str, str]] = []  # from the one that is compared first to the last
+        for number, kind in enumerate(kinds.replace("-", "")):
+            fields += [(f"missing{number}", "?"), (f"value{number}", "O" if kind == "O" else "u8")]
+        self._dtype = np.dtype([*fields, ("index", "i8")], align=True)
+        values = [f"value{number}" for number, order in enumerate(self._columns) if order.descending]
+        self._backwards = frozenset(name for name in values if self._dtype[name].kind == "O")
+        self.discard()
 
     def discard(self) -> None:
         """Forget all rows; they are looked for again when somebody asks."""
-        self.is_built = False
-        self._sorted = SortedRuns()
-        self._noted, self._noted_count = [], 0
-        self._discard_count += 1
+        self.is_in_use = False
+        self._keys = _BucketedKeys(self._dtype, self._backwards)
+        self._noted = _Parts()  # global indexes of rows that may have become ready, or have other values
+        self._noted_since_asked = 0
+        self._next_index = 0  # of the first row that cannot have a key yet
+        self._may_stand_elsewhere = False  # whether a row that may have a key was written to
+        self._lent: tuple[OrderedRows, int] | None = None  # a copy, if nothing was done here since, and what it notes
 
-    def copy(self, rows: Readiness) -> OrderedRows:
-        """Return the rows of now, to be taken on another thread."""
-        self.enter(rows)
-        copy = OrderedRows(self.kinds, self._next_index)
-        copy.is_built = True
-        copy._may_stand_elsewhere = self._may_stand_elsewhere
-        copy._sorted = self._sorted.copy()
-        return copy
+    def note(self, indexes: Indexes, first: int, table: RowTable) -> None:
+        """Note rows that may have become ready, or have other values; `first` has the lowest global index of them."""
+        if not self.is_in_use:
+            return
+        self._noted.add(indexes)
+        self._may_stand_elsewhere |= first < self._next_index
+        self._next_index = table.next_index
+        self._noted_since_asked += indexes.size
+        if self._noted_since_asked > table.count + _SLICE:  # nobody asks in this way any more
+            self.discard()
 
-    def adopt(self, copy: OrderedRows) -> None:
-        """Drop what was found not to be ready in a copy, made since the rows here were last taken."""
-        if self.is_built:
-            self._sorted = copy._sorted
+    def lend(self, rows: Readiness) -> OrderedRows:
+        """Return a copy for another thread; positions of rows must not change while it is used."""
+        self._begin(rows)
+        lent = copy.copy(self)
+        lent._keys, lent._noted, lent._lent = self._keys.copy(), self._noted.copy(), None
+        self._lent = lent, len(self._noted.parts)
+        return lent
 
-    # Entering
+    def take_back(self, lent: OrderedRows) -> None:
+        """Go on with what a copy has sorted and dropped, unless something was done here since it was lent."""
+        if self._lent is not None and self._lent[0] is lent:
+            for part in islice(self._noted.parts, self._lent[1], None):
+                lent._noted.add(part)
+            self._keys, self._noted, self._lent = lent._keys, lent._noted, None
+            self.is_in_use = lent.is_in_use
+
+    # Sorting
 
     def is_heavy(self, row_count: int) -> bool:
-        """Whether more must be done before rows can be taken than the event loop has time for."""
-        if len(self._sorted) > 2 * row_count + _STRETCH:  # rows were written to again and again
+        """Whether more must be done before rows can be taken than the event loop has time for in one step."""
+        if self._keys.count > 2 * row_count + _FEW:  # of rows that were written to again and again, or are gone
             self.discard()
-        if not self.is_built:
-            return row_count > _MOST_ON_LOOP
-        return self._noted_count > _MOST_ON_LOOP or len(self._sorted.runs) > _MOST_RUNS
+        return (self._noted.size if self.is_in_use else row_count) > _SLICE or self._keys.is_heavy
 
-    def heavy_work(self, rows: Readiness) -> Work:
-        """Return what must be done; it is called on a thread, and returns what is then to be called on the loop.
-
-        Positions of rows must not change meanwhile. Rows may be written to: they are noted. One that fails must be
-        followed by `discard`.
-        """
-        if not self.is_built:
-            self._noted, self._noted_count = [], 0
-            self._may_stand_elsewhere = False
-            return self._later(lambda: _keys_of_all(rows), is_all=True)
-        if self._noted_count > _MOST_ON_LOOP:
-            noted, self._noted, self._noted_count = self._noted, [], 0
-            return self._later(lambda: _keys_of(rows, noted), is_all=False)
-        runs = self._sorted.runs
-        return self._later(lambda: merged(runs), is_all=True)
-
-    def _later(self, make_keys: Callable[[], Keys], *, is_all: bool) -> Work:
-        discard_count = self._discard_count
-
-        def work() -> Callable[[], None]:
-            keys = make_keys()
-            return lambda: self._install(keys, is_all=is_all, discard_count=discard_count)
-
-        return work
-
-    def _install(self, keys: Keys, *, is_all: bool, discard_count: int) -> None:
-        if discard_count != self._discard_count:  # rows were noted that nobody has any more
-            return
-        if is_all:
-            self._sorted = SortedRuns([keys])
-            self.is_built = True
+    def sort_some(self, rows: Readiness) -> None:
+        """Do a step of what is heavy."""
+        self._begin(rows)
+        if self._noted.size:
+            self._enter(rows)
         else:
-            self._sorted.add(keys)
+            self._keys.sort_some()
 
-    def enter(self, rows: Readiness) -> None:
-        """Enter the rows that were noted."""
-        if not self.is_built:
-            self._noted, self._noted_count = [], 0
-            self._may_stand_elsewhere = False
-            self._sorted = SortedRuns([_keys_of_all(rows)])
-            self.is_built = True
-        elif self._noted:
-            keys = _keys_of(rows, self._noted)
-            self._noted, self._noted_count = [], 0
-            self._sorted.add(keys)
+    def _begin(self, rows: Readiness) -> None:
+        self._lent = None
+        self._noted_since_asked = 0
+        if not self.is_in_use:
+            self.is_in_use = True
+            self._next_index = rows.table.next_index
+            self._noted.add(rows.index[: rows.count])
+
+    def _enter(self, rows: Readiness) -> None:
+        """Enter rows that were noted, a slice of them."""
+        indexes = distinct(self._noted.take(_SLICE), rows.table.next_index)
+        try:
+            self._keys.add(self._keys_of(rows, rows.ready_of(rows.find(indexes))))
+        except BaseException:  # such as for a length that is none
+            self.discard()
+            raise
 
     # Taking
 
@@ -152,27 +144,298 @@ class OrderedRows:
         """Return the positions of the first ready rows, at least `count` unless there are fewer; None: all.
 
         They stay; what is not ready is dropped. Return also how many rows were looked at, which are few more than
-        `most`, and whether there are no others.
+        `most`, and whether there are no others. Without `most` what is heavy is done here.
         """
-        self.enter(rows)
-        found, positions = [], []
-        found_count = seen_count = 0
-        chunk = None if most is None and count is None else max(_LEAST_TAKEN, count or _MOST_TAKEN)
-        while self._sorted.runs and (count is None or found_count < count) and (most is None or seen_count < most):
-            taken = self._sorted.take(chunk)
-            at, keys = rows.still_ready(taken, may_stand_elsewhere=self._may_stand_elsewhere)
-            seen_count += taken.size
-            found_count += keys.size
-            found.append(keys)
-            positions.append(at)
-            if chunk is not None and 2 * keys.size < taken.size:
-                chunk = min(_MOST_TAKEN, 2 * chunk)
-        is_all = not self._sorted.runs
-        if len(found) == 1:
-            self._sorted.add(found[0])
-            return positions[0], seen_count, is_all
-        self._sorted.add(np.concatenate([NO_KEYS, *found]))
-        return np.concatenate([np.zeros(0, np.int64), *positions]), seen_count, is_all
+        self._begin(rows)
+        while self._noted.size:
+            self._enter(rows)
+        found = [np.zeros(0, np.int64)]
+        found_count = seen_count = number = 0
+        while (count is None or found_count < count) and (most is None or seen_count < most):
+            wanted = _SLICE if count is None else max(_FIRST_BUCKET, count - found_count, seen_count)
+            keys = self._keys.bucket(number, wanted, may_be_heavy=most is None)
+            if keys is None:
+                break
+            positions, left = self._still_ready(rows, keys)
+            self._keys.replace(number, left)
+            seen_count += keys.size
+            found_count += positions.size
+            found.append(positions)
+            number += 1
+        is_all = self._keys.close_gaps(number)
+        return found[1] if len(found) == 2 else np.concatenate(found), seen_count, is_all
+
+    def in_order(self, rows: Readiness, positions: Indexes) -> Indexes:
+        """Return positions in the order that is asked for."""
+        return positions[self._keys.order_of(self._keys_of(rows, positions))]
+
+    def _still_ready(self, rows: Readiness, keys: Keys) -> tuple[Indexes, Keys]:
+        """Return the positions and keys of rows that are ready, and that have these keys still, where they may not."""
+        positions = rows.table.find(keys["index"])
+        found = positions >= 0
+        if not found.all():
+            positions, keys = positions[found], keys[found]
+        mask = rows.ready_mask(positions)
+        if self._may_stand_elsewhere:
+            mask &= self._keys_of(rows, positions) == keys
+        return (positions, keys) if mask.all() else (positions[mask], keys[mask])
+
+    def _keys_of(self, rows: Readiness, positions: Indexes) -> Keys:
+        keys: Keys = np.zeros(positions.size, self._dtype)  # quicker than empty ones where texts are of it
+        keys["index"] = rows.index[positions]
+        for number, order in enumerate(self._columns):
+            values, present = rows.meta(order.column, positions)
+            if values.dtype.kind == "O":
+                keys[f"value{number}"] = values if present.all() else np.where(present, values, "")
+            else:
+                codes = _codes(values)
+                keys[f"value{number}"] = np.where(present, ~codes if order.descending else codes, np.uint64(0))
+            keys[f"missing{number}"] = ~present
+        return keys
+
+
+def _codes(values: NDArray[Any]) -> NDArray[np.uint64]:
+    """Return numbers without a sign that are in the order of the values; all NaN are equal, and the largest."""
+    if values.dtype.kind == "f":
+        numbers = np.where(np.isnan(values), np.nan, values + 0.0)  # -0.0 + 0.0 is 0.0
+        bits = numbers.view(np.uint64)
+        return np.where(bits & _SIGN, ~bits, bits | _SIGN)
+    if values.dtype.kind == "b":
+        return values.astype(np.uint64)
+    return values.astype(np.int64).view(np.uint64) ^ _SIGN
+
+
+def _ranks(texts: NDArray[np.object_]) -> Indexes:
+    """Return numbers that are in the order of texts; a list is sorted faster than an array, above all a sorted one."""
+    order = np.array(sorted(range(texts.size), key=texts.tolist().__getitem__), np.int64)
+    texts = texts[order]
+    ranks = np.zeros(texts.size, np.int64)
+    ranks[order[1:]] = np.cumsum(texts[1:] != texts[:-1])
+    return ranks
+
+
+class _Parts:
+    """Values in several arrays, which are not written to."""
+
+    __slots__ = ("is_sorted", "parts", "size")
+
+    def __init__(self, *parts: NDArray[Any], is_sorted: bool = False) -> None:
+        self.parts = deque(parts)
+        self.size = sum(part.size for part in parts)
+        self.is_sorted = is_sorted  # whether it is one part, in order, of which each value is there once
+
+    def copy(self) -> _Parts:
+        """Return the same values."""
+        return _Parts(*self.parts, is_sorted=self.is_sorted)
+
+    def add(self, part: NDArray[Any]) -> None:
+        """Add values."""
+        if part.size:
+            self.parts.append(part)
+            self.size += part.size
+            self.is_sorted = False
+
+    def take(self, count: int) -> NDArray[Any]:
+        """Remove and return some values: so many, or all there are, at least one."""
+        taken = []
+        while self.parts and count:
+            part = self.parts.popleft()
+            if part.size > count:
+                self.parts.appendleft(part[count:])
+            taken.append(part[:count])
+            count -= taken[-1].size
+            self.size -= taken[-1].size
+        return taken[0] if len(taken) == 1 else np.concatenate(taken, dtype=taken[0].dtype)
+
+
+class _BucketedKeys:
+    """Keys of which the first can be read in order.
+
+    The splitters are the least keys that each bucket but the first can have. Few keys that come are only compared with
+    the first splitter, and put into buckets later, many at once. A key may be there twice, and is then read once.
+
+    Attributes:
+        count: number of keys, of those that are there twice both.
+    """
+
+    def __init__(self, dtype: np.dtype[Any], backwards: Set[str]) -> None:
+        self._names = dtype.names or ()
+        self._backwards = backwards  # texts in descending order; numbers are inverted
+        self._splitters: Keys = np.empty(0, dtype)
+        self._buckets = [_Parts()]
+        self._after_first = _Parts()  # that are of any bucket but the first
+        self._of_any = _Parts()
+        self.count = 0
+
+    def copy(self) -> _BucketedKeys:
+        """Return the same keys."""
+        same = copy.copy(self)
+        same._buckets = [bucket.copy() for bucket in self._buckets]
+        same._after_first, same._of_any = self._after_first.copy(), self._of_any.copy()
+        return same
+
+    def add(self, keys: Keys) -> None:
+        """Add keys, each once, in any order; what may be heavy is left to be done."""
+        self.count += keys.size
+        if keys.size > _FEW and self._splitters.size:
+            self._of_any.add(keys)
+            return
+        if self._after_first.size + keys.size > _SLICE:
+            self._of_any.add(self._after_first.take(_SLICE))
+        self._after_first.add(self._add_to(0, keys))
+
+    # Reading
+
+    def bucket(self, number: int, wanted: int, *, may_be_heavy: bool) -> Keys | None:
+        """Return the keys of a bucket, in order and not many more than are wanted, if there are.
+
+        None where there is no such bucket, or where it is heavy and may not be. Buckets are read from the first on.
+        """
+        while self._of_any.size and (may_be_heavy or not self.is_heavy):
+            self._put_into_buckets()
+        if number == len(self._buckets) or self._of_any.size:
+            return None
+        if number:
+            self._collect(number)
+        while self._buckets[number].size > _SLICE:
+            if not may_be_heavy:
+                return None
+            self._spread(number)
+            while self._of_any.size:
+                self._put_into_buckets()
+        keys = self._sort(number)
+        if keys.size <= 2 * wanted:
+            return keys
+        self._buckets[number : number + 1] = [_Parts(part, is_sorted=True) for part in (keys[:wanted], keys[wanted:])]
+        self._insert_splitters(number, keys[wanted : wanted + 1])
+        return keys[:wanted]
+
+    def replace(self, number: int, keys: Keys) -> None:
+        """Have some of the keys of a bucket that was read, in order, instead of all."""
+        self.count -= self._buckets[number].size - keys.size
+        self._buckets[number] = _Parts(keys, is_sorted=True) if keys.size else _Parts()
+
+    def close_gaps(self, number: int) -> bool:
+        """Drop empty ones of the buckets that were read, the first so many; return whether these are all there are.
+
+        Few keys become one bucket, lest each claim read several.
+        """
+        is_all = number == len(self._buckets)
+        if number > 1:
+            kept = [bucket for bucket in range(number) if self._buckets[bucket].size]
+            read = [self._buckets[bucket].parts[0] for bucket in kept]
+            if len(read) > 1 and sum(part.size for part in read) <= 2 * _FIRST_BUCKET:
+                self._buckets[kept[0]] = _Parts(np.concatenate(read, dtype=read[0].dtype), is_sorted=True)
+                del kept[1:]
+            if len(kept) < number:
+                is_first_new = not kept
+                kept += range(number, len(self._buckets))
+                self._buckets = [self._buckets[bucket] for bucket in kept] or [_Parts()]
+                self._splitters = self._splitters[np.array(kept[1:], np.int64) - 1]
+                if is_first_new:
+                    self._collect(0)
+        return is_all
+
+    def _collect(self, number: int) -> None:
+        """Have in a bucket all its keys; the buckets before it have theirs."""
+        if self._after_first.size:
+            keys = self._after_first.take(self._after_first.size)
+            self._after_first.add(self._add_to(number, keys))
+
+    def _add_to(self, number: int, keys: Keys) -> Keys:
+        """Add to a bucket those keys that come before the next, and return the others."""
+        if number == self._splitters.size:
+            self._buckets[number].add(keys)
+            return keys[:0]
+        is_before = self._is_before(keys, number)
+        if not is_before.any():
+            return keys
+        self._buckets[number].add(keys[is_before])
+        return keys[~is_before]
+
+    def _is_before(self, keys: Keys, number: int) -> NDArray[np.bool_]:
+        """Return which keys come before a splitter."""
+        is_before: NDArray[np.bool_] = np.zeros(keys.size, np.bool_)
+        is_equal = ~is_before
+        for name in self._names:
+            values, other = keys[name], self._splitters[name][number : number + 1]  # one text alone would lose a NUL
+            is_before |= is_equal & (values > other if name in self._backwards else values < other)
+            is_equal &= values == other
+            if not is_equal.any():
+                break
+        return is_before
+
+    def order_of(self, keys: Keys) -> Indexes:
+        """Return the order of keys, of equal ones that in which they are."""
+        columns = []
+        for name in reversed(self._names):
+            values = keys[name]
+            if values.dtype.kind == "O":
+                values = -_ranks(values) if name in self._backwards else _ranks(values)
+            columns.append(values)
+        return np.lexsort(columns)
+
+    # Sorting
+
+    @property
+    def is_heavy(self) -> bool:
+        """Whether more must be done before keys can be read than in one step."""
+        return self._of_any.size > _SLICE or self._buckets[0].size > _SLICE
+
+    def sort_some(self) -> None:
+        """Do a step of what is heavy."""
+        if self._of_any.size:
+            self._put_into_buckets()
+        else:
+            self._spread(0)
+
+    def _sort(self, number: int) -> Keys:
+        bucket = self._buckets[number]
+        size = bucket.size
+        if bucket.is_sorted or not size:
+            return bucket.parts[0] if size else self._splitters[:0]
+        keys = self._in_order(bucket.take(bucket.size))
+        self.count -= size - keys.size
+        self._buckets[number] = _Parts(keys, is_sorted=True)
+        return keys
+
+    def _in_order(self, keys: Keys) -> Keys:
+        """Return keys in order, each once."""
+        keys = keys[self.order_of(keys)]
+        indexes = keys["index"]
+        if not (indexes[1:] == indexes[:-1]).any():
+            return keys
+        return keys[np.r_[True, keys[1:] != keys[:-1]]]  # of one row may also be what it was before it was written to
+
+    def _put_into_buckets(self) -> None:
+        """Put keys into their buckets, a slice of them."""
+        keys, splitters = self._of_any.take(_SLICE), self._splitters
+        both = np.concatenate([splitters, keys], dtype=keys.dtype)  # a key that is a splitter comes after it
+        order = self.order_of(both)
+        both = both[order]
+        ends = np.flatnonzero(order < splitters.size).tolist()
+        for bucket, start, end in zip(self._buckets, [-1, *ends], [*ends, both.size], strict=True):
+            bucket.add(both[start + 1 : end])
+
+    def _spread(self, number: int) -> None:
+        """Have the keys of a bucket be put into several buckets that take its place."""
+        bucket = self._buckets[number]
+        count = min(_MOST_SPLITTERS, 2 * bucket.size // _SLICE)
+        stride = max(1, bucket.size // (_SAMPLES * (count + 1)))
+        samples, start = [], 0
+        for part in bucket.parts:
+            samples.append(part[start::stride])
+            start = (start - part.size) % stride
+        splitters = self._in_order(np.concatenate(samples))[_SAMPLES::_SAMPLES]
+        if not splitters.size:  # nearly all keys are the same
+            self._sort(number)
+            return
+        self._of_any = bucket
+        self._buckets[number : number + 1] = [_Parts() for _ in range(splitters.size + 1)]
+        self._insert_splitters(number, splitters)
+
+    def _insert_splitters(self, number: int, splitters: Keys) -> None:
+        self._splitters = np.concatenate([self._splitters[:number], splitters, self._splitters[number:]])
 
 
 class OrdersOfTask:
@@ -184,11 +447,19 @@ class OrdersOfTask:
     def __len__(self) -> int:
         return len(self._orders)
 
-    def use(self, key: OrderKey, kinds: str, next_index: int) -> OrderedRows:
-        """Return the rows of one way of asking, which are kept from now on; others once columns have other types."""
+    def use(self, partition: Partition, batch_spec: BatchSpec, length: LengthSource | None) -> OrderedRows | None:
+        """Return the rows of one way of asking, which are kept from now on; None where it asks for no order.
+
+        They are others once columns have other types.
+        """
+        if not batch_spec.order_by:
+            return None
+        columns = [partition.meta.arrays(order.column) for order in batch_spec.order_by]
+        kinds = "".join("-" if arrays is None else arrays[0].dtype.kind for arrays in columns)
+        key = (batch_spec.data_fields, batch_spec.where, length), batch_spec.order_by
         ordered = self._orders.get(key)
         if ordered is None or ordered.kinds != kinds:
-            ordered = self._orders[key] = OrderedRows(kinds, next_index)
+            ordered = self._orders[key] = OrderedRows(batch_spec.order_by, kinds)
         self._orders.move_to_end(key)
         if len(self._orders) > _MOST_ORDERS:
             self._orders.popitem(last=False)
@@ -202,20 +473,3 @@ class OrdersOfTask:
     def clear(self) -> None:
         """Forget all of them."""
         self._orders.clear()
-
-
-def _keys_of_all(rows: Readiness) -> Keys:
-    parts = []
-    for start in range(0, rows.count, _STRETCH):
-        stretch = slice(start, min(start + _STRETCH, rows.count))
-        parts.append(rows.sort_keys(start + np.flatnonzero(rows.ready_mask(stretch))))
-    return sorted_keys(parts)
-
-
-def _keys_of(rows: Readiness, indexes: list[Indexes]) -> Keys:
-    parts = []
-    for part in indexes:
-        for start in range(0, part.size, _STRETCH):
-            positions = rows.ready_of(rows.find(part[start : start + _STRETCH]))
-            parts.append(rows.sort_keys(positions))
-    return sorted_keys(parts)

@@ -12,10 +12,7 @@ import numpy as np
 from tq_service.domain.claims.attempts import Attempts
 from tq_service.domain.claims.end import End
 from tq_service.domain.claims.ledger import TaskLedger
-from tq_service.domain.claims.ordered_rows import OrderedRows, order_key
-from tq_service.domain.claims.readiness import Readiness
 from tq_service.domain.claims.request import ClaimRequest, LeaseTerms
-from tq_service.domain.claims.sort_keys import key_kinds
 from tq_service.domain.claims.view import PartitionView
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes, LengthSource, Plan, PlanRequest, PlansBatches, View
@@ -73,10 +70,9 @@ class PlanSearch:
         runs_inline, length = _needs(request.sampler, wanted)
         if not runs_inline:
             return None
-        ordered = self._ordered_rows(request, length)
-        if ordered is not None and ordered.is_heavy(self._partition.table.count):
+        view = self._view(request, length)
+        if view.is_heavy:
             return None
-        view = PartitionView(self._partition, self._task, request.batch_spec, length, remembers=True, ordered=ordered)
         try:
             plan = self._runner.run_at_once(request.sampler, view, wanted)
         except TqError:
@@ -150,9 +146,8 @@ class PlanSearch:
         view.come_back()
         return view, plan
 
-    def _view(self, request: ClaimRequest, length: LengthSource | None, *, no_more: bool) -> PartitionView:
-        ordered = self._ordered_rows(request, length)
-        view = PartitionView(self._partition, self._task, request.batch_spec, length, remembers=True, ordered=ordered)
+    def _view(self, request: ClaimRequest, length: LengthSource | None, *, no_more: bool = False) -> PartitionView:
+        view = PartitionView(self._partition, self._task, request.batch_spec, length, remembers=True)
         view.no_more = view.no_more or no_more
         return view
 
@@ -165,36 +160,12 @@ class PlanSearch:
         finally:
             table.pin_count -= 1
 
-    # Orders
-
-    def _ordered_rows(self, request: ClaimRequest, length: LengthSource | None) -> OrderedRows | None:
-        """Return the rows that are kept sorted for a claim, None where they are not: without order, or by texts."""
-        batch_spec = request.batch_spec
-        kinds = key_kinds(self._partition.meta, batch_spec.order_by) if batch_spec.order_by else None
-        return (
-            None
-            if kinds is None
-            else self._task.orders.use(order_key(batch_spec, length), kinds, self._partition.table.next_index)
-        )
-
     async def _sort_rows(self, request: ClaimRequest) -> None:
-        """Have the rows of a claim sorted in its order, on a thread where there are too many for the loop."""
-        table = self._partition.table
+        """Have the rows of a claim sorted in its order as far as it needs, in short steps."""
         _, length = _needs(request.sampler, request.plan_request)
-        while self.epoch == self._task.epoch:
-            ordered = self._ordered_rows(request, length)
-            if ordered is None or not ordered.is_heavy(table.count):
-                return
-            work = ordered.heavy_work(Readiness(self._partition, self._task, request.batch_spec, length))
-            table.pin_count += 1
-            try:
-                install = await asyncio.to_thread(work)
-            except BaseException:
-                ordered.discard()
-                raise
-            finally:
-                table.pin_count -= 1
-            install()
+        while self.epoch == self._task.epoch and (view := self._view(request, length)).is_heavy:
+            view.sort_some()
+            await asyncio.sleep(0)
 
     def _nothing_more_comes(self, request: ClaimRequest, view: PartitionView, counts: tuple[int, int]) -> bool:
         """Whether what is ready now is all there will be: the partition is at its end, and no row can become ready.

@@ -1,22 +1,31 @@
-"""Which rows are ready for one way of asking: a few vectorised comparisons over a stretch of the table."""
+"""Which rows are ready for one way of asking: a few vectorised comparisons over a stretch of the table.
+
+And where scans for them start, so that a claim costs what its batch costs.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.domain.claims.sort_keys import Keys, indexes_of, sort_keys
 from tq_service.domain.plan import Indexes, LengthSource
 from tq_service.domain.states import LIVE, UNCLAIMED
-from tq_service.domain.tables.meta import Condition, Order
+from tq_service.domain.tables.meta import Condition
 from tq_service.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from tq_service.domain.claims.ledger import TaskLedger
     from tq_service.domain.claims.request import BatchSpec
     from tq_service.domain.partition import Partition
+
+_MOST_SCAN_STARTS = 64
+_MOST_SCAN_START_BYTES = 2**20
+_VALUE_BYTES = 64  # of a value beside its text
+
+# What decides which rows are ready for a way of asking: data fields, conditions, and the length that its sampler needs.
+ScanKey: TypeAlias = tuple[tuple[str, ...], tuple[Condition, ...], LengthSource | None]
 
 
 class Readiness:
@@ -26,16 +35,17 @@ class Readiness:
         self, partition: Partition, task: TaskLedger, batch_spec: BatchSpec, length: LengthSource | None
     ) -> None:
         self._partition = partition
+        self.table = partition.table
         self._batch_spec = batch_spec
         self._length = length
-        self.count = partition.table.count
-        self.index: NDArray[np.int64] = partition.table.index.data
+        self.count = self.table.count
+        self.index: NDArray[np.int64] = self.table.index.data
         self.state: NDArray[np.uint8] = partition.state.data
         self.claim: NDArray[np.int64] = task.claim.data
 
     def find(self, indexes: Indexes) -> Indexes:
         """Return the positions of rows by their global indexes, of those that are there."""
-        positions = self._partition.table.find(indexes)
+        positions = self.table.find(indexes)
         found = positions >= 0
         return positions if found.all() else positions[found]
 
@@ -80,11 +90,7 @@ class Readiness:
 
     def condition(self, condition: Condition, rows: slice | Indexes) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Return where a condition holds, and where the row has a value to compare."""
-        arrays = self._partition.meta.arrays(condition.column)
-        if arrays is None:
-            nowhere = np.zeros(self.index[rows].size, np.bool_)
-            return nowhere, nowhere
-        values, present = arrays[0][rows], arrays[1][rows]
+        values, present = self.meta(condition.column, rows)
         holds = np.zeros(present.size, np.bool_)
         if present.any():
             holds[present] = condition.holds(values[present])
@@ -93,48 +99,22 @@ class Readiness:
     def known_lengths(self, rows: slice | Indexes) -> Indexes:
         """Return token counts by the sampler's length source, -1 where unknown."""
         source = self._length or LengthSource()
-        arrays = self._partition.meta.arrays(source.key)
-        lengths = np.full(self.index[rows].size, -1, np.int64)
+        values, present = self.meta(source.key, rows)
+        lengths = np.full(present.size, -1, np.int64)
         if source.field is not None:
             field = self._partition.cells.fields.get(source.field)
             if field is not None and field.length is not None:
                 lengths = np.where(field.cell.data[rows] >= 0, field.length.data[rows], -1)
-        if arrays is not None:
-            values, present = arrays[0][rows], arrays[1][rows]
-            lengths[present] = _token_counts(source.key, values[present])
+        lengths[present] = _token_counts(source.key, values[present])
         return lengths
 
-    def sort_keys(self, positions: Indexes) -> Keys:
-        """Return keys in whose order rows are claimed `(n,)`; for an order by numbers only."""
-        return sort_keys(self._partition.meta, self._batch_spec.order_by, self.index[positions], positions)
-
-    def still_ready(self, keys: Keys, *, may_stand_elsewhere: bool) -> tuple[Indexes, Keys]:
-        """Return the positions and keys of rows that are ready, and that have these keys still, where they may not."""
-        positions = self._partition.table.find(indexes_of(keys))
-        found = positions >= 0
-        if not found.all():
-            positions, keys = positions[found], keys[found]
-        mask = self.ready_mask(positions)
-        if may_stand_elsewhere:
-            mask &= self.sort_keys(positions) == keys
-        return (positions, keys) if mask.all() else (positions[mask], keys[mask])
-
-    def ordered(self, positions: Indexes) -> Indexes:
-        """Return positions in the order that the claim asks for."""
-        if not self._batch_spec.order_by or positions.size == 0:
-            return positions
-        keys = [self._order_key(order, positions) for order in reversed(self._batch_spec.order_by)]
-        return positions[np.lexsort([np.arange(positions.size), *keys])]
-
-    def _order_key(self, order: Order, positions: Indexes) -> Indexes:
-        arrays = self._partition.meta.arrays(order.column)
-        last = np.iinfo(np.int64).max
-        key = np.full(positions.size, last, np.int64)
-        if arrays is not None:
-            values, present = arrays[0][positions], arrays[1][positions]
-            ranks = np.unique(values[present], return_inverse=True)[1].astype(np.int64)
-            key[present] = -ranks if order.descending else ranks
-        return key
+    def meta(self, column: str, rows: slice | Indexes) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+        """Return the values of a custom_meta column, and which rows have one."""
+        arrays = self._partition.meta.arrays(column)
+        if arrays is None:
+            count = self.index[rows].size
+            return np.zeros(count), np.zeros(count, np.bool_)
+        return arrays[0][rows], arrays[1][rows]
 
 
 def _token_counts(column: str, values: NDArray[Any]) -> Indexes:
@@ -150,3 +130,41 @@ def _token_counts(column: str, values: NDArray[Any]) -> Indexes:
             field=column,
         )
     return values.astype(np.int64)
+
+
+class ScanStarts:
+    """For each way of asking, a global index below which no row is ready.
+
+    Of ways that nobody asks in any more so many are kept at most, and so much of what they compare with.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[ScanKey, int] = {}
+        self._used_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._first)
+
+    def get(self, key: ScanKey) -> int:
+        """Return where a scan may start."""
+        return self._first.get(key, 0)
+
+    def set(self, key: ScanKey, index: int) -> None:
+        """Have later scans start at a global index."""
+        if key not in self._first:
+            size = sum(_VALUE_BYTES + len(str(value)) for condition in key[1] for value in condition.values)
+            if len(self._first) >= _MOST_SCAN_STARTS or self._used_bytes + size > _MOST_SCAN_START_BYTES:
+                self.clear()
+            self._used_bytes += size
+        self._first[key] = index
+
+    def clear(self) -> None:
+        """Have all scans start at the first row."""
+        self._first.clear()
+        self._used_bytes = 0
+
+    def touched(self, index: int) -> None:
+        """Say that rows from a global index on may have become ready."""
+        for key, first in self._first.items():
+            if index < first:
+                self._first[key] = index

@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.domain.claims.end import End
-from tq_service.domain.claims.ordered_rows import OrderedRows
 from tq_service.domain.claims.readiness import Readiness
 from tq_service.domain.plan import Groups, Indexes, LengthSource
 from tq_service.domain.states import CLEARED, FAILED, HELD, LIVE, STATE_NAMES, UNCLAIMED
@@ -19,6 +18,7 @@ from tq_service.schema import BatchUnit
 
 if TYPE_CHECKING:
     from tq_service.domain.claims.ledger import TaskLedger
+    from tq_service.domain.claims.ordered_rows import OrderedRows
     from tq_service.domain.claims.request import BatchSpec
     from tq_service.domain.partition import Partition
 
@@ -36,11 +36,12 @@ class PartitionView:
     a view on the event loop (`remembers`) that nothing has changed since may move that start: another could step over a
     row made ready meanwhile.
 
-    An order by numbers is read off `ordered`; without it all ready rows are sorted.
+    Where an order is asked for, rows are read off the task's `OrderedRows`; what is heavy of that is done before, see
+    `sort_some`, or on a sampler's thread.
     """
 
     def __init__(self, partition: Partition, task: TaskLedger, batch_spec: BatchSpec, length: LengthSource | None,
-                 *, remembers: bool, ordered: OrderedRows | None = None) -> None:  # fmt: skip
+                 *, remembers: bool) -> None:  # fmt: skip
         self._partition = partition
         self._task = task
         self._batch_spec = batch_spec
@@ -49,20 +50,31 @@ class PartitionView:
         self.remembers = remembers
         self.made_at = partition.version  # what the partition had seen then
         self._rows = Readiness(partition, task, batch_spec, length)
-        self._first = 0 if ordered else partition.table.position_from(task.scan_starts.get(self._signature))
+        self._ordered = task.orders.use(partition, batch_spec, length)
+        self._lender = self._ordered  # of which `_ordered` is a copy on another thread
+        starts = task.scan_starts
+        self._first = 0 if self._ordered else partition.table.position_from(starts.get(self._signature))
         self.no_more = partition.sealed  # no new rows come: groups that declared no size are complete
         self.seen_count = 0  # ready rows seen by the largest scan
         self.exhausted = False  # whether a scan went over all rows
         self.grouping: tuple[int | None, bool] | None = None  # (block_size, take_incomplete) of the last ready_groups
         self.gave_up = False  # whether so much had to be looked at that it must be done again off the event loop
-        self._ordered = ordered
-        self._shared: OrderedRows | None = None  # what `_ordered` is a copy of
         self._left_to_look_at: int | None = _MOST_ON_LOOP
+
+    @property
+    def is_heavy(self) -> bool:
+        """Whether more rows must be sorted before this view is read than the event loop has time for in one step."""
+        return self._ordered is not None and self._ordered.is_heavy(self._partition.table.count)
+
+    def sort_some(self) -> None:
+        """Do a step of that, right after the view was made."""
+        if self._ordered is not None:
+            self._ordered.sort_some(self._rows)
 
     def leave_loop(self) -> None:
         """Be read by another thread from now on, and as far as it likes."""
         if self._ordered is not None:
-            self._shared, self._ordered = self._ordered, self._ordered.copy(self._rows)
+            self._ordered = self._ordered.lend(self._rows)
             self._left_to_look_at = None
         else:  # move the start of the scan here, where it may be moved
             self.ready(1)
@@ -70,22 +82,22 @@ class PartitionView:
 
     def come_back(self) -> None:
         """Keep what was found out on the other thread, which has ended."""
-        if self._shared is not None and self._ordered is not None:
-            self._shared.adopt(self._ordered)
+        if self._lender is not None and self._ordered is not None:
+            self._lender.take_back(self._ordered)
 
     # Ready rows
 
     def ready(self, limit: int | None = None) -> Indexes:
         """Return up to `limit` ready rows, see `View.ready`."""
         if self._ordered is not None:
-            first: Indexes = self._rows.index[self._first_ordered(self._ordered, limit)[:limit]]
-            return first
+            ordered: Indexes = self._rows.index[self._first_ordered(self._ordered, limit)[:limit]]
+            return ordered
         positions = np.zeros(0, np.int64)
         for positions in self._scan(limit):
             if limit is not None and positions.size >= limit:
                 break
-        ordered = self._rows.ordered(positions)
-        return self._rows.index[ordered if limit is None else ordered[:limit]]
+        first: Indexes = self._rows.index[positions[:limit]]
+        return first
 
     def ready_groups(self, limit: int | None = None, *, unit: BatchUnit = "sample", block_size: int | None = None,
                      take_incomplete: bool = False) -> Groups:  # fmt: skip
@@ -105,12 +117,11 @@ class PartitionView:
 
     def _scan(self, limit: int | None) -> Iterator[Indexes]:
         """Yield the positions of ready rows over growing stretches of the table, the last time over all of it."""
-        whole = limit is None or bool(self._batch_spec.order_by)
         chunk = max(_LEAST_CHUNK, 2 * (limit or 0))
         positions = np.zeros(0, np.int64)
         start = self._first
         while True:
-            end = self._rows.count if whole else min(self._rows.count, start + chunk)
+            end = self._rows.count if limit is None else min(self._rows.count, start + chunk)
             found = start + np.flatnonzero(self._rows.ready_mask(slice(start, end)))
             if positions.size == 0:
                 self._remember(found, end)
@@ -127,11 +138,7 @@ class PartitionView:
         """Return the positions of the first ready rows in order, at least `count` unless there are fewer."""
         if self.remembers and self._rows.count != self._partition.table.count:
             self._rows = Readiness(self._partition, self._task, self._batch_spec, self._length)
-        try:
-            positions, looked_at, is_all = ordered.first(self._rows, count, self._left_to_look_at)
-        except BaseException:
-            ordered.discard()
-            raise
+        positions, looked_at, is_all = ordered.first(self._rows, count, self._left_to_look_at)
         if self._left_to_look_at is not None:
             self._left_to_look_at = max(0, self._left_to_look_at - looked_at)
         self.gave_up |= not is_all and (count is None or positions.size < count)
@@ -142,19 +149,18 @@ class PartitionView:
     def _scan_for_groups(self, limit: int | None, block_size: int | None) -> Iterator[Indexes]:
         """Yield the positions of ready rows in order, of more and more groups, with all that are ready of each."""
         if self._ordered is None:
-            for scanned in self._scan(limit):
-                yield self._rows.ordered(scanned)
+            yield from self._scan(limit)
             return
         count = None if limit is None else max(_LEAST_CHUNK, 2 * limit)
         while True:
             first = self._first_ordered(self._ordered, count)
             is_last = count is None or first.size < count or self.gave_up
-            yield first if is_last else self._with_members(first, block_size)
+            yield first if is_last else self._with_members(self._ordered, first, block_size)
             if is_last:
                 return
             count = None if count is None else 2 * count
 
-    def _with_members(self, positions: Indexes, block_size: int | None) -> Indexes:
+    def _with_members(self, ordered: OrderedRows, positions: Indexes, block_size: int | None) -> Indexes:
         """Return ready rows, and all others that are ready of their groups, in order."""
         groups = self._partition.groups
         if groups.in_use:
@@ -168,7 +174,7 @@ class PartitionView:
             blocks = np.unique(self._rows.index[positions] // block_size)
             indexes = (blocks[:, None] * block_size + np.arange(block_size)).ravel()
             positions = self._rows.ready_of(self._rows.find(indexes))
-        return positions[np.argsort(self._rows.sort_keys(positions), kind="stable")]
+        return ordered.in_order(self._rows, positions)
 
     def _remember(self, ready: Indexes, end: int) -> None:
         """Have later scans start at the first ready row, or at the end of a stretch that has none."""
