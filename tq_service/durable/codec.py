@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import struct
+import threading
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -26,11 +27,19 @@ from tq_service.errors import NewerVersionError
 
 Value = TypeVar("Value")
 _RANGE: Final = 1  # int64, first and count
-_INTEGERS: Final = 2  # int64, one dimension
+_TEXTS: Final = 2  # objects: None or text
 _ARRAY: Final = 3  # dtype, shape and bytes
-_TEXTS: Final = 4  # objects: None or text
+_VECTORS: Final[dict[int, np.dtype[Any]]] = {
+    4: np.dtype("<i8"),
+    5: np.dtype("<f8"),
+    6: np.dtype("<i4"),
+    7: np.dtype(np.bool_),
+}  # one dimension
+_VECTOR_CODES: Final[dict[np.dtype[Any], int]] = {dtype: code for code, dtype in _VECTORS.items()}
 _LEAST_RANGE: Final = 16
 _BOUNDS: Final = struct.Struct("<qq")
+_MOST_KEPT_BYTES: Final = 1 << 20
+_local = threading.local()  # has the packer of a thread, and its buffer: making one takes longer than packing a change
 
 
 def encode(value: Any) -> bytes:
@@ -40,7 +49,13 @@ def encode(value: Any) -> bytes:
         TypeError: something in it is neither plain, nor an array, nor a dataclass.
         ValueError, OverflowError: a number or a text has no msgpack form.
     """
-    packed: bytes = msgpack.packb(value, default=_plain)
+    try:
+        packer = _local.packer
+    except AttributeError:
+        packer = _local.packer = msgpack.Packer(default=_plain)
+    packed: bytes = packer.pack(value)
+    if len(packed) > _MOST_KEPT_BYTES:
+        del _local.packer
     return packed
 
 
@@ -135,36 +150,40 @@ def _encoded_fields(kind: Any) -> list[dataclasses.Field[Any]]:
     return [field for field in dataclasses.fields(kind) if field.metadata.get("is_encoded", True)]
 
 
-@cache
-def _names_and_defaults(kind: Any) -> tuple[tuple[str, Any], ...]:
-    return tuple((field.name, field.default) for field in _encoded_fields(kind))
+_defaults: dict[type, tuple[tuple[str, Any], ...]] = {}
 
 
 def _plain(value: Any) -> Any:
     """Return what msgpack shall pack in place of a value it does not know."""
     if isinstance(value, np.ndarray):
         return _packed_array(value)
-    if hasattr(value, "__dataclass_fields__"):
-        packed = {}
-        kind: Any = type(value)
-        for name, default in _names_and_defaults(kind):
-            each = getattr(value, name)
-            if each is not default and (isinstance(each, np.ndarray) or each != default):
-                packed[name] = each
-        return packed
-    raise TypeError(f"{type(value).__name__} {value!r} is neither plain, nor an array, nor a dataclass")
+    defaults = _defaults.get(type(value))
+    if defaults is None:
+        if not dataclasses.is_dataclass(value):
+            raise TypeError(f"{type(value).__name__} {value!r} is neither plain, nor an array, nor a dataclass")
+        defaults = tuple((field.name, field.default) for field in _encoded_fields(type(value)))
+        _defaults[type(value)] = defaults
+    packed = {}
+    for name, default in defaults:
+        each = getattr(value, name)
+        if each is not default and (isinstance(each, np.ndarray) or each != default):
+            packed[name] = each
+    return packed
 
 
 def _packed_array(values: NDArray[Any]) -> msgpack.ExtType:
-    if values.dtype == np.object_ and values.ndim == 1:
-        return msgpack.ExtType(_TEXTS, msgpack.packb(values.tolist()))
+    if values.ndim == 1:
+        code = _VECTOR_CODES.get(values.dtype)
+        if code is not None:
+            size = values.size
+            may_be_range = size >= _LEAST_RANGE and values.dtype == np.int64 and values[-1] - values[0] == size - 1
+            if may_be_range and bool((values[1:] > values[:-1]).all()):
+                return msgpack.ExtType(_RANGE, _BOUNDS.pack(int(values[0]), size))
+            return msgpack.ExtType(code, values.tobytes())
+        if values.dtype == np.object_:
+            return msgpack.ExtType(_TEXTS, msgpack.packb(values.tolist()))
     if values.dtype.hasobject:
         raise TypeError(f"an array of {values.dtype} with {values.ndim} dimensions has no bytes")
-    if values.dtype == np.int64 and values.ndim == 1:
-        size = values.size
-        if size >= _LEAST_RANGE and values[-1] - values[0] == size - 1 and bool((values[1:] > values[:-1]).all()):
-            return msgpack.ExtType(_RANGE, _BOUNDS.pack(int(values[0]), size))
-        return msgpack.ExtType(_INTEGERS, values.astype("<i8", copy=False).tobytes())
     dtype = values.dtype.newbyteorder("<")
     header = msgpack.packb((dtype.str, values.shape))
     return msgpack.ExtType(_ARRAY, header + values.astype(dtype, copy=False).tobytes())
@@ -172,21 +191,21 @@ def _packed_array(values: NDArray[Any]) -> msgpack.ExtType:
 
 def array(code: int, data: bytes) -> NDArray[Any]:
     """Return the array of an extension of msgpack."""
+    if code in _VECTORS:
+        return np.frombuffer(data, _VECTORS[code])
     match code:
-        case 2:
-            return np.frombuffer(data, "<i8")
         case 1:
             first, count = _BOUNDS.unpack(data)
             values = np.arange(first, first + count)
+        case 2:
+            texts = msgpack.unpackb(data)
+            values = np.empty(len(texts), np.object_)
+            values[:] = texts
         case 3:
             unpacker = msgpack.Unpacker()
             unpacker.feed(data)
             dtype, shape = unpacker.unpack()
             return np.frombuffer(data, dtype, offset=unpacker.tell()).reshape(shape)
-        case 4:
-            texts = msgpack.unpackb(data)
-            values = np.empty(len(texts), np.object_)
-            values[:] = texts
         case _:
             raise NewerVersionError(f"values of the unknown kind {code} were written by a newer version: install it")
     values.flags.writeable = False
