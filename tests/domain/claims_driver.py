@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import asdict
 
 import numpy as np
-from domain_support import SlowSampler, asks, meta, new_id, new_write, set_meta, turns, write_to
+from domain_support import SlowSampler, asks, is_at_rest, meta, new_id, new_write, set_meta, turns, write_to
 from model import BlocksError, Model, RefusedError
 from model import End as ModelEnd
 
@@ -343,7 +343,7 @@ class Driver:
         for _ in range(5000):
             await asyncio.sleep(0)
             planners = self.catalog._planners.get(self.partition, {}).values()
-            quiet = quiet + 1 if all(planner._pump is None for planner in planners) else 0
+            quiet = quiet + 1 if all(map(is_at_rest, planners)) else 0
             if quiet > 6:
                 return
         raise AssertionError("the planners do not come to rest")

@@ -196,6 +196,11 @@ class SlowSampler(Sampler):
         return plan
 
 
+def is_at_rest(planner):
+    """Return whether all who wait in a planner wait for a change."""
+    return planner._dispatching is None and not any(line.planning for line in planner._queue.lines)
+
+
 async def turns(count=5):
     """Let the event loop turn."""
     for _ in range(count):

@@ -8,7 +8,7 @@ from domain_support import SlowSampler, asks, clear, new_id, seal, turns, update
 from planner_bench import Bench, Whenever, finished, rows
 
 from tq_service.domain.claims.end import End
-from tq_service.domain.claims.micro_batches import cut_micro_batches
+from tq_service.domain.claims.plan_search import cut_micro_batches
 from tq_service.domain.claims.wait_queue import NotYet
 from tq_service.domain.plan import Plan, RankPlan
 from tq_service.domain.tables.meta import Condition
@@ -48,18 +48,18 @@ async def test_who_asks_ahead_causes_the_batches_before_to_be_planned(bench):
     assert rows(await finished(bench.ask((0, 1, 1)))) == [2, 3]
 
 
-def pump_count():
-    return sum(task.get_coro().__name__ == "_run_pump" for task in asyncio.all_tasks())
+def dispatch_count():
+    return sum(task.get_coro().__name__ == "_dispatch" for task in asyncio.all_tasks())
 
 
-async def test_a_batch_that_is_ready_is_claimed_without_a_pump(bench):
+async def test_a_batch_that_is_ready_is_claimed_without_the_dispatch_loop(bench):
     bench.insert(8)
     claims = [asks((1, 2, 0)), asks((0, 2, 0)), asks((0, 2, 1)), asks((1, 2, 1))]
     for claim, expected in zip(claims, ([2, 3], [0, 1], [4, 5], [6, 7]), strict=True):
         assert run_to_its_end(bench.planner.claim(claim, 1)).rows.tolist() == expected
     bench.insert(2)
     assert run_to_its_end(bench.planner.claim(asks(), 1)).rows.tolist() == [8, 9]
-    assert pump_count() == 0
+    assert dispatch_count() == 0
 
 
 def run_to_its_end(call):
@@ -157,7 +157,7 @@ async def test_a_call_that_got_not_yet_takes_nothing_back_when_it_leaves(bench):
     request_id = new_id()
     first = bench.ask(request_id=request_id)
     await turns()
-    (waiter,) = bench.planner._queues
+    (waiter,) = bench.planner._queue
     waiter.expire()
     bench.insert(2)
     second = asks(request_id=request_id)

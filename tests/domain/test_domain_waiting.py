@@ -8,7 +8,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from domain_support import SlowSampler, asks, new_write, seal, turns
+from domain_support import SlowSampler, asks, is_at_rest, new_write, seal, turns
 from planner_bench import Bench, Whenever, rows
 
 from tq_service.domain.catalog import Catalog
@@ -81,16 +81,16 @@ async def test_the_loop_turns_after_a_step_that_took_long(monkeypatch):
 
 
 async def test_a_line_skips_those_who_have_left():
-    line, loop = WaitQueue(), asyncio.get_running_loop()
+    queue, loop = WaitQueue(), asyncio.get_running_loop()
     waiters = [Waiter(asks(), loop.create_future()) for _ in range(3)]
-    for waiter in waiters:
-        line.add("a", waiter)
+    (line,) = {queue.join(waiter) for waiter in waiters}
     waiters[0].expire()
     waiters[1].answer.cancel()
-    assert line.first("a") is waiters[2]
-    line.remove("a", waiters[2])
-    assert line.first("a") is None
-    assert not line
+    assert line.first() is waiters[2]
+    for waiter in waiters:
+        queue.leave(waiter)
+    assert line.first() is None
+    assert not queue
 
 
 async def test_ranks_of_one_plan_are_answered_a_few_a_turn(bench):
@@ -105,7 +105,7 @@ async def test_ranks_that_ask_alike_wait_in_one_line(bench):
     """So that a write that completes no batch looks at one of them, however many there are."""
     calls = [bench.ask((rank, MANY, index), batch_size=1) for rank in range(MANY) for index in (0, 1)]
     await turns()
-    assert len(bench.planner._ranks.names()) == 2
+    assert len(bench.planner._queue.lines) == 1
     assert bench.planner.waiting_count == len(calls)
     bench.insert(2 * MANY)
     await asyncio.wait(calls)
@@ -123,11 +123,11 @@ async def test_those_who_ask_in_different_ways_are_looked_after_a_few_a_turn(ben
     sampler = Whenever(look)
     calls = [bench.ask(rank, batch_size=size, sampler=sampler) for size in range(1, MANY + 1)]
     await turns()
-    while bench.planner._pump is not None:
+    while not is_at_rest(bench.planner):
         await turns(1)
     looks, most = 0, 0
     bench.insert(1)
-    while bench.planner._pump is not None:
+    while not is_at_rest(bench.planner):
         before = looks
         await turns(1)
         most = max(most, looks - before)
@@ -148,15 +148,15 @@ async def test_a_claim_spec_that_waits_in_vain_is_not_tried_again(bench):
     sampler = Whenever(look)
     calls = [bench.ask(batch_size=size, sampler=sampler) for size in range(1, MANY + 1)]
     await turns()
-    while bench.planner._pump is not None:
+    while not is_at_rest(bench.planner):
         await turns(1)
     first, looks = looks, 0
     calls.append(bench.ask(batch_size=MANY + 1, sampler=sampler))
     await turns()
-    while bench.planner._pump is not None:
+    while not is_at_rest(bench.planner):
         await turns(1)
     assert first >= MANY
-    assert 1 <= looks <= 2  # at once, and by the pump
+    assert 1 <= looks <= 2  # at once, and by the dispatch loop
     for call in calls:
         call.cancel()
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from fake_view import parts, view_of_samples
 
+from tq_service.domain.plan import MustBeAwaited
 from tq_service.errors import InvalidArgumentError, SamplerError, SamplerTimeoutError
 from tq_service.samplers import Pack, Plan, PlanRequest, PlanRunner, RankPlan, Sampler, SequentialSampler
 
@@ -115,12 +116,12 @@ async def test_errors_of_the_service_pass_through(quick):
 async def test_a_quick_plan_is_made_at_once():
     runner = PlanRunner()
     quick = Answers(Plan.of([[1], [2]]), quick=True)
-    assert parts(runner.run_at_once(quick, view_of_samples(4), REQUEST)) == [[1], [2]]
-    assert runner.run_at_once(Answers(None, quick=True), view_of_samples(4), REQUEST) is None
+    assert parts(runner.run_inline(quick, view_of_samples(4), REQUEST)) == [[1], [2]]
+    assert runner.run_inline(Answers(None, quick=True), view_of_samples(4), REQUEST) is None
     with pytest.raises(SamplerError, match="'answers' raised KeyError"):
-        runner.run_at_once(Answers(KeyError("x"), quick=True), view_of_samples(4), REQUEST)
+        runner.run_inline(Answers(KeyError("x"), quick=True), view_of_samples(4), REQUEST)
     with pytest.raises(SamplerError, match="parts for 1 ranks"):
-        runner.run_at_once(Answers(Plan.of([[1]]), quick=True), view_of_samples(4), REQUEST)
+        runner.run_inline(Answers(Plan.of([[1]]), quick=True), view_of_samples(4), REQUEST)
 
 
 async def test_what_must_be_awaited_is_not_made_at_once():
@@ -134,7 +135,8 @@ async def test_what_must_be_awaited_is_not_made_at_once():
             return plan(view)
 
     for sampler in (AsyncSampler(plan), Returns()):
-        assert PlanRunner().run_at_once(sampler, view_of_samples(4), REQUEST) is None
+        with pytest.raises(MustBeAwaited):
+            PlanRunner().run_inline(sampler, view_of_samples(4), REQUEST)
     await asyncio.sleep(0)
 
 

@@ -176,6 +176,10 @@ class View(Protocol):
         ...
 
 
+class MustBeAwaited(Exception):  # noqa: N818  (nothing has gone wrong)
+    """A plan cannot be had at once: its sampler is a coroutine function, or does not run on the event loop."""
+
+
 class PlansBatches(Protocol):
     """The one method of a sampler, as the planner calls it; `tq_service.samplers.Sampler` is its base class.
 
@@ -201,7 +205,7 @@ class PlansBatches(Protocol):
         ...
 
     def runs_inline(self, request: PlanRequest) -> bool:
-        """Whether `plan` takes well under a millisecond, so that it may run on the event loop."""
+        """Whether `plan` takes well under a millisecond, and so runs on the event loop; else it gets a thread."""
         ...
 
     def plan(self, view: View, request: PlanRequest) -> Plan | Awaitable[Plan | None] | None:

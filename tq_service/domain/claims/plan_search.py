@@ -3,138 +3,241 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Generator
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol
+from functools import lru_cache
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from tq_service.domain.claims.attempts import Attempts
 from tq_service.domain.claims.end import End
 from tq_service.domain.claims.ledger import TaskLedger
 from tq_service.domain.claims.request import ClaimRequest, LeaseTerms
 from tq_service.domain.claims.view import PartitionView
 from tq_service.domain.partition import Partition
-from tq_service.domain.plan import Indexes, LengthSource, Plan, PlanRequest, PlansBatches, View
+from tq_service.domain.plan import (
+    Indexes,
+    LengthSource,
+    MustBeAwaited,
+    Pack,
+    Plan,
+    PlanRequest,
+    PlansBatches,
+    RankPlan,
+    View,
+)
 from tq_service.errors import SamplerError, TqError
 
 _MOST_REPLANS = 8
 
+Marks: TypeAlias = tuple[int, int, int, int, int]  # see `PlanSearch.marks`
+
 
 class RunsPlans(Protocol):
-    """Runs a sampler where it harms nobody: inline when quick, else on a thread with a time limit."""
+    """Runs a sampler where it harms nobody: inline where that is quick, else on a thread with a time limit."""
 
-    def run_at_once(self, sampler: PlansBatches, view: View, request: PlanRequest) -> Plan | None:
-        """Return a well-formed plan of a quick sampler, None where there is none or it must wait; raises TqError."""
+    def run_inline(self, sampler: PlansBatches, view: View, request: PlanRequest) -> Plan | None:
+        """Return a well-formed plan or None, at once.
+
+        Raises:
+            MustBeAwaited: the plan cannot be had at once.
+            TqError: the sampler's fault, or its own.
+        """
         ...
 
-    async def run(self, sampler: PlansBatches, view: View, request: PlanRequest) -> Plan | None:
-        """Return a well-formed plan or None; raises TqError only."""
+    async def run(self, sampler: PlansBatches, view: View, request: PlanRequest, *, off_loop: bool = False
+                  ) -> Plan | None:  # fmt: skip
+        """Return a well-formed plan or None, from a thread if need be or `off_loop`; raises TqError only."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan that may be recorded now.
+    """A plan that may be recorded in the step of the event loop in which it is returned.
 
     Attributes:
+        plan: with the micro-batches that were asked for.
         positions: of all its rows, in the table of this moment.
-        lease: how a queue worker gets it.
+        group_block_size: what keeps its groups together, see `LeaseTerms`; None where its sampler took no whole ones.
     """
 
     plan: Plan
     positions: Indexes
-    lease: LeaseTerms | None = None
+    group_block_size: int | None
+
+    def lease(self, terms: LeaseTerms | None) -> LeaseTerms | None:
+        """Return how a queue worker that asks for a lease gets the samples."""
+        if terms is None or self.group_block_size is None:
+            return terms
+        return replace(terms, group_block_size=self.group_block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class FailedPlan:
+    """A plan that found too little, and what must change before another one can find more.
+
+    So a partition that fills row by row is not scanned for each of them.
+
+    Attributes:
+        state_version: of the partition when the plan was begun.
+        row_version: that the partition must reach.
+        consumed: rows consumed and leased by the task then, where a change of these may bring the end; else None.
+    """
+
+    state_version: int
+    row_version: int
+    consumed: tuple[int, int] | None
+
+    def cannot_succeed_yet(self, partition: Partition, task: TaskLedger) -> bool:
+        """Whether too little has changed for another attempt to be worth while."""
+        return (
+            partition.state_version == self.state_version
+            and partition.row_version < self.row_version
+            and self.consumed in (None, (task.consumed_count, task.leased_count))
+        )
 
 
 class PlanSearch:
-    """Looks for the plans of one task."""
+    """Looks for the plans of one task, for any number of specs at the same time.
+
+    What is recorded of the plans is left to the planner, which counts it in `claim_count`: a plan that is made off the
+    event loop may lose its rows to another one that is recorded meanwhile.
+
+    Attributes:
+        epoch: whose plans are looked for; none are made for the next one before `start_epoch`.
+        claim_count: plans recorded so far.
+    """
 
     def __init__(self, partition: Partition, task: TaskLedger, runner: RunsPlans) -> None:
         self._partition = partition
         self._task = task
         self._runner = runner
-        self.attempts = Attempts(partition, task)
         self.epoch = task.epoch
+        self.claim_count = 0
 
     def start_epoch(self) -> None:
-        """Look for plans of the task's epoch of now; until this is called there are none for a new epoch."""
+        """Look for plans of the task's epoch of now."""
         self.epoch = self._task.epoch
-        self.attempts.clear()
 
-    def at_once(self, request: ClaimRequest) -> Planned | None:
-        """Return a plan that a quick sampler makes now; None where it does not, for whatever reason."""
-        if self.epoch != self._task.epoch or self.attempts.cannot_succeed_yet(request):
-            return None
-        wanted = request.plan_request
-        runs_inline, length = _needs(request.sampler, wanted)
+    @property
+    def marks(self) -> Marks:
+        """Versions of all that plans depend on; what is equal at two moments has not changed between them."""
+        partition, task = self._partition, self._task
+        return *partition.version, self.claim_count, task.leased_count, task.epoch
+
+    def plan_inline(self, request: ClaimRequest) -> Planned | End | FailedPlan:
+        """Return a plan, the end, or why there is none yet.
+
+        Raises:
+            MustBeAwaited: the sampler, or what it needs, does not run on the event loop; `plan` finds the plan.
+            TqError: the sampler's fault, or its own.
+        """
+        runs_inline, length = _needs(request.sampler, request.plan_request)
         if not runs_inline:
-            return None
-        view = self._view(request, length)
-        if view.is_heavy:
-            return None
-        try:
-            plan = self._runner.run_at_once(request.sampler, view, wanted)
-        except TqError:
+            raise MustBeAwaited
+        steps = self._steps(request)
+        wanted, no_more = next(steps)
+        while True:
+            view = self._view(request, length, no_more=no_more)
+            if view.is_heavy:
+                raise MustBeAwaited
+            try:
+                plan = self._runner.run_inline(request.sampler, view, wanted)
+            except TqError:
+                if not view.gave_up:
+                    raise
             if view.gave_up:
-                return None
-            raise
-        return None if plan is None or view.gave_up else self._checked(request, view, plan)
+                raise MustBeAwaited
+            try:
+                wanted, no_more = steps.send((view, plan))
+            except StopIteration as stop:
+                found: Planned | End | FailedPlan = stop.value  # never None: nothing has changed meanwhile
+                return found
 
-    async def plan(self, request: ClaimRequest) -> Planned | End | None:
-        """Return a plan, the end, or None where too little is ready.
+    async def plan(self, request: ClaimRequest) -> Planned | End | FailedPlan | None:
+        """Return a plan, the end, why there is none yet, or None where another claim was quicker or a reset came.
 
         There is no await between the check of a plan's rows and the return, so that the caller can record it.
         """
-        if self.attempts.cannot_succeed_yet(request):
-            return None
-        wanted = request.plan_request
+        begun_at = self.claim_count
         for _ in range(_MOST_REPLANS):
-            if self.epoch != self._task.epoch:
-                return None  # the pump looks again, once it has ended the calls of the old epoch
             if request.batch_spec.order_by:
                 await self._sort_rows(request)
-                if self.epoch != self._task.epoch:
-                    return None
-            counts = self._partition.version
-            view, plan = await self._run_sampler(request, wanted)
-            if plan is None:
-                if not self._nothing_more_comes(request, view, counts):
-                    view.check_lengths()
-                    self.attempts.remember(request, wanted, view, counts)
-                    return None
-                least = wanted.total_size if request.batch_spec.drop_last else 1
-                view, plan = await self._run_sampler(request, replace(wanted, min_size=least), no_more=True)
-            has_changed = counts != self._partition.version
-            if plan is None:  # after a change the pump looks again
-                return None if has_changed else view.end()
-            if self.epoch == self._task.epoch:
-                planned = self._checked(request, view, plan)
-                if planned is not None:
-                    return planned
+            if self.epoch != self._task.epoch:
+                return None
+            steps = self._steps(request)
+            wanted, no_more = next(steps)
+            try:
+                while True:
+                    wanted, no_more = steps.send(await self._run_sampler(request, wanted, no_more=no_more))
+            except StopIteration as stop:
+                found: Planned | End | FailedPlan | None = stop.value
+            if found is not None or self.claim_count != begun_at:
+                return found
         raise SamplerError(
             f"sampler {request.sampler.name!r}: samples of {_MOST_REPLANS} plans in a row were cleared, failed or "
             f"reset while they were planned; ask again"
         )
 
+    def _steps(
+        self, request: ClaimRequest
+    ) -> Generator[tuple[PlanRequest, bool], tuple[PartitionView, Plan | None], Planned | End | FailedPlan | None]:
+        """Yield each run of the sampler, and whether nothing more comes; return what its plans come to.
+
+        None is for a plan of rows that are not ready any more. How a run is made is up to the caller.
+        """
+        wanted, begun_at = request.plan_request, self.marks
+        consumed = self._task.consumed_count, self._task.leased_count
+        view, plan = yield wanted, False
+        if plan is None:
+            is_last = begun_at == self.marks and self._is_closed(request) and view.is_settled()
+            if not is_last:
+                view.check_lengths()
+                return self._failed(request, view, begun_at, consumed)
+            least = wanted.total_size if request.batch_spec.drop_last else 1
+            view, plan = yield replace(wanted, min_size=least), True
+            if plan is None:
+                return view.end() if begun_at == self.marks else FailedPlan(begun_at[0], begun_at[1], consumed)
+        if self.epoch != self._task.epoch:
+            return None
+        planned = self._checked(request, view, plan)
+        state_version, _, *others = begun_at  # rows that are only written to stay ready
+        if planned is None and (state_version, *others) == (self.marks[0], *self.marks[2:]):
+            raise _foreign_rows(request.sampler)
+        return planned
+
+    def _failed(
+        self, request: ClaimRequest, view: PartitionView, begun_at: Marks, consumed: tuple[int, int]
+    ) -> FailedPlan:
+        """Return how many rows must be written, after the view was made, before there can be more to find."""
+        wanted = request.plan_request
+        missing, is_closed = 1, self._partition.sealed or request.batch_spec.finite  # or soon closed, by a first sample
+        # Of the class, where reading it runs no code of the sampler.
+        needs_min_size = type(request.sampler).plans_below_min_size is not True
+        if needs_min_size and view.exhausted and wanted.batch_unit == "sample":
+            missing = wanted.min_size - view.seen_count
+            if is_closed:  # the last, short batch takes less
+                missing = min(missing, view.unready_count) if view.is_plain else 1
+        state_version, row_version = begun_at[:2]
+        return FailedPlan(state_version, row_version + max(1, missing), consumed if is_closed else None)
+
     def _checked(self, request: ClaimRequest, view: PartitionView, plan: Plan) -> Planned | None:
         """Return the plan with its positions, None where its rows have been changed while it was made."""
         parts = [part.rows for part in plan.ranks]
         positions = view.still_ready(parts[0] if len(parts) == 1 else np.concatenate(parts))
-        if positions is not None:
-            return Planned(plan, positions, None if request.lease is None else _lease_of_groups(request.lease, view))
-        if view.made_at[0] == self._partition.state_version:
-            raise _foreign_rows(request.sampler)
-        return None
+        if positions is None:
+            return None
+        block_size = None if view.grouping is None else view.grouping[0] or 0
+        return Planned(cut_micro_batches(plan, request.batch_spec.micro_batch_size), positions, block_size)
 
     async def _run_sampler(
         self, request: ClaimRequest, wanted: PlanRequest, *, no_more: bool = False
     ) -> tuple[PartitionView, Plan | None]:
         runs_inline, length = _needs(request.sampler, wanted)
         view = self._view(request, length, no_more=no_more)
-        if runs_inline:
+        if runs_inline:  # all the same it may have to be awaited, or look at too much for the event loop
             try:
-                plan = await self._run_pinned(request.sampler, view, wanted)
+                plan = await self._run_pinned(request.sampler, view, wanted, off_loop=False)
             except TqError:
                 if not view.gave_up:
                     raise
@@ -142,7 +245,7 @@ class PlanSearch:
                 return view, plan
             view = self._view(request, length, no_more=no_more)
         view.leave_loop()
-        plan = await self._run_pinned(_OffLoop(request.sampler) if runs_inline else request.sampler, view, wanted)
+        plan = await self._run_pinned(request.sampler, view, wanted, off_loop=True)
         view.come_back()
         return view, plan
 
@@ -151,12 +254,14 @@ class PlanSearch:
         view.no_more = view.no_more or no_more
         return view
 
-    async def _run_pinned(self, sampler: PlansBatches, view: PartitionView, wanted: PlanRequest) -> Plan | None:
+    async def _run_pinned(
+        self, sampler: PlansBatches, view: PartitionView, wanted: PlanRequest, *, off_loop: bool
+    ) -> Plan | None:
         """Run a sampler while the positions of rows stay as they are."""
         table = self._partition.table
         table.pin_count += 1
         try:
-            return await self._runner.run(sampler, view, wanted)
+            return await self._runner.run(sampler, view, wanted, off_loop=off_loop)
         finally:
             table.pin_count -= 1
 
@@ -167,38 +272,8 @@ class PlanSearch:
             view.sort_some()
             await asyncio.sleep(0)
 
-    def _nothing_more_comes(self, request: ClaimRequest, view: PartitionView, counts: tuple[int, int]) -> bool:
-        """Whether what is ready now is all there will be: the partition is at its end, and no row can become ready.
-
-        Not so where it has changed since the view was made, at `counts`.
-        """
-        return counts == self._partition.version and self._is_closed(request) and view.is_settled()
-
     def _is_closed(self, request: ClaimRequest) -> bool:
         return self._partition.sealed or (request.batch_spec.finite and self._partition.inserted_count > 0)
-
-
-class _OffLoop:
-    """A quick sampler that is run on a thread, since its view is of too many rows."""
-
-    plans_below_min_size: ClassVar[bool] = True  # the planner looks at the sampler itself
-
-    def __init__(self, sampler: PlansBatches) -> None:
-        self._sampler = sampler
-        self.name = sampler.name
-        self.length = sampler.length
-
-    def check(self, request: PlanRequest) -> None:
-        """Check as the sampler does."""
-        self._sampler.check(request)
-
-    def plan(self, view: View, request: PlanRequest) -> Plan | Awaitable[Plan | None] | None:
-        """Plan as the sampler does."""
-        return self._sampler.plan(view, request)
-
-    def runs_inline(self, request: PlanRequest) -> bool:
-        """Return False."""
-        return False
 
 
 def _needs(sampler: PlansBatches, wanted: PlanRequest) -> tuple[bool, LengthSource | None]:
@@ -214,13 +289,30 @@ def _needs(sampler: PlansBatches, wanted: PlanRequest) -> tuple[bool, LengthSour
         ) from error
 
 
-def _lease_of_groups(terms: LeaseTerms, view: PartitionView) -> LeaseTerms:
-    """Return the terms with what keeps the groups of a plan together, where its sampler took whole ones."""
-    return terms if view.grouping is None else replace(terms, group_block_size=view.grouping[0] or 0)
-
-
 def _foreign_rows(sampler: PlansBatches) -> SamplerError:
     return SamplerError(
         f"sampler {sampler.name!r} returned rows that were not ready for this claim; return rows of view.ready() or "
         f"view.ready_groups() only"
     )
+
+
+def cut_micro_batches(plan: Plan, micro_batch_size: int | None) -> Plan:
+    """Give plain batches their micro-batches: one step, of as many packs on every rank, empty ones included."""
+    if any(part.steps for part in plan.ranks):
+        return plan
+    largest = max(part.rows.size for part in plan.ranks)
+    size = micro_batch_size or max(1, largest)
+    return Plan(
+        ranks=tuple(RankPlan(rows=part.rows, steps=_one_step(part.rows.size, largest, size)) for part in plan.ranks)
+    )
+
+
+@lru_cache(maxsize=256)
+def _one_step(count: int, largest: int, size: int) -> tuple[tuple[Pack, ...], ...]:
+    """Return the micro-batches of a rank with `count` rows, where some rank has `largest`.
+
+    Most claims are alike in this. Those that are recorded by the hundred thousand share one.
+    """
+    positions = np.arange(count)
+    positions.flags.writeable = False
+    return (tuple(Pack(positions=positions[start : start + size]) for start in range(0, max(1, largest), size)),)

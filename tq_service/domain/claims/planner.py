@@ -1,35 +1,54 @@
 """Plans the batches of one (partition, task) and serves those who wait for them.
 
-One pump plans at a time, which makes it the lock of the task's claim cache: the first rank that asks for a batch causes
-the plan, the others await the same record, and commits, status and replays never wait for it. The pump runs while it
-makes progress; changes of the partition start it again. A plan is made on a view of the moment and may leave the event
-loop. It is recorded on the loop, after checking in the same step that all its rows are still to be had.
+Those who wait have their turns in order of arrival, whatever they ask for; a line that cannot be served is passed over,
+and has another turn once something has changed. One dispatch loop gives the turns. It plans on the spot where a sampler
+runs on the event loop; else it starts a plan off the loop, one for each line, and goes on with the next line. So a
+sampler that hangs holds up nobody who asks in another way, and commits, status and replays never wait for a plan.
+
+A plan is made on a view of the moment, and recorded on the loop in the step in which all its rows are seen to be ready
+still. Nothing else serialises plans: of two that want the same rows the one that is recorded first has them, and the
+other is made again. Lest a slow sampler always comes second, a plan off the loop has a head start of the time that such
+plans of its line take: meanwhile those who came later have no turn.
 """
 
 from __future__ import annotations
 
 import asyncio
-import heapq
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 
 from tq_service.domain.claims.end import End
 from tq_service.domain.claims.lease_timer import LeaseTimer
 from tq_service.domain.claims.ledger import QueueClaim, TaskLedger
-from tq_service.domain.claims.micro_batches import cut_micro_batches
-from tq_service.domain.claims.plan_search import Planned, PlanSearch, RunsPlans
+from tq_service.domain.claims.plan_search import FailedPlan, Planned, PlanSearch, RunsPlans
 from tq_service.domain.claims.queue_claims import expire, extend, take_back
 from tq_service.domain.claims.request import ClaimRequest
-from tq_service.domain.claims.wait_queue import Answer, LoopYielder, NotYet, Waiter, WaitQueue
+from tq_service.domain.claims.wait_queue import Answer, Line, LoopYielder, NotYet, Waiter, WaitQueue
 from tq_service.domain.partition import Partition
-from tq_service.domain.plan import RankPlan
+from tq_service.domain.plan import MustBeAwaited, RankPlan
 from tq_service.errors import InternalError, LeaseExpiredError, SamplesClearedError, TqError
+
+__all__ = ["Answer", "NotYet", "Planner"]
 
 _log = logging.getLogger(__name__)
 
-_MOST_BATCHES_A_ROUND = 64
+_MOST_BATCHES_A_TURN = 64
+_MOST_PLANS = 4  # off the loop at a time, those that are long under way apart
+_LONG_PLAN_SECONDS = 1.0
+_LEAST_HEAD_START_SECONDS = 0.01
+
+
+@dataclass(slots=True)
+class _HeadStart:
+    """While it lasts, lines of a higher order have no turn."""
+
+    line: Line
+    order: int
+    timer: asyncio.TimerHandle
 
 
 class Planner:
@@ -38,12 +57,17 @@ class Planner:
     def __init__(self, partition: Partition, task: TaskLedger, runner: RunsPlans) -> None:
         self._partition = partition
         self._task = task
-        self._ranks: WaitQueue[tuple[int, object]] = WaitQueue()  # by batch_index and way of asking
-        self._queues: WaitQueue[object] = WaitQueue()  # by way of asking
         self._search = PlanSearch(partition, task, runner)
-        self._pump: asyncio.Task[None] | None = None
-        self._is_dirty = False
-        self._polls: list[Waiter] = []  # whose time is over once the pump has looked at all, from now on, once
+        self._queue = WaitQueue()
+        self._dispatching: asyncio.Task[None] | None = None
+        self._has_changed = False  # since the lines had their turns
+        self._may_bring_end = False  # whether some line's end may come with what others of the task consume
+        self._round_size = self._served_count = 0  # lines that were to have a turn, and turns since in which one got
+        self._to_answer: deque[tuple[Line, int, TqError | None]] = deque()  # ranks by line and batch_index
+        self._plans: dict[Line, asyncio.TimerHandle] = {}  # off the loop, those that are long under way apart
+        self._waiting_to_plan: dict[Line, None] = {}  # until there are fewer of these
+        self._giving_way: dict[Line, None] = {}  # until there is no plan for an earlier batch_index
+        self._head_start: _HeadStart | None = None
         self._gone: Callable[[], TqError] | None = None
         self._ending: asyncio.Task[None] | None = None
         self._timer = LeaseTimer(task.leases, partial(expire, partition, task))
@@ -53,7 +77,7 @@ class Planner:
     @property
     def waiting_count(self) -> int:
         """Number of calls that wait."""
-        return len(self._ranks) + len(self._queues)
+        return len(self._queue)
 
     async def claim(self, request: ClaimRequest, max_wait_seconds: float) -> Answer:
         """Return the recorded answer, or wait for one; `NotYet` when the time is over."""
@@ -63,21 +87,15 @@ class Planner:
             return recorded
         if self._gone is not None:
             raise self._gone()
-        at_once = self._claim_at_once(request)
-        if at_once is not None:
-            return at_once
         loop = asyncio.get_running_loop()
         removed_count = self._partition.table.removed_count
-        waiter = Waiter(request, loop.create_future())
-        self._add(waiter)
-        self._search.attempts.join(request)
-        self.wake()
+        waiter = Waiter(request, loop.create_future(), is_poll=max_wait_seconds <= 0)
+        line = self._queue.join(waiter)
         timer = None
-        if max_wait_seconds > 0:
-            timer = loop.call_later(max_wait_seconds, waiter.expire)
-        else:
-            self._polls.append(waiter)
         try:
+            self._enter(line, request)
+            if waiter.is_waiting and not waiter.is_poll:
+                timer = loop.call_later(max_wait_seconds, waiter.expire)
             answer = await waiter.answer
             if isinstance(answer, RankPlan | QueueClaim) and self._partition.table.removed_count != removed_count:
                 self._task.check_present(answer.rows)
@@ -90,27 +108,22 @@ class Planner:
         finally:
             if timer is not None:
                 timer.cancel()
-            self._remove(waiter)
-            self._search.attempts.leave(request)
+            self._queue.leave(waiter)
             del waiter  # through which an error would hold this frame, and with it the partition
 
-    def _claim_at_once(self, request: ClaimRequest) -> RankPlan | QueueClaim | None:
-        """Return a claim that needs no wait and no pump: the next batch, by a quick sampler, of samples that are ready.
+    def _enter(self, line: Line, request: ClaimRequest) -> None:
+        """Have a call looked at that has joined a line: in this step where those who came before wait for a change.
 
-        While no pump runs those who wait have been looked after in vain, so that nobody's turn is taken.
+        Then nobody's turn is taken; and no dispatch loop is needed for a batch that is ready, nor for one that is not.
         """
         rank = request.rank
-        if self._pump is not None or (rank is not None and rank.batch_index != self._task.next_batch_index):
-            return None
-        planned = self._search.at_once(request)
-        if planned is None:
-            return None
-        plan = cut_micro_batches(planned.plan, request.batch_spec.micro_batch_size)
-        self.wake()  # others may disagree with this plan, or have waited for what was the last batch
-        if rank is None:
-            return self._record_queue_claim(request.request_id, plan.ranks[0], planned)
-        self._partition.record_batch(self._task, request.batch_spec, plan, planned.positions)
-        return plan.ranks[rank.dp_rank]
+        is_next = rank is None or rank.batch_index == self._task.next_batch_index
+        is_nobody_served = self._dispatching is None and self._head_start is None and not self._is_behind_epoch
+        if is_next and is_nobody_served:
+            self._look(line)
+        else:
+            self._queue.put(line)
+        self._start_dispatch()
 
     def _recorded(self, request: ClaimRequest) -> RankPlan | QueueClaim | End | None:
         """Return the recorded answer of a call, None where there is none; a queue claim counts the calls it answers."""
@@ -140,39 +153,27 @@ class Planner:
         return lease.left_count
 
     def wake(self) -> None:
-        """Start the pump, or have it look once more."""
-        self._is_dirty = True
-        if self._pump is None and (self._ranks or self._queues):
-            self._pump = asyncio.get_running_loop().create_task(self._run_pump())
+        """Have all who wait looked at once more."""
+        if self._queue:
+            self._has_changed = True
+            self._start_dispatch()
 
     def end(self, error: Callable[[], TqError]) -> None:
         """End all waiting calls, and those to come, with an error."""
         self._gone = error
         self._timer.stop()
-        if self._ranks or self._queues:
+        self._end_head_start()
+        for line in self._queue.lines:
+            if line.planning is not None:
+                line.planning.cancel()
+        if self._queue:
             self._ending = asyncio.get_running_loop().create_task(self._end_all(error))
 
     async def _end_all(self, error: Callable[[], TqError]) -> None:
-        pace = LoopYielder()
-        for waiter in (*self._ranks, *self._queues):
+        yielder = LoopYielder()
+        for waiter in self._queue:
             waiter.fail(error())
-            await pace.step()
-
-    # Waiters
-
-    def _add(self, waiter: Waiter) -> None:
-        request = waiter.request
-        if request.rank is not None:
-            self._ranks.add((request.rank.batch_index, request.signature), waiter)
-        else:
-            self._queues.add(request.signature, waiter)
-
-    def _remove(self, waiter: Waiter) -> None:
-        request = waiter.request
-        if request.rank is not None:
-            self._ranks.remove((request.rank.batch_index, request.signature), waiter)
-        else:
-            self._queues.remove(request.signature, waiter)
+            await yielder.step()
 
     def _take_back(self, waiter: Waiter) -> None:
         """Release what a queue worker was given and will not get."""
@@ -181,192 +182,279 @@ class Planner:
         if waiter.request.rank is None and is_over and isinstance(answer.result(), QueueClaim):
             take_back(self._partition, self._task, waiter.request.request_id)
 
-    async def _end_stale(self) -> None:
+    # The dispatch loop
+
+    def _start_dispatch(self) -> None:
+        has_work = self._to_answer or self._has_changed or self._can_plan or self._queue.has_turn(self._latest_order)
+        if has_work and self._dispatching is None and self._gone is None:
+            self._dispatching = asyncio.get_running_loop().create_task(self._dispatch())
+
+    async def _dispatch(self) -> None:
+        yielder = LoopYielder()
+        try:
+            while self._gone is None:
+                if self._is_behind_epoch:
+                    await self._end_stale(yielder)
+                elif self._to_answer:
+                    await self._answer_ranks(yielder)
+                elif (line := self._next_line()) is not None:
+                    first = line.first()
+                    self._look(line)
+                    await yielder.step(has_answered=first is not None and not first.is_waiting)
+                else:
+                    return
+        except Exception:
+            _log.exception("planning for task %r failed", self._task.name)
+            self._to_answer.clear()
+            self._fail_all(self._queue)
+        finally:
+            self._dispatching = None
+
+    def _next_line(self) -> Line | None:
+        """Return the line whose turn it is.
+
+        After a change all lines are to have a turn, also those that were passed over before. Where changes come all the
+        time each line is looked at about once for each that is served, so that many lines cost each of them little.
+        """
+        if self._can_plan:
+            next_to_plan = next(iter(self._waiting_to_plan))
+            del self._waiting_to_plan[next_to_plan]
+            self._queue.put(next_to_plan)
+        line = None
+        if not self._has_changed or self._served_count < self._round_size:
+            line = self._queue.pop(self._latest_order)
+        if line is None and self._has_changed:
+            self._has_changed = self._may_bring_end = False
+            self._served_count = 0
+            self._round_size = self._queue.put_all()
+            line = self._queue.pop(self._latest_order)
+        return line
+
+    @property
+    def _can_plan(self) -> bool:
+        """Whether a line waits for one that may start a plan off the loop now."""
+        return bool(self._waiting_to_plan) and len(self._plans) < _MOST_PLANS
+
+    @property
+    def _latest_order(self) -> float:
+        """Lines with an order from this on have no turn now."""
+        return math.inf if self._head_start is None else self._head_start.order
+
+    @property
+    def _is_behind_epoch(self) -> bool:
+        """Whether calls may wait that mean an epoch which is over."""
+        return self._search.epoch != self._task.epoch
+
+    async def _end_stale(self, yielder: LoopYielder) -> None:
         """End the calls that mean an epoch which is over."""
         self._search.start_epoch()
-        pace = LoopYielder()
-        for waiter in (*self._ranks, *self._queues):
+        for waiter in self._queue:
             try:
                 self._task.check_epoch(waiter.request.epoch)
             except TqError as error:
                 waiter.fail(error)
-                self._remove(waiter)
-                await pace.step()
+                await yielder.step()
 
-    # The pump
-
-    async def _run_pump(self) -> None:
-        try:
-            while self._is_dirty:
-                self._is_dirty = False
-                looking, self._polls = self._polls, []
-                if self._search.epoch != self._task.epoch:
-                    await self._end_stale()
-                await self._serve_ranks()
-                await self._serve_queues(is_whole=bool(looking))
-                for waiter in looking:
-                    waiter.expire()
-        except Exception:
-            _log.exception("planning for task %r failed", self._task.name)
-            for waiter in (*self._ranks, *self._queues):
-                waiter.fail(InternalError("planning failed; the server's log has the details"))
-                self._remove(waiter)
-            self._polls.clear()
-        finally:
-            self._pump = None
-
-    async def _serve_ranks(self) -> None:
-        """Make plans in order of batch_index while some rank waits for one that can be made.
-
-        A rank may wait for a batch far ahead. So the loop turns between plans, and after so many of them other calls of
-        the task have their turn; the pump goes on in its next round, unless the rank's time is over.
-        """
-        pace = LoopYielder()
-        for _ in range(_MOST_BATCHES_A_ROUND):
-            await self._answer_recorded()
-            if not await self._plan_next(pace):
-                return
-        await self._answer_recorded()
-        self._is_dirty = True
-
-    async def _plan_next(self, pace: LoopYielder) -> bool:
-        """Plan one batch for the first way of asking that can have one; return whether something came of it."""
-        for leader in self._leaders():
-            if self._gone is not None:
-                return False
-            try:
-                has_progress = await self._plan_batch(leader.request)
-            except TqError as error:
-                await self._fail_alike(leader, error)
-                has_progress = True
-            await pace.step()
-            if has_progress:
-                return True
-        return False
-
-    def _leaders(self) -> Iterator[Waiter]:
-        """Yield the first waiter of each way of asking, lowest batch_index first.
-
-        Usually there is one way. Where ranks disagree, one that asks for too much must not keep the others waiting.
-        """
-        seen: set[object] = set()
-        for batch_index, signature in sorted(self._ranks.names(), key=lambda name: name[0]):
-            waiter = self._ranks.first((batch_index, signature))
-            if signature not in seen and waiter is not None:
-                seen.add(signature)
-                yield waiter
-
-    async def _answer_recorded(self) -> None:
-        """Answer every waiting rank whose batch is recorded, each by its own request."""
-        task, pace = self._task, LoopYielder()
-        for name in self._ranks.names():
-            while self._gone is None and (name[0] < task.next_batch_index or task.end is not None):
-                waiter = self._ranks.first(name)
-                if waiter is None:
-                    break
-                try:
-                    recorded = task.recorded(waiter.request)
-                except TqError as error:
+    async def _answer_ranks(self, yielder: LoopYielder) -> None:
+        """Answer ranks whose batch or end is recorded, each by its own request, or whose line has failed."""
+        while self._to_answer:
+            line, batch_index, error = self._to_answer.popleft()
+            while self._gone is None and (waiter := line.first(batch_index)) is not None:
+                if error is not None:
                     waiter.fail(error)
-                else:
-                    if recorded is None:
-                        break
-                    waiter.resolve(recorded)
-                await pace.step()
+                elif not self._answer_recorded(waiter):
+                    break  # consumption was reset meanwhile
+                await yielder.step()
 
-    async def _fail_alike(self, leader: Waiter, error: TqError) -> None:
-        """End the ranks that asked as the leader did: they would fail as it did, one after the other."""
-        rank, pace = leader.request.rank, LoopYielder()
-        name = (0 if rank is None else rank.batch_index, leader.request.signature)
-        while (waiter := self._ranks.first(name)) is not None:
-            waiter.fail(error)
-            await pace.step()
-
-    async def _serve_queues(self, *, is_whole: bool) -> None:
-        """Serve queue workers in order of arrival over all ways of asking, each way until one of it gets nothing.
-
-        Those who come meanwhile wait for the next round, lest workers that come back at once keep all others waiting.
-        A round that is not `is_whole` is over early once the partition has changed: those who got nothing may have
-        come before all that are left. It serves one a line at least, so that a line is looked at once for each served.
-        """
-        queues, pace = self._queues, LoopYielder()
-        heads, last_arrival = queues.heads(), queues.arrival_count  # no two arrivals have one number
-        heapq.heapify(heads)
-        least_count, counts = len(heads), self._partition.version
-        while heads and self._gone is None:
-            head = queues.head(heads[0][1])
-            arrival, signature = heapq.heappop(heads)
-            if head is None or head[0] > last_arrival:
-                continue
-            if head[0] > arrival:  # those before it have left; who waits in other lines may have come first
-                heapq.heappush(heads, (head[0], signature))
-                continue
-            if not is_whole and least_count <= 0 and counts != self._partition.version:
-                self._is_dirty = True
-                return
-            if await self._serve_queue(head[1], pace):
-                least_count -= 1
-                if (head := queues.head(signature)) is not None:
-                    heapq.heappush(heads, (head[0], signature))
-
-    async def _serve_queue(self, waiter: Waiter, pace: LoopYielder) -> bool:
-        """Serve the first of a line; return False where nothing is there for it, nor for those behind."""
+    def _answer_recorded(self, waiter: Waiter) -> bool:
+        """Answer a call with what is recorded for it, or with why it can have nothing; return whether there is that."""
         try:
-            answer = await self._plan_queue(waiter)
+            recorded = self._recorded(waiter.request)
         except TqError as error:
             waiter.fail(error)
-            answer = NotYet()
-        if answer is not None:
-            waiter.resolve(answer)
-            if isinstance(answer, End):
-                await self._end_line(waiter.request.signature, answer, pace)
-        await pace.step()
-        return answer is not None
+            return True
+        if recorded is not None:
+            waiter.resolve(recorded)
+        return recorded is not None
 
-    async def _end_line(self, signature: object, end: End, pace: LoopYielder) -> None:
-        """Answer queue workers that ask alike with the end that one of them found, while nothing changes."""
-        counts = self._partition.version
-        while counts == self._partition.version and (waiter := self._queues.first(signature)) is not None:
-            waiter.resolve(end)
-            await pace.step()
+    # A turn
 
-    # Planning
+    def _look(self, line: Line) -> None:
+        """Give a line its turn: plan for its first call here, or start a plan off the loop."""
+        waiter = line.first()
+        if waiter is None or line.planning is not None:
+            return
+        if self._answer_recorded(waiter):
+            self._queue.put(line)
+            return
+        if line.is_ranked and (earlier := self._queue.ranks_before(line)) is not None:
+            self._give_way(line, earlier)
+            return
+        line.seen = self._queue.last_arrival
+        try:
+            if line.failed is not None and line.failed.cannot_succeed_yet(self._partition, self._task):
+                self._conclude(line, line.failed)
+            elif line.end is not None and line.end[0] == self._search.marks:
+                self._conclude(line, line.end[1])
+            else:
+                self._conclude(line, self._search.plan_inline(waiter.request))
+        except MustBeAwaited:
+            self._start_plan(line, waiter.request)
+        except TqError as error:
+            self._fail(line, error)
 
-    async def _plan_batch(self, request: ClaimRequest) -> bool:
-        """Plan and record the next batch, or the end; return whether something was recorded."""
-        batch_spec, rank = request.batch_spec, request.rank
-        if rank is None:
-            raise ValueError("a queue worker's request has no batch_index")
-        planned = await self._search.plan(request)
-        if planned is None:
-            return False
-        if isinstance(planned, End):
-            self._partition.record_end(self._task, rank.dp_size, planned)
+    def _give_way(self, line: Line, earlier: Line) -> None:
+        """Let ranks go first that wait for an earlier batch_index, which is theirs to bind, or await their plan."""
+        if earlier.planning is not None:
+            self._giving_way[line] = None
         else:
-            plan = cut_micro_batches(planned.plan, batch_spec.micro_batch_size)
-            self._partition.record_batch(self._task, batch_spec, plan, planned.positions)
-        return True
+            earlier.is_queued = False
+            self._look(earlier)
+            self._queue.put(line)
 
-    async def _plan_queue(self, waiter: Waiter) -> Answer | None:
-        request = waiter.request
-        recorded = self._recorded(request)
-        if recorded is not None:  # a retry that came while the first call still waited
-            return recorded
-        planned = await self._search.plan(request)
-        if self._gone is not None:
-            raise self._gone()
-        if planned is None or isinstance(planned, End):
-            return planned
-        self._task.recorded(request)  # refuses what was released while the plan was made
-        part = cut_micro_batches(planned.plan, request.batch_spec.micro_batch_size).ranks[0]
-        if not waiter.is_waiting:  # it left while its plan was made, and nothing is consumed
-            return NotYet()
-        self._is_dirty = True  # this may have been the last that others waited for
-        return self._record_queue_claim(request.request_id, part, planned)
+    def _conclude(self, line: Line, found: Planned | End | FailedPlan) -> None:
+        """Record what was found in a turn, in the step in which it was found, and answer the first who waits for it."""
+        if isinstance(found, FailedPlan):
+            line.failed, line.turn_size = found, 0
+            line.expire_polls()
+            self._may_bring_end |= found.consumed is not None
+            # What has changed while the plan was made is for the next round: the others have their turns before.
+            self._has_changed |= not found.cannot_succeed_yet(self._partition, self._task)
+            return
+        if line.is_ranked:
+            self._serve_ranks(line, found)
+        else:
+            self._serve_worker(line, found)
+        self._queue.put(line)
 
-    def _record_queue_claim(self, request_id: bytes, part: RankPlan, planned: Planned) -> QueueClaim:
-        claim = self._partition.record_queue_claim(self._task, request_id, part, planned.positions, planned.lease)
+    def _serve_ranks(self, line: Line, found: Planned | End) -> None:
+        """Record a batch, or the end, for all ranks; those that wait for it are answered one after the other.
+
+        A rank may wait for a batch far ahead. So after many batches its line lets others have their turns, and those
+        end that wait no longer than for theirs.
+        """
+        lines, batch_index = self._queue.ranked_lines, self._task.next_batch_index
+        if isinstance(found, End):
+            self._record_end(line, found)
+        else:
+            self._record_batch(line, found)
+            line.turn_size += 1
+        self._served_count += 1
+        self._has_changed |= len(lines) > 1  # others may disagree with what holds for all ranks now
+        if (first := line.first(None if isinstance(found, End) else batch_index)) is not None:
+            self._answer_recorded(first)
+        for each in lines:
+            indexes = each.batch_indexes if isinstance(found, End) else [batch_index]
+            self._to_answer.extend((each, index, None) for index in indexes if each.first(index) is not None)
+        if line.turn_size == _MOST_BATCHES_A_TURN:
+            line.turn_size = 0
+            line.expire_polls()
+            self._queue.defer(line)
+
+    def _serve_worker(self, line: Line, found: Planned | End) -> None:
+        """Give the first of a line what was found; where all have left meanwhile, nothing is consumed."""
+        while (waiter := line.first()) is not None and self._answer_recorded(waiter):
+            pass  # it was released while the plan was made
+        if waiter is None:
+            return
+        self._served_count += 1
+        if isinstance(found, End):
+            line.end = self._search.marks, found  # which holds for those behind too
+            waiter.resolve(found)
+        else:
+            waiter.resolve(self._record_queue_claim(waiter.request, found))
+
+    # Records
+
+    def _record_end(self, line: Line, end: End) -> None:
+        self._partition.record_end(self._task, line.spec.plan_request.rank_count, end)
+
+    def _record_batch(self, line: Line, planned: Planned) -> None:
+        self._partition.record_batch(self._task, line.spec.batch_spec, planned.plan, planned.positions)
+        self._note_claim()
+
+    def _record_queue_claim(self, request: ClaimRequest, planned: Planned) -> QueueClaim:
+        terms, part = planned.lease(request.lease), planned.plan.ranks[0]
+        claim = self._partition.record_queue_claim(self._task, request.request_id, part, planned.positions, terms)
         claim.answer_count = 1
         if claim.lease is not None:
             self._timer.start(claim.lease)
+        self._note_claim()
         return claim
+
+    def _note_claim(self) -> None:
+        self._search.claim_count += 1
+        self._has_changed |= self._may_bring_end
+
+    def _fail(self, line: Line, error: TqError) -> None:
+        """End the first queue worker of a line; of ranks all that wait for the same batch, which would fail alike."""
+        if line.is_ranked and line.batch_indexes:
+            self._to_answer.append((line, min(line.batch_indexes), error))
+        elif (waiter := line.first()) is not None:
+            waiter.fail(error)
+        self._queue.put(line)
+
+    def _fail_all(self, waiters: Iterable[Waiter]) -> None:
+        for waiter in waiters:
+            waiter.fail(InternalError("planning failed; the server's log has the details"))
+
+    # Plans off the loop
+
+    def _start_plan(self, line: Line, request: ClaimRequest) -> None:
+        """Start a plan off the loop, unless enough are under way: each looks at the rows of the moment it starts."""
+        if len(self._plans) >= _MOST_PLANS:
+            self._waiting_to_plan[line] = None
+            return
+        loop = asyncio.get_running_loop()
+        self._plans[line] = loop.call_later(_LONG_PLAN_SECONDS, self._count_off, line)
+        if line.head_start_seconds and line.order < self._latest_order:
+            self._end_head_start()
+            timer = loop.call_later(line.head_start_seconds, self._end_head_start)
+            self._head_start = _HeadStart(line, line.order, timer)
+        line.planning = loop.create_task(self._plan_off_loop(line, request))
+
+    async def _plan_off_loop(self, line: Line, request: ClaimRequest) -> None:
+        """Plan for a line and record the plan, in one step of the event loop, for whoever is the first of it then."""
+        loop = asyncio.get_running_loop()
+        started_at, batch_index = loop.time(), self._task.next_batch_index
+        try:
+            try:
+                found = await self._search.plan(request)
+            finally:
+                line.planning = None
+            # Twice what this one took, so that the next one is not late though it takes longer.
+            line.head_start_seconds = max(2 * (loop.time() - started_at), _LEAST_HEAD_START_SECONDS)
+            if found is None or (line.is_ranked and self._task.next_batch_index != batch_index):
+                self._queue.put(line)  # it came too late
+            else:
+                self._conclude(line, found)
+        except TqError as error:
+            self._fail(line, error)
+        except Exception:
+            _log.exception("planning for task %r failed", self._task.name)
+            self._fail_all(line.waiters)
+        finally:
+            self._end_plan(line)
+
+    def _end_plan(self, line: Line) -> None:
+        """Have all go on that waited for a plan to be over."""
+        if self._head_start is not None and self._head_start.line is line:
+            self._end_head_start()
+        for each in self._giving_way:
+            self._queue.put(each)
+        self._giving_way.clear()
+        self._queue.drop_if_unused(line)
+        self._count_off(line)
+
+    def _count_off(self, line: Line) -> None:
+        """Let another plan start: one is over, or has taken so long that it may hang."""
+        timer = self._plans.pop(line, None)
+        if timer is not None:
+            timer.cancel()
+        self._start_dispatch()
+
+    def _end_head_start(self) -> None:
+        if self._head_start is not None:
+            self._head_start.timer.cancel()
+            self._head_start = None
+            self._start_dispatch()

@@ -60,22 +60,21 @@ class LeaseTerms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimSpec:
-    """What all ranks of a task ask for alike, batch after batch.
+    """What all ranks of a task ask for alike, batch after batch. Calls with equal specs are served by the same plans.
 
     Attributes:
         data_fields: what the answer locates; `batch_spec.data_fields` has the same names in one order for all ranks.
         min_batch_size: the least a queue worker takes.
         dp_size: number of ranks, None for queue workers.
         plan_request: what the sampler is asked for: a whole batch of all ranks, or what a queue worker takes at least.
-        signature: calls with the same signature are served by the same plans.
     """
 
     batch_spec: BatchSpec
-    data_fields: tuple[str, ...]
+    data_fields: tuple[str, ...] = field(compare=False)
     min_batch_size: int
     dp_size: int | None = None
     plan_request: PlanRequest = field(init=False, repr=False, compare=False)
-    signature: tuple[BatchSpec, int, int] = field(init=False, repr=False, compare=False)
+    _hash: int = field(init=False, repr=False, compare=False)  # `where` may list thousands of values
 
     def __post_init__(self) -> None:
         batch_spec, rank_count = self.batch_spec, self.dp_size or 1
@@ -89,7 +88,10 @@ class ClaimSpec:
             data_fields=self.data_fields,
         )
         object.__setattr__(self, "plan_request", plan_request)
-        object.__setattr__(self, "signature", (batch_spec, self.min_batch_size, self.dp_size or 0))
+        object.__setattr__(self, "_hash", hash((batch_spec, self.min_batch_size, self.dp_size)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,11 +116,6 @@ class ClaimRequest:
     def batch_spec(self) -> BatchSpec:
         """What the first plan of a batch_index fixes."""
         return self.spec.batch_spec
-
-    @property
-    def signature(self) -> tuple[BatchSpec, int, int]:
-        """Calls with the same signature are served by the same plans."""
-        return self.spec.signature
 
     @property
     def plan_request(self) -> PlanRequest:

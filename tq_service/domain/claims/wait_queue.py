@@ -1,65 +1,73 @@
-"""Calls that wait for a claim, in order of arrival."""
+"""Calls that wait for a claim: one queue in order of arrival, over ranks and queue workers, whatever they ask for."""
 
 from __future__ import annotations
 
 import asyncio
+import heapq
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from dataclasses import dataclass, field
 
 from tq_service.domain.claims.end import End
 from tq_service.domain.claims.ledger import QueueClaim
-from tq_service.domain.claims.request import ClaimRequest
+from tq_service.domain.claims.plan_search import FailedPlan, Marks
+from tq_service.domain.claims.request import ClaimRequest, ClaimSpec
 from tq_service.domain.plan import RankPlan
 from tq_service.errors import TqError
 
 
 @dataclass(frozen=True, slots=True)
 class NotYet:
-    """Nothing to hand out within the wait; never recorded."""
+    """Nothing to deliver within the wait; never recorded."""
 
 
 Answer = RankPlan | QueueClaim | End | NotYet
-Key = TypeVar("Key")
 
 _STEPS_A_TURN = 16
 _TURN_SECONDS = 0.002
-_STEPS_WITHOUT_REST = 128
+_ANSWERS_WITHOUT_REST = 128
 
 
 class LoopYielder:
-    """Shares the event loop between those who are served, or looked after in vain, in their thousands and all others.
+    """Shares the event loop between thousands of waiting calls, whether they are served or not, and everything else.
 
-    The loop turns after every few steps, or one that took long. Once there have been many it also rests for as long as
-    they took: what costs is sending their answers, and a server that only sends takes up one new call a turn, so that
+    The loop turns after every few steps, or one that took long. Once many calls were answered it also rests for as long
+    as that took: what costs is sending the answers, and a server that only sends takes up one new call a turn, so that
     calls pile up.
     """
 
-    __slots__ = ("_last", "_step_count")
+    __slots__ = ("_answer_count", "_last", "_step_count")
 
     def __init__(self) -> None:
-        self._step_count = 0
+        self._step_count = self._answer_count = 0
         self._last = time.perf_counter()
 
-    async def step(self) -> None:
-        """Count one that has been looked after."""
+    async def step(self, *, has_answered: bool = True) -> None:
+        """Count a call that was answered, or had its turn in vain."""
         self._step_count += 1
+        self._answer_count += has_answered
         if self._step_count % _STEPS_A_TURN and time.perf_counter() - self._last < _TURN_SECONDS:
             return
         await asyncio.sleep(0)
-        if self._step_count >= _STEPS_WITHOUT_REST:
+        if self._answer_count >= _ANSWERS_WITHOUT_REST:
             await asyncio.sleep(time.perf_counter() - self._last)
         self._last = time.perf_counter()
 
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """One call; its answer is set once, whoever comes first: a claim, an error, or the end of its time."""
+    """One call. Its answer is set once, by whatever comes first: a claim, an error, or the end of its wait.
+
+    Attributes:
+        is_poll: whether the call waits no longer than until it was its turn once.
+        arrival: its number in the queue.
+    """
 
     request: ClaimRequest
     answer: asyncio.Future[Answer]
+    is_poll: bool = False
+    arrival: int = 0
 
     @property
     def is_waiting(self) -> bool:
@@ -81,12 +89,110 @@ class Waiter:
         self.resolve(NotYet())
 
 
-class WaitQueue(Generic[Key]):
-    """Waiters by what they wait for. Adding, removing and taking the first cost the same however many wait."""
+@dataclass(slots=True, eq=False, repr=False)
+class Line:
+    """The calls that ask with one spec, in order of arrival: a plan for one is a plan for any of them.
+
+    It lasts as long as a call waits in it or a plan is made for it. So what is kept of failed plans needs no limit of
+    its own: the calls that wait hold their requests anyway, and are counted.
+
+    Attributes:
+        is_queued: whether the line is to have a turn.
+        deferred_to: it has none before the calls with lower numbers.
+        turn_size: batches planned in the turn it has.
+        seen: number of the last call that had come when it last had a turn.
+        failed: why there was no plan then.
+        end: the end that was found, and the marks at which it holds.
+        planning: makes a plan off the event loop.
+        head_start_seconds: for how long such a plan goes before claims of calls that came later.
+    """
+
+    spec: ClaimSpec
+    is_queued: bool = False
+    deferred_to: int = 0
+    turn_size: int = 0
+    seen: int = 0
+    failed: FailedPlan | None = None
+    end: tuple[Marks, End] | None = None
+    planning: asyncio.Task[None] | None = None
+    head_start_seconds: float = 0.0
+    _waiters: OrderedDict[Waiter, None] = field(default_factory=OrderedDict)
+    _by_batch: dict[int, OrderedDict[Waiter, None]] = field(default_factory=dict)  # ranks only
+    _polls: dict[Waiter, None] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self._waiters)
+
+    @property
+    def is_ranked(self) -> bool:
+        """Whether ranks wait in it, as opposed to queue workers."""
+        return self.spec.dp_size is not None
+
+    @property
+    def order(self) -> int:
+        """Place among the lines: the arrival of its first call, unless it is deferred."""
+        first = self.first()
+        return self.deferred_to if first is None else max(first.arrival, self.deferred_to)
+
+    @property
+    def waiters(self) -> list[Waiter]:
+        """The calls of this moment."""
+        return list(self._waiters)
+
+    @property
+    def batch_indexes(self) -> list[int]:
+        """What its ranks wait for."""
+        return list(self._by_batch)
+
+    def first(self, batch_index: int | None = None) -> Waiter | None:
+        """Return the first that still waits, of those that wait for a `batch_index` where one is given."""
+        while waiters := self._waiters if batch_index is None else self._by_batch.get(batch_index):
+            waiter = next(iter(waiters))
+            if waiter.is_waiting:
+                return waiter
+            self.remove(waiter)
+        return None
+
+    def add(self, waiter: Waiter) -> None:
+        """Add a waiter at the end."""
+        self._waiters[waiter] = None
+        if waiter.request.rank is not None:
+            self._by_batch.setdefault(waiter.request.rank.batch_index, OrderedDict())[waiter] = None
+        if waiter.is_poll:
+            self._polls[waiter] = None
+
+    def remove(self, waiter: Waiter) -> None:
+        """Remove a waiter, if it is there."""
+        if waiter not in self._waiters:
+            return
+        del self._waiters[waiter]
+        self._polls.pop(waiter, None)
+        rank = waiter.request.rank
+        if rank is not None:
+            del self._by_batch[rank.batch_index][waiter]
+            if not self._by_batch[rank.batch_index]:
+                del self._by_batch[rank.batch_index]
+
+    def expire_polls(self) -> None:
+        """End the wait of the polls that had come when the line had its turn."""
+        for poll in [each for each in self._polls if each.arrival <= self.seen]:
+            poll.expire()
+            self.remove(poll)
+
+
+class WaitQueue:
+    """The lines of those who wait, and which of them are to have a turn, in order of arrival of their first waiters.
+
+    Joining, leaving and having a turn cost the same however many wait, but for a logarithm of the number of lines.
+    """
 
     def __init__(self) -> None:
-        self._lines: dict[Key, OrderedDict[Waiter, int]] = {}  # with the number of each waiter's arrival
-        self.arrival_count = 0  # of all that ever came; the number of the last one
+        self._lines: dict[ClaimSpec, Line] = {}
+        self._ranked: dict[ClaimSpec, Line] = {}
+        self._rank_counts: Counter[int] = Counter()  # ranks by batch_index
+        self._turns: list[tuple[int, int, Line]] = []  # a heap: order, a number that no two have, and whose turn it is
+        self._turn_count = 0
+        self.last_arrival = 0
 
     def __len__(self) -> int:
         return sum(map(len, self._lines.values()))
@@ -95,39 +201,99 @@ class WaitQueue(Generic[Key]):
         return bool(self._lines)
 
     def __iter__(self) -> Iterator[Waiter]:
-        """Return all waiters, at the moment of the call."""
-        return iter([waiter for line in self._lines.values() for waiter in line])
+        """Return all waiters of the moment of the call."""
+        return iter([waiter for line in self._lines.values() for waiter in line.waiters])
 
-    def names(self) -> list[Key]:
-        """Return what is waited for, in order of the first arrival."""
-        return list(self._lines)
+    @property
+    def lines(self) -> list[Line]:
+        """All lines of this moment."""
+        return list(self._lines.values())
 
-    def heads(self) -> list[tuple[int, Key]]:
-        """Return for each line the number of its first arrival, and what it waits for."""
-        return [(next(iter(line.values())), key) for key, line in self._lines.items()]
+    @property
+    def ranked_lines(self) -> list[Line]:
+        """The lines of ranks."""
+        return list(self._ranked.values())
 
-    def add(self, key: Key, waiter: Waiter) -> None:
-        """Enter a waiter at the end of its line."""
-        self.arrival_count += 1
-        self._lines.setdefault(key, OrderedDict())[waiter] = self.arrival_count
+    def join(self, waiter: Waiter) -> Line:
+        """Add a waiter and return its line; `leave` is called once for it."""
+        self.last_arrival += 1
+        waiter.arrival = self.last_arrival
+        spec, rank = waiter.request.spec, waiter.request.rank
+        line = self._lines.get(spec)
+        if line is None:
+            line = self._lines[spec] = Line(spec)
+            if rank is not None:
+                self._ranked[spec] = line
+        if rank is not None:
+            self._rank_counts[rank.batch_index] += 1
+        line.add(waiter)
+        return line
 
-    def remove(self, key: Key, waiter: Waiter) -> None:
-        """Take a waiter out, if it is in."""
-        line = self._lines.get(key)
-        if line is not None and line.pop(waiter, None) is not None and not line:
-            del self._lines[key]
+    def leave(self, waiter: Waiter) -> None:
+        """Remove a waiter."""
+        line, rank = self._lines.get(waiter.request.spec), waiter.request.rank
+        if rank is not None:
+            self._rank_counts[rank.batch_index] -= 1
+            if not self._rank_counts[rank.batch_index]:
+                del self._rank_counts[rank.batch_index]
+        if line is not None:  # else it went with the others, those that are answered apart
+            line.remove(waiter)
+            self.drop_if_unused(line)
 
-    def first(self, key: Key) -> Waiter | None:
-        """Return the first of a line that still waits."""
-        head = self.head(key)
-        return None if head is None else head[1]
+    def drop_if_unused(self, line: Line) -> None:
+        """Forget a line in which nobody waits and for which no plan is made."""
+        if not line and line.planning is None and self._lines.get(line.spec) is line:
+            del self._lines[line.spec]
+            self._ranked.pop(line.spec, None)
 
-    def head(self, key: Key) -> tuple[int, Waiter] | None:
-        """Return the first of a line that still waits, with the number of its arrival."""
-        line = self._lines.get(key)
-        while line:
-            waiter, arrival = next(iter(line.items()))
-            if waiter.is_waiting:
-                return arrival, waiter
-            self.remove(key, waiter)
+    # Turns
+
+    def put(self, line: Line) -> None:
+        """Let a line have a turn, unless nobody waits in it or a plan is made for it."""
+        if not line.is_queued and line.planning is None and line.first() is not None:
+            line.is_queued = True
+            heapq.heappush(self._turns, self._turn(line))
+
+    def put_all(self) -> int:
+        """Let all lines have a turn; return how many are to have one."""
+        idle = [line for line in self._lines.values() if not line.is_queued and line.planning is None and line.first()]
+        for line in idle:
+            line.is_queued = True
+            self._turns.append(self._turn(line))
+        heapq.heapify(self._turns)
+        return len(self._turns)
+
+    def has_turn(self, before: float) -> bool:
+        """Whether a line may have a turn whose order is below `before`."""
+        return bool(self._turns) and self._turns[0][0] < before
+
+    def pop(self, before: float) -> Line | None:
+        """Return the line whose turn it is, None where none has an order below `before`."""
+        while self.has_turn(before):
+            order, _, line = heapq.heappop(self._turns)
+            if not line.is_queued or line.first() is None:
+                line.is_queued = False
+            elif line.order > order:  # those before it have left; who waits in other lines may have come first
+                heapq.heappush(self._turns, self._turn(line))
+            else:
+                line.is_queued = False
+                return line
         return None
+
+    def defer(self, line: Line) -> None:
+        """Let all who wait now have their turn before the line."""
+        self.last_arrival += 1
+        line.deferred_to = self.last_arrival
+
+    def ranks_before(self, line: Line) -> Line | None:
+        """Return a line of ranks that wait for an earlier batch_index, and may be served; see `Planner`."""
+        lowest = min(line.batch_indexes)
+        if min(self._rank_counts) >= lowest:
+            return None
+        others = [other for other in self._ranked.values() if other.is_queued or other.planning is not None]
+        earlier = [other for other in others if other.first() and min(other.batch_indexes) < lowest]
+        return min(earlier, key=lambda other: min(other.batch_indexes), default=None)
+
+    def _turn(self, line: Line) -> tuple[int, int, Line]:
+        self._turn_count += 1
+        return line.order, self._turn_count, line
