@@ -8,7 +8,7 @@ from property_settings import examples
 from test_claims_property import SEEDS, Interleaving, sequences
 
 from tq_service.domain.catalog import Catalog
-from tq_service.durable.records import decode_group, encode_change, encode_group
+from tq_service.durable.codec import decode_group, encode_change, encode_group
 from tq_service.samplers import PlanRunner
 
 

@@ -14,11 +14,9 @@ import pytest
 from journal_support import commit_each, copy, opened, read, wait_for_upkeep
 
 from tq_service.durable import journal as journal_module
-from tq_service.durable import reserve as reserve_module
-from tq_service.durable.journal import Journal
+from tq_service.durable.journal import RESERVE_BYTES, Journal, Reserve
 from tq_service.durable.journal_file import JournalFile, write_error
 from tq_service.durable.record_file import RecordWriter
-from tq_service.durable.reserve import RESERVE_BYTES, Reserve
 from tq_service.errors import DiskFailedError, DiskFullError
 
 MODES = pytest.mark.parametrize("sync", [False, True], ids=["process", "disk"])
@@ -164,7 +162,7 @@ def test_room_set_aside_is_given_up_first(
         assert reserve.stat().st_blocks * 512 >= RESERVE_BYTES
         assert not journal.is_short
         with monkeypatch.context() as full:
-            full.setattr(reserve_module.os, "statvfs", no_room)
+            full.setattr(journal_module.os, "statvfs", no_room)
             disk.code = sqlite3.SQLITE_FULL
             commit_each(journal, [b"a clear"])
             assert not reserve.exists()
@@ -185,7 +183,7 @@ def test_a_reserve_that_does_not_fit_is_left_out(tmp_path: Path, monkeypatch: py
     def refuse(*_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(reserve_module.os, "posix_fallocate", refuse)
+    monkeypatch.setattr(journal_module.os, "posix_fallocate", refuse)
     reserve = Reserve(tmp_path / "reserve")
     assert not reserve.fill()
     assert not reserve.is_there

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from journal_support import copy, journal_threads, opened, read
 
-from tq_service.durable import group_commit
+from tq_service.durable import journal_file
 from tq_service.durable.journal import Journal
 from tq_service.durable.journal_file import JournalFile
 
@@ -39,7 +39,7 @@ async def test_a_crash_within_a_step_leaves_all_of_it_or_nothing(tmp_path: Path,
 
 
 async def test_a_commit_of_many_calls_parts_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_commit, "_MAX_GROUP_RECORDS", 3)
+    monkeypatch.setattr(journal_file, "_MAX_GROUP_RECORDS", 3)
     sizes: list[int] = []
     write = JournalFile.write
 

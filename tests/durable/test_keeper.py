@@ -19,7 +19,7 @@ from tq_service.domain.idempotency import IdempotencyCache
 from tq_service.domain.plan import RankPlan
 from tq_service.durable import journal as journal_module
 from tq_service.durable import keeper as keeper_module
-from tq_service.durable import record_file, replay_cost
+from tq_service.durable import record_file
 from tq_service.durable.keeper import Keeper
 from tq_service.errors import DataDirError, DiskFullError, JournalDamagedError, SnapshotDamagedError
 from tq_service.samplers import PlanRunner
@@ -101,9 +101,9 @@ def test_a_snapshot_and_what_came_after_it_are_there_in_the_next_life(tmp_path):
 
 
 def test_a_long_journal_is_replaced_by_a_snapshot(tmp_path, monkeypatch):
-    monkeypatch.setattr(replay_cost, "_START_SECONDS", 50 * replay_cost._CHANGE_SECONDS)
-    monkeypatch.setattr(replay_cost, "_WORTH_SECONDS", 50 * replay_cost._CHANGE_SECONDS)
-    monkeypatch.setattr(replay_cost, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(journal_module, "_LONGEST_START_SECONDS", 50 * journal_module._CHANGE_SECONDS)
+    monkeypatch.setattr(journal_module, "_WORTH_SECONDS", 50 * journal_module._CHANGE_SECONDS)
+    monkeypatch.setattr(journal_module, "_COUNT_AGAIN_SECONDS", 0.0)
 
     async def write_much(life):
         wait_for_the_next_file(life.keeper._journal)
@@ -214,9 +214,9 @@ def test_a_snapshot_that_fails_by_a_fault_is_not_tried_again_at_once(tmp_path, m
         tries.append(path)
         raise RuntimeError("a fault of ours")
 
-    monkeypatch.setattr(replay_cost, "_WORTH_SECONDS", 0.0)
-    monkeypatch.setattr(replay_cost, "_START_SECONDS", 0.0)
-    monkeypatch.setattr(replay_cost, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(journal_module, "_WORTH_SECONDS", 0.0)
+    monkeypatch.setattr(journal_module, "_LONGEST_START_SECONDS", 0.0)
+    monkeypatch.setattr(journal_module, "_COUNT_AGAIN_SECONDS", 0.0)
     monkeypatch.setattr(keeper_module, "write_snapshot", faulty)
 
     async def write_much(life):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tq_service.durable import replay_cost
-from tq_service.durable.replay_cost import ReplayCost
+from tq_service.durable import journal as journal_module
+from tq_service.durable.journal import ReplayCost
 
 
 def seconds_when_too_long(sample_count: int, snapshot_seconds: float = 0.0) -> float:
@@ -17,7 +17,7 @@ def seconds_when_too_long(sample_count: int, snapshot_seconds: float = 0.0) -> f
 def test_the_larger_the_state_the_shorter_the_journal_but_no_shorter_than_it_is_worth_while() -> None:
     small, larger, largest = map(seconds_when_too_long, (1, 400_000, 2_000_000))
     assert small > larger > largest
-    assert largest == pytest.approx(replay_cost._WORTH_SECONDS, abs=0.02)
+    assert largest == pytest.approx(journal_module._WORTH_SECONDS, abs=0.02)
 
 
 def test_a_snapshot_that_takes_long_is_taken_less_often() -> None:
@@ -34,6 +34,6 @@ def test_samples_are_counted_now_and_then_only() -> None:
     while not cost.is_too_long(sample_count):
         cost.add_put(100)
     assert 1 < len(counts) < 200
-    cost.begin_anew()
+    cost.reset()
     assert cost.seconds == 0.0
     assert not cost.is_too_long(sample_count)

@@ -23,6 +23,7 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
+from tq_service.domain.changes.state_machine import Change
 from tq_service.errors import NewerVersionError
 
 Value = TypeVar("Value")
@@ -38,6 +39,8 @@ _VECTORS: Final[dict[int, np.dtype[Any]]] = {
 _VECTOR_CODES: Final[dict[np.dtype[Any], int]] = {dtype: code for code, dtype in _VECTORS.items()}
 _LEAST_RANGE: Final = 16
 _BOUNDS: Final = struct.Struct("<qq")
+_HEADER: Final = struct.Struct("<Bd")
+_GROUP: Final = 0
 _MOST_KEPT_BYTES: Final = 1 << 20
 _local = threading.local()  # has the packer of a thread, and its buffer: making one takes longer than packing a change
 
@@ -210,3 +213,46 @@ def array(code: int, data: bytes) -> NDArray[Any]:
             raise NewerVersionError(f"values of the unknown kind {code} were written by a newer version: install it")
     values.flags.writeable = False
     return values
+
+
+# Groups of changes as records of the journal: a zero byte, which no message of protobuf begins with, tells them from
+# the records of puts; then the time of the group (double, little-endian), and each change as its name and its fields.
+
+
+def encode_change(change: Change) -> bytes:
+    """Return the bytes of a change."""
+    return encode((type(change).__name__, change))
+
+
+def encode_group(at_seconds: float, changes: Sequence[bytes]) -> bytes:
+    """Return the record of a group of changes."""
+    return b"".join((_HEADER.pack(_GROUP, at_seconds), *changes))
+
+
+def is_group(record: bytes) -> bool:
+    """Whether a record is of a group of changes."""
+    return record[:1] == b"\0"
+
+
+def decode_group(record: bytes) -> tuple[float, list[Change]]:
+    """Return the time and the changes of a group.
+
+    Raises:
+        NewerVersionError: one of them is not known here.
+        ValueError, TypeError, KeyError, struct.error: the bytes are not those of a group.
+    """
+    _, at_seconds = _HEADER.unpack_from(record)
+    unpacker = msgpack.Unpacker(ext_hook=array, strict_map_key=False, max_buffer_size=0)
+    unpacker.feed(memoryview(record)[_HEADER.size :])
+    return at_seconds, [_change(name, fields) for name, fields in unpacker]
+
+
+def _change(name: str, fields: object) -> Change:
+    kind: Any = Change.kinds.get(name)
+    if kind is None:
+        raise NewerVersionError(
+            f"the journal has a change {name!r}, which this version does not know; it was written by a newer version: "
+            f"install that one"
+        )
+    change: Change = decoder(kind)(fields)
+    return change

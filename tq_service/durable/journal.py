@@ -1,17 +1,18 @@
-"""The journal: what the service did, one record after the other, so that it can be done again after a crash."""
+"""The journal: the changes of a service, one record after the other, to be applied again after a crash."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import logging
+import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
-from tq_service.durable.direct_commit import DirectCommit
 from tq_service.durable.file_names import (
     beside,
     highest_number,
@@ -22,10 +23,8 @@ from tq_service.durable.file_names import (
     snapshot_numbers,
     snapshot_path,
 )
-from tq_service.durable.group_commit import GroupCommit
-from tq_service.durable.journal_file import JournalFile
+from tq_service.durable.journal_file import DirectCommit, GroupCommit, JournalFile
 from tq_service.durable.journal_reader import JournalReader
-from tq_service.durable.reserve import Reserve
 from tq_service.durable.upkeep import Upkeep
 from tq_service.errors import TqError
 
@@ -33,6 +32,18 @@ _log = logging.getLogger(__name__)
 _FULL_LOG_BYTES: Final = 32 * 2**20
 _LOOK_SECONDS: Final = 1.0
 _START_SECONDS: Final = 60.0
+RESERVE_BYTES: Final = 4 * 2**20
+
+# What replaying a record, and restoring a sample of a snapshot, take, as measured.
+_CHANGE_SECONDS: Final = 40e-6
+_CHANGE_BYTE_SECONDS: Final = 100e-9
+_PUT_SECONDS: Final = 20e-6
+_PUT_BYTE_SECONDS: Final = 1e-9
+_FILE_SECONDS: Final = 20e-3
+_SAMPLE_SECONDS: Final = 0.7e-6
+_LONGEST_START_SECONDS: Final = 1.1
+_WORTH_SECONDS: Final = 0.4
+_COUNT_AGAIN_SECONDS: Final = 0.01
 
 
 class Journal:
@@ -184,7 +195,7 @@ class Journal:
         self._check_not_abandoned()
         if self.is_behind and self._writer is not None:
             self._settle(self._writer.wait_for(self._appended))
-            self._go_on_when_full()
+            self._rotate_when_full()
 
     async def durable(self) -> None:
         """Return once all that was appended before is durable.
@@ -242,7 +253,7 @@ class Journal:
         self._check_not_abandoned()
         if self._writer is None:
             raise RuntimeError("the journal has no generations: exhaust replay() first")
-        return self._go_on(self._writer)
+        return self._rotate(self._writer)
 
     def finish_generation(self, generation: int) -> None:
         """Drop what no recovery needs, now that the snapshot of a generation is in place.
@@ -288,10 +299,10 @@ class Journal:
     def _do_aside(self, job: Callable[[], object]) -> None:
         self._upkeep.do(job)
 
-    def _go_on(self, writer: DirectCommit | GroupCommit) -> int:
+    def _rotate(self, writer: DirectCommit | GroupCommit) -> int:
         file = self._upkeep.take()
         try:
-            writer.go_on_in(file)
+            writer.rotate(file)
         except TqError:
             file.abandon()
             raise
@@ -305,12 +316,12 @@ class Journal:
         if self._abandoned is not None:
             raise self._abandoned
 
-    def _go_on_when_full(self) -> None:
+    def _rotate_when_full(self) -> None:
         if self._newest.log_bytes < _FULL_LOG_BYTES or self._writer is None or self._abandoned is not None:
             return
         if self._upkeep.is_ready:
             try:
-                self._go_on(self._writer)
+                self._rotate(self._writer)
             except TqError as error:
                 _log.warning("the journal stays in a file that is full: %s", error)
 
@@ -354,11 +365,116 @@ class Journal:
 
     def _settled(self, durable: int) -> None:
         self._settle(max(durable, self._durable))
-        self._go_on_when_full()
+        self._rotate_when_full()
 
     def _tell_failed(self, error: TqError) -> None:
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._fail_waiting, error)
+
+
+class Reserve:
+    """A file that only takes up space on the disk: removed when the disk is full, so that clears can be written down.
+
+    May be used by any thread.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Nothing is set aside yet; see `fill`."""
+        self._path = path
+        self._lock = threading.Lock()
+        self._is_there = path.exists() and path.stat().st_size == RESERVE_BYTES
+
+    @property
+    def is_there(self) -> bool:
+        """Whether there is room set aside."""
+        return self._is_there
+
+    def fill(self) -> bool:
+        """Set room aside where as much again stays free; return whether there is some now."""
+        with self._lock:
+            if self._is_there:
+                return True
+            try:
+                free = os.statvfs(self._path.parent)
+                if free.f_bavail * free.f_frsize < 2 * RESERVE_BYTES:
+                    return False
+                with self._path.open("wb") as file:
+                    os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
+            except OSError as error:
+                _log.warning("no room can be set aside in the data dir: %s", error)
+                self._path.unlink(missing_ok=True)
+                return False
+            self._is_there = True
+            return True
+
+    def give_up_to_start(self) -> None:
+        """Make the room free where there is no other for a start, which has to make files before it can read any."""
+        free = os.statvfs(self._path.parent)
+        if free.f_bavail * free.f_frsize < RESERVE_BYTES:
+            self.give_up()
+
+    def give_up(self) -> bool:
+        """Make the room free; return whether there was some."""
+        with self._lock:
+            was_there, self._is_there = self._is_there, False
+            self._path.unlink(missing_ok=True)
+        if was_there:
+            _log.error(
+                "the disk of the data dir is full; %d MiB that were set aside are given up, so that clears can still "
+                "be written down: free space",
+                RESERVE_BYTES >> 20,
+            )
+        return was_there
+
+
+class ReplayCost:
+    """Estimates how long a start would take to replay the journal, and when a snapshot is to save it that.
+
+    A snapshot is due before restoring the last one and replaying the journal since then take longer, together, than a
+    start may take; but not before the replay takes as long as writing a snapshot does, which grows with the state.
+
+    Attributes:
+        seconds: estimate for the records that are in the journal now.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._count_at_seconds = _WORTH_SECONDS
+        self._snapshot_seconds = 0.0
+
+    def add_change(self, size: int) -> None:
+        """Count a change, or an answer, of so many bytes."""
+        self.seconds += _CHANGE_SECONDS + _CHANGE_BYTE_SECONDS * size
+
+    def add_put(self, size: int) -> None:
+        """Count the record of a put, of so many bytes."""
+        self.seconds += _PUT_SECONDS + _PUT_BYTE_SECONDS * size
+
+    def add_files(self, count: int) -> None:
+        """Count files of the journal, of which every start leaves one."""
+        self.seconds += _FILE_SECONDS * count
+
+    def reset(self) -> float:
+        """Begin with an empty journal; return the estimate for the one before it."""
+        before, self.seconds = self.seconds, 0.0
+        self._count_at_seconds = _WORTH_SECONDS
+        return before
+
+    def add(self, seconds: float) -> None:
+        """Add the estimate of a journal again whose snapshot could not be written."""
+        self.seconds += seconds
+
+    def note_snapshot(self, seconds: float) -> None:
+        """Note how long a snapshot took to write."""
+        self._snapshot_seconds = seconds
+
+    def is_too_long(self, sample_count: Callable[[], int]) -> bool:
+        """Whether a snapshot of so many samples is due; they are counted now and then only."""
+        if self.seconds < self._count_at_seconds:
+            return False
+        self._count_at_seconds = self.seconds + _COUNT_AGAIN_SECONDS  # counting takes a step for each partition
+        worth = max(_WORTH_SECONDS, self._snapshot_seconds)
+        return self.seconds >= max(_LONGEST_START_SECONDS - sample_count() * _SAMPLE_SECONDS, worth)
 
 
 def _drop_unneeded(directory: Path, generation: int) -> None:

@@ -1,4 +1,6 @@
-"""One file of the journal, as it is written: an SQLite database in WAL mode that no other connection has open.
+"""The files of the journal as they are written, and who commits to them: the caller, or a thread that waits for fsync.
+
+A file is an SQLite database in WAL mode that no other connection has open.
 
 A commit appends to the write-ahead log and to nothing else. The log is never begun anew, which would take an fsync in
 the middle of a commit: when it is long enough, the journal goes on in its next file, and a thread brings this one to
@@ -8,9 +10,12 @@ rest.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import sqlite3
+import threading
 import zlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -18,11 +23,13 @@ from typing import Final
 
 from tq_service.durable.file_names import journal_path, making_path, remove_journal, remove_side_files, sync_directory
 from tq_service.durable.machine import machine_boot_id
-from tq_service.errors import DiskFailedError, DiskFullError, TqError
+from tq_service.errors import DiskFailedError, DiskFullError, InternalError, TqError
 
+_log = logging.getLogger(__name__)
 PAGE_BYTES: Final = 4096
 _FRAME_BYTES: Final = PAGE_BYTES + 24
 _RETRY_SECONDS: Final = 1.0
+_MAX_GROUP_RECORDS: Final = 4096
 _SCHEMA: Final = (
     "CREATE TABLE made (machine_boot_id TEXT NOT NULL, is_synced INTEGER NOT NULL)",
     "CREATE TABLE start (number INTEGER NOT NULL)",
@@ -227,3 +234,202 @@ def write_error(error: sqlite3.Error | OSError, path: Path) -> TqError:
         "space, the service goes on by itself",
         retry_after_seconds=_RETRY_SECONDS,
     )
+
+
+class DirectCommit:
+    """Commits without an fsync, by the thread that asks: such a commit takes less than handing it to another thread.
+
+    Records are written in the order in which they come, all that have come in one commit.
+    """
+
+    def __init__(self, file: JournalFile, committed: int, *, on_left: Callable[[JournalFile], None]) -> None:
+        """Begin without pending records.
+
+        Args:
+            file: where to begin; `begin` has been called.
+            committed: number of the last record that is durable.
+            on_left: given a file that nothing more is written to.
+        """
+        self._file = file
+        self._committed = committed
+        self._on_left = on_left
+        self._pending: list[bytes] = []
+        self.append = self._pending.append
+
+    def rotate(self, file: JournalFile) -> None:
+        """Write what is appended from now on into another file; commits all that is pending.
+
+        Raises:
+            DiskFullError, DiskFailedError: nothing has changed.
+        """
+        self.wait_for(self._committed + len(self._pending))
+        file.begin(self._committed + 1)
+        self._committed += 1
+        left, self._file = self._file, file
+        self._on_left(left)
+
+    def wait_for(self, number: int) -> int:
+        """Commit all that is pending; return the number of the last durable record, which is at least `number`.
+
+        Raises:
+            DiskFullError, DiskFailedError: the commit failed; what is pending stays so.
+        """
+        if self._pending:
+            self._file.write(self._committed + 1, self._pending)
+            self._committed += len(self._pending)
+            self._pending.clear()
+        return self._committed
+
+    def drop(self) -> None:
+        """Forget what is pending; it is never committed."""
+        self._pending.clear()
+
+    def close(self) -> JournalFile:
+        """Return the file that was written to."""
+        return self._file
+
+
+class GroupCommit:
+    """Commits that wait for an fsync, on a thread of their own: what comes during one is committed by the next.
+
+    Records are written in the order in which they come, as many in a commit as have come since the last one began.
+
+    What is appended between two calls of `ask` is never parted by the end of a commit: a change would be there after a
+    crash without the answer that its retry is to get.
+
+    What could not be committed stays first in the queue and is tried again when somebody asks, not by itself.
+    """
+
+    def __init__(
+        self,
+        file: JournalFile,
+        committed: int,
+        *,
+        on_committed: Callable[[int], None],
+        on_failed: Callable[[TqError], None],
+        on_left: Callable[[JournalFile], None],
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            file: where to begin; `begin` has been called.
+            committed: number of the last record that is durable.
+            on_committed: told the number of the last record that is durable.
+            on_failed: told why a commit failed.
+            on_left: given a file that nothing more is written to. All three are called by the thread.
+        """
+        self._file = file
+        self._committed = committed
+        self._on_committed, self._on_failed, self._on_left = on_committed, on_failed, on_left
+        self._appended: list[bytes] = []
+        self._queue: deque[list[bytes] | JournalFile] = deque()
+        self._in_hand: list[bytes] = []
+        self._failure: TqError | None = None
+        self._is_closing = False
+        self._asked = threading.Event()
+        self._progress = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="tq-journal-commit", daemon=True)
+        self._thread.start()
+
+    @property
+    def committed(self) -> int:
+        """Number of the last record that is durable."""
+        return self._committed
+
+    def append(self, record: bytes) -> None:
+        """Take a record, for the queue when somebody asks."""
+        self._appended.append(record)
+
+    def rotate(self, file: JournalFile) -> None:
+        """Write what is appended from now on into another file."""
+        self._enqueue()
+        self._queue.append(file)
+        self._asked.set()
+
+    def ask(self) -> None:
+        """Have what was appended committed."""
+        self._enqueue()
+        self._asked.set()
+
+    def _enqueue(self) -> None:
+        if self._appended:
+            self._queue.append(self._appended)
+            self._appended = []
+
+    def wait_for(self, number: int) -> int:
+        """Return the number of the last durable record, once `number` is; blocks.
+
+        Raises:
+            DiskFullError, DiskFailedError: the commit failed.
+        """
+        with self._progress:
+            self._failure = None
+            self.ask()
+            self._progress.wait_for(lambda: self._committed >= number or self._failure is not None)
+            if self._committed < number and self._failure is not None:
+                raise self._failure
+            return self._committed
+
+    def drop(self) -> None:
+        """Forget what came since somebody asked last; it is never committed. What was asked for may be."""
+        self._appended = []
+
+    def close(self) -> JournalFile:
+        """End the thread, after one more try to commit what is in the queue; return the file it wrote to."""
+        self._is_closing = True
+        self.ask()
+        self._thread.join()
+        for unused in self._queue:
+            if isinstance(unused, JournalFile):
+                unused.abandon()
+        return self._file
+
+    def _run(self) -> None:
+        is_last = False
+        while not is_last:
+            self._asked.wait()
+            self._asked.clear()
+            is_last = self._is_closing
+            self._commit_all()
+
+    def _commit_all(self) -> None:
+        try:
+            while self._in_hand or self._queue:
+                self._commit_next()
+        except TqError as error:
+            self._fail(error)
+        except Exception:
+            _log.exception("the journal cannot commit")
+            self._fail(InternalError("the journal cannot commit; the log of the service has the details"))
+
+    def _commit_next(self) -> None:
+        if not self._in_hand and isinstance(self._queue[0], JournalFile):
+            left, entered = self._file, self._queue[0]
+            entered.begin(self._committed + 1)
+            self._queue.popleft()
+            self._file = entered
+            self._on_left(left)
+            self._advance(1)
+            return
+        while self._queue and len(self._in_hand) < _MAX_GROUP_RECORDS:
+            records = self._queue[0]
+            if isinstance(records, JournalFile):
+                break
+            self._in_hand += records
+            self._queue.popleft()
+        self._file.write(self._committed + 1, self._in_hand)
+        count = len(self._in_hand)
+        self._in_hand = []
+        self._advance(count)
+
+    def _advance(self, count: int) -> None:
+        with self._progress:
+            self._committed += count
+            self._progress.notify_all()
+        self._on_committed(self._committed)
+
+    def _fail(self, error: TqError) -> None:
+        with self._progress:
+            self._failure = error
+            self._progress.notify_all()
+        self._on_failed(error)

@@ -22,12 +22,11 @@ from tq_service.domain.catalog import Catalog
 from tq_service.domain.changes.state_machine import Change
 from tq_service.domain.partition import PartitionSnapshot
 from tq_service.domain.ttl_log import LogSnapshot
+from tq_service.durable.codec import encode_change, encode_group
 from tq_service.durable.data_dir import DataDir
 from tq_service.durable.identity import Identity
-from tq_service.durable.journal import Journal
-from tq_service.durable.records import encode_change, encode_group
+from tq_service.durable.journal import Journal, ReplayCost
 from tq_service.durable.recovery import Recovered, Recovery
-from tq_service.durable.replay_cost import ReplayCost
 from tq_service.durable.snapshot import ServiceSnapshot, write_snapshot
 from tq_service.errors import DiskFullError, ServiceFailedError, TqError
 
@@ -311,7 +310,7 @@ class Keeper:
                 answers=self._answers() if answers is None else answers(),
                 puts=() if self._engine is None else self._engine.kept_records(),
             )
-            before_seconds = self._cost.begin_anew()
+            before_seconds = self._cost.reset()
             started_at = time.monotonic()
             try:
                 await self._journal.durable()

@@ -17,8 +17,8 @@ from typing import BinaryIO, Final
 import xxhash
 
 from tq_service.durable.file_names import PARTIAL_SUFFIX, sync_directory
+from tq_service.durable.journal import RESERVE_BYTES
 from tq_service.durable.pace import Pace
-from tq_service.durable.reserve import RESERVE_BYTES
 from tq_service.errors import SnapshotDamagedError
 
 _MAGIC: Final = b"tqrecs01"

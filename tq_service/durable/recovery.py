@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tq_service.domain.catalog import Catalog
+from tq_service.durable.codec import decode_group, is_group
 from tq_service.durable.file_names import journal_numbers
-from tq_service.durable.journal import Journal
-from tq_service.durable.records import decode_group, is_group
-from tq_service.durable.replay_cost import ReplayCost
+from tq_service.durable.journal import Journal, ReplayCost
 from tq_service.durable.snapshot import read_snapshot
 from tq_service.errors import DataDirError, JournalDamagedError, NewerVersionError, SnapshotDamagedError, TqError
 from tq_service.v1 import journal_pb2
