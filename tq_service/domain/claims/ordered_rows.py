@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, deque
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -111,7 +111,7 @@ class OrderedRows:
         """Whether more must be done before rows can be taken than the event loop has time for in one step."""
         if self._keys.count > 2 * row_count + _FEW:  # of rows that were written to again and again, or are gone
             self.discard()
-        return (self._noted.size if self.is_in_use else row_count) > _SLICE or self._keys.is_heavy
+        return (self._noted.size if self.is_in_use else row_count) > _SLICE or self._keys.is_heavy()
 
     def sort_some(self, rows: Readiness) -> None:
         """Do a step of what is heavy."""
@@ -162,7 +162,7 @@ class OrderedRows:
             found_count += positions.size
             found.append(positions)
             number += 1
-        is_all = self._keys.close_gaps(number)
+        is_all = self._keys.join(number)
         return found[1] if len(found) == 2 else np.concatenate(found), seen_count, is_all
 
     def in_order(self, rows: Readiness, positions: Indexes) -> Indexes:
@@ -291,18 +291,14 @@ class _BucketedKeys:
 
         None where there is no such bucket, or where it is heavy and may not be. Buckets are read from the first on.
         """
-        while self._of_any.size and (may_be_heavy or not self.is_heavy):
-            self._put_into_buckets()
-        if number == len(self._buckets) or self._of_any.size:
+        if number == len(self._buckets):
             return None
-        if number:
-            self._collect(number)
-        while self._buckets[number].size > _SLICE:
-            if not may_be_heavy:
+        if number and self._after_first.size:
+            self._after_first.add(self._add_to(number, self._after_first.take(self._after_first.size)))
+        while self._of_any.size or self.is_heavy(number):
+            if self.is_heavy(number) and not may_be_heavy:
                 return None
-            self._spread(number)
-            while self._of_any.size:
-                self._put_into_buckets()
+            self.sort_some(number)
         keys = self._sort(number)
         if keys.size <= 2 * wanted:
             return keys
@@ -313,34 +309,20 @@ class _BucketedKeys:
     def replace(self, number: int, keys: Keys) -> None:
         """Have some of the keys of a bucket that was read, in order, instead of all."""
         self.count -= self._buckets[number].size - keys.size
-        self._buckets[number] = _Parts(keys, is_sorted=True) if keys.size else _Parts()
+        self._buckets[number] = _Parts(keys, is_sorted=True)
 
-    def close_gaps(self, number: int) -> bool:
-        """Drop empty ones of the buckets that were read, the first so many; return whether these are all there are.
+    def join(self, number: int) -> bool:
+        """Make one bucket of those that were read, the first so many, unless it is large; return whether they are all.
 
-        Few keys become one bucket, lest each claim read several.
+        Else each claim would read several, where few keys are left of each.
         """
         is_all = number == len(self._buckets)
-        if number > 1:
-            kept = [bucket for bucket in range(number) if self._buckets[bucket].size]
-            read = [self._buckets[bucket].parts[0] for bucket in kept]
-            if len(read) > 1 and sum(part.size for part in read) <= 2 * _FIRST_BUCKET:
-                self._buckets[kept[0]] = _Parts(np.concatenate(read, dtype=read[0].dtype), is_sorted=True)
-                del kept[1:]
-            if len(kept) < number:
-                is_first_new = not kept
-                kept += range(number, len(self._buckets))
-                self._buckets = [self._buckets[bucket] for bucket in kept] or [_Parts()]
-                self._splitters = self._splitters[np.array(kept[1:], np.int64) - 1]
-                if is_first_new:
-                    self._collect(0)
+        read = self._buckets[:number]
+        if number > 1 and sum(bucket.size for bucket in read) <= _SLICE:
+            keys = self._joined(part for bucket in read for part in bucket.parts)
+            self._buckets[:number] = [_Parts(keys, is_sorted=True)]
+            self._splitters = self._splitters[number - 1 :]
         return is_all
-
-    def _collect(self, number: int) -> None:
-        """Have in a bucket all its keys; the buckets before it have theirs."""
-        if self._after_first.size:
-            keys = self._after_first.take(self._after_first.size)
-            self._after_first.add(self._add_to(number, keys))
 
     def _add_to(self, number: int, keys: Keys) -> Keys:
         """Add to a bucket those keys that come before the next, and return the others."""
@@ -377,27 +359,25 @@ class _BucketedKeys:
 
     # Sorting
 
-    @property
-    def is_heavy(self) -> bool:
-        """Whether more must be done before keys can be read than in one step."""
-        return self._of_any.size > _SLICE or self._buckets[0].size > _SLICE
+    def is_heavy(self, number: int = 0) -> bool:
+        """Whether more must be done before a bucket can be read than in one step."""
+        return self._of_any.size > _SLICE or self._buckets[number].size > _SLICE
 
-    def sort_some(self) -> None:
+    def sort_some(self, number: int = 0) -> None:
         """Do a step of what is heavy."""
         if self._of_any.size:
             self._put_into_buckets()
         else:
-            self._spread(0)
+            self._spread(number)
 
     def _sort(self, number: int) -> Keys:
         bucket = self._buckets[number]
-        size = bucket.size
-        if bucket.is_sorted or not size:
-            return bucket.parts[0] if size else self._splitters[:0]
-        keys = self._in_order(bucket.take(bucket.size))
-        self.count -= size - keys.size
-        self._buckets[number] = _Parts(keys, is_sorted=True)
-        return keys
+        if not bucket.is_sorted:
+            self.replace(number, self._in_order(self._joined(bucket.parts)))
+        return self._buckets[number].parts[0]
+
+    def _joined(self, parts: Iterable[Keys]) -> Keys:
+        return np.concatenate([self._splitters[:0], *parts], dtype=self._splitters.dtype)
 
     def _in_order(self, keys: Keys) -> Keys:
         """Return keys in order, each once."""
@@ -410,7 +390,7 @@ class _BucketedKeys:
     def _put_into_buckets(self) -> None:
         """Put keys into their buckets, a slice of them."""
         keys, splitters = self._of_any.take(_SLICE), self._splitters
-        both = np.concatenate([splitters, keys], dtype=keys.dtype)  # a key that is a splitter comes after it
+        both = self._joined((splitters, keys))  # a key that is a splitter comes after it
         order = self.order_of(both)
         both = both[order]
         ends = np.flatnonzero(order < splitters.size).tolist()
@@ -426,7 +406,7 @@ class _BucketedKeys:
         for part in bucket.parts:
             samples.append(part[start::stride])
             start = (start - part.size) % stride
-        splitters = self._in_order(np.concatenate(samples))[_SAMPLES::_SAMPLES]
+        splitters = self._in_order(self._joined(samples))[_SAMPLES::_SAMPLES]
         if not splitters.size:  # nearly all keys are the same
             self._sort(number)
             return
@@ -435,7 +415,7 @@ class _BucketedKeys:
         self._insert_splitters(number, splitters)
 
     def _insert_splitters(self, number: int, splitters: Keys) -> None:
-        self._splitters = np.concatenate([self._splitters[:number], splitters, self._splitters[number:]])
+        self._splitters = self._joined((self._splitters[:number], splitters, self._splitters[number:]))
 
 
 class OrdersOfTask:
