@@ -15,9 +15,8 @@ pivots of a samplesort.)
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence, Set
-from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -42,6 +41,7 @@ _SLICE = 4096  # keys that one step makes, sorts, or puts into buckets
 _FIRST_BUCKET = 128  # keys of the first bucket, all of which a claim looks at
 _FEW = 1024  # keys that are compared with those of the first bucket only, when they come
 _MOST_SPLITTERS = 511
+_MOST_PARTS = 1 << 17  # of all buckets, before they are sorted
 _SAMPLES = 8  # keys looked at for each splitter
 _SIGN = np.uint64(1 << 63)
 
@@ -100,7 +100,7 @@ class OrderedRows:
     def take_back(self, lent: OrderedRows) -> None:
         """Go on with what a copy has sorted and dropped, unless something was done here since it was lent."""
         if self._lent is not None and self._lent[0] is lent:
-            for part in islice(self._noted.parts, self._lent[1], None):
+            for part in self._noted.parts[self._lent[1] :]:
                 lent._noted.add(part)
             self._keys, self._noted, self._lent = lent._keys, lent._noted, None
             self.is_in_use = lent.is_in_use
@@ -220,13 +220,15 @@ class _Parts:
     __slots__ = ("is_sorted", "parts", "size")
 
     def __init__(self, *parts: NDArray[Any], is_sorted: bool = False) -> None:
-        self.parts = deque(parts)
+        self.parts = list(parts)
         self.size = sum(part.size for part in parts)
         self.is_sorted = is_sorted  # whether it is one part, in order, of which each value is there once
 
     def copy(self) -> _Parts:
         """Return the same values."""
-        return _Parts(*self.parts, is_sorted=self.is_sorted)
+        same = _Parts()
+        same.parts, same.size, same.is_sorted = self.parts.copy(), self.size, self.is_sorted
+        return same
 
     def add(self, part: NDArray[Any]) -> None:
         """Add values."""
@@ -239,9 +241,9 @@ class _Parts:
         """Remove and return some values: so many, or all there are, at least one."""
         taken = []
         while self.parts and count:
-            part = self.parts.popleft()
+            part = self.parts.pop()
             if part.size > count:
-                self.parts.appendleft(part[count:])
+                self.parts.append(part[count:])
             taken.append(part[:count])
             count -= taken[-1].size
             self.size -= taken[-1].size
@@ -400,7 +402,7 @@ class _BucketedKeys:
     def _spread(self, number: int) -> None:
         """Have the keys of a bucket be put into several buckets that take its place."""
         bucket = self._buckets[number]
-        count = min(_MOST_SPLITTERS, 2 * bucket.size // _SLICE)
+        count = min(_MOST_SPLITTERS, 2 * bucket.size // _SLICE, max(2, _MOST_PARTS * _SLICE // bucket.size))
         stride = max(1, bucket.size // (_SAMPLES * (count + 1)))
         samples, start = [], 0
         for part in bucket.parts:
