@@ -75,8 +75,8 @@ def decode(kind: type[Value], data: bytes | memoryview) -> Value:
 
 
 def unpack(data: bytes | memoryview) -> Any:
-    """Return plain values and arrays; maps for dataclasses."""
-    return msgpack.unpackb(data, ext_hook=array, strict_map_key=False, use_list=True)
+    """Return plain values and arrays; maps for dataclasses, tuples for sequences."""
+    return msgpack.unpackb(data, ext_hook=array, strict_map_key=False, use_list=False)
 
 
 @cache
@@ -242,7 +242,7 @@ def decode_group(record: bytes) -> tuple[float, list[Change]]:
         ValueError, TypeError, KeyError, struct.error: the bytes are not those of a group.
     """
     _, at_seconds = _HEADER.unpack_from(record)
-    unpacker = msgpack.Unpacker(ext_hook=array, strict_map_key=False, max_buffer_size=0)
+    unpacker = msgpack.Unpacker(ext_hook=array, strict_map_key=False, use_list=False, max_buffer_size=0)
     unpacker.feed(memoryview(record)[_HEADER.size :])
     return at_seconds, [_change(name, fields) for name, fields in unpacker]
 
