@@ -12,7 +12,10 @@ import pytest
 from live_server import AnyClient, LiveServer
 
 import tq_service as tq
-from tq_service.domain.partition import Partition, PartitionSettings
+from tq_service.domain.catalog import Catalog
+from tq_service.domain.changes.samples import SamplesCleared
+from tq_service.domain.changes.state_machine import Change
+from tq_service.domain.partition import PartitionSettings
 from tq_service.v1 import controller_service_pb2 as pb
 
 COUNT = 33_000
@@ -164,13 +167,14 @@ def test_many_samples_are_cleared_in_parts(server: LiveServer, by_key: bool, mon
     client, count = server.client(), 100_000
     keys = [f"k{number}" for number in range(count)]
     client.insert("train", keys=keys)
-    real, sizes = Partition.clear, []
+    real, sizes = Catalog.commit, []
 
-    def clear(partition: Partition, indexes: Any) -> Any:
-        sizes.append(indexes.size)
-        return real(partition, indexes)
+    def commit(catalog: Catalog, change: Change) -> Any:
+        if isinstance(change, SamplesCleared):
+            sizes.append(change.global_indexes.size)
+        return real(catalog, change)
 
-    monkeypatch.setattr(Partition, "clear", clear)
+    monkeypatch.setattr(Catalog, "commit", commit)
     named = {"keys": keys[1:]} if by_key else {"global_indexes": range(1, count)}
     request = pb.ClearSamplesRequest(request_id=token_bytes(16), partition_id="train", **named)  # type: ignore[arg-type]
     answers = [server.controller.ClearSamples(request, timeout=20).cleared_count for _ in range(2)]
@@ -185,17 +189,16 @@ def test_a_clear_of_many_samples_does_not_reach_the_next_incarnation(
 ) -> None:
     client, count = server.client(), 100_000
     client.insert("train", count)
-    real = Partition.clear
+    real = Catalog.commit
 
-    def clear(partition: Partition, indexes: Any) -> Any:
-        answer = real(partition, indexes)
-        catalog = server.app._catalog
-        assert catalog is not None
-        catalog.remove("train", b"")
-        catalog.create("train", PartitionSettings())
+    def commit(catalog: Catalog, change: Change) -> Any:
+        answer = real(catalog, change)
+        if isinstance(change, SamplesCleared):
+            catalog.remove("train", b"")
+            catalog.create("train", PartitionSettings())
         return answer
 
-    monkeypatch.setattr(Partition, "clear", clear)
+    monkeypatch.setattr(Catalog, "commit", commit)
     request = pb.ClearSamplesRequest(request_id=token_bytes(16), partition_id="train", global_indexes=range(count))
     with pytest.raises(grpc.RpcError) as caught:
         server.controller.ClearSamples(request, timeout=20)
