@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from tq_service.samplers.base import Plan, PlanRequest, Sampler, View
+from tq_service.samplers import Plan, PlanRequest, Sampler, View
 
 PARTITION = "custom_sampler"
 

@@ -1,10 +1,11 @@
-"""What passes between a planner and a sampler: the request, the view of the samples, and the plan.
+"""Samplers as a planner sees them: their base class, and what passes between the two: request, view and plan.
 
-This is public API: samplers of users are written against `View`, `PlanRequest` and `Plan`.
+This is public API, exported by `tq_service.samplers`: samplers of users are subclasses of `Sampler`.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
@@ -180,34 +181,38 @@ class MustBeAwaited(Exception):  # noqa: N818  (nothing has gone wrong)
     """A plan cannot be had at once: its sampler is a coroutine function, or does not run on the event loop."""
 
 
-class PlansBatches(Protocol):
-    """The one method of a sampler, as the planner calls it; `tq_service.samplers.Sampler` is its base class.
+class Sampler(ABC):
+    """Decides which ready samples form a batch and how they are spread over the ranks.
 
-    Attributes:
-        plans_below_min_size: whether `plan` may make a batch of fewer than `request.min_size` units although more can
-            come, so that it must be asked after each change.
+    A sampler has no state beyond its options, which are the keyword arguments of its constructor (a frozen dataclass
+    serves well); the constructor raises ValueError for bad values. The same view and request give the same plan.
     """
 
-    plans_below_min_size: ClassVar[bool]
+    name: ClassVar[str] = ""
+    plans_below_min_size: ClassVar[bool] = False
+    """Whether `plan` may make a batch of fewer than `request.min_size` units although more can come.
 
-    @property
-    def name(self) -> str:
-        """Name for messages."""
-        ...
+    Such a sampler is asked after each change; others once so many rows are ready that they may have a plan.
+    """
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        """Name a sampler by its class where it says no name itself, so that messages can name it."""
+        super().__init_subclass__(**kwargs)
+        if not cls.name:
+            cls.name = cls.__name__
 
     @property
     def length(self) -> LengthSource | None:
         """The length that a sample must have to be ready; None: needs none."""
-        ...
+        return None
 
-    def check(self, request: PlanRequest) -> None:
+    def check(self, request: PlanRequest) -> None:  # noqa: B027  (optional hook)
         """Raise InvalidArgumentError where the request does not fit the sampler's options."""
-        ...
 
     def runs_inline(self, request: PlanRequest) -> bool:
-        """Whether `plan` takes well under a millisecond, and so runs on the event loop; else it gets a thread."""
-        ...
+        """Whether `plan` takes well under a millisecond and may run on the event loop; else it gets a thread."""
+        return False
 
+    @abstractmethod
     def plan(self, view: View, request: PlanRequest) -> Plan | Awaitable[Plan | None] | None:
-        """Return the plan, or None where not enough is ready."""
-        ...
+        """Return the plan of one batch, or None where fewer than `request.min_size` units are ready."""

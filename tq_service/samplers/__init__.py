@@ -1,6 +1,6 @@
 """Samplers: which ready samples form a batch, and how they are spread over the ranks."""
 
-from tq_service.samplers.base import (
+from tq_service.domain.plan import (
     Groups,
     Indexes,
     LengthSource,

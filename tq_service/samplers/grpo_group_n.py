@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tq_service.samplers.base import Groups, Plan, PlanRequest, View
+from tq_service.domain.plan import Groups, Plan, PlanRequest, View
 from tq_service.samplers.whole_groups import (
     Assignment,
     GroupSampler,

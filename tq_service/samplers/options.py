@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from tq_service.domain.plan import Sampler
 from tq_service.errors import InvalidArgumentError, UnknownSamplerError, nearest
-from tq_service.samplers.base import Sampler
 
 _FIELD = "sampler_config"
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tq_service.domain.plan import MustBeAwaited, Pack, Plan, PlanRequest, PlansBatches, RankPlan, View
+from tq_service.domain.plan import MustBeAwaited, Pack, Plan, PlanRequest, RankPlan, Sampler, View
 from tq_service.errors import SamplerError, SamplerTimeoutError, TqError
 from tq_service.samplers.daemon_threads import start_daemon_thread
 
@@ -56,7 +56,7 @@ class PlanRunner:
         now = asyncio.get_running_loop().time()
         return sorted(running.sampler for running in self._running if running.deadline <= now)
 
-    def check(self, sampler: PlansBatches, request: PlanRequest) -> None:
+    def check(self, sampler: Sampler, request: PlanRequest) -> None:
         """Let the sampler check the request.
 
         Raises:
@@ -65,7 +65,7 @@ class PlanRunner:
         """
         _guarded(sampler, lambda: sampler.check(request))
 
-    def run_inline(self, sampler: PlansBatches, view: View, request: PlanRequest) -> Plan | None:
+    def run_inline(self, sampler: Sampler, view: View, request: PlanRequest) -> Plan | None:
         """Return the plan of a sampler that runs inline, well formed, or None where not enough is ready.
 
         Raises:
@@ -81,7 +81,7 @@ class PlanRunner:
             raise MustBeAwaited
         return _guarded(sampler, lambda: check_plan(sampler.name, outcome, request))
 
-    async def run(self, sampler: PlansBatches, view: View, request: PlanRequest, *, off_loop: bool = False
+    async def run(self, sampler: Sampler, view: View, request: PlanRequest, *, off_loop: bool = False
                   ) -> Plan | None:  # fmt: skip
         """Return the sampler's plan, well formed, or None where not enough is ready.
 
@@ -107,7 +107,7 @@ class PlanRunner:
         return _guarded(sampler, lambda: check_plan(sampler.name, outcome, request))
 
     async def _run_in_thread(
-        self, sampler: PlansBatches, view: View, request: PlanRequest, deadline: float
+        self, sampler: Sampler, view: View, request: PlanRequest, deadline: float
     ) -> Plan | Awaitable[Plan | None] | None:
         await self._take_thread(sampler, deadline)
         running = _Running(sampler.name, deadline)
@@ -123,7 +123,7 @@ class PlanRunner:
         await self._wait(sampler, finished, deadline)
         return _guarded(sampler, finished.result())
 
-    async def _take_thread(self, sampler: PlansBatches, deadline: float) -> None:
+    async def _take_thread(self, sampler: Sampler, deadline: float) -> None:
         hung = self.hung_samplers
         if len(hung) == self._max_threads:
             raise SamplerTimeoutError(
@@ -141,7 +141,7 @@ class PlanRunner:
                 metadata={"sampler": sampler.name},
             ) from None
 
-    async def _wait_for(self, sampler: PlansBatches, plan: Awaitable[Plan | None], deadline: float) -> Plan | None:
+    async def _wait_for(self, sampler: Sampler, plan: Awaitable[Plan | None], deadline: float) -> Plan | None:
         task = asyncio.ensure_future(_guarded_await(sampler, plan))
         task.add_done_callback(_retrieve)
         try:
@@ -152,7 +152,7 @@ class PlanRunner:
             raise _failure(sampler, asyncio.CancelledError())
         return task.result()
 
-    async def _wait(self, sampler: PlansBatches, future: asyncio.Future[T], deadline: float) -> None:
+    async def _wait(self, sampler: Sampler, future: asyncio.Future[T], deadline: float) -> None:
         """Wait until the future is done, without cancelling it: a sampler may ignore a cancellation."""
         loop = asyncio.get_running_loop()
         done, _ = await asyncio.wait([future], timeout=max(deadline - loop.time(), 0.0))
@@ -164,7 +164,7 @@ class PlanRunner:
             )
 
 
-def _guarded(sampler: PlansBatches, call: Callable[[], T]) -> T:
+def _guarded(sampler: Sampler, call: Callable[[], T]) -> T:
     try:
         return call()
     except (TqError, KeyboardInterrupt):
@@ -173,7 +173,7 @@ def _guarded(sampler: PlansBatches, call: Callable[[], T]) -> T:
         raise _failure(sampler, error) from error
 
 
-async def _guarded_await(sampler: PlansBatches, plan: Awaitable[T]) -> T:
+async def _guarded_await(sampler: Sampler, plan: Awaitable[T]) -> T:
     try:
         return await plan
     except (TqError, KeyboardInterrupt, asyncio.CancelledError):
@@ -188,7 +188,7 @@ def _retrieve(task: asyncio.Future[T]) -> None:
         task.exception()
 
 
-def _failure(sampler: PlansBatches, error: BaseException) -> SamplerError:
+def _failure(sampler: Sampler, error: BaseException) -> SamplerError:
     return SamplerError(
         f"sampler {sampler.name!r} raised {type(error).__name__}: {error}; nothing was consumed",
         metadata={"sampler": sampler.name, "exception": type(error).__name__},

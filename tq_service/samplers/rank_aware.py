@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from tq_service.domain.plan import Plan, PlanRequest, View
 from tq_service.errors import InvalidArgumentError
-from tq_service.samplers.base import Plan, PlanRequest, View
 from tq_service.samplers.whole_groups import GroupSampler, assign_round_robin, rows_of_ranks
 
 

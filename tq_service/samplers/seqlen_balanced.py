@@ -9,7 +9,7 @@ import numpy as np
 
 from tq_service.balancing import get_even_partitions
 from tq_service.balancing.costs import CostName, check_cost_name
-from tq_service.samplers.base import Plan, PlanRequest, View
+from tq_service.domain.plan import Plan, PlanRequest, View
 from tq_service.samplers.token_lengths import LengthSampler, group_costs
 from tq_service.samplers.whole_groups import rows_of_ranks
 

@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tq_service.samplers.base import Indexes, Plan, PlanRequest, Sampler, View
+from tq_service.domain.plan import Indexes, Plan, PlanRequest, Sampler, View
 from tq_service.samplers.whole_groups import assign_blocks, rows_of_ranks, take_groups
 
 

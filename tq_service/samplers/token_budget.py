@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from tq_service.balancing.plan_packs import check_count
 from tq_service.balancing.rank_packing import pack_ranks_equally
 from tq_service.balancing.token_budget import RankBudget, assign_within
+from tq_service.domain.plan import Groups, Indexes, Pack, Plan, PlanRequest, RankPlan, View
 from tq_service.errors import InvalidArgumentError
-from tq_service.samplers.base import Groups, Indexes, Pack, Plan, PlanRequest, RankPlan, View
 from tq_service.samplers.token_lengths import LengthSampler
 from tq_service.samplers.whole_groups import rows_of_ranks
 

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from tq_service.balancing import get_costs
 from tq_service.balancing.costs import CostName
+from tq_service.domain.plan import Groups, Indexes, LengthSource, PlanRequest, View
 from tq_service.errors import InvalidArgumentError
-from tq_service.samplers.base import Groups, Indexes, LengthSource, PlanRequest, View
 from tq_service.samplers.whole_groups import GroupSampler
 
 

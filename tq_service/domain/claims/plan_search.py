@@ -22,8 +22,8 @@ from tq_service.domain.plan import (
     Pack,
     Plan,
     PlanRequest,
-    PlansBatches,
     RankPlan,
+    Sampler,
     View,
 )
 from tq_service.errors import SamplerError, TqError
@@ -36,7 +36,7 @@ Marks: TypeAlias = tuple[int, int, int, int, int]  # see `PlanSearch.marks`
 class RunsPlans(Protocol):
     """Runs a sampler where it harms nobody: inline where that is quick, else on a thread with a time limit."""
 
-    def run_inline(self, sampler: PlansBatches, view: View, request: PlanRequest) -> Plan | None:
+    def run_inline(self, sampler: Sampler, view: View, request: PlanRequest) -> Plan | None:
         """Return a well-formed plan or None, at once.
 
         Raises:
@@ -45,7 +45,7 @@ class RunsPlans(Protocol):
         """
         ...
 
-    async def run(self, sampler: PlansBatches, view: View, request: PlanRequest, *, off_loop: bool = False
+    async def run(self, sampler: Sampler, view: View, request: PlanRequest, *, off_loop: bool = False
                   ) -> Plan | None:  # fmt: skip
         """Return a well-formed plan or None, from a thread if need be or `off_loop`; raises TqError only."""
         ...
@@ -255,7 +255,7 @@ class PlanSearch:
         return view
 
     async def _run_pinned(
-        self, sampler: PlansBatches, view: PartitionView, wanted: PlanRequest, *, off_loop: bool
+        self, sampler: Sampler, view: PartitionView, wanted: PlanRequest, *, off_loop: bool
     ) -> Plan | None:
         """Run a sampler while the positions of rows stay as they are."""
         table = self._partition.table
@@ -276,7 +276,7 @@ class PlanSearch:
         return self._partition.sealed or (request.batch_spec.finite and self._partition.inserted_count > 0)
 
 
-def _needs(sampler: PlansBatches, wanted: PlanRequest) -> tuple[bool, LengthSource | None]:
+def _needs(sampler: Sampler, wanted: PlanRequest) -> tuple[bool, LengthSource | None]:
     """Return whether a sampler is quick, and the length it needs; the runner guards `plan` only."""
     try:
         return sampler.runs_inline(wanted), sampler.length
@@ -289,7 +289,7 @@ def _needs(sampler: PlansBatches, wanted: PlanRequest) -> tuple[bool, LengthSour
         ) from error
 
 
-def _foreign_rows(sampler: PlansBatches) -> SamplerError:
+def _foreign_rows(sampler: Sampler) -> SamplerError:
     return SamplerError(
         f"sampler {sampler.name!r} returned rows that were not ready for this claim; return rows of view.ready() or "
         f"view.ready_groups() only"

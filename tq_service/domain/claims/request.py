@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
-from tq_service.domain.plan import PlanRequest, PlansBatches
+from tq_service.domain.plan import PlanRequest, Sampler
 from tq_service.domain.tables.meta import Condition, Order
 from tq_service.schema import BatchUnit
 
@@ -107,7 +107,7 @@ class ClaimRequest:
     request_id: bytes
     task_name: str
     spec: ClaimSpec
-    sampler: PlansBatches
+    sampler: Sampler
     rank: Rank | None = None
     epoch: int | None = None
     lease: LeaseTerms | None = None
