@@ -3,7 +3,7 @@
 import itertools
 import random
 
-from tq_service.domain.ttl_log import TtlLog
+from tq_service.domain.idempotency import TtlLog
 
 
 def entries(snapshot):

@@ -20,8 +20,8 @@ from typing import Any, Final, Protocol
 
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.changes.state_machine import Change
+from tq_service.domain.idempotency import LogSnapshot
 from tq_service.domain.partition import PartitionSnapshot
-from tq_service.domain.ttl_log import LogSnapshot
 from tq_service.durable.codec import encode_change, encode_group
 from tq_service.durable.data_dir import DataDir
 from tq_service.durable.identity import Identity

@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 
 from tq_service.domain.claims.ledger import Batch, Lease, QueueClaim, TaskFacts, TaskSnapshot
 from tq_service.domain.claims.request import BatchSpec, LeaseTerms
+from tq_service.domain.idempotency import Entry, LogSnapshot
 from tq_service.domain.partition import PartitionFacts, PartitionSnapshot
 from tq_service.domain.plan import Plan, RankPlan
-from tq_service.domain.ttl_log import Entry, LogSnapshot
 from tq_service.durable import codec
 from tq_service.durable.column_codec import ColumnPart, TableHeader, TableReader, encode_table
 from tq_service.durable.record_file import RecordWriter, damaged, read_records
