@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import asdict
 
 import numpy as np
-from domain_support import SlowSampler, asks, is_at_rest, meta, new_id, new_write, set_meta, turns, write_to
+from domain_support import SlowSampler, asks, is_at_rest, meta, new_id, new_write, set_meta, task_of, turns, write_to
 from model import BlocksError, Model, RefusedError
 from model import End as ModelEnd
 
@@ -148,7 +148,7 @@ class Driver:
         self.partition = self.catalog.create(NAME, PartitionSettings(expected_samples=self.expected))
         for name in self.tasks:
             self.model.task(name)
-            self._watch(self.partition.task(name), name, self.partition)
+            self._watch(task_of(self.catalog, name), name, self.partition)
 
     def _watch(self, task, name, partition):
         """Have the model look at every record in the moment it is made."""

@@ -6,11 +6,21 @@ import itertools
 import numpy as np
 
 from tq_service.domain.catalog import Catalog
+from tq_service.domain.changes.claims import (
+    ClaimAcked,
+    ClaimExtended,
+    ClaimReleased,
+    ConsumptionReset,
+    LeaseExpired,
+    QueueClaimed,
+    TaskSeen,
+)
 from tq_service.domain.changes.partitions import PartitionSealed
 from tq_service.domain.changes.samples import GroupsClosed, MetaSet, SamplesCleared, SamplesWritten, SampleWrite
 from tq_service.domain.changes.state_machine import State, StateMachine
 from tq_service.domain.claims.request import BatchSpec, ClaimRequest, ClaimSpec, Rank
 from tq_service.domain.partition import Partition, PartitionSettings
+from tq_service.domain.plan import RankPlan
 from tq_service.domain.tables.field_specs import ColumnWrite
 from tq_service.domain.tables.puts import Put
 from tq_service.samplers import Sampler, SequentialSampler
@@ -129,6 +139,46 @@ def seal(target):
 
 def close_groups(target, names):
     commit(target, GroupsClosed(partition_id=_name(target), names=names))
+
+
+def task_of(target, name):
+    """Return the ledger of a task, opened if it is new."""
+    opened = commit(target, TaskSeen(partition_id=_name(target), task_name=name))[0]
+    return opened or (target.get("train") if isinstance(target, Catalog) else target).tasks[name]
+
+
+def _of_task(target, task, kind, **facts):
+    return commit(target, kind(partition_id=_name(target), task_name=task.name, **facts))[0]
+
+
+def claim_rows(target, task, indexes, request_id=None, lease=None):
+    """Have a queue worker get rows; return the claim."""
+    part = RankPlan(rows=np.array(indexes, np.int64))
+    return _of_task(target, task, QueueClaimed, request_id=request_id or new_id(), part=part, lease=lease)
+
+
+def release(target, task, request_id, rows=None):
+    """Release a claim; return how many of its samples can be claimed again."""
+    return _of_task(target, task, ClaimReleased, request_id=request_id, global_indexes=rows) or 0
+
+
+def ack(target, task, request_id, rows=None):
+    """Acknowledge samples of a claim; return how many were leased."""
+    return _of_task(target, task, ClaimAcked, request_id=request_id, global_indexes=rows) or 0
+
+
+def extend(target, task, request_id, seconds):
+    """Give a claim more time; return how many of its samples are leased."""
+    return _of_task(target, task, ClaimExtended, request_id=request_id, lease_seconds=seconds)
+
+
+def expire(target, task, request_id):
+    _of_task(target, task, LeaseExpired, request_id=request_id)
+
+
+def reset(target, task, *, keep_consumed):
+    """Start the next epoch of a task and return it."""
+    return _of_task(target, task, ConsumptionReset, keep_consumed=keep_consumed)
 
 
 def batch_spec(**arguments):

@@ -2,9 +2,10 @@
 
 import asyncio
 
-from domain_support import asks, insert, partition
+from domain_support import asks, insert
 
-from tq_service.domain.claims.planner import Planner
+from tq_service.domain.catalog import Catalog
+from tq_service.domain.partition import PartitionSettings
 from tq_service.samplers import PlanRunner, Sampler
 
 LONG = 1e6
@@ -14,9 +15,10 @@ class Bench:
     """A partition with one task and its planner, on the running loop."""
 
     def __init__(self, *, timeout=LONG, **settings):
-        self.partition = partition(**settings)
-        self.task = self.partition.task("t")
-        self.planner = Planner(self.partition, self.task, PlanRunner(timeout_seconds=timeout))
+        self.catalog = Catalog(PlanRunner(timeout_seconds=timeout))
+        self.partition = self.catalog.create("train", PartitionSettings(**settings))
+        self.task = self.catalog.task(self.partition, "t")
+        self.planner = self.catalog.planner(self.partition, "t")
 
     def ask(self, rank=None, *, wait=LONG, **arguments):
         return asyncio.ensure_future(self.planner.claim(asks(rank, **arguments), wait))
@@ -30,7 +32,7 @@ class Bench:
         raise AssertionError(f"{self.task.consumed_count} are consumed")
 
     def insert(self, count, fields=("x",), **arguments):
-        return insert(self.partition, count, fields, **arguments)
+        return insert(self.catalog, count, fields, **arguments)
 
 
 class Whenever(Sampler):

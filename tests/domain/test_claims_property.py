@@ -10,7 +10,7 @@ import random
 import numpy as np
 import pytest
 from claims_driver import NAME, Driver
-from domain_support import clear, close_groups, new_id, seal, turns
+from domain_support import ack, clear, close_groups, extend, new_id, release, reset, seal, turns
 from hypothesis import given
 from hypothesis import strategies as st
 from model import Asking
@@ -18,7 +18,6 @@ from property_settings import examples
 
 from tq_service.domain.claims.end import End
 from tq_service.domain.claims.ledger import QueueClaim
-from tq_service.domain.claims.queue_claims import acknowledge, release
 from tq_service.domain.plan import RankPlan
 from tq_service.errors import ClaimReleasedError, InvalidArgumentError, LeaseExpiredError, TqError
 
@@ -286,12 +285,12 @@ class Interleaving:
                 expected = None
         if expected is None:
             with pytest.raises(InvalidArgumentError):
-                release(self.driver.partition, real, request_id, rows)
+                release(self.driver.catalog, real, request_id, rows)
             return
         if rows is None or expected or not claim.asking.lease:
             task.released.add(request_id)
         count = sum(model.rows[row].state == "live" for row in expected)
-        assert release(self.driver.partition, real, request_id, rows) == count
+        assert release(self.driver.catalog, real, request_id, rows) == count
         self.driver.ask(name, asking, request_id=request_id, max_wait=0)
 
     async def ack(self, rng):
@@ -309,7 +308,7 @@ class Interleaving:
         real, before = self.driver.partition.tasks[name], set(task.acked)
         expected = self.driver.model.ack(task, request_id, rows)
         try:
-            count = acknowledge(self.driver.partition, real, request_id, np.array(rows, np.int64))
+            count = ack(self.driver.catalog, real, request_id, np.array(rows, np.int64))
         except TqError as error:
             assert type(error).__name__ == expected
             assert task.acked == before
@@ -321,9 +320,8 @@ class Interleaving:
         leased = [request_id for request_id, claim in task.claims.items() if claim.left]
         if leased:
             request_id, seconds = rng.choice(sorted(leased)), rng.choice([10.0, 1000.0])
-            planner = self.driver.catalog.planner(self.driver.partition, name)
-            claim = task.claims[request_id]
-            assert planner.extend(request_id, seconds) == len(claim.left)
+            claim, real = task.claims[request_id], self.driver.partition.tasks[name]
+            assert extend(self.driver.catalog, real, request_id, seconds) == len(claim.left)
             claim.deadline = self.driver.now() + seconds
 
     async def pass_time(self, rng):
@@ -334,7 +332,7 @@ class Interleaving:
         name = rng.choice(list(self.driver.tasks))
         keep_consumed = rng.random() < 0.5
         self.driver.model.reset(name, keep_consumed=keep_consumed)
-        self.driver.partition.reset(self.driver.partition.tasks[name], keep_consumed=keep_consumed)
+        reset(self.driver.catalog, self.driver.partition.tasks[name], keep_consumed=keep_consumed)
 
     async def turn(self, rng):
         await turns(rng.randint(0, 3))
@@ -386,7 +384,7 @@ class Interleaving:
             if claim.left:
                 left = len(claim.left)
                 assert self.driver.model.ack(task, request_id, claim.rows) == left
-                assert acknowledge(partition, partition.tasks[name], request_id) == left
+                assert ack(self.driver.catalog, partition.tasks[name], request_id) == left
 
     def _clear_and_look_for_leftovers(self):
         partition = self.driver.partition

@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 import pytest
-from domain_support import asks, clear, insert, new_id, new_write, seal, turns, update, write_to
+from domain_support import asks, clear, insert, new_id, new_write, seal, task_of, turns, update, write_to
 
 from tq_service.domain.admission.bounds import Bounds
 from tq_service.domain.admission.put_line import PutLine
@@ -82,7 +82,7 @@ def test_samples_left_are_those_that_a_task_may_still_get():
     insert(train, 2, state="held")
     insert(train, 1, state="failed")
     assert bounds.left_count("t") == 8  # it has not asked: all
-    task = train.task("t")
+    task = task_of(train, "t")
     clear(train, np.array(rows[:1]))
     update(train, rows[1:2], state="failed")
     assert (bounds.left_count("t"), task.backlog) == (6, 6)
@@ -288,7 +288,7 @@ def test_limits_that_bound_nothing_or_make_no_sense_are_refused(arguments):
 
 def test_ids_of_released_claims_are_bounded_in_number(monkeypatch):
     monkeypatch.setattr("tq_service.domain.claims.ledger._MOST_TOMBSTONES", 3)
-    released = bounded(max_bytes=1).task("t").released
+    released = task_of(bounded(max_bytes=1), "t").released
     ids = [new_id() for _ in range(5)]
     for request_id in ids:
         released.add(request_id, 0.0)

@@ -5,13 +5,12 @@ import threading
 
 import numpy as np
 import pytest
-from domain_support import SlowSampler, asks, clear, is_at_rest, seal, turns, update
+from domain_support import SlowSampler, ack, asks, clear, is_at_rest, reset, seal, turns, update
 from planner_bench import Bench, Whenever, finished, rows
 from test_domain_planner import run_to_its_end
 
 from tq_service.domain.claims import planner as planner_module
 from tq_service.domain.claims.end import End
-from tq_service.domain.claims.queue_claims import acknowledge
 from tq_service.domain.claims.request import LeaseTerms
 from tq_service.domain.claims.wait_queue import NotYet
 from tq_service.errors import (
@@ -297,7 +296,7 @@ async def test_a_reset_and_a_claim_of_another_while_a_plan_is_made(bench):
     bench.insert(2)
     stale, whichever = bench.ask((0, 1, 0), sampler=slow, epoch=0), bench.ask((0, 1, 0), sampler=slow)
     await slow.started.wait()
-    bench.partition.reset(bench.task, keep_consumed=False)
+    reset(bench.catalog, bench.task, keep_consumed=False)
     other = bench.ask()
     await turns(20)
     assert rows(other) == [0, 1]
@@ -311,7 +310,7 @@ async def test_a_reset_and_a_claim_of_another_while_a_plan_is_made(bench):
 
 async def test_what_another_way_leases_while_an_end_is_looked_for_is_waited_for(bench):
     bench.insert(2)
-    seal(bench.partition)
+    seal(bench.catalog)
     slow = SlowSampler(SequentialSampler(), turns=4, turns_before=4)
     waiting = bench.ask(data_fields=("x", "y"), sampler=slow)
     while not slow.started.is_set():
@@ -321,7 +320,7 @@ async def test_what_another_way_leases_while_an_end_is_looked_for_is_waited_for(
     assert run_to_its_end(bench.planner.claim(claim, 1)).rows.tolist() == [0, 1]
     await turns(60)
     assert not waiting.done()
-    acknowledge(bench.partition, bench.task, claim.request_id)
+    ack(bench.catalog, bench.task, claim.request_id)
     await turns(60)
     assert waiting.result() == End(consumed=2)
 
@@ -331,7 +330,7 @@ async def test_rows_cleared_and_claimed_by_others_while_they_are_planned_are_pla
     bench.insert(6)
     call = bench.ask(sampler=slow)
     await slow.started.wait()
-    clear(bench.partition, np.array([1]))
+    clear(bench.catalog, np.array([1]))
     assert rows(await finished(bench.ask())) == [0, 2]
     slow.go.set()
     assert rows(await finished(call)) == [3, 4]
@@ -442,7 +441,7 @@ async def test_thousands_of_ways_have_one_turn_each_after_a_change(bench):
             await turns(1)
         turn_count = bench.planner._queue._turn_count
         look_count = 0
-        update(bench.partition, bench.insert(1), state="held")
+        update(bench.catalog, bench.insert(1), state="held")
         await turns()
     while not is_at_rest(bench.planner):
         await turns(1)

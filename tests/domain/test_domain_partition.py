@@ -2,9 +2,21 @@
 
 import numpy as np
 import pytest
-from domain_support import clear, close_groups, insert, new_id, new_write, partition, seal, set_meta, update
+from domain_support import (
+    clear,
+    close_groups,
+    insert,
+    new_id,
+    new_write,
+    partition,
+    release,
+    reset,
+    seal,
+    set_meta,
+    task_of,
+    update,
+)
 
-from tq_service.domain.claims.queue_claims import release
 from tq_service.domain.plan import Plan, RankPlan
 from tq_service.domain.states import CLEARED, FAILED, HELD, LIVE, UNCLAIMED
 from tq_service.errors import (
@@ -66,13 +78,13 @@ def test_a_failed_sample_cannot_come_back():
 def test_open_rows_of_a_task_are_counted_through_all_that_happens():
     train = partition()
     insert(train, 4)
-    task = train.task("t")
+    task = task_of(train, "t")
     assert task.backlog == open_rows(train, task) == 4
     insert(train, 4, state="held")
     insert(train, 2, state="failed")
     first = claim(train, task, [0, 1, 2])
     second = claim(train, task, [3])
-    late = train.task("late")
+    late = task_of(train, "late")
     for change in (
         lambda: update(train, [0, 4], state="failed"),  # one consumed, one open
         lambda: update(train, [1, 5], state="held"),
@@ -82,8 +94,8 @@ def test_open_rows_of_a_task_are_counted_through_all_that_happens():
         lambda: release(train, task, second),
         lambda: release(train, task, second),
         lambda: claim(train, task, [3]),
-        lambda: train.reset(task, keep_consumed=True),
-        lambda: train.reset(task, keep_consumed=False),
+        lambda: reset(train, task, keep_consumed=True),
+        lambda: reset(train, task, keep_consumed=False),
     ):
         change()
         assert task.backlog == open_rows(train, task)
@@ -94,7 +106,7 @@ def test_open_rows_of_a_task_are_counted_through_all_that_happens():
 def test_releasing_counts_the_samples_that_are_claimable_again():
     train = partition()
     insert(train, 4)
-    task = train.task("t")
+    task = task_of(train, "t")
     request_id = claim(train, task, [0, 1, 2, 3])
     update(train, [1], state="failed")
     update(train, [2], state="held")
@@ -174,7 +186,7 @@ def test_every_change_is_told_and_counted():
     told = []
     train.on_change.append(lambda: told.append(train.version))
     insert(train, 2, groups=["a", "a"])
-    task = train.task("t")
+    task = task_of(train, "t")
     request_id = claim(train, task, [0])
     changes = [
         lambda: update(train, [0]),
@@ -182,7 +194,7 @@ def test_every_change_is_told_and_counted():
         lambda: set_meta(train, np.array([0]), new_write(1, meta=[{"v": 1}]).meta),
         lambda: close_groups(train, ["a"]),
         lambda: release(train, task, request_id),
-        lambda: train.reset(task, keep_consumed=True),
+        lambda: reset(train, task, keep_consumed=True),
         lambda: seal(train),
         lambda: clear(train, np.array([0])),
     ]
@@ -212,7 +224,7 @@ def test_lives_and_tasks_are_told_apart():
     with pytest.raises(StaleIncarnationError) as caught:
         train.check_incarnation(other.incarnation)
     assert caught.value.metadata["got"] == other.incarnation.hex()
-    train.task("update_actor")
+    task_of(train, "update_actor")
     with pytest.raises(TaskNotFoundError, match="update_actor"):
         train.known_task("update_actr")
 
@@ -222,7 +234,7 @@ def test_a_partition_that_lives_for_weeks_stays_small():
     from domain_support import asks
 
     train = partition()
-    trainer, reward = train.task("trainer"), train.task("reward")
+    trainer, reward = task_of(train, "trainer"), task_of(train, "reward")
     for step in range(300):
         keys, groups = [f"{step}/{i}" for i in range(16)], [f"{step}"] * 16
         fresh = insert(train, 16, ("x", "y"), keys=keys, groups=groups, group_size=16, meta=[{"v": step}] * 16)

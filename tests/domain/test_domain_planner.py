@@ -4,7 +4,7 @@ import asyncio
 
 import numpy as np
 import pytest
-from domain_support import SlowSampler, asks, clear, new_id, seal, turns, update
+from domain_support import SlowSampler, asks, clear, new_id, reset, seal, turns, update
 from planner_bench import Bench, Whenever, finished, rows
 
 from tq_service.domain.claims.end import End
@@ -82,7 +82,7 @@ async def test_a_claim_at_once_does_not_leave_those_behind_who_disagree(bench):
 
 async def test_a_claim_at_once_of_the_last_samples_brings_the_end_to_those_who_wait(bench):
     bench.insert(2)
-    seal(bench.partition)
+    seal(bench.catalog)
     waiting = bench.ask(data_fields=("y",))
     await turns()
     assert not waiting.done()
@@ -243,14 +243,14 @@ async def test_dp_size_holds_for_the_epoch(bench):
     await bench.ask((0, 2, 0))
     with pytest.raises(RankDisagreementError, match="dp_size"):
         await bench.ask((0, 3, 1))
-    bench.partition.reset(bench.task, keep_consumed=True)
+    reset(bench.catalog, bench.task, keep_consumed=True)
     assert rows(await finished(bench.ask((1, 4, 0), batch_size=1))) == [5]
 
 
 async def test_calls_of_an_old_epoch_end_with_a_reset(bench):
     stale, whichever = bench.ask((0, 1, 0), epoch=0), bench.ask((0, 1, 0))
     await turns()
-    bench.partition.reset(bench.task, keep_consumed=False)
+    reset(bench.catalog, bench.task, keep_consumed=False)
     await turns()
     assert isinstance(stale.exception(), StaleEpochError)
     assert not whichever.done()
@@ -264,7 +264,7 @@ async def test_a_reset_while_a_plan_is_made_ends_the_calls_of_the_old_epoch(benc
     bench.insert(2)
     stale, whichever = bench.ask((0, 1, 0), sampler=slow, epoch=0), bench.ask((0, 1, 0), sampler=slow)
     await slow.started.wait()
-    bench.partition.reset(bench.task, keep_consumed=False)
+    reset(bench.catalog, bench.task, keep_consumed=False)
     slow.go.set()
     await asyncio.wait([stale, whichever])
     assert isinstance(stale.exception(), StaleEpochError)
@@ -277,7 +277,7 @@ async def test_a_reset_while_a_plan_is_made_ends_the_calls_of_the_old_epoch(benc
 async def test_the_end_counts_the_skipped_and_is_the_same_for_all_ranks(bench):
     bench.insert(5)
     bench.insert(1, state="failed")
-    seal(bench.partition)
+    seal(bench.catalog)
     assert rows(await finished(bench.ask((0, 2, 0)))) == [0, 1]
     short = [bench.ask((rank, 2, 1)) for rank in (1, 0)]
     await turns()
@@ -290,7 +290,7 @@ async def test_the_end_counts_the_skipped_and_is_the_same_for_all_ranks(bench):
 
 async def test_drop_last_leaves_the_rest(bench):
     bench.insert(5)
-    seal(bench.partition)
+    seal(bench.catalog)
     assert rows(await finished(bench.ask((0, 2, 0), drop_last=True))) == [0, 1]
     assert await bench.ask((0, 2, 1), drop_last=True) == End(consumed=4, left_over=1)
 
@@ -298,12 +298,12 @@ async def test_drop_last_leaves_the_rest(bench):
 async def test_held_rows_block_the_end(bench):
     bench.insert(2)
     bench.insert(1, state="held")
-    seal(bench.partition)
+    seal(bench.catalog)
     await bench.ask((0, 1, 0))
     last = bench.ask((0, 1, 1))
     await turns()
     assert not last.done()
-    update(bench.partition, [2], state="live")
+    update(bench.catalog, [2], state="live")
     await turns()
     assert rows(last) == [2]
 
@@ -311,14 +311,14 @@ async def test_held_rows_block_the_end(bench):
 @pytest.mark.parametrize("change", ["clear", "fail"])
 async def test_the_end_comes_when_the_last_row_is_gone(bench, change):
     bench.insert(1, ())
-    seal(bench.partition)
+    seal(bench.catalog)
     calls = [bench.ask((0, 1, 0)), bench.ask()]
     await turns()
     assert not any(call.done() for call in calls)
     if change == "clear":
-        clear(bench.partition, np.array([0]))
+        clear(bench.catalog, np.array([0]))
     else:
-        update(bench.partition, [0], state="failed")
+        update(bench.catalog, [0], state="failed")
     await turns()
     assert [call.result() for call in calls] == [
         End(consumed=0, cleared=change == "clear", failed=change == "fail")
@@ -328,7 +328,7 @@ async def test_the_end_comes_when_the_last_row_is_gone(bench, change):
 async def test_what_another_claim_spec_consumes_may_bring_the_end(bench):
     """Who waits for a second column sees the end when those who need only one take the rows."""
     bench.insert(2)
-    seal(bench.partition)
+    seal(bench.catalog)
     waiting = bench.ask(data_fields=("x", "y"))
     await turns()
     assert not waiting.done()
@@ -359,7 +359,7 @@ async def test_a_sampler_that_looks_at_rows_by_itself_comes_to_an_end(bench):
 
     taken = []
     bench.insert(2)
-    seal(bench.partition)
+    seal(bench.catalog)
     sampler = Whenever(first_live)
     assert [rows(await finished(bench.ask(batch_size=1, sampler=sampler))) for _ in range(2)] == [[0], [1]]
     assert await bench.ask(batch_size=1, sampler=sampler) == End(consumed=2)
@@ -374,7 +374,7 @@ async def test_groups_all_cleared_leave_the_partition_one_of_groups(bench):
         bench.insert(1, groups=["a"], group_size=2)
     sampler = GRPOGroupNSampler(n_samples_per_prompt=2)
     assert rows(await finished(bench.ask((0, 1, 0), sampler=sampler))) == [0, 1]
-    clear(bench.partition, np.array([0, 1]))
+    clear(bench.catalog, np.array([0, 1]))
     call = bench.ask((0, 1, 1), sampler=sampler)
     await turns()
     assert not call.done()
@@ -387,20 +387,20 @@ async def test_groups_all_cleared_leave_the_partition_one_of_groups(bench):
 async def test_a_group_that_can_no_longer_be_whole_does_not_block_the_end(bench):
     bench.insert(3, groups=["a"] * 3, group_size=3)
     bench.insert(2, groups=["b"] * 2, group_size=3)
-    update(bench.partition, [1], state="failed")
+    update(bench.catalog, [1], state="failed")
     sampler = GRPOGroupNSampler(n_samples_per_prompt=3)
     call = bench.ask((0, 1, 0), sampler=sampler, batch_size=3)
     await turns()
     assert not call.done()
-    seal(bench.partition)
+    seal(bench.catalog)
     await turns()
     assert call.result() == End(consumed=0, failed=1, in_incomplete_groups=4)
 
 
 async def test_the_rest_of_a_broken_group_is_taken_where_the_task_says_so(bench):
     bench.insert(3, groups=["a"] * 3, group_size=3)
-    update(bench.partition, [1], state="failed")
-    seal(bench.partition)
+    update(bench.catalog, [1], state="failed")
+    seal(bench.catalog)
     sampler = GRPOGroupNSampler(n_samples_per_prompt=3, incomplete_groups="take")
     assert rows(await finished(bench.ask((0, 1, 0), sampler=sampler, batch_size=3))) == [0, 2]
     assert await bench.ask((0, 1, 1), sampler=sampler, batch_size=3) == End(consumed=2, failed=1)

@@ -42,7 +42,7 @@ async def test_what_is_left_comes_at_the_end_and_is_left_out_by_drop_last(bench)
     last = bench.ask((0, 1, 1), sampler=BUDGET, batch_size=1000)
     await turns()
     assert not last.done()
-    seal(bench.partition)
+    seal(bench.catalog)
     assert rows(await finished(last)) == [1, 2]
     end = await finished(bench.ask((0, 1, 2), sampler=BUDGET, batch_size=1000))
     assert isinstance(end.result(), End)
@@ -50,7 +50,7 @@ async def test_what_is_left_comes_at_the_end_and_is_left_out_by_drop_last(bench)
 
 async def test_drop_last_leaves_out_what_does_not_fill_the_budget(bench):
     put(bench, 60, 50, 40)
-    seal(bench.partition)
+    seal(bench.catalog)
     first = bench.ask((0, 1, 0), sampler=BUDGET, batch_size=1000, drop_last=True)
     assert rows(await finished(first)) == [0]
     end = await finished(bench.ask((0, 1, 1), sampler=BUDGET, batch_size=1000, drop_last=True))
@@ -60,7 +60,7 @@ async def test_drop_last_leaves_out_what_does_not_fill_the_budget(bench):
 async def test_every_rank_gets_its_packs_also_of_padding_only(bench):
     sampler = PackedSampler(optimizer_steps=2, pack_max_length=100, overlong="drop")
     put(bench, 70, 300)
-    seal(bench.partition)
+    seal(bench.catalog)
     calls = [bench.ask((rank, 3, 0), sampler=sampler, batch_size=4) for rank in range(3)]
     await asyncio.wait(calls)
     assert sorted(row for call in calls for row in rows(call)) == [0, 1], "what is dropped is consumed"

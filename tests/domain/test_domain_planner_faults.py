@@ -5,10 +5,9 @@ import threading
 
 import numpy as np
 import pytest
-from domain_support import SlowSampler, clear, new_id, seal, turns, update
+from domain_support import SlowSampler, clear, new_id, release, seal, turns, update
 from planner_bench import Bench, Whenever, finished, rows
 
-from tq_service.domain.claims.queue_claims import release
 from tq_service.domain.plan import Plan
 from tq_service.errors import (
     ClaimReleasedError,
@@ -53,11 +52,11 @@ async def test_rows_put_while_a_plan_is_made_make_no_short_batch(bench):
     call = bench.ask((0, 1, 0), sampler=slow, batch_size=4)
     await slow.started.wait()
     bench.insert(2, (), groups=["b"] * 2, group_size=2)
-    seal(bench.partition)
+    seal(bench.catalog)
     slow.go.set()
     await turns(20)
     assert not call.done()
-    update(bench.partition, [2, 3], ("x",))
+    update(bench.catalog, [2, 3], ("x",))
     await turns(20)
     assert rows(call) == [0, 1, 2, 3]
 
@@ -87,7 +86,7 @@ async def test_rows_cleared_while_they_are_planned_are_planned_again(bench):
     bench.insert(6)
     call = bench.ask((0, 1, 0), sampler=slow)
     await slow.started.wait()
-    clear(bench.partition, np.array([1]))
+    clear(bench.catalog, np.array([1]))
     slow.go.set()
     assert rows(await finished(call)) == [0, 2]
     assert slow.call_count == 2
@@ -108,7 +107,7 @@ async def test_commits_and_replays_go_on_while_a_plan_is_made_on_a_thread(bench)
     try:
         bench.insert(2000)
         assert rows(await finished(bench.ask((0, 1, 0)))) == [0, 1]
-        clear(bench.partition, np.arange(100, 2004))
+        clear(bench.catalog, np.arange(100, 2004))
         assert not call.done()
     finally:
         go.set()
@@ -195,7 +194,7 @@ async def test_lengths_that_no_sample_has_are_an_error_and_missing_ones_wait(ben
     assert isinstance(call.exception(), MissingLengthError)
     bench.insert(1, meta=[{"total_lengths": 3}])
     assert rows(await finished(bench.ask((0, 1, 0), sampler=sampler, batch_size=1))) == [1]
-    seal(bench.partition)
+    seal(bench.catalog)
     last = bench.ask((0, 1, 1), sampler=sampler, batch_size=1)
     await turns()
     assert not last.done()
@@ -209,7 +208,7 @@ async def test_a_claim_released_while_it_is_planned_is_not_given(bench):
     bench.insert(2)
     call = bench.ask(sampler=slow, request_id=request_id)
     await slow.started.wait()
-    assert release(bench.partition, bench.task, request_id) == 0
+    assert release(bench.catalog, bench.task, request_id) == 0
     slow.go.set()
     await asyncio.wait([call])
     assert isinstance(call.exception(), ClaimReleasedError)
@@ -221,7 +220,7 @@ async def test_rows_cleared_before_the_answer_arrives_are_not_given(bench):
     await turns()
     bench.insert(4)
     await bench.until_consumed(4)
-    clear(bench.partition, np.array([0, 2]))
+    clear(bench.catalog, np.array([0, 2]))
     await asyncio.wait([call, rank])
     assert isinstance(call.exception(), SamplesClearedError)
     assert isinstance(rank.exception(), SamplesClearedError)

@@ -2,11 +2,23 @@
 
 import numpy as np
 import pytest
-from domain_support import asks, batch_spec, clear, insert, new_id, partition, update
+from domain_support import (
+    asks,
+    batch_spec,
+    clear,
+    insert,
+    new_id,
+    new_write,
+    partition,
+    release,
+    reset,
+    task_of,
+    update,
+)
+from planner_bench import Bench
 
 from tq_service.domain.claims.end import End
 from tq_service.domain.claims.ledger import Tombstones
-from tq_service.domain.claims.queue_claims import release, take_back
 from tq_service.domain.plan import Plan, RankPlan
 from tq_service.domain.tables.meta import Order
 from tq_service.errors import (
@@ -25,7 +37,7 @@ def train():
 
 
 def record(train, *parts, index=None, **bound):
-    task = train.task("t")
+    task = task_of(train, "t")
     request = asks((0, len(parts), task.next_batch_index), **bound)
     rows = np.array([row for part in parts for row in part], np.int64)
     task.claim_batch(request.batch_spec, Plan.of(parts), train.table.find(rows))
@@ -99,7 +111,7 @@ def test_a_batch_with_cleared_samples_is_not_given_as_if_whole(train):
 
 
 def test_a_queue_claim_with_cleared_samples_is_not_given_as_if_whole(train):
-    task, request = train.task("t"), asks()
+    task, request = task_of(train, "t"), asks()
     task.claim_samples(request.request_id, RankPlan(rows=np.array([0, 1])), np.array([0, 1]))
     assert task.recorded(request).rows.tolist() == [0, 1]
     clear(train, np.array([1]))
@@ -135,7 +147,7 @@ def test_a_reset_starts_an_epoch(train, keep_consumed):
     task = record(train, [0, 1], [2, 3])
     task.claim_samples(new_id(), RankPlan(rows=np.array([4])), np.array([4]))
     task.reach_end(2, End(consumed=5, cleared=7))
-    assert train.reset(task, keep_consumed=keep_consumed) == 1
+    assert reset(train, task, keep_consumed=keep_consumed) == 1
     task.check_epoch(1)
     task.check_epoch(None)
     with pytest.raises(StaleEpochError) as caught:
@@ -149,7 +161,7 @@ def test_a_reset_starts_an_epoch(train, keep_consumed):
 
 
 def test_a_released_claim_is_claimable_again_and_refused(train):
-    task, request = train.task("t"), asks()
+    task, request = task_of(train, "t"), asks()
     task.claim_samples(request.request_id, RankPlan(rows=np.array([3, 4])), np.array([3, 4]))
     assert release(train, task, request.request_id) == 2
     assert (task.consumed_count, task.backlog) == (0, 12)
@@ -158,16 +170,31 @@ def test_a_released_claim_is_claimable_again_and_refused(train):
     assert release(train, task, new_id()) == 0
 
 
-def test_a_claim_is_taken_back_only_when_nobody_else_has_it(train):
-    task, request = train.task("t"), asks()
-    given = task.claim_samples(request.request_id, RankPlan(rows=np.array([0])), np.array([0]))
-    given.answer_count = 2  # a retry is given the same
-    take_back(train, task, request.request_id)
-    assert task.consumed_count == 1
-    take_back(train, task, request.request_id)
-    take_back(train, task, request.request_id)
-    assert task.consumed_count == 0
-    assert task.recorded(request) is None  # not refused: the caller may ask again
+async def test_a_claim_is_retracted_only_when_no_retry_has_it():
+    bench, request = Bench(), asks(batch_size=1)
+    bench.insert(12)
+    for _ in range(2):  # a retry is given the same
+        assert (await bench.planner.claim(request, 0)).rows.tolist() == [0]
+    bench.planner.retract(request.request_id)
+    assert bench.task.consumed_count == 1
+    bench.planner.retract(request.request_id)
+    bench.planner.retract(request.request_id)
+    assert bench.task.consumed_count == 0
+    assert bench.task.recorded(request) is None  # not refused: the client may ask again
+    assert (await bench.planner.claim(request, 0)).rows.tolist() == [0]
+
+
+async def test_a_claim_of_a_partition_that_was_cleared_is_not_retracted_from_the_next_of_its_name():
+    bench, request = Bench(), asks(batch_size=1)
+    bench.insert(2)
+    await bench.planner.claim(request, 0)
+    bench.catalog.remove("train", b"")
+    bench.catalog.write("train", b"", new_write(2, ("x",)))
+    again = bench.catalog.get("train")
+    await bench.catalog.claim("train", b"", request, 0)
+    bench.planner.retract(request.request_id)
+    bench.catalog.retract(bench.partition, "t", request.request_id)
+    assert again.tasks["t"].consumed_count == 1
 
 
 def test_ids_of_released_claims_are_forgotten_in_time():
@@ -196,7 +223,7 @@ def test_a_rank_without_rows_gets_its_empty_batch_when_the_rows_of_the_others_ar
 
 
 def test_few_batches_are_kept_without_rows(train):
-    task = train.task("trainer")
+    task = task_of(train, "trainer")
     for step in range(40):
         rows = np.array(insert(train, 1))
         batch_spec = asks((0, 2, step), task="trainer").batch_spec

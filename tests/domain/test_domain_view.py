@@ -2,9 +2,22 @@
 
 import numpy as np
 import pytest
-from domain_support import asks, batch_spec, clear, close_groups, dense, insert, jagged, partition, seal, update
+from domain_support import (
+    asks,
+    batch_spec,
+    clear,
+    close_groups,
+    dense,
+    insert,
+    jagged,
+    partition,
+    release,
+    reset,
+    seal,
+    task_of,
+    update,
+)
 
-from tq_service.domain.claims.queue_claims import release
 from tq_service.domain.claims.view import PartitionView
 from tq_service.domain.plan import LengthSource, Plan, RankPlan
 from tq_service.domain.tables.meta import Condition, Order
@@ -17,7 +30,7 @@ def train():
 
 
 def view_of(train, *, length=None, remembers=True, **bound):
-    return PartitionView(train, train.task("t"), batch_spec(**bound), length, remembers=remembers)
+    return PartitionView(train, task_of(train, "t"), batch_spec(**bound), length, remembers=remembers)
 
 
 def ready(train, limit=None, **bound):
@@ -32,7 +45,7 @@ def groups(train, limit=None, *, no_more=False, unit="sample", block_size=None, 
 
 
 def consume(train, *indexes):
-    task = train.task("t")
+    task = task_of(train, "t")
     rows = np.array(indexes, np.int64)
     task.claim_samples(asks().request_id, RankPlan(rows=rows), train.table.find(rows))
 
@@ -154,7 +167,7 @@ def test_groups_are_whole_across_stretches(train):
 def test_a_scan_starts_at_the_first_row_that_may_be_ready(train):
     insert(train, 5000, ())
     insert(train, 3)
-    task, key = train.task("t"), (("x",), (), None)
+    task, key = task_of(train, "t"), (("x",), (), None)
     assert ready(train, 1) == [5000]
     assert task.scan_starts.get(key) == 5000  # also past stretches that have nothing at all
     consume(train, 5000, 5001)
@@ -167,7 +180,7 @@ def test_a_scan_starts_at_the_first_row_that_may_be_ready(train):
 
 def test_the_start_is_lowered_when_an_early_row_becomes_ready(train):
     insert(train, 3000, ())
-    task = train.task("t")
+    task = task_of(train, "t")
     where = (Condition("v", "==", (1,)),)
     for change, expected in [
         (lambda: update(train, [2000], ("x",), meta=[{"v": 1}]), [2000]),
@@ -176,8 +189,8 @@ def test_the_start_is_lowered_when_an_early_row_becomes_ready(train):
         (lambda: update(train, [500], ("x",)), [1000, 2000]),
         (lambda: update(train, [500], meta=[{"v": 1}]), [500, 1000, 2000]),
         (lambda: consume(train, 500, 1000), [2000]),
-        (lambda: train.reset(task, keep_consumed=True), [2000]),
-        (lambda: train.reset(task, keep_consumed=False), [500, 1000, 2000]),
+        (lambda: reset(train, task, keep_consumed=True), [2000]),
+        (lambda: reset(train, task, keep_consumed=False), [500, 1000, 2000]),
         (lambda: clear(train, np.arange(400, 2000)), [2000]),
         (lambda: insert(train, 1, meta=[{"v": 1}]), [2000, 3000]),
     ]:
@@ -188,7 +201,7 @@ def test_the_start_is_lowered_when_an_early_row_becomes_ready(train):
 
 def test_a_released_claim_is_found_again(train):
     insert(train, 4)
-    request, task = asks(), train.task("t")
+    request, task = asks(), task_of(train, "t")
     task.claim_samples(request.request_id, RankPlan(rows=np.array([0, 1])), np.array([0, 1]))
     assert ready(train, 1) == [2]
     release(train, task, request.request_id)
@@ -203,14 +216,14 @@ def test_a_view_that_was_overtaken_moves_no_start(train):
     off_the_loop = view_of(train, remembers=False)
     consume(train, 0)
     off_the_loop.ready()
-    assert train.task("t").scan_starts.get((("x",), (), None)) == 0
+    assert task_of(train, "t").scan_starts.get((("x",), (), None)) == 0
 
 
 def test_ways_of_asking_that_are_forgotten_cost_no_memory(train):
     insert(train, 1)
     for number in range(500):
         ready(train, where=(Condition("v", "==", (number,)),))
-    starts = train.task("t").scan_starts
+    starts = task_of(train, "t").scan_starts
     assert len(starts) <= 64
     starts.clear()
     for number in range(64):

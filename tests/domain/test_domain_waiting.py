@@ -8,7 +8,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from domain_support import SlowSampler, asks, is_at_rest, new_write, seal, turns
+from domain_support import SlowSampler, asks, is_at_rest, new_write, reset, seal, turns
 from planner_bench import Bench, Whenever, rows
 
 from tq_service.domain.catalog import Catalog
@@ -338,7 +338,7 @@ async def test_a_reset_between_answers_leaves_no_rank_behind(bench):
     await turns()
     bench.insert(MANY)
     await until_some_are_done(calls)
-    bench.partition.reset(bench.task, keep_consumed=False)
+    reset(bench.catalog, bench.task, keep_consumed=False)
     await asyncio.wait(calls)  # the others get the same rows, of the first batch of the new epoch
     assert [rows(call) for call in calls] == [[rank] for rank in range(MANY)]
     assert (bench.task.epoch, bench.task.next_batch_index) == (1, 1)
@@ -347,7 +347,7 @@ async def test_a_reset_between_answers_leaves_no_rank_behind(bench):
 async def test_stale_calls_end_a_few_a_turn(bench):
     calls = [bench.ask((rank, MANY, 0), epoch=0) for rank in range(MANY)]
     await turns()
-    bench.partition.reset(bench.task, keep_consumed=False)
+    reset(bench.catalog, bench.task, keep_consumed=False)
     assert await most_done_in_a_turn(calls) <= MOST_A_TURN
     assert all(isinstance(call.exception(), StaleEpochError) for call in calls)
 
@@ -368,7 +368,7 @@ async def test_ranks_that_ask_alike_fail_alike_and_a_few_a_turn(bench):
 async def test_the_end_reaches_queue_workers_a_few_a_turn(bench):
     calls = [bench.ask(batch_size=1) for _ in range(MANY)]
     await turns()
-    seal(bench.partition)
+    seal(bench.catalog)
     assert await most_done_in_a_turn(calls) <= MOST_A_TURN
     assert {call.result() for call in calls} == {End(consumed=0)}
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from digest import digest
-from domain_support import clear, write_to
+from domain_support import clear, task_of, write_to
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -79,7 +79,7 @@ kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def partition_of(kind, count):
     partition = Partition("train", PartitionSettings())
     write_to(partition, SampleWrite(row_count=count, **kind(count)))
-    partition.task("update_actor")
+    task_of(partition, "update_actor")
     return partition
 
 

@@ -1,15 +1,15 @@
 """Leases run out in their time, by one timer however many there are, and leave nothing behind."""
 
 import asyncio
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from domain_support import asks, insert, seal
+from domain_support import ack, asks, expire, extend, insert, seal
 from planner_bench import Bench, finished, rows
 
 from tq_service.domain.claims.lease_timer import LeaseTimer
 from tq_service.domain.claims.ledger import Lease
-from tq_service.domain.claims.queue_claims import acknowledge, expire
 from tq_service.domain.claims.request import LeaseTerms
 
 
@@ -47,7 +47,7 @@ async def test_20000_leases_have_one_timer_and_run_out_in_order():
     assert set((bench.task.claim.data[:20_000] < 0).nonzero()[0] % 2) == {0}
     await time.skip(100.0, turns=1000)
     assert bench.task.leased_count == 0
-    assert not (timers() or bench.planner._timer._deadlines)
+    assert not (timers() or bench.catalog._lease_timers[bench.partition]._deadlines)
 
 
 async def test_the_loop_turns_while_thousands_run_out():
@@ -63,22 +63,22 @@ async def test_deadlines_of_leases_that_ended_are_dropped():
     SkippingTime()
     bench = Bench()
     bench.insert(1)
-    insert(bench.partition, 999)
+    insert(bench.catalog, 999)
     first = asks(**leased(50.0))
     await bench.planner.claim(first, 0)
     for _ in range(900):
         request = asks(**leased(1000.0))
         await bench.planner.claim(request, 0)
-        bench.planner.extend(first.request_id, 2000.0)
-        assert acknowledge(bench.partition, bench.task, request.request_id) == 1
-    assert len(bench.planner._timer._deadlines) < 100
+        extend(bench.catalog, bench.task, first.request_id, 2000.0)
+        assert ack(bench.catalog, bench.task, request.request_id) == 1
+    assert len(bench.catalog._lease_timers[bench.partition]._deadlines) < 100
     assert len(timers()) == 1
 
 
 async def test_a_worker_that_waits_gets_what_runs_out_and_then_the_end():
     time, bench = SkippingTime(), Bench()
     bench.insert(2)
-    seal(bench.partition)
+    seal(bench.catalog)
     await bench.planner.claim(asks(**leased(10.0, batch_size=2)), 0)
     request = asks(**leased(10.0, batch_size=2))
     waiting = asyncio.ensure_future(bench.planner.claim(request, 1e6))
@@ -90,7 +90,7 @@ async def test_a_worker_that_waits_gets_what_runs_out_and_then_the_end():
     last = bench.ask()
     await time.skip(1.0)
     assert not last.done()
-    acknowledge(bench.partition, bench.task, request.request_id)
+    ack(bench.catalog, bench.task, request.request_id)
     assert (await finished(last)).result().skipped == 0
 
 
@@ -100,21 +100,35 @@ async def test_an_extended_lease_runs_out_when_it_was_extended_to():
     request = asks(**leased(100.0))
     await bench.planner.claim(request, 0)
     await time.skip(50.0)
-    assert bench.planner.extend(request.request_id, 500.0) == 1
+    assert extend(bench.catalog, bench.task, request.request_id, 500.0) == 1
     await time.skip(400.0)
     assert bench.task.leased_count == 1
-    assert bench.planner.extend(request.request_id, 10.0) == 1
+    assert extend(bench.catalog, bench.task, request.request_id, 10.0) == 1
     await time.skip(20.0)
     assert bench.task.leased_count == 0
 
 
-async def test_nothing_runs_out_once_the_planner_has_ended():
+@pytest.mark.parametrize("end", [lambda catalog: catalog.drain(), lambda catalog: catalog.remove("train", b"")])
+async def test_nothing_runs_out_once_the_catalog_drains_or_the_partition_was_cleared(end):
     time, bench = SkippingTime(), Bench()
     bench.insert(1)
     await bench.planner.claim(asks(**leased(10.0)), 0)
-    bench.planner.end(lambda: RuntimeError("over"))
+    end(bench.catalog)
     await time.skip(100.0)
     assert (bench.task.leased_count, timers()) == (1, [])
+
+
+async def test_leases_of_all_tasks_of_a_partition_have_one_timer():
+    time, bench = SkippingTime(), Bench()
+    bench.insert(2)
+    for number, task in enumerate(("t", "u")):
+        await bench.catalog.claim("train", b"", asks(task=task, **leased(100.0 * (number + 1))), 0)
+    assert len(timers()) == 1
+    await time.skip(150.0)
+    assert [bench.partition.tasks[name].leased_count for name in ("t", "u")] == [0, 1]
+    await time.skip(100.0)
+    assert bench.partition.tasks["u"].leased_count == 0
+    assert not timers()
 
 
 def test_a_lease_that_is_due_while_another_begins_on_uvloop():
@@ -129,13 +143,13 @@ def test_a_lease_that_is_due_while_another_begins_on_uvloop():
     async def lease_two():
         leases = {each.serial: each for each in (lease(2, 0.0), lease(3, 100.0))}
         ran_out = asyncio.get_running_loop().create_future()
-        timer = LeaseTimer(leases, ran_out.set_result)
+        timer = LeaseTimer({"t": SimpleNamespace(leases=leases)}, lambda *named: ran_out.set_result(named))
         for each in leases.values():
-            timer.start(each)
+            timer.start("t", each)
         return await ran_out
 
     with asyncio.Runner(loop_factory=pytest.importorskip("uvloop").new_event_loop) as runner:
-        assert runner.run(lease_two()) == bytes([2])
+        assert runner.run(lease_two()) == ("t", bytes([2]))
 
 
 async def test_part_of_a_group_that_is_dead_lettered_is_a_failed_member():
@@ -144,8 +158,8 @@ async def test_part_of_a_group_that_is_dead_lettered_is_a_failed_member():
     bench.insert(3, groups=["a"] * 3, group_size=3)
     request = asks(lease=LeaseTerms(seconds=10.0, max_deliveries=1), batch_size=1)
     await bench.planner.claim(request, 0)
-    expire(bench.partition, bench.task, request.request_id)
-    seal(bench.partition)
+    expire(bench.catalog, bench.task, request.request_id)
+    seal(bench.catalog)
     skips = asks(batch_size=1, batch_unit="group")
     end = await bench.planner.claim(skips, 1.0)
     assert end.skipped == 3

@@ -2,16 +2,14 @@
 
 import numpy as np
 import pytest
-from domain_support import clear, insert, new_id, set_meta
+from domain_support import claim_rows, clear, insert, release, reset, set_meta, task_of
 from hypothesis import given
 from hypothesis import strategies as st
 from property_settings import examples
 
 from tq_service.domain.admission import lowest_version
 from tq_service.domain.admission.lowest_version import LowestVersion
-from tq_service.domain.claims.queue_claims import release
 from tq_service.domain.partition import Partition, PartitionSettings
-from tq_service.domain.plan import RankPlan
 from tq_service.domain.states import HELD, LIVE, UNCLAIMED
 from tq_service.schema import MetaColumn, RunAhead
 
@@ -35,11 +33,7 @@ def looked_at_one_by_one(partition):
 
 
 def consume(partition, indexes):
-    rows = np.array(indexes, np.int64)
-    part = RankPlan(rows=rows, steps=())
-    request_id = new_id()
-    partition.record_queue_claim(partition.task("t"), request_id, part, partition.table.find(rows))
-    return request_id
+    return claim_rows(partition, task_of(partition, "t"), indexes).request_id
 
 
 def lowest_of(partition):
@@ -63,7 +57,7 @@ class Rows:
         positions = self.partition.table.present_positions()
         if left:
             positions = positions[np.isin(self.partition.state.data[positions], (LIVE, HELD))]
-            positions = positions[self.partition.task("t").claim.data[positions] == UNCLAIMED]
+            positions = positions[task_of(self.partition, "t").claim.data[positions] == UNCLAIMED]
         indexes = self.partition.table.index.data[positions]
         return indexes[first * 7 % max(1, indexes.size) :][:count]
 
@@ -74,7 +68,7 @@ class Rows:
 
     def release(self, which, _):
         if self.claims:
-            release(self.partition, self.partition.task("t"), self.claims.pop(which % len(self.claims)))
+            release(self.partition, task_of(self.partition, "t"), self.claims.pop(which % len(self.claims)))
 
     def clear(self, first, count):
         clear(self.partition, self.some(first, 40 * count, left=False))
@@ -85,7 +79,7 @@ class Rows:
             set_meta(self.partition, rows, versions([first % 5] * rows.size))
 
     def reset(self, keep, _):
-        self.partition.reset(self.partition.task("t"), keep_consumed=keep % 2 == 0)
+        reset(self.partition, task_of(self.partition, "t"), keep_consumed=keep % 2 == 0)
         self.claims.clear()
 
 
@@ -119,9 +113,9 @@ def test_a_reset_brings_the_lowest_back():
     assert find() == 0
     consume(train, range(6))
     assert find() == 6
-    train.reset(train.task("t"), keep_consumed=True)
+    reset(train, task_of(train, "t"), keep_consumed=True)
     assert find() == 6
-    train.reset(train.task("t"), keep_consumed=False)
+    reset(train, task_of(train, "t"), keep_consumed=False)
     assert find() == 0
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 import pytest
 from digest import digest
-from domain_support import asks, clear, insert, new_write, partition
+from domain_support import asks, clear, insert, new_write, partition, task_of
 
 from tq_service.domain import catalog as catalog_module
 from tq_service.domain.catalog import Catalog
@@ -127,7 +127,7 @@ def test_names_of_users_never_name_another_column(path):
     made = partition()
     insert(made, 2, tuple(filter(None, names)), meta=[dict.fromkeys(names, row) for row in range(2)])
     for name in names:
-        made.task(name)
+        task_of(made, name)
     again = restored(written(made, path))
     assert digest(again, with_gaps=True) == digest(made, with_gaps=True)
     assert again.meta.names() == names

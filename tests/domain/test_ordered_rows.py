@@ -11,14 +11,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from domain_support import (
-    asks,
     batch_spec,
+    claim_rows,
     clear,
     insert,
     new_write,
     partition,
+    release,
+    reset,
     seal,
     set_meta,
+    task_of,
     turns,
     update,
     write_to,
@@ -26,7 +29,6 @@ from domain_support import (
 from planner_bench import Bench, Whenever, rows
 
 from tq_service.domain.claims import ordered_rows, view
-from tq_service.domain.claims.queue_claims import release
 from tq_service.domain.claims.readiness import Readiness
 from tq_service.domain.plan import Plan
 from tq_service.domain.tables.meta import Condition, Order
@@ -84,7 +86,7 @@ class Rows:
         self.rng = rng
         self.orders = orders
         self.partition = partition()
-        self.task = self.partition.task("t")
+        self.task = task_of(self.partition, "t")
         self.rewrites = rng.random() < 0.5
         self.values = {}  # by global index, of live and produced rows that are not consumed: what each column has
         self.hidden = {}  # of those that cannot be claimed now
@@ -140,10 +142,8 @@ class Rows:
         ready = self.view().ready(self.rng.randint(1, 5))
         assert ready.tolist() == self.expected()[: ready.size]
         if ready.size:
-            request = asks()
-            part = Plan.of([ready]).ranks[0]
-            self.partition.record_queue_claim(self.task, request.request_id, part, self.partition.table.find(ready))
-            self.claims.append((request.request_id, {index: self.values.pop(index) for index in ready.tolist()}))
+            given = claim_rows(self.partition, self.task, ready)
+            self.claims.append((given.request_id, {index: self.values.pop(index) for index in ready.tolist()}))
 
     def give_back(self):
         if self.claims:
@@ -270,7 +270,7 @@ def test_groups_come_in_the_order_of_their_first_members_however_far_apart_they_
         insert(target, 1000 * size, meta=[{"v": value} for value in values[some]], **named_so)
     held = rng.choice(names.size, 500, replace=False)
     update(target, held, state="held")
-    task, orders = target.task("t"), (Order("v"),)
+    task, orders = task_of(target, "t"), (Order("v"),)
     whole = np.setdiff1d(np.arange(group_count), held // size)
     members = [sorted(range(size * group, size * (group + 1)), key=values.__getitem__) for group in whole.tolist()]
     expected = sorted(members, key=lambda group: (values[group[0]], group[0]))
@@ -348,7 +348,7 @@ def put(bench, value, count, *, first=0):
     numbers = np.arange(first, first + count)
     bench.insert(count)
     values = [value(-(number // 2)) for number in numbers.tolist()]
-    set_meta(bench.partition, numbers, [column("v", values), column("w", -(numbers % 2.0))])
+    set_meta(bench.catalog, numbers, [column("v", values), column("w", -(numbers % 2.0))])
 
 
 @pytest.mark.parametrize("ranked", [True, False])
@@ -416,12 +416,12 @@ async def test_others_have_the_loop_while_rows_are_sorted(bench, value):
     call = bench.ask(batch_size=2, order_by=ORDER)
     await turns()
     first = bench.insert(1, meta=[{"v": value(5), "w": 0.0}])
-    set_meta(bench.partition, np.array([7]), [column("v", [value(3)])])
-    clear(bench.partition, np.array([0]))
+    set_meta(bench.catalog, np.array([7]), [column("v", [value(3)])])
+    clear(bench.catalog, np.array([0]))
     await asyncio.wait([call])
     assert rows(call) == [*first, 7]
     assert rows(await next_call(bench)) == [1, 3]  # w goes from -1.0 up
-    bench.partition.reset(bench.task, keep_consumed=False)
+    reset(bench.catalog, bench.task, keep_consumed=False)
     assert rows(await next_call(bench)) == [*first, 7]
 
 
@@ -435,7 +435,7 @@ async def test_a_reset_while_rows_are_sorted_leaves_nobody_behind(bench, value):
     put(bench, value, MANY)
     call = bench.ask((0, 1, 0), batch_size=2, order_by=ORDER)
     await turns()
-    bench.partition.reset(bench.task, keep_consumed=False)
+    reset(bench.catalog, bench.task, keep_consumed=False)
     await asyncio.wait([call])
     assert sorted(rows(call)) == [0, 1]
     assert (bench.task.epoch, bench.task.next_batch_index) == (1, 1)
@@ -460,7 +460,7 @@ async def test_an_order_nobody_asks_for_any_more_is_forgotten(bench):
     await bench.ask(batch_size=2, order_by=ORDER)
     kept = bench.task.orders.use(bench.partition, batch_spec(order_by=ORDER), None)
     for _ in range(3):
-        set_meta(bench.partition, np.arange(MANY), [column("v", np.arange(MANY))])
+        set_meta(bench.catalog, np.arange(MANY), [column("v", np.arange(MANY))])
     assert not kept.is_in_use
     assert sorted(rows(await next_call(bench))) == [MANY - 2, MANY - 1]
 
@@ -471,7 +471,7 @@ async def test_the_last_in_order_come_at_the_end(bench, value, sampler):
     calls = [bench.ask((0, 1, index), batch_size=4, order_by=ORDER, sampler=sampler) for index in range(4)]
     await turns(20)
     assert [call.done() for call in calls] == [True, True, False, False]
-    seal(bench.partition)
+    seal(bench.catalog)
     await asyncio.wait(calls)
     assert [sorted(rows(call)) for call in calls[:3]] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert calls[3].result().skipped == 0
@@ -505,7 +505,7 @@ async def test_texts_of_samples_that_are_gone_are_let_go(bench):
             call = bench.ask(batch_size=1, order_by=(Order("v", descending=True),))
             await asyncio.wait([call])
             assert rows(call) == [number]
-            clear(bench.partition, np.array(indexes))
+            clear(bench.catalog, np.array(indexes))
         assert tracemalloc.get_traced_memory()[0] < 12_000_000  # of 40 million
     finally:
         tracemalloc.stop()

@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 import numpy as np
-from domain_support import BOOT, clear, new_id, turns, write_to
+from domain_support import BOOT, claim_rows, clear, new_id, reset, task_of, turns, write_to
 from hypothesis import given
 from hypothesis import strategies as st
 from property_settings import examples
@@ -12,7 +12,6 @@ from property_settings import examples
 from tq_service.domain.admission.put_line import PutLine
 from tq_service.domain.changes.samples import SampleWrite
 from tq_service.domain.partition import Partition, PartitionSettings
-from tq_service.domain.plan import RankPlan
 from tq_service.domain.tables.field_specs import ColumnWrite
 from tq_service.domain.tables.puts import Put
 from tq_service.errors import CallCancelledError, ResourceExhaustedError
@@ -95,9 +94,7 @@ class Driver:
     async def consume(self, count):
         rows = np.array(self._rows(count + 1), np.int64)
         if rows.size:
-            task = self.partition.task("t")
-            part = RankPlan(rows=rows, steps=())
-            self.partition.record_queue_claim(task, new_id(), part, self.partition.table.find(rows))
+            claim_rows(self.partition, task_of(self.partition, "t"), rows)
             self._leave(rows)
 
     async def fail(self, count):
@@ -115,7 +112,7 @@ class Driver:
 
     async def reset(self, _):
         if "t" in self.partition.tasks:
-            self.partition.reset(self.partition.tasks["t"], keep_consumed=False)
+            reset(self.partition, self.partition.tasks["t"], keep_consumed=False)
             for put in self.written:
                 for row in put.rows_left:
                     put.rows_left[row] = self.partition.state.data[self.partition.table.find(np.array([row]))[0]] != 3

@@ -11,12 +11,11 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "domain"))
 
 from digest import digest
-from domain_support import clear, new_write
+from domain_support import claim_rows, clear, new_write, task_of
 from journal_support import wait_for_the_next_file
 
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.idempotency import IdempotencyCache
-from tq_service.domain.plan import RankPlan
 from tq_service.durable import journal as journal_module
 from tq_service.durable import keeper as keeper_module
 from tq_service.durable import record_file
@@ -64,10 +63,7 @@ def lives(path, *stories):
 
 async def fill(life):
     life.write(8, keys=[f"k{row}" for row in range(8)], meta=[{"version": row} for row in range(8)])
-    partition = life.catalog.get("train")
-    task = partition.task("reward")
-    rows = np.arange(3)
-    partition.record_queue_claim(task, b"q" * 16, RankPlan(rows=rows), partition.table.find(rows))
+    claim_rows(life.catalog, task_of(life.catalog, "reward"), range(3), b"q" * 16)
     life.catalog.run_once(b"r" * 16, lambda: pb.SealPartitionResponse(inserted_count=8))
     return life.state()
 

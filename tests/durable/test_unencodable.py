@@ -11,7 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "domain"))
 
 from digest import digest
-from domain_support import asks, new_write
+from domain_support import asks, new_write, release, task_of
 
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.changes.claims import BatchPlanned, ClaimReleased, QueueClaimed
@@ -116,7 +116,7 @@ def test_a_plan_that_cannot_be_encoded_consumes_nothing_and_the_service_goes_on(
 def test_a_claim_is_encoded_before_it_is_made(tmp_path, monkeypatch, rank):
     async def claim_in_vain(service):
         service.catalog.write("train", b"", new_write(6, ("x",)))
-        service.catalog.get("train").task("t")
+        task_of(service.catalog, "t")
         before = service.state()
         with monkeypatch.context() as patch:
             refuse_to_encode(patch, BatchPlanned, QueueClaimed)
@@ -148,8 +148,6 @@ def test_a_first_write_that_cannot_be_encoded_leaves_no_partition(tmp_path, monk
 
 
 def test_a_release_that_cannot_be_encoded_leaves_the_claim(tmp_path, monkeypatch):
-    from tq_service.domain.claims import queue_claims
-
     async def release_in_vain(service):
         service.catalog.write("train", b"", new_write(6, ("x",)))
         await claim(service, None, request_id=b"q" * 16)
@@ -158,7 +156,7 @@ def test_a_release_that_cannot_be_encoded_leaves_the_claim(tmp_path, monkeypatch
         with monkeypatch.context() as patch:
             refuse_to_encode(patch, ClaimReleased)
             with pytest.raises(TypeError):
-                queue_claims.release(partition, partition.tasks["t"], b"q" * 16)
+                release(service.catalog, partition.tasks["t"], b"q" * 16)
         assert service.state() == before
 
     runs(tmp_path, release_in_vain)

@@ -7,20 +7,23 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from tq_service.domain.admission.limits import Limits
 from tq_service.domain.admission.put_line import PutLine
+from tq_service.domain.changes.claims import LeaseExpired, TaskSeen
 from tq_service.domain.changes.partitions import PartitionCleared, PartitionCreated, RequestAnswered
 from tq_service.domain.changes.samples import SamplesWritten, SampleWrite, Written
 from tq_service.domain.changes.state_machine import Change, ChangeLog, State, StateMachine, Step
+from tq_service.domain.claims.lease_timer import LeaseTimer
+from tq_service.domain.claims.ledger import Lease, TaskLedger
 from tq_service.domain.claims.plan_search import RunsPlans
 from tq_service.domain.claims.planner import Planner
 from tq_service.domain.claims.request import ClaimRequest
 from tq_service.domain.claims.wait_queue import Answer, LoopYielder, NotYet
 from tq_service.domain.idempotency import IdempotencyCache
 from tq_service.domain.partition import Partition, PartitionSettings, PartitionSnapshot
-from tq_service.domain.replay import apply_change
 from tq_service.domain.tables.cells import CellsSnapshot, FreedCells
 from tq_service.errors import (
     AlreadyExistsError,
@@ -62,6 +65,7 @@ class Catalog:
         self._runner = runner
         self._planners: dict[Partition, dict[str, Planner]] = {}
         self._put_lines: dict[Partition, PutLine] = {}
+        self._lease_timers: dict[Partition, LeaseTimer] = {}
         self._most_samples: int | None = None  # there are no more than that; None: to be counted
         self._arrivals: dict[str, dict[asyncio.Future[None], None]] = {}  # in order of their calls
         self._waking: set[asyncio.Task[None]] = set()
@@ -104,6 +108,8 @@ class Catalog:
             self._appear(partition)
         for partition in step.cleared:
             self._disappear(partition)
+        for partition, task_name, lease in step.leases:
+            self._start_lease(partition, task_name, lease)
         for partition in step.changed:
             partition.changed()
         for partition in step.consumed:
@@ -112,7 +118,6 @@ class Catalog:
             self.on_freed(step.freed)
 
     def _appear(self, partition: Partition) -> None:
-        partition.tell = self.machine.recording
         if waiting := self._arrivals.pop(partition.partition_id, None):
             waking = asyncio.get_running_loop().create_task(_wake_all(waiting))
             self._waking.add(waking)
@@ -124,6 +129,8 @@ class Catalog:
             planner.end(cleared)
         if (line := self._put_lines.pop(partition, None)) is not None:
             line.end(cleared)
+        if (timer := self._lease_timers.pop(partition, None)) is not None:
+            timer.stop()
         partition.forget_listeners()
 
     # Partitions
@@ -203,19 +210,14 @@ class Catalog:
     def start_recording(self, log: ChangeLog, fatal: Callable[[str, BaseException], None]) -> None:
         """Have every change from now on written down; `fatal` is called where the state cannot be used any more."""
         self.machine.log, self.machine.fatal = log, fatal
-        for partition in self._partitions.values():
-            partition.tell = self.machine.recording
 
-    def replay(self, change: Any, at_seconds: float) -> None:
+    def replay(self, change: Change, at_seconds: float) -> None:
         """Apply a change that was written down, on the state in which it was made.
 
         Raises:
             TqError, LookupError, ValueError: the change does not fit the state.
         """
-        if type(change).prepare is not Change.prepare:
-            self.machine.replay(change, at_seconds)
-        else:
-            apply_change(self.get(change.partition_id), change)
+        self.machine.replay(change, at_seconds)
 
     def put_line(self, partition_id: str) -> PutLine | None:
         """Return where writes of new samples wait for room, None where nothing bounds them."""
@@ -279,16 +281,51 @@ class Catalog:
         """Return the planner of a task, made on its first use."""
         planners = self._planners.setdefault(partition, {})
         if task_name not in planners:
-            self.limits.check_task(partition, task_name)
-            planners[task_name] = Planner(partition, partition.task(task_name), self._runner)
+            task = self.task(partition, task_name)
+            planners[task_name] = Planner(partition, task, self._runner, partial(self._commit_in, partition))
         return planners[task_name]
 
+    def task(self, partition: Partition, task_name: str) -> TaskLedger:
+        """Return the ledger of a task, opened on its first use."""
+        task = partition.tasks.get(task_name)
+        if task is None:
+            self.limits.check_task(partition, task_name)
+            task = self.commit(TaskSeen(partition_id=partition.partition_id, task_name=task_name))
+        return task
+
+    def _commit_in(self, partition: Partition, change: Change, prepared: Any = None) -> Any:
+        """Make a change of a partition, unless it was cleared: another may have its name by now."""
+        if self._partitions.get(partition.partition_id) is not partition:
+            return None
+        return self.machine.commit(change, prepared)
+
+    def retract(self, partition: Partition, task_name: str, request_id: bytes) -> None:
+        """Release a queue claim whose answer did not reach its client; see `Planner.retract`."""
+        planner = self._planners.get(partition, {}).get(task_name)
+        if planner is not None:
+            planner.retract(request_id)
+
+    # Leases
+
     def start_leases(self) -> None:
-        """Let the leases run out that were recovered or restored, each after its full time."""
+        """Have the leases expire that were recovered or restored, each after its full time."""
         for partition in self._partitions.values():
             for task in partition.tasks.values():
-                if task.leases:
-                    self.planner(partition, task.name).start_leases()
+                for lease in task.leases.values():
+                    self._start_lease(partition, task.name, lease)
+
+    def _start_lease(self, partition: Partition, task_name: str, lease: Lease) -> None:
+        if self._is_draining or self._partitions.get(partition.partition_id) is not partition:
+            return
+        timer = self._lease_timers.get(partition)
+        if timer is None:
+            timer = self._lease_timers[partition] = LeaseTimer(partition.tasks, partial(self._expire, partition))
+        timer.start(task_name, lease)
+
+    def _expire(self, partition: Partition, task_name: str, request_id: bytes) -> None:
+        self.commit(LeaseExpired(partition_id=partition.partition_id, task_name=task_name, request_id=request_id))
+
+    # Waiting
 
     def waiting_count(self, partition: Partition, task_name: str) -> int:
         """Return the number of calls that wait for a task."""
@@ -342,6 +379,8 @@ class Catalog:
                 planner.end(_is_draining)
         for line in self._put_lines.values():
             line.end(_is_draining)
+        for timer in self._lease_timers.values():
+            timer.stop()
         for arrivals in self._arrivals.values():
             for arrival in arrivals:
                 if not arrival.done():

@@ -8,17 +8,13 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.domain.claims.end import End
-from tq_service.domain.claims.ledger import QueueClaim, TaskLedger, TaskSnapshot
-from tq_service.domain.claims.request import BatchSpec, LeaseTerms
-from tq_service.domain.plan import Indexes, Plan, RankPlan
+from tq_service.domain.claims.ledger import TaskLedger, TaskSnapshot
+from tq_service.domain.plan import Indexes
 from tq_service.domain.states import CLEARED, HELD, LIVE
 from tq_service.domain.tables.cells import CellTable
 from tq_service.domain.tables.groups import GroupTable
@@ -35,12 +31,6 @@ from tq_service.errors import (
 from tq_service.schema import FieldSpec, Layout, RunAhead
 
 _log = logging.getLogger(__name__)
-
-
-def _changes() -> Any:
-    from tq_service.domain.changes import claims  # noqa: PLC0415  (until what tasks consume is changed there too)
-
-    return claims
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +121,6 @@ class Partition:
         self.on_consumed: list[Callable[[], None]] = []
         self.on_rows: list[Callable[[Indexes], None]] = []
         self.on_reset: list[Callable[[str], None]] = []
-        self.tell: Callable[[Any], AbstractContextManager[object]] | None = None
         for spec in settings.fields:
             self.cells.declare(spec)
 
@@ -160,19 +149,7 @@ class Partition:
         for code, count in enumerate(np.bincount(self.state.data[positions], minlength=4).tolist()):
             self.state_counts[code] += by * count
 
-    def recording(self, change: Any) -> AbstractContextManager[object]:
-        """Encode a change; return what it is to be made in, which writes it down."""
-        return nullcontext() if self.tell is None else self.tell(change)
-
     # Tasks
-
-    def task(self, name: str) -> TaskLedger:
-        """Return a task, made on its first use."""
-        task = self.tasks.get(name)
-        if task is None:
-            with self.recording(_changes().TaskSeen(partition_id=self.partition_id, task_name=name)):
-                task = self.tasks[name] = TaskLedger(name, self.table, self.state, backlog=self.open_count)
-        return task
 
     def known_task(self, name: str) -> TaskLedger:
         """Return a task that has asked before."""
@@ -192,63 +169,6 @@ class Partition:
     def open_count(self) -> int:
         """Samples that are live or held."""
         return self.state_counts[LIVE] + self.state_counts[HELD]
-
-    def record_batch(self, task: TaskLedger, batch_spec: BatchSpec, plan: Plan, positions: Indexes) -> None:
-        """Record the plan of a task's next batch_index and mark its rows at `positions` consumed."""
-        change = _changes().BatchPlanned(
-            partition_id=self.partition_id, task_name=task.name, batch_spec=batch_spec, plan=plan
-        )
-        with self.recording(change):
-            task.claim_batch(batch_spec, plan, positions)
-            self.consumed()
-
-    def record_end(self, task: TaskLedger, dp_size: int, end: End) -> None:
-        """Record that no batch follows, for all ranks and batch indexes from the next on."""
-        change = _changes().EndReached(partition_id=self.partition_id, task_name=task.name, dp_size=dp_size, end=end)
-        with self.recording(change):
-            task.reach_end(dp_size, end)
-
-    def record_queue_claim(
-        self, task: TaskLedger, request_id: bytes, part: RankPlan, positions: Indexes, terms: LeaseTerms | None = None
-    ) -> QueueClaim:
-        """Record what a queue worker gets, leased where `terms` are given."""
-        change = _changes().QueueClaimed(
-            partition_id=self.partition_id,
-            task_name=task.name,
-            request_id=request_id,
-            part=part,
-            lease_seconds=None if terms is None else terms.seconds,
-            max_deliveries=None if terms is None else terms.max_deliveries,
-            group_block_size=None if terms is None else terms.group_block_size,
-        )
-        with self.recording(change):
-            claim = task.claim_samples(request_id, part, positions, terms)
-            self.consumed()
-        return claim
-
-    def on_reopened(self, positions: Indexes) -> int:
-        """Notify those who wait of rows that a task has released; return how many are live."""
-        if positions.size:
-            self.state_version += 1
-            self.touched(self.table.index.data[positions])
-            self.changed()
-        return int(np.count_nonzero(self.state.data[positions] == LIVE))
-
-    def reset(self, task: TaskLedger, *, keep_consumed: bool) -> int:
-        """Start the next epoch of a task and return it."""
-        change = _changes().ConsumptionReset(
-            partition_id=self.partition_id, task_name=task.name, keep_consumed=keep_consumed
-        )
-        with self.recording(change):
-            reopened = task.reset(keep_consumed=keep_consumed, open_count=self.open_count)
-            if keep_consumed:
-                self.on_reopened(reopened)
-            else:
-                for forget in self.on_reset:
-                    forget(task.name)
-            self.state_version += 1
-            self.changed()
-        return task.epoch
 
     # Reading
 
@@ -364,6 +284,11 @@ class Partition:
 
     # Change notices
 
+    def reopened(self, positions: Indexes) -> None:
+        """Take note of rows that can be claimed again."""
+        self.state_version += 1
+        self.touched(self.table.index.data[positions])
+
     def touched(self, indexes: Indexes) -> None:
         """Take note of rows that were written, or are claimable again."""
         self.row_version += indexes.size
@@ -387,7 +312,6 @@ class Partition:
         """Let go of those who listen, lest they and the partition hold each other until a full collection."""
         for listeners in (self.on_change, self.on_consumed, self.on_rows, self.on_reset):
             listeners.clear()
-        self.tell = None
 
 
 def _newer(partition_id: str, what: str) -> NewerVersionError:

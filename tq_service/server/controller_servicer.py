@@ -12,9 +12,9 @@ import grpc
 import numpy as np
 
 from tq_service.domain.catalog import Catalog, check_name
+from tq_service.domain.changes.claims import ClaimAcked, ClaimExtended, ClaimReleased, ConsumptionReset
 from tq_service.domain.changes.partitions import PartitionSealed
 from tq_service.domain.changes.samples import GroupsClosed, MetaSet, SamplesCleared
-from tq_service.domain.claims import queue_claims
 from tq_service.domain.claims.ledger import QueueClaim
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes
@@ -196,17 +196,17 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
             now=asyncio.get_running_loop().time(),
         )  # fmt: skip
         if claimed.partition is not None and isinstance(claimed.answer, QueueClaim):
-            self._take_back_if_unsent(context, claimed.partition, claim.task_name, claim.request_id)
+            self._retract_if_unsent(context, claimed.partition, claim.task_name, claim.request_id)
         return pb.GetMetaResponse(meta=meta)
 
-    def _take_back_if_unsent(self, context: Context, partition: Partition, task_name: str, request_id: bytes) -> None:
+    def _retract_if_unsent(self, context: Context, partition: Partition, task_name: str, request_id: bytes) -> None:
         """Undo a queue claim when the call turns out to have ended before its answer was sent."""
         asked = weakref.ref(partition)  # gRPC holds the callback in a cycle, which may be collected much later
 
         def when_done(done: Context) -> None:
             partition = asked()
             if done.cancelled() and partition is not None:
-                queue_claims.take_back(partition, partition.known_task(task_name), request_id)
+                self._catalog.retract(partition, task_name, request_id)
 
         context.add_done_callback(when_done)  # type: ignore[arg-type]  # typed as a class, called as a function
 
@@ -217,22 +217,28 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
             if request.partition_id not in self._catalog.names():  # the claim went with its partition
                 return pb.ReleaseClaimResponse()
             partition = self._catalog.get(request.partition_id)
-            rows = from_proto.indexes(request.global_indexes) if request.global_indexes else None
-            self._catalog.limits.check_task(partition, request.task_name)
-            task = partition.task(request.task_name)
-            count = queue_claims.release(partition, task, request.claim_request_id, rows)
-            return pb.ReleaseClaimResponse(released_count=count)
+            self._catalog.task(partition, request.task_name)
+            change = ClaimReleased(
+                partition_id=request.partition_id,
+                task_name=request.task_name,
+                request_id=request.claim_request_id,
+                global_indexes=_named_indexes(request),
+            )
+            return pb.ReleaseClaimResponse(released_count=self._catalog.commit(change) or 0)
 
         return self._catalog.run_once(request.request_id, change, pb.ReleaseClaimResponse)
 
     async def AckClaim(self, request: pb.AckClaimRequest, context: Context) -> pb.AckClaimResponse:
         def change() -> pb.AckClaimResponse:
             from_proto.check_request_id(request.claim_request_id, "claim_request_id")
-            partition = self._catalog.get(request.partition_id, request.incarnation)
-            task = partition.known_task(request.task_name)
-            rows = from_proto.indexes(request.global_indexes) if request.global_indexes else None
-            count = queue_claims.acknowledge(partition, task, request.claim_request_id, rows)
-            return pb.AckClaimResponse(acked_count=count)
+            self._catalog.get(request.partition_id, request.incarnation)
+            change = ClaimAcked(
+                partition_id=request.partition_id,
+                task_name=request.task_name,
+                request_id=request.claim_request_id,
+                global_indexes=_named_indexes(request),
+            )
+            return pb.AckClaimResponse(acked_count=self._catalog.commit(change) or 0)
 
         return self._catalog.run_once(request.request_id, change, pb.AckClaimResponse)
 
@@ -240,9 +246,14 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
         def change() -> pb.ExtendClaimResponse:
             from_proto.check_request_id(request.claim_request_id, "claim_request_id")
             seconds = from_proto.lease_seconds(request.lease_seconds)
-            partition = self._catalog.get(request.partition_id, request.incarnation)
-            planner = self._catalog.planner(partition, partition.known_task(request.task_name).name)
-            return pb.ExtendClaimResponse(leased_count=planner.extend(request.claim_request_id, seconds))
+            self._catalog.get(request.partition_id, request.incarnation)
+            change = ClaimExtended(
+                partition_id=request.partition_id,
+                task_name=request.task_name,
+                request_id=request.claim_request_id,
+                lease_seconds=seconds,
+            )
+            return pb.ExtendClaimResponse(leased_count=self._catalog.commit(change))
 
         return self._catalog.run_once(request.request_id, change, pb.ExtendClaimResponse)
 
@@ -263,10 +274,13 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
         self, request: pb.ResetConsumptionRequest, context: Context
     ) -> pb.ResetConsumptionResponse:
         def change() -> pb.ResetConsumptionResponse:
-            partition = self._catalog.get(request.partition_id)
-            task = partition.known_task(request.task_name)
-            task.check_epoch(request.epoch)
-            return pb.ResetConsumptionResponse(epoch=partition.reset(task, keep_consumed=request.keep_consumed))
+            change = ConsumptionReset(
+                partition_id=request.partition_id,
+                task_name=request.task_name,
+                keep_consumed=request.keep_consumed,
+                epoch=request.epoch,
+            )
+            return pb.ResetConsumptionResponse(epoch=self._catalog.commit(change))
 
         return self._catalog.run_once(request.request_id, change, pb.ResetConsumptionResponse)
 
@@ -324,6 +338,11 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
             unknown_put_ids=verified.unknown,
             undecided_put_ids=verified.undecided,
         )
+
+
+def _named_indexes(request: pb.ReleaseClaimRequest | pb.AckClaimRequest) -> Indexes | None:
+    """Return the samples of a claim that are named, None for all that are left of it."""
+    return from_proto.indexes(request.global_indexes) if request.global_indexes else None
 
 
 def _check_fields(partition: Partition, names: list[str]) -> None:

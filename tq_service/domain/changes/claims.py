@@ -1,111 +1,392 @@
-"""Changes of what tasks consume."""
+"""Changes of what tasks consume: samples claimed, acknowledged, released; leases extended and expired; epochs begun.
+
+`prepare` finds the task and the claim, and refuses what does not fit them; `apply` is one verb of the task's ledger,
+and says what follows from it.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tq_service.domain.changes.state_machine import Change
+import numpy as np
+from numpy.typing import NDArray
+
+from tq_service.domain.changes.state_machine import Change, State, Step
 from tq_service.domain.claims.end import End
-from tq_service.domain.claims.request import BatchSpec
+from tq_service.domain.claims.ledger import Lease, QueueClaim, TaskLedger
+from tq_service.domain.claims.request import BatchSpec, LeaseTerms
+from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes, Plan, RankPlan
+from tq_service.domain.states import LIVE
+from tq_service.domain.tables.groups import group_ids
+from tq_service.errors import InvalidArgumentError, LeaseExpiredError, PreconditionError
+
+_MOST_NAMED = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskSeen(Change):
+class TaskChange(Change):
+    """What becomes of one task of a partition."""
+
+    partition_id: str
+    task_name: str
+
+    def find(self, state: State) -> tuple[Partition, TaskLedger]:
+        """Return the partition and the task, which must be there."""
+        partition = state.partition(self.partition_id)
+        return partition, partition.known_task(self.task_name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskSeen(TaskChange):
     """A task asked for the first time."""
 
-    partition_id: str
-    task_name: str
+    def prepare(self, state: State) -> Partition | None:
+        """Find the partition, unless it knows the task."""
+        partition = state.partition(self.partition_id)
+        return None if self.task_name in partition.tasks else partition
+
+    def apply(self, state: State, prepared: Partition, step: Step) -> TaskLedger:
+        """Open the task's ledger."""
+        task = TaskLedger(self.task_name, prepared.table, prepared.state, backlog=prepared.open_count)
+        prepared.tasks[self.task_name] = task
+        return task
+
+
+# Claims
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchPlanned(Change):
+class BatchPlanned(TaskChange):
     """The next batch_index of a task was planned, for all ranks."""
 
-    partition_id: str
-    task_name: str
     batch_spec: BatchSpec
     plan: Plan
 
+    def prepare(self, state: State) -> tuple[Partition, TaskLedger, Indexes]:
+        """Find the positions of all rows of the plan; raises LookupError where one is gone."""
+        partition, task = self.find(state)
+        return partition, task, _positions(partition, np.concatenate([part.rows for part in self.plan.ranks]))
+
+    def apply(self, state: State, prepared: tuple[Partition, TaskLedger, Indexes], step: Step) -> None:
+        """Record the plan, which consumes its rows."""
+        partition, task, positions = prepared
+        task.claim_batch(self.batch_spec, self.plan, positions)
+        step.consumed[partition] = None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EndReached(Change):
+class EndReached(TaskChange):
     """No further batch comes in this epoch of a task."""
 
-    partition_id: str
-    task_name: str
     dp_size: int
     end: End
 
+    def prepare(self, state: State) -> TaskLedger:
+        """Find the task."""
+        return self.find(state)[1]
+
+    def apply(self, state: State, prepared: TaskLedger, step: Step) -> None:
+        """Record the end."""
+        prepared.reach_end(self.dp_size, self.end)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QueueClaimed(Change):
-    """A queue worker was given samples.
+class QueueClaimed(TaskChange):
+    """A queue worker was given samples; without a `lease` they are done."""
 
-    Attributes:
-        lease_seconds: None: they are done.
-        max_deliveries: None: no bound.
-        group_block_size: of a leased claim of whole groups, see `LeaseTerms`; None: of samples.
-    """
-
-    partition_id: str
-    task_name: str
     request_id: bytes
     part: RankPlan
-    lease_seconds: float | None = None
-    max_deliveries: int | None = None
-    group_block_size: int | None = None
+    lease: LeaseTerms | None = None
+
+    def prepare(self, state: State) -> tuple[Partition, TaskLedger, Indexes]:
+        """Find the positions of the samples; raises LookupError where one is gone."""
+        partition, task = self.find(state)
+        return partition, task, _positions(partition, self.part.rows)
+
+    def apply(self, state: State, prepared: tuple[Partition, TaskLedger, Indexes], step: Step) -> QueueClaim:
+        """Record the claim and return it."""
+        partition, task, positions = prepared
+        claim = task.claim_samples(self.request_id, self.part, positions, self.lease)
+        if claim.lease is not None:
+            step.leases.append((partition, task.name, claim.lease))
+        step.consumed[partition] = None
+        return claim
+
+
+# What becomes of the claim of a queue worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClaimReleased(Change):
-    """A queue claim was given back.
+class ClaimReleased(TaskChange):
+    """A queue claim was released: what is left of it can be claimed again.
+
+    What the claim does not hold any more is ignored, as is an unknown claim: a client releases what it may have got.
 
     Attributes:
-        global_indexes: samples of a leased claim; None: all that were left of it.
-        is_final: whether its request_id is refused from now on.
+        global_indexes: samples of a leased claim; None: all that are left of it.
+        is_final: whether its request_id is refused from now on. Not so where the answer reached no client, which then
+            may ask again under the same one.
     """
 
-    partition_id: str
-    task_name: str
     request_id: bytes
     global_indexes: Indexes | None = None
     is_final: bool = True
 
+    def prepare(self, state: State) -> tuple[Partition, TaskLedger, QueueClaim | None, Indexes] | None:
+        """Find what is released; None where nothing is, and the request_id stays as it is.
+
+        Raises:
+            InvalidArgumentError: only a part of a claim without a lease is named, or of a group that stays whole.
+        """
+        partition, task = self.find(state)
+        claim = task.claims.get(self.request_id)
+        if claim is None:
+            return (partition, task, None, np.zeros(0, np.int64)) if self.is_final else None
+        left = task.left(claim)
+        if self.global_indexes is None:
+            return partition, task, claim, left
+        rows = partition.table.index.data[left]
+        is_named = np.isin(rows, self.global_indexes)
+        if claim.lease is not None:
+            _check_whole_groups(partition, claim.lease, rows, is_named)
+        elif not is_named.all():
+            raise InvalidArgumentError(
+                f"got {self.global_indexes.size} of the {rows.size} samples of a claim without a lease, which is given "
+                "back whole; ask with a lease to give back some",
+                field="global_indexes",
+            )
+        return (partition, task, claim, left[is_named]) if is_named.any() or claim.lease is None else None
+
+    def apply(
+        self, state: State, prepared: tuple[Partition, TaskLedger, QueueClaim | None, Indexes], step: Step
+    ) -> int:
+        """Release the samples; return how many can be claimed again at once."""
+        partition, task, claim, positions = prepared
+        if self.is_final:
+            task.released.add(self.request_id, step.at_seconds)
+        if claim is None:
+            return 0
+        task.nack(claim, positions)
+        _reopened(partition, positions, step)
+        return int(np.count_nonzero(partition.state.data[positions] == LIVE))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClaimAcked(Change):
-    """Samples of a leased claim are done; None: all that were left of it."""
+class ClaimAcked(TaskChange):
+    """Samples of a leased claim are done for good; None: all that are left of it.
 
-    partition_id: str
-    task_name: str
+    Samples that are done, have failed or were cleared may be named: nobody else will do their work.
+    """
+
     request_id: bytes
     global_indexes: Indexes | None = None
 
+    def prepare(self, state: State) -> tuple[Partition, TaskLedger, Lease, Indexes] | None:
+        """Find the samples that are leased; None where none of them is.
+
+        Raises:
+            LeaseExpiredError: samples are no longer the claim's; none is acknowledged.
+            InvalidArgumentError: samples were never in the claim, or are a part of a group that stays whole.
+            PreconditionError: the claim was made without a lease.
+        """
+        partition, task = self.find(state)
+        claim = task.claims.get(self.request_id)
+        if claim is None:
+            _check_cleared(partition, task, self.request_id, self.global_indexes)
+            return None
+        lease = _lease_of(task, claim)
+        positions = task.left(claim)
+        if self.global_indexes is None:
+            if self.request_id in task.expired:
+                raise _is_over(task)
+        else:
+            _check_held(partition, task, claim, self.global_indexes)
+            rows = partition.table.index.data[positions]
+            is_named = np.isin(rows, self.global_indexes)
+            _check_whole_groups(partition, lease, rows, is_named)
+            positions = positions[is_named]
+        return (partition, task, lease, positions) if positions.size else None
+
+    def apply(self, state: State, prepared: tuple[Partition, TaskLedger, Lease, Indexes], step: Step) -> int:
+        """Consume the samples for good; return how many they are."""
+        partition, task, lease, positions = prepared
+        task.ack(lease, positions)
+        step.changed[partition] = None  # the end may have come with the last that was leased
+        return int(positions.size)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClaimExtended(Change):
-    """A leased claim was given more time, from then on."""
+class ClaimExtended(TaskChange):
+    """What is left of a leased claim was given more time, from then on."""
 
-    partition_id: str
-    task_name: str
     request_id: bytes
     lease_seconds: float
 
+    def prepare(self, state: State) -> tuple[Partition, Lease]:
+        """Find the lease.
+
+        Raises:
+            LeaseExpiredError: the lease ran out, or its samples were released.
+            PreconditionError: nothing is left to be acknowledged, or the claim was made without a lease.
+        """
+        partition, task = self.find(state)
+        claim = task.claims.get(self.request_id)
+        if claim is None or self.request_id in task.expired:
+            raise _is_over(task)
+        lease = _lease_of(task, claim)
+        if lease.left_count == 0:
+            raise PreconditionError(
+                f"nothing is left of this claim of task {task.name!r}: its samples are acknowledged, failed, cleared "
+                f"or given back; no more time is needed"
+            )
+        return partition, lease
+
+    def apply(self, state: State, prepared: tuple[Partition, Lease], step: Step) -> int:
+        """Change how long the lease lasts; return how many samples are left of it."""
+        partition, lease = prepared
+        lease.extend(self.lease_seconds)
+        step.leases.append((partition, self.task_name, lease))
+        return lease.left_count
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseExpired(Change):
-    """What was left of a leased claim is claimable again, or set aside."""
+class LeaseExpired(TaskChange):
+    """What was left of a leased claim can be claimed again, or is dead-lettered."""
 
-    partition_id: str
-    task_name: str
     request_id: bytes
 
+    def prepare(self, state: State) -> tuple[Partition, TaskLedger, Lease, Indexes]:
+        """Find what is left; raises LookupError where that is nothing."""
+        partition, task = self.find(state)
+        claim = task.claims.get(self.request_id)
+        if claim is None or claim.lease is None or claim.lease.left_count == 0:
+            raise LookupError(f"task {task.name!r} has leased nothing under request_id {self.request_id.hex()}")
+        return partition, task, claim.lease, task.left(claim)
+
+    def apply(self, state: State, prepared: tuple[Partition, TaskLedger, Lease, Indexes], step: Step) -> None:
+        """Take the samples from the worker."""
+        partition, task, lease, positions = prepared
+        partition.state_version += 1  # what is dead-lettered may bring the end, or let the rest of its group go
+        step.changed[partition] = None
+        _reopened(partition, task.expire(lease, positions, step.at_seconds), step)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConsumptionReset(Change):
-    """The next epoch of a task began."""
+class ConsumptionReset(TaskChange):
+    """The next epoch of a task began.
 
-    partition_id: str
-    task_name: str
+    Attributes:
+        keep_consumed: whether only what was not done can be claimed in it: leased and dead-lettered samples.
+        epoch: the epoch that the caller means to end; None: whichever.
+    """
+
     keep_consumed: bool
+    epoch: int | None = None
+
+    def prepare(self, state: State) -> tuple[Partition, TaskLedger]:
+        """Find the task.
+
+        Raises:
+            StaleEpochError: it is at another epoch.
+        """
+        partition, task = self.find(state)
+        task.check_epoch(self.epoch)
+        return partition, task
+
+    def apply(self, state: State, prepared: tuple[Partition, TaskLedger], step: Step) -> int:
+        """Start the epoch and return it."""
+        partition, task = prepared
+        reopened = task.reset(keep_consumed=self.keep_consumed, open_count=partition.open_count)
+        if self.keep_consumed:
+            _reopened(partition, reopened, step)
+        else:
+            for forget in partition.on_reset:
+                forget(task.name)
+        partition.state_version += 1
+        step.changed[partition] = None
+        return task.epoch
+
+
+# Consequences
+
+
+def _reopened(partition: Partition, positions: Indexes, step: Step) -> None:
+    """Have those who wait look again at rows that can be claimed again."""
+    if positions.size:
+        partition.reopened(positions)
+        step.changed[partition] = None
+
+
+# Checks
+
+
+def _positions(partition: Partition, rows: Indexes) -> Indexes:
+    positions = partition.table.find(rows)
+    if bool((positions < 0).any()):
+        raise LookupError(f"partition {partition.partition_id!r} lacks {int((positions < 0).sum())} claimed samples")
+    return positions
+
+
+def _lease_of(task: TaskLedger, claim: QueueClaim) -> Lease:
+    if claim.lease is None:
+        raise PreconditionError(
+            f"this claim of task {task.name!r} has no lease, so its samples were done when they were handed out; ask "
+            "with lease= to acknowledge them"
+        )
+    return claim.lease
+
+
+def _check_cleared(partition: Partition, task: TaskLedger, request_id: bytes, rows: Indexes | None) -> None:
+    """Refuse to acknowledge for a claim that is gone, unless it went with its samples when they were cleared."""
+    if rows is None or rows.size == 0 or request_id in task.expired:
+        raise _is_over(task, rows)
+    there = rows[(partition.table.find(rows) >= 0) | (rows < 0) | (rows >= partition.inserted_count)]
+    if there.size:
+        raise _is_over(task, there)
+
+
+def _check_held(partition: Partition, task: TaskLedger, claim: QueueClaim, rows: Indexes) -> None:
+    foreign = rows[~np.isin(rows, claim.rows)]
+    if foreign.size:
+        raise InvalidArgumentError(
+            f"samples {_named(foreign)} were never in this claim of task {task.name!r}; acknowledge each claim by the "
+            f"batch it came with",
+            field="global_indexes",
+        )
+    positions = partition.table.find(rows)
+    is_there = positions >= 0
+    lost = rows[is_there][np.abs(task.claim.data[positions[is_there]]) != claim.serial]
+    if lost.size:
+        raise _is_over(task, lost)
+
+
+def _check_whole_groups(partition: Partition, lease: Lease, left: Indexes, is_named: NDArray[np.bool_]) -> None:
+    """Refuse a part of a group, of which the rest could never be delivered again as a whole one."""
+    block_size = lease.terms.group_block_size
+    if block_size is None or is_named.all() or not is_named.any():
+        return
+    ids = group_ids(partition.groups, left, partition.table.find(left), block_size or None)
+    parted = np.intersect1d(ids[is_named], ids[~is_named])
+    if parted.size:
+        is_member = ids == parted[0]
+        members = left[is_member]
+        raise InvalidArgumentError(
+            f"samples {_named(members)} are a group, of which {int(is_named[is_member].sum())} of {members.size} "
+            f"are named; the claim is of whole groups, so name all of them or none",
+            field="global_indexes",
+        )
+
+
+def _is_over(task: TaskLedger, rows: Indexes | None = None) -> LeaseExpiredError:
+    what = "samples of this claim" if rows is None else f"samples {_named(rows)}"
+    return LeaseExpiredError(
+        f"{what} are no longer leased to this worker of task {task.name!r}: the lease ran out, was given back, or "
+        f"consumption was reset; others may do the same work, so drop yours, and ask for a longer lease or extend it",
+        metadata={} if rows is None else {"global_indexes": _named(rows)},
+    )
+
+
+def _named(rows: Indexes) -> str:
+    named = ", ".join(map(str, rows[:_MOST_NAMED].tolist()))
+    return named if rows.size <= _MOST_NAMED else f"{named} and {rows.size - _MOST_NAMED} more"

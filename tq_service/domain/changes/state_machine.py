@@ -16,10 +16,9 @@ Algorithm", 2014, section 2.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, ClassVar, Protocol
@@ -165,12 +164,6 @@ class StateMachine:
             encoded = [(change, prepared, group.encode(change)) for change, prepared in changes]
             return [group.apply(*each) for each in encoded][-1]
 
-    @contextlib.contextmanager
-    def recording(self, change: Change) -> Iterator[None]:
-        """Encode a change that is made in the `with`, and have it written down at its end."""
-        with self.group() as group, group.applying(group.encode(change)):
-            yield
-
     def replay(self, change: Change, at_seconds: float) -> None:
         """Apply a change that was written down, to the state in which it was made.
 
@@ -208,16 +201,11 @@ class Group:
 
     def apply(self, change: Change, prepared: Any, encoded: bytes) -> Any:
         """Apply a change, and add it to what is written down at the end."""
-        with self.applying(encoded):
-            return change.apply(self._machine.state, prepared, self._step)
-
-    @contextlib.contextmanager
-    def applying(self, encoded: bytes) -> Iterator[None]:
-        """Add a change, which is applied in the `with`, to what is written down at the end."""
         self._encoded.append(encoded)
         self._is_applying = True
-        yield
+        result = change.apply(self._machine.state, prepared, self._step)
         self._is_applying = False
+        return result
 
     def __enter__(self) -> Group:
         self._machine._group = self

@@ -19,13 +19,13 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
+from tq_service.domain.changes.claims import BatchPlanned, ClaimReleased, EndReached, QueueClaimed
+from tq_service.domain.changes.state_machine import Change
 from tq_service.domain.claims.end import End
-from tq_service.domain.claims.lease_timer import LeaseTimer
 from tq_service.domain.claims.ledger import QueueClaim, TaskLedger
 from tq_service.domain.claims.plan_search import FailedPlan, Planned, PlanSearch, RunsPlans
-from tq_service.domain.claims.queue_claims import expire, extend, take_back
 from tq_service.domain.claims.request import ClaimRequest
 from tq_service.domain.claims.wait_queue import Answer, Line, LoopYielder, NotYet, Waiter, WaitQueue
 from tq_service.domain.partition import Partition
@@ -54,9 +54,22 @@ class _HeadStart:
 class Planner:
     """Serves the claims of one task."""
 
-    def __init__(self, partition: Partition, task: TaskLedger, runner: RunsPlans) -> None:
+    def __init__(
+        self, partition: Partition, task: TaskLedger, runner: RunsPlans, commit: Callable[[Change, Any], Any]
+    ) -> None:
+        """Serve a task from now on.
+
+        Args:
+            partition: that of the task.
+            task: its ledger.
+            runner: runs samplers.
+            commit: makes a change of the partition, given what its `prepare` would return, or None; without effect
+                once the partition was cleared.
+        """
         self._partition = partition
         self._task = task
+        self._commit = commit
+        self._names: dict[str, Any] = {"partition_id": partition.partition_id, "task_name": task.name}
         self._search = PlanSearch(partition, task, runner)
         self._queue = WaitQueue()
         self._dispatching: asyncio.Task[None] | None = None
@@ -70,8 +83,6 @@ class Planner:
         self._head_start: _HeadStart | None = None
         self._gone: Callable[[], TqError] | None = None
         self._ending: asyncio.Task[None] | None = None
-        self._timer = LeaseTimer(task.leases, partial(expire, partition, task))
-        self.start_leases()
         partition.on_change.append(self.wake)
 
     @property
@@ -140,18 +151,6 @@ class Planner:
                 f"under a new request_id"
             )
 
-    def start_leases(self) -> None:
-        """Have leases expire that the timer does not know: those of an earlier instance, after their full time."""
-        for lease in self._task.leases.values():
-            if math.isinf(lease.deadline):
-                self._timer.start(lease)
-
-    def extend(self, request_id: bytes, seconds: float) -> int:
-        """Give a leased claim more time, from now on; return the number of samples left of it."""
-        lease = extend(self._partition, self._task, request_id, seconds)
-        self._timer.start(lease)
-        return lease.left_count
-
     def wake(self) -> None:
         """Have all who wait looked at once more."""
         if self._queue:
@@ -161,7 +160,6 @@ class Planner:
     def end(self, error: Callable[[], TqError]) -> None:
         """End all waiting calls, and those to come, with an error."""
         self._gone = error
-        self._timer.stop()
         self._end_head_start()
         for line in self._queue.lines:
             if line.planning is not None:
@@ -176,11 +174,23 @@ class Planner:
             await yielder.step()
 
     def _take_back(self, waiter: Waiter) -> None:
-        """Release what a queue worker was given and will not get."""
+        """Release the claim of a queue worker whose call ends without it."""
         answer = waiter.answer
         is_over = answer.done() and not answer.cancelled() and answer.exception() is None
         if waiter.request.rank is None and is_over and isinstance(answer.result(), QueueClaim):
-            take_back(self._partition, self._task, waiter.request.request_id)
+            self.retract(waiter.request.request_id)
+
+    def retract(self, request_id: bytes) -> None:
+        """Release a queue claim whose answer did not reach its client, unless a retry was given the same.
+
+        The client may ask again under the same request_id.
+        """
+        claim = self._task.claims.get(request_id)
+        if claim is None:
+            return
+        claim.answer_count -= 1
+        if claim.answer_count == 0:
+            self._commit(ClaimReleased(**self._names, request_id=request_id, is_final=False), None)
 
     # The dispatch loop
 
@@ -367,18 +377,19 @@ class Planner:
     # Records
 
     def _record_end(self, line: Line, end: End) -> None:
-        self._partition.record_end(self._task, line.spec.plan_request.rank_count, end)
+        change = EndReached(**self._names, dp_size=line.spec.plan_request.rank_count, end=end)
+        self._commit(change, self._task)
 
     def _record_batch(self, line: Line, planned: Planned) -> None:
-        self._partition.record_batch(self._task, line.spec.batch_spec, planned.plan, planned.positions)
+        change = BatchPlanned(**self._names, batch_spec=line.spec.batch_spec, plan=planned.plan)
+        self._commit(change, (self._partition, self._task, planned.positions))
         self._note_claim()
 
     def _record_queue_claim(self, request: ClaimRequest, planned: Planned) -> QueueClaim:
         terms, part = planned.lease(request.lease), planned.plan.ranks[0]
-        claim = self._partition.record_queue_claim(self._task, request.request_id, part, planned.positions, terms)
+        change = QueueClaimed(**self._names, request_id=request.request_id, part=part, lease=terms)
+        claim: QueueClaim = self._commit(change, (self._partition, self._task, planned.positions))
         claim.answer_count = 1
-        if claim.lease is not None:
-            self._timer.start(claim.lease)
         self._note_claim()
         return claim
 
