@@ -18,7 +18,7 @@ from domain_support import (
     update,
 )
 
-from tq_service.domain.claims.view import PartitionView
+from tq_service.domain.claims.view import PartitionView, ReadyIndex
 from tq_service.domain.plan import LengthSource, Plan, RankPlan
 from tq_service.domain.tables.meta import Condition, Order
 from tq_service.errors import InvalidArgumentError, MissingLengthError
@@ -26,11 +26,14 @@ from tq_service.errors import InvalidArgumentError, MissingLengthError
 
 @pytest.fixture
 def train():
-    return partition()
+    train = partition()
+    train.ready_index = ReadyIndex(train, "t")
+    return train
 
 
 def view_of(train, *, length=None, remembers=True, **bound):
-    return PartitionView(train, task_of(train, "t"), batch_spec(**bound), length, remembers=remembers)
+    spec = batch_spec(**bound)
+    return PartitionView(train, task_of(train, "t"), train.ready_index, spec, length, remembers=remembers)
 
 
 def ready(train, limit=None, **bound):
@@ -167,15 +170,15 @@ def test_groups_are_whole_across_stretches(train):
 def test_a_scan_starts_at_the_first_row_that_may_be_ready(train):
     insert(train, 5000, ())
     insert(train, 3)
-    task, key = task_of(train, "t"), (("x",), (), None)
+    key = (("x",), (), None)
     assert ready(train, 1) == [5000]
-    assert task.scan_starts.get(key) == 5000  # also past stretches that have nothing at all
+    assert train.ready_index.start(key) == 5000  # also past stretches that have nothing at all
     consume(train, 5000, 5001)
     assert ready(train, 1) == [5002]
-    assert task.scan_starts.get(key) == 5002
+    assert train.ready_index.start(key) == 5002
     consume(train, 5002)
     assert ready(train, 1) == []
-    assert task.scan_starts.get(key) == 5003
+    assert train.ready_index.start(key) == 5003
 
 
 def test_the_start_is_lowered_when_an_early_row_becomes_ready(train):
@@ -216,19 +219,19 @@ def test_a_view_that_was_overtaken_moves_no_start(train):
     off_the_loop = view_of(train, remembers=False)
     consume(train, 0)
     off_the_loop.ready()
-    assert task_of(train, "t").scan_starts.get((("x",), (), None)) == 0
+    assert train.ready_index.start((("x",), (), None)) == 0
 
 
 def test_ways_of_asking_that_are_forgotten_cost_no_memory(train):
     insert(train, 1)
-    for number in range(500):
-        ready(train, where=(Condition("v", "==", (number,)),))
-    starts = task_of(train, "t").scan_starts
-    assert len(starts) <= 64
-    starts.clear()
-    for number in range(64):
-        starts.set((("x",), (Condition("v", "==", (f"{number:0100000}",)),), None), 1)
-        assert len(starts) <= 10
+    keys = [(("x",), (Condition("v", "==", (number,)),), None) for number in range(500)]
+    for key in keys:
+        ready(train, where=key[1])
+    assert 0 < sum(train.ready_index.start(key) > 0 for key in keys) <= 64
+    keys = [(("x",), (Condition("v", "==", (f"{number:0100000}",)),), None) for number in range(64)]
+    for key in keys:
+        train.ready_index.set_start(key, 1)
+    assert 0 < sum(train.ready_index.start(key) > 0 for key in keys) <= 10
 
 
 def test_consumed_rows_are_compacted_away_under_a_running_task(train):

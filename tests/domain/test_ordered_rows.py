@@ -68,8 +68,14 @@ def column(name, values):
     return MetaColumn(name=name, values=array, present=present)
 
 
+def indexed_partition():
+    target = partition()
+    target.ready_index = view.ReadyIndex(target, "t")
+    return target
+
+
 def view_of(target, task, orders):
-    return view.PartitionView(target, task, batch_spec(order_by=orders), None, remembers=True)
+    return view.PartitionView(target, task, target.ready_index, batch_spec(order_by=orders), None)
 
 
 def sorted_view(target, task, orders):
@@ -85,7 +91,7 @@ class Rows:
     def __init__(self, rng, orders):
         self.rng = rng
         self.orders = orders
-        self.partition = partition()
+        self.partition = indexed_partition()
         self.task = task_of(self.partition, "t")
         self.rewrites = rng.random() < 0.5
         self.values = {}  # by global index, of live and produced rows that are not consumed: what each column has
@@ -260,7 +266,7 @@ def test_integers_that_become_doubles_keep_their_order():
 @pytest.mark.parametrize("named", [True, False])
 def test_groups_come_in_the_order_of_their_first_members_however_far_apart_they_are(named, is_text):
     rng = np.random.default_rng(0)
-    target = partition()
+    target = indexed_partition()
     group_count, size = 3000, 4
     names = np.repeat([f"g{number}" for number in range(group_count)], size)
     values = [f"{value:06d}" if is_text else value for value in rng.integers(0, 50_000, names.size).tolist()]
@@ -441,28 +447,34 @@ async def test_a_reset_while_rows_are_sorted_leaves_nobody_behind(bench, value):
     assert (bench.task.epoch, bench.task.next_batch_index) == (1, 1)
 
 
-async def test_a_task_keeps_few_orders(bench):
+async def test_orders_of_rows_that_pass_different_conditions(bench):
     put(bench, int, 100)
     for number in range(50):
-        where = (Condition("v", ">=", (-number,)),)
-        assert rows(await finished_claim(bench, where)) == [2 * number]
-    assert len(bench.task.orders) <= 4
+        where, order = (Condition("v", ">=", (-number,)),), (Order("v"), Order("w", descending=True))
+        call = bench.ask(batch_size=1, order_by=order, where=where)
+        await asyncio.wait([call])
+        assert rows(call) == [2 * number]
 
 
-async def finished_claim(bench, where):
-    call = bench.ask(batch_size=1, order_by=(Order("v"), Order("w", descending=True)), where=where)
-    await asyncio.wait([call])
-    return call
+def test_few_orders_are_kept():
+    index = indexed_partition().ready_index
+    keys = [((("x",), (), None), (Order(f"c{number}"),)) for number in range(50)]
+    made = [index.ordered(*key) for key in keys]
+    kept = [index.ordered(*key) is ordered for key, ordered in reversed(list(zip(keys, made, strict=True)))]
+    assert kept == [True] * 4 + [False] * 46
 
 
-async def test_an_order_nobody_asks_for_any_more_is_forgotten(bench):
-    put(bench, int, MANY)
-    await bench.ask(batch_size=2, order_by=ORDER)
-    kept = bench.task.orders.use(bench.partition, batch_spec(order_by=ORDER), None)
-    for _ in range(3):
-        set_meta(bench.catalog, np.arange(MANY), [column("v", np.arange(MANY))])
-    assert not kept.is_in_use
-    assert sorted(rows(await next_call(bench))) == [MANY - 2, MANY - 1]
+def test_an_order_nobody_asks_for_any_more_is_forgotten():
+    target, orders = indexed_partition(), (Order("v"),)
+    insert(target, MANY)
+    task = task_of(target, "t")
+    ordered = target.ready_index.ordered((("x",), (), None), orders)
+    assert sorted_view(target, task, orders).ready(2).tolist() == [0, 1]
+    assert ordered.is_in_use
+    for number in range(3):
+        set_meta(target, np.arange(MANY), [column("w", np.full(MANY, number))])
+    assert not ordered.is_in_use
+    assert sorted_view(target, task, orders).ready(2).tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("sampler", [SequentialSampler(), GRPOGroupNSampler(n_samples_per_prompt=2)])

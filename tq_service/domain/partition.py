@@ -294,9 +294,6 @@ class Partition:
         self.row_version += indexes.size
         for note in self.on_rows:
             note(indexes)
-        first = int(indexes.min())
-        for task in self.tasks.values():
-            task.on_rows_changed(indexes, first)
 
     def changed(self) -> None:
         """Have those who wait look again."""

@@ -29,8 +29,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.domain.claims.end import End
-from tq_service.domain.claims.ordered_rows import OrdersOfTask
-from tq_service.domain.claims.readiness import ScanStarts
 from tq_service.domain.claims.request import BatchSpec, ClaimRequest, LeaseTerms
 from tq_service.domain.idempotency import LogSnapshot, TtlLog
 from tq_service.domain.plan import Indexes, Plan, RankPlan
@@ -260,8 +258,6 @@ class TaskLedger:
         self.batches_without_rows: deque[int] = deque()
         self.released = Tombstones()
         self.expired = Tombstones()
-        self.scan_starts = ScanStarts()
-        self.orders = OrdersOfTask()
         self._table = table
         self._state = state
         self._serial = CONSUMED_EARLIER
@@ -523,8 +519,6 @@ class TaskLedger:
         self.claims.clear()
         self.leases.clear()
         self._by_serial.clear()
-        self.scan_starts.clear()
-        self.orders.clear()
         if keep_consumed:
             claims = self.claim.data[: self._table.count]
             self.claim.write(np.flatnonzero(claims != UNCLAIMED), CONSUMED_EARLIER)
@@ -538,11 +532,6 @@ class TaskLedger:
     def on_rows_added(self, count: int) -> None:
         """Count new rows that are live or held."""
         self.backlog += count
-
-    def on_rows_changed(self, indexes: Indexes, first: int) -> None:
-        """Look again at rows, of which `first` has the lowest global index: they may have become ready."""
-        self.scan_starts.touched(first)
-        self.orders.note(indexes, first, self._table)
 
     def on_rows_closed(self, positions: Indexes) -> None:
         """Count off rows that were live or held and are being cleared, or have failed.

@@ -1,8 +1,8 @@
 """Ready rows in the order of `order_by`, sorted no further than claims have come, while rows come, change and go.
 
-A task has one `OrderedRows` for each way of asking with an order. It holds the rows that were ready when they were last
-written to: a claim enters those that were written since, takes what it needs from the front, and drops what is not
-ready there any more. All of it follows from the rows, and is made anew after a restart.
+There is one `OrderedRows` for each way of asking of a task with an order. It holds the rows that were ready when they
+were last written to: a claim enters those that were written since, takes what it needs from the front, and drops what
+is not ready there any more. All of it follows from the rows, and is made anew after a restart.
 
 A row is there as its key: for each column of the order the value and whether there is none, then the global index,
 which decides between equals. A text is a reference to the one that the table has. Keys lie in buckets, each of which
@@ -15,28 +15,19 @@ pivots of a samplesort.)
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence, Set
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.domain.claims.readiness import ScanKey
-from tq_service.domain.plan import Indexes, LengthSource
+from tq_service.domain.claims.readiness import Readiness
+from tq_service.domain.plan import Indexes
 from tq_service.domain.tables.meta import Order
-from tq_service.domain.tables.table import distinct
+from tq_service.domain.tables.table import RowTable, distinct
 
-if TYPE_CHECKING:
-    from tq_service.domain.claims.readiness import Readiness
-    from tq_service.domain.claims.request import BatchSpec
-    from tq_service.domain.partition import Partition
-    from tq_service.domain.tables.table import RowTable
-
-OrderKey: TypeAlias = tuple[ScanKey, tuple[Order, ...]]
 Keys: TypeAlias = NDArray[np.void]
 
-_MOST_ORDERS = 4
 _SLICE = 4096  # keys that one step makes, sorts, or puts into buckets
 _FIRST_BUCKET = 128  # keys of the first bucket, all of which a claim looks at
 _FEW = 1024  # keys that are compared with those of the first bucket only, when they come
@@ -418,40 +409,3 @@ class _BucketedKeys:
 
     def _insert_splitters(self, number: int, splitters: Keys) -> None:
         self._splitters = self._joined((self._splitters[:number], splitters, self._splitters[number:]))
-
-
-class OrdersOfTask:
-    """The ordered rows of a task, for the ways of asking that were used last."""
-
-    def __init__(self) -> None:
-        self._orders: OrderedDict[OrderKey, OrderedRows] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._orders)
-
-    def use(self, partition: Partition, batch_spec: BatchSpec, length: LengthSource | None) -> OrderedRows | None:
-        """Return the rows of one way of asking, which are kept from now on; None where it asks for no order.
-
-        They are others once columns have other types.
-        """
-        if not batch_spec.order_by:
-            return None
-        columns = [partition.meta.arrays(order.column) for order in batch_spec.order_by]
-        kinds = "".join("-" if arrays is None else arrays[0].dtype.kind for arrays in columns)
-        key = (batch_spec.data_fields, batch_spec.where, length), batch_spec.order_by
-        ordered = self._orders.get(key)
-        if ordered is None or ordered.kinds != kinds:
-            ordered = self._orders[key] = OrderedRows(batch_spec.order_by, kinds)
-        self._orders.move_to_end(key)
-        if len(self._orders) > _MOST_ORDERS:
-            self._orders.popitem(last=False)
-        return ordered
-
-    def note(self, indexes: Indexes, first: int, table: RowTable) -> None:
-        """Say that rows may have become ready, or have other values."""
-        for ordered in self._orders.values():
-            ordered.note(indexes, first, table)
-
-    def clear(self) -> None:
-        """Forget all of them."""
-        self._orders.clear()

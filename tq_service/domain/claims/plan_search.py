@@ -13,7 +13,7 @@ import numpy as np
 from tq_service.domain.claims.end import End
 from tq_service.domain.claims.ledger import TaskLedger
 from tq_service.domain.claims.request import ClaimRequest, LeaseTerms
-from tq_service.domain.claims.view import PartitionView
+from tq_service.domain.claims.view import PartitionView, ReadyIndex
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import (
     Indexes,
@@ -112,6 +112,7 @@ class PlanSearch:
         self._partition = partition
         self._task = task
         self._runner = runner
+        self._ready = ReadyIndex(partition, task.name)
         self.epoch = task.epoch
         self.claim_count = 0
 
@@ -250,7 +251,7 @@ class PlanSearch:
         return view, plan
 
     def _view(self, request: ClaimRequest, length: LengthSource | None, *, no_more: bool = False) -> PartitionView:
-        view = PartitionView(self._partition, self._task, request.batch_spec, length, remembers=True)
+        view = PartitionView(self._partition, self._task, self._ready, request.batch_spec, length)
         view.no_more = view.no_more or no_more
         return view
 

@@ -2,28 +2,96 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.domain.claims.end import End
+from tq_service.domain.claims.ledger import TaskLedger
+from tq_service.domain.claims.ordered_rows import OrderedRows
 from tq_service.domain.claims.readiness import Readiness
+from tq_service.domain.claims.request import BatchSpec
+from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Groups, Indexes, LengthSource
 from tq_service.domain.states import CLEARED, FAILED, HELD, LIVE, STATE_NAMES, UNCLAIMED
 from tq_service.domain.tables.groups import group_ids
+from tq_service.domain.tables.meta import Condition, Order
 from tq_service.errors import InvalidArgumentError, MissingLengthError
 from tq_service.schema import BatchUnit
 
-if TYPE_CHECKING:
-    from tq_service.domain.claims.ledger import TaskLedger
-    from tq_service.domain.claims.ordered_rows import OrderedRows
-    from tq_service.domain.claims.request import BatchSpec
-    from tq_service.domain.partition import Partition
-
 _LEAST_CHUNK = 1024
 _MOST_ON_LOOP = 1 << 13  # rows that a claim with an order looks at on the event loop; most look at a few dozen
+_MOST_SCAN_STARTS = 64
+_MOST_SCAN_START_BYTES = 2**20
+_VALUE_BYTES = 64  # of a value beside its text
+_MOST_ORDERS = 4
+
+# What decides which rows are ready for a way of asking: data fields, conditions, and the length that its sampler needs.
+ScanKey: TypeAlias = tuple[tuple[str, ...], tuple[Condition, ...], LengthSource | None]
+
+
+class ReadyIndex:
+    """Where the ready rows of a task are, for each way of asking; all of it follows from the rows.
+
+    Without an order it is a global index below which no row is ready, at which scans start, so that a claim costs what
+    its batch costs. With one it is the rows in this order. Of ways in which nobody asks any more few are kept, and
+    little of what they compare with.
+    """
+
+    def __init__(self, partition: Partition, task_name: str) -> None:
+        self._partition = partition
+        self._task_name = task_name
+        self._orders: OrderedDict[tuple[ScanKey, tuple[Order, ...]], OrderedRows] = OrderedDict()
+        self._starts: dict[ScanKey, int] = {}
+        self._used_bytes = 0
+        partition.on_rows.append(self._note)
+        partition.on_reset.append(self._forget)
+
+    def _forget(self, task_name: str) -> None:
+        """Forget all: rows that were not written to may be ready again."""
+        if task_name == self._task_name:
+            self._orders.clear()
+            self._forget_starts()
+
+    def _forget_starts(self) -> None:
+        self._starts.clear()
+        self._used_bytes = 0
+
+    def _note(self, indexes: Indexes) -> None:
+        first = int(indexes.min())
+        for key, start in self._starts.items():
+            if first < start:
+                self._starts[key] = first
+        for ordered in self._orders.values():
+            ordered.note(indexes, first, self._partition.table)
+
+    def start(self, key: ScanKey) -> int:
+        """Return the global index at which a scan may start."""
+        return self._starts.get(key, 0)
+
+    def set_start(self, key: ScanKey, index: int) -> None:
+        """Have later scans start at a global index."""
+        if key not in self._starts:
+            size = sum(_VALUE_BYTES + len(str(value)) for condition in key[1] for value in condition.values)
+            if len(self._starts) >= _MOST_SCAN_STARTS or self._used_bytes + size > _MOST_SCAN_START_BYTES:
+                self._forget_starts()
+            self._used_bytes += size
+        self._starts[key] = index
+
+    def ordered(self, key: ScanKey, orders: tuple[Order, ...]) -> OrderedRows:
+        """Return the rows in an order, which are kept from now on; others once columns have other types."""
+        columns = [self._partition.meta.arrays(order.column) for order in orders]
+        kinds = "".join("-" if arrays is None else arrays[0].dtype.kind for arrays in columns)
+        ordered = self._orders.pop((key, orders), None)
+        if ordered is None or ordered.kinds != kinds:
+            ordered = OrderedRows(orders, kinds)
+        self._orders[key, orders] = ordered
+        if len(self._orders) > _MOST_ORDERS:
+            self._orders.popitem(last=False)
+        return ordered
 
 
 class PartitionView:
@@ -36,12 +104,12 @@ class PartitionView:
     a view on the event loop (`remembers`) that nothing has changed since may move that start: another could step over a
     row made ready meanwhile.
 
-    Where an order is asked for, rows are read off the task's `OrderedRows`; what is heavy of that is done before, see
+    Where an order is asked for, rows are read off `OrderedRows`; what is heavy of that is done before, see
     `sort_some`, or on a sampler's thread.
     """
 
-    def __init__(self, partition: Partition, task: TaskLedger, batch_spec: BatchSpec, length: LengthSource | None,
-                 *, remembers: bool) -> None:  # fmt: skip
+    def __init__(self, partition: Partition, task: TaskLedger, index: ReadyIndex, batch_spec: BatchSpec,
+                 length: LengthSource | None, *, remembers: bool = True) -> None:  # fmt: skip
         self._partition = partition
         self._task = task
         self._batch_spec = batch_spec
@@ -50,10 +118,10 @@ class PartitionView:
         self.remembers = remembers
         self.made_at = partition.version  # what the partition had seen then
         self._rows = Readiness(partition, task, batch_spec, length)
-        self._ordered = task.orders.use(partition, batch_spec, length)
+        self._index = index
+        self._ordered = index.ordered(self._signature, batch_spec.order_by) if batch_spec.order_by else None
         self._lender = self._ordered  # of which `_ordered` is a copy on another thread
-        starts = task.scan_starts
-        self._first = 0 if self._ordered else partition.table.position_from(starts.get(self._signature))
+        self._first = 0 if self._ordered else partition.table.position_from(index.start(self._signature))
         self.no_more = partition.sealed  # no new rows come: groups that declared no size are complete
         self.seen_count = 0  # ready rows seen by the largest scan
         self.exhausted = False  # whether a scan went over all rows
@@ -184,7 +252,7 @@ class PartitionView:
         first = (
             int(self._rows.index[self._first]) if self._first < self._rows.count else self._partition.table.next_index
         )
-        self._task.scan_starts.set(self._signature, first)
+        self._index.set_start(self._signature, first)
 
     # Groups
 
