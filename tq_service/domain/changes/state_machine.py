@@ -156,7 +156,8 @@ class StateMachine:
             prepared = change.prepare(self.state)
             if prepared is None:
                 return None
-        return self.commit_all([(change, prepared)])
+        with self.group() as group:
+            return group.apply(change, prepared, group.encode(change))
 
     def commit_all(self, changes: Iterable[tuple[Change, Any]]) -> Any:
         """Make several changes that were prepared, or none of them; return what came of the last one."""

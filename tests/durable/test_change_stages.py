@@ -1,0 +1,224 @@
+"""Every change, failing at every stage: what a start makes of the log is what the service was before, or still is."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "domain"))
+
+from digest import digest, facts_of
+from domain_support import batch_spec, new_write
+
+from tq_service.domain.catalog import Catalog
+from tq_service.domain.changes.claims import (
+    BatchPlanned,
+    ClaimAcked,
+    ClaimExtended,
+    ClaimReleased,
+    ConsumptionReset,
+    EndReached,
+    LeaseExpired,
+    QueueClaimed,
+    TaskSeen,
+)
+from tq_service.domain.changes.partitions import PartitionCleared, PartitionCreated, PartitionSealed, RequestAnswered
+from tq_service.domain.changes.samples import GroupsClosed, MetaSet, SamplesCleared, SamplesWritten
+from tq_service.domain.changes.state_machine import Change
+from tq_service.domain.claims.end import End
+from tq_service.domain.claims.request import LeaseTerms
+from tq_service.domain.partition import PartitionSettings
+from tq_service.domain.plan import Plan, RankPlan
+from tq_service.durable import keeper as keeper_module
+from tq_service.durable.keeper import Keeper
+from tq_service.errors import ServiceFailedError
+from tq_service.samplers import PlanRunner
+
+TRAIN = {"partition_id": "train"}
+TASK = {**TRAIN, "task_name": "t"}
+FIRST, SECOND = b"1" * 16, b"2" * 16
+ROWS = new_write(
+    10,
+    ("x",),
+    keys=[f"k{row}" for row in range(10)],
+    groups=[f"g{row // 2}" for row in range(10)],
+    meta=[{"v": row} for row in range(10)],
+)
+LEASED = {"part": RankPlan(rows=np.arange(2, 6)), "lease": LeaseTerms(seconds=60.0, max_deliveries=1)}
+STORY = [
+    PartitionCreated(incarnation=b"i" * 16, settings=PartitionSettings(), **TRAIN),
+    SamplesWritten(write=ROWS, **TRAIN),
+    MetaSet(global_indexes=np.array([3, 1]), columns=new_write(2, meta=[{"v": 7}, {"w": "x"}]).meta, **TRAIN),
+    GroupsClosed(names=["g1"], **TRAIN),
+    TaskSeen(**TASK),
+    BatchPlanned(batch_spec=batch_spec(), plan=Plan.of([np.arange(2)]), **TASK),
+    QueueClaimed(request_id=FIRST, **LEASED, **TASK),
+    ClaimExtended(request_id=FIRST, lease_seconds=90.0, **TASK),
+    ClaimAcked(request_id=FIRST, global_indexes=np.array([2]), **TASK),
+    ClaimReleased(request_id=FIRST, global_indexes=np.array([3]), **TASK),
+    LeaseExpired(request_id=FIRST, **TASK),
+    QueueClaimed(request_id=SECOND, part=RankPlan(rows=np.arange(6, 8)), **TASK),
+    SamplesCleared(global_indexes=np.array([0, 6]), **TRAIN),
+    ConsumptionReset(keep_consumed=True, **TASK),
+    PartitionSealed(**TRAIN),
+    EndReached(dp_size=1, end=End(consumed=10), **TASK),
+    RequestAnswered(request_id=FIRST, packed=("SealPartitionResponse", b"")),
+    PartitionCleared(**TRAIN),
+]
+KINDS = sorted({type(change) for change in STORY}, key=lambda kind: kind.__name__)
+
+
+class Service:
+    """A catalog that is written down."""
+
+    def __init__(self, path, *, sync):
+        self.keeper = Keeper.open(path, sync=sync)
+        self.catalog = Catalog(PlanRunner())
+        self.keeper.recover(catalog=self.catalog)
+        self.keeper.start()
+
+    def state(self):
+        answers = [[list(entry) for entry in block] for block in self.catalog.answers.snapshot()]
+        return answers, {name: digest(self.catalog.get(name)) for name in self.catalog.names()}
+
+
+def run(path, story, *, sync):
+    async def whole():
+        service = Service(path, sync=sync)
+        try:
+            return await story(service)
+        finally:
+            await service.keeper.close()
+
+    return asyncio.run(whole())
+
+
+async def look(service):
+    return service.state()
+
+
+class FaultError(Exception):
+    """A fault of the service, put in by the test."""
+
+
+def fail(*_arguments):
+    raise FaultError
+
+
+def fails_to_encode(monkeypatch, kind, service):
+    real = keeper_module.encode_change
+    monkeypatch.setattr(keeper_module, "encode_change", lambda change: fail() if type(change) is kind else real(change))
+
+
+def fails_before_it_is_applied(monkeypatch, kind, service):
+    monkeypatch.setattr(kind, "apply", fail)
+
+
+def fails_once_it_is_applied(monkeypatch, kind, service):
+    real = kind.apply
+    monkeypatch.setattr(kind, "apply", lambda self, *arguments: fail(real(self, *arguments)))
+
+
+def fails_to_append(monkeypatch, kind, service):
+    monkeypatch.setattr(keeper_module, "encode_group", fail)
+
+
+def what_follows_fails(monkeypatch, kind, service):
+    monkeypatch.setattr(service.catalog.machine, "listener", fail)
+
+
+FATAL = [fails_before_it_is_applied, fails_once_it_is_applied, fails_to_append, what_follows_fails]
+
+
+def name_of(value):
+    return value.__name__
+
+
+@pytest.fixture(params=[False, True], ids=["process", "disk"])
+def sync(request):
+    return request.param
+
+
+async def until(service, kind):
+    """Make the changes of the story before the first of a kind; return the others."""
+    at = next(number for number, change in enumerate(STORY) if type(change) is kind)
+    for change in STORY[:at]:
+        service.catalog.commit(change)
+    await service.keeper.durable()
+    return STORY[at:]
+
+
+def test_the_story_has_every_change_there_is():
+    assert {kind.__name__ for kind in KINDS} == {name for name, kind in Change.kinds.items() if "apply" in vars(kind)}
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+def test_a_change_that_cannot_be_encoded_changes_nothing_and_the_service_goes_on(tmp_path, monkeypatch, kind, sync):
+    async def story(service):
+        left = await until(service, kind)
+        before = service.state()
+        with monkeypatch.context() as patch:
+            fails_to_encode(patch, kind, service)
+            with pytest.raises(FaultError):
+                service.catalog.commit(left[0])
+        assert service.state() == before
+        for change in left:
+            service.catalog.commit(change)
+        assert service.state() != before
+        await service.keeper.durable()
+        return service.state()
+
+    live = run(tmp_path, story, sync=sync)
+    assert run(tmp_path, look, sync=sync) == live
+
+
+@pytest.mark.parametrize("stage", FATAL, ids=name_of)
+@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+def test_a_change_that_fails_later_ends_the_service_and_a_start_knows_nothing_of_it(tmp_path, monkeypatch, kind, stage):
+    async def story(service):
+        left = await until(service, kind)
+        before = service.state()
+        with monkeypatch.context() as patch:
+            stage(patch, kind, service)
+            with pytest.raises(FaultError):
+                service.catalog.commit(left[0])
+        with pytest.raises(ServiceFailedError):
+            await service.keeper.durable()
+        for change in left:  # none is made any more, whatever it is
+            with pytest.raises(ServiceFailedError):
+                service.catalog.machine.log.encode(change)
+        return before
+
+    before = run(tmp_path, story, sync=False)
+    assert run(tmp_path, look, sync=False) == before
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+def test_a_fault_later_in_the_group_takes_the_change_back_with_it(tmp_path, kind, sync):
+    async def story(service):
+        left = await until(service, kind)
+        before = service.state()
+        with pytest.raises(FaultError), service.catalog.machine.group():
+            service.catalog.commit(left[0])
+            fail()
+        with pytest.raises(ServiceFailedError):
+            await service.keeper.durable()
+        return before
+
+    before = run(tmp_path, story, sync=sync)
+    assert run(tmp_path, look, sync=sync) == before
+
+
+def test_the_story_is_the_same_when_it_is_read_from_the_log(tmp_path, sync):
+    async def story(service):
+        for change in STORY[:-1]:
+            service.catalog.commit(change)
+        await service.keeper.durable()
+        task = service.catalog.get("train").tasks["t"]
+        assert facts_of(task.facts)["end"] == End(consumed=10)
+        return service.state()
+
+    live = run(tmp_path, story, sync=sync)
+    assert run(tmp_path, look, sync=sync) == live
