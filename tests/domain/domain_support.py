@@ -21,8 +21,7 @@ from tq_service.domain.changes.state_machine import State, StateMachine
 from tq_service.domain.claims.request import BatchSpec, ClaimRequest, ClaimSpec, Rank
 from tq_service.domain.partition import Partition, PartitionSettings
 from tq_service.domain.plan import RankPlan
-from tq_service.domain.tables.field_specs import ColumnWrite
-from tq_service.domain.tables.puts import Put
+from tq_service.domain.tables.cells import ColumnWrite, Put
 from tq_service.samplers import Sampler, SequentialSampler
 from tq_service.schema import FieldSpec, Layout, MetaColumn, SampleState
 

@@ -11,7 +11,7 @@ from tq_service.domain.admission.bounds import Bounds
 from tq_service.domain.admission.put_line import PutLine
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.partition import Partition, PartitionSettings
-from tq_service.domain.tables.field_specs import ColumnWrite
+from tq_service.domain.tables.cells import ColumnWrite
 from tq_service.errors import (
     AlreadyExistsError,
     InvalidArgumentError,

@@ -5,8 +5,7 @@ import pytest
 from domain_support import clear, commit, dense, insert, jagged, new_write, partition, update
 
 from tq_service.domain.changes.samples import SamplesWritten
-from tq_service.domain.tables.cells import live_cells
-from tq_service.domain.tables.field_specs import ColumnWrite
+from tq_service.domain.tables.cells import ColumnWrite, live_cells
 from tq_service.errors import FieldMismatchError
 from tq_service.schema import FieldSpec, Layout
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tq_service.domain.tables.field_specs import ColumnWrite, merge_specs
+from tq_service.domain.tables.cells import ColumnWrite, merge_specs
 from tq_service.errors import FieldMismatchError
 from tq_service.schema import FieldSpec, Layout
 

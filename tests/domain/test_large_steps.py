@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from tq_service.domain.changes.samples import SampleWrite
 from tq_service.domain.partition import Partition, PartitionSettings
 from tq_service.domain.tables import column as column_module
+from tq_service.domain.tables.cells import ColumnWrite, Put
 from tq_service.domain.tables.column import RESERVED_FROM, Column
-from tq_service.domain.tables.field_specs import ColumnWrite
 from tq_service.domain.tables.names import look_through
-from tq_service.domain.tables.puts import Put
 from tq_service.errors import TqError
 from tq_service.schema import FieldSpec, Layout, MetaColumn
 

@@ -12,8 +12,7 @@ from property_settings import examples
 from tq_service.domain.admission.put_line import PutLine
 from tq_service.domain.changes.samples import SampleWrite
 from tq_service.domain.partition import Partition, PartitionSettings
-from tq_service.domain.tables.field_specs import ColumnWrite
-from tq_service.domain.tables.puts import Put
+from tq_service.domain.tables.cells import ColumnWrite, Put
 from tq_service.errors import CallCancelledError, ResourceExhaustedError
 from tq_service.schema import FieldSpec, Layout, MetaColumn, RunAhead, SampleState
 

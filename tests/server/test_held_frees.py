@@ -4,8 +4,7 @@ import os
 
 import numpy as np
 
-from tq_service.domain.tables.cells import FreedCells
-from tq_service.domain.tables.puts import Put
+from tq_service.domain.tables.cells import FreedCells, Put
 from tq_service.server.storages import StorageDirectory
 from tq_service.storage.cells import PutCells
 from tq_service.wire.credentials import Credentials

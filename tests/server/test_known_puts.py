@@ -10,8 +10,7 @@ import pytest
 from split_driver import split_service
 
 from tq_service.domain.changes.samples import SamplesCleared
-from tq_service.domain.tables.cells import CellsSnapshot, FreedCells
-from tq_service.domain.tables.puts import Put, PutTable
+from tq_service.domain.tables.cells import CellsSnapshot, FreedCells, Put, PutTable
 from tq_service.errors import CallCancelledError, InvalidArgumentError, PutNotFoundError
 from tq_service.server.known_puts import KnownPuts
 from tq_service.storage.cells import PutCells, ReadRuns

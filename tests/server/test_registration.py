@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from tq_service.domain.tables.puts import Put
+from tq_service.domain.tables.cells import Put
 from tq_service.errors import AlreadyExistsError, LimitExceededError
 from tq_service.server import storages
 from tq_service.server.embedded_storage import EmbeddedStorage

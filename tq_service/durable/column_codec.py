@@ -21,8 +21,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from tq_service.domain.tables.cells import Put
 from tq_service.domain.tables.column import ColumnSnapshot
-from tq_service.domain.tables.puts import Put
 from tq_service.domain.tables.table import TableSnapshot
 from tq_service.errors import NewerVersionError
 

@@ -14,8 +14,7 @@ from typing import Any, Final, Protocol, TypeVar
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.idempotency import Entry, LogSnapshot, merged
 from tq_service.domain.partition import Partition, PartitionSnapshot
-from tq_service.domain.tables.cells import FreedCells
-from tq_service.domain.tables.puts import Put
+from tq_service.domain.tables.cells import FreedCells, Put
 from tq_service.durable.checkpoint import CheckpointWriter, checkpoint_path
 from tq_service.durable.checkpoint_plan import Block, PartitionPlan
 from tq_service.durable.restore import Checkpoint, StoredBlock, read_checkpoint

@@ -16,8 +16,8 @@ import grpc
 
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.changes.samples import SampleWrite
+from tq_service.domain.tables.cells import Put
 from tq_service.domain.tables.names import LARGE, Names
-from tq_service.domain.tables.puts import Put
 from tq_service.errors import (
     InvalidArgumentError,
     PartitionNotFoundError,

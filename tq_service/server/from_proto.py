@@ -17,10 +17,9 @@ from tq_service.domain.changes.samples import SampleWrite
 from tq_service.domain.claims.request import BatchSpec, ClaimRequest, ClaimSpec, LeaseTerms, Rank
 from tq_service.domain.partition import PartitionSettings
 from tq_service.domain.plan import Indexes
-from tq_service.domain.tables.field_specs import ColumnWrite
+from tq_service.domain.tables.cells import ColumnWrite, Put
 from tq_service.domain.tables.meta import Condition, Order
 from tq_service.domain.tables.names import Names, look_through
-from tq_service.domain.tables.puts import Put
 from tq_service.errors import InvalidArgumentError
 from tq_service.samplers import Sampler
 from tq_service.schema import BatchUnit, Layout, RunAhead

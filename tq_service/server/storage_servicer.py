@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 import grpc
 
 from tq_service.domain.catalog import check_name
+from tq_service.domain.tables.cells import Put
 from tq_service.domain.tables.names import Names
-from tq_service.domain.tables.puts import Put
 from tq_service.errors import (
     DataLossError,
     InvalidArgumentError,

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from tq_service.domain.tables.cells import CellsSnapshot, FreedCells, live_cells
-from tq_service.domain.tables.puts import Put
+from tq_service.domain.tables.cells import CellsSnapshot, FreedCells, Put, live_cells
 from tq_service.errors import (
     AlreadyExistsError,
     DataLossError,

@@ -14,8 +14,7 @@ from tq_service.domain.claims.ledger import Lease, QueueClaim, TaskLedger
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes, RankPlan
 from tq_service.domain.states import FAILED, HELD, LIVE
-from tq_service.domain.tables.cells import CellRuns
-from tq_service.domain.tables.puts import Put
+from tq_service.domain.tables.cells import CellRuns, Put
 from tq_service.schema import FieldSpec
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import metadata_pb2

@@ -18,10 +18,8 @@ from tq_service.domain.changes.state_machine import Change, State, Step
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes
 from tq_service.domain.states import FAILED, HELD, LIVE, STATE_CODES
-from tq_service.domain.tables.cells import FreedCells
-from tq_service.domain.tables.field_specs import ColumnWrite
+from tq_service.domain.tables.cells import ColumnWrite, FreedCells, Put
 from tq_service.domain.tables.names import GroupNames, Names
-from tq_service.domain.tables.puts import Put
 from tq_service.domain.tables.table import distinct, forget_names
 from tq_service.errors import (
     AlreadyExistsError,

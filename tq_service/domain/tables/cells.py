@@ -1,18 +1,18 @@
-"""Where cells are: which put and which row of it holds each cell of a field, as runs of neighbouring rows."""
+"""The cells of a partition: its fields, the puts that hold their cells, and which row of which put holds each."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.domain.plan import Indexes
 from tq_service.domain.tables.column import Column, ColumnSnapshot
-from tq_service.domain.tables.field_specs import ColumnWrite, merge_specs
-from tq_service.domain.tables.puts import Put, PutTable
-from tq_service.domain.tables.table import RowTable, TableSnapshot, as_slice
+from tq_service.domain.tables.table import RowTable, SlotTable, TableSnapshot, as_slice
+from tq_service.errors import FieldMismatchError
 from tq_service.schema import FieldSpec, Layout
 
 NOT_PRODUCED = -1
@@ -20,6 +20,46 @@ CELL_COLUMN = "cell/"  # what the names of the columns with the cells of a field
 _SLOT_SHIFT = 32  # a cell is (slot of its put << 32 | row in the put), so that neighbours in a put differ by 1
 _ROW_MASK = (1 << _SLOT_SHIFT) - 1
 _PUTS_A_STEP = 4096
+
+
+class Put(NamedTuple):
+    """A put, named with the instance of the storage service that took it."""
+
+    storage_id: str
+    boot_id: bytes
+    put_id: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnWrite:
+    """One column of a put.
+
+    Attributes:
+        spec: dtype, layout and row shape of the column.
+        extents: size of each row in each ragged dimension of `spec` `(n, ragged dims)`; None where it is not jagged.
+        value_bytes: bytes of its values, all rows together.
+    """
+
+    spec: FieldSpec
+    extents: Indexes | None = None
+    value_bytes: int = 0
+
+    @property
+    def fitting_shape(self) -> tuple[int, ...]:
+        """The row shape with -1 only where rows of this put differ: rows of one size fit a field of that size."""
+        shape = list(self.spec.row_shape or ())
+        if self.extents is not None and self.extents.size:
+            for column, dim in enumerate(self.spec.ragged_dims):
+                sizes = self.extents[:, column]
+                if sizes.min() == sizes.max():
+                    shape[dim] = int(sizes[0])
+        return tuple(shape)
+
+    def sizes(self, dim: int) -> Indexes | int:
+        """Return the size of the rows in one dimension: of each `(n,)`, or of all."""
+        if self.extents is not None and dim in self.spec.ragged_dims:
+            return self.extents[:, self.spec.ragged_dims.index(dim)]
+        return (self.spec.row_shape or ())[dim]
 
 
 def cells_of(slot: int, rows: Indexes) -> Indexes:
@@ -316,3 +356,96 @@ def _rows_by_slot(cells: Indexes) -> Iterable[tuple[int, Indexes]]:
     slots, rows = slots_and_rows(cells)
     bounds = np.flatnonzero(np.diff(slots)) + 1
     return zip(slots[np.r_[0, bounds]].tolist(), np.split(rows, bounds), strict=True)
+
+
+class PutTable(SlotTable):
+    """The puts that hold cells of a partition, each counted by its cells and bytes; slots are used again.
+
+    Attributes:
+        used_bytes: bytes of all cells. Those of a put go with its cells: all with the last, of parts an equal share for
+            each cell, since sizes of single cells are known to the storage service only.
+    """
+
+    __slots__ = ("_bytes", "_cells", "_made", "used_bytes")
+
+    def __init__(self) -> None:
+        super().__init__("put")
+        self._cells = self.column("cells", np.int64, 0)
+        self._made = self.column("made", np.int64, 0)
+        self._bytes = self.column("bytes", np.int64, 0)
+        self.used_bytes = 0
+
+    def add(self, put: Put, cells: int, value_bytes: int) -> int:
+        """Enter a put with so many cells of so many bytes together, and return its slot."""
+        self.used_bytes += value_bytes
+        slot = self.take()
+        self.occupants.write(slot, put)
+        self._cells.write(slot, cells)
+        self._made.write(slot, cells)
+        self._bytes.write(slot, value_bytes)
+        return slot
+
+    def get(self, slot: int) -> Put:
+        """Return the put of a slot in use."""
+        put: Put | None = self.occupants[slot]
+        if put is None:
+            raise LookupError(f"put slot {slot} is free")
+        return put
+
+    def drop(self, slot: int, cells: int) -> bool:
+        """Count cells off; return whether the put has none left, and forget it then."""
+        cells_left, bytes_left = int(self._cells[slot]), int(self._bytes[slot])
+        gone_bytes = bytes_left * cells // cells_left
+        self.used_bytes -= gone_bytes
+        if cells_left > cells:
+            self._cells.write(slot, cells_left - cells)
+            self._bytes.write(slot, bytes_left - gone_bytes)
+            return False
+        self.give_up(slot)
+        return True
+
+    def all(self) -> Iterable[Put]:
+        """Return all puts in use."""
+        return [put for put in self.occupants[: self.count] if put is not None]
+
+    def rebuild(self) -> None:
+        """Find out what follows from restored columns."""
+        super().rebuild()
+        self.used_bytes = int(self._bytes.data.sum())
+
+
+def merge_specs(known: FieldSpec, column: ColumnWrite) -> FieldSpec:
+    """Return the spec of a field that holds the rows of a column too, or raise FieldMismatchError with both."""
+    new = column.spec
+    layout = known.layout or new.layout
+    dtype = known.dtype or new.dtype
+    if dtype != new.dtype or not _takes(layout, new.layout) or new.row_shape is None:
+        raise _mismatch(known, new)
+    if layout is Layout.OBJECT:
+        return replace(new, layout=layout)
+    shape = known.row_shape if known.row_shape is not None else new.row_shape
+    if len(shape) != len(new.row_shape) or (layout is Layout.JAGGED and not shape):
+        raise _mismatch(known, new)
+    if layout is Layout.DENSE:
+        if shape != new.row_shape:
+            raise _mismatch(known, new)
+        return known if known.row_shape is not None and known.layout and known.dtype else replace(new, layout=layout)
+    given = new.row_shape if known.row_shape is None else column.fitting_shape
+    widened = tuple(a if a == b else -1 for a, b in zip(shape, given, strict=True))
+    if all(size >= 0 for size in widened):
+        widened = (-1, *widened[1:])
+    return replace(new, layout=layout, row_shape=widened)
+
+
+def _takes(layout: Layout | None, given: Layout | None) -> bool:
+    """Whether a field of `layout` takes data that came as `given`: jagged fields take rows of equal shape."""
+    return layout is given or (layout is Layout.JAGGED and given is Layout.DENSE)
+
+
+def _mismatch(known: FieldSpec, new: FieldSpec) -> FieldMismatchError:
+    return FieldMismatchError(
+        f"field {known.name!r} is {known.describe()}, got {new.describe()}; put the same dtype, layout and row shape, "
+        f"or declare the field with create_partition(..., fields=[FieldSpec({known.name!r}, layout='jagged')]) before "
+        f"its first put where rows differ in shape",
+        field=known.name,
+    )
