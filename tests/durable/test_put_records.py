@@ -2,7 +2,7 @@
 
 import pytest
 
-from tq_service.durable.put_records import encode_put
+from tq_service.durable.keeper import encode_put
 from tq_service.storage.kept import KeptPut
 from tq_service.v1 import journal_pb2 as pb
 

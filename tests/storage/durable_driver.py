@@ -4,7 +4,7 @@ import asyncio
 
 from engine_driver import begin, begin_shared, put_id
 
-from tq_service.durable.put_records import PutRecords
+from tq_service.durable.keeper import PutRecords
 from tq_service.storage import segments
 from tq_service.storage.engine import StorageEngine
 from tq_service.storage.segments import SegmentFiles

@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, overload
 
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.changes.state_machine import Change
@@ -29,28 +29,21 @@ from tq_service.durable.journal import Journal, ReplayCost
 from tq_service.durable.recovery import Recovered, Recovery
 from tq_service.durable.snapshot import ServiceSnapshot, write_snapshot
 from tq_service.errors import DiskFullError, ServiceFailedError, TqError
+from tq_service.storage.engine import StorageEngine
+from tq_service.storage.kept import KeptPut
+from tq_service.v1 import journal_pb2 as pb
+from tq_service.wire.collection import no_collection
+from tq_service.wire.frames import encode_varint
 
 _log = logging.getLogger(__name__)
 
 _FLUSH_SECONDS: Final = 0.05
 _FIRST_RETRY_SECONDS: Final = 10.0
 _LAST_RETRY_SECONDS: Final = 600.0
-
-
-class KeepsEngine(Protocol):
-    """What the keeper needs of a storage engine whose puts are kept; `put_records.PutRecords` has it."""
-
-    def recover(self, records: Iterable[bytes]) -> int:
-        """Take over the puts of records, in order; return how many there are."""
-        ...
-
-    def start(self, append: Callable[[bytes], None], after_durable: Callable[[Callable[[], None]], None]) -> None:
-        """Write down what becomes of puts from now on, and learn when that cannot be lost any more."""
-        ...
-
-    def kept_records(self) -> Sequence[bytes]:
-        """Return a record of each put, as of now, for another thread to read."""
-        ...
+# Field number and wire type 2, a length and so many bytes: written by hand, since that copies the bytes of a put once.
+_PUT_KEPT_TAG: Final = encode_varint(pb.JournalRecord.PUT_KEPT_FIELD_NUMBER << 3 | 2)
+Append = Callable[[bytes], None]
+AfterDurable = Callable[[Callable[[], None]], None]
 
 
 class Keeper:
@@ -70,7 +63,7 @@ class Keeper:
         self._data_dir = data_dir
         self._journal = journal
         self._catalog: Catalog | None = None
-        self._engine: KeepsEngine | None = None
+        self._engine: PutRecords | None = None
         self._cost = ReplayCost()
         self._flush: asyncio.TimerHandle | None = None
         self._snapshot: asyncio.Task[None] | None = None
@@ -119,7 +112,7 @@ class Keeper:
         self,
         *,
         catalog: Catalog | None = None,
-        engine: KeepsEngine | None = None,
+        engine: PutRecords | None = None,
     ) -> Recovered:
         """Bring back what the data folder has; call it once, before anything is told.
 
@@ -336,3 +329,83 @@ class Keeper:
         except TqError as error:
             _log.error("what was done last could not be written down: %s", error)
         self._data_dir.close()
+
+
+class PutRecords:
+    """The puts of a storage engine as records of the journal, and back.
+
+    recover -> start -> kept_records, as often as snapshots are taken
+
+    Args:
+        engine: has files, and no puts yet.
+    """
+
+    def __init__(self, engine: StorageEngine) -> None:
+        self._engine = engine
+
+    def recover(self, records: Iterable[bytes]) -> int:
+        """Take over the puts of records, in order; return how many there are."""
+        left: dict[bytes, pb.PutKept] = {}
+        with no_collection():  # so many new objects, none of them garbage
+            for data in records:
+                record = pb.JournalRecord.FromString(data)
+                if record.HasField("put_kept"):
+                    left.pop(record.put_kept.put_id, None)  # in the order in which they were written down
+                    left[record.put_kept.put_id] = record.put_kept
+                elif record.HasField("put_dropped"):
+                    left.pop(record.put_dropped.put_id, None)
+            return self._engine.recover(left.values())
+
+    def start(self, append: Append, after_durable: AfterDurable) -> None:
+        """Write down what becomes of puts from now on.
+
+        Args:
+            append: writes down a record.
+            after_durable: calls something once all that was written down before cannot be lost any more.
+        """
+        self._engine.start_keeping(_Journaled(append, after_durable))
+
+    def kept_records(self) -> Sequence[bytes]:
+        """Return a record of each put, as of now; they are encoded as they are read, which any thread may do."""
+        return EncodedPuts(self._engine.kept_puts())
+
+
+class EncodedPuts(Sequence[bytes]):
+    """Records of puts, each encoded when it is read."""
+
+    def __init__(self, puts: Sequence[KeptPut]) -> None:
+        self._puts = puts
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> EncodedPuts: ...
+
+    def __getitem__(self, index: int | slice) -> bytes | EncodedPuts:
+        if isinstance(index, slice):
+            return EncodedPuts(self._puts[index])
+        return encode_put(self._puts[index])
+
+    def __len__(self) -> int:
+        return len(self._puts)
+
+
+class _Journaled:
+    """The engine's way to the journal."""
+
+    def __init__(self, append: Append, after_durable: AfterDurable) -> None:
+        self._append = append
+        self.after_durable = after_durable
+
+    def keep(self, put: KeptPut) -> None:
+        self._append(encode_put(put))
+
+    def drop(self, put_id: bytes) -> None:
+        self._append(pb.JournalRecord(put_dropped=pb.PutDropped(put_id=put_id)).SerializeToString())
+
+
+def encode_put(put: KeptPut) -> bytes:
+    """Return the record of a put."""
+    parts = put.parts()
+    return b"".join((_PUT_KEPT_TAG, encode_varint(sum(map(len, parts))), *parts))

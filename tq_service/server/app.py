@@ -17,8 +17,7 @@ from tq_service.config import ServeSettings, default_shared_memory_dir, join_add
 from tq_service.domain.admission.limits import Limits
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.idempotency import IdempotencyCache
-from tq_service.durable.keeper import Keeper
-from tq_service.durable.put_records import PutRecords
+from tq_service.durable.keeper import Keeper, PutRecords
 from tq_service.errors import ServiceFailedError, TqError
 from tq_service.samplers import PlanRunner, SamplerRegistry
 from tq_service.server import answers
