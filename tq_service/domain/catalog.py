@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 from tq_service.domain.admission.limits import Limits
 from tq_service.domain.admission.put_line import PutLine
 from tq_service.domain.changes.claims import LeaseExpired, TaskSeen
-from tq_service.domain.changes.partitions import PartitionCleared, PartitionCreated, RequestAnswered
+from tq_service.domain.changes.partitions import PartitionCleared, PartitionCreated
 from tq_service.domain.changes.samples import SamplesWritten, SampleWrite, Written
-from tq_service.domain.changes.state_machine import Change, ChangeLog, State, StateMachine, Step
+from tq_service.domain.changes.state_machine import Change, ChangeLog, RequestAnswered, State, StateMachine, Step
 from tq_service.domain.claims.lease_timer import LeaseTimer
 from tq_service.domain.claims.ledger import Lease, TaskLedger
 from tq_service.domain.claims.plan_search import RunsPlans

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from tq_service.domain.changes.state_machine import Change, State, Step
 from tq_service.domain.partition import Partition, PartitionSettings
@@ -64,23 +63,3 @@ class PartitionCleared(Change):
         step.freed += prepared.cells.forget_all()
         step.cleared.append(prepared)
         return prepared.table.present_count
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestAnswered(Change):
-    """A mutating request was answered, last in the group of what it changed.
-
-    Attributes:
-        packed: the answer, as it is kept.
-    """
-
-    request_id: bytes
-    packed: Any
-
-    def prepare(self, state: State) -> State:
-        """Return the state: an answer is of what has been applied, so there is nothing to refuse."""
-        return state
-
-    def apply(self, state: State, prepared: State, step: Step) -> None:
-        """Record it."""
-        state.answers.add(self.request_id, self.packed, step.at_seconds)

@@ -121,6 +121,26 @@ class ChangeLog(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestAnswered(Change):
+    """A mutating request was answered, last in the group of what it changed.
+
+    Attributes:
+        packed: the answer, as it is kept.
+    """
+
+    request_id: bytes
+    packed: Any
+
+    def prepare(self, state: State) -> State:
+        """Return the state: an answer is of what has been applied, so there is nothing to refuse."""
+        return state
+
+    def apply(self, state: State, prepared: State, step: Step) -> None:
+        """Record it."""
+        state.answers.add(self.request_id, self.packed, step.at_seconds)
+
+
 class StateMachine:
     """Applies changes to the state, and has them written down. Confined to one event loop.
 
