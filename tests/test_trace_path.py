@@ -16,7 +16,7 @@ import pytest
 SCRIPT = Path(__file__).parent.parent / "scripts" / "trace_path.py"
 
 # The most files of domain, samplers and durable that an operation may pass through.
-MOST = {"put": 15, "put-consumed": 20, "claim": 26, "ack": 16}
+MOST = {"put": 14, "put-consumed": 19, "claim": 26, "ack": 14}
 
 # What surely is on each path, so that a tracer that sees nothing fails: files, and folders that have one.
 EXPECTED = {
