@@ -81,11 +81,11 @@ def test_samples_left_are_those_that_a_task_may_still_get():
     rows = insert(train, 6)
     insert(train, 2, state="held")
     insert(train, 1, state="failed")
-    assert bounds.left_count("t") == 8  # it has not asked: all
+    assert bounds.backlog("t") == 8  # it has not asked: all
     task = task_of(train, "t")
     clear(train, np.array(rows[:1]))
     update(train, rows[1:2], state="failed")
-    assert (bounds.left_count("t"), task.backlog) == (6, 6)
+    assert (bounds.backlog("t"), task.backlog) == (6, 6)
 
 
 def test_existing_samples_need_no_room():

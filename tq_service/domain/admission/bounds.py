@@ -130,7 +130,7 @@ class Bounds:
         if settings.max_bytes is not None and need.value_bytes and used > settings.max_bytes:
             return _too_many_bytes(used, settings.max_bytes, "clear consumed samples, or raise max_bytes")
         for limit in settings.run_ahead:
-            left = self.left_count(limit.task_name) + sum(other.sample_count for other in others) + need.sample_count
+            left = self.backlog(limit.task_name) + sum(other.sample_count for other in others) + need.sample_count
             if limit.max_samples is not None and left > limit.max_samples:
                 return _too_many_samples(left, limit.max_samples, limit, "the task has to consume some first")
             if limit.max_versions is not None:
@@ -145,7 +145,7 @@ class Bounds:
                     )
         return None
 
-    def left_count(self, task_name: str) -> int:
+    def backlog(self, task_name: str) -> int:
         """Return how many samples a task has left to consume, all of them where it has not asked yet."""
         task = self._partition.tasks.get(task_name)
         return self._partition.open_count if task is None else task.backlog

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -181,13 +181,15 @@ class Tombstones:
         return request_id in self.log
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class TaskFacts:
-    """What is known of a task besides its columns and records, in plain values.
+    """What is known of a task besides its columns and records, in plain values: part of a snapshot as it stands here.
 
     Attributes:
         end: None: it is not at its end.
+        consumed_count: rows consumed in this epoch, leased and cleared ones included.
         backlog: rows that are live or held, and neither consumed nor dead-lettered.
+        dead_lettered_count: rows dead-lettered in this epoch, cleared ones included.
         serial: the last one given to a claim.
     """
 
@@ -199,7 +201,7 @@ class TaskFacts:
     consumed_count: int = 0
     backlog: int = 0
     dead_lettered_count: int = 0
-    serial: int = 0
+    serial: int = CONSUMED_EARLIER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,18 +222,16 @@ class TaskSnapshot:
     expired: LogSnapshot = ()
 
 
-class TaskLedger:
+class TaskLedger(TaskFacts):
     """What one named consumer has consumed of a partition: its claims, leases, epoch and end.
 
     Records of claims are dropped with the last of their rows, so what a task keeps is bounded by what is stored. A
     short batch in which some ranks have no rows outlives those of the others, since these ranks may come late.
 
-    Attributes are read by everybody and changed here only:
-        consumed_count: rows consumed in this epoch, leased and cleared ones included.
-        backlog: rows that are live or held, and neither consumed nor dead-lettered.
-        leased_count: rows that are leased.
+    Attributes, and those of `TaskFacts`, are read by everybody and changed here only:
+        claim: what became of each row, see the module.
         deliveries: how often each row was delivered under a lease in this epoch.
-        dead_lettered_count: rows dead-lettered in this epoch, cleared ones included.
+        leased_count: rows that are leased.
         batches: recorded batches by batch_index, also those kept without rows.
         claims: claims of queue workers by their request_id.
         leases: those of them that have rows left, by the serial of their claim.
@@ -241,15 +241,8 @@ class TaskLedger:
     """
 
     def __init__(self, name: str, table: RowTable, state: Column, *, backlog: int) -> None:
-        self.name = name
-        self.epoch = 0
-        self.dp_size: int | None = None
-        self.next_batch_index = 0
-        self.end: End | None = None
-        self.consumed_count = 0
-        self.backlog = backlog
+        super().__init__(name=name, backlog=backlog)
         self.leased_count = 0
-        self.dead_lettered_count = 0
         self.claim = table.column(f"claim/{name}", np.int64, UNCLAIMED)
         self.deliveries = table.column(f"deliveries/{name}", np.int32, 0)
         self.batches: dict[int, Batch] = {}
@@ -260,7 +253,6 @@ class TaskLedger:
         self.expired = Tombstones()
         self._table = table
         self._state = state
-        self._serial = CONSUMED_EARLIER
         self._by_serial: dict[int, Batch | QueueClaim] = {}
 
     # Snapshots
@@ -268,17 +260,7 @@ class TaskLedger:
     @property
     def facts(self) -> TaskFacts:
         """What is known of the task besides its columns and records."""
-        return TaskFacts(
-            name=self.name,
-            epoch=self.epoch,
-            dp_size=self.dp_size,
-            next_batch_index=self.next_batch_index,
-            end=self.end,
-            consumed_count=self.consumed_count,
-            backlog=self.backlog,
-            dead_lettered_count=self.dead_lettered_count,
-            serial=self._serial,
-        )
+        return TaskFacts(**{each.name: getattr(self, each.name) for each in fields(TaskFacts)})
 
     def snapshot(self) -> TaskSnapshot:
         """Return all that the task has on record, as it is now: pointers to its records.
@@ -295,13 +277,8 @@ class TaskLedger:
 
     def restore(self, snapshot: TaskSnapshot) -> None:
         """Have the facts and records of a snapshot for its own; for a new task whose columns are restored."""
-        facts = snapshot.facts
-        self.epoch, self.dp_size = facts.epoch, facts.dp_size
-        self.next_batch_index = facts.next_batch_index
-        self.end = facts.end
-        self.consumed_count, self.backlog = facts.consumed_count, facts.backlog
-        self.dead_lettered_count = facts.dead_lettered_count
-        self._serial = facts.serial
+        for each in fields(TaskFacts):
+            setattr(self, each.name, getattr(snapshot.facts, each.name))
         self.released.log.restore(snapshot.released)
         self.expired.log.restore(snapshot.expired)
         self._rebuild(snapshot.records)
@@ -388,9 +365,9 @@ class TaskLedger:
 
     def claim_batch(self, batch_spec: BatchSpec, plan: Plan, positions: Indexes) -> None:
         """Record the plan of the next batch_index and mark its rows at `positions` consumed."""
-        self._serial += 1
+        self.serial += 1
         batch = self.batches[self.next_batch_index] = Batch(
-            serial=self._serial,
+            serial=self.serial,
             batch_spec=batch_spec,
             plan=plan,
             batch_index=self.next_batch_index,
@@ -410,9 +387,9 @@ class TaskLedger:
         self, request_id: bytes, part: RankPlan, positions: Indexes, terms: LeaseTerms | None = None
     ) -> QueueClaim:
         """Record what a queue worker gets, leased where `terms` are given."""
-        self._serial += 1
+        self.serial += 1
         claim = self.claims[request_id] = QueueClaim(
-            request_id=request_id, serial=self._serial, part=part, remaining=positions.size
+            request_id=request_id, serial=self.serial, part=part, remaining=positions.size
         )
         if terms is not None:
             counts = self.deliveries.data[positions] + np.int32(1)

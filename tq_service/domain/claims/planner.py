@@ -83,7 +83,6 @@ class Planner:
         self._head_start: _HeadStart | None = None
         self._gone: Callable[[], TqError] | None = None
         self._ending: asyncio.Task[None] | None = None
-        partition.on_change.append(self.wake)
 
     @property
     def waiting_count(self) -> int:
@@ -101,6 +100,9 @@ class Planner:
         loop = asyncio.get_running_loop()
         removed_count = self._partition.table.removed_count
         waiter = Waiter(request, loop.create_future(), is_poll=max_wait_seconds <= 0)
+        if not self._queue:  # changes of the partition are nothing to a planner for which no call waits
+            self._stop_listening()
+            self._partition.on_change.append(self.wake)
         line = self._queue.join(waiter)
         timer = None
         try:
@@ -120,6 +122,8 @@ class Planner:
             if timer is not None:
                 timer.cancel()
             self._queue.leave(waiter)
+            if not self._queue:
+                self._stop_listening()
             del waiter  # through which an error would hold this frame, and with it the partition
 
     def _enter(self, line: Line, request: ClaimRequest) -> None:
@@ -135,6 +139,10 @@ class Planner:
         else:
             self._queue.put(line)
         self._start_dispatch()
+
+    def _stop_listening(self) -> None:
+        if self.wake in self._partition.on_change:
+            self._partition.on_change.remove(self.wake)
 
     def _recorded(self, request: ClaimRequest) -> RankPlan | QueueClaim | End | None:
         """Return the recorded answer of a call, None where there is none; a queue claim counts the calls it answers."""
