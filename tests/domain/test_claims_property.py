@@ -6,6 +6,7 @@ are made, everything else when the loop has come to rest.
 
 import asyncio
 import random
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from property_settings import examples
 from tq_service.domain.claims.end import End
 from tq_service.domain.claims.ledger import QueueClaim
 from tq_service.domain.plan import RankPlan
+from tq_service.domain.tables import table as table_module
 from tq_service.errors import ClaimReleasedError, InvalidArgumentError, LeaseExpiredError, TqError
 
 STEPS = (
@@ -469,6 +471,17 @@ def test_claims_are_what_the_model_says(seed, steps):
     driver = asyncio.run(interleave(seed, steps))  # which compares with the model after each step
     assert not driver.model.rows
     assert driver.partition.table.present_count == 0
+
+
+# Gaps are closed as in large tables, a few rows in a step.
+ROWS_ARE_MOVED = {"_AT_ONCE": 0, "_LEAST_GAPS": 2, "_LEAST_CLOSED": 1, "_CLOSED_SHARE": 0}
+
+
+@examples(60, derandomize=True)
+@given(SEEDS, sequences(80))
+def test_claims_are_what_the_model_says_as_rows_are_moved(seed, steps):
+    with mock.patch.multiple(table_module, **ROWS_ARE_MOVED):
+        asyncio.run(interleave(seed, steps))
 
 
 @examples(80, derandomize=True)

@@ -4,7 +4,10 @@ import threading
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from tq_service.domain.tables import column as column_module
 from tq_service.domain.tables.column import Column
 
 SIZE = 10_000
@@ -86,3 +89,69 @@ def test_a_thread_reads_one_moment_while_another_writes():
         column.write(slice(0, size), value)
     reader.join()
     assert not seen[0].any()
+
+
+OBJECTS = 5 << 16
+POSITIONS = st.one_of(
+    st.integers(0, OBJECTS - 1),
+    st.builds(lambda start, size: slice(start, start + size), st.integers(0, OBJECTS), st.integers(0, 1 << 17)),
+    st.lists(st.integers(0, OBJECTS - 1), max_size=40, unique=True).map(lambda values: np.array(values, np.int64)),
+    st.builds(
+        lambda start, size: np.arange(start, start + size), st.integers(0, OBJECTS // 2), st.integers(0, 1 << 17)
+    ),
+)
+
+
+def as_given(where, values, count):
+    return values[:count] if not isinstance(where, int) else values[0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(POSITIONS, st.sampled_from(["one", "none", "all"])), max_size=8))
+def test_objects_in_chunks_are_read_like_an_array_of_them(changes):
+    column, plain = Column(np.object_, None, OBJECTS), np.full(OBJECTS, None, object)
+    names = [f"name {number}" for number in range(1 << 17)]
+    for where, what in changes:
+        count = np.atleast_1d(plain[where]).size
+        values = {"one": "x", "none": None, "all": as_given(where, names, count)}[what]
+        plain[where] = values
+        column.write(where, values)
+        assert np.array_equal(np.atleast_1d(column.data[where]), np.atleast_1d(plain[where]))
+    assert column.data.size == OBJECTS
+    assert column.data[:].tolist() == plain.tolist()
+    assert column.data[plain != None].tolist() == plain[plain != None].tolist()  # noqa: E711
+    assert column.data[3:OBJECTS:70_000].tolist() == plain[3:OBJECTS:70_000].tolist()
+
+
+def test_a_long_column_of_objects_grows_without_a_copy_and_takes_memory_where_it_is_written():
+    column = Column(np.object_, None, OBJECTS)
+    assert not column.data._chunks
+    column.write(slice(10, 20), "x")
+    (chunk,) = column.data._chunks.values()
+    column.resize(4 * OBJECTS, None, OBJECTS)
+    assert list(column.data._chunks.values()) == [chunk]
+    assert column.data[9:21].tolist() == [None, *"xxxxxxxxxx", None]
+    assert column.data[4 * OBJECTS - 1] is None
+    column.clear(slice(0, 2 * OBJECTS))
+    assert not column.data._chunks
+    with pytest.raises(TypeError):
+        column.data[0] = "x"
+
+
+@pytest.mark.parametrize("can_reserve", [True, False])
+@pytest.mark.parametrize(("dtype", "fill"), [(np.int64, 0), (np.int64, -1), (np.object_, None)])
+def test_a_column_that_shrank_has_its_fill_behind(monkeypatch, can_reserve, dtype, fill):
+    if not can_reserve:
+        monkeypatch.setattr(column_module, "reserved_zeros", lambda count, dtype: None)
+    column = Column(dtype, fill, OBJECTS)
+    column.write(slice(0, OBJECTS), 5)
+    snapshot = column.snapshot(OBJECTS)
+    column.write(slice(70_001, OBJECTS), fill)
+    before = column.data
+    column.shrink(100_000, 70_001)
+    assert (dtype == np.object_ or np.shares_memory(before, column.data)) is (can_reserve or dtype == np.object_)
+    assert column.data.size == 100_000
+    assert column.data[:].tolist() == [5] * 70_001 + [fill] * 29_999
+    column.resize(OBJECTS, None, 70_001)
+    assert column.data[70_001:OBJECTS].tolist() == [fill] * (OBJECTS - 70_001)
+    assert snapshot.values().tolist() == [5] * OBJECTS

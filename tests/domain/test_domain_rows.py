@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+from tq_service.domain.tables import column as column_module
+from tq_service.domain.tables import table as table_module
 from tq_service.domain.tables.table import RowTable
 
 
@@ -117,22 +119,143 @@ def test_a_name_is_declared_once():
         table.column("mark", np.int64, 0)
 
 
-def test_random_changes_against_a_dict():
-    rng = np.random.default_rng(0)
-    table = RowTable()
-    mark = table.column("mark", np.int64, -1)
-    kept = {}
-    for _ in range(300):
-        added = table.append(int(rng.integers(0, 60)))
-        mark.write(added, rng.integers(0, 1 << 40, added.stop - added.start))
-        kept.update(zip(table.index.data[added].tolist(), mark.data[added].tolist(), strict=True))
-        gone = rng.permutation(np.array(list(kept), np.int64))[: int(rng.integers(0, 60))]
-        table.remove(table.find(gone))
-        for index in gone.tolist():
-            del kept[index]
-    every = np.arange(table.next_index)
-    positions = table.find(every)
-    assert np.flatnonzero(positions >= 0).tolist() == sorted(kept)
-    assert mark.data[positions[positions >= 0]].tolist() == [kept[index] for index in sorted(kept)]
-    assert table.present_count == len(kept)
-    assert table.count <= max(2 * len(kept), len(kept) + 1024)
+@pytest.fixture(params=[False, True], ids=["at once", "step by step"])
+def closes_step_by_step(request, monkeypatch):
+    """Whether gaps of tables of this size are closed in many steps, as those of large ones are."""
+    if request.param:
+        monkeypatch.setattr(table_module, "_AT_ONCE", 8)
+        monkeypatch.setattr(table_module, "_LEAST_GAPS", 16)
+        monkeypatch.setattr(table_module, "_LEAST_CLOSED", 4)
+    return request.param
+
+
+class Twin:
+    """A table and a dict of what is in it, changed alike."""
+
+    def __init__(self, rng):
+        self.rng = rng
+        self.kept = {}
+        self.was_closing = False
+        self.open()
+
+    def open(self):
+        self.table = RowTable()
+        self.mark = self.table.column("mark", np.int64, -1)
+        self.text = self.table.column("text", np.object_, None)
+        self.blank = self.table.column("blank", np.int64, 7)
+
+    def add(self, count):
+        added = self.table.append(count)
+        self.mark.write(added, self.rng.integers(0, 1 << 40, count))
+        self.text.write(added, [str(value) for value in self.mark.data[added].tolist()])
+        self.kept.update(zip(self.table.index.data[added].tolist(), self.mark.data[added].tolist(), strict=True))
+        self.table.close_gaps(count)
+
+    def remove(self, indexes):
+        self.table.remove(self.table.find(indexes))
+        for index in indexes.tolist():
+            del self.kept[index]
+        self.was_closing |= self.table._closing is not None
+
+    def restore(self):
+        snapshot, next_index = self.table.snapshot(), self.table.next_index
+        self.open()
+        self.table.restore(snapshot)
+        self.table.rebuild(next_index)
+
+    def check(self):
+        table, indexes = self.table, sorted(self.kept)
+        every = np.arange(-1, table.next_index + 1)
+        positions = table.find(every)
+        assert every[positions >= 0].tolist() == indexes
+        there = positions[positions >= 0]
+        assert self.mark.data[there].tolist() == [self.kept[index] for index in indexes]
+        assert self.text.data[there].tolist() == [str(self.kept[index]) for index in indexes]
+        assert table.present_positions().tolist() == there.tolist()
+        assert table.present_count == len(indexes)
+        gaps = np.setdiff1d(np.arange(table.count), there)
+        assert set(self.mark.data[gaps].tolist()) <= {-1}
+        assert set(self.text.data[gaps].tolist()) <= {None}
+        assert set(self.blank.data.tolist()) == {7}
+        assert (self.mark.data[table.count :] == -1).all()
+        for index in self.rng.integers(-1, table.next_index + 2, 5).tolist():
+            start = table.position_from(index)
+            assert [position for position in there if position >= start] == table.find(
+                np.array([each for each in indexes if each >= index], np.int64)
+            ).tolist()
+            assert (
+                table.present_from(index, 3).tolist()
+                == table.find(np.array([each for each in indexes if each >= index][:3], np.int64)).tolist()
+            )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_changes_against_a_dict(closes_step_by_step, seed):
+    twin = Twin(np.random.default_rng(seed))
+    rng = twin.rng
+    for step in range(150):
+        twin.add(int(rng.integers(0, 60)))
+        every = np.array(list(twin.kept), np.int64)
+        gone = rng.permutation(every) if step % 3 else every  # the oldest first, as they are mostly cleared
+        if step % 40 == 39:
+            twin.remove(gone)
+        else:
+            twin.remove(gone[: int(rng.integers(0, 75))])
+        if step % 10 == 7:
+            twin.restore()
+        twin.check()
+        if not closes_step_by_step:
+            assert twin.table.count <= max(2 * len(twin.kept), len(twin.kept) + 1024)
+    assert twin.was_closing is closes_step_by_step
+
+
+@pytest.mark.parametrize("added_for_removed", [0, 1, 3])
+def test_a_table_whose_gaps_are_closed_step_by_step_stays_of_a_size(monkeypatch, added_for_removed):
+    monkeypatch.setattr(table_module, "_AT_ONCE", 8)
+    monkeypatch.setattr(table_module, "_LEAST_CLOSED", 1)
+    twin = Twin(np.random.default_rng(5))
+    twin.add(20_000)
+    most = 0
+    for _ in range(200):
+        twin.remove(np.array(list(twin.kept), np.int64)[:90])
+        twin.add(90 * added_for_removed)
+        most = max(most, twin.table.count - 3 * len(twin.kept))
+    assert most <= 0 or added_for_removed == 0
+    twin.check()
+
+
+def test_no_row_is_moved_while_a_reader_needs_positions(monkeypatch):
+    monkeypatch.setattr(table_module, "_AT_ONCE", 8)
+    monkeypatch.setattr(table_module, "_LEAST_CLOSED", 64)
+    table, mark = table_of(5000)
+    table.remove(np.arange(2400))
+    table.remove(np.arange(2400, 2520))
+    before = table._closing
+    assert before is not None
+    table.pin_count += 1
+    table.remove(np.arange(2520, 2600))
+    assert table._closing == before
+    assert mark.data[3000] == 30_000
+    table.pin_count -= 1
+    table.remove(np.arange(2600, 2610))
+    assert table._closing != before
+
+
+def test_a_small_part_of_a_large_table_is_moved_in_a_step(monkeypatch):
+    count, moved = 1 << 18, []
+    table, mark = table_of(count)
+    monkeypatch.setattr(
+        column_module.Column,
+        "write",
+        lambda self, where, values, write=column_module.Column.write: (
+            moved.append(np.arange(count)[where].size),
+            write(self, where, values),
+        ),
+    )
+    for start in range(0, count - 1000, 1000):
+        table.remove(np.arange(start, start + 1000))
+        most = 2 * (table_module._LEAST_CLOSED + 1000)  # written once where they go, once where they were
+        assert sum(moved) <= 3 * (most if table.count > table_module._AT_ONCE else table_module._AT_ONCE)
+        moved.clear()
+    assert table.count <= count // 2
+    assert mark.data[table.find(np.array([count - 1]))].tolist() == [10 * (count - 1)]

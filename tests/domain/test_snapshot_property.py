@@ -10,10 +10,11 @@ from domain_support import turns
 from hypothesis import given
 from hypothesis import strategies as st
 from property_settings import examples
-from test_claims_property import SEEDS, Interleaving, sequences
+from test_claims_property import ROWS_ARE_MOVED, SEEDS, Interleaving, sequences
 
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.claims.ledger import QueueClaim
+from tq_service.domain.tables import table as table_module
 from tq_service.durable.snapshot import ServiceSnapshot, read_snapshot, write_snapshot
 from tq_service.samplers import PlanRunner
 
@@ -98,4 +99,12 @@ async def answer_alike(seed, driver, calls, one, other):
 def test_a_snapshot_is_the_catalog_as_it_was(tmp_path_factory, seed, steps, later):
     path = tmp_path_factory.getbasetemp() / "property.tqs"
     with mock.patch("os.fsync"):  # hundreds of which take minutes on a busy disk
+        asyncio.run(check_is_read_back_as_it_was(seed, steps, later, path))
+
+
+@examples(20, derandomize=True)
+@given(SEEDS, sequences(50), sequences(10) | st.just([]))
+def test_a_snapshot_is_the_catalog_as_it_was_while_rows_are_moved(tmp_path_factory, seed, steps, later):
+    path = tmp_path_factory.getbasetemp() / "property.tqs"
+    with mock.patch("os.fsync"), mock.patch.multiple(table_module, **ROWS_ARE_MOVED):
         asyncio.run(check_is_read_back_as_it_was(seed, steps, later, path))

@@ -119,6 +119,7 @@ class SamplesWritten(Change):
             partition.seal()
         partition.touched(indexes)
         step.changed[partition] = None
+        table.close_gaps(positions.size)
         return Written(partition=partition, global_indexes=indexes, specs=specs)
 
 

@@ -1,9 +1,9 @@
 """Columns of values, and how one is read by another thread as it was at one moment while it goes on changing.
 
 A long column of numbers lies in reserved memory and grows where it is: nothing is copied, however long it is. A short
-one, or one of objects, moves to an array of at least twice its size. Linux backs an anonymous mapping with pages as
-they are first written to, so reserving far more than is needed costs address space only, and views that readers have
-keep their memory.
+one moves to an array of at least twice its size. Linux backs an anonymous mapping with pages as they are first written
+to, so reserving far more than is needed costs address space only, and views that readers have keep their memory. Of
+objects numpy cannot do the same: a long column of them is in chunks, of which growing adds one.
 
 A snapshot of a column copies nothing. A change of the column afterwards first keeps the blocks it is about to touch: it
 costs a copy of a few thousand values at most, however long the column is, and only while somebody still reads.
@@ -12,29 +12,122 @@ costs a copy of a few thousand values at most, however long the column is, and o
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from tq_service.domain.plan import Indexes
 
-RESERVED_FROM: Final = 1 << 16  # values from which on a column of numbers grows where it is
+RESERVED_FROM: Final = 1 << 16  # values from which on a column grows where it is
 _RESERVED: Final = 1 << 26  # values for which it has room then; as many again, four times over, beyond that
 _GROWTH: Final = 1 << 14  # values by which it grows at least
 _OVERCOMMIT: Final = Path("/proc/sys/vm/overcommit_memory")
 _NEVER: Final = "2"
 _MAP_NORESERVE: Final = 0x4000  # Linux; the mmap module of Python 3.11 does not have it
-_HUGE_PAGES_FROM: Final = 4 << 20  # where a page of 2 MiB of which little is used is a small share
+_HUGE_PAGE_BYTES: Final = 2 << 20
+_HUGE_PAGES_FROM: Final = 4 << 20  # where a huge page of which little is used is a small share
+_offsets = itertools.count(0, 83)  # so that columns that grow together do not all take their next huge page at once
+_CHUNK_SHIFT: Final = 16
+_CHUNK_MASK: Final = (1 << _CHUNK_SHIFT) - 1
 _BLOCK_SHIFT = 12
 _BLOCK_ROWS = 1 << _BLOCK_SHIFT
 Where = slice | Indexes | int
+
+
+class ObjectChunks:
+    """Objects in chunks that are made as they are written to, so that growing moves none; read like an array of them.
+
+    Attributes:
+        size: number of objects; those that were never written are `fill`.
+    """
+
+    __slots__ = ("_chunks", "_fill", "size")
+    dtype: Final = np.dtype(np.object_)
+
+    def __init__(self, size: int, fill: Any) -> None:
+        self.size = size
+        self._fill = fill
+        self._chunks: dict[int, NDArray[Any]] = {}
+
+    def __getitem__(self, where: Any) -> Any:
+        if isinstance(where, int | np.integer):
+            chunk = self._chunks.get(int(where) >> _CHUNK_SHIFT)
+            return self._fill if chunk is None else chunk[int(where) & _CHUNK_MASK]
+        count, parts = self._parts(where)
+        found = np.full(count, self._fill, np.object_)
+        for number, here, there in parts:
+            chunk = self._chunks.get(number)
+            if chunk is not None:
+                found[here] = chunk[there]
+        return found
+
+    def assign(self, where: Where, values: Any) -> None:
+        """Write objects: one for each position, or one for all."""
+        if isinstance(where, int | np.integer):
+            self._chunk(int(where) >> _CHUNK_SHIFT)[int(where) & _CHUNK_MASK] = values
+            return
+        is_one = not isinstance(values, list | np.ndarray)
+        count, parts = self._parts(where)
+        if not is_one:
+            given = np.empty(count, np.object_)
+            given[:] = values
+        for number, here, there in parts:
+            if is_one and values is self._fill:
+                self._forget(number, there)
+            else:
+                self._chunk(number)[there] = values if is_one else given[here]
+
+    def _forget(self, number: int, there: Any) -> None:
+        """Have the fill again; a chunk that has nothing else takes no memory."""
+        if isinstance(there, slice) and there.stop - there.start > _CHUNK_MASK:
+            self._chunks.pop(number, None)
+        elif number in self._chunks:
+            self._chunks[number][there] = self._fill
+
+    def _chunk(self, number: int) -> NDArray[Any]:
+        chunk = self._chunks.get(number)
+        if chunk is None:
+            chunk = self._chunks[number] = np.full(1 << _CHUNK_SHIFT, self._fill, np.object_)
+        return chunk
+
+    def _parts(self, where: Any) -> tuple[int, Iterable[tuple[int, Any, Any]]]:
+        """Return the number of positions, and by chunk which of them are there, and where in the chunk."""
+        if isinstance(where, slice):
+            start, stop, step = where.indices(self.size)
+            if step == 1:
+                return max(0, stop - start), _parts_of_slice(start, stop)
+        positions = np.arange(self.size)[where] if isinstance(where, slice) or where.dtype == np.bool_ else where
+        return positions.size, _parts_of_positions(positions)
+
+
+def _parts_of_slice(start: int, stop: int) -> Iterator[tuple[int, slice, slice]]:
+    at = start
+    while at < stop:
+        end = min(stop, (at | _CHUNK_MASK) + 1)
+        first = at & _CHUNK_MASK
+        yield at >> _CHUNK_SHIFT, slice(at - start, end - start), slice(first, first + end - at)
+        at = end
+
+
+def _parts_of_positions(positions: Indexes) -> Iterator[tuple[int, Any, Indexes]]:
+    if positions.size == 0:
+        return
+    numbers = positions >> _CHUNK_SHIFT
+    first = int(numbers[0])
+    if bool((numbers == first).all()):  # most reads: samples that were put together
+        yield first, slice(None), positions & _CHUNK_MASK
+        return
+    order = np.argsort(numbers, kind="stable")
+    for here in np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1):
+        yield int(numbers[here[0]]), here, positions[here] & _CHUNK_MASK
 
 
 class ColumnSnapshot:
@@ -102,7 +195,7 @@ class Column:
         is_blank: whether nothing was ever written, so that it has nothing but the fill.
     """
 
-    __slots__ = ("_array", "_memory", "_snapshots", "data", "fill", "is_blank")
+    __slots__ = ("_array", "_memory", "_room", "_snapshots", "data", "fill", "is_blank")
 
     def __init__(self, dtype: DTypeLike, fill: Any, capacity: int) -> None:
         self.fill = fill
@@ -116,7 +209,10 @@ class Column:
         """Change values; positions are 0 or more, and each is given once."""
         if self._snapshots:
             self._keep(where)
-        self._array[where] = values
+        if isinstance(self._memory, ObjectChunks):
+            self._memory.assign(where, values)
+        else:
+            self._array[where] = values
         self.is_blank = False
 
     def clear(self, where: Where) -> None:
@@ -136,14 +232,30 @@ class Column:
 
         Growing copies nothing where the memory has room behind the column.
         """
-        if kept is None and self._array.size <= capacity <= self._memory.size:
+        if kept is None and self._array.size <= capacity <= self._room:
             self._use(self._array.size, capacity)
             return
-        old, is_blank = self.data[:used], self.is_blank
+        old, is_blank = self.data, self.is_blank
         self._move(capacity, capacity if kept is not None else max(capacity, 2 * self._array.size), old.dtype)
         if not is_blank:
-            values = old if kept is None else old[kept]
+            values = old[:used] if kept is None else old[:used][kept]
             self.write(slice(0, values.size), values)
+
+    def shrink(self, capacity: int, used: int) -> None:
+        """Have room for `capacity` values only, of which the first `used` stay; there is the fill beyond these.
+
+        It copies nothing where the memory behind can be given back.
+        """
+        memory = self._memory
+        if isinstance(memory, ObjectChunks):
+            memory.size = capacity
+        elif (reserved := _reserved_memory(memory)) is not None:
+            if self._snapshots:
+                self._keep(slice(capacity, None))
+            _give_back(memory, reserved, capacity, self._array.size)
+            self._use(capacity, capacity)
+        else:
+            self.resize(capacity, slice(0, used), used)
 
     def convert(self, dtype: DTypeLike) -> None:
         """Change the type of all values."""
@@ -174,17 +286,23 @@ class Column:
 
     def _move(self, capacity: int, room: int, dtype: np.dtype[Any]) -> None:
         """Go on in other memory that has room for so many values; snapshots have the old one for themselves."""
-        self._memory = _zeros(room, dtype)
+        self._memory = _zeros(room, dtype, self.fill)
+        self._room = sys.maxsize if isinstance(self._memory, ObjectChunks) else self._memory.size
         self._snapshots = []
         self.is_blank = True
         self._use(0, capacity)
 
     def _use(self, start: int, capacity: int) -> None:
         """Have `capacity` values, those from `start` on for the first time."""
+        self.data: NDArray[Any]
+        if isinstance(self._memory, ObjectChunks):
+            self._memory.size = capacity
+            self._array = self.data = cast("NDArray[Any]", self._memory)  # it is read like one
+            return
         self._array = self._memory[:capacity]
         if self.fill is not None and self.fill != 0:
             self._array[start:] = self.fill
-        self.data: NDArray[Any] = self._array.view()
+        self.data = self._array.view()
         self.data.flags.writeable = False
 
 
@@ -195,10 +313,10 @@ def grown(capacity: int, least: int) -> int:
     return -(-least // _GROWTH) * _GROWTH
 
 
-def _zeros(room: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Return zeros, or for objects None, of memory that is not touched yet."""
+def _zeros(room: int, dtype: np.dtype[Any], fill: Any) -> NDArray[Any] | ObjectChunks:
+    """Return zeros, or for objects None or the fill, of memory that is not touched yet."""
     if dtype.kind == "O":
-        return np.empty(room, dtype)
+        return ObjectChunks(room, fill) if room >= RESERVED_FROM else np.empty(room, dtype)
     if room >= RESERVED_FROM:
         reserved = reserved_zeros(_RESERVED if room <= _RESERVED else 4 * room, dtype)
         if reserved is not None:
@@ -213,10 +331,11 @@ def reserved_zeros(count: int, dtype: DTypeLike) -> NDArray[Any] | None:
     """
     if not _can_reserve():
         return None
+    offset = next(_offsets) * mmap.PAGESIZE % _HUGE_PAGE_BYTES
     try:
         memory = mmap.mmap(
             -1,
-            count * np.dtype(dtype).itemsize,
+            offset + count * np.dtype(dtype).itemsize,
             flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE,
         )
     except (OSError, ValueError, OverflowError):  # a limit of the process or of the machine
@@ -224,7 +343,23 @@ def reserved_zeros(count: int, dtype: DTypeLike) -> NDArray[Any] | None:
     if len(memory) > _HUGE_PAGES_FROM and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE, _HUGE_PAGES_FROM)
-    return np.frombuffer(memory, dtype)
+    return np.frombuffer(memory, dtype, count, offset)
+
+
+def _reserved_memory(values: NDArray[Any]) -> mmap.mmap | None:
+    """Return the memory that values were reserved in, None for others."""
+    base: Any = values.base
+    base = base.obj if isinstance(base, memoryview) else base
+    return base if isinstance(base, mmap.mmap) else None
+
+
+def _give_back(values: NDArray[Any], memory: mmap.mmap, start: int, stop: int) -> None:
+    """Have the kernel take back the whole pages of values in memory; they are zeros then."""
+    offset = values.ctypes.data - np.frombuffer(memory, np.uint8).ctypes.data
+    first = -(-(offset + start * values.itemsize) // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = offset + stop * values.itemsize
+    if first < end:
+        memory.madvise(mmap.MADV_DONTNEED, first, end - first)
 
 
 @cache

@@ -8,9 +8,12 @@ something that a user named is `KIND/NAME`, such as `cell/tokens`, `meta/reward`
 plain word, and all that follows the first slash is the user's name as it is, slashes included. So no name of a user
 can be that of another column.
 
-`RowTable`: rows in order of their global index. A removed row stays as a gap until gaps outnumber rows; then all
-columns are compacted into new arrays. Rows are never moved in place, so positions that a reader on another thread took
-together with the arrays still fit them.
+`RowTable`: rows in order of their global index. A removed row stays as a gap until gaps outnumber rows; then they are
+closed. In a small table that is done at once, into new arrays. In a large one rows are moved to the front where they
+are, some with each step that adds or removes others, about twice as many as these: no step takes long, and the end is
+reached before the table has grown by much. A gap keeps its index, by which the rows around it are found; only what
+moved rows have left behind has none. No row is moved while a reader on another thread needs positions to stay
+(`pin_count`).
 
 `SlotTable`: slots of things that come and go; a slot that is no longer used is used again.
 """
@@ -33,6 +36,10 @@ _FIRST_CAPACITY = 64
 _LEAST_GAPS = 1024
 _FEW = 64
 _MARKED_SHARE = 16
+_NO_INDEX = -1  # of what rows have left behind as gaps are closed
+_AT_ONCE = 1 << 16  # rows up to which gaps are closed in one step
+_LEAST_CLOSED = 1 << 13  # rows that are looked at in a step, at least
+_CLOSED_SHARE = 2  # and as many for each row that the step adds or removes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +114,7 @@ class RowTable(Table):
         readable: columns that samplers, `where` and `order_by` find by name, as they find custom_meta.
     """
 
-    __slots__ = ("index", "next_index", "pin_count", "present", "present_count", "readable")
+    __slots__ = ("_closing", "index", "next_index", "pin_count", "present", "present_count", "readable")
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +122,8 @@ class RowTable(Table):
         self.next_index = 0
         self.pin_count = 0  # readers on other threads that need positions to stay
         self.readable: dict[str, Column] = {}
-        self.index = self.column("index", np.int64, 0)
+        self._closing: tuple[int, int] | None = None  # where the next row goes, and where it is looked for
+        self.index = self.column("index", np.int64, _NO_INDEX)
         self.present = self.column("present", np.bool_, False)
 
     def column(self, name: str, dtype: DTypeLike, fill: Any, *, is_readable: bool = False) -> Column:
@@ -137,6 +145,9 @@ class RowTable(Table):
         """Find out what follows from restored columns, and go on with this global index."""
         self.next_index = next_index
         self.present_count = int(np.count_nonzero(self.present.data[: self.count]))
+        left = np.flatnonzero(self.index.data[: self.count] == _NO_INDEX)
+        if left.size:
+            self._closing = (int(left[0]), int(left[-1]) + 1)
 
     def append(self, count: int) -> slice:
         """Add rows and return their positions."""
@@ -158,10 +169,44 @@ class RowTable(Table):
             if column is not self.index:
                 column.clear(where)
         self.present_count -= positions.size
+        self.close_gaps(positions.size)
+
+    def close_gaps(self, changed_count: int) -> None:
+        """Close gaps where there are many, as far as a step may that adds or removes so many rows.
+
+        Positions of rows change. Call it where a step has no use for them any more; `remove` does so itself.
+        """
+        if self.pin_count:
+            return
         gaps = self.count - self.present_count
-        if gaps >= _LEAST_GAPS and gaps > self.present_count and not self.pin_count:
+        if self._closing is None and (gaps < _LEAST_GAPS or gaps <= self.present_count):
+            return
+        if self.count <= _AT_ONCE or not self.present_count:
             self._resize(max(_FIRST_CAPACITY, self.present_count * 3 // 2), as_slice(self.present_positions()))
-            self.count = self.present_count
+            self._closing, self.count = None, self.present_count
+            return
+        to, start = self._closing or (0, 0)
+        end = min(self.count, start + max(_LEAST_CLOSED, _CLOSED_SHARE * changed_count))
+        to = self._move_rows(start, end, to)
+        self._closing = (to, end)
+        if end == self.count:
+            self._closing, self.count = None, to
+            self._capacity = max(_FIRST_CAPACITY, to * 3 // 2)
+            for column in self.columns.values():
+                column.shrink(self._capacity, to)
+
+    def _move_rows(self, start: int, end: int, to: int) -> int:
+        """Move the rows between two positions to positions from `to` on; return where they end."""
+        rows = start + np.flatnonzero(self.present.data[start:end])
+        end_of_moved = to + rows.size
+        if end_of_moved == end:  # there was no gap so far
+            return end
+        source, moved, left = as_slice(rows), slice(to, end_of_moved), slice(max(end_of_moved, start), end)
+        for column in self.columns.values():
+            if not column.is_blank:
+                column.write(moved, column.data[source])
+                column.write(left, column.fill)
+        return end_of_moved
 
     def find(self, indexes: Indexes) -> Indexes:
         """Return the position `(n,)` of each global index, -1 for one that is not there."""
@@ -174,14 +219,14 @@ class RowTable(Table):
                     return positions
                 found = self.present.data[positions]
                 return positions if found.all() else np.where(found, positions, -1)
-        positions = np.minimum(np.searchsorted(self.index.data[: self.count], indexes), self.count - 1)
+        positions = np.minimum(self._search(indexes), self.count - 1)
         found = (self.index.data[positions] == indexes) & self.present.data[positions]
         return positions if found.all() else np.where(found, positions, -1)
 
     @property
     def _is_gapless(self) -> bool:
-        """Whether no gap was ever closed between the first row and the last: positions follow from indexes."""
-        return self.next_index - int(self.index.data[0]) == self.count
+        """Whether no gap was closed between the first row and the last: positions follow from indexes."""
+        return self._closing is None and self.next_index - int(self.index.data[0]) == self.count
 
     @property
     def removed_count(self) -> int:
@@ -190,13 +235,22 @@ class RowTable(Table):
 
     def position_from(self, index: int) -> int:
         """Return the position of the first row whose global index is at least `index`."""
-        if self.count == 0 or index <= self.index.data[0]:
+        if self.count == 0:
             return 0
         if index >= self.next_index:
             return self.count
         if self._is_gapless:
-            return index - int(self.index.data[0])
-        return int(np.searchsorted(self.index.data[: self.count], index))
+            return max(0, index - int(self.index.data[0]))
+        return int(self._search(np.array([index]))[0])
+
+    def _search(self, indexes: Indexes) -> Indexes:
+        """Return the positions `(n,)` of the first rows, or gaps, that have at least these indexes."""
+        index = self.index.data
+        if self._closing is None:
+            return np.searchsorted(index[: self.count], indexes)
+        to, start = self._closing
+        moved = np.searchsorted(index[:to], indexes)
+        return np.where(moved < to, moved, start + np.searchsorted(index[start : self.count], indexes))
 
     def present_positions(self) -> Indexes:
         """Return the positions of all rows."""
