@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tq_service.domain.tables import column as column_module
-from tq_service.domain.tables.column import Column
+from tq_service.domain.tables import column_memory
+from tq_service.domain.tables.table import Column
 
 SIZE = 10_000
 
@@ -142,7 +142,7 @@ def test_a_long_column_of_objects_grows_without_a_copy_and_takes_memory_where_it
 @pytest.mark.parametrize(("dtype", "fill"), [(np.int64, 0), (np.int64, -1), (np.object_, None)])
 def test_a_column_that_shrank_has_its_fill_behind(monkeypatch, can_reserve, dtype, fill):
     if not can_reserve:
-        monkeypatch.setattr(column_module, "reserved_zeros", lambda count, dtype: None)
+        monkeypatch.setattr(column_memory, "reserved_zeros", lambda count, dtype: None)
     column = Column(dtype, fill, OBJECTS)
     column.write(slice(0, OBJECTS), 5)
     snapshot = column.snapshot(OBJECTS)

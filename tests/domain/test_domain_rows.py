@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from tq_service.domain.tables import column as column_module
 from tq_service.domain.tables import table as table_module
 from tq_service.domain.tables.table import RowTable
 
@@ -245,9 +244,9 @@ def test_a_small_part_of_a_large_table_is_moved_in_a_step(monkeypatch):
     count, moved = 1 << 18, []
     table, mark = table_of(count)
     monkeypatch.setattr(
-        column_module.Column,
+        table_module.Column,
         "write",
-        lambda self, where, values, write=column_module.Column.write: (
+        lambda self, where, values, write=table_module.Column.write: (
             moved.append(np.arange(count)[where].size),
             write(self, where, values),
         ),

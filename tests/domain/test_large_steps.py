@@ -15,16 +15,17 @@ from hypothesis import strategies as st
 
 from tq_service.domain.changes.samples import SampleWrite
 from tq_service.domain.partition import Partition, PartitionSettings
-from tq_service.domain.tables import column as column_module
+from tq_service.domain.tables import column_memory
 from tq_service.domain.tables.cells import ColumnWrite, Put
-from tq_service.domain.tables.column import RESERVED_FROM, Column
+from tq_service.domain.tables.column_memory import RESERVED_FROM
 from tq_service.domain.tables.names import look_through
+from tq_service.domain.tables.table import Column
 from tq_service.errors import TqError
 from tq_service.schema import FieldSpec, Layout, MetaColumn
 
 LARGE = 2 * RESERVED_FROM
 needs_reserved_memory = pytest.mark.skipif(
-    column_module.reserved_zeros(1, np.int8) is None, reason="this machine does not overcommit memory"
+    column_memory.reserved_zeros(1, np.int8) is None, reason="this machine does not overcommit memory"
 )
 
 
@@ -187,7 +188,7 @@ def test_rows_are_added_to_a_large_partition_without_a_copy_of_those_there_are()
 @pytest.mark.parametrize("fill", [0, -1])
 def test_a_large_column_grows_whether_memory_can_be_reserved_or_not(can_reserve, fill, monkeypatch):
     if not can_reserve:
-        monkeypatch.setattr(column_module, "reserved_zeros", lambda count, dtype: None)
+        monkeypatch.setattr(column_memory, "reserved_zeros", lambda count, dtype: None)
     column = Column(np.int64, fill, LARGE)
     column.write(slice(0, LARGE), np.arange(LARGE))
     snapshot = column.snapshot(LARGE)

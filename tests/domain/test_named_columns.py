@@ -15,9 +15,8 @@ from tq_service.domain import catalog as catalog_module
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.changes import partitions
 from tq_service.domain.partition import Partition, PartitionFacts, PartitionSettings
-from tq_service.domain.tables.column import Column
 from tq_service.domain.tables.meta import Condition, Order
-from tq_service.domain.tables.table import RowTable
+from tq_service.domain.tables.table import Column, RowTable
 from tq_service.durable import snapshot as snapshot_module
 from tq_service.durable.keeper import Keeper
 from tq_service.durable.snapshot import ServiceSnapshot, read_snapshot, write_snapshot

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from tq_service.domain.partition import PartitionSnapshot
 from tq_service.domain.plan import Indexes
 from tq_service.domain.tables.cells import CELL_COLUMN, NOT_PRODUCED, CellsSnapshot, Put, cells_of, slots_and_rows
-from tq_service.domain.tables.column import ColumnSnapshot
-from tq_service.domain.tables.table import TableSnapshot
+from tq_service.domain.tables.table import ColumnSnapshot, TableSnapshot
 from tq_service.durable.pace import Pace
 from tq_service.storage.cells import ReadRuns
 

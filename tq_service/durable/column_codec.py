@@ -22,8 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.domain.tables.cells import Put
-from tq_service.domain.tables.column import ColumnSnapshot
-from tq_service.domain.tables.table import TableSnapshot
+from tq_service.domain.tables.table import ColumnSnapshot, TableSnapshot
 from tq_service.errors import NewerVersionError
 
 _NUMBERS_A_PART: Final = 1 << 16

@@ -10,7 +10,7 @@ import numpy as np
 
 from tq_service.domain.partition import PartitionSnapshot
 from tq_service.domain.tables.cells import Put
-from tq_service.domain.tables.column import ColumnSnapshot
+from tq_service.domain.tables.table import ColumnSnapshot
 from tq_service.durable.checkpoint_plan import number_of
 from tq_service.durable.record_file import damaged, read_records
 from tq_service.durable.snapshot import (

@@ -33,8 +33,7 @@ from tq_service.domain.claims.request import BatchSpec, ClaimRequest, LeaseTerms
 from tq_service.domain.idempotency import LogSnapshot, TtlLog
 from tq_service.domain.plan import Indexes, Plan, RankPlan
 from tq_service.domain.states import CONSUMED_EARLIER, DEAD_LETTERED, HELD, LIVE, UNCLAIMED
-from tq_service.domain.tables.column import Column
-from tq_service.domain.tables.table import RowTable, count_values
+from tq_service.domain.tables.table import Column, RowTable, count_values
 from tq_service.errors import (
     ClaimReleasedError,
     LeaseExpiredError,

@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.domain.plan import Indexes
-from tq_service.domain.tables.column import Column, ColumnSnapshot
-from tq_service.domain.tables.table import RowTable, SlotTable, TableSnapshot, as_slice
+from tq_service.domain.tables.table import Column, ColumnSnapshot, RowTable, SlotTable, TableSnapshot, as_slice
 from tq_service.errors import FieldMismatchError
 from tq_service.schema import FieldSpec, Layout
 

@@ -9,9 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.domain.plan import Indexes
-from tq_service.domain.tables.column import Column
 from tq_service.domain.tables.names import GroupNames
-from tq_service.domain.tables.table import RowTable, SlotTable, as_slice, distinct, forget_names
+from tq_service.domain.tables.table import Column, RowTable, SlotTable, as_slice, distinct, forget_names
 from tq_service.errors import GroupNotFoundError, InvalidArgumentError, PreconditionError, nearest
 
 NO_GROUP = -1

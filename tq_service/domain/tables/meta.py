@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.domain.plan import Indexes
-from tq_service.domain.tables.column import Column
-from tq_service.domain.tables.table import RowTable, as_slice
+from tq_service.domain.tables.table import Column, RowTable, as_slice
 from tq_service.errors import InvalidArgumentError
 from tq_service.schema import MetaColumn, MetaValue, Operator
 

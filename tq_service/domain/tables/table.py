@@ -8,6 +8,9 @@ something that a user named is `KIND/NAME`, such as `cell/tokens`, `meta/reward`
 plain word, and all that follows the first slash is the user's name as it is, slashes included. So no name of a user
 can be that of another column.
 
+A snapshot of a column copies nothing. A change of the column afterwards first keeps the blocks it is about to touch: it
+costs a copy of a few thousand values at most, however long the column is, and only while somebody still reads.
+
 `RowTable`: rows in order of their global index. A removed row stays as a gap until gaps outnumber rows; then they are
 closed. In a small table that is done at once, into new arrays. In a large one rows are moved to the front where they
 are, some with each step that adds or removes others, about twice as many as these: no step takes long, and the end is
@@ -20,18 +23,23 @@ moved rows have left behind has none. No row is moved while a reader on another 
 
 from __future__ import annotations
 
+import sys
+import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, cast
 
 import numpy as np
-from numpy.typing import DTypeLike
+from numpy.typing import DTypeLike, NDArray
 
 from tq_service.domain.plan import Indexes
-from tq_service.domain.tables.column import Column, ColumnSnapshot, Where, grown
+from tq_service.domain.tables.column_memory import RESERVED_FROM, ObjectChunks, Where, give_back, reserved_memory, zeros
 from tq_service.errors import NewerVersionError
 
+_GROWTH: Final = 1 << 14  # values by which a long column grows at least
+_BLOCK_SHIFT = 12
+_BLOCK_ROWS = 1 << _BLOCK_SHIFT
 _FIRST_CAPACITY = 64
 _LEAST_GAPS = 1024
 _FEW = 64
@@ -40,6 +48,189 @@ _NO_INDEX = -1  # of what rows have left behind as gaps are closed
 _AT_ONCE = 1 << 16  # rows up to which gaps are closed in one step
 _LEAST_CLOSED = 1 << 13  # rows that are looked at in a step, at least
 _CLOSED_SHARE = 2  # and as many for each row that the step adds or removes
+
+
+class ColumnSnapshot:
+    """The first `size` values of a column as they were when it was made; to be read once, in order, by any thread.
+
+    The column keeps a block before it changes it (on its own thread), and the reader looks for a kept block after it
+    has copied the one of the column: what it copied then began to change only afterwards.
+    """
+
+    __slots__ = ("__weakref__", "_array", "_kept", "_next_block", "size")
+
+    def __init__(self, array: NDArray[Any], size: int) -> None:
+        self.size = size
+        self._array = array
+        self._kept: dict[int, NDArray[Any]] = {}
+        self._next_block = 0
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of the values."""
+        return self._array.dtype
+
+    def blocks(self) -> Iterator[NDArray[Any]]:
+        """Yield the values, a few thousand at a time."""
+        for number in range(-(-self.size // _BLOCK_ROWS)):
+            block = self._block(number)
+            self._next_block = number + 1
+            yield self._kept.pop(number, block)
+        self._next_block = self.size + 1
+
+    def values(self) -> NDArray[Any]:
+        """Return all values; a column of many takes as long as its copy."""
+        values = np.empty(self.size, self.dtype)
+        start = 0
+        for block in self.blocks():
+            values[start : start + block.size] = block
+            start += block.size
+        return values
+
+    def keep(self, where: Where) -> None:
+        """Keep what is about to change, as far as it is still to be read; called by the column."""
+        for number in self._touched(where):
+            if number >= self._next_block and number not in self._kept:
+                self._kept[number] = self._block(number)
+
+    def _touched(self, where: Where) -> Iterable[int]:
+        if isinstance(where, int):
+            return (where >> _BLOCK_SHIFT,) if where < self.size else ()
+        if not isinstance(where, slice):
+            return set((where[where < self.size] >> _BLOCK_SHIFT).tolist())
+        start, stop, _ = where.indices(self.size)
+        return range(start >> _BLOCK_SHIFT, -(-stop // _BLOCK_ROWS)) if start < stop else ()
+
+    def _block(self, number: int) -> NDArray[Any]:
+        return self._array[number << _BLOCK_SHIFT : min((number + 1) << _BLOCK_SHIFT, self.size)].copy()
+
+
+class Column:
+    """One fact per row, or per slot.
+
+    Attributes:
+        data: the values, and more up to the capacity; read-only, and replaced whenever the column grows or is
+            compacted. What a reader took before is the same memory, unless the column moved.
+        fill: what stands where nothing was written.
+        is_blank: whether nothing was ever written, so that it has nothing but the fill.
+    """
+
+    __slots__ = ("_array", "_memory", "_room", "_snapshots", "data", "fill", "is_blank")
+
+    def __init__(self, dtype: DTypeLike, fill: Any, capacity: int) -> None:
+        self.fill = fill
+        self._snapshots: list[weakref.ref[ColumnSnapshot]] = []
+        self._move(capacity, capacity, np.dtype(dtype))
+
+    def __getitem__(self, where: Any) -> Any:
+        return self.data[where]
+
+    def write(self, where: Where, values: Any) -> None:
+        """Change values; positions are 0 or more, and each is given once."""
+        if self._snapshots:
+            self._keep(where)
+        if isinstance(self._memory, ObjectChunks):
+            self._memory.assign(where, values)
+        else:
+            self._array[where] = values
+        self.is_blank = False
+
+    def clear(self, where: Where) -> None:
+        """Have the fill where something may be written."""
+        if not self.is_blank:
+            self.write(where, self.fill)
+
+    def add(self, where: Indexes, by: int) -> None:
+        """Add to values, as often as their positions are given."""
+        if self._snapshots:
+            self._keep(where)
+        np.add.at(self._array, where, by)
+        self.is_blank = False
+
+    def resize(self, capacity: int, kept: NDArray[np.bool_] | Where | None, used: int) -> None:
+        """Have room for `capacity` values, of which the first `used` stay, or those `kept` of them.
+
+        Growing copies nothing where the memory has room behind the column.
+        """
+        if kept is None and self._array.size <= capacity <= self._room:
+            self._use(self._array.size, capacity)
+            return
+        old, is_blank = self.data, self.is_blank
+        self._move(capacity, capacity if kept is not None else max(capacity, 2 * self._array.size), old.dtype)
+        if not is_blank:
+            values = old[:used] if kept is None else old[:used][kept]
+            self.write(slice(0, values.size), values)
+
+    def shrink(self, capacity: int, used: int) -> None:
+        """Have room for `capacity` values only, of which the first `used` stay; there is the fill beyond these.
+
+        It copies nothing where the memory behind can be given back.
+        """
+        memory = self._memory
+        if isinstance(memory, ObjectChunks):
+            memory.size = capacity
+        elif (reserved := reserved_memory(memory)) is not None:
+            if self._snapshots:
+                self._keep(slice(capacity, None))
+            give_back(memory, reserved, capacity, self._array.size)
+            self._use(capacity, capacity)
+        else:
+            self.resize(capacity, slice(0, used), used)
+
+    def convert(self, dtype: DTypeLike) -> None:
+        """Change the type of all values."""
+        old = self.data
+        self._move(old.size, self._memory.size, np.dtype(dtype))
+        self.write(slice(0, old.size), old)
+
+    def snapshot(self, size: int) -> ColumnSnapshot:
+        """Return the first `size` values as they are now; it costs the same however many there are."""
+        snapshot = ColumnSnapshot(self._array, size)
+        self._snapshots.append(weakref.ref(snapshot))
+        return snapshot
+
+    def restore(self, snapshot: ColumnSnapshot) -> None:
+        """Take over the values of a snapshot; memory for blocks of nothing but the fill is left untouched."""
+        start = 0
+        for block in snapshot.blocks():
+            if block.dtype.kind in "fO" or not bool((block == self.fill).all()):  # -0.0 is equal to 0.0
+                self.write(slice(start, start + block.size), block)
+            start += block.size
+
+    def _keep(self, where: Where) -> None:
+        readers = [snapshot for reference in self._snapshots if (snapshot := reference()) is not None]
+        for snapshot in readers:
+            snapshot.keep(where)
+        if len(readers) < len(self._snapshots):
+            self._snapshots = [weakref.ref(snapshot) for snapshot in readers]
+
+    def _move(self, capacity: int, room: int, dtype: np.dtype[Any]) -> None:
+        """Go on in other memory that has room for so many values; snapshots have the old one for themselves."""
+        self._memory = zeros(room, dtype, self.fill)
+        self._room = sys.maxsize if isinstance(self._memory, ObjectChunks) else self._memory.size
+        self._snapshots = []
+        self.is_blank = True
+        self._use(0, capacity)
+
+    def _use(self, start: int, capacity: int) -> None:
+        """Have `capacity` values, those from `start` on for the first time."""
+        self.data: NDArray[Any]
+        if isinstance(self._memory, ObjectChunks):
+            self._memory.size = capacity
+            self._array = self.data = cast("NDArray[Any]", self._memory)  # it is read like one
+            return
+        self._array = self._memory[:capacity]
+        if self.fill is not None and self.fill != 0:
+            self._array[start:] = self.fill
+        self.data = self._array.view()
+        self.data.flags.writeable = False
+
+
+def grown(capacity: int, least: int) -> int:
+    """Return the capacity for at least so many values; large columns grow where they are, and so by little."""
+    if least < RESERVED_FROM:
+        return max(least, 2 * capacity)
+    return -(-least // _GROWTH) * _GROWTH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
