@@ -226,7 +226,7 @@ def few_at_once(monkeypatch):
     """Have few rows be many, so that all ways of large partitions are gone."""
     monkeypatch.setattr(ordered_rows, "_SLICE", 5)
     monkeypatch.setattr(ordered_rows, "_FIRST_BUCKET", 2)
-    monkeypatch.setattr(ordered_rows, "_FEW", 3)
+    monkeypatch.setattr(ordered_rows, "_MOST_STALE", 3)
     monkeypatch.setattr(ordered_rows, "_MOST_SPLITTERS", 3)
     monkeypatch.setattr(ordered_rows, "_SAMPLES", 2)
     monkeypatch.setattr(view, "_MOST_ON_LOOP", 6)

@@ -30,7 +30,7 @@ Keys: TypeAlias = NDArray[np.void]
 
 _SLICE = 4096  # keys that one step makes, sorts, or puts into buckets
 _FIRST_BUCKET = 128  # keys of the first bucket, all of which a claim looks at
-_FEW = 1024  # keys that are compared with those of the first bucket only, when they come
+_MOST_STALE = 1024  # keys of rows that are gone, or stand elsewhere, beside as many as there are rows
 _MOST_SPLITTERS = 511
 _MOST_PARTS = 1 << 17  # of all buckets, before they are sorted
 _SAMPLES = 8  # keys looked at for each splitter
@@ -100,7 +100,7 @@ class OrderedRows:
 
     def is_heavy(self, row_count: int) -> bool:
         """Whether more must be done before rows can be taken than the event loop has time for in one step."""
-        if self._keys.count > 2 * row_count + _FEW:  # of rows that were written to again and again, or are gone
+        if self._keys.count > 2 * row_count + _MOST_STALE:  # of rows that were written to again and again, or are gone
             self.discard()
         return (self._noted.size if self.is_in_use else row_count) > _SLICE or self._keys.is_heavy()
 
@@ -244,8 +244,8 @@ class _Parts:
 class _BucketedKeys:
     """Keys of which the first can be read in order.
 
-    The splitters are the least keys that each bucket but the first can have. Few keys that come are only compared with
-    the first splitter, and put into buckets later, many at once. A key may be there twice, and is then read once.
+    The splitters are the least keys that each bucket but the first can have. Keys that come are only compared with the
+    first splitter, and put into buckets later, many at once. A key may be there twice, and is then read once.
 
     Attributes:
         count: number of keys, of those that are there twice both.
@@ -270,9 +270,6 @@ class _BucketedKeys:
     def add(self, keys: Keys) -> None:
         """Add keys, each once, in any order; what may be heavy is left to be done."""
         self.count += keys.size
-        if keys.size > _FEW and self._splitters.size:
-            self._of_any.add(keys)
-            return
         if self._after_first.size + keys.size > _SLICE:
             self._of_any.add(self._after_first.take(_SLICE))
         self._after_first.add(self._add_to(0, keys))
