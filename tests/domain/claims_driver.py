@@ -72,6 +72,7 @@ class Call:
             rank,
             task=task,
             sampler=driver.sampler(asking),
+            sampler_config=repr((asking.sampler, asking.block_size, asking.take, asking.slow)),
             least=asking.min_size,
             request_id=request_id,
             epoch=epoch,

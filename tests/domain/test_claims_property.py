@@ -446,6 +446,14 @@ class Leasing(Interleaving):
         }
 
 
+class Crowded(Interleaving):
+    """One task, whose workers ask in three ways, so that plans under way take each other's rows."""
+
+    def ways(self, rng):
+        ways = [{**_facts(asking_for(rng, ranked=False)), "slow": slow} for slow in (True, True, rng.random() < 0.5)]
+        return {"worker": [Asking(**way) for way in ways]}
+
+
 async def interleave(seed, steps, kind=Interleaving):
     interleaving = kind(seed)
     for name, step_seed in steps:
@@ -491,5 +499,15 @@ def test_leases_are_what_the_model_says(seed, steps):
     rng = random.Random(repr((seed, steps)))
     steps = [(name, rng.getrandbits(32)) for name, _ in steps]
     driver = asyncio.run(interleave(rng.getrandbits(32), steps, Leasing))
+    assert not driver.model.rows
+    assert driver.partition.table.present_count == 0
+
+
+@examples(80, derandomize=True)
+@given(SEEDS, sequences(90, LEASE_STEPS))
+def test_claims_of_plans_that_are_under_way_together_are_what_the_model_says(seed, steps):
+    rng = random.Random(repr((seed, steps)))
+    steps = [(name, rng.getrandbits(32)) for name, _ in steps]
+    driver = asyncio.run(interleave(rng.getrandbits(32), steps, Crowded))
     assert not driver.model.rows
     assert driver.partition.table.present_count == 0

@@ -13,6 +13,7 @@ from tq_service.domain.claims import planner as planner_module
 from tq_service.domain.claims.end import End
 from tq_service.domain.claims.request import LeaseTerms
 from tq_service.domain.claims.wait_queue import NotYet
+from tq_service.domain.tables.meta import Order
 from tq_service.errors import (
     PartitionClearedError,
     RankDisagreementError,
@@ -119,6 +120,20 @@ async def test_a_poll_does_not_wait_for_a_sampler_that_hangs_in_another_line(ben
     for rank in (None, RANK):
         assert run_to_its_end(bench.planner.claim(asks(rank), 0)) == NotYet()
     hung.cancel()
+
+
+async def test_a_poll_that_comes_while_a_plan_is_made_ends_with_the_next_one(bench):
+    slow = SlowSampler(SequentialSampler())
+    call = bench.ask(sampler=slow)
+    await slow.started.wait()
+    poll = bench.ask(sampler=slow, wait=0.0)
+    await turns()
+    assert not poll.done()
+    slow.go.set()
+    await turns(20)
+    assert poll.result() == NotYet()
+    assert not call.done()
+    call.cancel()
 
 
 async def test_those_behind_a_hanging_sampler_fail_one_after_the_other_and_others_go_on():
@@ -286,6 +301,24 @@ async def test_a_plan_serves_whoever_is_the_first_when_it_is_ready(bench):
     slow.go.set()
     assert rows(await finished(calls[1])) == [0, 1]
     assert slow.call_count == 1
+
+
+@pytest.mark.parametrize("wait", [0.0, 1e6])
+async def test_plans_under_way_in_one_order_keep_what_is_written_meanwhile(bench, wait):
+    def put(*values):
+        bench.insert(len(values), meta=[{"v": value} for value in values])
+
+    order = {"order_by": (Order("v"),), "batch_size": 1}
+    slow = SlowSampler(SequentialSampler())
+    put(5, 3, 8)
+    first = bench.ask(sampler=slow, **order)
+    await slow.started.wait()
+    put(1, 4)
+    assert rows(await finished(bench.ask(**order, wait=wait))) == [3]
+    put(2)
+    slow.go.set()
+    assert rows(await finished(first)) == [1]
+    assert [rows(await finished(bench.ask(**order))) for _ in range(4)] == [[5], [4], [0], [2]]
 
 
 # Resets, clears and ends while plans are under way

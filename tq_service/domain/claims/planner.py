@@ -26,7 +26,7 @@ from tq_service.domain.changes.state_machine import Change
 from tq_service.domain.claims.end import End
 from tq_service.domain.claims.ledger import QueueClaim, TaskLedger
 from tq_service.domain.claims.plan_search import FailedPlan, Planned, PlanSearch, RunsPlans
-from tq_service.domain.claims.request import ClaimRequest
+from tq_service.domain.claims.request import ClaimRequest, ClaimSpec
 from tq_service.domain.claims.wait_queue import Answer, Line, LoopYielder, NotYet, Waiter, WaitQueue
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import MustBeAwaited, RankPlan
@@ -97,6 +97,9 @@ class Planner:
             return recorded
         if self._gone is not None:
             raise self._gone()
+        found = self._look_at_once(request)
+        if isinstance(found, Planned | End):
+            return self._answer_at_once(request, found)
         loop = asyncio.get_running_loop()
         removed_count = self._partition.table.removed_count
         waiter = Waiter(request, loop.create_future(), is_poll=max_wait_seconds <= 0)
@@ -106,7 +109,7 @@ class Planner:
         line = self._queue.join(waiter)
         timer = None
         try:
-            self._enter(line, request)
+            self._enter(line, found)
             if waiter.is_waiting and not waiter.is_poll:
                 timer = loop.call_later(max_wait_seconds, waiter.expire)
             answer = await waiter.answer
@@ -126,15 +129,37 @@ class Planner:
                 self._stop_listening()
             del waiter  # through which an error would hold this frame, and with it the partition
 
-    def _enter(self, line: Line, request: ClaimRequest) -> None:
-        """Have a call looked at that has joined a line: in this step where those who came before wait for a change.
+    def _look_at_once(self, request: ClaimRequest) -> Planned | End | FailedPlan | None:
+        """Return what a call finds that needs no wait, None where it cannot be looked for in this step.
 
-        Then nobody's turn is taken; and no dispatch loop is needed for a batch that is ready, nor for one that is not.
+        While nobody is being served all who wait do so for a change, so that nobody's turn is taken. Where others ask
+        alike it is for the first of them to look.
         """
-        rank = request.rank
-        is_next = rank is None or rank.batch_index == self._task.next_batch_index
-        is_nobody_served = self._dispatching is None and self._head_start is None and not self._is_behind_epoch
-        if is_next and is_nobody_served:
+        is_next = request.rank is None or request.rank.batch_index == self._task.next_batch_index
+        if not is_next or self._is_serving or self._queue.has_line(request.spec):
+            return None
+        try:
+            return self._search.plan_inline(request)
+        except MustBeAwaited:
+            return None
+
+    def _answer_at_once(self, request: ClaimRequest, found: Planned | End) -> Answer:
+        """Record what a call has found, if that concerns others, and return its answer."""
+        answer: Answer
+        if request.rank is not None:
+            self._record_for_ranks(request.spec, found)
+            answer = found if isinstance(found, End) else found.plan.ranks[request.rank.dp_rank]
+        else:
+            answer = found if isinstance(found, End) else self._record_queue_claim(request, found)
+        self._start_dispatch()
+        return answer
+
+    def _enter(self, line: Line, found: FailedPlan | None) -> None:
+        """Have a call looked at that has joined a line, unless it has found too little already."""
+        if found is not None:
+            line.seen = self._queue.last_arrival
+            self._conclude(line, found)
+        elif line.failed is not None and not self._is_serving:
             self._look(line)
         else:
             self._queue.put(line)
@@ -231,8 +256,9 @@ class Planner:
     def _next_line(self) -> Line | None:
         """Return the line whose turn it is.
 
-        After a change all lines are to have a turn, also those that were passed over before. Where changes come all the
-        time each line is looked at about once for each that is served, so that many lines cost each of them little.
+        After a change all lines that it may be of use to are to have a turn, also those that were passed over before.
+        Where changes come all the time each line is looked at about once for each that is served, so that many lines
+        cost each of them little.
         """
         if self._can_plan:
             next_to_plan = next(iter(self._waiting_to_plan))
@@ -244,9 +270,15 @@ class Planner:
         if line is None and self._has_changed:
             self._has_changed = self._may_bring_end = False
             self._served_count = 0
-            self._round_size = self._queue.put_all()
+            self._round_size = self._queue.put_all(each for each in self._queue.lines if self._may_be_served(each))
             line = self._queue.pop(self._latest_order)
         return line
+
+    def _may_be_served(self, line: Line) -> bool:
+        """Whether a turn of a line is worth while, for a plan or for a refusal."""
+        failed = line.failed
+        is_refused = line.is_ranked and self._task.dp_size not in (None, line.spec.dp_size)
+        return failed is None or is_refused or not failed.cannot_succeed_yet(self._partition, self._task)
 
     @property
     def _can_plan(self) -> bool:
@@ -257,6 +289,11 @@ class Planner:
     def _latest_order(self) -> float:
         """Lines with an order from this on have no turn now."""
         return math.inf if self._head_start is None else self._head_start.order
+
+    @property
+    def _is_serving(self) -> bool:
+        """Whether there are, or may be, lines whose turn it is."""
+        return self._dispatching is not None or self._head_start is not None or self._is_behind_epoch
 
     @property
     def _is_behind_epoch(self) -> bool:
@@ -334,7 +371,8 @@ class Planner:
         """Record what was found in a turn, in the step in which it was found, and answer the first who waits for it."""
         if isinstance(found, FailedPlan):
             line.failed, line.turn_size = found, 0
-            line.expire_polls()
+            if not line.expire_polls():
+                self._queue.put(line)  # for those that came while the plan was made
             self._may_bring_end |= found.consumed is not None
             # What has changed while the plan was made is for the next round: the others have their turns before.
             self._has_changed |= not found.cannot_succeed_yet(self._partition, self._task)
@@ -351,23 +389,24 @@ class Planner:
         A rank may wait for a batch far ahead. So after many batches its line lets others have their turns, and those
         end that wait no longer than for theirs.
         """
-        lines, batch_index = self._queue.ranked_lines, self._task.next_batch_index
-        if isinstance(found, End):
-            self._record_end(line, found)
-        else:
-            self._record_batch(line, found)
-            line.turn_size += 1
-        self._served_count += 1
-        self._has_changed |= len(lines) > 1  # others may disagree with what holds for all ranks now
-        if (first := line.first(None if isinstance(found, End) else batch_index)) is not None:
-            self._answer_recorded(first)
-        for each in lines:
-            indexes = each.batch_indexes if isinstance(found, End) else [batch_index]
-            self._to_answer.extend((each, index, None) for index in indexes if each.first(index) is not None)
+        self._record_for_ranks(line.spec, found)
+        line.turn_size += 1
         if line.turn_size == _MOST_BATCHES_A_TURN:
             line.turn_size = 0
             line.expire_polls()
             self._queue.defer(line)
+
+    def _record_for_ranks(self, spec: ClaimSpec, found: Planned | End) -> None:
+        lines, batch_index = self._queue.ranked_lines, self._task.next_batch_index
+        if isinstance(found, End):
+            self._record_end(spec, found)
+        else:
+            self._record_batch(spec, found)
+        self._served_count += 1
+        self._has_changed |= len(lines) > 1  # others may disagree with what holds for all ranks now
+        for line in lines:
+            indexes = line.batch_indexes if isinstance(found, End) else [batch_index]
+            self._to_answer.extend((line, index, None) for index in indexes if line.first(index) is not None)
 
     def _serve_worker(self, line: Line, found: Planned | End) -> None:
         """Give the first of a line what was found; where all have left meanwhile, nothing is consumed."""
@@ -384,12 +423,11 @@ class Planner:
 
     # Records
 
-    def _record_end(self, line: Line, end: End) -> None:
-        change = EndReached(**self._names, dp_size=line.spec.plan_request.rank_count, end=end)
-        self._commit(change, self._task)
+    def _record_end(self, spec: ClaimSpec, end: End) -> None:
+        self._commit(EndReached(**self._names, dp_size=spec.plan_request.rank_count, end=end), self._task)
 
-    def _record_batch(self, line: Line, planned: Planned) -> None:
-        change = BatchPlanned(**self._names, batch_spec=line.spec.batch_spec, plan=planned.plan)
+    def _record_batch(self, spec: ClaimSpec, planned: Planned) -> None:
+        change = BatchPlanned(**self._names, batch_spec=spec.batch_spec, plan=planned.plan)
         self._commit(change, (self._partition, self._task, planned.positions))
         self._note_claim()
 

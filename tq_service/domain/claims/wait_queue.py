@@ -6,7 +6,7 @@ import asyncio
 import heapq
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from tq_service.domain.claims.end import End
@@ -173,11 +173,12 @@ class Line:
             if not self._by_batch[rank.batch_index]:
                 del self._by_batch[rank.batch_index]
 
-    def expire_polls(self) -> None:
-        """End the wait of the polls that had come when the line had its turn."""
+    def expire_polls(self) -> bool:
+        """End the wait of the polls that had come when the line had its turn; return whether these were all."""
         for poll in [each for each in self._polls if each.arrival <= self.seen]:
             poll.expire()
             self.remove(poll)
+        return not self._polls
 
 
 class WaitQueue:
@@ -213,6 +214,10 @@ class WaitQueue:
     def ranked_lines(self) -> list[Line]:
         """The lines of ranks."""
         return list(self._ranked.values())
+
+    def has_line(self, spec: ClaimSpec) -> bool:
+        """Whether calls wait that ask so."""
+        return spec in self._lines
 
     def join(self, waiter: Waiter) -> Line:
         """Add a waiter and return its line; `leave` is called once for it."""
@@ -254,12 +259,12 @@ class WaitQueue:
             line.is_queued = True
             heapq.heappush(self._turns, self._turn(line))
 
-    def put_all(self) -> int:
-        """Let all lines have a turn; return how many are to have one."""
-        idle = [line for line in self._lines.values() if not line.is_queued and line.planning is None and line.first()]
-        for line in idle:
-            line.is_queued = True
-            self._turns.append(self._turn(line))
+    def put_all(self, lines: Iterable[Line]) -> int:
+        """Let lines have a turn, as `put` does; return how many are to have one."""
+        for line in lines:
+            if not line.is_queued and line.planning is None and line.first() is not None:
+                line.is_queued = True
+                self._turns.append(self._turn(line))
         heapq.heapify(self._turns)
         return len(self._turns)
 
