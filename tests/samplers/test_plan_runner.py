@@ -79,18 +79,30 @@ def one_rank(*steps, count=2):
     return Plan(ranks=(RankPlan(rows=np.arange(count), steps=steps),))
 
 
-async def test_quick_samplers_run_on_the_loop_and_others_in_a_daemon_thread():
+async def plan_of(runner, sampler, view, request):
+    """Return the plan of a sampler that runs inline, or in a thread."""
+    return runner.run_inline(sampler, view, request) if sampler.quick else await runner.run(sampler, view, request)
+
+
+async def test_samplers_run_inline_or_in_a_daemon_thread():
     quick, heavy = (Answers(Plan.of([[1], [2]]), quick=quick) for quick in (True, False))
     for sampler in (quick, heavy):
-        assert parts(await PlanRunner().run(sampler, view_of_samples(4), REQUEST)) == [[1], [2]]
+        assert parts(await plan_of(PlanRunner(), sampler, view_of_samples(4), REQUEST)) == [[1], [2]]
     assert quick.threads == [threading.main_thread()]
     assert heavy.threads[0] is not threading.main_thread()
     assert heavy.threads[0].daemon
 
 
+async def test_a_sampler_that_may_run_inline_runs_in_a_thread_too():
+    """Where its view takes too long for the event loop."""
+    quick = Answers(Plan.of([[1], [2]]), quick=True)
+    assert parts(await PlanRunner().run(quick, view_of_samples(4), REQUEST)) == [[1], [2]]
+    assert quick.threads[0] is not threading.main_thread()
+
+
 @pytest.mark.parametrize("quick", [True, False])
 async def test_no_plan_is_an_answer(quick):
-    assert await PlanRunner().run(Answers(None, quick=quick), view_of_samples(0), REQUEST) is None
+    assert await plan_of(PlanRunner(), Answers(None, quick=quick), view_of_samples(0), REQUEST) is None
 
 
 @pytest.mark.parametrize("quick", [True, False])
@@ -99,7 +111,7 @@ async def test_what_a_sampler_raises_becomes_a_sampler_error(quick, error):
     with pytest.raises(
         SamplerError, match=f"'answers' raised {type(error).__name__}: .*nothing was consumed"
     ) as caught:
-        await PlanRunner().run(Answers(error, quick=quick), view_of_samples(4), REQUEST)
+        await plan_of(PlanRunner(), Answers(error, quick=quick), view_of_samples(4), REQUEST)
     assert caught.value.__cause__ is error
     assert caught.value.metadata == {"sampler": "answers", "exception": type(error).__name__}
 
@@ -108,7 +120,7 @@ async def test_what_a_sampler_raises_becomes_a_sampler_error(quick, error):
 async def test_errors_of_the_service_pass_through(quick):
     error = InvalidArgumentError("no lengths", field="total_lengths")
     with pytest.raises(InvalidArgumentError) as caught:
-        await PlanRunner().run(Answers(error, quick=quick), view_of_samples(4), REQUEST)
+        await plan_of(PlanRunner(), Answers(error, quick=quick), view_of_samples(4), REQUEST)
     assert caught.value is error
     assert caught.value.__cause__ is None
 
@@ -155,6 +167,7 @@ async def test_a_hung_sampler_times_out_and_the_others_go_on(hangs):
         await runner.run(hangs, view_of_samples(4), QUEUE)
     assert runner.hung_samplers == ["hangs"]
     healthy = Answers(Plan.of([[1]]), quick=True)
+    assert parts(await plan_of(runner, healthy, view_of_samples(4), QUEUE)) == [[1]]
     assert parts(await runner.run(healthy, view_of_samples(4), QUEUE)) == [[1]]
 
 
@@ -167,7 +180,7 @@ async def test_heavy_plans_are_refused_while_all_threads_hang(hangs):
         await runner.run(heavy, view_of_samples(4), QUEUE)
     assert not heavy.threads
     quick = Answers(Plan.of([[1]]), quick=True)
-    assert parts(await runner.run(quick, view_of_samples(4), QUEUE)) == [[1]]
+    assert parts(runner.run_inline(quick, view_of_samples(4), QUEUE)) == [[1]]
 
     hangs.released.set()
     hangs.thread.join()
@@ -291,7 +304,7 @@ async def test_async_samplers_are_cancelled_with_their_caller():
 )
 async def test_plans_that_are_none(plan, message):
     with pytest.raises(SamplerError, match=message):
-        await PlanRunner().run(Answers(plan, quick=True), view_of_samples(4), REQUEST)
+        await plan_of(PlanRunner(), Answers(plan, quick=True), view_of_samples(4), REQUEST)
 
 
 @pytest.mark.parametrize(
@@ -322,7 +335,7 @@ async def test_plans_that_are_none(plan, message):
 )
 async def test_packs_that_are_none(plan, message):
     with pytest.raises(SamplerError, match=message):
-        await PlanRunner().run(Answers(plan, quick=True), view_of_samples(4), QUEUE)
+        await plan_of(PlanRunner(), Answers(plan, quick=True), view_of_samples(4), QUEUE)
 
 
 async def test_steps_and_packs_that_are_right():

@@ -81,15 +81,10 @@ class PlanRunner:
             raise MustBeAwaited
         return _guarded(sampler, lambda: check_plan(sampler.name, outcome, request))
 
-    async def run(self, sampler: Sampler, view: View, request: PlanRequest, *, off_loop: bool = False
-                  ) -> Plan | None:  # fmt: skip
+    async def run(self, sampler: Sampler, view: View, request: PlanRequest) -> Plan | None:
         """Return the sampler's plan, well formed, or None where not enough is ready.
 
-        Args:
-            sampler: runs inline where it says so, in a thread where not; its coroutine is awaited on the event loop.
-            view: what it sees.
-            request: what it is asked for.
-            off_loop: whether it runs in a thread all the same, unless `plan` is a coroutine function.
+        It runs in a thread, whether or not it may run inline; a coroutine is awaited on the event loop.
 
         Raises:
             TqError: the sampler's own.
@@ -97,8 +92,7 @@ class PlanRunner:
             SamplerTimeoutError: it took too long, or all threads are taken by hung samplers.
         """
         deadline = asyncio.get_running_loop().time() + self._timeout_seconds
-        is_coroutine = inspect.iscoroutinefunction(sampler.plan)
-        if is_coroutine or (not off_loop and _guarded(sampler, lambda: sampler.runs_inline(request))):
+        if inspect.iscoroutinefunction(sampler.plan):
             outcome = _guarded(sampler, lambda: sampler.plan(view, request))
         else:
             outcome = await self._run_in_thread(sampler, view, request, deadline)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Generator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -34,7 +35,7 @@ Marks: TypeAlias = tuple[int, int, int, int, int]  # see `PlanSearch.marks`
 
 
 class RunsPlans(Protocol):
-    """Runs a sampler where it harms nobody: inline where that is quick, else on a thread with a time limit."""
+    """Runs samplers so that one that fails, or hangs, harms its own request only."""
 
     def run_inline(self, sampler: Sampler, view: View, request: PlanRequest) -> Plan | None:
         """Return a well-formed plan or None, at once.
@@ -45,9 +46,8 @@ class RunsPlans(Protocol):
         """
         ...
 
-    async def run(self, sampler: Sampler, view: View, request: PlanRequest, *, off_loop: bool = False
-                  ) -> Plan | None:  # fmt: skip
-        """Return a well-formed plan or None, from a thread if need be or `off_loop`; raises TqError only."""
+    async def run(self, sampler: Sampler, view: View, request: PlanRequest) -> Plan | None:
+        """Return a well-formed plan or None, off the event loop and within a time limit; raises TqError only."""
         ...
 
 
@@ -162,15 +162,17 @@ class PlanSearch:
         """
         begun_at = self.claim_count
         for _ in range(_MOST_REPLANS):
-            if request.batch_spec.order_by:
-                await self._sort_rows(request)
+            was_heavy = await self._sort_rows(request)
             if self.epoch != self._task.epoch:
                 return None
+            if was_heavy:
+                with contextlib.suppress(MustBeAwaited):
+                    return self.plan_inline(request)
             steps = self._steps(request)
             wanted, no_more = next(steps)
             try:
                 while True:
-                    wanted, no_more = steps.send(await self._run_sampler(request, wanted, no_more=no_more))
+                    wanted, no_more = steps.send(await self._run_off_loop(request, wanted, no_more=no_more))
             except StopIteration as stop:
                 found: Planned | End | FailedPlan | None = stop.value
             if found is not None or self.claim_count != begun_at:
@@ -231,22 +233,18 @@ class PlanSearch:
         block_size = None if view.grouping is None else view.grouping[0] or 0
         return Planned(cut_micro_batches(plan, request.batch_spec.micro_batch_size), positions, block_size)
 
-    async def _run_sampler(
-        self, request: ClaimRequest, wanted: PlanRequest, *, no_more: bool = False
+    async def _run_off_loop(
+        self, request: ClaimRequest, wanted: PlanRequest, *, no_more: bool
     ) -> tuple[PartitionView, Plan | None]:
-        runs_inline, length = _needs(request.sampler, wanted)
-        view = self._view(request, length, no_more=no_more)
-        if runs_inline:  # all the same it may have to be awaited, or look at too much for the event loop
-            try:
-                plan = await self._run_pinned(request.sampler, view, wanted, off_loop=False)
-            except TqError:
-                if not view.gave_up:
-                    raise
-            if not view.gave_up:
-                return view, plan
-            view = self._view(request, length, no_more=no_more)
+        """Run the sampler while the positions of rows stay as they are."""
+        view = self._view(request, _needs(request.sampler, wanted)[1], no_more=no_more)
         view.leave_loop()
-        plan = await self._run_pinned(request.sampler, view, wanted, off_loop=True)
+        table = self._partition.table
+        table.pin_count += 1
+        try:
+            plan = await self._runner.run(request.sampler, view, wanted)
+        finally:
+            table.pin_count -= 1
         view.come_back()
         return view, plan
 
@@ -255,23 +253,14 @@ class PlanSearch:
         view.no_more = view.no_more or no_more
         return view
 
-    async def _run_pinned(
-        self, sampler: Sampler, view: PartitionView, wanted: PlanRequest, *, off_loop: bool
-    ) -> Plan | None:
-        """Run a sampler while the positions of rows stay as they are."""
-        table = self._partition.table
-        table.pin_count += 1
-        try:
-            return await self._runner.run(sampler, view, wanted, off_loop=off_loop)
-        finally:
-            table.pin_count -= 1
-
-    async def _sort_rows(self, request: ClaimRequest) -> None:
-        """Have the rows of a claim sorted in its order as far as it needs, in short steps."""
-        _, length = _needs(request.sampler, request.plan_request)
+    async def _sort_rows(self, request: ClaimRequest) -> bool:
+        """Sort the rows of a claim in its order as far as it needs, in short steps; return whether it took any."""
+        was_heavy, length = False, _needs(request.sampler, request.plan_request)[1]
         while self.epoch == self._task.epoch and (view := self._view(request, length)).is_heavy:
             view.sort_some()
+            was_heavy = True
             await asyncio.sleep(0)
+        return was_heavy
 
     def _is_closed(self, request: ClaimRequest) -> bool:
         return self._partition.sealed or (request.batch_spec.finite and self._partition.inserted_count > 0)

@@ -109,7 +109,7 @@ class Planner:
         line = self._queue.join(waiter)
         timer = None
         try:
-            self._enter(line, found)
+            self._enter(line, request, found)
             if waiter.is_waiting and not waiter.is_poll:
                 timer = loop.call_later(max_wait_seconds, waiter.expire)
             answer = await waiter.answer
@@ -129,8 +129,8 @@ class Planner:
                 self._stop_listening()
             del waiter  # through which an error would hold this frame, and with it the partition
 
-    def _look_at_once(self, request: ClaimRequest) -> Planned | End | FailedPlan | None:
-        """Return what a call finds that needs no wait, None where it cannot be looked for in this step.
+    def _look_at_once(self, request: ClaimRequest) -> Planned | End | FailedPlan | MustBeAwaited | None:
+        """Return what a call finds, or that it must be awaited; None where others have their turns first.
 
         While nobody is being served all who wait do so for a change, so that nobody's turn is taken. Where others ask
         alike it is for the first of them to look.
@@ -140,8 +140,8 @@ class Planner:
             return None
         try:
             return self._search.plan_inline(request)
-        except MustBeAwaited:
-            return None
+        except MustBeAwaited as needs:
+            return needs
 
     def _answer_at_once(self, request: ClaimRequest, found: Planned | End) -> Answer:
         """Record what a call has found, if that concerns others, and return its answer."""
@@ -154,11 +154,13 @@ class Planner:
         self._start_dispatch()
         return answer
 
-    def _enter(self, line: Line, found: FailedPlan | None) -> None:
-        """Have a call looked at that has joined a line, unless it has found too little already."""
-        if found is not None:
-            line.seen = self._queue.last_arrival
+    def _enter(self, line: Line, request: ClaimRequest, found: FailedPlan | MustBeAwaited | None) -> None:
+        """Let a call that has joined a line have its turn, or what is left to do of it."""
+        line.seen = self._queue.last_arrival
+        if isinstance(found, FailedPlan):
             self._conclude(line, found)
+        elif found is not None:
+            self._start_plan(line, request)
         elif line.failed is not None and not self._is_serving:
             self._look(line)
         else:
