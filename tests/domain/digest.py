@@ -78,8 +78,8 @@ def _task(task):
         "claims": {name: claim.serial for name, claim in task.claims.items()},
         "leases": {serial: record_of(lease) for serial, lease in task.leases.items()},
         "leased": task.leased_count,
-        "released": sorted(task.released.log),
-        "expired": sorted(task.expired.log),
+        "released": list(task.released.items()),
+        "expired": list(task.expired.items()),
     }
 
 

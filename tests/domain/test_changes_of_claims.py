@@ -109,7 +109,7 @@ def test_tombstones_are_as_old_as_the_changes_that_set_them(train):
         kind = LeaseExpired if number == 1 else ClaimReleased
         machine.replay(kind(**facts, request_id=request_id), at_seconds)
     task = train.tasks["t"]
-    assert task.expired.log.get(ids[1]).seconds == 1500.0
+    assert task.expired[ids[1]] == 1500.0
     assert task.recorded(asks(request_id=ids[0])) is None  # forgotten after 900 seconds
     with pytest.raises(ClaimReleasedError):
         task.recorded(asks(request_id=ids[2]))

@@ -8,8 +8,7 @@ import pytest
 from domain_support import ack, asks, expire, extend, insert, seal
 from planner_bench import Bench, finished, rows
 
-from tq_service.domain.claims.lease_timer import LeaseTimer
-from tq_service.domain.claims.ledger import Lease
+from tq_service.domain.claims.ledger import Lease, LeaseTimer
 from tq_service.domain.claims.request import LeaseTerms
 
 

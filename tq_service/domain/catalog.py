@@ -16,8 +16,7 @@ from tq_service.domain.changes.claims import LeaseExpired, TaskSeen
 from tq_service.domain.changes.partitions import PartitionCleared, PartitionCreated
 from tq_service.domain.changes.samples import SamplesWritten, SampleWrite, Written
 from tq_service.domain.changes.state_machine import Change, ChangeLog, RequestAnswered, State, StateMachine, Step
-from tq_service.domain.claims.lease_timer import LeaseTimer
-from tq_service.domain.claims.ledger import Lease, TaskLedger
+from tq_service.domain.claims.ledger import Lease, LeaseTimer, TaskLedger
 from tq_service.domain.claims.plan_search import RunsPlans
 from tq_service.domain.claims.planner import Planner
 from tq_service.domain.claims.request import ClaimRequest

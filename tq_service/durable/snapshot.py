@@ -177,8 +177,8 @@ _KINDS: Final[dict[str, Any]] = {
     "task": TaskFacts,
     "batches": _Batches,
     "claims": _Claims,
-    "released": list[Entry[Any]],
-    "expired": list[Entry[Any]],
+    "released": list[tuple[bytes, float]],
+    "expired": list[tuple[bytes, float]],
     "answers": list[Entry[Any]],
     "puts": list[bytes],
     "end": _End,
@@ -340,10 +340,8 @@ def _partition_records(partition: PartitionSnapshot) -> Iterator[tuple[str, Any]
     for task in partition.tasks:
         yield "task", task.facts
         yield from _record_records(task)
-        for ids in _entries(task.released):
-            yield "released", ids
-        for ids in _entries(task.expired):
-            yield "expired", ids
+        for kind, ids in (("released", task.released), ("expired", task.expired)):
+            yield from ((kind, some) for some in _batched(ids, _IDS_A_RECORD))
 
 
 def _read_partition(reader: SnapshotReader) -> PartitionSnapshot:
@@ -363,16 +361,16 @@ def _read_task(reader: SnapshotReader) -> TaskSnapshot:
     facts: TaskFacts = reader.take("task")
     records: list[Batch | QueueClaim] = []
     without_rows: list[Batch] = []
-    refused: dict[str, list[Sequence[Entry[Any]]]] = {"released": [], "expired": []}
-    while (kind := reader.kind) in {"batches", "claims", *refused}:
+    ended: dict[str, list[tuple[bytes, float]]] = {"released": [], "expired": []}
+    while (kind := reader.kind) in {"batches", "claims", *ended}:
         if kind == "batches":
             batches: _Batches = reader.take(kind)
             (without_rows if batches.are_without_rows else records).extend(_batches_of(batches))
         elif kind == "claims":
             records += _claims_of(reader.take(kind))
         elif kind is not None:
-            refused[kind].append(reader.take(kind))
-    return TaskSnapshot(facts=facts, records=records, batches_without_rows=without_rows, **refused)
+            ended[kind] += reader.take(kind)
+    return TaskSnapshot(facts=facts, records=records, batches_without_rows=without_rows, **ended)
 
 
 # Claims

@@ -14,15 +14,18 @@ One column, `claim`, says of each row what became of it, and nobody else writes 
     any --reset--> 0, or 1 what was consumed and is kept so
 
 What changes the ledger checks nothing and reads no clock: it is given what was looked up and checked before, and does
-the same whether a claim is made now or is made again from the log.
+the same whether a claim is made now or is made again from the log. When a lease expires is decided by the timer of the
+instance that serves the partition, and comes back to the ledger as a change.
 """
 
 from __future__ import annotations
 
+import asyncio
+import heapq
 import math
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -30,7 +33,6 @@ from numpy.typing import NDArray
 
 from tq_service.domain.claims.end import End
 from tq_service.domain.claims.request import BatchSpec, ClaimRequest, LeaseTerms
-from tq_service.domain.idempotency import LogSnapshot, TtlLog
 from tq_service.domain.plan import Indexes, Plan, RankPlan
 from tq_service.domain.states import CONSUMED_EARLIER, DEAD_LETTERED, HELD, LIVE, UNCLAIMED
 from tq_service.domain.tables.table import Column, RowTable, count_values
@@ -45,6 +47,8 @@ from tq_service.errors import (
 
 _TOMBSTONE_SECONDS = 900.0
 _MOST_TOMBSTONES = 65_536
+_MOST_EXPIRED_A_TURN = 64
+_LEAST_STALE_DEADLINES = 64
 _MOST_BATCHES_WITHOUT_ROWS = 16  # short batches come at the end of an epoch, so there is rarely more than one
 
 Decode: TypeAlias = Callable[[], Plan]
@@ -163,21 +167,15 @@ class QueueClaim:
         return self.serial if self.lease is None else -self.serial
 
 
-@dataclass(slots=True)
-class Tombstones:
-    """Request ids of claims that are no more, remembered long enough for a late GetMeta to be refused."""
-
-    log: TtlLog[None] = field(default_factory=TtlLog)
+class Tombstones(OrderedDict[bytes, float]):
+    """Request ids of claims that are no more, the oldest first, and since when: for a late GetMeta to be refused."""
 
     def add(self, request_id: bytes, at_seconds: float) -> None:
         """Remember one from a time that is not before that of any other; forget those that are too old to matter."""
-        self.log.add(request_id, at_seconds, None)
-        self.log.drop_before(at_seconds - _TOMBSTONE_SECONDS)
-        while len(self.log) > _MOST_TOMBSTONES:
-            self.log.drop_oldest()
-
-    def __contains__(self, request_id: bytes) -> bool:
-        return request_id in self.log
+        self[request_id] = at_seconds
+        self.move_to_end(request_id)
+        while len(self) > _MOST_TOMBSTONES or next(iter(self.values())) < at_seconds - _TOMBSTONE_SECONDS:
+            self.popitem(last=False)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -217,8 +215,8 @@ class TaskSnapshot:
     facts: TaskFacts
     records: Sequence[Batch | QueueClaim] = ()
     batches_without_rows: Sequence[Batch] = ()
-    released: LogSnapshot = ()
-    expired: LogSnapshot = ()
+    released: Sequence[tuple[bytes, float]] = ()
+    expired: Sequence[tuple[bytes, float]] = ()
 
 
 class TaskLedger(TaskFacts):
@@ -270,16 +268,16 @@ class TaskLedger(TaskFacts):
             facts=self.facts,
             records=list(self._by_serial.values()),
             batches_without_rows=[self.batches[batch_index] for batch_index in self.batches_without_rows],
-            released=self.released.log.snapshot(),
-            expired=self.expired.log.snapshot(),
+            released=list(self.released.items()),
+            expired=list(self.expired.items()),
         )
 
     def restore(self, snapshot: TaskSnapshot) -> None:
         """Have the facts and records of a snapshot for its own; for a new task whose columns are restored."""
         for each in fields(TaskFacts):
             setattr(self, each.name, getattr(snapshot.facts, each.name))
-        self.released.log.restore(snapshot.released)
-        self.expired.log.restore(snapshot.expired)
+        self.released.update(snapshot.released)
+        self.expired.update(snapshot.expired)
         self._rebuild(snapshot.records)
         for batch in snapshot.batches_without_rows:
             self.batches[batch.batch_index] = batch
@@ -552,6 +550,74 @@ class TaskLedger(TaskFacts):
     def records(self) -> Iterator[Batch | QueueClaim]:
         """Return the records of claims that have rows."""
         return iter(self._by_serial.values())
+
+
+class LeaseTimer:
+    """Keeps the deadlines of the leases of one partition, on the running loop.
+
+    Deadlines are of this instance of the service alone: they are not written down, and a lease that was recovered or
+    restored is started anew. Leases that end early, or get more time, leave their old entry in the heap: it is dropped
+    when its turn comes, or when such entries outnumber the leases.
+    """
+
+    def __init__(self, tasks: Mapping[str, TaskLedger], expire: Callable[[str, bytes], object]) -> None:
+        """Make a timer without leases.
+
+        Args:
+            tasks: the ledgers of the partition, by name.
+            expire: called with the name of a task and the request_id of a claim whose time is over.
+        """
+        self._tasks = tasks
+        self._expire = expire
+        self._deadlines: list[tuple[float, str, int]] = []  # a heap, with the task and the serial of the lease
+        self._most_deadlines = _LEAST_STALE_DEADLINES
+        self._timer: asyncio.Handle | None = None
+        self._rings_at = 0.0  # uvloop's handles cannot tell, where the time had come when they were made
+
+    def start(self, task_name: str, lease: Lease) -> None:
+        """Have a lease expire after its full time from now on."""
+        lease.deadline = asyncio.get_running_loop().time() + lease.terms.seconds
+        if len(self._deadlines) > self._most_deadlines:
+            self._deadlines = [entry for entry in self._deadlines if self._lease_of(*entry) is not None]
+            heapq.heapify(self._deadlines)
+            self._most_deadlines = 2 * len(self._deadlines) + _LEAST_STALE_DEADLINES
+        heapq.heappush(self._deadlines, (lease.deadline, task_name, lease.serial))
+        self._set_timer()
+
+    def stop(self) -> None:
+        """Have no lease expire any more."""
+        self._deadlines.clear()
+        self._set_timer()
+
+    def _lease_of(self, deadline: float, task_name: str, serial: int) -> Lease | None:
+        """Return the lease of an entry, None where it has ended or got another deadline."""
+        lease = self._tasks[task_name].leases.get(serial)
+        return lease if lease is not None and lease.deadline == deadline else None
+
+    def _set_timer(self) -> None:
+        if self._timer is not None and self._deadlines and self._rings_at <= self._deadlines[0][0]:
+            return  # a timer that rings too early sets itself again
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._deadlines:
+            self._rings_at = self._deadlines[0][0]
+            self._timer = asyncio.get_running_loop().call_at(self._rings_at, self._ring)
+
+    def _ring(self) -> None:
+        """End what is due, a few at a time: thousands may be, and the loop has others to serve."""
+        self._timer = None
+        now = asyncio.get_running_loop().time()
+        try:
+            for _ in range(_MOST_EXPIRED_A_TURN):
+                if not self._deadlines or self._deadlines[0][0] > now:
+                    break
+                deadline, task_name, serial = heapq.heappop(self._deadlines)
+                lease = self._lease_of(deadline, task_name, serial)
+                if lease is not None:
+                    self._expire(task_name, lease.request_id)
+        finally:
+            self._set_timer()
 
 
 def _disagreement(name: str, got: object, expected: object, what: str) -> PreconditionError:
