@@ -24,9 +24,9 @@ from tq_service.domain.changes.claims import (
     QueueClaimed,
     TaskSeen,
 )
-from tq_service.domain.changes.partitions import PartitionCleared, PartitionCreated, PartitionSealed, RequestAnswered
+from tq_service.domain.changes.partitions import PartitionCleared, PartitionCreated, PartitionSealed
 from tq_service.domain.changes.samples import GroupsClosed, MetaSet, SamplesCleared, SamplesWritten
-from tq_service.domain.changes.state_machine import Change
+from tq_service.domain.changes.state_machine import Change, RequestAnswered
 from tq_service.domain.claims.end import End
 from tq_service.domain.claims.request import LeaseTerms
 from tq_service.domain.partition import PartitionSettings
