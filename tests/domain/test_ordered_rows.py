@@ -29,7 +29,7 @@ from domain_support import (
 from planner_bench import Bench, Whenever, rows
 
 from tq_service.domain.claims import ordered_rows, view
-from tq_service.domain.claims.readiness import Readiness
+from tq_service.domain.claims.view import Readiness
 from tq_service.domain.plan import Plan
 from tq_service.domain.tables.meta import Condition, Order
 from tq_service.samplers import GRPOGroupNSampler, SequentialSampler

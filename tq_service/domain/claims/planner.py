@@ -136,7 +136,7 @@ class Planner:
         alike it is for the first of them to look.
         """
         is_next = request.rank is None or request.rank.batch_index == self._task.next_batch_index
-        if not is_next or self._is_serving or self._queue.has_line(request.spec):
+        if not is_next or self._is_serving or request.spec in self._queue.by_spec:
             return None
         try:
             return self._search.plan_inline(request)
@@ -230,7 +230,8 @@ class Planner:
     # The dispatch loop
 
     def _start_dispatch(self) -> None:
-        has_work = self._to_answer or self._has_changed or self._can_plan or self._queue.has_turn(self._latest_order)
+        has_turn = self._queue.by_spec and self._queue.has_turn(self._latest_order)
+        has_work = has_turn or self._to_answer or self._has_changed or self._can_plan
         if has_work and self._dispatching is None and self._gone is None:
             self._dispatching = asyncio.get_running_loop().create_task(self._dispatch())
 

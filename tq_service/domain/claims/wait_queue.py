@@ -185,10 +185,14 @@ class WaitQueue:
     """The lines of those who wait, and which of them are to have a turn, in order of arrival of their first waiters.
 
     Joining, leaving and having a turn cost the same however many wait, but for a logarithm of the number of lines.
+
+    Attributes:
+        by_spec: the lines; a call that is answered at once joins none.
+        last_arrival: number of the last call that joined one.
     """
 
     def __init__(self) -> None:
-        self._lines: dict[ClaimSpec, Line] = {}
+        self.by_spec: dict[ClaimSpec, Line] = {}
         self._ranked: dict[ClaimSpec, Line] = {}
         self._rank_counts: Counter[int] = Counter()  # ranks by batch_index
         self._turns: list[tuple[int, int, Line]] = []  # a heap: order, a number that no two have, and whose turn it is
@@ -196,37 +200,33 @@ class WaitQueue:
         self.last_arrival = 0
 
     def __len__(self) -> int:
-        return sum(map(len, self._lines.values()))
+        return sum(map(len, self.by_spec.values()))
 
     def __bool__(self) -> bool:
-        return bool(self._lines)
+        return bool(self.by_spec)
 
     def __iter__(self) -> Iterator[Waiter]:
         """Return all waiters of the moment of the call."""
-        return iter([waiter for line in self._lines.values() for waiter in line.waiters])
+        return iter([waiter for line in self.by_spec.values() for waiter in line.waiters])
 
     @property
     def lines(self) -> list[Line]:
         """All lines of this moment."""
-        return list(self._lines.values())
+        return list(self.by_spec.values())
 
     @property
     def ranked_lines(self) -> list[Line]:
         """The lines of ranks."""
         return list(self._ranked.values())
 
-    def has_line(self, spec: ClaimSpec) -> bool:
-        """Whether calls wait that ask so."""
-        return spec in self._lines
-
     def join(self, waiter: Waiter) -> Line:
         """Add a waiter and return its line; `leave` is called once for it."""
         self.last_arrival += 1
         waiter.arrival = self.last_arrival
         spec, rank = waiter.request.spec, waiter.request.rank
-        line = self._lines.get(spec)
+        line = self.by_spec.get(spec)
         if line is None:
-            line = self._lines[spec] = Line(spec)
+            line = self.by_spec[spec] = Line(spec)
             if rank is not None:
                 self._ranked[spec] = line
         if rank is not None:
@@ -236,7 +236,7 @@ class WaitQueue:
 
     def leave(self, waiter: Waiter) -> None:
         """Remove a waiter."""
-        line, rank = self._lines.get(waiter.request.spec), waiter.request.rank
+        line, rank = self.by_spec.get(waiter.request.spec), waiter.request.rank
         if rank is not None:
             self._rank_counts[rank.batch_index] -= 1
             if not self._rank_counts[rank.batch_index]:
@@ -247,8 +247,8 @@ class WaitQueue:
 
     def drop_if_unused(self, line: Line) -> None:
         """Forget a line in which nobody waits and for which no plan is made."""
-        if not line and line.planning is None and self._lines.get(line.spec) is line:
-            del self._lines[line.spec]
+        if not line and line.planning is None and self.by_spec.get(line.spec) is line:
+            del self.by_spec[line.spec]
             self._ranked.pop(line.spec, None)
 
     # Turns
