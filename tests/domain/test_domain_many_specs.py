@@ -136,6 +136,18 @@ async def test_a_poll_that_comes_while_a_plan_is_made_ends_with_the_next_one(ben
     call.cancel()
 
 
+async def test_a_poll_sees_what_was_written_before_it_came_though_a_plan_was_under_way(bench):
+    slow = SlowSampler(SequentialSampler())
+    call = bench.ask(sampler=slow)
+    await slow.started.wait()
+    bench.insert(4)
+    poll = bench.ask(sampler=slow, wait=0.0)
+    await turns()
+    slow.go.set()
+    assert rows(await finished(poll)) == [2, 3]
+    assert rows(call) == [0, 1]
+
+
 async def test_those_behind_a_hanging_sampler_fail_one_after_the_other_and_others_go_on():
     bench = Bench(timeout=0.05)
     bench.insert(4)

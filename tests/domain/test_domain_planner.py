@@ -8,7 +8,7 @@ from domain_support import SlowSampler, asks, clear, new_id, reset, seal, turns,
 from planner_bench import Bench, Whenever, finished, rows
 
 from tq_service.domain.claims.end import End
-from tq_service.domain.claims.plan_search import cut_micro_batches
+from tq_service.domain.claims.planner import cut_micro_batches
 from tq_service.domain.claims.wait_queue import NotYet
 from tq_service.domain.plan import Plan, RankPlan
 from tq_service.domain.tables.meta import Condition

@@ -17,8 +17,7 @@ from tq_service.domain.changes.partitions import PartitionCleared, PartitionCrea
 from tq_service.domain.changes.samples import SamplesWritten, SampleWrite, Written
 from tq_service.domain.changes.state_machine import Change, ChangeLog, RequestAnswered, State, StateMachine, Step
 from tq_service.domain.claims.ledger import Lease, LeaseTimer, TaskLedger
-from tq_service.domain.claims.plan_search import RunsPlans
-from tq_service.domain.claims.planner import Planner
+from tq_service.domain.claims.planner import Planner, RunsPlans
 from tq_service.domain.claims.request import ClaimRequest
 from tq_service.domain.claims.wait_queue import Answer, LoopYielder, NotYet
 from tq_service.domain.idempotency import IdempotencyCache

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from tq_service.domain.claims.end import End
-from tq_service.domain.claims.ledger import QueueClaim
-from tq_service.domain.claims.plan_search import FailedPlan, Marks
+from tq_service.domain.claims.ledger import QueueClaim, TaskLedger
 from tq_service.domain.claims.request import ClaimRequest, ClaimSpec
+from tq_service.domain.partition import Partition
 from tq_service.domain.plan import RankPlan
 from tq_service.errors import TqError
 
@@ -53,6 +53,31 @@ class LoopYielder:
         if self._answer_count >= _ANSWERS_WITHOUT_REST:
             await asyncio.sleep(time.perf_counter() - self._last)
         self._last = time.perf_counter()
+
+
+@dataclass(frozen=True, slots=True)
+class FailedPlan:
+    """A plan that found too little, and what must change before another one can find more.
+
+    So a partition that fills row by row is not scanned for each of them.
+
+    Attributes:
+        state_version: of the partition when the plan was begun.
+        row_version: that the partition must reach.
+        consumed: rows consumed and leased by the task then, where a change of these may bring the end; else None.
+    """
+
+    state_version: int
+    row_version: int
+    consumed: tuple[int, int] | None
+
+    def cannot_succeed_yet(self, partition: Partition, task: TaskLedger) -> bool:
+        """Whether too little has changed for another attempt to be worth while."""
+        return (
+            partition.state_version == self.state_version
+            and partition.row_version < self.row_version
+            and self.consumed in (None, (task.consumed_count, task.leased_count))
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -113,7 +138,7 @@ class Line:
     turn_size: int = 0
     seen: int = 0
     failed: FailedPlan | None = None
-    end: tuple[Marks, End] | None = None
+    end: tuple[tuple[int, ...], End] | None = None
     planning: asyncio.Task[None] | None = None
     head_start_seconds: float = 0.0
     _waiters: OrderedDict[Waiter, None] = field(default_factory=OrderedDict)
