@@ -319,7 +319,7 @@ def test_a_service_does_not_start_on_what_a_newer_version_wrote_nor_go_back_befo
     [
         (lambda part: {**part, "table": "attic"}, "attic"),
         (lambda part: {**part, "column": "attic"}, "attic"),
-        (lambda part: {**part, "form": "doubles"}, "no values of type"),
+        (lambda part: {**part, "form": "values", "values": (np.zeros(3),)}, "no values of type"),
         (lambda part: None, "its table has"),
     ],
     ids=["table", "column", "form", "a part is missing"],

@@ -17,10 +17,10 @@ from typing import Final
 
 from tq_service.durable.checkpoint_plan import Block
 from tq_service.durable.file_names import PARTIAL_SUFFIX, beside, make_folder
-from tq_service.durable.record_file import RecordWriter
-from tq_service.durable.snapshot import BlockHeader, ServiceSnapshot, write_header, write_record, write_state
+from tq_service.durable.record_file import RecordWriter, gathered
+from tq_service.durable.snapshot import ServiceSnapshot, StoredBlock, write_header, write_record, write_state
 from tq_service.errors import DiskFullError, InternalError, InvalidArgumentError, PreconditionError
-from tq_service.wire.columns import ColumnShape, encode_header
+from tq_service.wire.columns import ColumnShape
 
 FILE_NAME: Final = "checkpoint.tqc"
 _LONGEST_NAME: Final = 200
@@ -97,19 +97,16 @@ class CheckpointWriter:
 
     def begin_block(self, block: Block, columns: Sequence[ColumnShape]) -> None:
         """Begin a block, whose bytes are to come."""
-        header = BlockHeader(
-            partition_id=block.partition_id,
-            row_count=block.global_indexes.size,
-            columns=tuple(encode_header(column).SerializeToString() for column in columns),
-            size_bytes=sum(column.value_bytes for column in columns),
+        stored = StoredBlock(
+            partition_id=block.partition_id, row_count=block.global_indexes.size, columns=tuple(columns)
         )
         with self._explained():
-            write_record(self._writer, "block", header)
+            write_record(self._writer, "block", stored)
 
     def add(self, chunks: Iterable[memoryview]) -> None:
         """Append bytes of the block."""
         with self._explained():
-            for some in _gathered(chunks):
+            for some in gathered(_cut(chunks), len, _RECORD_BYTES):
                 self._writer.write(*some)
 
     def finish(self, snapshot: ServiceSnapshot) -> None:
@@ -143,17 +140,8 @@ class CheckpointWriter:
             ) from error
 
 
-def _gathered(chunks: Iterable[memoryview]) -> Iterator[list[memoryview]]:
-    """Yield chunks in lists of about a record's bytes; large ones are cut."""
-    some: list[memoryview] = []
-    size = 0
+def _cut(chunks: Iterable[memoryview]) -> Iterator[memoryview]:
+    """Yield chunks in parts of a record's bytes at most."""
     for chunk in chunks:
         for start in range(0, len(chunk), _RECORD_BYTES):
-            part = chunk[start : start + _RECORD_BYTES]
-            some.append(part)
-            size += len(part)
-            if size >= _RECORD_BYTES:
-                yield some
-                some, size = [], 0
-    if some:
-        yield some
+            yield chunk[start : start + _RECORD_BYTES]

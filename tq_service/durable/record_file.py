@@ -9,10 +9,10 @@ import contextlib
 import errno
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Final
+from typing import BinaryIO, Final, TypeVar
 
 import xxhash
 
@@ -26,6 +26,7 @@ _FRAME: Final = struct.Struct("<IQ")
 _BUFFER_BYTES: Final = 1 << 20
 _SPARE_BYTES: Final = 2 * RESERVE_BYTES
 """What is left free of the disk, so that changes can be written down beside it, and room be set aside for them."""
+Each = TypeVar("Each")
 
 
 class RecordWriter:
@@ -144,6 +145,20 @@ def read_records(path: Path, at: int = 0) -> Iterator[tuple[int, bytes]]:
                 raise damaged(path, at, "a record does not fit its checksum")
             yield at, record
             at += _FRAME.size + length
+
+
+def gathered(values: Iterable[Each], size_of: Callable[[Each], int], least: int) -> Iterator[list[Each]]:
+    """Yield values in lists, each of at least so much together, as one record has them; the last one has the rest."""
+    some: list[Each] = []
+    size = 0
+    for value in values:
+        some.append(value)
+        size += size_of(value)
+        if size >= least:
+            yield some
+            some, size = [], 0
+    if some:
+        yield some
 
 
 def damaged(path: Path, at: int, what: str) -> SnapshotDamagedError:

@@ -14,35 +14,14 @@ from tq_service.domain.tables.table import ColumnSnapshot
 from tq_service.durable.checkpoint_plan import number_of
 from tq_service.durable.record_file import damaged, read_records
 from tq_service.durable.snapshot import (
-    BlockHeader,
     ServiceSnapshot,
     SnapshotReader,
+    StoredBlock,
     read_header,
     read_state,
     reading,
 )
 from tq_service.errors import InvalidArgumentError
-from tq_service.v1 import metadata_pb2
-from tq_service.wire.columns import ColumnShape, decode_headers
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredBlock:
-    """Cells of a checkpoint, to become one put.
-
-    Attributes:
-        partition_id: their partition.
-        row_count: number of rows of every column.
-        columns: the columns, in the order of their bytes.
-        size_bytes: bytes of all columns together.
-        at: where their bytes begin in the file.
-    """
-
-    partition_id: str
-    row_count: int
-    columns: Sequence[ColumnShape]
-    size_bytes: int
-    at: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,22 +82,17 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 def _blocks(reader: SnapshotReader) -> Iterator[StoredBlock]:
     while reader.kind == "block":
-        header: BlockHeader = reader.take("block")
-        columns = decode_headers(map(metadata_pb2.ColumnHeader.FromString, header.columns), header.row_count)
-        if sum(column.value_bytes for column in columns) != header.size_bytes:
-            raise ValueError("a block has another size than its columns")
-        at, left = reader.at, header.size_bytes
+        block: StoredBlock = reader.take("block")
+        for column in block.columns:
+            column.validate()
+            if column.row_count != block.row_count:
+                raise ValueError("a block has another number of rows than its columns")
+        at, left = reader.at, block.size_bytes
         while left > 0:
             left -= len(reader.take_bytes())
         if left < 0:
             raise ValueError(f"a block has {-left} bytes too many")
-        yield StoredBlock(
-            partition_id=header.partition_id,
-            row_count=header.row_count,
-            columns=columns,
-            size_bytes=header.size_bytes,
-            at=at,
-        )
+        yield replace(block, at=at)
 
 
 def _check_blocks(partitions: Sequence[PartitionSnapshot], blocks: Sequence[StoredBlock]) -> None:

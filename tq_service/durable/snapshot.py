@@ -15,30 +15,29 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tq_service.domain.claims.ledger import Batch, Lease, QueueClaim, TaskFacts, TaskSnapshot
-from tq_service.domain.claims.request import BatchSpec, LeaseTerms
+from tq_service.domain.claims.request import BatchSpec
 from tq_service.domain.idempotency import Entry, LogSnapshot
 from tq_service.domain.partition import PartitionFacts, PartitionSnapshot
 from tq_service.domain.plan import Plan, RankPlan
 from tq_service.durable import codec
 from tq_service.durable.column_codec import ColumnPart, TableHeader, TableReader, encode_table
-from tq_service.durable.record_file import RecordWriter, damaged, read_records
+from tq_service.durable.record_file import RecordWriter, damaged, gathered, read_records
 from tq_service.errors import NewerVersionError, SnapshotDamagedError, TqError
 from tq_service.wire.collection import no_collection
+from tq_service.wire.columns import ColumnShape
 
-FORMAT_VERSION: Final = 2
+FORMAT_VERSION: Final = 3
 _CLAIMS_A_RECORD: Final = 256  # what is encoded without giving way to others
 _IDS_A_RECORD: Final = 1024
 _PUT_BYTES_A_RECORD: Final = 1 << 18
-_MOST_PARTS: Final = 4096
 _NO_ROWS: Final = np.zeros(0, np.int64)
 _NOT_ROWS: Final = tuple(each.name for each in fields(RankPlan) if each.name != "rows")
 Each = TypeVar("Each")
@@ -99,17 +98,25 @@ class Header:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockHeader:
+class StoredBlock:
     """Cells of a checkpoint that become one put when it is restored; their bytes are in the records that follow.
 
     Attributes:
-        columns: their headers, in the order of their bytes; each a ColumnHeader message.
+        partition_id: their partition.
+        row_count: number of rows of every column.
+        columns: the columns, in the order of their bytes.
+        at: where their bytes begin in the file.
     """
 
     partition_id: str
     row_count: int
-    columns: tuple[bytes, ...]
-    size_bytes: int
+    columns: tuple[ColumnShape, ...]
+    at: int = field(default=0, metadata={"is_encoded": False})
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all columns together."""
+        return sum(column.value_bytes for column in self.columns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,39 +134,30 @@ class _Batches:
     Attributes:
         are_without_rows: whether they are kept though their rows are gone.
         batch_specs: what they were planned by; batches in a row mostly share it.
-        spec_numbers: for each batch the position of its spec.
         parts: what ranks get but for their rows, each a RankPlan; batches in a row mostly share it.
-        plans: for each batch the parts of its ranks: the rows as bytes, and the position in `parts`.
+        batches: of each (serial, batch_index, size, position in `batch_specs`, parts of its ranks), where the part of a
+            rank is (rows as bytes, position in `parts`).
     """
 
     are_without_rows: bool = False
-    serials: NDArray[np.int64]
-    batch_indexes: NDArray[np.int64]
-    sizes: NDArray[np.int64]
     batch_specs: list[BatchSpec]
-    spec_numbers: NDArray[np.int64]
     parts: list[bytes]
-    plans: list[Any]  # of lists of (bytes, int); looking at the types of a hundred thousand would take long
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _StoredLease:
-    """The lease of the claim at a position of its record."""
-
-    position: int
-    terms: LeaseTerms
-    delivery_counts: NDArray[np.int32]
+    batches: list[Any]  # looking at the types of a hundred thousand would take long
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Claims:
-    """Claims of queue workers; for `parts` and `given` see `_Batches`."""
+    """Claims of queue workers.
 
-    serials: NDArray[np.int64]
-    request_ids: list[bytes]
+    Attributes:
+        parts: see `_Batches`.
+        claims: of each (serial, request_id, rows as bytes, position in `parts`).
+        leases: of those that were made with one, by their serials.
+    """
+
     parts: list[bytes]
-    given: list[Any]  # of (bytes, int)
-    leases: list[_StoredLease]
+    claims: list[Any]
+    leases: list[Lease]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +169,7 @@ class _End:
 
 _KINDS: Final[dict[str, Any]] = {
     "header": Header,
-    "block": BlockHeader,
+    "block": StoredBlock,
     "partition": _PartitionHeader,
     "column": ColumnPart,
     "task": TaskFacts,
@@ -280,7 +278,7 @@ def write_state(writer: RecordWriter, snapshot: ServiceSnapshot) -> None:
             write_record(writer, kind, value)
     for answers in _entries(snapshot.answers):
         write_record(writer, "answers", answers)
-    for puts in _put_records(snapshot.puts):
+    for puts in gathered(snapshot.puts, len, _PUT_BYTES_A_RECORD):
         write_record(writer, "puts", puts)
     write_record(writer, "end", _End(record_count=writer.count))
 
@@ -408,149 +406,85 @@ class EncodedPlan:
         return Plan(ranks=tuple(part() for part in self.parts()))
 
 
-class _PartEncoder:
-    """Encodes the parts of plans; what several of them share but for their rows, as plain batches do, is so once."""
+class _Parts:
+    """The parts of plans in one record; what several share but for their rows, as plain batches do, is in it once."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, ...], tuple[RankPlan, bytes]] = {}  # by identity, which is theirs while in here
+        self._known: dict[tuple[int, ...], tuple[RankPlan, int]] = {}  # by identity, which is theirs while in here
+        self._numbers: dict[bytes, int] = {}
 
-    def encode(self, part: RankPlan | Callable[[], RankPlan]) -> tuple[bytes, bytes]:
-        """Return the rows, and all else of a part."""
+    def add(self, part: RankPlan | Callable[[], RankPlan]) -> tuple[bytes, int]:
+        """Return the rows of a part, and the position of all else."""
         if isinstance(part, EncodedPart):
-            return part.rows, part.rest
+            return part.rows, self._number_of(part.rest)
         part = part if isinstance(part, RankPlan) else part()
         key = tuple(id(getattr(part, name)) for name in _NOT_ROWS)
         known = self._known.get(key)
         if known is None:
-            if len(self._known) >= _MOST_PARTS:
-                self._known.clear()
-            known = self._known[key] = (part, codec.encode(replace(part, rows=_NO_ROWS)))
+            known = self._known[key] = (part, self._number_of(codec.encode(replace(part, rows=_NO_ROWS))))
         return part.rows.astype("<i8", copy=False).tobytes(), known[1]
 
-
-class _Parts:
-    """The parts of one record, of which those that are alike but for their rows share what they have else."""
-
-    def __init__(self, encoder: _PartEncoder) -> None:
-        self._encoder = encoder
-        self._numbers: dict[bytes, int] = {}
-
-    def add(self, part: RankPlan | Callable[[], RankPlan]) -> tuple[bytes, int]:
-        rows, rest = self._encoder.encode(part)
-        return rows, self._numbers.setdefault(rest, len(self._numbers))
-
     def all(self) -> list[bytes]:
+        """Return what the parts are but for their rows."""
         return list(self._numbers)
+
+    def _number_of(self, rest: bytes) -> int:
+        return self._numbers.setdefault(rest, len(self._numbers))
 
 
 def _record_records(task: TaskSnapshot) -> Iterator[tuple[str, Any]]:
-    encoder = _PartEncoder()
     for some in _batched(task.records, _CLAIMS_A_RECORD):
         batches = [record for record in some if isinstance(record, Batch)]
         if batches:
-            yield "batches", _encode_batches(batches, encoder)
+            yield "batches", _encode_batches(batches)
         claims = [record for record in some if isinstance(record, QueueClaim)]
         if claims:
-            yield "claims", _encode_claims(claims, encoder)
+            yield "claims", _encode_claims(claims)
     if task.batches_without_rows:
-        yield "batches", replace(_encode_batches(task.batches_without_rows, encoder), are_without_rows=True)
+        yield "batches", replace(_encode_batches(task.batches_without_rows), are_without_rows=True)
 
 
-def _encode_batches(batches: Sequence[Batch], encoder: _PartEncoder) -> _Batches:
-    numbers: dict[BatchSpec, int] = {}
-    parts = _Parts(encoder)
-    plans = []
+def _encode_batches(batches: Sequence[Batch]) -> _Batches:
+    specs: dict[BatchSpec, int] = {}
+    parts = _Parts()
+    encoded = []
     for batch in batches:
         kept = batch.kept_plan
-        ranks = kept.parts() if isinstance(kept, EncodedPlan) else batch.plan.ranks
-        plans.append(list(map(parts.add, ranks)))
-    return _Batches(
-        serials=np.array([batch.serial for batch in batches], np.int64),
-        batch_indexes=np.array([batch.batch_index for batch in batches], np.int64),
-        sizes=np.array([batch.size for batch in batches], np.int64),
-        spec_numbers=np.array([numbers.setdefault(batch.batch_spec, len(numbers)) for batch in batches], np.int64),
-        batch_specs=list(numbers),
-        parts=parts.all(),
-        plans=plans,
-    )
+        ranks = list(map(parts.add, kept.parts() if isinstance(kept, EncodedPlan) else batch.plan.ranks))
+        spec = specs.setdefault(batch.batch_spec, len(specs))
+        encoded.append((batch.serial, batch.batch_index, batch.size, spec, ranks))
+    return _Batches(batch_specs=list(specs), parts=parts.all(), batches=encoded)
 
 
 def _batches_of(stored: _Batches) -> Iterator[Batch]:
     """Yield batches; how much is left of them follows from the rows."""
-    facts = zip(
-        stored.serials.tolist(),
-        stored.batch_indexes.tolist(),
-        stored.sizes.tolist(),
-        stored.spec_numbers.tolist(),
-        stored.plans,
-        strict=True,
-    )
-    for serial, batch_index, size, spec, plan in facts:
+    for serial, batch_index, size, spec, ranks in stored.batches:
         yield Batch(
             serial=serial,
             batch_spec=stored.batch_specs[spec],
-            plan=EncodedPlan(plan, stored.parts),
+            plan=EncodedPlan(ranks, stored.parts),
             batch_index=batch_index,
             size=size,
             remaining=0,
         )
 
 
-def _encode_claims(claims: Sequence[QueueClaim], encoder: _PartEncoder) -> _Claims:
-    parts = _Parts(encoder)
-    given = [parts.add(claim.kept_part) for claim in claims]
-    return _Claims(
-        serials=np.array([claim.serial for claim in claims], np.int64),
-        request_ids=[claim.request_id for claim in claims],
-        parts=parts.all(),
-        given=given,
-        leases=[
-            _StoredLease(position=position, terms=claim.lease.terms, delivery_counts=claim.lease.delivery_counts)
-            for position, claim in enumerate(claims)
-            if claim.lease is not None
-        ],
-    )
+def _encode_claims(claims: Sequence[QueueClaim]) -> _Claims:
+    parts = _Parts()
+    encoded = [(claim.serial, claim.request_id, *parts.add(claim.kept_part)) for claim in claims]
+    leases = [claim.lease for claim in claims if claim.lease is not None]
+    return _Claims(parts=parts.all(), claims=encoded, leases=leases)
 
 
-def _claims_of(stored: _Claims) -> list[QueueClaim]:
-    """Return claims of queue workers; how much is left of them follows from the rows."""
-    claims = [
-        QueueClaim(
-            request_id=request_id,
-            serial=serial,
-            part=EncodedPart(rows, stored.parts[number]),
-            remaining=0,
-        )
-        for serial, request_id, (rows, number) in zip(
-            stored.serials.tolist(), stored.request_ids, stored.given, strict=True
-        )
-    ]
-    for each in stored.leases:
-        claim = claims[each.position]
-        claim.lease = Lease(
-            request_id=claim.request_id,
-            serial=claim.serial,
-            terms=each.terms,
-            delivery_counts=each.delivery_counts,
-            left_count=0,
-        )
-    return claims
+def _claims_of(stored: _Claims) -> Iterator[QueueClaim]:
+    """Yield claims of queue workers; how much is left of them follows from the rows."""
+    leases = {lease.serial: lease for lease in stored.leases}
+    for serial, request_id, rows, number in stored.claims:
+        part = EncodedPart(rows, stored.parts[number])
+        yield QueueClaim(request_id=request_id, serial=serial, part=part, remaining=0, lease=leases.get(serial))
 
 
-# Ids, answers and puts
-
-
-def _put_records(puts: Iterable[bytes]) -> Iterator[list[bytes]]:
-    some: list[bytes] = []
-    size = 0
-    for put in puts:
-        some.append(put)
-        size += len(put)
-        if size >= _PUT_BYTES_A_RECORD:
-            yield some
-            some, size = [], 0
-    if some:
-        yield some
+# Ids and answers
 
 
 def _entries(log: LogSnapshot) -> Iterator[Sequence[Entry[Any]]]:

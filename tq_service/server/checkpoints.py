@@ -17,8 +17,8 @@ from tq_service.domain.partition import Partition, PartitionSnapshot
 from tq_service.domain.tables.cells import FreedCells, Put
 from tq_service.durable.checkpoint import CheckpointWriter, checkpoint_path
 from tq_service.durable.checkpoint_plan import Block, PartitionPlan
-from tq_service.durable.restore import Checkpoint, StoredBlock, read_checkpoint
-from tq_service.durable.snapshot import ServiceSnapshot
+from tq_service.durable.restore import Checkpoint, read_checkpoint
+from tq_service.durable.snapshot import ServiceSnapshot, StoredBlock
 from tq_service.errors import DataLossError, FieldNotFoundError, PreconditionError, PutNotFoundError
 from tq_service.server.answers import pack
 from tq_service.server.loop_watch import watching_loop
