@@ -5,6 +5,7 @@ import pytest
 from domain_support import (
     asks,
     batch_spec,
+    claim_rows,
     clear,
     insert,
     new_id,
@@ -19,8 +20,10 @@ from planner_bench import Bench
 
 from tq_service.domain.claims.end import End
 from tq_service.domain.claims.ledger import Tombstones
+from tq_service.domain.claims.request import LeaseTerms
 from tq_service.domain.plan import Plan, RankPlan
 from tq_service.domain.tables.meta import Order
+from tq_service.domain.tables.table import Column
 from tq_service.errors import (
     ClaimReleasedError,
     RankDisagreementError,
@@ -195,6 +198,21 @@ async def test_a_claim_of_a_partition_that_was_cleared_is_not_retracted_from_the
     bench.planner.retract(request.request_id)
     bench.catalog.retract(bench.partition, "t", request.request_id)
     assert again.tasks["t"].consumed_count == 1
+
+
+@pytest.mark.parametrize("lease", [None, LeaseTerms(seconds=10.0)])
+def test_a_claim_writes_what_became_of_its_rows_once(train, monkeypatch, lease):
+    written, write = [], Column.write
+
+    def noted(column, where, values):
+        written.append(column)
+        write(column, where, values)
+
+    monkeypatch.setattr(Column, "write", noted)
+    task = task_of(train, "t")
+    first, second = (claim_rows(train, task, rows, lease=lease) for rows in ([0, 1], [2, 3]))
+    assert [column is task.claim for column in written].count(True) == 2
+    assert second.serial == first.serial + 1
 
 
 def test_ids_of_released_claims_are_forgotten_in_time():
