@@ -78,11 +78,6 @@ class TtlLog(Generic[Value]):
         if self._entries[entry.key] is entry:
             del self._entries[entry.key]
 
-    def drop_before(self, seconds: float) -> None:
-        """Forget all entries from before a time."""
-        while (oldest := self.oldest) is not None and oldest.seconds < seconds:
-            self.drop_oldest()
-
     def snapshot(self) -> LogSnapshot:
         """Return all entries as they are now."""
         blocks = list(self._blocks)

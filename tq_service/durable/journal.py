@@ -118,11 +118,6 @@ class Journal:
         """Return the generations of the snapshots that are there, ascending; at most the last two have a journal."""
         return snapshot_numbers(self._directory)
 
-    def newest_snapshot(self) -> Path | None:
-        """Return the newest snapshot that is there, which is the one that `replay` goes on from."""
-        generations = self.snapshots()
-        return self.snapshot_path(generations[-1]) if generations else None
-
     def snapshot_path(self, generation: int) -> Path:
         """Return where the snapshot of a generation is, or is to be put once it is whole."""
         return snapshot_path(self._directory, generation)
@@ -149,11 +144,6 @@ class Journal:
     def is_behind(self) -> bool:
         """Whether something was appended that is not durable yet, or never will be."""
         return self._durable != self._appended or self._abandoned is not None
-
-    @property
-    def appended_number(self) -> int:
-        """Number of the last record that was appended."""
-        return self._appended
 
     def abandon(self, error: TqError) -> None:
         """Write nothing more, not even what was appended in this step of the loop, since memory may differ from it.
