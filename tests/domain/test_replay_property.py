@@ -31,7 +31,7 @@ def replayed(journal):
     for record in journal:
         at_seconds, changes = decode_group(record)
         for change in changes:
-            catalog.replay(change, at_seconds)
+            catalog.machine.replay(change, at_seconds)
     return catalog
 
 
@@ -41,7 +41,8 @@ async def drive(seed, steps):
     driver, journal = interleaving.driver, Journal()
     created = driver.partition
     driver.catalog.remove(created.partition_id, b"")  # it was made before there was a journal
-    driver.catalog.start_recording(journal, fail)
+    machine = driver.catalog.machine
+    machine.log, machine.fatal = journal, fail
     driver.open_life()
     for name, step_seed in steps:
         await interleaving.step(name, step_seed)

@@ -14,6 +14,7 @@ from test_claims_property import ROWS_ARE_MOVED, SEEDS, Interleaving, sequences
 
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.claims.ledger import QueueClaim
+from tq_service.domain.partition import Partition
 from tq_service.domain.tables import table as table_module
 from tq_service.durable.snapshot import ServiceSnapshot, read_snapshot, write_snapshot
 from tq_service.samplers import PlanRunner
@@ -23,7 +24,7 @@ def restored(partitions, path):
     """Return the catalog that a snapshot makes."""
     write_snapshot(path, ServiceSnapshot(partitions=partitions))
     catalog = Catalog(PlanRunner())
-    catalog.restore(read_snapshot(path).partitions)
+    catalog.adopt([Partition.restore(each) for each in read_snapshot(path).partitions])
     return catalog
 
 

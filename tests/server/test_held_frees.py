@@ -4,7 +4,7 @@ import os
 
 import numpy as np
 
-from tq_service.domain.tables.cells import FreedCells, Put
+from tq_service.domain.tables.cells import CellSet, Put
 from tq_service.server.storages import StorageDirectory
 from tq_service.storage.cells import PutCells
 from tq_service.wire.credentials import Credentials
@@ -37,8 +37,8 @@ def test_what_is_freed_meanwhile_is_given_back_at_the_end_of_the_last_hold():
     whole, part = committed(directory), committed(directory)
     with directory.holding_frees():
         with directory.holding_frees():
-            directory.free([FreedCells(put=whole)])
-        directory.free([FreedCells(put=part, field_names=("x",), rows=np.array([4, 7]))])
+            directory.free([CellSet(put=whole)])
+        directory.free([CellSet(put=part, field_names=("x",), rows=np.array([4, 7]))])
         assert storage.freed == []
         assert directory.is_committed(whole)  # lest it is committed again, and then given back
         assert PutCells(put_id=whole.put_id) in list(directory._known("s", b"b" * 16).parts())
@@ -51,7 +51,7 @@ def test_a_put_that_was_refused_goes_at_once_since_it_may_be_sent_again():
     directory = directory_of(storage)
     refused = Put("s", b"b" * 16, os.urandom(16))
     with directory.holding_frees():
-        directory.free([FreedCells(put=refused)])
+        directory.free([CellSet(put=refused)])
         assert storage.freed == [(refused.put_id, None)]
 
 
@@ -82,8 +82,8 @@ def test_cells_elsewhere_stay_until_a_crash_cannot_bring_back_the_samples_that_h
     journal = Journal()
     directory, storage = elsewhere(journal)
     first, second = committed(directory), committed(directory)
-    directory.free([FreedCells(put=first)])
-    directory.free([FreedCells(put=second, field_names=("x",), rows=np.array([2]))])
+    directory.free([CellSet(put=first)])
+    directory.free([CellSet(put=second, field_names=("x",), rows=np.array([2]))])
     assert storage.freed == []
     assert directory.is_committed(first)
     assert PutCells(put_id=first.put_id) in list(
@@ -99,5 +99,5 @@ def test_an_uncommitted_put_elsewhere_goes_at_once():
     journal = Journal()
     directory, storage = elsewhere(journal)
     refused = Put("s", b"b" * 16, os.urandom(16))
-    directory.free([FreedCells(put=refused)])
+    directory.free([CellSet(put=refused)])
     assert storage.freed == [(refused.put_id, None)]

@@ -10,7 +10,7 @@ import pytest
 from split_driver import split_service
 
 from tq_service.domain.changes.samples import SamplesCleared
-from tq_service.domain.tables.cells import CellsSnapshot, FreedCells, Put, PutTable
+from tq_service.domain.tables.cells import CellSet, CellsSnapshot, Put, PutTable
 from tq_service.errors import CallCancelledError, InvalidArgumentError, PutNotFoundError
 from tq_service.server.known_puts import KnownPuts
 from tq_service.storage.cells import PutCells, ReadRuns
@@ -60,7 +60,7 @@ def test_what_is_said_of_very_many_puts_takes_many_small_messages_made_one_by_on
 def test_a_put_of_which_very_many_rows_are_left_here_and_there_takes_many_messages():
     put = Put("s", BOOT, b"p" * 16)
     rows = np.arange(0, 200_000, 2)
-    leaving = [FreedCells(put=put, field_names=("x",), rows=rows), FreedCells(put=put, field_names=("y",))]
+    leaving = [CellSet(put=put, field_names=("x",), rows=rows), CellSet(put=put, field_names=("y",))]
     pieces = list(KnownPuts(storage_id="s", boot_id=BOOT, leaving=[leaving]).pieces())
     assert max(piece.ByteSize() for piece in pieces) <= 64 * 1024
     first_rows = [row for piece in pieces for cells in piece.cells for row in cells.first_rows]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, KeysView, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -15,14 +15,14 @@ from tq_service.domain.admission.put_line import PutLine
 from tq_service.domain.changes.claims import LeaseExpired, TaskSeen
 from tq_service.domain.changes.partitions import PartitionCleared, PartitionCreated
 from tq_service.domain.changes.samples import SamplesWritten, SampleWrite, Written
-from tq_service.domain.changes.state_machine import Change, ChangeLog, RequestAnswered, State, StateMachine, Step
+from tq_service.domain.changes.state_machine import Change, RequestAnswered, State, StateMachine, Step
 from tq_service.domain.claims.ledger import Lease, LeaseTimer, TaskLedger
 from tq_service.domain.claims.planner import Planner, RunsPlans
 from tq_service.domain.claims.request import ClaimRequest
 from tq_service.domain.claims.wait_queue import Answer, LoopYielder, NotYet
 from tq_service.domain.idempotency import IdempotencyCache
 from tq_service.domain.partition import Partition, PartitionSettings, PartitionSnapshot
-from tq_service.domain.tables.cells import CellsSnapshot, FreedCells
+from tq_service.domain.tables.cells import CellSet, CellsSnapshot
 from tq_service.errors import (
     AlreadyExistsError,
     InvalidArgumentError,
@@ -57,7 +57,7 @@ class Catalog:
         self.limits = limits or Limits()
         self.machine = StateMachine(State(answers))
         self.machine.listener = self._follow
-        self.on_freed: Callable[[Sequence[FreedCells]], None] = lambda freed: None
+        self.on_freed: Callable[[Sequence[CellSet]], None] = lambda freed: None
         self._state = self.machine.state
         self._partitions = self._state.partitions
         self._runner = runner
@@ -133,9 +133,13 @@ class Catalog:
 
     # Partitions
 
-    def names(self) -> Iterable[str]:
+    def names(self) -> KeysView[str]:
         """Return the names of all partitions."""
         return self._partitions.keys()
+
+    def sample_count(self) -> int:
+        """Return the number of samples in all partitions."""
+        return sum(partition.table.present_count for partition in self._partitions.values())
 
     def snapshot_cells(self) -> list[CellsSnapshot]:
         """Return which cells samples of all partitions have now, for `live_cells`, which another thread may read."""
@@ -191,7 +195,7 @@ class Catalog:
         """
         count = max(0, write.row_count)
         if self._most_samples is None or self._most_samples + count > self.limits.max_samples:
-            self._most_samples = sum(each.table.present_count for each in self._partitions.values())
+            self._most_samples = self.sample_count()
             is_near = self._most_samples + count > self.limits.max_samples
             if is_near and write.keys is not None:
                 count -= sum(map(partition.key_index.__contains__, write.keys))
@@ -204,18 +208,6 @@ class Catalog:
         self.get(partition_id, incarnation)
         count: int = self.commit(PartitionCleared(partition_id=partition_id))
         return count
-
-    def start_recording(self, log: ChangeLog, fatal: Callable[[str, BaseException], None]) -> None:
-        """Have every change from now on written down; `fatal` is called where the state cannot be used any more."""
-        self.machine.log, self.machine.fatal = log, fatal
-
-    def replay(self, change: Change, at_seconds: float) -> None:
-        """Apply a change that was written down, on the state in which it was made.
-
-        Raises:
-            TqError, LookupError, ValueError: the change does not fit the state.
-        """
-        self.machine.replay(change, at_seconds)
 
     def put_line(self, partition_id: str) -> PutLine | None:
         """Return where writes of new samples wait for room, None where nothing bounds them."""
@@ -239,14 +231,6 @@ class Catalog:
     def snapshot(self) -> list[PartitionSnapshot]:
         """Return all partitions as they are now, for another thread to read."""
         return [partition.snapshot() for partition in self._partitions.values()]
-
-    def restore(self, partitions: Iterable[PartitionSnapshot]) -> None:
-        """Take over the partitions of a snapshot, into a catalog that has none; nothing is told of it.
-
-        Raises:
-            NewerVersionError: one was written by a newer version.
-        """
-        self.adopt([Partition.restore(snapshot) for snapshot in partitions])
 
     @contextlib.contextmanager
     def closed(self) -> Iterator[None]:

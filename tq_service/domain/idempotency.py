@@ -44,9 +44,6 @@ class TtlLog(Generic[Value]):
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._entries
-
     def __iter__(self) -> Iterator[bytes]:
         return iter(self._entries)
 

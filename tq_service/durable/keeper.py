@@ -140,7 +140,7 @@ class Keeper:
     def start(self) -> None:
         """Write down every change from now on."""
         if self._catalog is not None:
-            self._catalog.start_recording(self, self.fatal)
+            self._catalog.machine.log, self._catalog.machine.fatal = self, self.fatal
         if self._engine is not None:
             self._engine.start(self._append_put, self._journal.after_durable)
 
@@ -193,8 +193,7 @@ class Keeper:
         return is_idle and self._journal.has_next_file  # else the loop would wait for the disk
 
     def _sample_count(self) -> int:
-        partitions = () if self._catalog is None else map(self._catalog.get, self._catalog.names())
-        return sum(partition.table.present_count for partition in partitions)
+        return 0 if self._catalog is None else self._catalog.sample_count()
 
     # Durability
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tq_service.domain.catalog import Catalog
+from tq_service.domain.partition import Partition
 from tq_service.durable.codec import decode_group, is_group
 from tq_service.durable.file_names import journal_numbers
 from tq_service.durable.journal import Journal, ReplayCost
@@ -71,10 +72,9 @@ class Recovery:
             if damaged > generation:  # else it would count as one to go back to
                 self._journal.set_snapshot_aside(damaged)
         put_count = self._take_puts()
-        partitions = [] if self._catalog is None else [self._catalog.get(name) for name in self._catalog.names()]
         return Recovered(
-            partition_count=len(partitions),
-            sample_count=sum(partition.table.present_count for partition in partitions),
+            partition_count=0 if self._catalog is None else len(self._catalog.names()),
+            sample_count=0 if self._catalog is None else self._catalog.sample_count(),
             put_count=put_count,
             record_count=record_count,
             seconds=time.perf_counter() - started_at,
@@ -95,7 +95,7 @@ class Recovery:
                 damages.append(error)
                 continue
             if self._catalog is not None:
-                self._catalog.restore(snapshot.partitions)
+                self._catalog.adopt(list(map(Partition.restore, snapshot.partitions)))
                 self._catalog.answers.restore(snapshot.answers)
             elif snapshot.partitions:
                 raise self._of_another_role(f"{len(snapshot.partitions)} partitions of a controller")
@@ -118,7 +118,7 @@ class Recovery:
             at_seconds, changes = decode_group(data)
             for change in changes:
                 kind = type(change).__name__
-                self._catalog.replay(change, at_seconds)
+                self._catalog.machine.replay(change, at_seconds)
         except NewerVersionError:
             raise
         except (TqError, LookupError, ValueError, TypeError) as error:

@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol, TypeVar
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.idempotency import Entry, LogSnapshot, merged
 from tq_service.domain.partition import Partition, PartitionSnapshot
-from tq_service.domain.tables.cells import FreedCells, Put
+from tq_service.domain.tables.cells import CellSet, Put
 from tq_service.durable.checkpoint import CheckpointWriter, checkpoint_path
 from tq_service.durable.checkpoint_plan import Block, PartitionPlan
 from tq_service.durable.restore import Checkpoint, read_checkpoint
@@ -159,7 +159,7 @@ class Checkpoints:
                 partitions = await _in_thread(lambda: [Partition.restore(each) for each in checkpoint.relocated(puts)])
                 await _to_the_end(self._appear(partitions, puts, checkpoint.state.answers, request_id, answer))
             except BaseException:
-                self._storages.free([FreedCells(put=put) for put in puts if not self._storages.is_committed(put)])
+                self._storages.free([CellSet(put=put) for put in puts if not self._storages.is_committed(put)])
                 raise
         return answer
 

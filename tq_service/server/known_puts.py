@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from tq_service.domain.tables.cells import CellsSnapshot, FreedCells, LiveCells, live_cells
+from tq_service.domain.tables.cells import CellSet, CellsSnapshot, live_cells
 from tq_service.storage.cells import PutCells
 from tq_service.v1 import storage_service_pb2 as pb
 
@@ -37,12 +37,12 @@ class KnownPuts:
     storage_id: str
     boot_id: bytes
     cells: Sequence[CellsSnapshot] = ()
-    leaving: Sequence[Sequence[FreedCells]] = ()
+    leaving: Sequence[Sequence[CellSet]] = ()
     uncommitted: Sequence[bytes] = ()
 
     def parts(self) -> Iterator[PutCells]:
         """Yield all known cells once, those of one put one after the other; any thread may do so."""
-        leaving: dict[bytes, list[FreedCells]] = {}
+        leaving: dict[bytes, list[CellSet]] = {}
         for cells in chain.from_iterable(self.leaving):
             if self._is_own(cells):
                 leaving.setdefault(cells.put.put_id, []).append(cells)
@@ -74,11 +74,11 @@ class KnownPuts:
         piece.is_last = True
         yield piece
 
-    def _is_own(self, cells: FreedCells | LiveCells) -> bool:
+    def _is_own(self, cells: CellSet) -> bool:
         return cells.put[:2] == (self.storage_id, self.boot_id)
 
 
-def put_cells(cells: FreedCells | LiveCells) -> PutCells:
+def put_cells(cells: CellSet) -> PutCells:
     """Return cells as their storage service names them."""
     if cells.rows is None:
         return PutCells(put_id=cells.put.put_id)

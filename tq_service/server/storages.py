@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from tq_service.domain.tables.cells import CellsSnapshot, FreedCells, Put, live_cells
+from tq_service.domain.tables.cells import CellSet, CellsSnapshot, Put, live_cells
 from tq_service.errors import (
     AlreadyExistsError,
     DataLossError,
@@ -129,10 +129,10 @@ class StorageDirectory:
         self._committing: dict[Put, _Commits] = {}
         self._placed: set[Put] = set()  # made here for a restore that is under way
         self._holder_count = 0
-        self._held: list[FreedCells] = []
+        self._held: list[CellSet] = []
         self._after_durable = after_durable
         self._start_task = start_task or Supervisor().start
-        self._leaving: deque[Sequence[FreedCells]] = deque()  # given back as soon as that nobody needs them is durable
+        self._leaving: deque[Sequence[CellSet]] = deque()  # given back as soon as that nobody needs them is durable
 
     @property
     def count(self) -> int:
@@ -260,7 +260,7 @@ class StorageDirectory:
             if not commits.call_count:
                 del self._committing[put]
                 if commits.is_confirmed and not commits.is_freed and put not in self._committed:
-                    self.free([FreedCells(put=put)])
+                    self.free([CellSet(put=put)])
 
     def verify(self, storage_id: str, boot_id: bytes, put_ids: Iterable[bytes]) -> Verified:
         """Say which confirmed puts of a storage service are not committed."""
@@ -307,7 +307,7 @@ class StorageDirectory:
         try:
             yield
         except BaseException:
-            self.free([FreedCells(put=put)])
+            self.free([CellSet(put=put)])
             raise
 
     def adopt(self, puts: Iterable[Put]) -> None:
@@ -327,7 +327,7 @@ class StorageDirectory:
                 held, self._held = self._held, []
                 self._give_back(held)
 
-    def free(self, freed: Iterable[FreedCells]) -> None:
+    def free(self, freed: Iterable[CellSet]) -> None:
         """Give cells back, each to the storage service that holds it; a life that is over has nothing to free."""
         freed = list(freed)
         if self._holder_count:  # a put that was not committed may be sent again, and must be gone by then
@@ -335,14 +335,14 @@ class StorageDirectory:
             freed = [each for each in freed if each.put not in self._committed]
         self._give_back(freed)
 
-    def _give_back(self, freed: Sequence[FreedCells]) -> None:
+    def _give_back(self, freed: Sequence[CellSet]) -> None:
         """Free cells, elsewhere once a crash of this controller cannot bring back samples that have them.
 
         The embedded storage writes to the journal of the controller, after what the controller wrote.
         """
         own = None if self.embedded is None else self.embedded.storage_id
-        at_once: list[FreedCells] = []
-        late: list[FreedCells] = []
+        at_once: list[CellSet] = []
+        late: list[CellSet] = []
         for each in freed:
             may_come_back = each.put in self._committed and each.put.storage_id != own
             (late if may_come_back else at_once).append(each)
@@ -351,7 +351,7 @@ class StorageDirectory:
             self._leaving.append(late)
             self._after_durable(lambda: self._free(self._leaving.popleft()))
 
-    def _free(self, freed: Iterable[FreedCells]) -> None:
+    def _free(self, freed: Iterable[CellSet]) -> None:
         cells_of: dict[str, list[PutCells]] = {}
         for each in freed:
             if each.rows is None:

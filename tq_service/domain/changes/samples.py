@@ -18,7 +18,7 @@ from tq_service.domain.changes.state_machine import Change, State, Step
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes
 from tq_service.domain.states import FAILED, HELD, LIVE, STATE_CODES
-from tq_service.domain.tables.cells import ColumnWrite, FreedCells, Put
+from tq_service.domain.tables.cells import CellSet, ColumnWrite, Put
 from tq_service.domain.tables.names import GroupNames, Names
 from tq_service.domain.tables.table import distinct, forget_names
 from tq_service.errors import (
@@ -243,11 +243,11 @@ def _add_keys(partition: Partition, keys: Sequence[str], known: Names | None, fi
 
 def _write_cells(
     partition: Partition, write: SampleWrite, specs: Sequence[FieldSpec], positions: Indexes, *, are_new: bool
-) -> list[FreedCells]:
+) -> list[CellSet]:
     if write.put is None:
         return []
     if write.state is SampleState.FAILED:  # the bytes of failed samples are not kept
-        return [FreedCells(put=write.put)]
+        return [CellSet(put=write.put)]
     size = sum(column.value_bytes for column in write.columns)
     cells = partition.cells
     if are_new:
@@ -255,17 +255,17 @@ def _write_cells(
         return cells.write(write.put, write.columns, specs, positions, rows, value_bytes=size, are_new=True)
     kept = partition.state.data[positions] != FAILED
     if not kept.any():
-        return [FreedCells(put=write.put)]
+        return [CellSet(put=write.put)]
     rows = np.flatnonzero(kept)
     size = size * rows.size // positions.size
     freed = cells.write(write.put, write.columns, specs, positions[kept], rows, value_bytes=size, are_new=False)
     if rows.size < positions.size:
         names = tuple(column.spec.name for column in write.columns)
-        freed.append(FreedCells(put=write.put, field_names=names, rows=np.flatnonzero(~kept)))
+        freed.append(CellSet(put=write.put, field_names=names, rows=np.flatnonzero(~kept)))
     return freed
 
 
-def _set_state(partition: Partition, code: int, positions: Indexes) -> list[FreedCells]:
+def _set_state(partition: Partition, code: int, positions: Indexes) -> list[CellSet]:
     changed = positions[partition.state.data[positions] != code]
     if changed.size == 0:
         return []

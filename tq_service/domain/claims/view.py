@@ -107,8 +107,8 @@ class Readiness:
         lengths = np.full(present.size, -1, np.int64)
         if source.field is not None:
             field = self._partition.cells.fields.get(source.field)
-            if field is not None and field.length is not None:
-                lengths = np.where(field.cell.data[rows] >= 0, field.length.data[rows], -1)
+            if field is not None:
+                lengths = field.lengths(rows)
         lengths[present] = _token_counts(source.key, values[present])
         return lengths
 
@@ -422,10 +422,7 @@ class PartitionView:
     def field_lengths(self, field: str, rows: Indexes) -> Indexes:
         """Return row lengths of a jagged field, see `View.field_lengths`."""
         stored = self._partition.cells.fields.get(field)
-        if stored is None or stored.length is None:
-            return np.full(len(rows), -1, np.int64)
-        cells, lengths = stored.cell.data, stored.length.data
-        return self._at(rows, lambda positions: np.where(cells[positions] >= 0, lengths[positions], -1), -1)
+        return np.full(len(rows), -1, np.int64) if stored is None else self._at(rows, stored.lengths, -1)
 
     def values(self, column: str, rows: Indexes) -> tuple[NDArray[Any], NDArray[np.bool_]]:
         """Return a custom_meta column, see `View.values`."""
@@ -567,14 +564,8 @@ class PartitionView:
         positions = self._partition.table.find(rows)
         if bool((positions < 0).any()):
             return None
-        ready = self._partition.state.data[positions] == LIVE
-        ready &= self._task.claim.data[positions] == UNCLAIMED
-        for name in self._batch_spec.data_fields:
-            field = self._partition.cells.fields.get(name)
-            if field is None:
-                return None
-            ready &= field.cell.data[positions] >= 0
-        return positions if bool(ready.all()) else None
+        now = Readiness(self._partition, self._task, self._batch_spec, self._length)
+        return positions if bool((now.open_mask(positions) & now.produced(positions)).all()) else None
 
 
 def _token_counts(column: str, values: NDArray[Any]) -> Indexes:

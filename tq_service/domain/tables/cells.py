@@ -83,17 +83,8 @@ class CellRuns:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FreedCells:
-    """Cells that a storage service may forget; no rows: the whole put."""
-
-    put: Put
-    field_names: tuple[str, ...] = ()
-    rows: Indexes | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LiveCells:
-    """Cells that samples have; no rows: all that the put was made with."""
+class CellSet:
+    """Cells of one put; no rows: all that it was made with."""
 
     put: Put
     field_names: tuple[str, ...] = ()
@@ -134,6 +125,12 @@ class Field:
         self.length: Column | None = None
         self.produced_count = 0
         self.take(spec)
+
+    def lengths(self, rows: slice | Indexes) -> Indexes:
+        """Return the size of cells in the first ragged dimension; -1 where there is no cell, or it is not known."""
+        if self.length is None:
+            return np.full(self.cell.data[rows].size, -1, np.int64)
+        return np.where(self.cell.data[rows] >= 0, self.length.data[rows], -1)
 
     def take(self, spec: FieldSpec) -> None:
         """Have another spec of the same name."""
@@ -194,7 +191,7 @@ class CellTable:
         return None if spec.layout is Layout.OBJECT or is_scalar else self.default_layout
 
     def write(self, put: Put, columns: Sequence[ColumnWrite], specs: Sequence[FieldSpec], positions: Indexes,
-              rows: Indexes, *, value_bytes: int, are_new: bool) -> list[FreedCells]:  # fmt: skip
+              rows: Indexes, *, value_bytes: int, are_new: bool) -> list[CellSet]:  # fmt: skip
         """Point the cells of rows at `positions` to `rows` of the put; return the cells that this replaced.
 
         These cells have `value_bytes` together. Rows that `are_new` have no cells yet.
@@ -215,7 +212,7 @@ class CellTable:
                 field.length.write(where, sizes if isinstance(sizes, int) else sizes[rows])
         return freed
 
-    def forget(self, positions: Indexes, fields: Iterable[Field]) -> list[FreedCells]:
+    def forget(self, positions: Indexes, fields: Iterable[Field]) -> list[CellSet]:
         """Mark the cells of rows as not produced and return those that were."""
         freed: dict[tuple[int, bytes], list[str]] = {}
         for field in fields:
@@ -231,29 +228,18 @@ class CellTable:
             field.produced_count -= cells.size
             for slot, rows in _rows_by_slot(cells):
                 freed.setdefault((slot, rows.tobytes()), []).append(field.spec.name)
-        return [
-            FreedCells(put=put, field_names=tuple(names), rows=None if gone else rows)
-            for put, names, rows, gone in self._drop(freed)
-        ]
-
-    def _drop(self, freed: dict[tuple[int, bytes], list[str]]) -> Iterable[tuple[Put, list[str], Indexes, bool]]:
         whole: set[Put] = set()
         parts = []
         for (slot, row_bytes), names in freed.items():
-            put = self.puts.get(slot)
-            rows = np.frombuffer(row_bytes, np.int64)
-            if self.puts.drop(slot, rows.size * len(names)):
-                whole.add(put)
-            parts.append((put, names, rows))
-        for put in whole:
-            yield put, [], np.zeros(0, np.int64), True
-        for put, names, rows in parts:
-            if put not in whole:
-                yield put, names, rows, False
+            part = CellSet(put=self.puts.get(slot), field_names=tuple(names), rows=np.frombuffer(row_bytes, np.int64))
+            parts.append(part)
+            if self.puts.drop(slot, len(row_bytes) // 8 * len(names)):
+                whole.add(part.put)
+        return [CellSet(put=put) for put in whole] + [part for part in parts if part.put not in whole]
 
-    def forget_all(self) -> list[FreedCells]:
+    def forget_all(self) -> list[CellSet]:
         """Return all puts as freed, for a partition that is cleared."""
-        return [FreedCells(put=put) for put in self.puts.all()]
+        return [CellSet(put=put) for put in self.puts.all()]
 
     def locate(self, names: Sequence[str], positions: Indexes) -> list[CellRuns]:
         """Return where cells are, of those fields that all rows have; fields that lie alike share their runs."""
@@ -290,7 +276,7 @@ class CellTable:
         )
 
 
-def live_cells(snapshot: CellsSnapshot) -> Iterator[LiveCells]:
+def live_cells(snapshot: CellsSnapshot) -> Iterator[CellSet]:
     """Yield the cells that samples had at the moment of a snapshot, those of one put one after the other.
 
     It may take long, on any thread, in steps of a few thousand slots or cells.
@@ -302,7 +288,7 @@ def live_cells(snapshot: CellsSnapshot) -> Iterator[LiveCells]:
     blocks = zip(puts["put"].blocks(), puts["cells"].blocks(), puts["made"].blocks(), strict=True)
     for some, counts, made in blocks:
         for put in some[(counts == made) & (counts > 0)].tolist():
-            yield LiveCells(put=put)
+            yield CellSet(put=put)
         is_part = (counts < made) & (counts > 0)
         masks.append(is_part)
         where = np.flatnonzero(is_part)
@@ -314,7 +300,7 @@ def live_cells(snapshot: CellsSnapshot) -> Iterator[LiveCells]:
 
 def _partial_cells(
     cells_of: Mapping[str, ColumnSnapshot], partial: dict[int, Put], is_part: NDArray[np.bool_]
-) -> Iterator[LiveCells]:
+) -> Iterator[CellSet]:
     """Yield the cells of puts that have not all of theirs any more, put by put."""
     found = [np.zeros(0, np.int64)]
     numbers = [np.zeros(0, np.int64)]
@@ -340,7 +326,7 @@ def _partial_cells(
                 name = names[int(fields_of[start + of_field])]
                 alike.setdefault(in_put.tobytes(), []).append(name)
             for row_bytes, field_names in alike.items():
-                yield LiveCells(
+                yield CellSet(
                     put=partial[int(slots[start])],
                     field_names=tuple(field_names),
                     rows=np.frombuffer(row_bytes, np.int64),
