@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from domain_support import asks, clear, insert, new_id, new_write, seal, task_of, turns, update, write_to
 
-from tq_service.domain.admission.bounds import Bounds
-from tq_service.domain.admission.put_line import PutLine
+from tq_service.domain.admission.bounds import AdmissionLimits
+from tq_service.domain.admission.queue import AdmissionQueue
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.partition import Partition, PartitionSettings
 from tq_service.domain.tables.cells import ColumnWrite
@@ -77,7 +77,7 @@ def test_the_last_cell_of_a_put_gives_the_rest_back_whatever_the_shares_were():
 
 def test_samples_left_are_those_that_a_task_may_still_get():
     train = bounded(run_ahead={"max_samples": 100})
-    bounds = Bounds(train)
+    bounds = AdmissionLimits(train)
     rows = insert(train, 6)
     insert(train, 2, state="held")
     insert(train, 1, state="failed")
@@ -91,29 +91,29 @@ def test_samples_left_are_those_that_a_task_may_still_get():
 def test_existing_samples_need_no_room():
     train = bounded(max_bytes=10)
     insert(train, 2, [column("x", 10)], keys=["a", "b"])
-    bounds = Bounds(train)
-    assert bounds.need(new_write(2, [column("y", 1000)], indexes=[0, 1]), 1000) is None
-    assert bounds.need(new_write(2, [column("y", 1000)], keys=["a", "b"]), 1000) is None
-    assert bounds.need(new_write(2, state="failed"), 0) is None
-    mixed = bounds.need(new_write(4, [column("y", 1000)], keys=["a", "b", "c", "d"]), 1000)
+    bounds = AdmissionLimits(train)
+    assert bounds.demand(new_write(2, [column("y", 1000)], indexes=[0, 1]), 1000) is None
+    assert bounds.demand(new_write(2, [column("y", 1000)], keys=["a", "b"]), 1000) is None
+    assert bounds.demand(new_write(2, state="failed"), 0) is None
+    mixed = bounds.demand(new_write(4, [column("y", 1000)], keys=["a", "b", "c", "d"]), 1000)
     assert (mixed.sample_count, mixed.value_bytes) == (2, 500)
 
 
 def test_what_the_partition_would_refuse_is_refused_before_it_waits():
     train = bounded(max_bytes=10)
     insert(train, 1, keys=["a"])
-    bounds = Bounds(train)
+    bounds = AdmissionLimits(train)
     with pytest.raises(AlreadyExistsError):
-        bounds.need(new_write(1, ["x"], keys=["a"], key_mode="new"), 4)
+        bounds.demand(new_write(1, ["x"], keys=["a"], key_mode="new"), 4)
     seal(train)
     with pytest.raises(PartitionSealedError):
-        bounds.need(new_write(1, ["x"]), 4)
+        bounds.demand(new_write(1, ["x"]), 4)
 
 
 def test_versions_that_bound_are_numbers():
     train = bounded(run_ahead={"max_versions": 1})
     with pytest.raises(InvalidArgumentError, match="numbers"):
-        Bounds(train).need(new_write(1, ["x"], meta=[{"version": "three"}]), 4)
+        AdmissionLimits(train).demand(new_write(1, ["x"], meta=[{"version": "three"}]), 4)
 
 
 @pytest.mark.parametrize(
@@ -124,9 +124,9 @@ def test_versions_that_bound_are_numbers():
     ],
 )
 def test_what_never_fits_is_refused_at_once_and_says_by_which_bound(settings, arguments, error, bound):
-    bounds = Bounds(bounded(**settings))
+    bounds = AdmissionLimits(bounded(**settings))
     with pytest.raises(error) as caught:
-        bounds.check_possible(bounds.need(new_write(3, ["x"]), **arguments))
+        bounds.check_possible(bounds.demand(new_write(3, ["x"]), **arguments))
     assert caught.value.retry_after_seconds is None
     got, limit = caught.value.metadata["got"], caught.value.metadata["limit"]
     assert (caught.value.metadata["bound"], int(got) > int(limit)) == (bound, True)
@@ -137,7 +137,7 @@ def test_what_never_fits_is_refused_at_once_and_says_by_which_bound(settings, ar
 
 async def test_versions_ahead_of_the_oldest_that_is_left_wait():
     train = bounded(run_ahead={"max_versions": 2, "version_column": "policy"})
-    line = PutLine(train)
+    line = AdmissionQueue(train)
 
     async def put(version):
         write = new_write(1, ["x"], meta=[{"policy": version}])
@@ -158,7 +158,7 @@ async def test_versions_ahead_of_the_oldest_that_is_left_wait():
 
 async def test_the_deadline_says_which_bound_and_when_to_try_again():
     train = bounded(max_bytes=10, run_ahead={"max_samples": 100})
-    line = PutLine(train)
+    line = AdmissionQueue(train)
     insert(train, 1, [column("x", 8)])
     with pytest.raises(QuotaExceededError, match="until the deadline") as caught:
         await line.enter(new_id(), new_write(1, ["x"]), 4, time.monotonic() + 0.01)
@@ -169,7 +169,7 @@ async def test_the_deadline_says_which_bound_and_when_to_try_again():
 
 async def test_who_is_behind_others_at_his_deadline_learns_what_they_wait_for():
     train = bounded(run_ahead={"max_samples": 4})
-    line = PutLine(train)
+    line = AdmissionQueue(train)
     insert(train, 2)
     first = asyncio.create_task(line.enter(new_id(), new_write(3, ["x"]), 4, None))
     await turns()
@@ -182,7 +182,7 @@ async def test_who_is_behind_others_at_his_deadline_learns_what_they_wait_for():
 
 async def test_keys_that_become_known_meanwhile_need_no_room():
     train = bounded(run_ahead={"max_samples": 2})
-    line = PutLine(train)
+    line = AdmissionQueue(train)
     insert(train, 1, keys=["a"])
     waiting = asyncio.create_task(line.enter(new_id(), new_write(2, ["x"], keys=["b", "c"]), 4, None))
     await turns()
@@ -193,7 +193,7 @@ async def test_keys_that_become_known_meanwhile_need_no_room():
 
 async def test_a_seal_ends_the_wait():
     train = bounded(run_ahead={"max_samples": 2})
-    line = PutLine(train)
+    line = AdmissionQueue(train)
     insert(train, 2)
     waiting = asyncio.create_task(line.enter(new_id(), new_write(1, ["x"]), 4, None))
     await turns()
@@ -204,7 +204,7 @@ async def test_a_seal_ends_the_wait():
 
 async def test_a_retry_of_what_was_let_in_takes_its_room_over():
     train = bounded(run_ahead={"max_samples": 2})
-    line = PutLine(train)
+    line = AdmissionQueue(train)
     request_id, write = new_id(), new_write(2, ["x"])
     stalled = await line.enter(request_id, write, 4, None)
     other = asyncio.create_task(line.enter(new_id(), new_write(1, ["x"]), 4, None))
@@ -216,12 +216,12 @@ async def test_a_retry_of_what_was_let_in_takes_its_room_over():
     assert not other.done()  # the room is that of the retry
     with retried:
         pass
-    assert (await other).need.sample_count == 1
+    assert (await other).demand.sample_count == 1
 
 
 async def test_a_call_cancelled_in_the_turn_in_which_it_is_let_in_gives_its_room_back():
     train = bounded(run_ahead={"max_samples": 2})
-    line = PutLine(train)
+    line = AdmissionQueue(train)
     insert(train, 2)
     waiting = asyncio.create_task(line.enter(new_id(), new_write(2, ["x"]), 4, None))
     await turns()
@@ -236,12 +236,12 @@ async def test_claims_let_waiting_puts_in():
     catalog = Catalog(PlanRunner())
     train = catalog.create("p", PartitionSettings(run_ahead=(RunAhead(task_name="t", max_samples=4),)))
     insert(train, 4)
-    line = catalog.put_line("p")
+    line = catalog.admission_queue("p")
     waiting = asyncio.create_task(line.enter(new_id(), new_write(2, ["x"]), 4, None))
     await turns()
     assert catalog.waiting_put_count("p") == 1
     await catalog.claim("p", b"", asks((0, 1, 0)), 1.0)  # a batch of two
-    assert (await waiting).need.sample_count == 2
+    assert (await waiting).demand.sample_count == 2
     assert catalog.waiting_put_count("p") == 0
 
 
@@ -250,19 +250,23 @@ async def test_a_clear_of_the_partition_and_a_drain_end_the_waits():
     settings = PartitionSettings(run_ahead=(RunAhead(task_name="t", max_samples=1),))
     for end, error in ((lambda: catalog.remove("p", b""), PartitionClearedError), (catalog.drain, UnavailableError)):
         insert(catalog.create("p", settings), 1)
-        waiting = asyncio.create_task(catalog.put_line("p").enter(new_id(), new_write(1, ["x"]), 4, None))
+        waiting = asyncio.create_task(catalog.admission_queue("p").enter(new_id(), new_write(1, ["x"]), 4, None))
         await turns()
         end()
         with pytest.raises(error):
             await waiting
     with pytest.raises(UnavailableError):
-        await catalog.put_line("p").enter(new_id(), new_write(1, ["x"]), 4, None)
+        await catalog.admission_queue("p").enter(new_id(), new_write(1, ["x"]), 4, None)
 
 
 async def test_a_partition_without_bounds_has_no_line():
     catalog = Catalog(PlanRunner())
     catalog.create("free", PartitionSettings())
-    assert (catalog.put_line("free"), catalog.put_line("unknown"), catalog.waiting_put_count("free")) == (None, None, 0)
+    assert (catalog.admission_queue("free"), catalog.admission_queue("unknown"), catalog.waiting_put_count("free")) == (
+        None,
+        None,
+        0,
+    )
 
 
 def test_the_same_partition_is_asked_for_with_the_same_bounds():

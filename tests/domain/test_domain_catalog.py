@@ -12,7 +12,7 @@ from tq_service.domain.admission.limits import Limits
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.claims.end import End
 from tq_service.domain.claims.wait_queue import NotYet
-from tq_service.domain.partition import PartitionSettings
+from tq_service.domain.partition import Partition, PartitionSettings
 from tq_service.errors import (
     AlreadyExistsError,
     InvalidArgumentError,
@@ -212,7 +212,7 @@ async def test_samples_that_are_restored_count(catalog):
     restored = Catalog(PlanRunner(), Limits(max_samples=4))
     restored.write("early", b"", new_write(1, ["x"]))
     restored.remove("early", b"")
-    restored.restore(catalog.snapshot())
+    restored.adopt([Partition.restore(each) for each in catalog.snapshot()])
     restored.write("train", b"", new_write(1, ["x"]))
     with pytest.raises(LimitExceededError, match="5 samples in all partitions"):
         restored.write("train", b"", new_write(1, ["x"]))

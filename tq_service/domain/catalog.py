@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from tq_service.domain.admission.limits import Limits
-from tq_service.domain.admission.put_line import PutLine
+from tq_service.domain.admission.queue import AdmissionQueue
 from tq_service.domain.changes.claims import LeaseExpired, TaskSeen
 from tq_service.domain.changes.partitions import PartitionCleared, PartitionCreated
 from tq_service.domain.changes.samples import SamplesWritten, SampleWrite, Written
@@ -62,7 +62,7 @@ class Catalog:
         self._partitions = self._state.partitions
         self._runner = runner
         self._planners: dict[Partition, dict[str, Planner]] = {}
-        self._put_lines: dict[Partition, PutLine] = {}
+        self._admission_queues: dict[Partition, AdmissionQueue] = {}
         self._lease_timers: dict[Partition, LeaseTimer] = {}
         self._most_samples: int | None = None  # there are no more than that; None: to be counted
         self._arrivals: dict[str, dict[asyncio.Future[None], None]] = {}  # in order of their calls
@@ -125,8 +125,8 @@ class Catalog:
         cleared = _was_cleared(partition.partition_id)
         for planner in self._planners.pop(partition, {}).values():
             planner.end(cleared)
-        if (line := self._put_lines.pop(partition, None)) is not None:
-            line.end(cleared)
+        if (queue := self._admission_queues.pop(partition, None)) is not None:
+            queue.end(cleared)
         if (timer := self._lease_timers.pop(partition, None)) is not None:
             timer.stop()
         partition.forget_listeners()
@@ -209,22 +209,22 @@ class Catalog:
         count: int = self.commit(PartitionCleared(partition_id=partition_id))
         return count
 
-    def put_line(self, partition_id: str) -> PutLine | None:
+    def admission_queue(self, partition_id: str) -> AdmissionQueue | None:
         """Return where writes of new samples wait for room, None where nothing bounds them."""
         partition = self._partitions.get(partition_id)
         if partition is None or not partition.settings.is_bounded:
             return None
-        line = self._put_lines.get(partition)
-        if line is None:
-            line = self._put_lines[partition] = PutLine(partition)
+        queue = self._admission_queues.get(partition)
+        if queue is None:
+            queue = self._admission_queues[partition] = AdmissionQueue(partition)
             if self._is_draining:
-                line.end(_is_draining)
-        return line
+                queue.end(_is_draining)
+        return queue
 
     def waiting_put_count(self, partition_id: str) -> int:
         """Return the number of writes of new samples that wait for room."""
-        line = self.put_line(partition_id)
-        return 0 if line is None else line.waiting_count
+        queue = self.admission_queue(partition_id)
+        return 0 if queue is None else queue.waiting_count
 
     # Snapshots
 
@@ -359,8 +359,8 @@ class Catalog:
         for planners in self._planners.values():
             for planner in planners.values():
                 planner.end(_is_draining)
-        for line in self._put_lines.values():
-            line.end(_is_draining)
+        for queue in self._admission_queues.values():
+            queue.end(_is_draining)
         for timer in self._lease_timers.values():
             timer.stop()
         for arrivals in self._arrivals.values():

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tq_service.domain.claims.ledger import TaskLedger, TaskSnapshot
 from tq_service.domain.plan import Indexes
@@ -194,13 +193,6 @@ class Partition:
         is_open = (states == LIVE) | (states == HELD)
         counts: Indexes = is_open.reshape(blocks.size, block_size).sum(axis=1)
         return counts
-
-    def produced_mask(self, names: Sequence[str], positions: Indexes) -> NDArray[np.bool_]:
-        """Return which rows have all of some known fields."""
-        mask = np.ones(positions.size, np.bool_)
-        for name in names:
-            mask &= self.cells.fields[name].cell.data[positions] >= 0
-        return mask
 
     # Snapshots
 

@@ -115,15 +115,15 @@ class Commits:
             QuotaExceededError, RunAheadError: there was none until the call was about to end, or never is.
             LimitExceededError: too many calls wait.
         """
-        line = self._catalog.put_line(request.write.partition_id)
-        if line is None or self._catalog.recorded(request.request_id) is not None:
+        queue = self._catalog.admission_queue(request.write.partition_id)
+        if queue is None or self._catalog.recorded(request.request_id) is not None:
             return contextlib.nullcontext()
         from_proto.check_request_id(request.request_id, "request_id")
         self._catalog.get(request.write.partition_id, request.write.incarnation)
         write = from_proto.sample_write(request.write, names=names)
         with self._waiting.one(context):
-            grant = await line.enter(request.request_id, write, size_bytes, wait_until(context))
-        return grant or contextlib.nullcontext()
+            reservation = await queue.enter(request.request_id, write, size_bytes, wait_until(context))
+        return reservation or contextlib.nullcontext()
 
     def commit_stored(
         self,

@@ -167,7 +167,7 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
         rows = _rows_to_locate(partition, request)
         positions = partition.table.find(rows)
         found = positions >= 0
-        found[found] = partition.produced_mask(names, positions[found])
+        found[found] = partition.cells.produced(names, positions[found])
         if not found.all() and not request.skip_missing:
             raise _missing_cell(partition, names, rows[~found])
         meta = to_proto.located_meta(partition, positions[found], names, self._storages.addresses)
@@ -389,7 +389,7 @@ def _rows_to_locate(partition: Partition, request: pb.LocateRequest) -> Indexes:
 
 def _missing_cell(partition: Partition, names: list[str], rows: Indexes) -> CellNotFoundError:
     positions = partition.table.find(rows[:1])
-    lacking = [name for name in names if not partition.produced_mask([name], positions)[0]]
+    lacking = [name for name in names if not partition.cells.produced([name], positions)[0]]
     key = partition.key.data[positions[0]]
     return CellNotFoundError(
         f"sample {int(rows[0])}{'' if key is None else f' (key {key!r})'} of partition {partition.partition_id!r} has "

@@ -183,7 +183,7 @@ def production(partition: Partition, names: Sequence[str]) -> pb.CheckProduction
     if len(names) == 1:  # counted as they are written
         produced = partition.cells.fields[names[0]].produced_count
     else:
-        produced = int(np.count_nonzero(partition.produced_mask(names, partition.table.present_positions())))
+        produced = int(np.count_nonzero(partition.cells.produced(names, partition.table.present_positions())))
     total = partition.open_count
     return pb.CheckProductionResponse(produced=produced, total=total, complete=partition.sealed and produced == total)
 

@@ -21,7 +21,7 @@ RETRY_AFTER_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
+class Demand:
     """What the new samples of a write take.
 
     Attributes:
@@ -36,7 +36,7 @@ class Need:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shortage:
+class LimitViolation:
     """A bound that a write would go beyond.
 
     Attributes:
@@ -61,18 +61,17 @@ class Shortage:
             "max_samples": f"samples for task {self.task_name!r} to consume",
             "max_versions": f"versions between new samples and the oldest that task {self.task_name!r} has to consume",
         }[self.bound]
-        metadata = {"bound": self.bound, "got": f"{self.got:g}", "limit": str(self.limit)}
-        if self.bound != "max_versions":
-            metadata["got"] = str(int(self.got))
+        got = f"{self.got:g}" if self.bound == "max_versions" else str(int(self.got))
+        metadata = {"bound": self.bound, "got": got, "limit": str(self.limit), "task_name": self.task_name}
         return kind(
-            f"partition {partition_id!r} would have {metadata['got']} {what}, its {self.bound} is {self.limit}"
-            f"{waited}; {self.remedy}",
+            f"partition {partition_id!r} would have {got} {what}, its {self.bound} is {self.limit}{waited}; "
+            f"{self.remedy}",
             retry_after_seconds=RETRY_AFTER_SECONDS if may_fit_later else None,
-            metadata=metadata | ({"task_name": self.task_name} if self.task_name else {}),
+            metadata={name: value for name, value in metadata.items() if value},
         )
 
 
-class Bounds:
+class AdmissionLimits:
     """The bounds of one partition, compared with what it holds."""
 
     def __init__(self, partition: Partition) -> None:
@@ -82,8 +81,9 @@ class Bounds:
             for limit in partition.settings.run_ahead
             if limit.max_versions is not None
         }
+        self._version_columns = {lowest.column for lowest in self.lowest_versions.values()}
 
-    def need(self, write: SampleWrite, value_bytes: int) -> Need | None:
+    def demand(self, write: SampleWrite, value_bytes: int) -> Demand | None:
         """Return what the new samples of a write take, None where it has none that last.
 
         Raises:
@@ -94,49 +94,48 @@ class Bounds:
         count = int(np.count_nonzero(target.is_new))
         if count == 0 or write.state is SampleState.FAILED:
             return None
-        columns = {
-            limit.version_column for limit in self._partition.settings.run_ahead if limit.max_versions is not None
-        }
-        return Need(
+        return Demand(
             sample_count=count,
             value_bytes=value_bytes * count // write.row_count,
-            versions=_versions((column for column in write.meta if column.name in columns), target.is_new),
+            versions=_versions(
+                (column for column in write.meta if column.name in self._version_columns), target.is_new
+            ),
         )
 
-    def check_possible(self, need: Need) -> None:
+    def check_possible(self, demand: Demand) -> None:
         """Refuse what would not fit an empty partition either.
 
         Raises:
             QuotaExceededError, RunAheadError: it is larger than a bound; without `retry_after_seconds`.
         """
-        settings, shortage = self._partition.settings, None
-        if settings.max_bytes is not None and need.value_bytes > settings.max_bytes:
-            shortage = _too_many_bytes(need.value_bytes, settings.max_bytes, "split the put")
+        settings, violation = self._partition.settings, None
+        if settings.max_bytes is not None and demand.value_bytes > settings.max_bytes:
+            violation = _too_many_bytes(demand.value_bytes, settings.max_bytes, "split the put")
         for limit in settings.run_ahead:
-            if limit.max_samples is not None and need.sample_count > limit.max_samples:
-                shortage = _too_many_samples(need.sample_count, limit.max_samples, limit, "split the put")
-        if shortage is not None:
-            raise shortage.error(self._partition.partition_id, "", may_fit_later=False)
+            if limit.max_samples is not None and demand.sample_count > limit.max_samples:
+                violation = _too_many_samples(demand.sample_count, limit.max_samples, limit, "split the put")
+        if violation is not None:
+            raise violation.error(self._partition.partition_id, "", may_fit_later=False)
 
-    def shortage(self, need: Need, others: Iterable[Need]) -> Shortage | None:
+    def violation(self, demand: Demand, others: Iterable[Demand]) -> LimitViolation | None:
         """Return a bound that a write would go beyond, None where there is room for it.
 
         Args:
-            need: what it takes.
+            demand: what it takes.
             others: what writes take that were let in and are not made yet.
         """
         settings, others = self._partition.settings, tuple(others)
-        used = self._partition.cells.used_bytes + sum(other.value_bytes for other in others) + need.value_bytes
-        if settings.max_bytes is not None and need.value_bytes and used > settings.max_bytes:
+        used = self._partition.cells.used_bytes + sum(other.value_bytes for other in others) + demand.value_bytes
+        if settings.max_bytes is not None and demand.value_bytes and used > settings.max_bytes:
             return _too_many_bytes(used, settings.max_bytes, "clear consumed samples, or raise max_bytes")
         for limit in settings.run_ahead:
-            left = self.backlog(limit.task_name) + sum(other.sample_count for other in others) + need.sample_count
+            left = self.backlog(limit.task_name) + sum(other.sample_count for other in others) + demand.sample_count
             if limit.max_samples is not None and left > limit.max_samples:
                 return _too_many_samples(left, limit.max_samples, limit, "the task has to consume some first")
             if limit.max_versions is not None:
-                distance = self._distance(limit, need, others)
+                distance = self._distance(limit, demand, others)
                 if distance > limit.max_versions:
-                    return Shortage(
+                    return LimitViolation(
                         bound="max_versions",
                         got=distance,
                         limit=limit.max_versions,
@@ -150,23 +149,23 @@ class Bounds:
         task = self._partition.tasks.get(task_name)
         return self._partition.open_count if task is None else task.backlog
 
-    def _distance(self, limit: RunAhead, need: Need, others: Iterable[Need]) -> float:
+    def _distance(self, limit: RunAhead, demand: Demand, others: Iterable[Demand]) -> float:
         """Return how far the versions of a write are above the lowest that is left; 0 where there is none."""
         column = limit.version_column
-        if column not in need.versions:
+        if column not in demand.versions:
             return 0
         lowest = self.lowest_versions[limit.task_name].find()
         versions = [other.versions[column][0] for other in others if column in other.versions]
         versions += [] if lowest is None else [lowest]
-        return need.versions[column][1] - min(versions) if versions else 0
+        return demand.versions[column][1] - min(versions) if versions else 0
 
 
-def _too_many_bytes(got: int, limit: int, remedy: str) -> Shortage:
-    return Shortage(bound="max_bytes", got=got, limit=limit, remedy=remedy)
+def _too_many_bytes(got: int, limit: int, remedy: str) -> LimitViolation:
+    return LimitViolation(bound="max_bytes", got=got, limit=limit, remedy=remedy)
 
 
-def _too_many_samples(got: int, max_samples: int, limit: RunAhead, remedy: str) -> Shortage:
-    return Shortage(bound="max_samples", got=got, limit=max_samples, task_name=limit.task_name, remedy=remedy)
+def _too_many_samples(got: int, max_samples: int, limit: RunAhead, remedy: str) -> LimitViolation:
+    return LimitViolation(bound="max_samples", got=got, limit=max_samples, task_name=limit.task_name, remedy=remedy)
 
 
 def _versions(columns: Iterable[MetaColumn], is_new: NDArray[np.bool_]) -> dict[str, tuple[float, float]]:

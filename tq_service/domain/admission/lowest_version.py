@@ -21,12 +21,15 @@ class LowestVersion:
     Rows that leave keep that true, so only those that come, come back or change are noted. A search
     looks at the block with the lowest bound, and at the next one only where the bound turned out to be too low: once
     for each version that a block runs out of, however many rows there are.
+
+    Attributes:
+        column: the custom_meta column with the versions.
     """
 
     def __init__(self, partition: Partition, task_name: str, column: str) -> None:
         self._partition = partition
         self._task_name = task_name
-        self._column = column
+        self.column = column
         self._bounds: dict[int, float] = {}
         self._heap: list[tuple[float, int]] = []  # every bound with its block, among others that no longer hold
         self._touched: set[int] | None = None  # blocks to be looked at; None: all
@@ -76,7 +79,7 @@ class LowestVersion:
 
     def _lowest_of(self, block: int) -> float | None:
         partition = self._partition
-        arrays = partition.meta.arrays(self._column)
+        arrays = partition.meta.arrays(self.column)
         if arrays is None or arrays[0].dtype.kind not in "if":
             return None
         table = partition.table

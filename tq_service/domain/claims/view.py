@@ -76,13 +76,7 @@ class Readiness:
 
     def produced(self, rows: slice | Indexes) -> NDArray[np.bool_]:
         """Return which rows have all data fields."""
-        fields = [self._partition.cells.fields.get(name) for name in self._batch_spec.data_fields]
-        masks = [field.cell.data[rows] >= 0 for field in fields if field is not None]
-        if len(masks) < len(fields) or not masks:
-            return np.full(self.index[rows].size, not fields)
-        for mask in masks[1:]:
-            masks[0] &= mask
-        return masks[0]
+        return self._partition.cells.produced(self._batch_spec.data_fields, rows)
 
     def allowed(self, rows: slice | Indexes) -> NDArray[np.bool_]:
         """Return where `where` holds; a row without a value does not pass."""

@@ -174,6 +174,16 @@ class CellTable:
         else:
             self.fields[spec.name] = Field(spec, self._table)
 
+    def produced(self, names: Sequence[str], rows: slice | Indexes) -> NDArray[np.bool_]:
+        """Return which rows of a stretch, or at some positions, have cells of all these fields, known or not `(n,)`."""
+        fields = [self.fields.get(name) for name in names]
+        masks = [field.cell.data[rows] >= 0 for field in fields if field is not None]
+        if len(masks) < len(fields) or not masks:
+            return np.full(self._table.index.data[rows].size, not fields)
+        for mask in masks[1:]:
+            masks[0] &= mask
+        return masks[0]
+
     def merged_specs(self, columns: Sequence[ColumnWrite]) -> list[FieldSpec]:
         """Return the specs that the fields have once `columns` are written, or refuse them."""
         merged = []

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from property_settings import examples
 
-from tq_service.domain.admission.put_line import PutLine
+from tq_service.domain.admission.queue import AdmissionQueue
 from tq_service.domain.changes.samples import SampleWrite
 from tq_service.domain.partition import Partition, PartitionSettings
 from tq_service.domain.tables.cells import ColumnWrite, Put
@@ -39,7 +39,7 @@ class ModelPut:
 class Driver:
     def __init__(self):
         self.partition = Partition("p", SETTINGS)
-        self.line = PutLine(self.partition)
+        self.line = AdmissionQueue(self.partition)
         self.waiting, self.let_in, self.written = [], [], []
 
     async def put(self, count, size, version):
