@@ -11,12 +11,12 @@ import pytest
 from digest import digest
 from domain_support import asks, clear, insert, new_write, partition, task_of
 
-from tq_service.domain import catalog as catalog_module
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.changes import partitions
 from tq_service.domain.partition import Partition, PartitionFacts, PartitionSettings
 from tq_service.domain.tables.meta import Condition, Order
 from tq_service.domain.tables.table import Column, RowTable
+from tq_service.durable import recovery
 from tq_service.durable import snapshot as snapshot_module
 from tq_service.durable.keeper import Keeper
 from tq_service.durable.snapshot import ServiceSnapshot, read_snapshot, write_snapshot
@@ -35,7 +35,7 @@ class Prioritized(Partition):
 
 def of_version(monkeypatch, kind):
     """Make partitions of a kind wherever they are made."""
-    for module in (catalog_module, partitions):
+    for module in (recovery, partitions):
         monkeypatch.setattr(module, "Partition", kind)
 
 
