@@ -164,7 +164,7 @@ def test_a_record_that_does_not_fit_stops_the_start_and_is_named(tmp_path):
         await fill(life)
         other = Catalog(PlanRunner())
         other.write("elsewhere", b"", new_write(1))
-        other.start_recording(life.keeper, life.keeper.fatal)
+        other.machine.log, other.machine.fatal = life.keeper, life.keeper.fatal
         other.write("elsewhere", b"", new_write(1))
 
     lives(tmp_path, tell_of_what_was_not)

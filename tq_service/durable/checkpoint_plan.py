@@ -61,7 +61,7 @@ class PartitionPlan:
         """Read the cells of a partition, which takes about 50 ms for a million samples."""
         self._partition = partition
         rows, puts = partition.tables["rows"], partition.tables["puts"]
-        self._puts = _PutFacts(puts)
+        self._read_puts(puts)
         self._indexes: Indexes = rows.columns["index"].values()
         self._cells: dict[str, Indexes] = {}
         self.blocks: list[Block] = []
@@ -95,18 +95,34 @@ class PartitionPlan:
             },
         )
 
+    def _read_puts(self, table: TableSnapshot) -> None:
+        """Read what is known of the puts, by slot."""
+        self._puts: list[Put | None] = []
+        numbers: dict[tuple[str, bytes], int] = {}
+        storage_of: list[int] = []
+        pace = Pace()
+        for block in table.columns["put"].blocks():
+            some: list[Put | None] = block.tolist()
+            self._puts += some
+            storage_of += [-1 if put is None else numbers.setdefault(put[:2], len(numbers)) for put in some]
+            pace.step()
+        self._storages = list(numbers)
+        self._storage_of: Indexes = np.array(storage_of, np.int64)
+        counts = np.maximum(table.columns["cells"].values(), 1)
+        self._cell_bytes: NDArray[np.float64] = table.columns["bytes"].values() / counts  # of parts of a put a guess
+
     def _add_blocks(self, names: tuple[str, ...], cells: Indexes) -> None:
         renamed = np.full(cells.size, NOT_PRODUCED, np.int64)
         self._cells |= dict.fromkeys(names, renamed)
         produced = np.flatnonzero(cells >= 0)
         slots, rows = slots_and_rows(cells[produced])
-        for number, (storage_id, boot_id) in enumerate(self._puts.storages):
-            mine = np.flatnonzero(self._puts.storage_of[slots] == number)
-            sizes = self._puts.cell_bytes[slots[mine]] * len(names)
+        for number, (storage_id, boot_id) in enumerate(self._storages):
+            mine = np.flatnonzero(self._storage_of[slots] == number)
+            sizes = self._cell_bytes[slots[mine]] * len(names)
             for some in _cut(sizes, slots[mine]):
                 chosen = mine[some]
                 slot = len(self.blocks)
-                put_ids, runs = self._puts.runs(names, slots[chosen], rows[chosen])
+                put_ids, runs = self._runs(names, slots[chosen], rows[chosen])
                 positions = produced[chosen]
                 renamed[positions] = cells_of(slot, np.arange(positions.size))
                 self.blocks.append(
@@ -121,6 +137,18 @@ class PartitionPlan:
                     )
                 )
 
+    def _runs(self, names: tuple[str, ...], slots: Indexes, rows: Indexes) -> tuple[list[bytes], ReadRuns]:
+        """Return the puts of cells, and the cells as runs of neighbouring rows."""
+        heads = np.r_[0, np.flatnonzero((np.diff(slots) != 0) | (np.diff(rows) != 1)) + 1]
+        used, put_indexes = np.unique(slots[heads], return_inverse=True)
+        puts = [self._puts[slot] for slot in used.tolist()]
+        return [put.put_id for put in puts if put is not None], ReadRuns(
+            field_names=names,
+            put_indexes=put_indexes.astype(np.int64, copy=False),
+            first_rows=rows[heads],
+            row_counts=np.diff(np.r_[heads, rows.size]),
+        )
+
 
 def _snapshots(columns: Mapping[str, NDArray[Any]]) -> dict[str, ColumnSnapshot]:
     return {name: ColumnSnapshot(values, values.size) for name, values in columns.items()}
@@ -134,38 +162,6 @@ def put_id_of(number: int) -> bytes:
 def number_of(put_id: bytes) -> int:
     """Return the number of the block that a put of a checkpoint is."""
     return int.from_bytes(put_id, "little")
-
-
-class _PutFacts:
-    """What is known of the puts of a partition, by slot."""
-
-    def __init__(self, puts: TableSnapshot) -> None:
-        columns = puts.columns
-        self._puts: list[Put | None] = []
-        numbers: dict[tuple[str, bytes], int] = {}
-        storage_of: list[int] = []
-        pace = Pace()
-        for block in columns["put"].blocks():
-            some: list[Put | None] = block.tolist()
-            self._puts += some
-            storage_of += [-1 if put is None else numbers.setdefault(put[:2], len(numbers)) for put in some]
-            pace.step()
-        self.storage_of: Indexes = np.array(storage_of, np.int64)
-        self.storages = list(numbers)
-        counts = np.maximum(columns["cells"].values(), 1)
-        self.cell_bytes: NDArray[np.float64] = columns["bytes"].values() / counts  # of parts of a put a guess
-
-    def runs(self, names: tuple[str, ...], slots: Indexes, rows: Indexes) -> tuple[list[bytes], ReadRuns]:
-        """Return the puts of cells, and the cells as runs of neighbouring rows."""
-        heads = np.r_[0, np.flatnonzero((np.diff(slots) != 0) | (np.diff(rows) != 1)) + 1]
-        used, put_indexes = np.unique(slots[heads], return_inverse=True)
-        puts = [self._puts[slot] for slot in used.tolist()]
-        return [put.put_id for put in puts if put is not None], ReadRuns(
-            field_names=names,
-            put_indexes=put_indexes.astype(np.int64, copy=False),
-            first_rows=rows[heads],
-            row_counts=np.diff(np.r_[heads, rows.size]),
-        )
 
 
 def _put_together(cells_of_fields: Mapping[str, ColumnSnapshot]) -> list[tuple[tuple[str, ...], Indexes]]:

@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Final, overload
+from typing import Any, Final
 
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.changes.state_machine import Change
@@ -362,46 +362,21 @@ class PutRecords:
             append: writes down a record.
             after_durable: calls something once all that was written down before cannot be lost any more.
         """
-        self._engine.start_keeping(_Journaled(append, after_durable))
-
-    def kept_records(self) -> Sequence[bytes]:
-        """Return a record of each put, as of now; they are encoded as they are read, which any thread may do."""
-        return EncodedPuts(self._engine.kept_puts())
-
-
-class EncodedPuts(Sequence[bytes]):
-    """Records of puts, each encoded when it is read."""
-
-    def __init__(self, puts: Sequence[KeptPut]) -> None:
-        self._puts = puts
-
-    @overload
-    def __getitem__(self, index: int) -> bytes: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> EncodedPuts: ...
-
-    def __getitem__(self, index: int | slice) -> bytes | EncodedPuts:
-        if isinstance(index, slice):
-            return EncodedPuts(self._puts[index])
-        return encode_put(self._puts[index])
-
-    def __len__(self) -> int:
-        return len(self._puts)
-
-
-class _Journaled:
-    """The engine's way to the journal."""
-
-    def __init__(self, append: Append, after_durable: AfterDurable) -> None:
         self._append = append
         self.after_durable = after_durable
+        self._engine.start_keeping(self)
 
     def keep(self, put: KeptPut) -> None:
+        """Write down that a put is complete, or that this is now what is left of it."""
         self._append(encode_put(put))
 
     def drop(self, put_id: bytes) -> None:
+        """Write down that a put is gone."""
         self._append(pb.JournalRecord(put_dropped=pb.PutDropped(put_id=put_id)).SerializeToString())
+
+    def kept_records(self) -> Iterable[bytes]:
+        """Return a record of each put, as of now; they are encoded as they are read, which any thread may do, once."""
+        return map(encode_put, self._engine.kept_puts())
 
 
 def encode_put(put: KeptPut) -> bytes:

@@ -17,7 +17,6 @@ from tq_service.durable.snapshot import (
     ServiceSnapshot,
     SnapshotReader,
     StoredBlock,
-    read_header,
     read_state,
     reading,
 )
@@ -67,8 +66,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         NewerVersionError: it was written by a newer version.
     """
     try:
-        with reading(path) as reader:
-            read_header(reader, is_checkpoint=True)
+        with reading(path, is_checkpoint=True) as reader:
             blocks = list(_blocks(reader))
             state = read_state(reader)
             _check_blocks(state.partitions, blocks)

@@ -81,8 +81,7 @@ def read_snapshot(path: Path) -> ServiceSnapshot:
         NewerVersionError: it was written by a newer version.
         OSError: it cannot be read.
     """
-    with reading(path) as reader:
-        read_header(reader, is_checkpoint=False)
+    with reading(path, is_checkpoint=False) as reader:
         return read_state(reader)
 
 
@@ -284,11 +283,12 @@ def write_state(writer: RecordWriter, snapshot: ServiceSnapshot) -> None:
 
 
 @contextlib.contextmanager
-def reading(path: Path) -> Iterator[SnapshotReader]:
-    """Read a file from its beginning; what is wrong with it becomes SnapshotDamagedError or NewerVersionError."""
+def reading(path: Path, *, is_checkpoint: bool) -> Iterator[SnapshotReader]:
+    """Read a file, first how it begins; what is wrong with it becomes SnapshotDamagedError or NewerVersionError."""
     reader = SnapshotReader(path)
     try:
         with no_collection():  # a million new objects, none of them garbage
+            _check_header(reader.take("header"), is_checkpoint=is_checkpoint)
             yield reader
     except NewerVersionError as error:
         raise NewerVersionError(f"{path} at byte {reader.at}: {error}", metadata={"path": str(path)}) from error
@@ -298,9 +298,7 @@ def reading(path: Path) -> Iterator[SnapshotReader]:
         raise reader.damaged(f"{type(error).__name__}: {error}") from error
 
 
-def read_header(reader: SnapshotReader, *, is_checkpoint: bool) -> None:
-    """Read how a file begins."""
-    header: Header = reader.take("header")
+def _check_header(header: Header, *, is_checkpoint: bool) -> None:
     if header.format_version != FORMAT_VERSION:
         raise NewerVersionError(f"its format has version {header.format_version}, this service reads {FORMAT_VERSION}")
     if header.is_checkpoint != is_checkpoint:

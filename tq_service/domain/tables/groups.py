@@ -105,7 +105,11 @@ class GroupTable:
         slots = self._known_slots(groups)
         new = np.flatnonzero((slots < 0) & (counts > 0))
         if new.size:
-            slots[new] = self._new_slots(list(map(groups.names.__getitem__, new.tolist())))
+            names = list(map(groups.names.__getitem__, new.tolist()))
+            slots[new] = taken = self.slots.take_all(new.size)
+            self._names.write(taken, names)
+            self._slot_of.update(zip(names, taken.tolist(), strict=True))
+            self.in_use = True
         of_rows = slots[groups.codes] if slots.size else np.full(groups.codes.size, NO_GROUP, np.int64)
         of_rows[groups.codes < 0] = NO_GROUP
         self._members.write(as_slice(positions), of_rows)
@@ -120,13 +124,6 @@ class GroupTable:
 
     def _known_slots(self, groups: GroupNames) -> Indexes:
         return np.fromiter(map(self._slot_of.get, groups.names, itertools.repeat(-1)), np.int64, len(groups.names))
-
-    def _new_slots(self, names: list[str]) -> Indexes:
-        slots = self.slots.take_all(len(names))
-        self._names.write(slots, names)
-        self._slot_of.update(zip(names, slots.tolist(), strict=True))
-        self.in_use = True
-        return slots
 
     def count(self, counter: Column, positions: Indexes, by: int) -> None:
         """Add to one of the counters for the groups of rows."""
