@@ -8,16 +8,23 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tq_service.durable.journal import Journal
+import pytest
 
-PREFIX = "tq-journal"
+from tq_service.durable.files import snapshot_numbers
+from tq_service.durable.log import reader, segment
+from tq_service.durable.log.commit_log import CommitLog
+from tq_service.durable.log.segment import segment_numbers, segment_path
+
+PREFIX = "tq-log"
 
 
 @contextmanager
-def opened(directory: Path, *, sync: bool = False) -> Iterator[Journal]:
-    """Open a journal in a folder that may be missing."""
+def opened(directory: Path, *, sync: bool = False) -> Iterator[CommitLog]:
+    """Open a journal in a folder that may be missing; a new one takes records at once."""
     directory.mkdir(exist_ok=True)
-    journal = Journal.open(directory, sync=sync)
+    journal = CommitLog(directory, sync=sync)
+    if not segment_numbers(directory):
+        assert replayed(journal, 0) == []
     try:
         yield journal
     finally:
@@ -25,13 +32,13 @@ def opened(directory: Path, *, sync: bool = False) -> Iterator[Journal]:
 
 
 def write(directory: Path, records: Sequence[bytes], *, sync: bool = False) -> None:
-    """Write records, each in a commit of its own, and close."""
+    """Write records, each in a frame of its own, and close."""
     with opened(directory, sync=sync) as journal:
         replayed(journal)
         commit_each(journal, records)
 
 
-def commit_each(journal: Journal, records: Sequence[bytes]) -> None:
+def commit_each(journal: CommitLog, records: Sequence[bytes]) -> None:
     for record in records:
         journal.append(record)
         journal.flush()
@@ -47,52 +54,53 @@ def crashed(directory: Path, records: Sequence[bytes], *, sync: bool = False) ->
     return image
 
 
-def copy(directory: Path, image: Path, journal: Journal | None = None) -> None:
+def copy(directory: Path, image: Path, journal: CommitLog | None = None) -> None:
     """Copy a folder: what another process would find after a kill of the one whose journal this is."""
     if journal is not None:
-        wait_for_upkeep(journal)
+        wait_for_worker(journal)
     shutil.copytree(directory, image, ignore=shutil.ignore_patterns("reserve"))
 
 
-def wait_for_upkeep(journal: Journal) -> None:
+def wait_for_worker(journal: CommitLog) -> None:
     """Return once all is done that the thread beside a journal was asked for before."""
-    is_idle = threading.Event()
-    journal._upkeep.do(is_idle.set)
-    assert is_idle.wait(30)
+    journal._worker.submit(lambda: None).result(30)
 
 
-def wait_for_the_next_file(journal: Journal) -> None:
-    """Return once the journal can go on in its next file at once."""
-    assert journal._upkeep._made.wait(30)
-    assert journal._upkeep.is_ready
+def replayed(journal: CommitLog, number: int | None = None) -> list[bytes]:
+    """Return what a journal holds since a snapshot, the newest where none is named; it takes new records then."""
+    if number is None:
+        number = max(snapshot_numbers(journal._directory), default=0)
+    found = list(journal.read(number))
+    numbers = [each for each, _ in found]
+    assert numbers == sorted(set(numbers))
+    return [record for _, record in found]
 
 
-def replayed(journal: Journal, from_generation: int | None = None) -> list[bytes]:
-    """Return what a journal holds; it takes new records then."""
-    return list(journal.replay(from_generation))
-
-
-def read(directory: Path, from_generation: int | None = None, *, accept_loss: bool = False) -> list[bytes]:
+def read(directory: Path, number: int | None = None, *, accept_loss: bool = False) -> list[bytes]:
     """Return what the journal of a folder holds, and close it."""
-    journal = Journal.open(directory, sync=False, accept_loss=accept_loss)
+    journal = CommitLog(directory, sync=False, accept_loss=accept_loss)
     try:
-        return replayed(journal, from_generation)
+        return replayed(journal, number)
     finally:
         journal.close()
 
 
-def log_of(directory: Path) -> Path:
-    """Return the write-ahead log of the file that was written to last."""
-    return max(
-        (path for path in directory.glob("journal-*-wal") if path.stat().st_size > 4152), key=lambda path: path.name
-    )
+def written(directory: Path) -> Path:
+    """Return the segment that was written to last."""
+    return segment_path(directory, segment_numbers(directory)[-1])
 
 
-def flip(path: Path, offset: int) -> None:
+def flip(path: Path, offset: int, bit: int = 4) -> None:
     """Turn one bit of a file around."""
     data = bytearray(path.read_bytes())
-    data[offset] ^= 0x10
+    data[offset] ^= 1 << bit
     path.write_bytes(bytes(data))
+
+
+def started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the machine be started anew since the journal was written."""
+    for module in (reader, segment):
+        monkeypatch.setattr(module, "machine_boot_id", lambda: "another start")
 
 
 def journal_threads() -> list[str]:

@@ -1,6 +1,6 @@
 """Runs as a process that is killed: appends records without end, and says which of them are durable.
 
-Usage: journal_writer.py DIRECTORY process|disk FIRST FULL_LOG_BYTES
+Usage: journal_writer.py DIRECTORY process|disk FIRST SEGMENT_BYTES
 """
 
 import asyncio
@@ -8,8 +8,8 @@ import random
 import sys
 from pathlib import Path
 
-from tq_service.durable import journal as journal_module
 from tq_service.durable.data_dir import DataDir
+from tq_service.durable.log import commit_log
 
 
 def record(number: int) -> bytes:
@@ -20,7 +20,7 @@ def record(number: int) -> bytes:
 async def run(directory: Path, sync: bool, number: int) -> None:
     data_dir = DataDir.open(directory)
     journal = data_dir.journal(sync=sync)
-    for _ in journal.replay(0):
+    for _ in journal.read(0):
         pass
     print("ready", flush=True)
     rng = random.Random(number)
@@ -29,11 +29,11 @@ async def run(directory: Path, sync: bool, number: int) -> None:
             journal.append(record(number))
             number += 1
         if rng.random() < 0.02:
-            journal.start_generation()
+            journal.rotate()
         await journal.durable()
         print(number, flush=True)
 
 
 if __name__ == "__main__":
-    journal_module._FULL_LOG_BYTES = int(sys.argv[4])
+    commit_log._SEGMENT_BYTES = int(sys.argv[4])
     asyncio.run(run(Path(sys.argv[1]), sys.argv[2] == "disk", int(sys.argv[3])))

@@ -11,6 +11,7 @@ from open_files import open_files
 
 from tq_service.durable.data_dir import DataDir
 from tq_service.durable.identity import FORMAT_VERSION, new_identity, read_identity, write_identity
+from tq_service.durable.log.segment import segment_numbers
 from tq_service.errors import DataDirError
 
 
@@ -30,7 +31,7 @@ def test_a_new_folder_is_for_its_owner_alone(tmp_path: Path) -> None:
     data_dir = DataDir.open(tmp_path / "some" / "data")
     assert stat.S_IMODE((tmp_path / "some" / "data").stat().st_mode) == 0o700
     assert data_dir.segments_path.is_dir()
-    assert data_dir.snapshot_path(12) == tmp_path / "some" / "data" / "snapshot-00000012.tqs"
+    assert data_dir.snapshot_path(12) == tmp_path / "some" / "data" / "snapshot-000000000012.tqs"
     data_dir.close()
 
 
@@ -57,6 +58,32 @@ def test_its_journal_is_found_again(tmp_path: Path) -> None:
         data_dir.close()
 
 
+def test_a_snapshot_that_was_being_written_is_removed(tmp_path: Path) -> None:
+    unfinished = tmp_path / "snapshot-000000000002.tqs.partial"
+    unfinished.write_bytes(bytes(1000))
+    DataDir.open(tmp_path).close()
+    assert not unfinished.exists()
+
+
+def test_what_no_start_needs_is_removed(tmp_path: Path) -> None:
+    data_dir = DataDir.open(tmp_path)
+    journal = data_dir.journal(sync=False)
+    assert replayed(journal) == []
+    numbers = []
+    for number in range(3):
+        commit_each(journal, [b"%d" % number])
+        numbers.append(journal.rotate())
+        journal.flush()
+        data_dir.snapshot_path(numbers[-1]).touch()
+        data_dir.remove_unneeded(journal, numbers[-1])
+    assert data_dir.snapshots() == numbers[-2:]
+    assert segment_numbers(tmp_path) == numbers[-2:]
+    data_dir.quarantine_snapshot(numbers[-1])
+    assert data_dir.snapshots() == numbers[-2:-1]
+    journal.close()
+    data_dir.close()
+
+
 def test_a_second_opening_is_refused_until_the_first_is_closed(tmp_path: Path) -> None:
     before = open_files()
     data_dir = DataDir.open(tmp_path)
@@ -80,6 +107,14 @@ def test_a_later_format_is_refused_with_both_versions(tmp_path: Path) -> None:
     DataDir.open(tmp_path).close()  # the refused one has let go of the lock
 
 
+def test_an_earlier_format_is_refused_and_not_taken_for_an_empty_folder(tmp_path: Path) -> None:
+    DataDir.open(tmp_path).close()
+    path = tmp_path / "identity.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": FORMAT_VERSION - 1}))
+    with pytest.raises(DataDirError, match=f"has format {FORMAT_VERSION - 1}, which this version .* reads no more"):
+        DataDir.open(tmp_path)
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -88,9 +123,9 @@ def test_a_later_format_is_refused_with_both_versions(tmp_path: Path) -> None:
         "null",
         "{}",
         '{"format_version": "one"}',
-        '{"format_version": 1, "controller_boot_id": "00", "storage_boot_id": "00"}',
-        '{"format_version": 1, "controller_boot_id": 7, "storage_boot_id": "00"}',
-        '{"format_version": 1, "controller_boot_id": "no hex", "storage_boot_id": "00"}',
+        '{"format_version": 2, "controller_boot_id": "00", "storage_boot_id": "00"}',
+        '{"format_version": 2, "controller_boot_id": 7, "storage_boot_id": "00"}',
+        '{"format_version": 2, "controller_boot_id": "no hex", "storage_boot_id": "00"}',
         b"\xff\xfe",
     ],
 )
@@ -103,7 +138,9 @@ def test_a_damaged_identity_is_refused(tmp_path: Path, text: str | bytes) -> Non
 
 def test_a_lost_identity_is_not_made_up(tmp_path: Path) -> None:
     data_dir = DataDir.open(tmp_path)
-    data_dir.journal(sync=False).close()
+    journal = data_dir.journal(sync=False)
+    assert replayed(journal) == []
+    journal.close()
     data_dir.close()
     (tmp_path / "identity.json").unlink()
     with pytest.raises(DataDirError, match=r"has a journal or snapshots, but no identity\.json"):

@@ -1,32 +1,19 @@
 """What was appended comes back in order, with and without fsync."""
 
 import asyncio
-import sqlite3
+import os
 import threading
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from journal_support import (
-    commit_each,
-    crashed,
-    journal_threads,
-    opened,
-    read,
-    replayed,
-    wait_for_the_next_file,
-)
+from journal_support import commit_each, copy, crashed, journal_threads, opened, read, replayed, wait_for_worker
 from open_files import open_files
 from property_settings import examples
 
-from tq_service.durable import journal as journal_module
-from tq_service.durable.file_names import journal_path
-from tq_service.durable.journal import Journal
-from tq_service.durable.journal_file import JournalFile
-from tq_service.durable.journal_reader import JournalReader
+from tq_service.durable.log.commit_log import CommitLog
+from tq_service.durable.log.segment import SegmentWriter, segment_numbers
 
 MODES = pytest.mark.parametrize("sync", [False, True], ids=["process", "disk"])
 
@@ -37,9 +24,9 @@ def test_records_come_back_in_order(tmp_path: Path, sync: bool) -> None:
     with opened(tmp_path, sync=sync) as journal:
         for record in records:
             journal.append(record)
-        assert journal.is_behind
+        assert journal.has_unflushed
         journal.flush()
-        assert not journal.is_behind
+        assert not journal.has_unflushed
     assert read(tmp_path) == records
 
 
@@ -74,13 +61,13 @@ def test_nothing_is_taken_before_what_is_there_was_read(tmp_path: Path) -> None:
     with opened(tmp_path) as journal:
         commit_each(journal, [b"first", b"second"])
     with opened(tmp_path) as journal:
-        records = journal.replay()
-        assert next(records) == b"first"
-        with pytest.raises(RuntimeError, match="exhaust replay"):
+        records = journal.read(0)
+        assert next(records) == (2, b"first")
+        with pytest.raises(RuntimeError, match="exhaust read"):
             journal.append(b"too early")
-        with pytest.raises(RuntimeError, match="exhaust replay"):
-            journal.start_generation()
-        assert list(records) == [b"second"]
+        with pytest.raises(RuntimeError, match="exhaust read"):
+            journal.rotate()
+        assert list(records) == [(3, b"second")]
         commit_each(journal, [b"third"])
     assert read(tmp_path) == [b"first", b"second", b"third"]
 
@@ -98,30 +85,35 @@ async def test_durable_means_that_another_process_would_find_it(tmp_path: Path, 
         for number in range(20):
             journal.append(b"%d" % number)
             await journal.durable()
-            assert not journal.is_behind
-            log = journal_path(tmp_path / "journal", 1)
-            with open_copy(log, tmp_path / f"copy-{number}") as connection:
-                assert connection.execute("SELECT count(*) FROM records").fetchone() == (number + 1,)
+            assert not journal.has_unflushed
+            copy(tmp_path / "journal", tmp_path / f"copy-{number}")
+            assert read(tmp_path / f"copy-{number}") == [b"%d" % each for each in range(number + 1)]
 
 
-def open_copy(database: Path, folder: Path) -> sqlite3.Connection:
-    folder.mkdir()
-    for path in (database, database.with_name(database.name + "-wal")):
-        (folder / path.name).write_bytes(path.read_bytes())
-    return sqlite3.connect(folder / database.name)
+@MODES
+async def test_one_waits_for_a_number_and_not_for_what_came_later(tmp_path: Path, sync: bool) -> None:
+    with opened(tmp_path, sync=sync) as journal:
+        first = journal.append(b"first")
+        await journal.durable(first)
+        second = journal.append(b"second")
+        assert second == first + 1
+        await journal.durable(first)
+        assert journal.has_unflushed
+        await journal.durable(second)
+        assert not journal.has_unflushed
 
 
 async def test_calls_at_once_share_few_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     groups: list[int] = []
     is_free = threading.Event()
-    write = JournalFile.write
+    write = SegmentWriter.append
 
-    def counted(file: JournalFile, first: int, records: list[bytes]) -> None:
+    def counted(segment: SegmentWriter, first: int, records: list[bytes]) -> None:
         groups.append(len(records))
         assert is_free.wait(30)
-        write(file, first, records)
+        write(segment, first, records)
 
-    monkeypatch.setattr(JournalFile, "write", counted)
+    monkeypatch.setattr(SegmentWriter, "append", counted)
     expected = [b"%d" % number for number in range(200)]
     with opened(tmp_path, sync=True) as journal:
 
@@ -140,23 +132,23 @@ async def test_calls_at_once_share_few_commits(tmp_path: Path, monkeypatch: pyte
 
 async def test_the_loop_goes_on_during_an_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     is_free = threading.Event()
-    write = JournalFile.write
+    write = SegmentWriter.append
 
-    def slow(file: JournalFile, first: int, records: list[bytes]) -> None:
+    def slow(segment: SegmentWriter, first: int, records: list[bytes]) -> None:
         assert is_free.wait(30)
-        write(file, first, records)
+        write(segment, first, records)
 
-    monkeypatch.setattr(JournalFile, "write", slow)
+    monkeypatch.setattr(SegmentWriter, "append", slow)
     with opened(tmp_path, sync=True) as journal:
         journal.append(b"slow")
         waiting = asyncio.create_task(journal.durable())
         for _ in range(100):
             await asyncio.sleep(0)
-        assert journal.is_behind
+        assert journal.has_unflushed
         assert not waiting.done()
         is_free.set()
         await waiting
-        assert not journal.is_behind
+        assert not journal.has_unflushed
 
 
 @MODES
@@ -181,7 +173,7 @@ async def test_callbacks_run_without_anybody_who_waits(tmp_path: Path, sync: boo
         journal.after_durable(called.set)
         async with asyncio.timeout(30):
             await called.wait()
-        assert not journal.is_behind
+        assert not journal.has_unflushed
 
 
 async def test_a_callback_may_append_and_a_failing_one_stops_nobody(
@@ -199,7 +191,7 @@ async def test_a_callback_may_append_and_a_failing_one_stops_nobody(
         journal.after_durable(lambda: told.append("last"))
         await journal.durable()
         assert told == ["last"]
-        assert journal.is_behind
+        assert journal.has_unflushed
         await journal.durable()
     assert "not mine" in caplog.text
     assert read(tmp_path) == [b"first", b"from a callback"]
@@ -207,8 +199,8 @@ async def test_a_callback_may_append_and_a_failing_one_stops_nobody(
 
 async def test_who_gives_up_waiting_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     is_free = threading.Event()
-    write = JournalFile.write
-    monkeypatch.setattr(JournalFile, "write", lambda *call: is_free.wait(30) and write(*call))
+    write = SegmentWriter.append
+    monkeypatch.setattr(SegmentWriter, "append", lambda *call: is_free.wait(30) and write(*call))
     with opened(tmp_path, sync=True) as journal:
         journal.append(b"record")
         waiting = asyncio.create_task(journal.durable())
@@ -227,19 +219,16 @@ def test_threads_and_files_are_gone_after_close(tmp_path: Path, sync: bool) -> N
     assert journal_threads() == []
     with opened(tmp_path, sync=sync) as journal:
         commit_each(journal, [b"record"] * 3)
-        journal.start_generation()
+        journal.rotate()
+        journal.flush()
         assert journal_threads() != []
     with opened(tmp_path, sync=sync) as journal:
         replayed(journal)
     assert journal_threads() == []
     assert open_files() <= before
-    assert not list(tmp_path.glob("*-wal"))
-    assert not list(tmp_path.glob("making-*"))
 
 
-STEPS = st.lists(
-    st.one_of(st.binary(max_size=50), st.sampled_from(["flush", "start generation", "close"])), max_size=40
-)
+STEPS = st.lists(st.one_of(st.binary(max_size=50), st.sampled_from(["flush", "rotate", "close"])), max_size=40)
 
 
 @examples(12)
@@ -248,7 +237,8 @@ def test_any_order_of_calls_keeps_all_records(
     tmp_path_factory: pytest.TempPathFactory, steps: list[bytes | str], sync: bool
 ) -> None:
     directory = tmp_path_factory.mktemp("journal")
-    journal = Journal.open(directory, sync=sync)
+    journal = CommitLog(directory, sync=sync)
+    assert replayed(journal) == []
     expected: list[bytes] = []
     since: dict[int, int] = {0: 0}
     for step in steps:
@@ -257,29 +247,73 @@ def test_any_order_of_calls_keeps_all_records(
             expected.append(step)
         elif step == "flush":
             journal.flush()
-            assert not journal.is_behind
-        elif step == "start generation":
-            wait_for_the_next_file(journal)
-            since[journal.start_generation()] = len(expected)
+            assert not journal.has_unflushed
+        elif step == "rotate":
+            since[journal.rotate()] = len(expected)
         else:
             journal.close()
-            journal = Journal.open(directory, sync=sync)
+            journal = CommitLog(directory, sync=sync)
             assert replayed(journal) == expected
     journal.close()
-    for generation, count in since.items():
-        assert read(directory, generation) == expected[count:]
+    for number, count in since.items():
+        assert read(directory, number) == expected[count:]
 
 
-def test_the_file_that_is_made_meanwhile_is_not_taken_for_one_that_was_found(
+@MODES
+async def test_each_step_of_the_loop_is_one_call_of_the_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: bool
+) -> None:
+    calls: list[int] = []
+    pwritev = os.pwritev
+
+    def counted(descriptor: int, parts: list[bytes], at: int) -> int:
+        calls.append(sum(map(len, parts)))
+        return pwritev(descriptor, parts, at)
+
+    with opened(tmp_path, sync=sync) as journal:
+        monkeypatch.setattr(os, "pwritev", counted)
+        for count in (1, 2, 50):
+            calls.clear()
+            for number in range(count):
+                journal.append(b"%d" % number)
+            await journal.durable()
+            assert len(calls) == 1
+
+
+def test_what_a_run_without_sync_left_is_on_the_disk_before_a_run_with_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with opened(tmp_path / "journal") as journal:
+        commit_each(journal, [b"1"])
+        journal.rotate()
+        commit_each(journal, [b"2"])
+        copy(tmp_path / "journal", tmp_path / "image", journal)
+    left = {path.name for path in (tmp_path / "image").glob("journal-*")}
+    assert len(left) == 2
+    fsync, synced = os.fsync, set()
+
+    def noted(descriptor: int) -> None:
+        fsync(descriptor)
+        synced.add(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    with opened(tmp_path / "image", sync=True) as journal:
+        assert replayed(journal) == [b"1", b"2"]
+        assert left | {"image"} <= synced
+
+
+def test_many_small_records_take_little_room(tmp_path: Path) -> None:
+    with opened(tmp_path) as journal:
+        commit_each(journal, [bytes(300)] * 2000)
+    assert sum(path.stat().st_size for path in tmp_path.glob("journal-*")) <= 2000 * 330
+
+
+def test_a_start_begins_a_segment_and_changes_nothing_before_it(tmp_path: Path) -> None:
     image = crashed(tmp_path / "journal", [b"one", b"two"])
-
-    class LateReader(JournalReader):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            time.sleep(0.5)  # upkeep, had it begun, would have made its file by now, and keeps it locked
-            super().__init__(*args, **kwargs)
-
-    monkeypatch.setattr(journal_module, "JournalReader", LateReader)
+    (number,) = segment_numbers(image)
+    before = (image / f"journal-{number:012d}.tqj").read_bytes()
     with opened(image) as journal:
         assert replayed(journal) == [b"one", b"two"]
+        wait_for_worker(journal)
+        assert segment_numbers(image) == [number, number + 3]
+        assert (image / f"journal-{number:012d}.tqj").read_bytes().startswith(before)

@@ -3,19 +3,17 @@
 import asyncio
 import errno
 import os
-import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from journal_support import commit_each, copy, opened, read, wait_for_upkeep
+from journal_support import commit_each, copy, opened, read, replayed, wait_for_worker, written
 
-from tq_service.durable import journal as journal_module
-from tq_service.durable.journal import RESERVE_BYTES, Journal, Reserve
-from tq_service.durable.journal_file import JournalFile, write_error
+from tq_service.durable.log import commit_log
+from tq_service.durable.log.commit_log import RESERVE_BYTES, CommitLog, EmergencyDiskReserve
 from tq_service.durable.record_file import RecordWriter
 from tq_service.errors import DiskFailedError, DiskFullError
 
@@ -23,25 +21,42 @@ MODES = pytest.mark.parametrize("sync", [False, True], ids=["process", "disk"])
 
 
 class Disk:
-    """Stands between a journal and SQLite: refuses commits while it is full."""
+    """Stands between a journal and the system.
+
+    Attributes:
+        code: of the error that writing fails with, once `partial_bytes` were written; None: it does not fail.
+        sync_code: of the error that syncing fails with.
+        attempts: how often something was to be written.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.code: int | None = None
+        self.sync_code: int | None = None
+        self.partial_bytes = 7
         self.attempts = 0
-        commit = JournalFile._commit
+        pwritev, pwrite, fsync = os.pwritev, os.pwrite, os.fsync
 
-        def checked(file: JournalFile, change: Callable[[], object]) -> None:
-            def refused() -> None:
-                self.attempts += 1
-                if self.code is not None:
-                    error = sqlite3.OperationalError("database or disk is full")
-                    error.sqlite_errorcode = self.code
-                    raise error
-                change()
+        def write_parts(descriptor: int, parts: list[bytes], at: int) -> int:
+            self.attempts += 1
+            if self.code is None:
+                return pwritev(descriptor, parts, at)
+            if not self.partial_bytes:
+                raise OSError(self.code, os.strerror(self.code))
+            return pwrite(descriptor, b"".join(parts)[: self.partial_bytes], at)
 
-            commit(file, refused)
+        def write(descriptor: int, data: bytes, at: int) -> int:
+            if self.code is not None:
+                raise OSError(self.code, os.strerror(self.code))
+            return pwrite(descriptor, data, at)
 
-        monkeypatch.setattr(JournalFile, "_commit", checked)
+        def sync(descriptor: int) -> None:
+            if self.sync_code is not None:
+                raise OSError(self.sync_code, os.strerror(self.sync_code))
+            fsync(descriptor)
+
+        monkeypatch.setattr(os, "pwritev", write_parts)
+        monkeypatch.setattr(os, "pwrite", write)
+        monkeypatch.setattr(os, "fsync", sync)
 
 
 @pytest.fixture
@@ -55,7 +70,7 @@ async def test_what_cannot_be_written_waits_and_is_written_when_there_is_room(
 ) -> None:
     with opened(tmp_path, sync=sync) as journal:
         commit_each(journal, [b"before"])
-        disk.code = sqlite3.SQLITE_FULL
+        disk.code = errno.ENOSPC
         for number in range(5):
             journal.append(b"%d" % number)
             with pytest.raises(
@@ -63,12 +78,12 @@ async def test_what_cannot_be_written_waits_and_is_written_when_there_is_room(
             ) as caught:
                 await journal.durable()
             assert caught.value.retry_after_seconds == 1.0
-            assert journal.is_behind
+            assert journal.has_unflushed
         told: list[str] = []
         journal.after_durable(lambda: told.append("durable"))
         disk.code = None
         await journal.durable()
-        assert not journal.is_behind
+        assert not journal.has_unflushed
         assert told == ["durable"]
     assert read(tmp_path) == [b"before", *(b"%d" % number for number in range(5))]
 
@@ -76,8 +91,8 @@ async def test_what_cannot_be_written_waits_and_is_written_when_there_is_room(
 @MODES
 async def test_nobody_tries_until_somebody_asks(tmp_path: Path, disk: Disk, sync: bool) -> None:
     with opened(tmp_path, sync=sync) as journal:
-        journal._reserve.give_up()
-        disk.code = sqlite3.SQLITE_FULL
+        journal._reserve.release()
+        disk.code = errno.ENOSPC
         journal.append(b"record")
         for asked in range(1, 4):
             before = disk.attempts
@@ -91,7 +106,7 @@ async def test_nobody_tries_until_somebody_asks(tmp_path: Path, disk: Disk, sync
 @MODES
 def test_a_quota_counts_as_a_full_disk(tmp_path: Path, disk: Disk, sync: bool) -> None:
     with opened(tmp_path, sync=sync) as journal:
-        disk.code = sqlite3.SQLITE_IOERR_WRITE
+        disk.code = errno.EDQUOT
         journal.append(b"record")
         with pytest.raises(DiskFullError, match="does not take what is written"):
             journal.flush()
@@ -99,45 +114,93 @@ def test_a_quota_counts_as_a_full_disk(tmp_path: Path, disk: Disk, sync: bool) -
     assert read(tmp_path) == [b"record"]
 
 
+@MODES
+@pytest.mark.parametrize("partial_bytes", [0, 1, 24, 40])
+def test_what_does_not_fit_is_cut_off_again(tmp_path: Path, disk: Disk, sync: bool, partial_bytes: int) -> None:
+    with opened(tmp_path / "journal", sync=sync) as journal:
+        commit_each(journal, [b"before"])
+        size = written(tmp_path / "journal").stat().st_size
+        disk.code, disk.partial_bytes = errno.ENOSPC, partial_bytes
+        journal.append(b"a record of more than that")
+        with pytest.raises(DiskFullError):
+            journal.flush()
+        assert written(tmp_path / "journal").stat().st_size == size
+        copy(tmp_path / "journal", tmp_path / "image", journal)
+        disk.code = None
+    assert read(tmp_path / "image") == [b"before"]
+    assert read(tmp_path / "journal") == [b"before", b"a record of more than that"]
+
+
 async def test_after_a_failed_fsync_nothing_is_acknowledged_again(tmp_path: Path, disk: Disk) -> None:
     (tmp_path / "journal").mkdir()
-    journal = Journal.open(tmp_path / "journal", sync=True)
+    journal = CommitLog(tmp_path / "journal", sync=True)
+    assert replayed(journal) == []
     commit_each(journal, [b"before"])
-    disk.code = sqlite3.SQLITE_IOERR_FSYNC
+    disk.sync_code = errno.EIO
     journal.append(b"unknown")
-    with pytest.raises(DiskFailedError, match="failed to sync journal-00000001"):
+    with pytest.raises(DiskFailedError, match="failed to sync journal-000000000001"):
         await journal.durable()
-    disk.code = None  # a second fsync would succeed without having written anything
+    disk.sync_code = None  # a second fsync would succeed without having written anything
+    journal.append(b"later")
     for _ in range(2):
         with pytest.raises(DiskFailedError):
             await journal.durable()
     copy(tmp_path / "journal", tmp_path / "image", journal)
     with pytest.raises(DiskFailedError):
         journal.close()
-    assert read(tmp_path / "image") == [b"before"]
+    assert read(tmp_path / "image") == [b"before", b"unknown"]
 
 
-def test_a_generation_that_cannot_begin_changes_nothing(tmp_path: Path, disk: Disk) -> None:
-    with opened(tmp_path) as journal:
+@MODES
+async def test_a_segment_that_cannot_begin_keeps_what_comes_after_it_in_order(
+    tmp_path: Path, disk: Disk, sync: bool
+) -> None:
+    with opened(tmp_path, sync=sync) as journal:
         commit_each(journal, [b"1"])
         journal.append(b"2")
-        disk.code = sqlite3.SQLITE_FULL
-        with pytest.raises(DiskFullError):
-            journal.start_generation()
+        disk.code = errno.ENOSPC
+        number = journal.rotate()
+        journal.append(b"3")
+        for _ in range(2):
+            with pytest.raises(DiskFullError, match="free space"):
+                await journal.durable()
         disk.code = None
-        commit_each(journal, [b"3"])
-        generation = journal.start_generation()
+        await journal.durable()
         commit_each(journal, [b"4"])
     assert read(tmp_path, 0) == [b"1", b"2", b"3", b"4"]
-    assert read(tmp_path, generation) == [b"4"]
+    assert read(tmp_path, number) == [b"3", b"4"]
+
+
+@MODES
+def test_a_segment_whose_closing_does_not_fit_is_not_left_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: Disk, sync: bool
+) -> None:
+    with opened(tmp_path, sync=sync) as journal:
+        commit_each(journal, [b"1"])
+        number = journal.rotate()
+        writes = os.pwritev
+
+        def only_openings(descriptor: int, parts: list[bytes], at: int) -> int:
+            if at:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return writes(descriptor, parts, at)
+
+        with monkeypatch.context() as full:
+            full.setattr(os, "pwritev", only_openings)
+            with pytest.raises(DiskFullError):
+                journal.flush()
+            assert written(tmp_path).name == "journal-000000000001.tqj"
+        commit_each(journal, [b"2"])
+    assert read(tmp_path, 0) == [b"1", b"2"]
+    assert read(tmp_path, number) == [b"2"]
 
 
 def test_a_disk_that_stays_full_fails_the_close_and_loses_what_was_durable_never(tmp_path: Path, disk: Disk) -> None:
     for sync in (False, True):
-        journal = Journal.open(tmp_path, sync=sync)
-        list(journal.replay())
+        journal = CommitLog(tmp_path, sync=sync)
+        list(journal.read(0))
         commit_each(journal, [b"durable"])
-        disk.code = sqlite3.SQLITE_FULL
+        disk.code = errno.ENOSPC
         journal.append(b"refused")
         with pytest.raises(DiskFullError):
             journal.close()
@@ -148,29 +211,29 @@ def test_a_disk_that_stays_full_fails_the_close_and_loses_what_was_durable_never
 def test_room_set_aside_is_given_up_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: Disk, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(journal_module, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(commit_log, "_LOOK_SECONDS", 0.0)
     reserve = tmp_path / "reserve"
-    give_up = Reserve.give_up
+    release = EmergencyDiskReserve.release
 
-    def freed(one: Reserve) -> bool:
+    def freed(one: EmergencyDiskReserve) -> bool:
         disk.code = None
-        return give_up(one)
+        return release(one)
 
-    monkeypatch.setattr(Reserve, "give_up", freed)
+    monkeypatch.setattr(EmergencyDiskReserve, "release", freed)
     with opened(tmp_path) as journal:
         assert reserve.stat().st_size == RESERVE_BYTES
         assert reserve.stat().st_blocks * 512 >= RESERVE_BYTES
-        assert not journal.is_short
+        assert not journal.is_disk_low
         with monkeypatch.context() as full:
-            full.setattr(journal_module.os, "statvfs", no_room)
-            disk.code = sqlite3.SQLITE_FULL
+            full.setattr(commit_log.os, "statvfs", no_room)
+            disk.code = errno.ENOSPC
             commit_each(journal, [b"a clear"])
             assert not reserve.exists()
-            assert journal.is_short
+            assert journal.is_disk_low
             assert "4 MiB that were set aside are given up" in caplog.text
-        assert journal.is_short  # this has a thread look
-        wait_for_upkeep(journal)
-        assert not journal.is_short
+        assert journal.is_disk_low  # this has a thread look
+        wait_for_worker(journal)
+        assert not journal.is_disk_low
         assert reserve.stat().st_size == RESERVE_BYTES
     assert read(tmp_path) == [b"a clear"]
 
@@ -183,34 +246,23 @@ def test_a_reserve_that_does_not_fit_is_left_out(tmp_path: Path, monkeypatch: py
     def refuse(*_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(journal_module.os, "posix_fallocate", refuse)
-    reserve = Reserve(tmp_path / "reserve")
+    monkeypatch.setattr(commit_log.os, "posix_fallocate", refuse)
+    reserve = EmergencyDiskReserve(tmp_path / "reserve")
     assert not reserve.fill()
     assert not reserve.is_there
     assert not (tmp_path / "reserve").exists()
-    assert not reserve.give_up()
-
-
-@pytest.mark.parametrize(
-    ("error", "kind"),
-    [
-        (OSError(28, "No space left on device"), DiskFullError),
-        (sqlite3.OperationalError("without a code"), DiskFullError),
-    ],
-)
-def test_errors_of_the_system_mean_a_full_disk(error: Exception, kind: type[Exception]) -> None:
-    assert isinstance(write_error(error, Path("journal")), kind)
+    assert not reserve.release()
 
 
 LIMITED = """
 import resource, sys
 from pathlib import Path
-from tq_service.durable import journal as journal_module
-from tq_service.durable.journal import Journal
+from tq_service.durable.log.commit_log import CommitLog
 from tq_service.errors import DiskFullError
 
 directory, sync = Path(sys.argv[1]), sys.argv[2] == "disk"
-journal = Journal.open(directory, sync=sync)
+journal = CommitLog(directory, sync=sync)
+assert not list(journal.read(0))
 soft = 600_000
 resource.setrlimit(resource.RLIMIT_FSIZE, (soft, resource.RLIM_INFINITY))
 number = refused = 0
@@ -255,10 +307,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 async def test_a_disk_that_is_full_and_has_room_again(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch, sync: bool
 ) -> None:
-    monkeypatch.setattr(journal_module, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(commit_log, "_LOOK_SECONDS", 0.0)
     ballast = small_disk / "ballast"
     with opened(small_disk / "journal", sync=sync) as journal:
-        assert not journal.is_short
+        assert not journal.is_disk_low
         with ballast.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, 6 << 20)
         count = refused = 0
@@ -269,7 +321,7 @@ async def test_a_disk_that_is_full_and_has_room_again(
                 await journal.durable()
             except DiskFullError:
                 refused += 1
-        assert journal.is_short
+        assert journal.is_disk_low
         assert not (small_disk / "journal" / "reserve").exists()
         ballast.unlink()
         await journal.durable()
@@ -282,23 +334,43 @@ def test_a_service_that_is_started_on_a_full_disk_can_make_room(small_disk: Path
         commit_each(journal, [b"a put"])
     fill(small_disk / "ballast")
     with opened(small_disk / "journal", sync=sync) as journal:
-        assert list(journal.replay()) == [b"a put"]
-        assert journal.is_short
+        assert replayed(journal) == [b"a put"]
+        assert journal.is_disk_low
         commit_each(journal, [b"a clear"])
     assert read(small_disk / "journal") == [b"a put", b"a clear"]
 
 
 @pytest.mark.parametrize("accept_loss", [False, True])
-def test_a_journal_that_cannot_be_read_for_lack_of_room_is_not_damaged(small_disk: Path, accept_loss: bool) -> None:
+def test_a_start_that_has_no_room_for_a_segment_loses_nothing(small_disk: Path, accept_loss: bool) -> None:
     directory, ballast = small_disk / "journal", small_disk / "ballast"
     with opened(directory) as journal:
         commit_each(journal, [b"a put"])
     (directory / "reserve").unlink()
     fill(ballast)
-    with pytest.raises(DiskFullError, match=r"journal-00000001.* cannot be read now .*nothing is lost"):
+    with pytest.raises(DiskFullError, match=r"is full: journal-000000000003.* cannot grow; nothing"):
         read(directory, accept_loss=accept_loss)
     ballast.unlink()
     assert read(directory) == [b"a put"]
+
+
+@pytest.mark.parametrize("accept_loss", [False, True])
+def test_a_journal_that_cannot_be_read_for_lack_of_files_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accept_loss: bool
+) -> None:
+    with opened(tmp_path) as journal:
+        commit_each(journal, [b"a put"])
+    real = Path.open
+
+    def refused(path: Path, *rest: str) -> object:
+        if path.suffix == ".tqj":
+            raise OSError(errno.EMFILE, "Too many open files", str(path))
+        return real(path, *rest)
+
+    with monkeypatch.context() as short:
+        short.setattr(Path, "open", refused)
+        with pytest.raises(DiskFullError, match=r"journal-000000000001.* cannot be read now .*nothing is lost"):
+            read(tmp_path, accept_loss=accept_loss)
+    assert read(tmp_path) == [b"a put"]
 
 
 def fill(ballast: Path) -> None:
@@ -320,7 +392,7 @@ def test_a_snapshot_leaves_room_for_what_goes_on_beside_it(small_disk: Path) -> 
         assert least_free > RESERVE_BYTES
         assert not list(small_disk.glob("snapshot*"))
         commit_each(journal, [b"a clear"])
-        assert not journal.is_short
+        assert not journal.is_disk_low
 
 
 def free_bytes(folder: Path) -> int:

@@ -58,7 +58,7 @@ def test_what_was_acknowledged_survives_a_kill_at_any_moment(tmp_path: Path, mod
         shutil.rmtree(tmp_path / "image")
         there = len(found)
     assert there > 0
-    assert len(list((tmp_path / "data").glob("journal-*.sqlite3"))) > ROUNDS  # files became full in between
+    assert len(list((tmp_path / "data").glob("journal-*.tqj"))) > ROUNDS  # segments became full in between
 
 
 def test_a_running_service_has_its_folder_for_itself(tmp_path: Path) -> None:

@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-import threading
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from journal_support import commit_each, copy, opened, read, replayed, wait_for_the_next_file, wait_for_upkeep, write
+from journal_support import commit_each, copy, opened, read, replayed, started_anew, write
 
-from tq_service.durable import found_file, journal_file
-from tq_service.durable.file_names import beside, journal_path, snapshot_path
-from tq_service.durable.found_file import FoundFile
-from tq_service.durable.journal import Journal
-from tq_service.durable.journal_file import JournalFile
-from tq_service.errors import DiskFullError
+from tq_service.durable.files import snapshot_path
+from tq_service.durable.log.segment import segment_path
 
 
 @contextmanager
-def copied_at_each_step(journal: Journal, directory: Path, images: list[Path]) -> Iterator[None]:
-    """Have the folder copied, as a kill would leave it, before all that this thread does to its files."""
-    thread = threading.get_ident()
+def copied_at_each_step(directory: Path, images: list[Path]) -> Iterator[None]:
+    """Have the folder copied, as a kill would leave it, before all that is done to its files, and in between."""
 
     def watched(step: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == thread and not is_copying:
+            if not is_copying:
                 is_copying.append(True)
-                wait_for_upkeep(journal)
                 images.append(directory.with_name(f"{directory.name}-step-{len(images)}"))
                 copy(directory, images[-1])
                 is_copying.clear()
@@ -36,92 +30,84 @@ def copied_at_each_step(journal: Journal, directory: Path, images: list[Path]) -
 
         return call
 
+    def in_pieces(descriptor: int, parts: list[bytes], at: int) -> int:
+        data = b"".join(parts)
+        for piece in (data[:5], data[5:-1], data[-1:]):
+            at += os.pwrite(descriptor, piece, at)
+        return len(data)
+
     is_copying: list[bool] = []
     with pytest.MonkeyPatch.context() as patched:
-        for owner, name in (
-            (Path, "unlink"),
-            (Path, "rename"),
-            (Path, "replace"),
-            (FoundFile, "close"),
-            (FoundFile, "rows"),
-            (JournalFile, "begin"),
-            (JournalFile, "rest"),
-        ):
+        for owner, name in ((Path, "unlink"), (Path, "rename"), (os, "ftruncate"), (os, "pwrite"), (os, "fsync")):
             patched.setattr(owner, name, watched(getattr(owner, name)))
+        patched.setattr(os, "pwritev", in_pieces)
         yield
 
 
 def recovered_and_killed(directory: Path, expected: list[bytes]) -> list[Path]:
     """Recover a journal; return what kills at each step would have left of it."""
     images: list[Path] = []
-    with opened(directory) as journal:
-        wait_for_the_next_file(journal)
-        with copied_at_each_step(journal, directory, images):
-            assert replayed(journal) == expected
+    with opened(directory) as journal, copied_at_each_step(directory, images):
+        assert replayed(journal) == expected
+    assert len(images) > 5
     return images
 
 
-def power_lost(directory: Path, monkeypatch: pytest.MonkeyPatch, *, kept_bytes: int, goes_on: bool) -> Path:
-    """Return what a loss of power leaves: a snapshot, and of the log of the file that follows it so many bytes.
-
-    Args:
-        directory: for all files.
-        monkeypatch: lets the machine be started anew.
-        kept_bytes: of the log.
-        goes_on: whether another file, which is whole, follows.
-    """
-    with monkeypatch.context() as patched, opened(directory / "journal") as journal:
-        patched.setattr(JournalFile, "rest", refused)  # logs stay
-        commit_each(journal, [b"1"])
-        generation = journal.start_generation()
-        commit_each(journal, [b"2", b"3" * 5000])
-        if goes_on:
-            wait_for_the_next_file(journal)
-            journal.start_generation()
-            commit_each(journal, [b"4"])
-        copy(directory / "journal", directory / "image", journal)
-    image = directory / "image"
-    snapshot_path(image, generation).touch()
-    with beside(journal_path(image, generation), "-wal").open("ab") as log:
-        log.truncate(kept_bytes)
-    for module in (found_file, journal_file):
-        monkeypatch.setattr(module, "machine_boot_id", lambda: "another start")
-    return image
-
-
-def refused(_: JournalFile) -> None:
-    raise DiskFullError("the disk is full: free space")
-
-
-@pytest.mark.parametrize("goes_on", [False, True])
-def test_where_the_start_of_a_generation_was_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, goes_on: bool
-) -> None:
-    image = power_lost(tmp_path, monkeypatch, kept_bytes=32, goes_on=goes_on)
-    images = recovered_and_killed(image, [])
-    assert len(images) > 3
-    for killed in images:
-        again = recovered_and_killed(killed, [])
+def check_each_kill(image: Path, expected: list[bytes]) -> None:
+    for killed in recovered_and_killed(image, expected):
+        again = recovered_and_killed(killed, expected)
         for twice in again:
-            assert read(twice) == []
-        write(killed, [b"5"])
-        assert read(killed) == [b"5"]
+            assert read(twice) == expected
+        write(killed, [b"later"])
+        assert read(killed) == [*expected, b"later"]
 
 
-def test_where_the_end_of_a_file_was_lost_that_another_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    image = power_lost(tmp_path, monkeypatch, kept_bytes=32 + 3 * 4120, goes_on=True)
-    images = recovered_and_killed(image, [b"2"])
-    assert len(images) > 3
+def journal_with_a_snapshot(directory: Path) -> tuple[Path, int, int]:
+    """Return a folder with a snapshot, the number of that, and how much of its segment comes before its last record."""
+    with opened(directory / "journal") as journal:
+        commit_each(journal, [b"1"])
+        number = journal.rotate()
+        commit_each(journal, [b"2"])
+        size = segment_path(directory / "journal", number).stat().st_size
+        commit_each(journal, [b"3" * 5000])
+        journal.rotate()
+        commit_each(journal, [b"4"])
+        copy(directory / "journal", directory / "image", journal)
+    snapshot_path(directory / "image", number).touch()
+    return directory / "image", number, size
+
+
+def test_where_nothing_was_lost(tmp_path: Path) -> None:
+    image, _, _ = journal_with_a_snapshot(tmp_path)
+    check_each_kill(image, [b"2", b"3" * 5000, b"4"])
+
+
+def test_of_a_new_journal(tmp_path: Path) -> None:
+    (tmp_path / "image").mkdir()
+    images: list[Path] = []
+    with copied_at_each_step(tmp_path / "image", images), opened(tmp_path / "image"):
+        pass
+    assert len(images) > 5
     for killed in images:
-        assert read(killed) == [b"2"]
-        write(killed, [b"5"])
-        assert read(killed) == [b"2", b"5"]
+        write(killed, [b"later"])
+        assert read(killed) == [b"later"]
 
 
-def test_of_what_was_being_written_nothing_is_left(tmp_path: Path) -> None:
-    write(tmp_path, [b"1"])
-    snapshot_path(tmp_path, 2).with_name(snapshot_path(tmp_path, 2).name + ".partial").write_bytes(bytes(1000))
-    (tmp_path / "making-00000003.sqlite3").write_bytes(bytes(1000))
-    assert read(tmp_path) == [b"1"]
-    assert not list(tmp_path.glob("*.partial"))
-    assert not list(tmp_path.glob("making-*"))
+def test_where_the_last_record_was_torn(tmp_path: Path) -> None:
+    image, number, size = journal_with_a_snapshot(tmp_path)
+    for path in sorted(image.glob("journal-*"))[2:]:
+        path.unlink()
+    with segment_path(image, number).open("r+b") as file:
+        file.truncate(size + 100)
+    check_each_kill(image, [b"2"])
+
+
+@pytest.mark.parametrize("end", [0, 100])
+def test_where_a_loss_of_power_took_the_end_of_a_segment_that_another_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: int
+) -> None:
+    image, number, size = journal_with_a_snapshot(tmp_path)
+    with segment_path(image, number).open("r+b") as file:
+        file.truncate(size + end)
+    started_anew(monkeypatch)
+    check_each_kill(image, [b"2"])

@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 from journal_support import copy, journal_threads, opened, read
 
-from tq_service.durable import journal_file
-from tq_service.durable.journal import Journal
-from tq_service.durable.journal_file import JournalFile
+from tq_service.durable.log import commit_log
+from tq_service.durable.log.commit_log import CommitLog
+from tq_service.durable.log.segment import SegmentWriter
 
 MODES = pytest.mark.parametrize("sync", [False, True], ids=["process", "disk"])
 
 
-def idle(journal: Journal) -> None:
+def idle(journal: CommitLog) -> None:
     """Give the thread that commits, where there is one, time to commit whatever it takes for complete."""
     del journal
-    if "tq-journal-commit" in journal_threads():
+    if journal_threads():
         time.sleep(0.2)
 
 
@@ -39,15 +39,15 @@ async def test_a_crash_within_a_step_leaves_all_of_it_or_nothing(tmp_path: Path,
 
 
 async def test_a_commit_of_many_calls_parts_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal_file, "_MAX_GROUP_RECORDS", 3)
+    monkeypatch.setattr(commit_log, "_FRAME_BYTES", 8)
     sizes: list[int] = []
-    write = JournalFile.write
+    write = SegmentWriter.append
 
-    def counted(file: JournalFile, first: int, records: list[bytes]) -> None:
+    def counted(segment: SegmentWriter, first: int, records: list[bytes]) -> None:
         sizes.append(len(records))
-        write(file, first, records)
+        write(segment, first, records)
 
-    monkeypatch.setattr(JournalFile, "write", counted)
+    monkeypatch.setattr(SegmentWriter, "append", counted)
     with opened(tmp_path, sync=True) as journal:
 
         async def call(number: int) -> None:
@@ -57,6 +57,7 @@ async def test_a_commit_of_many_calls_parts_no_step(tmp_path: Path, monkeypatch:
 
         await asyncio.gather(*(call(number) for number in range(5)))
     assert sum(sizes) == 10
+    assert len(sizes) > 1
     assert all(size % 2 == 0 for size in sizes)
 
 
@@ -64,8 +65,8 @@ async def test_a_commit_of_many_calls_parts_no_step(tmp_path: Path, monkeypatch:
 async def test_what_was_durable_before_anybody_waited_is_known_to_be(tmp_path: Path, sync: bool) -> None:
     with opened(tmp_path, sync=sync) as journal:
         journal.append(b"record")
-        journal.start_generation()  # with nobody waiting yet, as at the start of a service with a long journal
+        journal.rotate()  # with nobody waiting yet, as at the start of a service with a long journal
         idle(journal)
         async with asyncio.timeout(5):
             await journal.durable()
-        assert not journal.is_behind
+        assert not journal.has_unflushed

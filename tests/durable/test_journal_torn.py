@@ -1,37 +1,55 @@
 """What a crash leaves is cut; what only damage explains is an error that says where."""
 
+import itertools
+import logging
+import os
 import shutil
-import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from journal_support import commit_each, copy, crashed, flip, log_of, opened, read, replayed, write
+from journal_support import (
+    commit_each,
+    copy,
+    crashed,
+    flip,
+    opened,
+    read,
+    replayed,
+    started_anew,
+    write,
+    written,
+)
 from property_settings import examples
 
-from tq_service.durable import found_file, journal_file
-from tq_service.durable.file_names import journal_path
-from tq_service.durable.journal import Journal
+from tq_service.durable.log.commit_log import CommitLog
+from tq_service.durable.log.segment import segment_numbers, segment_path
 from tq_service.errors import JournalDamagedError
 
 RECORDS = [b"%03d " % number + b"x" * size for number, size in enumerate((10, 9000, 10, 20_000, 300, 300, 5))]
+SMALL = [b"first", b"", b"the third", b"4"]
+ENDS: list[int] = []
+"""How long the segment is before the first of the records, and after each."""
+MODES = pytest.mark.parametrize("sync", [False, True], ids=["process", "disk"])
 
 
-LOG_BYTES: list[int] = []
-"""How long the log is after each of the records."""
+@pytest.fixture(autouse=True)
+def without_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here has to be on the disk, and a start syncs, of which there are thousands here."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a kill leaves of a journal."""
     directory = tmp_path_factory.mktemp("crash") / "journal"
-    LOG_BYTES.clear()
     with opened(directory) as journal:
+        ENDS[:] = [written(directory).stat().st_size]
         for record in RECORDS:
             commit_each(journal, [record])
-            LOG_BYTES.append(log_of(directory).stat().st_size)
+            ENDS.append(written(directory).stat().st_size)
         copy(directory, directory.with_name("image"), journal)
     return directory.with_name("image")
 
@@ -49,90 +67,176 @@ def reboot(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return lambda: started_anew(monkeypatch)
 
 
-def started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (found_file, journal_file):
-        monkeypatch.setattr(module, "machine_boot_id", lambda: "another start")
-
-
 def is_prefix(some: list[bytes], of: list[bytes]) -> bool:
     return some == of[: len(some)]
 
 
+def truncate(path: Path, size: int) -> None:
+    with path.open("r+b") as file:
+        file.truncate(size)
+
+
+def frame_ends(directory: Path, records: list[bytes]) -> list[int]:
+    """Return how long the segment is before the first of some records, and after each, and write them."""
+    with opened(directory) as journal:
+        ends = [written(directory).stat().st_size]
+        for record in records:
+            commit_each(journal, [record])
+            ends.append(written(directory).stat().st_size)
+    return ends
+
+
 def test_a_kill_loses_nothing(killed: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert log_of(killed).stat().st_size > 30_000
+    assert written(killed).stat().st_size > 29_000
     assert read(killed) == RECORDS
     assert not caplog.records
 
 
 @examples(20)
 @given(data=st.data())
-def test_a_log_cut_anywhere_leaves_a_beginning(
+def test_a_segment_cut_anywhere_leaves_a_beginning(
     image: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     directory = tmp_path_factory.mktemp("cut") / "journal"
     copy(image, directory)
-    log = log_of(directory)
-    size_bytes = data.draw(st.integers(0, log.stat().st_size), label="size")
-    with log.open("r+b") as file:
-        file.truncate(size_bytes)
+    size_bytes = data.draw(st.integers(ENDS[0], ENDS[-1]), label="size")
+    truncate(written(directory), size_bytes)
     with opened(directory) as journal:
         found = replayed(journal)
-        assert is_prefix(found, RECORDS)
-        assert len(found) == sum(size_bytes >= end for end in LOG_BYTES)
+        assert found == RECORDS[: sum(size_bytes >= end for end in ENDS[1:])]
         commit_each(journal, [b"later"])
     assert read(directory) == [*found, b"later"]
 
 
-def test_what_is_cut_is_logged(killed: Path, caplog: pytest.LogCaptureFixture) -> None:
-    log = log_of(killed)
-    with log.open("r+b") as file:
-        file.truncate(log.stat().st_size - 100)
-    assert read(killed) == RECORDS[:-1]
-    assert "journal-00000001.sqlite3: cut 4020 bytes with 0 commits after record 7" in caplog.text
-
-
-@examples(15)
-@given(data=st.data())
-def test_a_flipped_bit_in_the_log_of_a_killed_process_is_damage(
-    image: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+def test_a_first_segment_whose_opening_was_not_written_is_begun_anew(
+    killed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    directory = tmp_path_factory.mktemp("flip") / "journal"
-    copy(image, directory)
-    log = log_of(directory)
-    flip(log, data.draw(st.integers(0, log.stat().st_size - 1), label="offset"))
-    before = log.read_bytes()
-    for _ in range(2):  # the refused start leaves what it found
-        with pytest.raises(JournalDamagedError, match=r"journal-00000001\.sqlite3 .*--accept-journal-loss"):
-            read(directory)
-        assert log.read_bytes() == before
-    found = read(directory, accept_loss=True)
-    assert is_prefix(found, RECORDS)
-    assert read(directory) == found
+    for size in range(ENDS[0]):
+        directory = tmp_path / f"{size}"
+        copy(killed, directory)
+        truncate(written(directory), size)
+        caplog.clear()
+        write(directory, [b"anew"])
+        assert "was never begun" in caplog.text
+        assert read(directory) == [b"anew"]
 
 
-def test_a_loss_of_power_may_take_commits_that_were_not_synced(
+@MODES
+def test_a_next_segment_whose_opening_was_not_written_is_begun_anew(tmp_path: Path, sync: bool) -> None:
+    write(tmp_path / "journal", [b"1"], sync=sync)
+    copy(tmp_path / "journal", tmp_path / "before")
+    write(tmp_path / "journal", [b"2"], sync=sync)
+    second = written(tmp_path / "journal")
+    opening = frame_ends(tmp_path / "measured", [])[0]
+    for size in range(opening):
+        directory = tmp_path / f"{size}"
+        copy(tmp_path / "before", directory)  # whose segment is not closed yet
+        (directory / second.name).write_bytes(second.read_bytes()[:size])
+        write(directory, [b"3"])
+        assert read(directory) == [b"1", b"3"]
+
+
+def test_what_is_cut_is_logged(killed: Path, caplog: pytest.LogCaptureFixture) -> None:
+    segment = written(killed)
+    truncate(segment, ENDS[-1] - 2)
+    assert read(killed) == RECORDS[:-1]
+    assert f"{segment.name}: cut {ENDS[-1] - 2 - ENDS[-2]} bytes after record 7" in caplog.text
+    caplog.clear()
+    assert read(killed) == RECORDS[:-1]
+    assert not caplog.records
+
+
+@MODES
+def test_a_flipped_bit_at_any_byte_after_a_kill_is_damage(tmp_path: Path, sync: bool) -> None:
+    image = crashed(tmp_path / "journal", SMALL, sync=sync)
+    whole = written(image).read_bytes()
+    for offset in range(len(whole)):
+        flip(written(image), offset, bit=offset % 8)
+        before = written(image).read_bytes()
+        for _ in range(2):  # the refused start leaves what it found
+            with pytest.raises(JournalDamagedError, match=r"journal-000000000001\.tqj.* --accept-journal-loss"):
+                read(image)
+            assert written(image).read_bytes() == before
+        written(image).write_bytes(whole)
+    assert read(image) == SMALL
+
+
+def test_an_accepted_loss_is_of_what_follows_the_damage_and_a_copy_is_kept(tmp_path: Path) -> None:
+    image = crashed(tmp_path / "journal", SMALL)
+    for offset in range(len(written(image).read_bytes())):
+        directory = tmp_path / f"{offset}"
+        copy(image, directory)
+        flip(written(directory), offset)
+        damaged = written(directory).read_bytes()
+        found = read(directory, accept_loss=True)
+        assert is_prefix(found, SMALL)
+        assert [path.read_bytes() for path in directory.glob("*.lost")] == [damaged]
+        write(directory, [b"later"])
+        assert read(directory) == [*found, b"later"]
+
+
+@MODES
+def test_a_flipped_bit_at_any_byte_of_a_segment_that_another_follows_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, sync: bool
+) -> None:
+    write(tmp_path / "journal", SMALL, sync=sync)
+    write(tmp_path / "journal", [b"in the next"], sync=sync)
+    first, *_ = segment_numbers(tmp_path / "journal")
+    path = segment_path(tmp_path / "journal", first)
+    whole = path.read_bytes()
+    closing = len(whole) - 24
+    for offset in range(len(whole)):
+        flip(path, offset, bit=offset % 8)
+        if offset < closing:
+            with pytest.raises(JournalDamagedError, match=path.name):
+                read(tmp_path / "journal")
+        else:  # it holds nothing, and the next segment is there
+            caplog.clear()
+            assert read(tmp_path / "journal") == [*SMALL, b"in the next"]
+            assert "cut 24 bytes" in caplog.text
+        path.write_bytes(whole)
+
+
+def test_a_loss_of_power_may_take_what_was_not_synced(
     killed: Path, reboot: Callable[[], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     reboot()
-    flip(log_of(killed), 32 + 4120 * 3 + 50)  # as a page that was not written before the power went
-    found = read(killed)
-    assert is_prefix(found, RECORDS)
-    assert len(found) < len(RECORDS)
+    flip(written(killed), ENDS[3] + 50)  # as a page that was not written before the power went
+    assert read(killed) == RECORDS[:3]
     assert "cut" in caplog.text
-    assert read(killed) == found
+    caplog.clear()
+    assert read(killed) == RECORDS[:3]
+    assert not caplog.records
 
 
 def test_a_loss_of_power_takes_at_most_the_last_of_synced_commits(tmp_path: Path, reboot: Callable[[], None]) -> None:
-    killed = crashed(tmp_path / "journal", RECORDS, sync=True)
-    shutil.copytree(killed, tmp_path / "other")
+    killed = crashed(tmp_path / "journal", SMALL, sync=True)
+    whole = written(killed).read_bytes()
+    *_, last_begins, ends = frame_ends(tmp_path / "measured", SMALL)
+    assert ends == len(whole)
     reboot()
-    log = log_of(killed)
-    flip(log, log.stat().st_size - 50)
-    assert read(killed) == RECORDS[:-1]
-    log = log_of(tmp_path / "other")
-    flip(log, log.stat().st_size - 4120 - 50)
-    with pytest.raises(JournalDamagedError, match="breaks at byte"):
-        read(tmp_path / "other")
+    for offset in range(len(whole)):
+        directory = tmp_path / f"{offset}"
+        copy(killed, directory)
+        flip(written(directory), offset, bit=offset % 8)
+        if offset >= last_begins:
+            assert read(directory) == SMALL[:-1]
+            continue
+        with pytest.raises(JournalDamagedError, match=written(killed).name):
+            read(directory)
+
+
+def test_zeros_where_the_power_went_are_cut(tmp_path: Path, reboot: Callable[[], None]) -> None:
+    for sync in (False, True):
+        killed = crashed(tmp_path / f"{sync}", SMALL, sync=sync)
+        with written(killed).open("ab") as file:
+            file.write(bytes(10_000))
+        shutil.copytree(killed, tmp_path / f"{sync}-same")
+        with pytest.raises(JournalDamagedError, match="does not fit its checksum"):
+            read(tmp_path / f"{sync}-same")
+    reboot()
+    for sync in (False, True):
+        assert read(tmp_path / f"{sync}-image") == SMALL
 
 
 def test_nothing_behind_a_lost_tail_is_taken(
@@ -141,110 +245,194 @@ def test_nothing_behind_a_lost_tail_is_taken(
     image = tmp_path / "image"
     with opened(tmp_path / "journal") as journal:
         commit_each(journal, RECORDS[:3])
-        first = {path.name: path.read_bytes() for path in (tmp_path / "journal").glob("journal-00000001*")}
-        journal.start_generation()
+        journal.rotate()
         commit_each(journal, RECORDS[3:])
         copy(tmp_path / "journal", image, journal)
-    for name, data in first.items():  # the second file is written back, the end of the first is not
-        (image / name).write_bytes(data[:-1])
+    first = segment_path(image, 1)
+    truncate(first, first.stat().st_size - 24 - 1)  # the second one is written back, the end of the first is not
     reboot()
     assert read(image) == RECORDS[:2]
-    assert "set aside" in caplog.text
-    assert [path.name for path in image.glob("*.lost")] != []
+    assert "what was before it is lost" in caplog.text
+    assert [path.name for path in image.glob("*.lost")] == ["journal-000000000005.tqj.lost"]
     write(image, [b"later"])
     assert read(image) == [*RECORDS[:2], b"later"]
 
 
-@pytest.mark.parametrize("fraction", [0.0, 0.2, 0.5, 0.8, 0.999])
-def test_a_damaged_database_is_never_taken_for_whole(tmp_path: Path, fraction: float) -> None:
-    write(tmp_path, RECORDS)
-    path = journal_path(tmp_path, 1)
-    flip(path, int(path.stat().st_size * fraction))
-    try:
-        assert read(tmp_path) == RECORDS  # what was hit holds no record
-    except JournalDamagedError as error:
-        assert error.metadata["file"] == path.name
-        assert is_prefix(read(tmp_path, accept_loss=True), RECORDS)
+def test_a_segment_that_a_loss_of_power_took_whole(tmp_path: Path, reboot: Callable[[], None]) -> None:
+    for end in (0, 3, None):
+        image = tmp_path / f"image-{end}"
+        with opened(tmp_path / f"journal-{end}") as journal:
+            commit_each(journal, [b"1"])
+            journal.rotate()
+            commit_each(journal, [b"2"])
+            copy(tmp_path / f"journal-{end}", image, journal)
+        if end is None:
+            written(image).unlink()
+        else:
+            truncate(written(image), end)
+        shutil.copytree(image, tmp_path / f"same-{end}")
+        with pytest.raises(JournalDamagedError, match="journal-000000000003"):
+            read(tmp_path / f"same-{end}")
+    reboot()
+    for end in (0, 3, None):
+        assert read(tmp_path / f"image-{end}") == [b"1"]
+
+
+def test_a_record_of_a_later_run_of_the_machine_is_not_given_up_for_a_gap(
+    tmp_path: Path, reboot: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, SMALL)
+    with monkeypatch.context() as later:
+        started_anew(later)
+        write(tmp_path, [b"of a later run"])
+    first = segment_path(tmp_path, 1)
+    truncate(first, first.stat().st_size - 24 - 3)
+    reboot()
+    with pytest.raises(JournalDamagedError, match="but the next file begins with number 6"):
+        read(tmp_path)
 
 
 def test_a_damaged_record_is_named(tmp_path: Path) -> None:
-    write(tmp_path, RECORDS)
-    path = journal_path(tmp_path, 1)
-    offset = path.read_bytes().index(RECORDS[4])
-    flip(path, offset + 100)
-    with pytest.raises(JournalDamagedError, match="has a record 6 whose checksum is wrong") as caught:
+    ends = frame_ends(tmp_path, RECORDS)
+    path = written(tmp_path)
+    flip(path, ends[4] + 100)
+    with pytest.raises(JournalDamagedError, match=rf"{path}, byte {ends[4]}, has a frame that does not fit") as caught:
         read(tmp_path)
-    assert caught.value.metadata == {"file": path.name, "after_record": "5"}
+    assert caught.value.metadata == {"file": path.name, "byte": str(ends[4]), "after_record": "5"}
     assert read(tmp_path, accept_loss=True) == RECORDS[:4]
     write(tmp_path, [b"later"])
     assert read(tmp_path) == [*RECORDS[:4], b"later"]
 
 
-def test_records_that_changed_places_are_damage(tmp_path: Path) -> None:
-    write(tmp_path, [b"first", b"other"])
-    with sqlite3.connect(journal_path(tmp_path, 1)) as connection:
-        connection.execute("UPDATE records SET record = CASE number WHEN 2 THEN x'6f74686572' ELSE x'6669727374' END")
-    connection.close()
-    with pytest.raises(JournalDamagedError, match="record 2 whose checksum"):
-        read(tmp_path)
+def test_frames_that_changed_places_are_missing_or_repeated_are_damage(tmp_path: Path) -> None:
+    ends = frame_ends(tmp_path, SMALL)
+    path = written(tmp_path)
+    whole = path.read_bytes()
+    head = whole[: ends[0]]
+    frames = [whole[begin:end] for begin, end in itertools.pairwise(ends)]
+    for order in itertools.product(range(len(frames)), repeat=len(frames)):
+        if order == (0, 1, 2, 3):
+            continue
+        path.write_bytes(head + b"".join(frames[each] for each in order))
+        with pytest.raises(JournalDamagedError, match=r"has record \d where record \d should be"):
+            read(tmp_path)
+    for count in (1, 2, 3):
+        path.write_bytes(head + b"".join(frames[count:]))
+        with pytest.raises(JournalDamagedError, match=rf"has record {2 + count} where record 2 should be"):
+            read(tmp_path)
+    path.write_bytes(whole)
+    assert read(tmp_path) == SMALL
 
 
-@pytest.mark.parametrize(("number", "what"), [(3, "has no record 3, but record 4"), (8, "ends with record 7")])
-def test_a_missing_record_is_damage(tmp_path: Path, number: int, what: str) -> None:
-    write(tmp_path, RECORDS)
-    write(tmp_path, [b"in the next file"])
-    with sqlite3.connect(journal_path(tmp_path, 1)) as connection:
-        connection.execute("DELETE FROM records WHERE number = ?", (number,))
-    connection.close()
-    with pytest.raises(JournalDamagedError, match=what):
-        read(tmp_path)
-    kept = RECORDS[: number - 2]
-    assert read(tmp_path, accept_loss=True) == kept
-    assert read(tmp_path) == kept
+def several(directory: Path) -> list[int]:
+    for number in range(4):
+        write(directory, [b"%d" % number])
+    return segment_numbers(directory)
 
 
-def test_a_missing_file_is_damage(tmp_path: Path) -> None:
-    for number in range(3):
-        write(tmp_path, [b"%d" % number])
-    second = sorted(tmp_path.glob("journal-*.sqlite3"))[1]
-    second.unlink()
-    with pytest.raises(JournalDamagedError, match="next file begins"):
-        read(tmp_path)
-    assert read(tmp_path, accept_loss=True) == [b"0"]
+def test_a_missing_segment_is_damage(tmp_path: Path) -> None:
+    numbers = several(tmp_path / "journal")
+    for missing, number in enumerate(numbers):
+        directory = tmp_path / f"without-{number}"
+        copy(tmp_path / "journal", directory)
+        segment_path(directory, number).unlink()
+        with pytest.raises(JournalDamagedError, match=r"next file begins|no snapshot holds what|says that it follows"):
+            read(directory)
+        assert read(directory, accept_loss=True) == [b"%d" % each for each in range(missing)]
+        assert read(directory) == [b"%d" % each for each in range(missing)]
+
+
+def test_segments_that_changed_places_are_damage(tmp_path: Path) -> None:
+    numbers = several(tmp_path / "journal")
+    for one, other in itertools.combinations(numbers, 2):
+        directory = tmp_path / f"{one}-{other}"
+        copy(tmp_path / "journal", directory)
+        here, there = segment_path(directory, one), segment_path(directory, other)
+        here.rename(directory / "between")
+        there.rename(here)
+        (directory / "between").rename(there)
+        with pytest.raises(JournalDamagedError, match=rf"begins with number {other}"):
+            read(directory)
+
+
+def test_a_segment_that_ends_early_is_damage_where_another_follows(tmp_path: Path) -> None:
+    several(tmp_path)
+    path = segment_path(tmp_path, 1)
+    whole = path.read_bytes()
+    for size in range(len(whole) - 24):
+        path.write_bytes(whole[:size])
+        with pytest.raises(JournalDamagedError, match=path.name):
+            read(tmp_path)
+
+
+def test_what_follows_a_closing_takes_nothing_away_and_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    several(tmp_path)
+    with segment_path(tmp_path, 1).open("ab") as file:
+        file.write(b"more")
+    assert read(tmp_path) == [b"0", b"1", b"2", b"3"]
+    assert "journal-000000000001.tqj: cut 28 bytes after record 2" in caplog.text
 
 
 def test_a_missing_beginning_is_damage(tmp_path: Path) -> None:
     write(tmp_path, [b"0"])
     write(tmp_path, [b"1"])
-    journal_path(tmp_path, 1).unlink()
+    segment_path(tmp_path, 1).unlink()
     with pytest.raises(JournalDamagedError, match="no snapshot holds what was before"):
         read(tmp_path)
 
 
-def test_a_file_that_is_no_database_is_damage(tmp_path: Path) -> None:
+def test_a_file_that_is_no_segment_is_damage(tmp_path: Path) -> None:
     write(tmp_path, RECORDS)
-    journal_path(tmp_path, 1).write_bytes(b"no database at all" * 1000)
-    with pytest.raises(JournalDamagedError, match="no database that can be read"):
+    path = segment_path(tmp_path, 1)
+    path.write_bytes(b"no segment at all" * 1000)
+    with pytest.raises(JournalDamagedError, match="does not begin like a file of the journal"):
         read(tmp_path)
     assert read(tmp_path, accept_loss=True) == []
-    assert journal_path(tmp_path, 1).with_name("journal-00000001.sqlite3.lost").exists()
+    assert path.with_name(path.name + ".lost").exists()
     write(tmp_path, [b"anew"])
     assert read(tmp_path) == [b"anew"]
 
 
-def test_what_was_being_made_at_a_kill_is_removed(tmp_path: Path) -> None:
+def test_what_the_disk_cannot_read_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, RECORDS)
-    for name in ("making-00000009.sqlite3", "making-00000009.sqlite3-journal"):
-        (tmp_path / name).write_bytes(b"half")
+    real = Path.open
+
+    class Unreadable:
+        def __enter__(self) -> "Unreadable":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def read(self, _: int) -> bytes:
+            raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(Path, "open", lambda path, *rest: Unreadable() if path.suffix == ".tqj" else real(path, *rest))
+        with pytest.raises(JournalDamagedError, match=r"cannot be read .*Input/output error"):
+            read(tmp_path)
     assert read(tmp_path) == RECORDS
-    assert not list(tmp_path.glob("making-*"))
 
 
 def test_a_kill_during_recovery_changes_nothing(killed: Path, tmp_path: Path) -> None:
-    journal = Journal.open(killed, sync=False)
-    records = journal.replay()
-    assert next(records) == RECORDS[0]
+    journal = CommitLog(killed, sync=False)
+    records = journal.read(0)
+    assert next(records) == (2, RECORDS[0])
     copy(killed, tmp_path / "again", journal)
-    assert list(records) == RECORDS[1:]
+    assert [record for _, record in records] == RECORDS[1:]
     journal.close()
     assert read(tmp_path / "again") == RECORDS
+
+
+def test_a_loss_of_power_is_logged_once_and_what_is_found_then_stays(
+    killed: Path, reboot: Callable[[], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    reboot()
+    truncate(written(killed), ENDS[5] + 7)
+    write(killed, [b"later"])
+    assert len(caplog.records) == 1
+    assert read(killed) == [*RECORDS[:5], b"later"]
+    assert len(caplog.records) == 1

@@ -1,6 +1,7 @@
 """A keeper brings back what it was told of: from the journal, from snapshots, and from older ones in their place."""
 
 import asyncio
+import os
 import sys
 import threading
 from pathlib import Path
@@ -12,14 +13,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "domain"))
 
 from digest import digest
 from domain_support import claim_rows, clear, new_write, task_of
-from journal_support import wait_for_the_next_file
 
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.idempotency import IdempotencyCache
-from tq_service.durable import journal as journal_module
+from tq_service.durable import data_dir, record_file
 from tq_service.durable import keeper as keeper_module
-from tq_service.durable import record_file
 from tq_service.durable.keeper import Keeper
+from tq_service.durable.log import commit_log
 from tq_service.errors import DataDirError, DiskFullError, JournalDamagedError, SnapshotDamagedError
 from tq_service.samplers import PlanRunner
 from tq_service.server import answers
@@ -97,12 +97,11 @@ def test_a_snapshot_and_what_came_after_it_are_there_in_the_next_life(tmp_path):
 
 
 def test_a_long_journal_is_replaced_by_a_snapshot(tmp_path, monkeypatch):
-    monkeypatch.setattr(journal_module, "_LONGEST_START_SECONDS", 50 * journal_module._CHANGE_SECONDS)
-    monkeypatch.setattr(journal_module, "_WORTH_SECONDS", 50 * journal_module._CHANGE_SECONDS)
-    monkeypatch.setattr(journal_module, "_COUNT_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(commit_log, "_LONGEST_START_SECONDS", 50 * commit_log._CHANGE_SECONDS)
+    monkeypatch.setattr(commit_log, "_WORTH_SECONDS", 50 * commit_log._CHANGE_SECONDS)
+    monkeypatch.setattr(commit_log, "_COUNT_AGAIN_SECONDS", 0.0)
 
     async def write_much(life):
-        wait_for_the_next_file(life.keeper._journal)
         for _ in range(120):
             life.write(1)
         async with asyncio.timeout(30):
@@ -210,13 +209,12 @@ def test_a_snapshot_that_fails_by_a_fault_is_not_tried_again_at_once(tmp_path, m
         tries.append(path)
         raise RuntimeError("a fault of ours")
 
-    monkeypatch.setattr(journal_module, "_WORTH_SECONDS", 0.0)
-    monkeypatch.setattr(journal_module, "_LONGEST_START_SECONDS", 0.0)
-    monkeypatch.setattr(journal_module, "_COUNT_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(commit_log, "_WORTH_SECONDS", 0.0)
+    monkeypatch.setattr(commit_log, "_LONGEST_START_SECONDS", 0.0)
+    monkeypatch.setattr(commit_log, "_COUNT_AGAIN_SECONDS", 0.0)
     monkeypatch.setattr(keeper_module, "write_snapshot", faulty)
 
     async def write_much(life):
-        wait_for_the_next_file(life.keeper._journal)
         for _ in range(20):
             life.write(1)
             while life.keeper._snapshot is not None:
@@ -235,7 +233,7 @@ def fail(*_):
 
 @pytest.mark.parametrize(
     ("owner", "name", "appears"),
-    [(record_file, "sync_directory", False), (journal_module, "snapshot_numbers", True)],
+    [(record_file, "sync_path", False), (data_dir.DataDir, "remove_unneeded", True)],
     ids=["the name of the snapshot may not last", "what is not needed any more cannot be dropped"],
 )
 def test_what_is_restored_is_there_after_a_failure_or_nothing_of_it(tmp_path, monkeypatch, owner, name, appears):
@@ -301,29 +299,47 @@ def test_a_folder_is_not_used_by_a_service_that_would_lose_a_part_of_it(tmp_path
     assert (recovered.sample_count, recovered.put_count) == (2, 1)
 
 
-def test_a_snapshot_that_waits_for_its_journal_file_holds_up_nobody(tmp_path, monkeypatch):
-    """A slow disk, on which the next file takes as long as the test wants."""
-    may_be_made, real = threading.Event(), journal_module.JournalFile
+def test_a_snapshot_that_waits_for_a_slow_disk_holds_up_nobody(tmp_path, monkeypatch):
+    goes_on, fsync = threading.Event(), os.fsync
 
-    def slow(*arguments, **options):
-        may_be_made.wait(60)
-        return real(*arguments, **options)
+    def slow(descriptor):
+        assert goes_on.wait(60)
+        fsync(descriptor)
 
     async def snapshot(life):
         await fill(life)
-        wait_for_the_next_file(life.keeper._journal)
-        monkeypatch.setattr(journal_module, "JournalFile", slow)
-        await life.keeper.take_snapshot()  # takes the file that is there; the one after it is slow
+        monkeypatch.setattr(os, "fsync", slow)
         taking = asyncio.ensure_future(life.keeper.take_snapshot())
         for _ in range(200):
             await asyncio.sleep(0)
         life.write(1)
         await life.keeper.durable()  # others go on
         assert not taking.done()
-        may_be_made.set()
+        goes_on.set()
         async with asyncio.timeout(60):
             await taking
         return life.state()
 
     before, (after, _) = lives(tmp_path, snapshot, look)
     assert after == before
+
+
+def test_a_snapshot_is_in_place_only_once_the_segment_after_it_is_on_the_disk(tmp_path, monkeypatch):
+    fsync, synced = os.fsync, []
+
+    def noted(descriptor):
+        fsync(descriptor)
+        synced.append((Path(f"/proc/self/fd/{descriptor}").readlink().name, bool(list(tmp_path.glob("*.tqs")))))
+
+    async def snapshot(life):
+        await fill(life)
+        monkeypatch.setattr(os, "fsync", noted)
+        await life.keeper.take_snapshot()
+        monkeypatch.undo()
+
+    lives(tmp_path, snapshot)
+    (taken,) = tmp_path.glob("snapshot-*.tqs")
+    segment = taken.name.replace("snapshot", "journal").replace(".tqs", ".tqj")
+    order = [name for name, is_in_place in synced if not is_in_place]
+    assert segment in order
+    assert tmp_path.name in order[order.index(segment) :]

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tq_service.durable import journal as journal_module
-from tq_service.durable.journal import ReplayCost
+from tq_service.durable.log import commit_log
+from tq_service.durable.log.commit_log import ReplayCost
 
 
 def seconds_when_too_long(sample_count: int, snapshot_seconds: float = 0.0) -> float:
@@ -17,7 +17,7 @@ def seconds_when_too_long(sample_count: int, snapshot_seconds: float = 0.0) -> f
 def test_the_larger_the_state_the_shorter_the_journal_but_no_shorter_than_it_is_worth_while() -> None:
     small, larger, largest = map(seconds_when_too_long, (1, 400_000, 2_000_000))
     assert small > larger > largest
-    assert largest == pytest.approx(journal_module._WORTH_SECONDS, abs=0.02)
+    assert largest == pytest.approx(commit_log._WORTH_SECONDS, abs=0.02)
 
 
 def test_a_snapshot_that_takes_long_is_taken_less_often() -> None:

@@ -47,7 +47,7 @@ def image(loop_thread: LoopThread, tmp_path_factory: pytest.TempPathFactory) -> 
                 claims.append(client.get_meta(**RANKED, batch_index=index // 4))
             if index in {9, 17}:
                 loop_thread.run(server.app._keeper.take_snapshot())
-        shutil.copytree(folder / "live", folder / "image", ignore=shutil.ignore_patterns("making-*", "*.partial"))
+        shutil.copytree(folder / "live", folder / "image", ignore=shutil.ignore_patterns("*.partial"))
     return folder / "image", claims
 
 
@@ -105,4 +105,4 @@ def test_damaged_files(
                 except BaseException as error:
                     error.add_note(what)
                     raise
-        shutil.rmtree(folder, ignore_errors=True)  # a thread may still be making its next journal there
+        shutil.rmtree(folder)

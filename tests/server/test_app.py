@@ -18,14 +18,14 @@ async def test_a_service_that_cannot_start_gives_back_its_data_folder_and_its_th
     settings = ServeSettings(host="127.0.0.1", port=0, shared_memory="off", data_dir=tmp_path / "data")
     async with running(settings):
         pass
-    log = tmp_path / "data" / "journal-00000099.sqlite3-wal"
-    log.touch()
+    damaged = tmp_path / "data" / "journal-000000000002.tqj"
+    damaged.write_bytes(b"damaged")
     before = {thread.name for thread in threading.enumerate()}
-    with pytest.raises(JournalDamagedError, match="journal-00000099"):
+    with pytest.raises(JournalDamagedError, match="journal-000000000002"):
         async with running(settings):
             raise AssertionError("it started")
     assert {thread.name for thread in threading.enumerate()} <= before
-    log.unlink()
+    damaged.unlink()
     async with running(settings) as app:
         assert app.port > 0
 

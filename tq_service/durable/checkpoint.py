@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from tq_service.durable.checkpoint_plan import Block
-from tq_service.durable.file_names import PARTIAL_SUFFIX, beside, make_folder
+from tq_service.durable.files import PARTIAL_SUFFIX, beside, make_folder
 from tq_service.durable.record_file import RecordWriter, gathered
 from tq_service.durable.snapshot import ServiceSnapshot, StoredBlock, write_header, write_record, write_state
 from tq_service.errors import DiskFullError, InternalError, InvalidArgumentError, PreconditionError

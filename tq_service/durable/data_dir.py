@@ -6,10 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from tq_service.durable.file_names import journal_numbers, make_folder, snapshot_numbers, snapshot_path
+from tq_service.durable.files import PARTIAL_SUFFIX, make_folder, quarantine, snapshot_numbers, snapshot_path
 from tq_service.durable.identity import Identity, new_identity, read_identity, write_identity
-from tq_service.durable.journal import Journal
 from tq_service.durable.lock import DirectoryLock
+from tq_service.durable.log.commit_log import CommitLog
+from tq_service.durable.log.segment import segment_numbers
 from tq_service.errors import DataDirError
 
 _IDENTITY: Final = "identity.json"
@@ -21,8 +22,9 @@ class DataDir:
     ```
     DIR/lock                        taken while a service runs
     DIR/identity.json               boot ids and format
-    DIR/journal-00000012.sqlite3    what was done, and *-wal beside it
-    DIR/snapshot-00000012.tqs       all that is in no journal file from 12 on
+    DIR/journal-000000000012.tqj    what was done, from number 12 on
+    DIR/snapshot-000000000012.tqs   all that was done before that
+    DIR/reserve                     takes up space, see `EmergencyDiskReserve`
     DIR/segments/                   bytes of large puts
     ```
 
@@ -56,6 +58,8 @@ class DataDir:
         try:
             opened = cls(path, _identity(path), lock)
             opened.segments_path.mkdir(exist_ok=True, mode=0o700)
+            for unfinished in path.glob(f"snapshot-*{PARTIAL_SUFFIX}"):
+                unfinished.unlink()
         except OSError as error:
             lock.release()
             raise _unusable(path, error) from error
@@ -64,9 +68,9 @@ class DataDir:
             raise
         return opened
 
-    def journal(self, *, sync: bool, accept_loss: bool = False) -> Journal:
-        """Open the journal; see `Journal.open`."""
-        return Journal.open(self.path, sync=sync, accept_loss=accept_loss)
+    def journal(self, *, sync: bool, accept_loss: bool = False) -> CommitLog:
+        """Open the journal; see `CommitLog`."""
+        return CommitLog(self.path, sync=sync, accept_loss=accept_loss)
 
     def storage_id(self, given: str | None, default: str) -> str:
         """Return the name of the storage service that keeps its puts here, which stays what it was at first.
@@ -93,9 +97,27 @@ class DataDir:
             self.identity = identity
         return self.identity.storage_id
 
-    def snapshot_path(self, generation: int) -> Path:
-        """Return where the snapshot of a generation is, or is to be put once it is whole."""
-        return snapshot_path(self.path, generation)
+    def snapshots(self) -> list[int]:
+        """Return the numbers of the journal at which there are snapshots, ascending."""
+        return snapshot_numbers(self.path)
+
+    def snapshot_path(self, number: int) -> Path:
+        """Return where the snapshot of all before a number is, or is to be put once it is whole."""
+        return snapshot_path(self.path, number)
+
+    def quarantine_snapshot(self, number: int) -> None:
+        """Rename a snapshot that turned out to be damaged, so that no start goes on from it."""
+        quarantine(self.snapshot_path(number), ".damaged")
+
+    def remove_unneeded(self, journal: CommitLog, number: int) -> None:
+        """Remove what no start needs, now that there is a snapshot of all before a number; blocks.
+
+        The snapshot before it stays, with the journal since then: should the new one turn out to be damaged.
+        """
+        *older, kept = [0, *(each for each in self.snapshots() if each < number)]
+        for each in filter(None, older):
+            self.snapshot_path(each).unlink()
+        journal.truncate_before(kept)
 
     def close(self) -> None:
         """Let others open it; close the journal first."""
@@ -106,7 +128,7 @@ def _identity(path: Path) -> Identity:
     file = path / _IDENTITY
     identity = read_identity(file)
     if identity is None:
-        if journal_numbers(path) or snapshot_numbers(path):
+        if segment_numbers(path) or snapshot_numbers(path):
             raise DataDirError(
                 f"the data dir {path} has a journal or snapshots, but no {file.name}, without which no put in them can "
                 "be found; put the file back, or restore a checkpoint into an empty folder"

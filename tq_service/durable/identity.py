@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from tq_service.durable.file_names import sync_directory
+from tq_service.durable.files import sync_path
 from tq_service.errors import DataDirError
 
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
 _BOOT_ID_BYTES: Final = 16
 
 
@@ -59,14 +59,14 @@ def write_identity(path: Path, identity: Identity) -> None:
         file.flush()
         os.fsync(file.fileno())
     unfinished.replace(path)
-    sync_directory(path.parent)
+    sync_path(path.parent)
 
 
 def read_identity(path: Path) -> Identity | None:
     """Return the identity in a file, None where there is no file.
 
     Raises:
-        DataDirError: the file is damaged, or of a later format.
+        DataDirError: the file is damaged, or of another format.
         OSError: it cannot be read.
     """
     try:
@@ -80,6 +80,11 @@ def read_identity(path: Path) -> Identity | None:
             raise DataDirError(
                 f"the data dir {path.parent} has format {version}, this version of the service reads formats up to "
                 f"{FORMAT_VERSION}; install the version that wrote it, or a later one"
+            )
+        if version < FORMAT_VERSION:
+            raise DataDirError(
+                f"the data dir {path.parent} has format {version}, which this version of the service reads no more; "
+                f"start it with the version that wrote it, or name an empty folder"
             )
         identity = Identity(
             controller_boot_id=bytes.fromhex(values["controller_boot_id"]),

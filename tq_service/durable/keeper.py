@@ -25,7 +25,7 @@ from tq_service.domain.partition import PartitionSnapshot
 from tq_service.durable.codec import encode_change, encode_group
 from tq_service.durable.data_dir import DataDir
 from tq_service.durable.identity import Identity
-from tq_service.durable.journal import Journal, ReplayCost
+from tq_service.durable.log.commit_log import CommitLog, ReplayCost
 from tq_service.durable.recovery import Recovered, Recovery
 from tq_service.durable.snapshot import ServiceSnapshot, write_snapshot
 from tq_service.errors import DiskFullError, ServiceFailedError, TqError
@@ -59,7 +59,7 @@ class Keeper:
             must not go on; it calls `abandon` before it returns.
     """
 
-    def __init__(self, data_dir: DataDir, journal: Journal) -> None:
+    def __init__(self, data_dir: DataDir, journal: CommitLog) -> None:
         self._data_dir = data_dir
         self._journal = journal
         self._catalog: Catalog | None = None
@@ -127,7 +127,7 @@ class Keeper:
         """
         self._catalog, self._engine = catalog, engine
         recovery = Recovery(
-            self._data_dir.path,
+            self._data_dir,
             self._journal,
             self._cost,
             catalog=catalog,
@@ -189,8 +189,7 @@ class Keeper:
 
     @property
     def _may_snapshot(self) -> bool:
-        is_idle = self._snapshot is None and time.monotonic() >= self._retry_at
-        return is_idle and self._journal.has_next_file  # else the loop would wait for the disk
+        return self._snapshot is None and time.monotonic() >= self._retry_at
 
     def _sample_count(self) -> int:
         return 0 if self._catalog is None else self._catalog.sample_count()
@@ -200,12 +199,12 @@ class Keeper:
     @property
     def is_behind(self) -> bool:
         """Whether something was written down that is not durable yet."""
-        return self._journal.is_behind
+        return self._journal.has_unflushed
 
     @property
     def is_short(self) -> bool:
         """Whether the disk has hardly any room left."""
-        return self._journal.is_short
+        return self._journal.is_disk_low
 
     async def durable(self) -> None:
         """Return once all that was written down so far is durable.
@@ -230,7 +229,7 @@ class Keeper:
 
     def _flush_later(self) -> None:
         self._flush = None
-        if self._journal.is_behind:
+        if self._journal.has_unflushed:
             self._flushing = asyncio.get_running_loop().create_task(self._flush_now())
 
     async def _flush_now(self) -> None:
@@ -295,8 +294,7 @@ class Keeper:
         appear: Callable[[], None] = lambda: None,
     ) -> None:
         try:
-            await self._journal.next_file()
-            generation = self._journal.start_generation()
+            number = self._journal.rotate()
             snapshot = ServiceSnapshot(  # in one step with the new journal: whatever comes later is in that
                 partitions=[*restored, *(() if self._catalog is None else self._catalog.snapshot())],
                 answers=self._answers() if answers is None else answers(),
@@ -306,15 +304,25 @@ class Keeper:
             started_at = time.monotonic()
             try:
                 await self._journal.durable()
-                await asyncio.to_thread(write_snapshot, self._journal.snapshot_path(generation), snapshot)
+                await asyncio.to_thread(self._write_to_disk, number, snapshot)
             except BaseException:
                 self._cost.add(before_seconds)
                 raise
             appear()
-            self._journal.finish_generation(generation)
+            await asyncio.to_thread(self._remove_unneeded, number)
             self._cost.note_snapshot(time.monotonic() - started_at)
         finally:
             self._snapshot = None
+
+    def _write_to_disk(self, number: int, snapshot: ServiceSnapshot) -> None:
+        self._journal.sync_segment(number)  # a start that finds the snapshot refuses to go on without it
+        write_snapshot(self._data_dir.snapshot_path(number), snapshot)
+
+    def _remove_unneeded(self, number: int) -> None:
+        try:
+            self._data_dir.remove_unneeded(self._journal, number)
+        except OSError as error:
+            _log.warning("what the newest snapshot holds cannot be removed: %s", error)
 
     async def close(self) -> None:
         """Make everything durable and close the journal."""

@@ -16,8 +16,8 @@ from typing import BinaryIO, Final, TypeVar
 
 import xxhash
 
-from tq_service.durable.file_names import PARTIAL_SUFFIX, sync_directory
-from tq_service.durable.journal import RESERVE_BYTES
+from tq_service.durable.files import PARTIAL_SUFFIX, sync_path
+from tq_service.durable.log.commit_log import RESERVE_BYTES
 from tq_service.durable.pace import Pace
 from tq_service.errors import SnapshotDamagedError
 
@@ -86,7 +86,7 @@ class RecordWriter:
                 file.flush()
                 os.fsync(file.fileno())
             self._partial.rename(self._path)
-            sync_directory(self._path.parent)
+            sync_path(self._path.parent)
         except BaseException:
             self._remove()
             raise

@@ -6,13 +6,13 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.partition import Partition
 from tq_service.durable.codec import decode_group, is_group
-from tq_service.durable.file_names import journal_numbers
-from tq_service.durable.journal import Journal, ReplayCost
+from tq_service.durable.data_dir import DataDir
+from tq_service.durable.log.commit_log import CommitLog, ReplayCost
+from tq_service.durable.log.segment import segment_numbers
 from tq_service.durable.snapshot import read_snapshot
 from tq_service.errors import DataDirError, JournalDamagedError, NewerVersionError, SnapshotDamagedError, TqError
 from tq_service.v1 import journal_pb2
@@ -35,7 +35,7 @@ class Recovery:
     """Reads a data folder once, into a service that has nothing yet.
 
     Args:
-        path: of the folder.
+        data_dir: the folder.
         journal: that in the folder; it takes records once all is read.
         cost: counts what is made again.
         catalog: takes the partitions, and the answers for retries; None in a service that has no controller.
@@ -45,14 +45,14 @@ class Recovery:
 
     def __init__(
         self,
-        path: Path,
-        journal: Journal,
+        data_dir: DataDir,
+        journal: CommitLog,
         cost: ReplayCost,
         *,
         catalog: Catalog | None,
         recover_puts: Callable[[Iterable[bytes]], int] | None,
     ) -> None:
-        self._path = path
+        self._data_dir = data_dir
         self._journal = journal
         self._cost = cost
         self._catalog = catalog
@@ -62,15 +62,15 @@ class Recovery:
     def run(self) -> Recovered:
         """Bring everything back; see `Keeper.recover`."""
         started_at = time.perf_counter()
-        generation = self._restore_newest()
-        self._cost.add_files(len(journal_numbers(self._path)))
+        snapshot = self._restore_newest()
+        self._cost.add_files(len(segment_numbers(self._data_dir.path)))
         record_count = 0
-        for data in self._journal.replay(generation):
-            self._replay(record_count, data)
+        for number, data in self._journal.read(snapshot):
+            self._replay(number, data)
             record_count += 1
-        for damaged in self._journal.snapshots():
-            if damaged > generation:  # else it would count as one to go back to
-                self._journal.set_snapshot_aside(damaged)
+        for damaged in self._data_dir.snapshots():
+            if damaged > snapshot:  # else it would count as one to go back to
+                self._data_dir.quarantine_snapshot(damaged)
         put_count = self._take_puts()
         return Recovered(
             partition_count=0 if self._catalog is None else len(self._catalog.names()),
@@ -81,15 +81,15 @@ class Recovery:
         )
 
     def _restore_newest(self) -> int:
-        """Take over the newest snapshot that is whole; return its generation.
+        """Take over the newest snapshot that is whole; return its number.
 
         One that a newer version wrote is whole: going on with one before it would lose what came since, so that the
         start is refused (NewerVersionError).
         """
         damages: list[SnapshotDamagedError] = []
-        for generation in reversed(self._journal.snapshots()):
+        for number in reversed(self._data_dir.snapshots()):
             try:
-                snapshot = read_snapshot(self._journal.snapshot_path(generation))
+                snapshot = read_snapshot(self._data_dir.snapshot_path(number))
             except SnapshotDamagedError as error:
                 _log.error("%s; going on with the one before it", error)
                 damages.append(error)
@@ -100,7 +100,7 @@ class Recovery:
             elif snapshot.partitions:
                 raise self._of_another_role(f"{len(snapshot.partitions)} partitions of a controller")
             self._puts += snapshot.puts
-            return generation
+            return number
         if damages:  # the journal from the first record on is gone
             raise damages[0]
         return 0
@@ -136,8 +136,8 @@ class Recovery:
 
     def _of_another_role(self, what: str) -> DataDirError:
         return DataDirError(
-            f"the data dir {self._path} holds {what}, which this service has not; start it with the role that the "
-            "folder was written with, or name another folder"
+            f"the data dir {self._data_dir.path} holds {what}, which this service has not; start it with the "
+            "role that the folder was written with, or name another folder"
         )
 
 

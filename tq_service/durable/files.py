@@ -1,0 +1,67 @@
+"""Files of a data folder: their names, and that they survive a loss of power."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Final
+
+_SNAPSHOT: Final = re.compile(r"snapshot-(\d{12,})\.tqs")
+PARTIAL_SUFFIX: Final = ".partial"
+
+
+def snapshot_path(directory: Path, number: int) -> Path:
+    """Return the path of the snapshot that holds all before a number of the journal."""
+    return directory / f"snapshot-{number:012d}.tqs"
+
+
+def snapshot_numbers(directory: Path) -> list[int]:
+    """Return the numbers of the snapshots that are there, ascending."""
+    return numbers_in(directory, _SNAPSHOT)
+
+
+def numbers_in(directory: Path, pattern: re.Pattern[str]) -> list[int]:
+    """Return the numbers in the names of files of a kind, ascending."""
+    matches = (pattern.fullmatch(path.name) for path in directory.iterdir())
+    return sorted(int(match[1]) for match in matches if match is not None)
+
+
+def beside(path: Path, suffix: str) -> Path:
+    """Return the path with something added to its name."""
+    return path.with_name(path.name + suffix)
+
+
+def quarantine(path: Path, suffix: str) -> None:
+    """Rename a file so that it is not read again, to a name that no other has."""
+    target = beside(path, suffix)
+    for count in range(2, 1000):
+        if not target.exists():
+            break
+        target = beside(path, f"{suffix}-{count}")
+    path.rename(target)
+
+
+def make_folder(path: Path, mode: int = 0o777) -> None:
+    """Make a folder where it is missing, and those that it is in; their names survive a loss of power.
+
+    Args:
+        path: of the folder.
+        mode: its rights; those of the others are what is usual.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True, mode=mode)
+    for folder in missing:
+        sync_path(folder.parent)
+
+
+def sync_path(path: Path) -> None:
+    """Return when the bytes of a file, or the names in a directory, survive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

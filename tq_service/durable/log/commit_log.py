@@ -1,0 +1,543 @@
+"""The log of a service: what it did, one record after the other, so that a start can do it again.
+
+    read -> append ... durable ... rotate ... truncate_before -> close
+
+Segments follow each other (see `segment`). A new one is begun by each start, when one is long, and for each snapshot:
+the snapshot has the number that `rotate` returned, and what follows it is read from that number on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from typing import Final, TypeVar
+
+from tq_service.durable.files import sync_path
+from tq_service.durable.log.reader import LogReader
+from tq_service.durable.log.segment import SegmentWriter, segment_numbers, segment_path
+from tq_service.errors import DiskFailedError, DiskFullError, InternalError, TqError
+
+_log = logging.getLogger(__name__)
+_SEGMENT_BYTES: Final = 32 * 2**20
+_FRAME_BYTES: Final = 8 * 2**20
+_LOOK_SECONDS: Final = 1.0
+_RETRY_SECONDS: Final = 1.0
+RESERVE_BYTES: Final = 4 * 2**20
+
+# What replaying a record, and restoring a sample of a snapshot, take, as measured.
+_CHANGE_SECONDS: Final = 40e-6
+_CHANGE_BYTE_SECONDS: Final = 100e-9
+_PUT_SECONDS: Final = 20e-6
+_PUT_BYTE_SECONDS: Final = 1e-9
+_FILE_SECONDS: Final = 1e-3
+_SAMPLE_SECONDS: Final = 0.7e-6
+_LONGEST_START_SECONDS: Final = 1.1
+_WORTH_SECONDS: Final = 0.4
+_COUNT_AGAIN_SECONDS: Final = 0.01
+
+T = TypeVar("T")
+
+
+class _Rotation:
+    """In the queue: what comes after it is in the next segment."""
+
+
+class CommitLog:
+    """Records in the order in which they were appended, each with a number; what is durable is found by a start.
+
+    Without `sync`, what is durable is with the operating system, and survives any end of any process; a loss of power
+    may take the last records, never one before a record that it leaves. The event loop writes it, once for all that one
+    of its steps appended, since handing that to a thread takes longer. With `sync`, it is on the disk: a thread writes
+    and syncs, all together that came during its last sync.
+
+    What one step of the loop appends is never parted by a crash: a change would be there without the answer that its
+    retry is to get. What cannot be written stays in memory, in order, and is tried again when somebody asks.
+
+    All but the constructor runs on one event loop.
+    """
+
+    def __init__(self, directory: Path, *, sync: bool, accept_loss: bool = False) -> None:
+        """Open the log of a directory that nobody else has open; it takes records once `read` is exhausted.
+
+        Args:
+            directory: where its files are; there.
+            sync: whether durable means on the disk.
+            accept_loss: whether `read` goes on without what follows a damaged record, instead of raising.
+        """
+        self._directory = directory
+        self._sync = sync
+        self._reader = LogReader(directory, accept_loss=accept_loss)
+        self._reserve = EmergencyDiskReserve(directory / "reserve")
+        self._reserve.fill()
+        self._reserve.release_to_start()
+        self._look_at = 0.0
+        self._appended = self._durable = 0
+        self._group: list[bytes] = []  # appended in this step of the loop
+        self._segment_bytes = 0  # appended since the last rotation
+        self._waiting: deque[tuple[int, asyncio.Future[None] | Callable[[], None]]] = deque()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._abandoned: TqError | None = None
+        # The loop adds groups and rotations to the queue. Who commits, the loop or with `sync` the worker, takes them,
+        # and alone uses the segment, what is in hand and the number after them.
+        self._queue: deque[list[bytes] | _Rotation] = deque()
+        self._committing: Future[None] | None = None
+        self._segment: SegmentWriter | None = None
+        self._in_hand: list[bytes] = []
+        self._committed = 0
+        self._failure: DiskFailedError | None = None
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="tq-log")
+
+    # Reading
+
+    def read(self, number: int) -> Iterator[tuple[int, bytes]]:
+        """Yield number and record of all since a snapshot; once they are exhausted, the log takes new ones.
+
+        Args:
+            number: of the snapshot; 0: from the first record on.
+
+        Raises:
+            JournalDamagedError: a record that had been written is damaged or missing.
+            DiskFullError: there is no room for a segment.
+        """
+        if self._segment is None:
+            yield from self._reader.records(number)
+            self._start()
+
+    def _start(self) -> None:
+        """Begin a segment, and end the one before; both are on the disk then, with `sync` as all that was read."""
+        number, found = self._reader.last_number + 1, self._reader.last_segment
+        before: SegmentWriter | None = None
+        try:
+            for each in segment_numbers(self._directory) if self._sync else ():  # a run without may have written them
+                sync_path(segment_path(self._directory, each))
+            if found is not None:
+                before = SegmentWriter.reopen(found.path, found.number, found.end)
+            self._segment = self._with_reserve(lambda: self._create(number, before, sync=True))
+        except OSError as error:
+            raise self._write_error(error, segment_path(self._directory, number)) from error
+        finally:
+            if before is not None:
+                self._close_segment(before)
+        self._appended = self._durable = self._committed = number
+
+    # Appending
+
+    @property
+    def has_unflushed(self) -> bool:
+        """Whether something was appended that is not durable yet, or never will be."""
+        return self._durable != self._appended or self._abandoned is not None
+
+    def append(self, record: bytes) -> int:
+        """Add a record, which becomes durable together with all that is added in the same step of the loop.
+
+        Returns:
+            Its number.
+
+        Raises:
+            RuntimeError: what is there was not read, or the log is closed.
+            TqError: the log was abandoned.
+        """
+        self._check_open()
+        if self._segment_bytes >= _SEGMENT_BYTES and not self._group:
+            self.rotate()
+        self._group.append(record)
+        self._segment_bytes += len(record)
+        self._appended += 1
+        return self._appended
+
+    def rotate(self) -> int:
+        """Go on in a new segment, and return its number: a snapshot of now holds all that is before it.
+
+        That snapshot must not be put into its place before `durable` returned and `sync_segment` did.
+        """
+        self._check_open()
+        self._end_group()
+        self._segment_bytes = 0
+        self._appended += 1
+        self._queue.append(_Rotation())
+        return self._appended
+
+    def sync_segment(self, number: int) -> None:
+        """Return when a segment that was begun survives a loss of power; any thread may call it, and blocks."""
+        sync_path(segment_path(self._directory, number))
+        sync_path(self._directory)
+
+    def truncate_before(self, number: int) -> None:
+        """Remove the segments that have nothing from a number on; any thread may call it, and blocks."""
+        for each, following in pairwise(segment_numbers(self._directory)):
+            if following <= number:
+                segment_path(self._directory, each).unlink()
+
+    def abandon(self, error: TqError) -> None:
+        """Write nothing more, not even what was appended in this step of the loop, since memory may differ from it.
+
+        Groups that were to be written before are whole; they may still be, but nobody is told that they were.
+
+        Args:
+            error: raised from now on where something is appended, or is to be durable.
+        """
+        if self._abandoned is not None:
+            return
+        self._abandoned = error
+        self._group = []
+        self._fail_waiting(error)
+        self._waiting.clear()
+
+    def close(self) -> None:
+        """Make durable what was appended, unless it was abandoned, and end the thread.
+
+        Raises:
+            DiskFullError, DiskFailedError: what was appended last is not durable; all else is done.
+        """
+        try:
+            if self._segment is not None and self.has_unflushed and self._abandoned is None:
+                self.flush()
+        finally:
+            self._worker.shutdown()
+            segment, self._segment = self._segment, None
+            if segment is not None:
+                self._close_segment(segment)
+
+    def _check_open(self) -> None:
+        if self._abandoned is not None:
+            raise self._abandoned
+        _ = self._writer
+
+    @property
+    def _writer(self) -> SegmentWriter:
+        if self._segment is None:
+            raise RuntimeError("the journal takes no records: exhaust read() first, and append before close()")
+        return self._segment
+
+    def _end_group(self) -> None:
+        if self._group:
+            self._queue.append(self._group)
+            self._group = []
+
+    # Waiting
+
+    @property
+    def is_disk_low(self) -> bool:
+        """Whether the disk has been full, and has hardly any room still: what adds to the state had better be refused.
+
+        There is room for some more records then, so that what makes room can be written down.
+        """
+        if self._reserve.is_there:
+            return False
+        if time.monotonic() >= self._look_at and self._segment is not None:
+            self._look_at = time.monotonic() + _LOOK_SECONDS
+            self._worker.submit(self._reserve.fill)
+        return True
+
+    async def durable(self, number: int | None = None) -> None:
+        """Return once a record is durable, and all before it.
+
+        Args:
+            number: of the record; None: of the last that was appended.
+
+        Raises:
+            DiskFullError: there is no room; all stays as it is, and the next call tries again.
+            DiskFailedError: the disk fails.
+            TqError: the log was abandoned.
+        """
+        number = self._appended if number is None else number
+        if self._durable >= number and self._abandoned is None:
+            return
+        if not self._sync or self._abandoned is not None:
+            self.flush()
+            return
+        self._loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = self._loop.create_future()
+        self._waiting.append((number, done))
+        self._commit_soon()
+        await done
+
+    def after_durable(self, callback: Callable[[], None]) -> None:
+        """Call something once all that was appended before is durable: now, or later in the order of these calls.
+
+        It is never called once the log was abandoned.
+        """
+        if self._abandoned is not None:
+            return
+        if not self.has_unflushed:
+            callback()
+            return
+        self._waiting.append((self._appended, callback))
+        self._loop = asyncio.get_running_loop()
+        self._loop.call_soon(self._flush_soon)  # not now: what one step of the loop appends is written together
+
+    def flush(self) -> None:
+        """Return once all that was appended is durable; with `sync`, that blocks.
+
+        Raises:
+            DiskFullError, DiskFailedError, TqError: see `durable`.
+        """
+        if self._abandoned is not None:
+            raise self._abandoned
+        try:
+            if self._sync:
+                self._commit_soon().result()
+            else:
+                self._end_group()
+                while self._in_hand or self._queue:
+                    self._commit_next()
+        finally:
+            self._settle(self._committed)
+
+    def _flush_soon(self) -> None:
+        if self._abandoned is not None or self._segment is None or not self.has_unflushed:
+            return
+        if self._sync:
+            self._commit_soon()
+            return
+        try:
+            self.flush()
+        except TqError as error:
+            _log.warning("the journal is behind: %s", error)
+
+    def _settle(self, durable: int) -> None:
+        self._durable = max(durable, self._durable)
+        while self._waiting and self._waiting[0][0] <= self._durable:
+            _, waiting = self._waiting.popleft()
+            if isinstance(waiting, asyncio.Future):
+                if not waiting.done():  # whoever awaits it may have given up
+                    waiting.set_result(None)
+                continue
+            try:
+                waiting()
+            except Exception:
+                _log.exception("what waited for the journal failed")
+
+    def _fail_waiting(self, error: TqError) -> None:
+        """Fail who awaits; what is to be called once durable stays."""
+        waiting, self._waiting = self._waiting, deque()
+        for number, each in waiting:
+            if not isinstance(each, asyncio.Future):
+                self._waiting.append((number, each))
+            elif not each.done():
+                each.set_exception(error)
+
+    # Committing: on the loop, or with `sync` on the worker
+
+    def _commit_soon(self) -> Future[None]:
+        """Have the worker commit all that is queued; the future is done when it has, or has failed."""
+        self._end_group()
+        job = self._committing
+        if job is None or job.running() or job.done():  # else it has not looked into the queue yet
+            job = self._committing = self._worker.submit(self._commit_queue)
+        return job
+
+    def _commit_queue(self) -> None:
+        try:
+            while self._in_hand or self._queue:
+                self._commit_next()
+                self._notify(self._settle, self._committed)
+        except Exception as error:
+            failure = error
+            if not isinstance(error, TqError):
+                _log.exception("the journal cannot commit")
+                failure = InternalError("the journal cannot commit; the log of the service has the details")
+            self._notify(self._fail_waiting, failure)
+            raise failure from None
+
+    def _notify(self, call: Callable[..., None], argument: object) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(call, argument)
+
+    def _commit_next(self) -> None:
+        """Write what comes next, or enter the next segment; what could not be written stays in hand."""
+        if self._failure is not None:
+            raise self._failure
+        segment = self._writer
+        try:
+            if not self._in_hand and isinstance(self._queue[0], _Rotation):
+                self._with_reserve(lambda: self._enter(segment, self._committed + 1))
+                return
+            records = self._in_hand or self._take_groups()
+            self._with_reserve(lambda: segment.append(self._committed + 1, records))
+        except OSError as error:
+            raise self._write_error(error, segment.path) from error
+        if self._sync:
+            self._sync_or_fail(segment)
+        self._committed += len(records)
+        self._in_hand = []
+
+    def _take_groups(self) -> list[bytes]:
+        """Return what is to be in one frame: whole groups, which come before a rotation."""
+        size = 0
+        while self._queue and size < _FRAME_BYTES and not isinstance(group := self._queue[0], _Rotation):
+            self._queue.popleft()
+            self._in_hand += group
+            size += sum(map(len, group))
+        return self._in_hand
+
+    def _enter(self, segment: SegmentWriter, number: int) -> None:
+        self._segment = self._create(number, segment, sync=self._sync)
+        self._queue.popleft()
+        self._committed = number
+        if self._sync:
+            self._close_segment(segment)
+        else:
+            self._worker.submit(self._close_segment, segment)
+
+    def _create(self, number: int, before: SegmentWriter | None, *, sync: bool) -> SegmentWriter:
+        """Begin a segment and end the one before it, or neither."""
+        segment = SegmentWriter.create(self._directory, number, is_synced=self._sync)
+        try:
+            if sync:
+                self.sync_segment(number)
+            if before is not None:
+                before.append(number, ())
+        except BaseException:
+            segment.close(sync=False)
+            segment.path.unlink()
+            raise
+        return segment
+
+    def _close_segment(self, segment: SegmentWriter) -> None:
+        try:
+            segment.close(sync=True)
+        except OSError as error:
+            _log.warning("%s was closed and may not be whole on the disk: %s", segment.path.name, error)
+
+    def _sync_or_fail(self, segment: SegmentWriter) -> None:
+        """Sync, once: after a sync that failed, the system takes what never reached the disk for written."""
+        try:
+            segment.sync()
+        except OSError as error:
+            self._failure = DiskFailedError(
+                f"the disk of the data dir failed to sync {segment.path.name} ({error}): what was not acknowledged may "
+                "be lost; check the disk, then start the service again"
+            )
+            raise self._failure from error
+
+    def _with_reserve(self, write: Callable[[], T]) -> T:
+        """Write, and once more where that fails and there was space set aside."""
+        try:
+            return write()
+        except OSError:
+            if not self._reserve.release():
+                raise
+            return write()
+
+    def _write_error(self, error: OSError, path: Path) -> TqError:
+        reason = "is full" if error.errno == errno.ENOSPC else f"does not take what is written ({error})"
+        return DiskFullError(
+            f"the disk of the data dir {reason}: {path.name} cannot grow; nothing that was acknowledged is lost; free "
+            "space, the service goes on by itself",
+            retry_after_seconds=_RETRY_SECONDS,
+        )
+
+
+class EmergencyDiskReserve:
+    """A file that only takes up space on the disk: removed when the disk is full, so that clears can be written down.
+
+    May be used by any thread.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Nothing is set aside yet; see `fill`."""
+        self._path = path
+        self._lock = threading.Lock()
+        self._is_there = path.exists() and path.stat().st_size == RESERVE_BYTES
+
+    @property
+    def is_there(self) -> bool:
+        """Whether there is space set aside."""
+        return self._is_there
+
+    def fill(self) -> bool:
+        """Set space aside where as much again stays free; return whether there is some now."""
+        with self._lock:
+            if self._is_there:
+                return True
+            try:
+                free = os.statvfs(self._path.parent)
+                if free.f_bavail * free.f_frsize < 2 * RESERVE_BYTES:
+                    return False
+                with self._path.open("wb") as file:
+                    os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
+            except OSError as error:
+                _log.warning("no space can be set aside in the data dir: %s", error)
+                self._path.unlink(missing_ok=True)
+                return False
+            self._is_there = True
+            return True
+
+    def release_to_start(self) -> None:
+        """Free the space where a start has no other for its segment."""
+        free = os.statvfs(self._path.parent)
+        if free.f_bavail * free.f_frsize < RESERVE_BYTES:
+            self.release()
+
+    def release(self) -> bool:
+        """Free the space; return whether there was some."""
+        with self._lock:
+            was_there, self._is_there = self._is_there, False
+            self._path.unlink(missing_ok=True)
+        if was_there:
+            _log.error(
+                "the disk of the data dir is full; %d MiB that were set aside are given up, so that clears can still "
+                "be written down: free space",
+                RESERVE_BYTES >> 20,
+            )
+        return was_there
+
+
+class ReplayCost:
+    """Estimates how long a start would take to replay the journal, and when a snapshot is to save it that.
+
+    A snapshot is due before restoring the last one and replaying the journal since then take longer, together, than a
+    start may take; but not before the replay takes as long as writing a snapshot does, which grows with the state.
+
+    Attributes:
+        seconds: estimate for the records that are in the journal now.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._count_at_seconds = _WORTH_SECONDS
+        self._snapshot_seconds = 0.0
+
+    def add_change(self, size: int) -> None:
+        """Count a change, or an answer, of so many bytes."""
+        self.seconds += _CHANGE_SECONDS + _CHANGE_BYTE_SECONDS * size
+
+    def add_put(self, size: int) -> None:
+        """Count the record of a put, of so many bytes."""
+        self.seconds += _PUT_SECONDS + _PUT_BYTE_SECONDS * size
+
+    def add_files(self, count: int) -> None:
+        """Count files of the journal, of which every start leaves one."""
+        self.seconds += _FILE_SECONDS * count
+
+    def reset(self) -> float:
+        """Begin with an empty journal; return the estimate for the one before it."""
+        before, self.seconds = self.seconds, 0.0
+        self._count_at_seconds = _WORTH_SECONDS
+        return before
+
+    def add(self, seconds: float) -> None:
+        """Add the estimate of a journal again whose snapshot could not be written."""
+        self.seconds += seconds
+
+    def note_snapshot(self, seconds: float) -> None:
+        """Note how long a snapshot took to write."""
+        self._snapshot_seconds = seconds
+
+    def is_too_long(self, sample_count: Callable[[], int]) -> bool:
+        """Whether a snapshot of so many samples is due; they are counted now and then only."""
+        if self.seconds < self._count_at_seconds:
+            return False
+        self._count_at_seconds = self.seconds + _COUNT_AGAIN_SECONDS  # counting takes a step for each partition
+        worth = max(_WORTH_SECONDS, self._snapshot_seconds)
+        return self.seconds >= max(_LONGEST_START_SECONDS - sample_count() * _SAMPLE_SECONDS, worth)

@@ -1,0 +1,172 @@
+"""Reading a log back: in order, each record checked; what a crash tore is left out, what is damaged is an error."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+from tq_service.durable.files import beside, quarantine, sync_path
+from tq_service.durable.log.segment import (
+    FoundSegment,
+    SegmentWriter,
+    machine_boot_id,
+    segment_numbers,
+    segment_path,
+)
+from tq_service.errors import DiskFullError, JournalDamagedError
+
+_log = logging.getLogger(__name__)
+_LOST_SUFFIX: Final = ".lost"
+_REMEDY: Final = (
+    "restore a checkpoint, or start with --accept-journal-loss to go on with what was written before it and forget all "
+    "that came later"
+)
+
+
+class LogReader:
+    """Reads what a log holds from one of its segments on, and leaves it so that a writer can go on.
+
+    Attributes:
+        last_number: of the last record or opening that was read.
+        last_segment: that which the log goes on from; None in an empty log.
+    """
+
+    def __init__(self, directory: Path, *, accept_loss: bool) -> None:
+        self._directory = directory
+        self._accept_loss = accept_loss
+        self.last_number = 0
+        self.last_segment: FoundSegment | None = None
+
+    def records(self, number: int) -> Iterator[tuple[int, bytes]]:
+        """Yield number and record of all from a segment on.
+
+        Args:
+            number: that the segment begins with; 0: from the beginning.
+
+        Raises:
+            JournalDamagedError: a record is damaged or missing that had been written.
+            DiskFullError: a file cannot be read now, for lack of something in the system.
+        """
+        try:
+            found = [FoundSegment(self._directory, each) for each in segment_numbers(self._directory) if each >= number]
+            if not self._has_beginning(found, number):
+                self._lose(found)
+                self._begin_anew(number)
+                return
+            for index, segment in enumerate(found):
+                self.last_number, self.last_segment = segment.number, segment
+                for self.last_number, record in segment.records():
+                    yield self.last_number, record
+                following = found[index + 1 :]
+                if not self._goes_on(segment, following):
+                    self._lose(following)
+                    return
+        except OSError as error:
+            raise _unreadable(Path(error.filename or self._directory), error) from error
+
+    def _has_beginning(self, found: Sequence[FoundSegment], number: int) -> bool:
+        """Whether nothing is missing before the first record; raises where only damage explains that."""
+        first = found[0] if found else None
+        if number and (first is None or first.number != number):
+            path = segment_path(self._directory, number)
+            self._damaged(path, 0, "is missing, but the snapshot that it follows is there")
+            return False
+        if first is None:
+            return True
+        if not number and first.number != 1:
+            self._damaged(first.path, 0, f"begins with number {first.number}, and no snapshot holds what was before")
+            return False
+        if first.is_begun:
+            return True
+        if number or len(found) > 1 or not _was_being_made(first):
+            self._damaged(first.path, 0, f"{first.flaw}")
+        return False
+
+    def _goes_on(self, segment: FoundSegment, following: Sequence[FoundSegment]) -> bool:
+        """Whether the next segment begins where one ends; raises where that is not so, and only damage explains it."""
+        goes_on = bool(following) and following[0].is_begun and following[0].number == segment.last_number + 1
+        if segment.flaw is not None and not goes_on and self._is_damage(segment):
+            self._damaged(segment.path, segment.end, f"{segment.flaw}")
+            self._keep_copy(segment)
+            return False
+        if segment.flaw is not None:
+            _log.warning(
+                "%s: cut %d bytes after record %d, which were not whole when the service or the machine stopped",
+                segment.path.name,
+                segment.size - segment.end,
+                segment.last_number,
+            )
+        if goes_on:
+            return True
+        next_path = segment_path(self._directory, segment.last_number + 1)
+        if not following:
+            if segment.is_closed and not segment.may_lose_tail:
+                self._damaged(next_path, 0, f"is missing, but {segment.path.name} says that it follows")
+            return False
+        if segment.may_lose_tail and following[0].machine_boot_id in ("", segment.machine_boot_id):
+            return False  # a later run of the machine would have begun its segment when it knew what was lost
+        if following[0].is_begun or following[0].number != segment.last_number + 1:
+            self._damaged(
+                segment.path,
+                segment.end,
+                f"ends with record {segment.last_number}, but the next file begins with number {following[0].number}",
+            )
+        elif segment.is_closed or len(following) > 1 or not _was_being_made(following[0]):
+            self._damaged(following[0].path, 0, f"{following[0].flaw}")
+        return False
+
+    def _is_damage(self, segment: FoundSegment) -> bool:
+        """Whether a flaw is more than what the end of a process, or else a loss of power, may leave."""
+        if segment.flaw is None or segment.flaw.is_torn or segment.may_lose_tail:
+            return False
+        # What was not synced yet when the power went may be there in part; with a sync in each commit, of the last one.
+        return segment.machine_boot_id == machine_boot_id() or segment.is_whole_after()
+
+    def _keep_copy(self, segment: FoundSegment) -> None:
+        """Keep what is about to be cut off, for whoever wants to look at it."""
+        try:
+            shutil.copyfile(segment.path, beside(segment.path, _LOST_SUFFIX))
+        except OSError as error:
+            _log.warning("no copy of %s is kept: %s", segment.path.name, error)
+
+    def _lose(self, segments: Sequence[FoundSegment]) -> None:
+        for segment in reversed(segments):  # a kill in between leaves a gap at the same place
+            if _was_being_made(segment):
+                _log.warning("%s was never begun, and is removed", segment.path.name)
+                segment.path.unlink()
+            else:
+                _log.warning("%s is renamed to *%s: what was before it is lost", segment.path.name, _LOST_SUFFIX)
+                quarantine(segment.path, _LOST_SUFFIX)
+
+    def _begin_anew(self, number: int) -> None:
+        """Have an empty segment where the log goes on from a snapshot."""
+        if number:
+            writer = SegmentWriter.create(self._directory, number, is_synced=True)
+            writer.close(sync=True)
+            sync_path(self._directory)
+            self.last_number, self.last_segment = number, FoundSegment(self._directory, number)
+
+    def _damaged(self, path: Path, at: int, what: str) -> None:
+        place = f"{path}, byte {at}," if at else f"{path}"
+        if not self._accept_loss:
+            raise JournalDamagedError(
+                f"the journal is damaged: {place} {what}; {_REMEDY}",
+                metadata={"file": path.name, "byte": str(at), "after_record": str(self.last_number)},
+            )
+        _log.error("the journal is damaged, and the loss was accepted: %s %s", place, what)
+
+
+def _unreadable(path: Path, error: OSError) -> DiskFullError:
+    """Return an error that is not of damage: who accepts the loss of that would lose all of it."""
+    return DiskFullError(
+        f"{path} cannot be read now ({error}): the disk of the data dir is full, or this process lacks files or "
+        "rights; nothing is lost: change that, and start the service again"
+    )
+
+
+def _was_being_made(segment: FoundSegment) -> bool:
+    """Whether a process was killed before it had written the opening."""
+    return not segment.is_begun and segment.flaw is not None and segment.flaw.is_torn

@@ -1,0 +1,270 @@
+"""Segments: the files of a log, each of frames, which hold what was committed together.
+
+    segment: "tqlog001", opening frame, frame ..., closing frame
+    frame:   header, then for each record its size (uint32) and its bytes
+    header:  size of all that follows it (uint32), number of the first record (uint64), XXH3 of what follows, seeded
+             with that number (uint64), XXH32 of the header so far (uint32); all numbers are little-endian
+
+Records are numbered through all segments, so that a frame which is missing, repeated or elsewhere is found. Where one
+segment ends and the next begins has a number too: of the opening frame, whose one record says how the segment is
+written, of the closing frame, which is empty and says that another segment follows, and in the name of the file.
+
+What a process that is killed leaves is whole frames and a part of one. Only a loss of power leaves more than that.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import struct
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import xxhash
+
+from tq_service.durable.files import numbers_in
+
+_MAGIC: Final = b"tqlog001"
+_HEADER: Final = struct.Struct("<IQQI")
+_CHECKED: Final = struct.Struct("<IQQ")
+_SIZE: Final = struct.Struct("<I")
+_NAME: Final = re.compile(r"journal-(\d{12,})\.tqj")
+_NUMBER_OFFSET: Final = 4
+_OPENING_BYTES: Final = 256
+"""No opening is longer."""
+
+
+def segment_path(directory: Path, number: int) -> Path:
+    """Return the path of the segment that begins with a number."""
+    return directory / f"journal-{number:012d}.tqj"
+
+
+def segment_numbers(directory: Path) -> list[int]:
+    """Return the numbers that the segments of a directory begin with, ascending."""
+    return numbers_in(directory, _NAME)
+
+
+@cache
+def machine_boot_id() -> str:
+    """Return what stays the same until the machine is started anew; what was not synced may be lost only then."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _frame(number: int, records: Sequence[bytes]) -> tuple[bytes, bytes]:
+    if len(records) == 1:
+        body = _SIZE.pack(len(records[0])) + records[0]
+    else:
+        body = b"".join([part for record in records for part in (_SIZE.pack(len(record)), record)])
+    checked = _CHECKED.pack(len(body), number, xxhash.xxh3_64_intdigest(body, number))
+    return checked + _SIZE.pack(xxhash.xxh32_intdigest(checked)), body
+
+
+class SegmentWriter:
+    """A segment that is appended to, by one thread at a time. Methods raise OSError.
+
+    Attributes:
+        number: that the segment begins with.
+        path: of the file.
+    """
+
+    def __init__(self, path: Path, number: int, descriptor: int, end: int) -> None:
+        self.number = number
+        self.path = path
+        self._descriptor = descriptor
+        self._end = end
+
+    @classmethod
+    def create(cls, directory: Path, number: int, *, is_synced: bool) -> SegmentWriter:
+        """Make a segment, which is not on the disk before `sync` and a sync of the directory.
+
+        Args:
+            directory: of the log.
+            number: of its opening; there is no such segment.
+            is_synced: whether nobody goes by what is written before `sync` returned.
+        """
+        path = segment_path(directory, number)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            head, body = _frame(number, [bytes([is_synced]) + machine_boot_id().encode()])
+            opening = _MAGIC + head + body
+            _write(descriptor, [opening], len(opening), 0)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            os.close(descriptor)
+            raise
+        return cls(path, number, descriptor, len(opening))
+
+    @classmethod
+    def reopen(cls, path: Path, number: int, end: int) -> SegmentWriter:
+        """Go on in a segment after its first `end` bytes; what follows them is cut off."""
+        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        os.ftruncate(descriptor, end)
+        return cls(path, number, descriptor, end)
+
+    def append(self, number: int, records: Sequence[bytes]) -> None:
+        """Hand a frame to the kernel in one call; one that does not fit is cut off again.
+
+        Args:
+            number: of the first record.
+            records: what to write; none for the closing.
+        """
+        head, body = _frame(number, records)
+        size = len(head) + len(body)
+        _write(self._descriptor, [head, body], size, self._end)
+        self._end += size
+
+    def sync(self) -> None:
+        """Return when all of it is on the disk."""
+        os.fsync(self._descriptor)
+
+    def close(self, *, sync: bool) -> None:
+        """Let go of the file, which with `sync` is on the disk then."""
+        try:
+            if sync:
+                self.sync()
+        finally:
+            os.close(self._descriptor)
+
+
+def _write(descriptor: int, parts: list[bytes], size: int, at: int) -> None:
+    try:
+        written = os.pwritev(descriptor, parts, at)
+        if written < size:  # the disk is full, or the system takes no more in one call; the next one says which
+            rest = memoryview(b"".join(parts))
+            while written < size:
+                written += os.pwrite(descriptor, rest[written:], at + written)
+    except BaseException:
+        os.ftruncate(descriptor, at)
+        raise
+
+
+class Break(Exception):  # noqa: N818  (a finding, which the reader turns into an error or a line of the log)
+    """No whole frame is where one should be.
+
+    Attributes:
+        is_torn: whether the file ends there as it does when a process is killed while it writes.
+    """
+
+    def __init__(self, what: str, *, is_torn: bool = False) -> None:
+        super().__init__(what)
+        self.is_torn = is_torn
+
+
+class FoundSegment:
+    """A segment as it was found.
+
+    Attributes:
+        number: that its name says.
+        path: of the file.
+        size: of the file, in bytes.
+        end: how many bytes of it are whole, without the closing, as far as it was read.
+        last_number: of the last record before that.
+        is_closed: whether the closing follows there.
+        flaw: what is wrong at `end`; None where nothing is.
+        is_begun: whether it has a whole opening.
+        is_synced: whether nobody went by what was written before it was synced.
+        machine_boot_id: of the machine, when it was begun.
+    """
+
+    def __init__(self, directory: Path, number: int) -> None:
+        """Read the opening; raises OSError where that cannot be read."""
+        self.number = self.last_number = number
+        self.path = segment_path(directory, number)
+        self.size = self.path.stat().st_size
+        self.end = 0
+        self.flaw: Break | None = None
+        self.is_begun = self.is_synced = self.is_closed = False
+        self.machine_boot_id = ""
+        try:
+            data = self._read(_OPENING_BYTES)
+            if not data.startswith(_MAGIC):
+                raise Break("does not begin like a file of the journal", is_torn=_MAGIC.startswith(data))
+            found, body = _frame_at(data, len(_MAGIC))
+            if found != number:
+                raise Break(f"begins with number {found}")
+        except Break as flaw:
+            self.flaw = flaw
+            return
+        (record,) = _records(body)
+        self.is_begun, self.is_synced, self.machine_boot_id = True, bool(record[0]), record[1:].decode()
+        self.end = len(_MAGIC) + _HEADER.size + len(body)
+
+    @property
+    def may_lose_tail(self) -> bool:
+        """Whether a loss of power may have taken what was written last, in any order."""
+        return self.is_begun and not self.is_synced and self.machine_boot_id != machine_boot_id()
+
+    def records(self) -> Iterator[tuple[int, bytes]]:
+        """Yield number and record, up to the closing, a flaw or the end; raises OSError where it cannot be read."""
+        try:
+            data = self._read()
+            while self.end < len(data):
+                number, body = _frame_at(data, self.end)
+                if number != self.last_number + 1:
+                    raise Break(f"has record {number} where record {self.last_number + 1} should be")
+                if not body:
+                    self.is_closed = True
+                    if self.end + _HEADER.size < len(data):
+                        raise Break("goes on after its closing")
+                    return
+                for record in _records(body):
+                    self.last_number += 1
+                    yield self.last_number, record
+                self.end += _HEADER.size + len(body)
+        except Break as flaw:
+            self.flaw = flaw
+
+    def is_whole_after(self) -> bool:
+        """Whether a whole frame that comes later follows the flaw: one that was synced when that was written."""
+        data = self.path.read_bytes()[self.end + 1 :]
+        most = self.last_number + 2 + len(data) // _SIZE.size
+        for shift in range(_NUMBER_OFFSET, _NUMBER_OFFSET + 8):
+            count = max(0, len(data) - shift) // 8
+            numbers = np.frombuffer(data, "<u8", count, shift) if count else np.zeros(0, np.uint64)
+            for place in np.flatnonzero((numbers > self.last_number) & (numbers < most)):
+                try:
+                    _frame_at(data, 8 * int(place) + shift - _NUMBER_OFFSET)
+                except Break:
+                    continue
+                return True
+        return False
+
+    def _read(self, most_bytes: int = -1) -> bytes:
+        try:
+            with self.path.open("rb") as file:
+                return file.read(most_bytes)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            raise Break(f"cannot be read ({error})") from error
+
+
+def _frame_at(data: bytes, at: int) -> tuple[int, bytes]:
+    """Return the number and the records of a frame; raises Break where there is none."""
+    if len(data) - at < _HEADER.size:
+        raise Break("ends within a frame", is_torn=True)
+    size, number, checksum, header_checksum = _HEADER.unpack_from(data, at)
+    if xxhash.xxh32_intdigest(data[at : at + _CHECKED.size]) != header_checksum:
+        raise Break("has a frame whose header does not fit its checksum")
+    start = at + _HEADER.size
+    if size > len(data) - start:
+        raise Break("ends within a frame", is_torn=True)
+    body = data[start : start + size]
+    if xxhash.xxh3_64_intdigest(body, number) != checksum:
+        raise Break("has a frame that does not fit its checksum")
+    return number, body
+
+
+def _records(body: bytes) -> Iterator[bytes]:
+    at = 0
+    while at < len(body):
+        (size,) = _SIZE.unpack_from(body, at)
+        at += _SIZE.size + size
+        yield body[at - size : at]
