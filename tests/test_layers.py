@@ -161,3 +161,19 @@ def test_v1_holds_only_generated_files() -> None:
     for path in (PACKAGE / "v1").glob("*.py"):
         head = path.read_text()[:200]
         assert "generated" in head.lower(), f"{path.name} does not say that it is generated"
+
+
+@pytest.mark.parametrize("layer", ["domain", "balancing", "samplers", "storage", "durable"])
+def test_a_layer_has_no_circles_and_no_import_that_hides_one(layer: str) -> None:
+    files = {path for path in FILES if layer_of(path) == layer}
+    module_of = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in files}
+    trees = {path: ast.parse(path.read_text()) for path in files}
+    waiting_for = {}
+    for path, tree in trees.items():
+        assert "TYPE_CHECKING" not in path.read_text(), f"{path.relative_to(ROOT)} hides an import from the interpreter"
+        names = {name for _, name in imported_modules(ast.walk(tree), path)}
+        names |= {name.rpartition(".")[0] for name in names}
+        waiting_for[path] = {module_of[name] for name in names & module_of.keys()} - {path}
+    while free := {path for path, needed in waiting_for.items() if not needed}:
+        waiting_for = {path: needed - free for path, needed in waiting_for.items() if path not in free}
+    assert not waiting_for, "these import each other: " + ", ".join(str(path.relative_to(ROOT)) for path in waiting_for)
