@@ -16,7 +16,7 @@ import pytest
 SCRIPT = Path(__file__).parent.parent / "scripts" / "trace_path.py"
 
 # The most files of domain, samplers and durable that an operation may pass through.
-MOST = {"put": 14, "put-consumed": 15, "claim": 19, "ack": 11}
+MOST = {"put": 14, "put-consumed": 15, "claim": 20, "ack": 11}
 
 # What surely is on each path, so that a tracer that sees nothing fails: files, and folders that have one.
 EXPECTED = {

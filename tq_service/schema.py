@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any, Literal
 
@@ -142,3 +142,36 @@ class MetaColumn:
     name: str
     values: NDArray[Any]
     present: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndCounts:
+    """What became of the samples of a partition when a task reached its end: numbers of them, the same for all ranks.
+
+    Attributes:
+        consumed: consumed by the task in this epoch, cleared ones included.
+        cleared: cleared before the task took them.
+        failed: failed before the task took them.
+        dead_lettered: delivered `max_deliveries` times without being acknowledged, cleared ones included.
+        excluded: ruled out by the task's `where`.
+        in_incomplete_groups: of groups that cannot be delivered whole any more.
+        left_over: ready, but in no plan: a short last batch with `drop_last`, or what the sampler leaves out.
+    """
+
+    consumed: int = 0
+    cleared: int = 0
+    failed: int = 0
+    dead_lettered: int = 0
+    excluded: int = 0
+    in_incomplete_groups: int = 0
+    left_over: int = 0
+
+    @property
+    def skipped_by_reason(self) -> dict[str, int]:
+        """How many samples the task never gets, for each reason that there is."""
+        return {name: count for name, count in asdict(self).items() if count and name != "consumed"}
+
+    @property
+    def skipped(self) -> int:
+        """How many samples the task never gets."""
+        return sum(self.skipped_by_reason.values())

@@ -11,7 +11,6 @@ from model import BlocksError, Model, RefusedError
 from model import End as ModelEnd
 
 from tq_service.domain.catalog import Catalog
-from tq_service.domain.claims.end import End
 from tq_service.domain.claims.ledger import QueueClaim
 from tq_service.domain.claims.request import LeaseTerms
 from tq_service.domain.partition import PartitionSettings
@@ -36,6 +35,7 @@ from tq_service.samplers import (
     SeqlenBalancedSampler,
     SequentialSampler,
 )
+from tq_service.schema import EndCounts
 
 NAME = "train"
 FOREVER = 1e6
@@ -105,7 +105,7 @@ class Call:
             driver.receivers[driver.life, self.task, self.request_id] += 1
         elif isinstance(self.answer, RankPlan):
             assert self.rank is not None
-        elif isinstance(self.answer, End):
+        elif isinstance(self.answer, EndCounts):
             if self.rank is None:
                 driver.check_end(self.task, self.asking, self.answer)
             else:  # a reset may have come between the end and its arrival here

@@ -69,7 +69,7 @@ class Asking:
 
 @dataclass
 class End:
-    """The names and counts of `tq_service.domain.claims.end.End`."""
+    """The names and counts of `tq_service.schema.EndCounts`."""
 
     counts: dict
 

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from model import Asking
 from property_settings import examples
 
-from tq_service.domain.claims.end import End
 from tq_service.domain.claims.ledger import QueueClaim
 from tq_service.domain.plan import RankPlan
 from tq_service.domain.tables import table as table_module
 from tq_service.errors import ClaimReleasedError, InvalidArgumentError, LeaseExpiredError, TqError
+from tq_service.schema import EndCounts
 
 STEPS = (
     *["insert"] * 6, *["columns"] * 5, *["ask"] * 8, "ask_ahead", "replay", "retry", "leave", "leave_late", "look",
@@ -378,7 +378,7 @@ class Interleaving:
             if not kinds <= {RankPlan, QueueClaim}:
                 break
         await driver.check()
-        assert all(isinstance(call.answer, End) or driver_refuses(call) for call in calls)
+        assert all(isinstance(call.answer, EndCounts) or driver_refuses(call) for call in calls)
 
     def _acknowledge(self, name):
         task, partition = self.driver.model.task(name), self.driver.partition

@@ -10,7 +10,6 @@ from domain_support import asks, clear, new_write, seal, turns
 
 from tq_service.domain.admission.limits import Limits
 from tq_service.domain.catalog import Catalog
-from tq_service.domain.claims.end import End
 from tq_service.domain.claims.wait_queue import NotYet
 from tq_service.domain.partition import Partition, PartitionSettings
 from tq_service.errors import (
@@ -23,7 +22,7 @@ from tq_service.errors import (
     UnavailableError,
 )
 from tq_service.samplers import PlanRunner
-from tq_service.schema import FieldSpec, Layout
+from tq_service.schema import EndCounts, FieldSpec, Layout
 
 
 @pytest.fixture
@@ -163,7 +162,7 @@ async def test_tasks_consume_independently(catalog):
     seal(partition)
     for task in ("a", "b"):
         assert (await claim(catalog, task=task)).answer.rows.tolist() == [0, 1]
-        assert (await claim(catalog, task=task)).answer == End(consumed=2)
+        assert (await claim(catalog, task=task)).answer == EndCounts(consumed=2)
     clear(partition, np.array([0, 1]))
     assert {name: each.consumed_count for name, each in partition.tasks.items()} == {"a": 2, "b": 2}
 

@@ -10,7 +10,6 @@ from planner_bench import Bench, Whenever, finished, rows
 from test_domain_planner import run_to_its_end
 
 from tq_service.domain.claims import planner as planner_module
-from tq_service.domain.claims.end import End
 from tq_service.domain.claims.request import LeaseTerms
 from tq_service.domain.claims.wait_queue import NotYet
 from tq_service.domain.tables.meta import Order
@@ -21,6 +20,7 @@ from tq_service.errors import (
     StaleEpochError,
 )
 from tq_service.samplers import Sampler, SequentialSampler
+from tq_service.schema import EndCounts
 
 MANY = 8192
 RANK = (0, 1, 0)
@@ -367,7 +367,7 @@ async def test_what_another_way_leases_while_an_end_is_looked_for_is_waited_for(
     assert not waiting.done()
     ack(bench.catalog, bench.task, claim.request_id)
     await turns(60)
-    assert waiting.result() == End(consumed=2)
+    assert waiting.result() == EndCounts(consumed=2)
 
 
 async def test_rows_cleared_and_claimed_by_others_while_they_are_planned_are_planned_again(bench):

@@ -13,13 +13,13 @@ from planner_bench import Bench, Whenever, rows
 
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.claims import wait_queue as waiters
-from tq_service.domain.claims.end import End
 from tq_service.domain.claims.ledger import QueueClaim
 from tq_service.domain.claims.wait_queue import LoopYielder, NotYet, Waiter, WaitQueue
 from tq_service.domain.partition import PartitionSettings
 from tq_service.domain.tables.meta import Condition
 from tq_service.errors import InvalidArgumentError, PartitionClearedError, StaleEpochError
 from tq_service.samplers import PlanRunner, SequentialSampler
+from tq_service.schema import EndCounts
 
 MANY = 400
 MOST_A_TURN = 32
@@ -370,7 +370,7 @@ async def test_the_end_reaches_queue_workers_a_few_a_turn(bench):
     await turns()
     seal(bench.catalog)
     assert await most_done_in_a_turn(calls) <= MOST_A_TURN
-    assert {call.result() for call in calls} == {End(consumed=0)}
+    assert {call.result() for call in calls} == {EndCounts(consumed=0)}
 
 
 async def test_an_end_that_no_longer_holds_reaches_nobody_else(bench):
@@ -382,7 +382,7 @@ async def test_an_end_that_no_longer_holds_reaches_nobody_else(bench):
         await turns(1)
     bench.insert(1)
     await asyncio.wait(calls)
-    claimed = [call.result().rows.tolist() for call in calls if not isinstance(call.result(), End)]
+    claimed = [call.result().rows.tolist() for call in calls if not isinstance(call.result(), EndCounts)]
     assert claimed == [[0], [1]]
 
 

@@ -27,7 +27,6 @@ from tq_service.domain.changes.claims import (
 from tq_service.domain.changes.partitions import PartitionCleared, PartitionCreated, PartitionSealed
 from tq_service.domain.changes.samples import GroupsClosed, MetaSet, SamplesCleared, SamplesWritten
 from tq_service.domain.changes.state_machine import Change, RequestAnswered
-from tq_service.domain.claims.end import End
 from tq_service.domain.claims.request import LeaseTerms
 from tq_service.domain.partition import PartitionSettings
 from tq_service.domain.plan import Plan, RankPlan
@@ -35,6 +34,7 @@ from tq_service.durable import keeper as keeper_module
 from tq_service.durable.keeper import Keeper
 from tq_service.errors import ServiceFailedError
 from tq_service.samplers import PlanRunner
+from tq_service.schema import EndCounts
 
 TRAIN = {"partition_id": "train"}
 TASK = {**TRAIN, "task_name": "t"}
@@ -63,7 +63,7 @@ STORY = [
     SamplesCleared(global_indexes=np.array([0, 6]), **TRAIN),
     ConsumptionReset(keep_consumed=True, **TASK),
     PartitionSealed(**TRAIN),
-    EndReached(dp_size=1, end=End(consumed=10), **TASK),
+    EndReached(dp_size=1, end=EndCounts(consumed=10), **TASK),
     RequestAnswered(request_id=FIRST, packed=("SealPartitionResponse", b"")),
     PartitionCleared(**TRAIN),
 ]
@@ -217,7 +217,7 @@ def test_the_story_is_the_same_when_it_is_read_from_the_log(tmp_path, sync):
             service.catalog.commit(change)
         await service.keeper.durable()
         task = service.catalog.get("train").tasks["t"]
-        assert facts_of(task.facts)["end"] == End(consumed=10)
+        assert facts_of(task.facts)["end"] == EndCounts(consumed=10)
         return service.state()
 
     live = run(tmp_path, story, sync=sync)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tq_service.client._async.client import AsyncClient
 from tq_service.client._sync.client import Client
-from tq_service.client.batch_meta import BatchMeta, EndCounts
+from tq_service.client.batch_meta import BatchMeta
 from tq_service.client.results import (
     CheckpointCopy,
     ConsumptionStatus,
@@ -18,6 +18,7 @@ from tq_service.client.results import (
     TaskStatus,
 )
 from tq_service.client.steps import Pack, Step
+from tq_service.schema import EndCounts
 from tq_service.wire.credentials import Tls
 
 __all__ = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -13,10 +13,10 @@ from tq_service.client.columns import concat_columns, concat_names, same_columns
 from tq_service.client.locations import CellLocations
 from tq_service.client.steps import Step, select_steps, shift_steps, steps_from_proto
 from tq_service.errors import InvalidArgumentError
-from tq_service.schema import FieldSpec, MetaColumn, MetaValue
+from tq_service.schema import EndCounts, FieldSpec, MetaColumn, MetaValue
 from tq_service.v1 import metadata_pb2 as pb
 from tq_service.wire.index_ranges import read_indexes
-from tq_service.wire.metadata import decode_meta_columns, decode_spec, meta_columns_to_rows
+from tq_service.wire.metadata import decode_end, decode_meta_columns, decode_spec, meta_columns_to_rows
 
 Status = Literal["batch", "not_yet", "end"]
 
@@ -27,45 +27,6 @@ _STATUSES: Final[dict[int, Status]] = {
     pb.BATCH_STATUS_END: "end",
 }
 _NO_INDEXES: Final = np.zeros(0, np.int64)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndCounts:
-    """What became of the samples of a partition when a task reached its end; the same for all ranks.
-
-    Attributes:
-        consumed: consumed by the task in this epoch, cleared ones included.
-        cleared: cleared before the task took them.
-        failed: failed before the task took them.
-        dead_lettered: delivered `max_deliveries` times without being acknowledged.
-        excluded: ruled out by `where`.
-        in_incomplete_groups: of groups that cannot be delivered whole any more.
-        left_over: ready, but in no plan: a short last batch with `drop_last`, or what the sampler leaves out.
-    """
-
-    consumed: int = 0
-    cleared: int = 0
-    failed: int = 0
-    dead_lettered: int = 0
-    excluded: int = 0
-    in_incomplete_groups: int = 0
-    left_over: int = 0
-
-    @classmethod
-    def from_proto(cls, message: pb.EndCounts) -> EndCounts:
-        """Return the counts of a message."""
-        return cls(**{each.name: getattr(message, each.name) for each in fields(cls)})
-
-    @property
-    def skipped_by_reason(self) -> dict[str, int]:
-        """How many samples the task never gets, for each reason that there is."""
-        counts = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "consumed"}
-        return {name: count for name, count in counts.items() if count}
-
-    @property
-    def skipped(self) -> int:
-        """How many samples the task never gets."""
-        return sum(self.skipped_by_reason.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -127,7 +88,7 @@ class BatchMeta:
             fields=tuple(map(decode_spec, message.fields)),
             steps=steps_from_proto(message.steps),
             skipped=message.skipped,
-            end=EndCounts.from_proto(message.end) if message.HasField("end") else None,
+            end=decode_end(message.end) if message.HasField("end") else None,
             locations=CellLocations.from_proto(message.locations) if message.HasField("locations") else None,
             claim_id=claim_id,
             task_name=task_name,

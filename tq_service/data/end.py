@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tq_service.errors import NothingDeliveredError
+from tq_service.schema import EndCounts
 
 if TYPE_CHECKING:
-    from tq_service.client.batch_meta import EndCounts
     from tq_service.data.source import BatchRequest
 
 

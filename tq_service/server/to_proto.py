@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 
 import numpy as np
 
 from tq_service.domain.catalog import Catalog, Claimed
 from tq_service.domain.changes.samples import Written
-from tq_service.domain.claims.end import End
 from tq_service.domain.claims.ledger import Lease, QueueClaim, TaskLedger
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes, RankPlan
 from tq_service.domain.states import FAILED, HELD, LIVE
 from tq_service.domain.tables.cells import CellRuns, Put
-from tq_service.schema import FieldSpec
+from tq_service.schema import EndCounts, FieldSpec
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import metadata_pb2
 from tq_service.wire.index_ranges import set_indexes
-from tq_service.wire.metadata import encode_meta_columns, encode_spec
+from tq_service.wire.metadata import encode_end, encode_meta_columns, encode_spec
 from tq_service.wire.run_ahead import encode_run_ahead
 
 _MOST_DEAD_LETTERED = 100  # named in a status
@@ -59,14 +57,14 @@ def claim_meta(
         if isinstance(answer, QueueClaim) and answer.lease is not None:
             _add_lease(meta, answer.lease, now)
         return meta
-    end = answer if isinstance(answer, End) else None
+    end = answer if isinstance(answer, EndCounts) else None
     return metadata_pb2.BatchMeta(
         status=metadata_pb2.BATCH_STATUS_END if end is not None else metadata_pb2.BATCH_STATUS_NOT_YET,
         partition_id=partition_id,
         incarnation=partition.incarnation,
         epoch=epoch,
         skipped=0 if end is None else end.skipped,
-        end=None if end is None else metadata_pb2.EndCounts(**asdict(end)),
+        end=None if end is None else encode_end(end),
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, fields
 from functools import lru_cache
 from typing import Any, Final
 
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.errors import InvalidArgumentError
-from tq_service.schema import FieldSpec, Layout, MetaColumn, MetaValue, SampleState
+from tq_service.schema import EndCounts, FieldSpec, Layout, MetaColumn, MetaValue, SampleState
 from tq_service.v1 import metadata_pb2 as pb
 
 _LAYOUTS: Final[dict[Layout, pb.Layout.ValueType]] = {
@@ -40,6 +41,16 @@ _FEW_VALUES: Final = 64
 
 _NO_VALUE: Final = object()
 _INT64: Final = np.iinfo(np.int64)
+
+
+def encode_end(counts: EndCounts) -> pb.EndCounts:
+    """Return the message of the counts of an end, which has a field for each."""
+    return pb.EndCounts(**asdict(counts))
+
+
+def decode_end(message: pb.EndCounts) -> EndCounts:
+    """Return the counts of a message."""
+    return EndCounts(**{each.name: getattr(message, each.name) for each in fields(EndCounts)})
 
 
 def encode_layout(layout: Layout | None) -> pb.Layout.ValueType:

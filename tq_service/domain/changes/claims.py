@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.domain.changes.state_machine import Change, State, Step
-from tq_service.domain.claims.end import End
 from tq_service.domain.claims.ledger import Lease, QueueClaim, TaskLedger
 from tq_service.domain.claims.request import BatchSpec, LeaseTerms
 from tq_service.domain.partition import Partition
@@ -20,6 +19,7 @@ from tq_service.domain.plan import Indexes, Plan, RankPlan
 from tq_service.domain.states import LIVE
 from tq_service.domain.tables.groups import group_ids
 from tq_service.errors import InvalidArgumentError, LeaseExpiredError, PreconditionError
+from tq_service.schema import EndCounts
 
 _MOST_NAMED = 20
 
@@ -80,7 +80,7 @@ class EndReached(TaskChange):
     """No further batch comes in this epoch of a task."""
 
     dp_size: int
-    end: End
+    end: EndCounts
 
     def prepare(self, state: State) -> TaskLedger:
         """Find the task."""

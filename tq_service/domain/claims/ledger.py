@@ -31,7 +31,6 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.domain.claims.end import End
 from tq_service.domain.claims.request import BatchSpec, ClaimRequest, LeaseTerms
 from tq_service.domain.plan import Indexes, Plan, RankPlan
 from tq_service.domain.states import CONSUMED_EARLIER, DEAD_LETTERED, HELD, LIVE, UNCLAIMED
@@ -44,6 +43,7 @@ from tq_service.errors import (
     SamplesClearedError,
     StaleEpochError,
 )
+from tq_service.schema import EndCounts
 
 _TOMBSTONE_SECONDS = 900.0
 _MOST_TOMBSTONES = 65_536
@@ -194,7 +194,7 @@ class TaskFacts:
     epoch: int = 0
     dp_size: int | None = None
     next_batch_index: int = 0
-    end: End | None = None
+    end: EndCounts | None = None
     consumed_count: int = 0
     backlog: int = 0
     dead_lettered_count: int = 0
@@ -312,7 +312,7 @@ class TaskLedger(TaskFacts):
                 metadata={"got": str(epoch), "expected": str(self.epoch)},
             )
 
-    def recorded(self, request: ClaimRequest) -> RankPlan | QueueClaim | End | None:
+    def recorded(self, request: ClaimRequest) -> RankPlan | QueueClaim | EndCounts | None:
         """Return the recorded answer to a request, None where there is none yet."""
         if request.rank is None:
             return self._recorded_claim(request.request_id)
@@ -375,7 +375,7 @@ class TaskLedger(TaskFacts):
         self.dp_size = len(plan.ranks)
         self._consume(batch, positions, batch.serial)
 
-    def reach_end(self, dp_size: int, end: End) -> None:
+    def reach_end(self, dp_size: int, end: EndCounts) -> None:
         """Record that no batch follows, for all ranks and batch indexes from the next on."""
         self.dp_size = dp_size
         self.end = end

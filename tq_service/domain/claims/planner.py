@@ -27,7 +27,6 @@ import numpy as np
 
 from tq_service.domain.changes.claims import BatchPlanned, ClaimReleased, EndReached, QueueClaimed
 from tq_service.domain.changes.state_machine import Change
-from tq_service.domain.claims.end import End
 from tq_service.domain.claims.ledger import QueueClaim, TaskLedger
 from tq_service.domain.claims.request import ClaimRequest, ClaimSpec, LeaseTerms
 from tq_service.domain.claims.view import PartitionView, ReadyIndex
@@ -45,6 +44,7 @@ from tq_service.domain.plan import (
     View,
 )
 from tq_service.errors import InternalError, LeaseExpiredError, SamplerError, SamplesClearedError, TqError
+from tq_service.schema import EndCounts
 
 _log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class Planned:
         return replace(terms, group_block_size=self.group_block_size)
 
 
-Found: TypeAlias = Planned | End | FailedPlan
+Found: TypeAlias = Planned | EndCounts | FailedPlan
 
 
 @dataclass(slots=True)
@@ -152,7 +152,7 @@ class Planner:
         if self._gone is not None:
             raise self._gone()
         found = self._look_at_once(request)
-        if isinstance(found, Planned | End):
+        if isinstance(found, Planned | EndCounts):
             return self._answer_at_once(request, found)
         loop = asyncio.get_running_loop()
         removed_count = self._partition.table.removed_count
@@ -197,14 +197,14 @@ class Planner:
         except MustBeAwaited as needs:
             return needs
 
-    def _answer_at_once(self, request: ClaimRequest, found: Planned | End) -> Answer:
+    def _answer_at_once(self, request: ClaimRequest, found: Planned | EndCounts) -> Answer:
         """Record what a call has found, if that concerns others, and return its answer."""
         answer: Answer
         if request.rank is not None:
             self._record_for_ranks(request.spec, found)
-            answer = found if isinstance(found, End) else found.plan.ranks[request.rank.dp_rank]
+            answer = found if isinstance(found, EndCounts) else found.plan.ranks[request.rank.dp_rank]
         else:
-            answer = found if isinstance(found, End) else self._record_queue_claim(request, found)
+            answer = found if isinstance(found, EndCounts) else self._record_queue_claim(request, found)
         self._start_dispatch()
         return answer
 
@@ -226,7 +226,7 @@ class Planner:
         if self.wake in self._partition.on_change:
             self._partition.on_change.remove(self.wake)
 
-    def _recorded(self, request: ClaimRequest) -> RankPlan | QueueClaim | End | None:
+    def _recorded(self, request: ClaimRequest) -> RankPlan | QueueClaim | EndCounts | None:
         """Return the recorded answer of a call, None where there is none; a queue claim counts the calls it answers."""
         recorded = self._task.recorded(request)
         if isinstance(recorded, QueueClaim):
@@ -441,7 +441,7 @@ class Planner:
             self._serve_worker(line, found)
         self._queue.put(line)
 
-    def _serve_ranks(self, line: Line, found: Planned | End) -> None:
+    def _serve_ranks(self, line: Line, found: Planned | EndCounts) -> None:
         """Record a batch, or the end, for all ranks; those that wait for it are answered one after the other.
 
         A rank may wait for a batch far ahead. So after many batches its line lets others have their turns, and those
@@ -454,26 +454,26 @@ class Planner:
             line.expire_polls()
             self._queue.defer(line)
 
-    def _record_for_ranks(self, spec: ClaimSpec, found: Planned | End) -> None:
+    def _record_for_ranks(self, spec: ClaimSpec, found: Planned | EndCounts) -> None:
         lines, batch_index = self._queue.ranked_lines, self._task.next_batch_index
-        if isinstance(found, End):
+        if isinstance(found, EndCounts):
             self._record_end(spec, found)
         else:
             self._record_batch(spec, found)
         self._served_count += 1
         self._has_changed |= len(lines) > 1  # others may disagree with what holds for all ranks now
         for line in lines:
-            indexes = line.batch_indexes if isinstance(found, End) else [batch_index]
+            indexes = line.batch_indexes if isinstance(found, EndCounts) else [batch_index]
             self._to_answer.extend((line, index, None) for index in indexes if line.first(index) is not None)
 
-    def _serve_worker(self, line: Line, found: Planned | End) -> None:
+    def _serve_worker(self, line: Line, found: Planned | EndCounts) -> None:
         """Give the first of a line what was found; where all have left meanwhile, nothing is consumed."""
         while (waiter := line.first()) is not None and self._answer_recorded(waiter):
             pass  # it was released while the plan was made
         if waiter is None:
             return
         self._served_count += 1
-        if isinstance(found, End):
+        if isinstance(found, EndCounts):
             line.end = self._search.marks, found  # which holds for those behind too
             waiter.resolve(found)
         else:
@@ -481,7 +481,7 @@ class Planner:
 
     # Records
 
-    def _record_end(self, spec: ClaimSpec, end: End) -> None:
+    def _record_end(self, spec: ClaimSpec, end: EndCounts) -> None:
         self._commit(EndReached(**self._names, dp_size=spec.plan_request.rank_count, end=end), self._task)
 
     def _record_batch(self, spec: ClaimSpec, planned: Planned) -> None:

@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.domain.claims.end import End
 from tq_service.domain.claims.ledger import TaskLedger
 from tq_service.domain.claims.ordered_rows import OrderedRows
 from tq_service.domain.claims.request import BatchSpec
@@ -19,7 +18,7 @@ from tq_service.domain.states import CLEARED, FAILED, HELD, LIVE, STATE_NAMES, U
 from tq_service.domain.tables.groups import group_ids
 from tq_service.domain.tables.meta import Condition, Order
 from tq_service.errors import InvalidArgumentError, MissingLengthError
-from tq_service.schema import BatchUnit
+from tq_service.schema import BatchUnit, EndCounts
 
 _LEAST_CHUNK = 1024
 _MOST_ON_LOOP = 1 << 13  # rows that a claim with an order looks at on the event loop; most look at a few dozen
@@ -506,11 +505,11 @@ class PartitionView:
         """Rows left for the task that were not ready, once a scan was exhausted."""
         return self._task.backlog - self.seen_count
 
-    def end(self) -> End:
+    def end(self) -> EndCounts:
         """Return the end; nothing may have changed since the view was made, of which the sampler planned nothing."""
         consumed, inserted = self._task.consumed_count, self._partition.inserted_count
         if consumed == inserted:
-            return End(consumed=consumed)
+            return EndCounts(consumed=consumed)
         rows = slice(0, self._rows.count)
         state, unclaimed = self._rows.state[rows], self._rows.claim[rows] == UNCLAIMED
         failed = int(np.count_nonzero(unclaimed & (state == FAILED)))
@@ -520,7 +519,7 @@ class PartitionView:
         kept = int(np.count_nonzero(is_open)) - excluded
         left_over = kept if self.grouping is None else self._count_in_whole_groups(self.grouping)
         dead_lettered = self._task.dead_lettered_count
-        return End(
+        return EndCounts(
             consumed=consumed,
             cleared=inserted - consumed - failed - dead_lettered - excluded - kept,
             failed=failed,

@@ -9,12 +9,12 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from tq_service.domain.claims.end import End
 from tq_service.domain.claims.ledger import QueueClaim, TaskLedger
 from tq_service.domain.claims.request import ClaimRequest, ClaimSpec
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import RankPlan
 from tq_service.errors import TqError
+from tq_service.schema import EndCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class NotYet:
     """Nothing to deliver within the wait; never recorded."""
 
 
-Answer = RankPlan | QueueClaim | End | NotYet
+Answer = RankPlan | QueueClaim | EndCounts | NotYet
 
 _STEPS_A_TURN = 16
 _TURN_SECONDS = 0.002
@@ -138,7 +138,7 @@ class Line:
     turn_size: int = 0
     seen: int = 0
     failed: FailedPlan | None = None
-    end: tuple[tuple[int, ...], End] | None = None
+    end: tuple[tuple[int, ...], EndCounts] | None = None
     planning: asyncio.Task[None] | None = None
     head_start_seconds: float = 0.0
     _waiters: OrderedDict[Waiter, None] = field(default_factory=OrderedDict)
