@@ -26,7 +26,7 @@ from tq_service.durable.codec import encode_change, encode_group
 from tq_service.durable.data_dir import DataDir
 from tq_service.durable.identity import Identity
 from tq_service.durable.log.commit_log import CommitLog, ReplayCost
-from tq_service.durable.recovery import Recovered, Recovery
+from tq_service.durable.recovery import Recovered, Recovery, left_puts
 from tq_service.durable.snapshot import ServiceSnapshot, write_snapshot
 from tq_service.errors import DiskFullError, ServiceFailedError, TqError
 from tq_service.storage.engine import StorageEngine
@@ -352,16 +352,8 @@ class PutRecords:
 
     def recover(self, records: Iterable[bytes]) -> int:
         """Take over the puts of records, in order; return how many there are."""
-        left: dict[bytes, pb.PutKept] = {}
         with no_collection():  # so many new objects, none of them garbage
-            for data in records:
-                record = pb.JournalRecord.FromString(data)
-                if record.HasField("put_kept"):
-                    left.pop(record.put_kept.put_id, None)  # in the order in which they were written down
-                    left[record.put_kept.put_id] = record.put_kept
-                elif record.HasField("put_dropped"):
-                    left.pop(record.put_dropped.put_id, None)
-            return self._engine.recover(left.values())
+            return self._engine.recover(left_puts(records))
 
     def start(self, append: Append, after_durable: AfterDurable) -> None:
         """Write down what becomes of puts from now on.

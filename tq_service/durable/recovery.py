@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from tq_service.domain.catalog import Catalog
@@ -130,7 +130,7 @@ class Recovery:
     def _take_puts(self) -> int:
         if self._recover_puts is not None:
             return self._recover_puts(self._puts)
-        if left_count := _left_count(self._puts):
+        if left_count := len(left_puts(self._puts)):
             raise self._of_another_role(f"{left_count} puts of a storage service")
         return 0
 
@@ -141,12 +141,14 @@ class Recovery:
         )
 
 
-def _left_count(records: Iterable[bytes]) -> int:
-    """Return how many puts are left by records of puts, in order."""
-    left: set[bytes] = set()
+def left_puts(records: Iterable[bytes]) -> Collection[journal_pb2.PutKept]:
+    """Return the puts that records leave, in the order in which they were last written down."""
+    left: dict[bytes, journal_pb2.PutKept] = {}
     for data in records:
         record = journal_pb2.JournalRecord.FromString(data)
-        left.add(record.put_kept.put_id)
-        left.discard(record.put_dropped.put_id)
-    left.discard(b"")
-    return len(left)
+        if record.HasField("put_kept"):
+            left.pop(record.put_kept.put_id, None)
+            left[record.put_kept.put_id] = record.put_kept
+        elif record.HasField("put_dropped"):
+            left.pop(record.put_dropped.put_id, None)
+    return left.values()

@@ -7,6 +7,7 @@ and says what follows from it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,11 @@ from tq_service.errors import InvalidArgumentError, LeaseExpiredError, Precondit
 from tq_service.schema import EndCounts
 
 _MOST_NAMED = 20
+
+# What changes look up: the partition, the task, its claim or lease, and the positions of rows.
+TaskRows: TypeAlias = tuple[Partition, TaskLedger, Indexes]
+ClaimedRows: TypeAlias = tuple[Partition, TaskLedger, QueueClaim | None, Indexes]
+LeasedRows: TypeAlias = tuple[Partition, TaskLedger, Lease, Indexes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,12 +69,12 @@ class BatchPlanned(TaskChange):
     batch_spec: BatchSpec
     plan: Plan
 
-    def prepare(self, state: State) -> tuple[Partition, TaskLedger, Indexes]:
+    def prepare(self, state: State) -> TaskRows:
         """Find the positions of all rows of the plan; raises LookupError where one is gone."""
         partition, task = self.find(state)
         return partition, task, _positions(partition, np.concatenate([part.rows for part in self.plan.ranks]))
 
-    def apply(self, state: State, prepared: tuple[Partition, TaskLedger, Indexes], step: Step) -> None:
+    def apply(self, state: State, prepared: TaskRows, step: Step) -> None:
         """Record the plan, which consumes its rows."""
         partition, task, positions = prepared
         task.claim_batch(self.batch_spec, self.plan, positions)
@@ -99,12 +105,12 @@ class QueueClaimed(TaskChange):
     part: RankPlan
     lease: LeaseTerms | None = None
 
-    def prepare(self, state: State) -> tuple[Partition, TaskLedger, Indexes]:
+    def prepare(self, state: State) -> TaskRows:
         """Find the positions of the samples; raises LookupError where one is gone."""
         partition, task = self.find(state)
         return partition, task, _positions(partition, self.part.rows)
 
-    def apply(self, state: State, prepared: tuple[Partition, TaskLedger, Indexes], step: Step) -> QueueClaim:
+    def apply(self, state: State, prepared: TaskRows, step: Step) -> QueueClaim:
         """Record the claim and return it."""
         partition, task, positions = prepared
         claim = task.claim_samples(self.request_id, self.part, positions, self.lease)
@@ -133,7 +139,7 @@ class ClaimReleased(TaskChange):
     global_indexes: Indexes | None = None
     is_final: bool = True
 
-    def prepare(self, state: State) -> tuple[Partition, TaskLedger, QueueClaim | None, Indexes] | None:
+    def prepare(self, state: State) -> ClaimedRows | None:
         """Find what is released; None where nothing is, and the request_id stays as it is.
 
         Raises:
@@ -158,9 +164,7 @@ class ClaimReleased(TaskChange):
             )
         return (partition, task, claim, left[is_named]) if is_named.any() or claim.lease is None else None
 
-    def apply(
-        self, state: State, prepared: tuple[Partition, TaskLedger, QueueClaim | None, Indexes], step: Step
-    ) -> int:
+    def apply(self, state: State, prepared: ClaimedRows, step: Step) -> int:
         """Release the samples; return how many can be claimed again at once."""
         partition, task, claim, positions = prepared
         if self.is_final:
@@ -182,7 +186,7 @@ class ClaimAcked(TaskChange):
     request_id: bytes
     global_indexes: Indexes | None = None
 
-    def prepare(self, state: State) -> tuple[Partition, TaskLedger, Lease, Indexes] | None:
+    def prepare(self, state: State) -> LeasedRows | None:
         """Find the samples that are leased; None where none of them is.
 
         Raises:
@@ -208,7 +212,7 @@ class ClaimAcked(TaskChange):
             positions = positions[is_named]
         return (partition, task, lease, positions) if positions.size else None
 
-    def apply(self, state: State, prepared: tuple[Partition, TaskLedger, Lease, Indexes], step: Step) -> int:
+    def apply(self, state: State, prepared: LeasedRows, step: Step) -> int:
         """Consume the samples for good; return how many they are."""
         partition, task, lease, positions = prepared
         task.ack(lease, positions)
@@ -256,7 +260,7 @@ class LeaseExpired(TaskChange):
 
     request_id: bytes
 
-    def prepare(self, state: State) -> tuple[Partition, TaskLedger, Lease, Indexes]:
+    def prepare(self, state: State) -> LeasedRows:
         """Find what is left; raises LookupError where that is nothing."""
         partition, task = self.find(state)
         claim = task.claims.get(self.request_id)
@@ -264,7 +268,7 @@ class LeaseExpired(TaskChange):
             raise LookupError(f"task {task.name!r} has leased nothing under request_id {self.request_id.hex()}")
         return partition, task, claim.lease, task.left(claim)
 
-    def apply(self, state: State, prepared: tuple[Partition, TaskLedger, Lease, Indexes], step: Step) -> None:
+    def apply(self, state: State, prepared: LeasedRows, step: Step) -> None:
         """Take the samples from the worker."""
         partition, task, lease, positions = prepared
         partition.state_version += 1  # what is dead-lettered may bring the end, or let the rest of its group go

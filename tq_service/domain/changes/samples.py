@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import gcd
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,6 +75,10 @@ class Target:
     is_new: NDArray[np.bool_]
 
 
+CheckedWrite: TypeAlias = tuple[Partition, Target, Sequence[FieldSpec]]
+FoundRows: TypeAlias = tuple[Partition, Indexes]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
     """What a write did: the samples, and the specs of the fields written."""
@@ -90,16 +95,16 @@ class SamplesWritten(Change):
     partition_id: str
     write: SampleWrite
 
-    def prepare(self, state: State) -> tuple[Partition, Target, Sequence[FieldSpec]]:
+    def prepare(self, state: State) -> CheckedWrite:
         """Find the rows of the write and see whether they take it."""
         return self.prepare_in(state.partition(self.partition_id))
 
-    def prepare_in(self, partition: Partition) -> tuple[Partition, Target, Sequence[FieldSpec]]:
+    def prepare_in(self, partition: Partition) -> CheckedWrite:
         """Prepare for a partition that may not be in the state yet."""
         target = resolve_target(partition, self.write)
         return partition, target, check_write(partition, self.write, target)
 
-    def apply(self, state: State, prepared: tuple[Partition, Target, Sequence[FieldSpec]], step: Step) -> Written:
+    def apply(self, state: State, prepared: CheckedWrite, step: Step) -> Written:
         """Add the rows that are new, then write cells, custom_meta and state."""
         partition, target, specs = prepared
         write, table = self.write, partition.table
@@ -131,7 +136,7 @@ class MetaSet(Change):
     global_indexes: Indexes
     columns: Sequence[MetaColumn]
 
-    def prepare(self, state: State) -> tuple[Partition, Indexes]:
+    def prepare(self, state: State) -> FoundRows:
         """Find the samples and see whether the columns take the values."""
         partition = state.partition(self.partition_id)
         if self.global_indexes.size == 0:
@@ -140,7 +145,7 @@ class MetaSet(Change):
         partition.meta.check(self.columns, positions.size)
         return partition, positions
 
-    def apply(self, state: State, prepared: tuple[Partition, Indexes], step: Step) -> None:
+    def apply(self, state: State, prepared: FoundRows, step: Step) -> None:
         """Write the values."""
         partition, positions = prepared
         partition.meta.write(self.columns, positions)
@@ -156,12 +161,12 @@ class GroupsClosed(Change):
     partition_id: str
     names: Sequence[str]
 
-    def prepare(self, state: State) -> tuple[Partition, Indexes]:
+    def prepare(self, state: State) -> FoundRows:
         """Find the groups."""
         partition = state.partition(self.partition_id)
         return partition, partition.groups.slots_of(self.names)
 
-    def apply(self, state: State, prepared: tuple[Partition, Indexes], step: Step) -> None:
+    def apply(self, state: State, prepared: FoundRows, step: Step) -> None:
         """Close them."""
         partition, slots = prepared
         partition.groups.close(slots)
@@ -176,14 +181,14 @@ class SamplesCleared(Change):
     partition_id: str
     global_indexes: Indexes
 
-    def prepare(self, state: State) -> tuple[Partition, Indexes] | None:
+    def prepare(self, state: State) -> FoundRows | None:
         """Find those that are there."""
         partition = state.partition(self.partition_id)
         positions = partition.table.find(self.global_indexes)
         positions = distinct(positions[positions >= 0], partition.table.count)
         return (partition, positions) if positions.size else None
 
-    def apply(self, state: State, prepared: tuple[Partition, Indexes], step: Step) -> int:
+    def apply(self, state: State, prepared: FoundRows, step: Step) -> int:
         """Remove them from all that knows of them; return how many they were."""
         partition, positions = prepared
         step.freed += partition.cells.forget(positions, partition.cells.fields.values())
