@@ -5,24 +5,23 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from tq_service.errors import InvalidArgumentError
 
-Value = TypeVar("Value")
 _BLOCK_ENTRIES = 1024
 _ENTRY_BYTES = 256  # of an id, a time, and what holds them together
 
 
-class Entry(NamedTuple, Generic[Value]):
+class Entry(NamedTuple):
     """What is remembered of an id, and since when, in seconds of wall-clock time."""
 
     key: bytes
     seconds: float
-    value: Value
+    value: Any
 
 
-LogSnapshot = Sequence[Sequence[Entry[Any]]]
+LogSnapshot = Sequence[Sequence[Entry]]
 """Entries in blocks, oldest first, as they were at one moment."""
 
 
@@ -31,27 +30,28 @@ def merged(*logs: LogSnapshot) -> LogSnapshot:
     return [sorted((entry for log in logs for block in log for entry in block), key=lambda entry: entry.seconds)]
 
 
-class TtlLog(Generic[Value]):
+class TtlLog:
     """Entries in order of time, found by id. Full blocks of them never change, so snapshots share them."""
 
     __slots__ = ("_blocks", "_entries", "_gone")
 
     def __init__(self) -> None:
-        self._entries: dict[bytes, Entry[Value]] = {}
-        self._blocks: deque[list[Entry[Value]]] = deque()
+        self._entries: dict[bytes, Entry] = {}
+        self._blocks: deque[list[Entry]] = deque()
         self._gone = 0  # entries of the first block that were dropped
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __iter__(self) -> Iterator[bytes]:
-        return iter(self._entries)
+    def __iter__(self) -> Iterator[Entry]:
+        """Return the newest entries of all ids."""
+        return iter(self._entries.values())
 
-    def get(self, key: bytes) -> Entry[Value] | None:
+    def get(self, key: bytes) -> Entry | None:
         """Return the newest entry of an id, None where there is none."""
         return self._entries.get(key)
 
-    def add(self, key: bytes, seconds: float, value: Value) -> None:
+    def add(self, key: bytes, seconds: float, value: Any) -> None:
         """Remember something from `seconds` on, which is not before any other entry."""
         entry = Entry(key, seconds, value)
         self._entries[key] = entry
@@ -60,7 +60,7 @@ class TtlLog(Generic[Value]):
         self._blocks[-1].append(entry)
 
     @property
-    def oldest(self) -> Entry[Value] | None:
+    def oldest(self) -> Entry | None:
         """The entry that was remembered first, also where a newer one of its id has taken its place."""
         return self._blocks[0][self._gone] if self._blocks else None
 
@@ -125,7 +125,7 @@ class IdempotencyCache:
         self._max_bytes = max_bytes
         self._weigh = weigh
         self.used_bytes = 0
-        self._answers: TtlLog[Any] = TtlLog()
+        self._answers: TtlLog = TtlLog()
 
     def __len__(self) -> int:
         return len(self._answers)
@@ -178,5 +178,4 @@ class IdempotencyCache:
             answers = merged(answers, self.snapshot())
             self._answers = TtlLog()
         self._answers.restore(answers)
-        entries = [entry for request_id in self._answers if (entry := self._answers.get(request_id)) is not None]
-        self.used_bytes = sum(_ENTRY_BYTES + self._weigh(entry.value) for entry in entries)
+        self.used_bytes = sum(_ENTRY_BYTES + self._weigh(entry.value) for entry in self._answers)

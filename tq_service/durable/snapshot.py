@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -176,7 +176,7 @@ _KINDS: Final[dict[str, Any]] = {
     "claims": _Claims,
     "released": list[tuple[bytes, float]],
     "expired": list[tuple[bytes, float]],
-    "answers": list[Entry[Any]],
+    "answers": list[Entry],
     "puts": list[bytes],
     "end": _End,
 }
@@ -275,7 +275,7 @@ def write_state(writer: RecordWriter, snapshot: ServiceSnapshot) -> None:
     for partition in snapshot.partitions:
         for kind, value in _partition_records(partition):
             write_record(writer, kind, value)
-    for answers in _entries(snapshot.answers):
+    for answers in _batched(chain.from_iterable(snapshot.answers), _IDS_A_RECORD):
         write_record(writer, "answers", answers)
     for puts in gathered(snapshot.puts, len, _PUT_BYTES_A_RECORD):
         write_record(writer, "puts", puts)
@@ -309,7 +309,7 @@ def _check_header(header: Header, *, is_checkpoint: bool) -> None:
 def read_state(reader: SnapshotReader) -> ServiceSnapshot:
     """Read the state, to the end of the file."""
     partitions: list[PartitionSnapshot] = []
-    answers: list[Sequence[Entry[Any]]] = []
+    answers: list[Sequence[Entry]] = []
     puts: list[bytes] = []
     while reader.kind == "partition":
         partitions.append(_read_partition(reader))
@@ -480,14 +480,6 @@ def _claims_of(stored: _Claims) -> Iterator[QueueClaim]:
     for serial, request_id, rows, number in stored.claims:
         part = EncodedPart(rows, stored.parts[number])
         yield QueueClaim(request_id=request_id, serial=serial, part=part, remaining=0, lease=leases.get(serial))
-
-
-# Ids and answers
-
-
-def _entries(log: LogSnapshot) -> Iterator[Sequence[Entry[Any]]]:
-    for block in log:
-        yield from _batched(block, _IDS_A_RECORD)
 
 
 def _batched(values: Iterable[Each], size: int) -> Iterator[list[Each]]:
