@@ -24,7 +24,6 @@ from tq_service.domain.idempotency import LogSnapshot
 from tq_service.domain.partition import PartitionSnapshot
 from tq_service.durable.codec import encode_change, encode_group
 from tq_service.durable.data_dir import DataDir
-from tq_service.durable.identity import Identity
 from tq_service.durable.log.commit_log import CommitLog, ReplayCost
 from tq_service.durable.recovery import Recovered, Recovery, left_puts
 from tq_service.durable.snapshot import ServiceSnapshot, write_snapshot
@@ -54,13 +53,14 @@ class Keeper:
     Confined to one event loop.
 
     Attributes:
+        data_dir: where; it is open, and closed with the rest.
         is_stuck: whether nothing could be written down when it was last tried.
         fatal: called with a reason and its cause where memory may differ from what is written down, so that the service
             must not go on; it calls `abandon` before it returns.
     """
 
     def __init__(self, data_dir: DataDir, journal: CommitLog) -> None:
-        self._data_dir = data_dir
+        self.data_dir = data_dir
         self._journal = journal
         self._catalog: Catalog | None = None
         self._engine: PutRecords | None = None
@@ -92,20 +92,6 @@ class Keeper:
             data_dir.close()
             raise
 
-    @property
-    def identity(self) -> Identity:
-        """Names that outlive the process."""
-        return self._data_dir.identity
-
-    def storage_id(self, given: str | None, default: str) -> str:
-        """Return the name of the storage service whose puts are kept; see `DataDir.storage_id`."""
-        return self._data_dir.storage_id(given, default)
-
-    @property
-    def segments_path(self) -> Path:
-        """Folder of the files with the bytes of large puts."""
-        return self._data_dir.segments_path
-
     # Recovery
 
     def recover(
@@ -127,7 +113,7 @@ class Keeper:
         """
         self._catalog, self._engine = catalog, engine
         recovery = Recovery(
-            self._data_dir,
+            self.data_dir,
             self._journal,
             self._cost,
             catalog=catalog,
@@ -316,11 +302,11 @@ class Keeper:
 
     def _write_to_disk(self, number: int, snapshot: ServiceSnapshot) -> None:
         self._journal.sync_segment(number)  # a start that finds the snapshot refuses to go on without it
-        write_snapshot(self._data_dir.snapshot_path(number), snapshot)
+        write_snapshot(self.data_dir.snapshot_path(number), snapshot)
 
     def _remove_unneeded(self, number: int) -> None:
         try:
-            self._data_dir.remove_unneeded(self._journal, number)
+            self.data_dir.remove_unneeded(self._journal, number)
         except OSError as error:
             _log.warning("what the newest snapshot holds cannot be removed: %s", error)
 
@@ -335,7 +321,7 @@ class Keeper:
             self._journal.close()
         except TqError as error:
             _log.error("what was done last could not be written down: %s", error)
-        self._data_dir.close()
+        self.data_dir.close()
 
 
 class PutRecords:

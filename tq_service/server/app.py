@@ -174,11 +174,11 @@ class App:
                 storage_id=name, max_bytes=settings.max_bytes, put_ttl_seconds=settings.put_ttl_seconds
             )
         return StorageEngine(
-            storage_id=keeper.storage_id(settings.storage_id, name),
+            storage_id=keeper.data_dir.storage_id(settings.storage_id, name),
             max_bytes=settings.max_bytes,
             put_ttl_seconds=settings.put_ttl_seconds,
-            boot_id=keeper.identity.storage_boot_id,
-            files=SegmentFiles(keeper.segments_path),
+            boot_id=keeper.data_dir.identity.storage_boot_id,
+            files=SegmentFiles(keeper.data_dir.segments_path),
             sync=settings.durability == "disk",
         )
 
@@ -251,7 +251,7 @@ class App:
             HEARTBEAT_SECONDS,
             self._entrance.credentials,
             snapshot_cells=self._catalog.snapshot_cells,
-            boot_id=None if self._keeper is None else self._keeper.identity.controller_boot_id,
+            boot_id=None if self._keeper is None else self._keeper.data_dir.identity.controller_boot_id,
             after_durable=_at_once if self._keeper is None else self._keeper.after_durable,
             start_task=self.supervisor.start,
         )
