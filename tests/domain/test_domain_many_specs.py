@@ -353,6 +353,37 @@ async def test_a_reset_and_a_claim_of_another_while_a_plan_is_made(bench):
     assert rows(await finished(whichever)) == [2, 3]
 
 
+@pytest.mark.parametrize("rank", [None, RANK])
+async def test_a_plan_that_ends_while_stale_calls_are_ended_serves_none_of_them(bench, rank):
+    slow = SlowSampler(SequentialSampler(), turns=10, turns_before=2)
+    bench.insert(1)
+    stale = [bench.ask(rank, batch_size=1, sampler=slow, epoch=0) for _ in range(400)]
+    await slow.started.wait()
+    reset(bench.catalog, bench.task, keep_consumed=False)
+    await asyncio.wait(stale)
+    assert all(isinstance(call.exception(), StaleEpochError) for call in stale)
+    await turns(20)
+    assert bench.task.consumed_count == 0
+
+
+async def test_a_short_last_plan_is_not_recorded_in_the_next_epoch(bench):
+    bench.insert(3)
+    seal(bench.catalog)
+    assert rows(await finished(bench.ask((0, 1, 0)))) == [0, 1]
+    slow = SlowSampler(SequentialSampler())
+    last = bench.ask(sampler=slow)
+    await slow.started.wait()
+    slow.go.set()  # there are too few; now it plans the last, short batch
+    await turns(2)
+    slow.go.clear()
+    while slow.call_count < 2:
+        await turns(1)
+    reset(bench.catalog, bench.task, keep_consumed=False)
+    await turns(20)
+    slow.go.set()
+    assert rows(await finished(last)) == [0, 1]
+
+
 async def test_what_another_way_leases_while_an_end_is_looked_for_is_waited_for(bench):
     bench.insert(2)
     seal(bench.catalog)

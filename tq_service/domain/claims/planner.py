@@ -382,6 +382,7 @@ class Planner:
     def _answer_recorded(self, waiter: Waiter) -> bool:
         """Answer a call with what is recorded for it, or why it can have nothing; return whether there is either."""
         try:
+            self._task.check_epoch(waiter.request.epoch)  # a reset may have come since it joined
             recorded = self._recorded(waiter.request)
         except TqError as error:
             waiter.fail(error)
@@ -638,10 +639,10 @@ class PlanSearch:
 
         There is no await between the check of a plan's rows and the return, so that the caller can record it.
         """
-        begun_at = self.claim_count
+        begun_at = self.claim_count, self._task.epoch
         for _ in range(_MOST_REPLANS):
             was_heavy = await self._sort_rows(request)
-            if self.epoch != self._task.epoch:
+            if self._is_over(begun_at[1]):
                 return None
             if was_heavy:
                 with contextlib.suppress(MustBeAwaited):
@@ -653,7 +654,7 @@ class PlanSearch:
                     wanted, no_more = steps.send(await self._run_off_loop(request, wanted, no_more=no_more))
             except StopIteration as stop:
                 found: Found | None = stop.value
-            if found is not None or self.claim_count != begun_at:
+            if found is not None or (self.claim_count, self._task.epoch) != begun_at:
                 return found
         raise SamplerError(
             f"sampler {request.sampler.name!r}: samples of {_MOST_REPLANS} plans in a row were cleared, failed or "
@@ -679,7 +680,7 @@ class PlanSearch:
             view, plan = yield replace(wanted, min_size=least), True
             if plan is None:
                 return view.end() if begun_at == self.marks else FailedPlan(begun_at[0], begun_at[1], consumed)
-        if self.epoch != self._task.epoch:
+        if self._is_over(begun_at[-1]):
             return None
         planned = self._checked(request, view, plan)
         state_version, _, *others = begun_at  # rows that are only written to stay ready
@@ -701,6 +702,10 @@ class PlanSearch:
                 missing = min(missing, view.unready_count) if view.is_plain else 1
         state_version, row_version = begun_at[:2]
         return FailedPlan(state_version, row_version + max(1, missing), consumed if is_closed else None)
+
+    def _is_over(self, epoch: int) -> bool:
+        """Whether plans that were begun in an epoch are of no use: what was left in it is not what there is now."""
+        return not epoch == self.epoch == self._task.epoch
 
     def _checked(self, request: ClaimRequest, view: PartitionView, plan: Plan) -> Planned | None:
         """Return the plan with its positions, None where its rows have been changed while it was made."""
