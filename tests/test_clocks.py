@@ -9,8 +9,9 @@ PACKAGE = Path(__file__).parent.parent / "tq_service"
 FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent.name != "v1"]
 
 WALL_CLOCK = {("time", "time"), ("time", "time_ns"), ("datetime", "now"), ("datetime", "utcnow"), ("datetime", "today")}
-# Who means a date, not a span: the day on which a token expires.
-MEAN_A_DATE = {"cli/token.py", "server/tokens.py"}
+# Who means a date, not a span: the day on which a token expires, and from when on the groups of a log are timed, with
+# which a start has to compare its own time.
+MEAN_A_DATE = {"cli/token.py", "server/tokens.py", "domain/changes/state_machine.py"}
 
 
 def wall_clock_lines(path: Path) -> list[int]:

@@ -5,6 +5,7 @@ from domain_support import new_id
 
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.changes import state_machine
+from tq_service.domain.changes.state_machine import RequestAnswered, State, StateMachine
 from tq_service.domain.idempotency import IdempotencyCache
 from tq_service.errors import InvalidArgumentError
 
@@ -14,6 +15,9 @@ class Clock:
         self.now = 100.0
 
     def time(self):
+        return 1e9
+
+    def monotonic(self):
         return self.now
 
 
@@ -106,3 +110,14 @@ def test_an_id_is_for_one_kind_of_answer():
     with pytest.raises(InvalidArgumentError, match="answered with a int"):
         log.run_once(request_id, lambda: "no", str)
     assert log.run_once(request_id, lambda: 8, int) == 7
+
+
+def test_time_goes_on_from_the_log_where_the_clock_was_set_back(clock):
+    machine = StateMachine(State())
+    assert machine.now_seconds() == 1e9
+    clock.now += 5
+    assert machine.now_seconds() == 1e9 + 5
+    machine.replay(RequestAnswered(request_id=new_id(), packed="answer"), 1e9 + 3600)
+    assert machine.now_seconds() == 1e9 + 3600
+    clock.now += 5
+    assert machine.now_seconds() == 1e9 + 3605

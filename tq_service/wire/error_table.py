@@ -55,6 +55,7 @@ ERROR_TABLE: Final[dict[type[errors.TqError], grpc.StatusCode]] = {
     errors.SampleFailedError: _CODE.FAILED_PRECONDITION,
     errors.ClaimReleasedError: _CODE.FAILED_PRECONDITION,
     errors.LeaseExpiredError: _CODE.FAILED_PRECONDITION,
+    errors.NewerVersionError: _CODE.FAILED_PRECONDITION,
     errors.DataDirError: _CODE.FAILED_PRECONDITION,
     errors.PreconditionError: _CODE.FAILED_PRECONDITION,
     errors.QuotaExceededError: _CODE.RESOURCE_EXHAUSTED,

@@ -60,7 +60,7 @@ class Step:
     """What the changes of one group are applied in, and what follows from them for the process that made them.
 
     Attributes:
-        at_seconds: when, in seconds of wall-clock time that never goes back; the same when the change is applied again.
+        at_seconds: when, in seconds (see `StateMachine.now_seconds`); the same when the change is applied again.
         freed: cells that no sample has any more.
         leases: those that began, or got more time, with the partition and the name of their task.
         changed: partitions in which those who wait for samples may find more.
@@ -156,6 +156,7 @@ class StateMachine:
         self.fatal: Callable[[str, BaseException], None] = _log_critical
         self.listener: Callable[[Step], None] = lambda step: None
         self._group: Group | None = None
+        self._clock_offset = time.time() - time.monotonic()
         self._last_seconds = 0.0
 
     def group(self) -> Group:
@@ -198,9 +199,17 @@ class StateMachine:
         change.apply(self.state, prepared, Step(at_seconds))
 
     def now_seconds(self) -> float:
-        """Return the time of a group that begins now; a clock that was set back stands still instead."""
-        self._last_seconds = max(self._last_seconds, time.time())
-        return self._last_seconds
+        """Return the time of a group that begins now.
+
+        The wall clock is read once for each process, since it may be set; from then on time goes by monotonically. It
+        goes on from the last group of the log where the clock was set back before the start.
+        """
+        now = self._clock_offset + time.monotonic()
+        if now < self._last_seconds:
+            self._clock_offset += self._last_seconds - now
+            now = self._last_seconds
+        self._last_seconds = now
+        return now
 
 
 class Group:
