@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -78,7 +79,7 @@ class Step:
     cleared: list[Partition] = field(default_factory=list)
 
 
-class Change:
+class Change(ABC):
     """Something that can be done to the state: a frozen dataclass, whose fields are what the log keeps of it.
 
     Attributes:
@@ -89,8 +90,10 @@ class Change:
     kinds: ClassVar[dict[str, type[Change]]] = {}
 
     def __init_subclass__(cls) -> None:
-        Change.kinds[cls.__name__] = cls
+        if "apply" in vars(cls):  # else it is what several changes have in common
+            Change.kinds[cls.__name__] = cls
 
+    @abstractmethod
     def prepare(self, state: State) -> Any | None:
         """Check the change and look up what it needs; None where there is nothing to change.
 
@@ -99,14 +102,13 @@ class Change:
         Raises:
             TqError: the change does not fit the state.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def apply(self, state: State, prepared: Any, step: Step) -> Any:
         """Make the change, by the state and the step alone, and return what came of it.
 
         It cannot be refused any more.
         """
-        raise NotImplementedError
 
 
 class ChangeLog(Protocol):
