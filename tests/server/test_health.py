@@ -87,10 +87,21 @@ async def test_watches_hear_of_changes_and_end_with_the_drain():
         assert [(await watch.read()).status for watch in watches] == [Status.SERVING] * 3
         health.drain()
         assert [(await watch.read()).status for watch in watches] == [Status.NOT_SERVING] * 3
-        for watch in watches:
-            with pytest.raises(grpc.aio.AioRpcError) as raised:
-                await watch.read()
-            assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert [await watch.read() for watch in watches] == [grpc.aio.EOF] * 3
+        assert [await watch.code() for watch in watches] == [grpc.StatusCode.OK] * 3
+
+
+async def test_a_watch_that_is_read_only_after_its_end_hears_of_the_drain():
+    health = Health()
+    health.add(NAMES)
+    health.serve()
+    async with serving(health) as stub:
+        watch = stub.Watch(health_pb2.HealthCheckRequest())
+        assert (await watch.read()).status == Status.SERVING
+        health.drain()
+        await asyncio.sleep(0.2)  # the end of the call arrives meanwhile: there is no event for it
+        assert (await watch.read()).status == Status.NOT_SERVING
+        assert await watch.read() is grpc.aio.EOF
 
 
 async def test_an_open_watch_does_not_hold_up_the_end():
@@ -99,11 +110,9 @@ async def test_an_open_watch_does_not_hold_up_the_end():
     async with grpc.aio.insecure_channel(f"127.0.0.1:{app.port}") as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         assert (await watch.read()).status == Status.SERVING
-        last = asyncio.ensure_future(watch.read())  # before the end, after which grpc.aio gives the status alone
-        await asyncio.sleep(0)
         async with asyncio.timeout(60):
             await app.stop(grace_seconds=3600)
-            assert (await last).status == Status.NOT_SERVING
+            assert (await watch.read()).status == Status.NOT_SERVING
 
 
 async def test_watches_do_not_count_as_calls_of_others():

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tq_service.errors import LimitExceededError, NotFoundError, UnavailableError, nearest
+from tq_service.errors import LimitExceededError, NotFoundError, nearest
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 _RETRY_AFTER_SECONDS: Final = 1.0
@@ -74,7 +74,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # comes wit
                     told = status
                     yield health_pb2.HealthCheckResponse(status=status)
                 if self._is_draining:
-                    raise UnavailableError("the server is draining; watch it again when it is back")
+                    return  # with OK: gRPC drops what a client has not read yet when a call ends with an error
                 await changed.wait()
 
     @contextlib.contextmanager
