@@ -1,94 +1,34 @@
-"""What is remembered of requests for a time: their answers, so that a retry has no second effect and gets the same."""
+"""Recorded answers of mutating requests, so that a retry has no second effect and gets the same."""
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from itertools import chain
+from operator import attrgetter
+from typing import Any, Final, NamedTuple
 
 from tq_service.errors import InvalidArgumentError
 
-_BLOCK_ENTRIES = 1024
-_ENTRY_BYTES = 256  # of an id, a time, and what holds them together
+_BLOCK_ENTRIES: Final = 1024
+_ENTRY_BYTES: Final = 256  # of an id, a time, and what holds them together
 
 
 class Entry(NamedTuple):
-    """What is remembered of an id, and since when, in seconds of wall-clock time."""
+    """A recorded answer: the id of its request, when it was made, in seconds of wall-clock time, and the answer."""
 
     key: bytes
     seconds: float
     value: Any
 
 
-LogSnapshot = Sequence[Sequence[Entry]]
-"""Entries in blocks, oldest first, as they were at one moment."""
+AnswerBlocks = Sequence[Sequence[Entry]]
+"""Recorded answers in blocks, oldest first, as they were at one moment."""
 
 
-def merged(*logs: LogSnapshot) -> LogSnapshot:
-    """Return the entries of several logs as one."""
-    return [sorted((entry for log in logs for block in log for entry in block), key=lambda entry: entry.seconds)]
-
-
-class TtlLog:
-    """Entries in order of time, found by id. Full blocks of them never change, so snapshots share them."""
-
-    __slots__ = ("_blocks", "_entries", "_gone")
-
-    def __init__(self) -> None:
-        self._entries: dict[bytes, Entry] = {}
-        self._blocks: deque[list[Entry]] = deque()
-        self._gone = 0  # entries of the first block that were dropped
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __iter__(self) -> Iterator[Entry]:
-        """Return the newest entries of all ids."""
-        return iter(self._entries.values())
-
-    def get(self, key: bytes) -> Entry | None:
-        """Return the newest entry of an id, None where there is none."""
-        return self._entries.get(key)
-
-    def add(self, key: bytes, seconds: float, value: Any) -> None:
-        """Remember something from `seconds` on, which is not before any other entry."""
-        entry = Entry(key, seconds, value)
-        self._entries[key] = entry
-        if not self._blocks or len(self._blocks[-1]) == _BLOCK_ENTRIES:
-            self._blocks.append([])
-        self._blocks[-1].append(entry)
-
-    @property
-    def oldest(self) -> Entry | None:
-        """The entry that was remembered first, also where a newer one of its id has taken its place."""
-        return self._blocks[0][self._gone] if self._blocks else None
-
-    def drop_oldest(self) -> None:
-        """Forget the oldest entry."""
-        block = self._blocks[0]
-        entry = block[self._gone]
-        self._gone += 1
-        if self._gone == len(block):
-            self._blocks.popleft()
-            self._gone = 0
-        if self._entries[entry.key] is entry:
-            del self._entries[entry.key]
-
-    def snapshot(self) -> LogSnapshot:
-        """Return all entries as they are now."""
-        blocks = list(self._blocks)
-        if blocks:
-            blocks[-1] = blocks[-1].copy()
-            blocks[0] = blocks[0][self._gone :]
-        return blocks
-
-    def restore(self, snapshot: LogSnapshot) -> None:
-        """Remember the entries of a snapshot; for a log that is empty."""
-        entries = itertools.chain.from_iterable(snapshot)
-        while block := list(itertools.islice(entries, _BLOCK_ENTRIES)):
-            self._blocks.append(block)
-            self._entries.update((entry.key, entry) for entry in block)
+def merged(*snapshots: AnswerBlocks) -> AnswerBlocks:
+    """Return the answers of several snapshots as one."""
+    return [sorted(chain.from_iterable(chain.from_iterable(snapshots)), key=attrgetter("seconds"))]
 
 
 class IdempotencyCache:
@@ -125,10 +65,13 @@ class IdempotencyCache:
         self._max_bytes = max_bytes
         self._weigh = weigh
         self.used_bytes = 0
-        self._answers: TtlLog = TtlLog()
+        self._newest: dict[bytes, Entry] = {}  # of each id
+        # All of them in order of time. Full blocks never change, so that snapshots share them.
+        self._blocks: deque[list[Entry]] = deque()
+        self._forgotten_count = 0  # entries of the first block
 
     def __len__(self) -> int:
-        return len(self._answers)
+        return len(self._newest)
 
     def recorded(self, request_id: bytes, kind: type[object], now_seconds: float) -> Any | None:
         """Return the recorded answer, None where there is none, or it is too old by now.
@@ -142,7 +85,7 @@ class IdempotencyCache:
                 f"request_id has {len(request_id)} bytes; send 16 random bytes, the same over retries",
                 field="request_id",
             )
-        known = self._answers.get(request_id)
+        known = self._newest.get(request_id)
         if known is None or known.seconds < now_seconds - self._keep_seconds:
             return None
         recorded = self._unpack(known.value)
@@ -155,27 +98,47 @@ class IdempotencyCache:
         return recorded
 
     def add(self, request_id: bytes, packed: Any, at_seconds: float) -> None:
-        """Record an answer, and forget those that are too old or too many."""
+        """Record an answer at a time that is not before that of any other; forget those that are too old or too many.
+
+        An id is recorded twice where the settings kept its first answer for a shorter time than they do now.
+        """
         self._forget_old(at_seconds)
-        self._answers.add(request_id, at_seconds, packed)
-        self.used_bytes += _ENTRY_BYTES + self._weigh(packed)
+        entry = self._newest[request_id] = Entry(request_id, at_seconds, packed)
+        if not self._blocks or len(self._blocks[-1]) == _BLOCK_ENTRIES:
+            self._blocks.append([])
+        self._blocks[-1].append(entry)
+        self.used_bytes += self._bytes_of(entry)
 
     def _forget_old(self, now: float) -> None:
-        while (oldest := self._answers.oldest) is not None:
+        while self._blocks:
+            oldest = self._blocks[0][self._forgotten_count]
             is_too_much = self._max_bytes is not None and self.used_bytes > self._max_bytes
             if not is_too_much and oldest.seconds >= now - self._keep_seconds:
                 break
-            self.used_bytes -= _ENTRY_BYTES + self._weigh(oldest.value)
-            self._answers.drop_oldest()
+            self.used_bytes -= self._bytes_of(oldest)
+            if self._newest[oldest.key] is oldest:
+                del self._newest[oldest.key]
+            self._forgotten_count += 1
+            if self._forgotten_count == len(self._blocks[0]):
+                self._blocks.popleft()
+                self._forgotten_count = 0
 
-    def snapshot(self) -> LogSnapshot:
-        """Return the answers as they are now, packed."""
-        return self._answers.snapshot()
+    def _bytes_of(self, entry: Entry) -> int:
+        return _ENTRY_BYTES + self._weigh(entry.value)
 
-    def restore(self, answers: LogSnapshot) -> None:
+    def snapshot(self) -> AnswerBlocks:
+        """Return the answers as they are now, packed; it copies two blocks at most."""
+        blocks = list(self._blocks)
+        if blocks:
+            blocks[-1] = blocks[-1].copy()
+            blocks[0] = blocks[0][self._forgotten_count :]
+        return blocks
+
+    def restore(self, answers: AnswerBlocks) -> None:
         """Record the answers of a snapshot, besides those that are here."""
-        if len(self._answers):
-            answers = merged(answers, self.snapshot())
-            self._answers = TtlLog()
-        self._answers.restore(answers)
-        self.used_bytes = sum(_ENTRY_BYTES + self._weigh(entry.value) for entry in self._answers)
+        (entries,) = merged(answers, self.snapshot())
+        starts = range(0, len(entries), _BLOCK_ENTRIES)
+        self._blocks = deque(list(entries[start : start + _BLOCK_ENTRIES]) for start in starts)
+        self._forgotten_count = 0
+        self._newest = {entry.key: entry for entry in entries}
+        self.used_bytes = sum(map(self._bytes_of, entries))

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.changes.state_machine import Change
-from tq_service.domain.idempotency import LogSnapshot
+from tq_service.domain.idempotency import AnswerBlocks
 from tq_service.domain.partition import PartitionSnapshot
 from tq_service.durable.codec import encode_change, encode_group
 from tq_service.durable.data_dir import DataDir
@@ -233,7 +233,7 @@ class Keeper:
         await self._snapshot_with(self._write_snapshot)
 
     async def keep_restored(
-        self, partitions: Sequence[PartitionSnapshot], answers: Callable[[], LogSnapshot], appear: Callable[[], None]
+        self, partitions: Sequence[PartitionSnapshot], answers: Callable[[], AnswerBlocks], appear: Callable[[], None]
     ) -> None:
         """Write a snapshot of now in which a catalog that has none has partitions, before they are seen in it.
 
@@ -270,13 +270,13 @@ class Keeper:
         else:
             self._retry_at, self._retry_seconds = 0.0, _FIRST_RETRY_SECONDS
 
-    def _answers(self) -> LogSnapshot:
+    def _answers(self) -> AnswerBlocks:
         return () if self._catalog is None else self._catalog.answers.snapshot()
 
     async def _write_snapshot(
         self,
         restored: Sequence[PartitionSnapshot] = (),
-        answers: Callable[[], LogSnapshot] | None = None,
+        answers: Callable[[], AnswerBlocks] | None = None,
         appear: Callable[[], None] = lambda: None,
     ) -> None:
         try:

@@ -24,7 +24,7 @@ import numpy as np
 
 from tq_service.domain.claims.ledger import Batch, Lease, QueueClaim, TaskFacts, TaskSnapshot
 from tq_service.domain.claims.request import BatchSpec
-from tq_service.domain.idempotency import Entry, LogSnapshot
+from tq_service.domain.idempotency import AnswerBlocks, Entry
 from tq_service.domain.partition import PartitionFacts, PartitionSnapshot
 from tq_service.domain.plan import Plan, RankPlan
 from tq_service.durable import codec
@@ -54,7 +54,7 @@ class ServiceSnapshot:
     """
 
     partitions: Sequence[PartitionSnapshot] = ()
-    answers: LogSnapshot = ()
+    answers: AnswerBlocks = ()
     puts: Iterable[bytes] = ()
 
 

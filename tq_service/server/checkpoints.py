@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
 from tq_service.domain.catalog import Catalog
-from tq_service.domain.idempotency import Entry, LogSnapshot, merged
+from tq_service.domain.idempotency import AnswerBlocks, Entry, merged
 from tq_service.domain.partition import Partition, PartitionSnapshot
 from tq_service.domain.tables.cells import CellSet, Put
 from tq_service.durable.checkpoint import CheckpointWriter, checkpoint_path
@@ -35,7 +35,7 @@ class KeepsState(Protocol):
     """What makes the state of the service outlive its process."""
 
     async def keep_restored(
-        self, partitions: Sequence[PartitionSnapshot], answers: Callable[[], LogSnapshot], appear: Callable[[], None]
+        self, partitions: Sequence[PartitionSnapshot], answers: Callable[[], AnswerBlocks], appear: Callable[[], None]
     ) -> None:
         """Make partitions durable that nobody has seen yet, and answers, and call `appear` then; all or nothing."""
         ...
@@ -167,7 +167,7 @@ class Checkpoints:
         self,
         partitions: Sequence[Partition],
         puts: Sequence[Put],
-        answers: LogSnapshot,
+        answers: AnswerBlocks,
         request_id: bytes,
         answer: pb.RestoreResponse,
     ) -> None:
