@@ -229,7 +229,7 @@ def _add_rows(partition: Partition, write: SampleWrite, target: Target) -> slice
     if (groups := write.group_names()) is not None:
         groups = groups if count == write.row_count else groups.of_samples(target.is_new)
         positions = np.arange(added.start, added.stop)
-        partition.groups.add(groups, write.group_size, positions, held=code == HELD, failed=code == FAILED)
+        partition.groups.add(groups, write.group_size, positions, failed=code == FAILED)
     if code != FAILED:
         for task in partition.tasks.values():
             task.on_rows_added(count)
@@ -275,13 +275,9 @@ def _set_state(partition: Partition, code: int, positions: Indexes) -> list[Cell
     if changed.size == 0:
         return []
     freed = []
-    groups = partition.groups
-    groups.count(groups.held, changed[partition.state.data[changed] == HELD], -1)
-    if code == HELD:
-        groups.count(groups.held, changed, 1)
     if code == FAILED:
         freed = partition.cells.forget(changed, partition.cells.fields.values())
-        groups.count(groups.failed, changed, 1)
+        partition.groups.count(partition.groups.failed, changed, 1)
         for task in partition.tasks.values():
             task.on_rows_closed(changed)
     partition.count_states(changed, -1)
@@ -295,7 +291,6 @@ def _forget_members(partition: Partition, positions: Indexes, states: NDArray[np
     groups = partition.groups
     if not groups.in_use:
         return
-    groups.count(groups.held, positions[states == HELD], -1)
     groups.count(groups.failed, positions[states == FAILED], -1)
     groups.count(groups.cleared, positions, 1)
     groups.forget_empty(groups.of_rows[positions])

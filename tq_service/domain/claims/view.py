@@ -373,30 +373,25 @@ class PartitionView:
         if groups.in_use:
             explicit = ids >= 0
             slots = np.where(explicit, ids, 0)
-            aside, held_aside = self._dead_lettered_counts(ids, block_size)
+            aside = self._dead_lettered_counts(ids, block_size)
             left = groups.members[slots] - groups.failed[slots] - groups.cleared[slots] - aside
             is_broken = left != groups.members[slots]
-            can = self._partition.groups.is_complete(slots, block_size, no_more=self.no_more) & (
-                groups.held[slots] == held_aside
-            )
-            can &= take | ~is_broken
+            can = groups.is_complete(slots, block_size, no_more=self.no_more) & (take | ~is_broken)
             return np.where(explicit, np.where(can, left, -1), 1)
         if block_size is None:
             return np.ones(ids.size, np.int64)
         if not take:
             return np.full(ids.size, block_size, np.int64)
-        return self._partition.block_counts(ids, block_size) - self._dead_lettered_counts(ids, block_size)[0]
+        return self._partition.block_counts(ids, block_size) - self._dead_lettered_counts(ids, block_size)
 
-    def _dead_lettered_counts(self, ids: Indexes, block_size: int | None) -> tuple[Indexes, Indexes]:
-        """Return how many members of groups the task has dead-lettered, and how many of these are held.
+    def _dead_lettered_counts(self, ids: Indexes, block_size: int | None) -> Indexes:
+        """Return how many members of groups the task has dead-lettered.
 
         To the task they are failed members; those that failed or were cleared since are not counted here.
         """
         positions = self._task.dead_lettered()
         state = self._rows.state[positions]
-        live = self._count_by_group(ids, positions[state == LIVE], block_size)
-        held = self._count_by_group(ids, positions[state == HELD], block_size)
-        return live + held, held
+        return self._count_by_group(ids, positions[(state == LIVE) | (state == HELD)], block_size)
 
     def _count_by_group(self, ids: Indexes, positions: Indexes, block_size: int | None) -> Indexes:
         counts = np.zeros(ids.size, np.int64)
@@ -483,7 +478,7 @@ class PartitionView:
         groups = self._partition.groups
         if groups.in_use:
             slots = np.where(ids >= 0, ids, 0)
-            aside, _ = self._dead_lettered_counts(ids, block_size)
+            aside = self._dead_lettered_counts(ids, block_size)
             is_broken = (groups.failed[slots] + groups.cleared[slots] + aside) > 0
             is_short = ~groups.is_complete(slots, block_size, no_more=True)
             dead: NDArray[np.bool_] = (ids >= 0) & (is_short | (is_broken & (not take)))
@@ -491,7 +486,7 @@ class PartitionView:
         if block_size is None or take:
             return np.zeros(positions.size, np.bool_)
         blocks, group_of = np.unique(ids, return_inverse=True)
-        aside, _ = self._dead_lettered_counts(blocks, block_size)
+        aside = self._dead_lettered_counts(blocks, block_size)
         is_broken = self._partition.block_counts(blocks, block_size) - aside < block_size
         return np.asarray(is_broken[group_of], np.bool_)
 

@@ -39,7 +39,7 @@ class GroupTable:
 
     __slots__ = (
         "_members", "_names", "_slot_of",
-        "cleared", "closed", "declared", "failed", "held", "in_use", "members", "slots",
+        "cleared", "closed", "declared", "failed", "in_use", "members", "slots",
     )  # fmt: skip
 
     def __init__(self, table: RowTable) -> None:
@@ -52,7 +52,6 @@ class GroupTable:
         self.members = self.slots.column("members", np.int64, 0)
         self.failed = self.slots.column("failed", np.int64, 0)
         self.cleared = self.slots.column("cleared", np.int64, 0)
-        self.held = self.slots.column("held", np.int64, 0)
         self.closed = self.slots.column("closed", np.bool_, False)
 
     def __len__(self) -> int:
@@ -99,7 +98,7 @@ class GroupTable:
         if limit and have + count > limit:
             raise _too_many(name, have, limit, count)
 
-    def add(self, groups: GroupNames, group_size: int, positions: Indexes, *, held: bool, failed: bool) -> None:
+    def add(self, groups: GroupNames, group_size: int, positions: Indexes, *, failed: bool) -> None:
         """Enter new rows, each with its code in `groups`."""
         counts = groups.counts()
         slots = self._known_slots(groups)
@@ -115,8 +114,6 @@ class GroupTable:
         self._members.write(as_slice(positions), of_rows)
         slots, counts = slots[counts > 0], counts[counts > 0]
         self.members.write(slots, self.members[slots] + counts)
-        if held:
-            self.held.write(slots, self.held[slots] + counts)
         if failed:
             self.failed.write(slots, self.failed[slots] + counts)
         if group_size:
