@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from domain_support import asks, clear, insert, new_id, new_write, seal, task_of, turns, update, write_to
 
-from tq_service.domain.admission.bounds import AdmissionLimits
+from tq_service.domain.admission.bounds import BacklogBound, demand_of
 from tq_service.domain.admission.queue import AdmissionQueue
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.partition import Partition, PartitionSettings
@@ -77,43 +77,41 @@ def test_the_last_cell_of_a_put_gives_the_rest_back_whatever_the_shares_were():
 
 def test_samples_left_are_those_that_a_task_may_still_get():
     train = bounded(run_ahead={"max_samples": 100})
-    bounds = AdmissionLimits(train)
+    bound = BacklogBound(train, 100, "t")
     rows = insert(train, 6)
     insert(train, 2, state="held")
     insert(train, 1, state="failed")
-    assert bounds.backlog("t") == 8  # it has not asked: all
+    assert bound.used() == 8  # it has not asked: all
     task = task_of(train, "t")
     clear(train, np.array(rows[:1]))
     update(train, rows[1:2], state="failed")
-    assert (bounds.backlog("t"), task.backlog) == (6, 6)
+    assert (bound.used(), task.backlog) == (6, 6)
 
 
 def test_existing_samples_need_no_room():
     train = bounded(max_bytes=10)
     insert(train, 2, [column("x", 10)], keys=["a", "b"])
-    bounds = AdmissionLimits(train)
-    assert bounds.demand(new_write(2, [column("y", 1000)], indexes=[0, 1]), 1000) is None
-    assert bounds.demand(new_write(2, [column("y", 1000)], keys=["a", "b"]), 1000) is None
-    assert bounds.demand(new_write(2, state="failed"), 0) is None
-    mixed = bounds.demand(new_write(4, [column("y", 1000)], keys=["a", "b", "c", "d"]), 1000)
+    assert demand_of(train, new_write(2, [column("y", 1000)], indexes=[0, 1]), 1000) is None
+    assert demand_of(train, new_write(2, [column("y", 1000)], keys=["a", "b"]), 1000) is None
+    assert demand_of(train, new_write(2, state="failed"), 0) is None
+    mixed = demand_of(train, new_write(4, [column("y", 1000)], keys=["a", "b", "c", "d"]), 1000)
     assert (mixed.sample_count, mixed.value_bytes) == (2, 500)
 
 
 def test_what_the_partition_would_refuse_is_refused_before_it_waits():
     train = bounded(max_bytes=10)
     insert(train, 1, keys=["a"])
-    bounds = AdmissionLimits(train)
     with pytest.raises(AlreadyExistsError):
-        bounds.demand(new_write(1, ["x"], keys=["a"], key_mode="new"), 4)
+        demand_of(train, new_write(1, ["x"], keys=["a"], key_mode="new"), 4)
     seal(train)
     with pytest.raises(PartitionSealedError):
-        bounds.demand(new_write(1, ["x"]), 4)
+        demand_of(train, new_write(1, ["x"]), 4)
 
 
 def test_versions_that_bound_are_numbers():
     train = bounded(run_ahead={"max_versions": 1})
     with pytest.raises(InvalidArgumentError, match="numbers"):
-        AdmissionLimits(train).demand(new_write(1, ["x"], meta=[{"version": "three"}]), 4)
+        demand_of(train, new_write(1, ["x"], meta=[{"version": "three"}]), 4)
 
 
 @pytest.mark.parametrize(
@@ -123,10 +121,10 @@ def test_versions_that_bound_are_numbers():
         ({"run_ahead": {"max_samples": 2}}, {"value_bytes": 1}, RunAheadError, "max_samples"),
     ],
 )
-def test_what_never_fits_is_refused_at_once_and_says_by_which_bound(settings, arguments, error, bound):
-    bounds = AdmissionLimits(bounded(**settings))
+async def test_what_never_fits_is_refused_at_once_and_says_by_which_bound(settings, arguments, error, bound):
+    line = AdmissionQueue(bounded(**settings))
     with pytest.raises(error) as caught:
-        bounds.check_possible(bounds.demand(new_write(3, ["x"]), **arguments))
+        await line.enter(new_id(), new_write(3, ["x"]), **arguments, deadline=None)
     assert caught.value.retry_after_seconds is None
     got, limit = caught.value.metadata["got"], caught.value.metadata["limit"]
     assert (caught.value.metadata["bound"], int(got) > int(limit)) == (bound, True)

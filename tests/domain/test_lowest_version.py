@@ -1,5 +1,7 @@
 """The lowest version that a task has left, against a look at every row."""
 
+import math
+
 import numpy as np
 import pytest
 from domain_support import claim_rows, clear, insert, release, reset, set_meta, task_of
@@ -23,13 +25,13 @@ def versions(values):
 def looked_at_one_by_one(partition):
     arrays = partition.meta.arrays("version")
     if arrays is None:
-        return None
+        return math.inf
     positions = partition.table.present_positions()
     left = np.isin(partition.state.data[positions], (LIVE, HELD)) & arrays[1][positions]
     if "t" in partition.tasks:
         left &= partition.tasks["t"].claim.data[positions] == UNCLAIMED
     values = arrays[0][positions][left]
-    return values.min() if values.size else None
+    return values.min() if values.size else math.inf
 
 
 def consume(partition, indexes):
@@ -145,4 +147,4 @@ def test_text_and_what_is_no_number_is_no_version():
     assert lowest_of(train).find() == 2.5
     words = Partition("p", BOUNDED)
     insert(words, 1, meta=[{"version": "three"}])
-    assert lowest_of(words).find() is None
+    assert lowest_of(words).find() == math.inf

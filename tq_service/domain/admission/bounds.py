@@ -1,12 +1,15 @@
-"""What a partition has room for: its bytes, and how far new samples may run ahead of the tasks that consume them.
+"""What bounds the writes of new samples to a partition: its bytes, and how far they may be ahead of its tasks.
 
 All that is counted here follows from the rows and puts of the partition, so that it is the same after a restart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,9 +18,10 @@ from tq_service.domain.admission.lowest_version import LowestVersion
 from tq_service.domain.changes.samples import SampleWrite, resolve_target
 from tq_service.domain.partition import Partition
 from tq_service.errors import InvalidArgumentError, QuotaExceededError, ResourceExhaustedError, RunAheadError
-from tq_service.schema import MetaColumn, RunAhead, SampleState
+from tq_service.schema import MetaColumn, SampleState
 
 RETRY_AFTER_SECONDS = 1.0
+_NO_VERSIONS = (math.inf, -math.inf)  # so that nothing is ahead of them, and they of nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +31,7 @@ class Demand:
     Attributes:
         sample_count: how many they are.
         value_bytes: bytes of their cells.
-        versions: by column, the lowest and the highest version of those that have one.
+        versions: by column, the lowest and the highest version of the samples.
     """
 
     sample_count: int
@@ -35,150 +39,158 @@ class Demand:
     versions: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LimitViolation:
-    """A bound that a write would go beyond.
+class Bound(ABC):
+    """The most there may be of something in a partition.
 
     Attributes:
-        bound: "max_bytes", "max_samples" or "max_versions".
-        got: what there would be with the write.
+        name: of the setting.
+        what: what is counted, with a place for the name of the task.
+        remedy: what makes capacity.
+        error_kind: of the error of a write that is refused for it.
         limit: the most there may be.
-        task_name: the task that the bound is for; empty for bytes.
-        remedy: what makes room.
     """
 
-    bound: str
-    got: float
-    limit: int
-    task_name: str = ""
-    remedy: str
+    name: ClassVar[str]
+    what: ClassVar[str]
+    remedy: ClassVar[str]
+    error_kind: ClassVar[type[ResourceExhaustedError]] = RunAheadError
 
-    def error(self, partition_id: str, waited: str, *, may_fit_later: bool) -> ResourceExhaustedError:
-        """Return the error of a write that is refused for it; `waited` says what it waited for, empty if it did not."""
-        kind = QuotaExceededError if self.bound == "max_bytes" else RunAheadError
-        what = {
-            "max_bytes": "bytes",
-            "max_samples": f"samples for task {self.task_name!r} to consume",
-            "max_versions": f"versions between new samples and the oldest that task {self.task_name!r} has to consume",
-        }[self.bound]
-        got = f"{self.got:g}" if self.bound == "max_versions" else str(int(self.got))
-        metadata = {"bound": self.bound, "got": got, "limit": str(self.limit), "task_name": self.task_name}
-        return kind(
-            f"partition {partition_id!r} would have {got} {what}, its {self.bound} is {self.limit}{waited}; "
-            f"{self.remedy}",
+    def __init__(self, partition: Partition, limit: int, task_name: str = "") -> None:
+        self._partition = partition
+        self.limit = limit
+        self._task_name = task_name
+
+    @abstractmethod
+    def share(self, demand: Demand) -> float:
+        """Return how much there would be of a write in an empty partition."""
+
+    @abstractmethod
+    def total(self, demand: Demand, others: Sequence[Demand]) -> float:
+        """Return how much there would be with a write, and others that were let in and are not made yet."""
+
+    def error(self, got: float, *, may_fit_later: bool) -> ResourceExhaustedError:
+        """Return the error of a write with which there would be so much, at once or after it has waited."""
+        counted = f"{got:g}" if isinstance(got, float) else str(got)
+        metadata = {"bound": self.name, "got": counted, "limit": str(self.limit), "task_name": self._task_name}
+        waited, remedy = (
+            (" and it stayed so until the deadline", self.remedy) if may_fit_later else ("", "split the put")
+        )
+        return self.error_kind(
+            f"partition {self._partition.partition_id!r} would have {counted} {self.what.format(self._task_name)}, its "
+            f"{self.name} is {self.limit}{outcome}",
             retry_after_seconds=RETRY_AFTER_SECONDS if may_fit_later else None,
             metadata={name: value for name, value in metadata.items() if value},
         )
 
 
-class AdmissionLimits:
-    """The bounds of one partition, compared with what it holds."""
+class SumBound(Bound):
+    """Bounds what writes add to; a write that adds nothing to it never waits for it."""
 
-    def __init__(self, partition: Partition) -> None:
-        self._partition = partition
-        self.lowest_versions = {
-            limit.task_name: LowestVersion(partition, limit.task_name, limit.version_column)
-            for limit in partition.settings.run_ahead
-            if limit.max_versions is not None
-        }
-        self._version_columns = {lowest.column for lowest in self.lowest_versions.values()}
+    @abstractmethod
+    def used(self) -> int:
+        """Return how much there is."""
 
-    def demand(self, write: SampleWrite, value_bytes: int) -> Demand | None:
-        """Return what the new samples of a write take, None where it has none that last.
+    def total(self, demand: Demand, others: Sequence[Demand]) -> float:
+        """Return the sum of what there is and of what is added."""
+        share = self.share(demand)
+        return self.used() + share + sum(map(self.share, others)) if share else 0
 
-        Raises:
-            TqError: the partition would refuse the write whatever room there is.
-        """
-        target = resolve_target(self._partition, write)
-        self._partition.meta.check(write.meta, write.row_count)
-        count = int(np.count_nonzero(target.is_new))
-        if count == 0 or write.state is SampleState.FAILED:
-            return None
-        return Demand(
-            sample_count=count,
-            value_bytes=value_bytes * count // write.row_count,
-            versions=_versions(
-                (column for column in write.meta if column.name in self._version_columns), target.is_new
-            ),
-        )
 
-    def check_possible(self, demand: Demand) -> None:
-        """Refuse what would not fit an empty partition either.
+class ByteBound(SumBound):
+    """Bounds the bytes of all cells."""
 
-        Raises:
-            QuotaExceededError, RunAheadError: it is larger than a bound; without `retry_after_seconds`.
-        """
-        settings, violation = self._partition.settings, None
-        if settings.max_bytes is not None and demand.value_bytes > settings.max_bytes:
-            violation = _too_many_bytes(demand.value_bytes, settings.max_bytes, "split the put")
-        for limit in settings.run_ahead:
-            if limit.max_samples is not None and demand.sample_count > limit.max_samples:
-                violation = _too_many_samples(demand.sample_count, limit.max_samples, limit, "split the put")
-        if violation is not None:
-            raise violation.error(self._partition.partition_id, "", may_fit_later=False)
+    name = "max_bytes"
+    what = "bytes"
+    remedy = "clear consumed samples, or raise max_bytes"
+    error_kind = QuotaExceededError
 
-    def violation(self, demand: Demand, others: Iterable[Demand]) -> LimitViolation | None:
-        """Return a bound that a write would go beyond, None where there is room for it.
+    def used(self) -> int:
+        """Return the bytes of the cells there are."""
+        return self._partition.cells.used_bytes
 
-        Args:
-            demand: what it takes.
-            others: what writes take that were let in and are not made yet.
-        """
-        settings, others = self._partition.settings, tuple(others)
-        used = self._partition.cells.used_bytes + sum(other.value_bytes for other in others) + demand.value_bytes
-        if settings.max_bytes is not None and demand.value_bytes and used > settings.max_bytes:
-            return _too_many_bytes(used, settings.max_bytes, "clear consumed samples, or raise max_bytes")
-        for limit in settings.run_ahead:
-            left = self.backlog(limit.task_name) + sum(other.sample_count for other in others) + demand.sample_count
-            if limit.max_samples is not None and left > limit.max_samples:
-                return _too_many_samples(left, limit.max_samples, limit, "the task has to consume some first")
-            if limit.max_versions is not None:
-                distance = self._distance(limit, demand, others)
-                if distance > limit.max_versions:
-                    return LimitViolation(
-                        bound="max_versions",
-                        got=distance,
-                        limit=limit.max_versions,
-                        task_name=limit.task_name,
-                        remedy="the task has to consume, or somebody to clear, the oldest first",
-                    )
-        return None
+    def share(self, demand: Demand) -> int:
+        """Return the bytes of its cells."""
+        return demand.value_bytes
 
-    def backlog(self, task_name: str) -> int:
-        """Return how many samples a task has left to consume, all of them where it has not asked yet."""
-        task = self._partition.tasks.get(task_name)
+
+class BacklogBound(SumBound):
+    """Bounds the samples that a task has left to consume."""
+
+    name = "max_samples"
+    what = "samples for task {!r} to consume"
+    remedy = "the task has to consume some first"
+
+    def used(self) -> int:
+        """Return how many samples the task has left, all of them where it has not asked yet."""
+        task = self._partition.tasks.get(self._task_name)
         return self._partition.open_count if task is None else task.backlog
 
-    def _distance(self, limit: RunAhead, demand: Demand, others: Iterable[Demand]) -> float:
-        """Return how far the versions of a write are above the lowest that is left; 0 where there is none."""
-        column = limit.version_column
-        if column not in demand.versions:
-            return 0
-        lowest = self.lowest_versions[limit.task_name].find()
-        versions = [other.versions[column][0] for other in others if column in other.versions]
-        versions += [] if lowest is None else [lowest]
-        return demand.versions[column][1] - min(versions) if versions else 0
+    def share(self, demand: Demand) -> int:
+        """Return the number of its samples."""
+        return demand.sample_count
 
 
-def _too_many_bytes(got: int, limit: int, remedy: str) -> LimitViolation:
-    return LimitViolation(bound="max_bytes", got=got, limit=limit, remedy=remedy)
+class VersionBound(Bound):
+    """Bounds how far versions of new samples are above the lowest that a task has left to consume."""
+
+    name = "max_versions"
+    what = "versions between new samples and the oldest that task {!r} has to consume"
+    remedy = "the task has to consume, or somebody to clear, the oldest first"
+
+    def __init__(self, partition: Partition, limit: int, task_name: str, column: str) -> None:
+        super().__init__(partition, limit, task_name)
+        self._column = column
+        self._lowest = LowestVersion(partition, task_name, column)
+
+    def share(self, demand: Demand) -> float:
+        """Return 0: in an empty partition any version may come."""
+        return 0
+
+    def total(self, demand: Demand, others: Sequence[Demand]) -> float:
+        """Return how far the highest version of a write is above the lowest of all others."""
+        (_, highest), *ranges = (each.versions.get(self._column, _NO_VERSIONS) for each in (demand, *others))
+        return highest - min((self._lowest.find(), *(lowest for lowest, _ in ranges)))
 
 
-def _too_many_samples(got: int, max_samples: int, limit: RunAhead, remedy: str) -> LimitViolation:
-    return LimitViolation(bound="max_samples", got=got, limit=max_samples, task_name=limit.task_name, remedy=remedy)
+def bounds_of(partition: Partition) -> list[Bound]:
+    """Return the bounds that the settings of a partition have."""
+    settings = partition.settings
+    bounds: list[Bound] = [] if settings.max_bytes is None else [ByteBound(partition, settings.max_bytes)]
+    for limit in settings.run_ahead:
+        if limit.max_samples is not None:
+            bounds.append(BacklogBound(partition, limit.max_samples, limit.task_name))
+        if limit.max_versions is not None:
+            bounds.append(VersionBound(partition, limit.max_versions, limit.task_name, limit.version_column))
+    return bounds
 
 
-def _versions(columns: Iterable[MetaColumn], is_new: NDArray[np.bool_]) -> dict[str, tuple[float, float]]:
-    versions = {}
-    for column in columns:
-        if column.values.dtype.kind not in "if":
-            raise InvalidArgumentError(
-                f"custom_meta column {column.name!r} bounds how far producers run ahead, so it holds numbers; got "
-                f"values of type {column.values.dtype}",
-                field="custom_meta",
-            )
-        values = column.values[is_new & column.present]
-        values = values[~np.isnan(values)]  # not a number: no version
-        if values.size:
-            versions[column.name] = (values.min().item(), values.max().item())
-    return versions
+def demand_of(partition: Partition, write: SampleWrite, value_bytes: int) -> Demand | None:
+    """Return what the new samples of a write take, None where it has none that last.
+
+    Raises:
+        TqError: the partition would refuse the write whatever capacity there is.
+    """
+    target = resolve_target(partition, write)
+    partition.meta.check(write.meta, write.row_count)
+    count = int(np.count_nonzero(target.is_new))
+    if count == 0 or write.state is SampleState.FAILED:
+        return None
+    bounding = {limit.version_column for limit in partition.settings.run_ahead if limit.max_versions is not None}
+    return Demand(
+        sample_count=count,
+        value_bytes=value_bytes * count // write.row_count,
+        versions={each.name: _version_range(each, target.is_new) for each in write.meta if each.name in bounding},
+    )
+
+
+def _version_range(column: MetaColumn, which: NDArray[np.bool_]) -> tuple[float, float]:
+    """Return the lowest and the highest version of some samples."""
+    if column.values.dtype.kind not in "if":
+        raise InvalidArgumentError(
+            f"custom_meta column {column.name!r} bounds how far producers run ahead, so it holds numbers; got values "
+            f"of type {column.values.dtype}",
+            field="custom_meta",
+        )
+    values = column.values[which & column.present]
+    values = values[~np.isnan(values)]  # not a number: no version
+    return (values.min().item(), values.max().item()) if values.size else _NO_VERSIONS

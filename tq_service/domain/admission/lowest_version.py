@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import heapq
+import math
 
 import numpy as np
 
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes
 from tq_service.domain.states import HELD, LIVE, UNCLAIMED
-from tq_service.domain.tables.table import RowTable, count_values
+from tq_service.domain.tables.table import count_values
 
 _BLOCK_ROWS = 1024
 _LEAST_HEAP = 64
@@ -18,38 +19,36 @@ _LEAST_HEAP = 64
 class LowestVersion:
     """Knows for each block of neighbouring rows a version below which none of its rows that are left lies.
 
-    Rows that leave keep that true, so only those that come, come back or change are noted. A search
-    looks at the block with the lowest bound, and at the next one only where the bound turned out to be too low: once
-    for each version that a block runs out of, however many rows there are.
-
-    Attributes:
-        column: the custom_meta column with the versions.
+    Rows that leave keep that true, so only those that come, come back or change are noted. A search looks at the block
+    with the lowest bound, and at the next one only where the bound turned out to be too low: once for each version that
+    a block runs out of, however many rows there are.
     """
 
     def __init__(self, partition: Partition, task_name: str, column: str) -> None:
         self._partition = partition
         self._task_name = task_name
-        self.column = column
+        self._column = column
         self._bounds: dict[int, float] = {}
         self._heap: list[tuple[float, int]] = []  # every bound with its block, among others that no longer hold
-        self._touched: set[int] | None = None  # blocks to be looked at; None: all
+        self._touched: set[int] = set()  # blocks to be looked at
+        self._forget(task_name)
         partition.on_rows.append(self._note)
         partition.on_reset.append(self._forget)
 
     def _note(self, indexes: Indexes) -> None:
-        if self._touched is not None:
-            self._touched.update(count_values(indexes // _BLOCK_ROWS)[0].tolist())
+        self._touched.update(count_values(indexes // _BLOCK_ROWS)[0].tolist())
 
     def _forget(self, task_name: str) -> None:
         """Have all blocks looked at: any rows may be left again."""
         if task_name == self._task_name:
-            self._touched = None
+            table = self._partition.table
+            self._note(table.index.data[table.present_positions()])
 
-    def find(self) -> float | None:
-        """Return the lowest version, None where no row that is left has one."""
-        for block in self._blocks_to_look_at(self._partition.table):
+    def find(self) -> float:
+        """Return the lowest version, infinity where no row that is left has one."""
+        for block in self._touched:
             self._set(block, self._lowest_of(block))
-        self._touched = set()
+        self._touched.clear()
         while self._heap:
             bound, block = self._heap[0]
             if self._bounds.get(block) == bound:
@@ -58,17 +57,10 @@ class LowestVersion:
                     return bound
                 self._set(block, lowest)
             heapq.heappop(self._heap)
-        return None
+        return math.inf
 
-    def _blocks_to_look_at(self, table: RowTable) -> set[int]:
-        if self._touched is not None:
-            return self._touched
-        self._bounds.clear()
-        self._heap.clear()
-        return set(count_values(table.index.data[table.present_positions()] // _BLOCK_ROWS)[0].tolist())
-
-    def _set(self, block: int, lowest: float | None) -> None:
-        if lowest is None:
+    def _set(self, block: int, lowest: float) -> None:
+        if lowest == math.inf:
             self._bounds.pop(block, None)
         elif self._bounds.get(block) != lowest:
             self._bounds[block] = lowest
@@ -77,11 +69,11 @@ class LowestVersion:
                 self._heap = [(bound, each) for each, bound in self._bounds.items()]
                 heapq.heapify(self._heap)
 
-    def _lowest_of(self, block: int) -> float | None:
+    def _lowest_of(self, block: int) -> float:
         partition = self._partition
-        arrays = partition.meta.arrays(self.column)
+        arrays = partition.meta.arrays(self._column)
         if arrays is None or arrays[0].dtype.kind not in "if":
-            return None
+            return math.inf
         table = partition.table
         rows = slice(table.position_from(block * _BLOCK_ROWS), table.position_from((block + 1) * _BLOCK_ROWS))
         state = partition.state.data[rows]
@@ -89,7 +81,7 @@ class LowestVersion:
         task = partition.tasks.get(self._task_name)
         if task is not None:
             left &= task.claim.data[rows] == UNCLAIMED
-        values = arrays[0][rows][left]
-        values = values[~np.isnan(values)]  # not a number: no version
-        lowest: float | None = values.min().item() if values.size else None
+        versions = arrays[0][rows][left]
+        versions = versions[~np.isnan(versions)]  # not a number: no version
+        lowest: float = versions.min().item() if versions.size else math.inf
         return lowest

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tq_service.domain.admission.bounds import RETRY_AFTER_SECONDS, AdmissionLimits, Demand, LimitViolation
+from tq_service.domain.admission.bounds import RETRY_AFTER_SECONDS, Bound, Demand, bounds_of, demand_of
 from tq_service.domain.changes.samples import SampleWrite
 from tq_service.domain.partition import Partition
 from tq_service.errors import CallCancelledError, ResourceExhaustedError, TqError
@@ -37,7 +36,7 @@ class _Waiter:
     request_id: bytes
     write: SampleWrite
     value_bytes: int
-    demand: Demand
+    demand: Demand | None
     seen: tuple[bool, int, int]
     reserved: asyncio.Future[Reservation | None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
@@ -54,10 +53,10 @@ class AdmissionQueue:
 
     def __init__(self, partition: Partition) -> None:
         self._partition = partition
-        self._bounds = AdmissionLimits(partition)
+        self._bounds = bounds_of(partition)
         self._waiting: OrderedDict[bytes, _Waiter] = OrderedDict()
         self._reserved: dict[bytes, Reservation] = {}
-        self._gone: Callable[[], TqError] | None = None
+        self._end_error: Callable[[], TqError] | None = None
         partition.on_change.append(self.wake)
         partition.on_consumed.append(self.wake)
 
@@ -69,7 +68,7 @@ class AdmissionQueue:
     async def enter(
         self, request_id: bytes, write: SampleWrite, value_bytes: int, deadline: float | None
     ) -> Reservation | None:
-        """Return room for a write, as soon as all that came before have theirs; None where it takes none.
+        """Return capacity for a write, as soon as all that came before have theirs; None where it takes none.
 
         Args:
             request_id: the same over retries.
@@ -78,68 +77,65 @@ class AdmissionQueue:
             deadline: until when to wait, by `time.monotonic`; None: until the caller is cancelled.
 
         Raises:
-            QuotaExceededError, RunAheadError: larger than a bound (at once), or no room until the deadline (with
+            QuotaExceededError, RunAheadError: larger than a bound (at once), or no capacity until the deadline (with
                 `retry_after_seconds`).
             PartitionClearedError, UnavailableError: the partition or the service went away meanwhile.
             CallCancelledError: a retry took the place of this call.
-            TqError: the partition would refuse the write whatever room there is.
+            TqError: the partition would refuse the write whatever capacity there is.
         """
-        demand = self._bounds.demand(write, value_bytes)
+        demand = demand_of(self._partition, write, value_bytes)
         if demand is None:
             return None
-        self._bounds.check_possible(demand)
-        earlier = self._waiting.get(request_id)
-        if request_id in self._reserved or (not self._waiting and self._violation(demand) is None):
+        for bound in self._bounds:
+            if (share := bound.share(demand)) > bound.limit:
+                raise bound.error(share, may_fit_later=False)
+        if request_id in self._reserved:
             return self._reserve(request_id, demand)
-        if self._gone is not None:
-            raise self._gone()
         waiter = _Waiter(request_id=request_id, write=write, value_bytes=value_bytes, demand=demand, seen=self._seen())
-        self._waiting[request_id] = waiter
-        if earlier is not None and not earlier.reserved.done():
+        if (earlier := self._waiting.get(request_id)) is not None:
             earlier.reserved.set_exception(CallCancelledError("a retry of this call took its place in the line"))
+        self._waiting[request_id] = waiter
         self.wake()
+        if self._end_error is not None:
+            self.end(self._end_error)
         return await self._wait(waiter, deadline)
 
     def wake(self) -> None:
-        """Let those in, in order, for whom there is room now."""
+        """Let those in, in order, for whom there is capacity now."""
         while self._waiting:
-            waiter = next(iter(self._waiting.values()))
-            if not waiter.reserved.done():
-                try:
-                    self._look_again(waiter)
-                except TqError as error:
-                    waiter.reserved.set_exception(error)
-            if not waiter.reserved.done():
-                if self._violation(waiter.demand) is not None:
+            request_id, waiter = next(iter(self._waiting.items()))
+            try:
+                if waiter.seen != self._seen():
+                    waiter.demand = demand_of(self._partition, waiter.write, waiter.value_bytes)
+                    waiter.seen = self._seen()
+            except TqError as error:
+                waiter.reserved.set_exception(error)
+            else:
+                if waiter.demand is None:
+                    waiter.reserved.set_result(None)
+                elif self._exceeded(waiter.demand) is None:
+                    waiter.reserved.set_result(self._reserve(request_id, waiter.demand))
+                else:
                     return
-                waiter.reserved.set_result(self._reserve(waiter.request_id, waiter.demand))
-            del self._waiting[waiter.request_id]
+            del self._waiting[request_id]
 
     def end(self, error: Callable[[], TqError]) -> None:
         """End all waits, and those to come, with an error."""
-        self._gone = error
+        self._end_error = error
         for waiter in self._waiting.values():
-            if not waiter.reserved.done():
-                waiter.reserved.set_exception(error())
+            waiter.reserved.set_exception(error())
         self._waiting.clear()
 
-    def _look_again(self, waiter: _Waiter) -> None:
-        """Find anew what a write takes where that may have changed; one that takes nothing now is let in."""
-        if waiter.seen == self._seen() or (waiter.write.keys is None and not self._partition.sealed):
-            return
-        demand = self._bounds.demand(waiter.write, waiter.value_bytes)
-        waiter.seen = self._seen()
-        if demand is None:
-            waiter.reserved.set_result(None)
-        else:
-            waiter.demand = demand
-
     def _seen(self) -> tuple[bool, int, int]:
+        """Return what changes whenever a write may take more or less than before."""
         table = self._partition.table
         return self._partition.sealed, table.next_index, table.removed_count
 
-    def _violation(self, demand: Demand) -> LimitViolation | None:
-        return self._bounds.violation(demand, (reservation.demand for reservation in self._reserved.values()))
+    def _exceeded(self, demand: Demand) -> tuple[Bound, float] | None:
+        """Return a bound that a write would go beyond, and how much there would be; None where there is capacity."""
+        others = [reservation.demand for reservation in self._reserved.values()]
+        totals = ((bound, bound.total(demand, others)) for bound in self._bounds)
+        return next(((bound, total) for bound, total in totals if total > bound.limit), None)
 
     def _reserve(self, request_id: bytes, demand: Demand) -> Reservation:
         reservation = self._reserved[request_id] = Reservation(request_id, demand, self._release)
@@ -153,18 +149,12 @@ class AdmissionQueue:
     async def _wait(self, waiter: _Waiter, deadline: float | None) -> Reservation | None:
         reserved = waiter.reserved
         try:
-            async with asyncio.timeout(None if deadline is None else max(0.0, deadline - time.monotonic())):
-                return await reserved
-        except TimeoutError:
-            if reserved.cancelled():
-                raise self._too_late(waiter) from None
-            return reserved.result()  # room came in the very turn in which the time was over
-        except asyncio.CancelledError:
-            if (
-                not reserved.cancelled()
-                and reserved.exception() is None
-                and (reservation := reserved.result()) is not None
-            ):
+            await asyncio.wait((reserved,), timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+            if not reserved.done():
+                raise self._too_late(waiter)
+            return reserved.result()
+        except asyncio.CancelledError:  # it may have come in the turn in which capacity did
+            if reserved.done() and reserved.exception() is None and (reservation := reserved.result()) is not None:
                 self._release(reservation)
             raise
         finally:
@@ -177,11 +167,9 @@ class AdmissionQueue:
             self.wake()
 
     def _too_late(self, waiter: _Waiter) -> TqError:
-        """Return the error of a write for which there was no room in time, or which was behind others like that."""
-        demands = [waiter.demand, *(each.demand for each in itertools.islice(self._waiting.values(), 1))]
-        violation = next((found for demand in demands if (found := self._violation(demand)) is not None), None)
-        if violation is None:
-            return ResourceExhaustedError(
-                "there was no room until the deadline", retry_after_seconds=RETRY_AFTER_SECONDS
-            )
-        return violation.error(self._partition.partition_id, " and it stayed so until the deadline", may_fit_later=True)
+        """Return the error of a write for which there was no capacity in time, or not for the one in front."""
+        for each in (waiter, next(iter(self._waiting.values()))):
+            if each.demand is not None and (exceeded := self._exceeded(each.demand)) is not None:
+                bound, total = exceeded
+                return bound.error(total, may_fit_later=True)
+        return ResourceExhaustedError("there was no room until the deadline", retry_after_seconds=RETRY_AFTER_SECONDS)
