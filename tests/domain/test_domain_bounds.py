@@ -14,6 +14,7 @@ from tq_service.domain.partition import Partition, PartitionSettings
 from tq_service.domain.tables.cells import ColumnWrite
 from tq_service.errors import (
     AlreadyExistsError,
+    FieldMismatchError,
     InvalidArgumentError,
     PartitionClearedError,
     PartitionSealedError,
@@ -103,6 +104,8 @@ def test_what_the_partition_would_refuse_is_refused_before_it_waits():
     insert(train, 1, keys=["a"])
     with pytest.raises(AlreadyExistsError):
         demand_of(train, new_write(1, ["x"], keys=["a"], key_mode="new"), 4)
+    with pytest.raises(FieldMismatchError):
+        demand_of(train, new_write(1, [column("x", 4)]), 4)
     seal(train)
     with pytest.raises(PartitionSealedError):
         demand_of(train, new_write(1, ["x"]), 4)
@@ -159,7 +162,7 @@ async def test_the_deadline_says_which_bound_and_when_to_try_again():
     line = AdmissionQueue(train)
     insert(train, 1, [column("x", 8)])
     with pytest.raises(QuotaExceededError, match="until the deadline") as caught:
-        await line.enter(new_id(), new_write(1, ["x"]), 4, time.monotonic() + 0.01)
+        await line.enter(new_id(), new_write(1, [column("x", 4)]), 4, time.monotonic() + 0.01)
     assert caught.value.retry_after_seconds
     assert caught.value.metadata == {"bound": "max_bytes", "got": "12", "limit": "10"}
     assert line.waiting_count == 0

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from domain_support import clear, insert, new_write, partition, seal, write_to
 
-from tq_service.domain.changes.samples import resolve_target
+from tq_service.domain.changes.samples import check_write
 from tq_service.errors import (
     AlreadyExistsError,
     InvalidArgumentError,
@@ -44,14 +44,14 @@ def snapshot(train):
     ],
 )
 def test_keys_by_mode(train, keys, mode, positions):
-    target = resolve_target(train, new_write(len(keys), keys=keys, key_mode=mode))
-    assert target.positions.tolist() == positions
-    assert target.is_new.tolist() == [position < 0 for position in positions]
+    checked = check_write(train, new_write(len(keys), keys=keys, key_mode=mode))
+    assert checked.positions.tolist() == positions
+    assert checked.is_new.tolist() == [position < 0 for position in positions]
 
 
 def test_indexes_and_new_rows(train):
-    assert resolve_target(train, new_write(2, indexes=[2, 0])).positions.tolist() == [2, 0]
-    assert resolve_target(train, new_write(2)).is_new.all()
+    assert check_write(train, new_write(2, indexes=[2, 0])).positions.tolist() == [2, 0]
+    assert check_write(train, new_write(2)).is_new.all()
 
 
 @pytest.mark.parametrize(

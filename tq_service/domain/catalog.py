@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, KeysView, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from tq_service.domain.admission.limits import Limits
 from tq_service.domain.admission.queue import AdmissionQueue
 from tq_service.domain.changes.claims import LeaseExpired, TaskSeen
 from tq_service.domain.changes.partitions import PartitionCleared, PartitionCreated
-from tq_service.domain.changes.samples import SamplesWritten, SampleWrite, Written
+from tq_service.domain.changes.samples import SamplesWritten, SampleWrite, Written, check_write
 from tq_service.domain.changes.state_machine import Change, RequestAnswered, State, StateMachine, Step
 from tq_service.domain.claims.ledger import Lease, LeaseTimer, TaskLedger
 from tq_service.domain.claims.planner import Planner, RunsPlans
@@ -64,7 +65,7 @@ class Catalog:
         self._planners: dict[Partition, dict[str, Planner]] = {}
         self._admission_queues: dict[Partition, AdmissionQueue] = {}
         self._lease_timers: dict[Partition, LeaseTimer] = {}
-        self._most_samples: int | None = None  # there are no more than that; None: to be counted
+        self._most_samples = math.inf  # there are no more than that
         self._arrivals: dict[str, dict[asyncio.Future[None], None]] = {}  # in order of their calls
         self._waking: set[asyncio.Task[None]] = set()
         self._is_draining = False
@@ -166,42 +167,34 @@ class Catalog:
         check_name("partition_id", partition_id)
         if self._is_closed:
             raise UnavailableError("a checkpoint is being restored; new partitions can be made once it is")
-        self.limits.check_create(settings, len(self._partitions))
+        self.limits.check_create(partition_id, settings, len(self._partitions))
         return PartitionCreated(partition_id=partition_id, incarnation=os.urandom(16), settings=settings)
 
     def write(self, partition_id: str, incarnation: bytes, write: SampleWrite) -> Written:
         """Write samples; the first ones make their partition, and a refused write leaves none behind."""
-        is_for_new = write.global_indexes is None and not (write.keys is not None and write.key_mode == "existing")
-        change = SamplesWritten(partition_id=partition_id, write=write)
         changes: list[tuple[Change, Any]] = []
-        if partition_id in self._partitions or incarnation or not is_for_new:
+        if partition_id in self._partitions or incarnation or not write.may_add_samples:
             partition = self.get(partition_id, incarnation)
-            self.limits.check_write(partition, write)
         else:
             creation = self._creation(partition_id, PartitionSettings())
-            self.limits.check_write(None, write)
             partition = creation.prepare(self._state)
             changes.append((creation, partition))
-        if is_for_new:
-            self._check_samples(partition, write)
-        changes.append((change, change.prepare_in(partition)))
+        self.limits.check_write(partition, write)
+        checked = check_write(partition, write)
+        self._check_samples(checked.new_count)
+        changes.append((SamplesWritten(partition_id=partition_id, write=write), checked))
         written: Written = self.machine.commit_all(changes)
         return written
 
-    def _check_samples(self, partition: Partition, write: SampleWrite) -> None:
-        """Refuse a write that would make too many samples.
+    def _check_samples(self, new_count: int) -> None:
+        """Refuse new samples that would be too many.
 
-        They are counted only where all that were added since could be too many: there may be thousands of partitions.
+        All are counted only where those that were added since could be too many: there may be thousands of partitions.
         """
-        count = max(0, write.row_count)
-        if self._most_samples is None or self._most_samples + count > self.limits.max_samples:
+        if new_count and self._most_samples + new_count > self.limits.max_samples:
             self._most_samples = self.sample_count()
-            is_near = self._most_samples + count > self.limits.max_samples
-            if is_near and write.keys is not None:
-                count -= sum(map(partition.key_index.__contains__, write.keys))
-            if count > 0:
-                self.limits.check_samples(self._most_samples + count)
-        self._most_samples += count
+            self.limits.check_samples(self._most_samples + new_count)
+        self._most_samples += new_count
 
     def remove(self, partition_id: str, incarnation: bytes) -> int:
         """Remove a partition; return how many samples it held."""
@@ -252,7 +245,7 @@ class Catalog:
 
     def adopt(self, restored: Sequence[Partition]) -> None:
         """Take over partitions, all in one step; nothing is told of it."""
-        self._most_samples = None
+        self._most_samples = math.inf
         for partition in restored:
             self._partitions[partition.partition_id] = partition
             self._appear(partition)

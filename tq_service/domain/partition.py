@@ -14,7 +14,7 @@ import numpy as np
 
 from tq_service.domain.claims.ledger import TaskLedger, TaskSnapshot
 from tq_service.domain.plan import Indexes
-from tq_service.domain.states import CLEARED, HELD, LIVE
+from tq_service.domain.states import CLEARED, FAILED, HELD, LIVE
 from tq_service.domain.tables.cells import CellTable
 from tq_service.domain.tables.groups import GroupTable
 from tq_service.domain.tables.meta import CustomMeta
@@ -145,8 +145,15 @@ class Partition:
 
     def count_states(self, positions: Indexes, by: int) -> None:
         """Count rows in, or out, by the states they have now."""
-        for code, count in enumerate(np.bincount(self.state.data[positions], minlength=4).tolist()):
-            self.state_counts[code] += by * count
+        states = self.state.data[positions]
+        for code in (LIVE, HELD, FAILED):
+            self.count_state(code, positions[states == code], by)
+
+    def count_state(self, code: int, positions: Indexes, by: int) -> None:
+        """Count rows of a state in, or out, of the partition and of their groups."""
+        self.state_counts[code] += by * positions.size
+        if code == FAILED:
+            self.groups.count(self.groups.failed, positions, by)
 
     # Tasks
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.domain.admission.lowest_version import LowestVersion
-from tq_service.domain.changes.samples import SampleWrite, resolve_target
+from tq_service.domain.changes.samples import SampleWrite, check_write
 from tq_service.domain.partition import Partition
 from tq_service.errors import InvalidArgumentError, QuotaExceededError, ResourceExhaustedError, RunAheadError
 from tq_service.schema import MetaColumn, SampleState
@@ -72,9 +72,7 @@ class Bound(ABC):
         """Return the error of a write with which there would be so much, at once or after it has waited."""
         counted = f"{got:g}" if isinstance(got, float) else str(got)
         metadata = {"bound": self.name, "got": counted, "limit": str(self.limit), "task_name": self._task_name}
-        waited, remedy = (
-            (" and it stayed so until the deadline", self.remedy) if may_fit_later else ("", "split the put")
-        )
+        outcome = f" and it stayed so until the deadline; {self.remedy}" if may_fit_later else "; split the put"
         return self.error_kind(
             f"partition {self._partition.partition_id!r} would have {counted} {self.what.format(self._task_name)}, its "
             f"{self.name} is {self.limit}{outcome}",
@@ -170,16 +168,14 @@ def demand_of(partition: Partition, write: SampleWrite, value_bytes: int) -> Dem
     Raises:
         TqError: the partition would refuse the write whatever capacity there is.
     """
-    target = resolve_target(partition, write)
-    partition.meta.check(write.meta, write.row_count)
-    count = int(np.count_nonzero(target.is_new))
-    if count == 0 or write.state is SampleState.FAILED:
+    checked = check_write(partition, write)
+    if checked.new_count == 0 or write.state is SampleState.FAILED:
         return None
     bounding = {limit.version_column for limit in partition.settings.run_ahead if limit.max_versions is not None}
     return Demand(
-        sample_count=count,
-        value_bytes=value_bytes * count // write.row_count,
-        versions={each.name: _version_range(each, target.is_new) for each in write.meta if each.name in bounding},
+        sample_count=checked.new_count,
+        value_bytes=value_bytes * checked.new_count // write.row_count,
+        versions={each.name: _version_range(each, checked.is_new) for each in write.meta if each.name in bounding},
     )
 
 

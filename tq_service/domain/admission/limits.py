@@ -5,7 +5,7 @@ They are compared when a request comes, never when a change is made again: what 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,12 @@ from tq_service.errors import InvalidArgumentError, LimitExceededError
 from tq_service.schema import MetaColumn
 
 _NUMBER_BYTES = 8
+# What is named in a partition, by argument: the limit of its number, what it is called, and what to do instead.
+_NAMED = {
+    "fields": ("max_fields", "fields", "put what differs from sample to sample as an object field"),
+    "custom_meta": ("max_meta_columns", "custom_meta columns", "use one column for values of one kind"),
+    "task_name": ("max_tasks", "tasks", "name tasks by what they do, not by process or step"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,39 +46,29 @@ class Limits:
     max_sample_meta_bytes: int = 16 * 1024
     max_name_length: int = 512
 
-    def check_create(self, settings: PartitionSettings, partition_count: int) -> None:
+    def check_create(self, partition_id: str, settings: PartitionSettings, partition_count: int) -> None:
         """Refuse a new partition that is one too many, or declares too much."""
-        _check_count(
-            "max_partitions", "partitions", partition_count + 1, self.max_partitions, "clear some that are done"
-        )
-        self._check_fields("", 0, [spec.name for spec in settings.fields])
+        self._check_count("max_partitions", "partitions", partition_count + 1, "clear some that are done")
+        self._check_new("fields", partition_id, (), [spec.name for spec in settings.fields])
 
     def check_samples(self, count: int) -> None:
         """Refuse samples of which there would be so many in all partitions."""
-        _check_count("max_samples", "samples in all partitions", count, self.max_samples, "clear those that are done")
+        self._check_count("max_samples", "samples in all partitions", count, "clear those that are done")
 
-    def check_write(self, partition: Partition | None, write: SampleWrite) -> None:
-        """Refuse a write that names too much; None: it makes its partition."""
+    def check_write(self, partition: Partition, write: SampleWrite) -> None:
+        """Refuse a write that names too much; its partition may be one that it makes."""
         names = write.names
         self._check_longest("keys", _longest(write.keys or ()) if names is None else names.longest_key)
         self._check_longest("groups", _longest(write.groups or ()) if names is None else names.longest_group)
-        known = {} if partition is None else partition.cells.fields
-        new = [column.spec.name for column in write.columns if column.spec.name not in known]
-        if new:
-            self._check_fields("" if partition is None else partition.partition_id, len(known), new)
+        fields = [column.spec.name for column in write.columns]
+        self._check_new("fields", partition.partition_id, partition.cells.fields, fields)
         if write.meta:
             self.check_meta(partition, write.meta)
 
-    def check_meta(self, partition: Partition | None, columns: Sequence[MetaColumn]) -> None:
+    def check_meta(self, partition: Partition, columns: Sequence[MetaColumn]) -> None:
         """Refuse custom_meta of too many columns, or too large for one sample."""
-        new = [column.name for column in columns if partition is None or not partition.meta.has(column.name)]
-        if new:
-            self._check_names("custom_meta", new)
-            count = len(new) + (0 if partition is None else len(partition.meta.names()))
-            _check_count(
-                "max_meta_columns", "custom_meta columns in the partition", count, self.max_meta_columns,
-                "use one column for values of one kind",
-            )  # fmt: skip
+        names = [column.name for column in columns]
+        self._check_new("custom_meta", partition.partition_id, partition.meta.names(), names)
         texts = [column for column in columns if column.values.dtype.kind == "O"]
         if not texts and len(columns) * _NUMBER_BYTES <= self.max_sample_meta_bytes:
             return
@@ -83,52 +79,43 @@ class Limits:
                 f"custom_meta of sample {int(sizes.argmax())} of the write has {largest} bytes, at most "
                 f"{self.max_sample_meta_bytes} expected (max_sample_meta_bytes); put large values as an object field",
                 field="custom_meta",
-                metadata={
-                    "limit_name": "max_sample_meta_bytes",
-                    "got": str(largest),
-                    "limit": str(self.max_sample_meta_bytes),
-                },
+                metadata=self._metadata("max_sample_meta_bytes", largest),
             )
 
     def check_task(self, partition: Partition, task_name: str) -> None:
         """Refuse a task that is not there yet and one too many."""
-        if task_name not in partition.tasks:
-            self._check_names("task_name", (task_name,))
-            _check_count(
-                "max_tasks", f"tasks in partition {partition.partition_id!r}", len(partition.tasks) + 1,
-                self.max_tasks, "name tasks by what they do, not by process or step",
-            )  # fmt: skip
+        self._check_new("task_name", partition.partition_id, partition.tasks, (task_name,))
 
-    def _check_fields(self, partition_id: str, known_count: int, new: Sequence[str]) -> None:
-        self._check_names("fields", new)
-        where = f" in partition {partition_id!r}" if partition_id else ""
-        _check_count(
-            "max_fields", f"fields{where}", known_count + len(new), self.max_fields,
-            "put what differs from sample to sample as an object field",
-        )  # fmt: skip
-
-    def _check_names(self, what: str, names: Iterable[str]) -> None:
-        self._check_longest(what, _longest(names))
+    def _check_new(self, what: str, partition_id: str, known: Collection[str], names: Iterable[str]) -> None:
+        """Refuse names that are new to a partition where they are too long, or too many beside those it knows."""
+        if new := [name for name in names if name not in known]:
+            self._check_longest(what, _longest(new))
+            limit_name, plural, remedy = _NAMED[what]
+            self._check_count(limit_name, f"{plural} in partition {partition_id!r}", len(known) + len(new), remedy)
 
     def _check_longest(self, what: str, longest: int) -> None:
         if longest > self.max_name_length:
             raise InvalidArgumentError(
                 f"{what} has a name of {longest} characters, at most {self.max_name_length} expected (max_name_length)",
                 field=what,
-                metadata={"limit_name": "max_name_length", "got": str(longest), "limit": str(self.max_name_length)},
+                metadata=self._metadata("max_name_length", longest),
             )
+
+    def _check_count(self, limit_name: str, what: str, got: int, remedy: str) -> None:
+        limit = getattr(self, limit_name)
+        if got > limit:
+            raise LimitExceededError(
+                f"there would be {got} {what}, at most {limit} expected ({limit_name}); {remedy}, or raise "
+                f"{limit_name}",
+                metadata=self._metadata(limit_name, got),
+            )
+
+    def _metadata(self, limit_name: str, got: int) -> dict[str, str]:
+        return {"limit_name": limit_name, "got": str(got), "limit": str(getattr(self, limit_name))}
 
 
 def _longest(names: Iterable[str]) -> int:
     return max(map(len, names), default=0)
-
-
-def _check_count(limit_name: str, what: str, got: int, limit: int, remedy: str) -> None:
-    if got > limit:
-        raise LimitExceededError(
-            f"there would be {got} {what}, at most {limit} expected ({limit_name}); {remedy}, or raise {limit_name}",
-            metadata={"limit_name": limit_name, "got": str(got), "limit": str(limit)},
-        )
 
 
 def _text_bytes(column: MetaColumn) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

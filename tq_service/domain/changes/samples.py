@@ -1,7 +1,7 @@
 """Changes of samples: added, written to, cleared; their custom_meta set, their groups closed.
 
-A write names its samples by index, by key, or not at all where they are new. `resolve_target` finds them and
-`check_write` sees whether they take what is written; neither changes anything.
+A write names its samples by index, by key, or not at all where they are new. `check_write` finds them and sees whether
+they take what is written.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tq_service.domain.plan import Indexes
 from tq_service.domain.states import FAILED, HELD, LIVE, STATE_CODES
 from tq_service.domain.tables.cells import CellSet, ColumnWrite, Put
 from tq_service.domain.tables.names import GroupNames, Names
-from tq_service.domain.tables.table import distinct, forget_names
+from tq_service.domain.tables.table import as_slice, distinct, forget_names
 from tq_service.errors import (
     AlreadyExistsError,
     InvalidArgumentError,
@@ -59,23 +59,32 @@ class SampleWrite:
     put: Put | None = None
     columns: Sequence[ColumnWrite] = ()
 
-    def group_names(self) -> GroupNames | None:
-        """Return the groups that the samples name, None where the write has none."""
-        if self.groups is None:
-            return None
-        known = None if self.names is None else self.names.group_names
-        return GroupNames.of(self.groups) if known is None else known
+    @property
+    def may_add_samples(self) -> bool:
+        """Whether it may have new samples: it names none, or keys that need not be known."""
+        return self.global_indexes is None and (self.keys is None or self.key_mode != "existing")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """The rows of a write, in its order: `positions` `(n,)` of existing rows, -1 where `is_new` `(n,)`."""
+class CheckedWrite:
+    """A write that a partition takes as it is now.
 
+    Attributes:
+        positions: of its rows `(n,)` in order, -1 for new ones.
+        is_new: which are new `(n,)`.
+        new_count: how many are.
+        groups: the groups of the new ones, None where the write names none.
+        specs: those that the written fields have afterwards.
+    """
+
+    partition: Partition
     positions: Indexes
     is_new: NDArray[np.bool_]
+    new_count: int
+    groups: GroupNames | None
+    specs: Sequence[FieldSpec]
 
 
-CheckedWrite: TypeAlias = tuple[Partition, Target, Sequence[FieldSpec]]
 FoundRows: TypeAlias = tuple[Partition, Indexes]
 
 
@@ -97,35 +106,30 @@ class SamplesWritten(Change):
 
     def prepare(self, state: State) -> CheckedWrite:
         """Find the rows of the write and see whether they take it."""
-        return self.prepare_in(state.partition(self.partition_id))
-
-    def prepare_in(self, partition: Partition) -> CheckedWrite:
-        """Prepare for a partition that may not be in the state yet."""
-        target = resolve_target(partition, self.write)
-        return partition, target, check_write(partition, self.write, target)
+        return check_write(state.partition(self.partition_id), self.write)
 
     def apply(self, state: State, prepared: CheckedWrite, step: Step) -> Written:
-        """Add the rows that are new, then write cells, custom_meta and state."""
-        partition, target, specs = prepared
+        """Add the rows that are new, then write their state, cells and custom_meta."""
+        partition, positions, is_new = prepared.partition, prepared.positions, prepared.is_new
         write, table = self.write, partition.table
-        added = _add_rows(partition, write, target)
-        positions = np.arange(added.start, added.stop)
-        are_new = positions.size == write.row_count
-        if not are_new:
-            target.positions[target.is_new] = positions
-            positions = target.positions
-        step.freed += _write_cells(partition, write, specs, positions, are_new=are_new)
+        added = _add_rows(write, prepared)
+        are_new = added.size == positions.size
+        if are_new:
+            positions = added
+        else:
+            positions[is_new] = added
+            if write.state is not None:
+                step.freed += _set_state(partition, STATE_CODES[write.state], positions[~is_new])
+        step.freed += _write_cells(partition, write, prepared.specs, positions, are_new=are_new)
         partition.meta.write(write.meta, positions)
-        if write.state is not None:
-            step.freed += _set_state(partition, STATE_CODES[write.state], positions[~target.is_new])
-        indexes = table.index.data[added].copy() if are_new else table.index.data[positions]
+        indexes = table.index.data[as_slice(positions)].copy()
         expected = partition.settings.expected_samples
         if expected is not None and partition.inserted_count >= expected:
             partition.seal()
         partition.touched(indexes)
         step.changed[partition] = None
         table.close_gaps(positions.size)
-        return Written(partition=partition, global_indexes=indexes, specs=specs)
+        return Written(partition=partition, global_indexes=indexes, specs=prepared.specs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,8 +206,8 @@ class SamplesCleared(Change):
         elif partition.key_index:
             keys = partition.key.data[positions]
             forget_names(partition.key_index, keys[keys != None].tolist())  # noqa: E711  (of each)
-        _forget_members(partition, positions, states)
         partition.count_states(positions, -1)
+        partition.groups.forget_members(positions)
         partition.table.remove(positions)
         partition.state_version += 1
         step.changed[partition] = None
@@ -213,142 +217,119 @@ class SamplesCleared(Change):
 # What a write does
 
 
-def _add_rows(partition: Partition, write: SampleWrite, target: Target) -> slice:
-    count = int(np.count_nonzero(target.is_new))
+def _add_rows(write: SampleWrite, checked: CheckedWrite) -> Indexes:
+    """Add the new rows of a write; return their positions."""
+    partition, count = checked.partition, checked.new_count
     code = STATE_CODES[write.state or SampleState.LIVE]
     added = partition.table.append(count)
+    positions = np.arange(added.start, added.stop)
     if count == 0:
-        return added
+        return positions
     partition.state.write(added, code)
-    partition.state_counts[code] += count
     partition.insert_size_gcd = gcd(partition.insert_size_gcd, count)
     if write.keys is not None:
-        names = of_rows(write.keys, target.is_new)
-        partition.key.write(added, names)
-        _add_keys(partition, names, write.names, partition.table.next_index - count)
-    if (groups := write.group_names()) is not None:
-        groups = groups if count == write.row_count else groups.of_samples(target.is_new)
-        positions = np.arange(added.start, added.stop)
-        partition.groups.add(groups, write.group_size, positions, failed=code == FAILED)
+        keys = write.keys if count == write.row_count else list(itertools.compress(write.keys, checked.is_new))
+        partition.key.write(added, keys)
+        _add_keys(partition, keys, write.names, partition.table.next_index - count)
+    if checked.groups is not None:
+        partition.groups.add(checked.groups, write.group_size, positions)
+    partition.count_state(code, positions, 1)
     if code != FAILED:
         for task in partition.tasks.values():
             task.on_rows_added(count)
-    return added
+    return positions
 
 
-def _add_keys(partition: Partition, keys: Sequence[str], known: Names | None, first_index: int) -> None:
-    if known is None or len(known.index_of) != len(keys) or known.first_index != first_index:
-        partition.key_index.update(zip(keys, range(first_index, first_index + len(keys)), strict=True))
-    elif len(partition.key_index) < len(keys):  # the larger one takes in the smaller
-        known.index_of.update(partition.key_index)
-        partition.key_index = known.index_of
+def _add_keys(partition: Partition, keys: Sequence[str], names: Names | None, first_index: int) -> None:
+    if names is not None and len(names.index_of) == len(keys) and names.first_index == first_index:
+        index_of = names.index_of
     else:
-        partition.key_index.update(known.index_of)
+        index_of = dict(zip(keys, range(first_index, first_index + len(keys)), strict=True))
+    if len(partition.key_index) < len(index_of):  # the larger one takes in the smaller
+        partition.key_index, index_of = index_of, partition.key_index
+    partition.key_index.update(index_of)
 
 
 def _write_cells(
     partition: Partition, write: SampleWrite, specs: Sequence[FieldSpec], positions: Indexes, *, are_new: bool
 ) -> list[CellSet]:
+    """Point the rows to the cells of the put, but for failed ones, whose bytes are not kept; return what that freed."""
     if write.put is None:
         return []
-    if write.state is SampleState.FAILED:  # the bytes of failed samples are not kept
+    rows = np.arange(positions.size)
+    if partition.state_counts[FAILED]:
+        rows = np.flatnonzero(partition.state.data[positions] != FAILED)
+    if not rows.size:
         return [CellSet(put=write.put)]
-    size = sum(column.value_bytes for column in write.columns)
-    cells = partition.cells
-    if are_new:
-        rows = np.arange(positions.size)
-        return cells.write(write.put, write.columns, specs, positions, rows, value_bytes=size, are_new=True)
-    kept = partition.state.data[positions] != FAILED
-    if not kept.any():
-        return [CellSet(put=write.put)]
-    rows = np.flatnonzero(kept)
-    size = size * rows.size // positions.size
-    freed = cells.write(write.put, write.columns, specs, positions[kept], rows, value_bytes=size, are_new=False)
-    if rows.size < positions.size:
+    are_all = rows.size == positions.size
+    size = sum(column.value_bytes for column in write.columns) * rows.size // positions.size
+    kept = positions if are_all else positions[rows]
+    freed = partition.cells.write(write.put, write.columns, specs, kept, rows, value_bytes=size, are_new=are_new)
+    if not are_all:
         names = tuple(column.spec.name for column in write.columns)
-        freed.append(CellSet(put=write.put, field_names=names, rows=np.flatnonzero(~kept)))
+        lost = np.setdiff1d(np.arange(positions.size), rows)
+        freed.append(CellSet(put=write.put, field_names=names, rows=lost))
     return freed
 
 
 def _set_state(partition: Partition, code: int, positions: Indexes) -> list[CellSet]:
+    """Give rows that have not failed a state; return the cells that this freed."""
     changed = positions[partition.state.data[positions] != code]
     if changed.size == 0:
         return []
     freed = []
     if code == FAILED:
         freed = partition.cells.forget(changed, partition.cells.fields.values())
-        partition.groups.count(partition.groups.failed, changed, 1)
         for task in partition.tasks.values():
             task.on_rows_closed(changed)
     partition.count_states(changed, -1)
     partition.state.write(changed, code)
-    partition.count_states(changed, 1)
+    partition.count_state(code, changed, 1)
     partition.state_version += 1
     return freed
-
-
-def _forget_members(partition: Partition, positions: Indexes, states: NDArray[np.uint8]) -> None:
-    groups = partition.groups
-    if not groups.in_use:
-        return
-    groups.count(groups.failed, positions[states == FAILED], -1)
-    groups.count(groups.cleared, positions, 1)
-    groups.forget_empty(groups.of_rows[positions])
 
 
 # What a write means, and whether its rows take it
 
 
-def resolve_target(partition: Partition, write: SampleWrite) -> Target:
-    """Find the rows of a write; raises before anything is changed."""
+def check_write(partition: Partition, write: SampleWrite) -> CheckedWrite:
+    """Find the rows of a write and what it does to them; raises where they do not take it, and changes nothing."""
     _check_counts(write)
-    if write.global_indexes is not None:
-        if write.keys is not None:
-            raise InvalidArgumentError("a write names its samples by index or by key, not by both", field="keys")
-        positions = partition.positions_of(write.global_indexes)
-    elif write.keys is not None:
-        positions = _by_key(partition, write)
-    else:
-        positions = np.full(write.row_count, -1, np.int64)
+    positions = _find_rows(partition, write)
     is_new = positions < 0
-    if partition.sealed and is_new.any():
+    new_count = int(np.count_nonzero(is_new))
+    if partition.sealed and new_count:
         raise PartitionSealedError(
             f"partition {partition.partition_id!r} is sealed with {partition.inserted_count} samples, got "
-            f"{int(is_new.sum())} new ones; put columns of existing samples with metadata= or key_mode='existing', "
+            f"{new_count} new ones; put columns of existing samples with metadata= or key_mode='existing', "
             f"remove it with clear_partition to begin anew, or use another partition"
         )
-    return Target(positions=positions, is_new=is_new)
-
-
-def check_write(partition: Partition, write: SampleWrite, target: Target) -> list[FieldSpec]:
-    """Return the specs that the written fields have afterwards; raises where the rows do not take what is written."""
     specs = partition.cells.merged_specs(write.columns)
     partition.meta.check(write.meta, write.row_count)
-    if write.groups is not None:
-        _check_groups(partition, write, target)
     if write.state is not None and write.state is not SampleState.FAILED:
-        _check_not_failed(partition, target.positions[~target.is_new])
-    return specs
+        _check_not_failed(partition, positions[~is_new])
+    groups = None if write.groups is None else _check_groups(partition, write, write.groups, positions)
+    return CheckedWrite(
+        partition=partition, positions=positions, is_new=is_new, new_count=new_count, groups=groups, specs=specs
+    )
 
 
-def of_rows(names: Sequence[str], which: NDArray[np.bool_]) -> Sequence[str]:
-    """Return the names of some rows of a write; usually all of them are meant."""
-    return names if which.all() else [names[i] for i in np.flatnonzero(which).tolist()]
-
-
-def _check_groups(partition: Partition, write: SampleWrite, target: Target) -> None:
-    groups = write.groups or ()
-    old = np.flatnonzero(~target.is_new)
-    for where, known in zip(old.tolist(), partition.groups.names_of(target.positions[old]), strict=True):
+def _check_groups(partition: Partition, write: SampleWrite, groups: Sequence[str], positions: Indexes) -> GroupNames:
+    """Return the groups of the new samples; raises where they, or those of the others, cannot be what is given."""
+    is_new = positions < 0
+    old = np.flatnonzero(~is_new)
+    for where, known in zip(old.tolist(), partition.groups.names_of(positions[old]), strict=True):
         if groups[where] and groups[where] != known:
             raise InvalidArgumentError(
-                f"sample {int(partition.table.index.data[target.positions[where]])} is in group {known!r}, got "
+                f"sample {int(partition.table.index.data[positions[where]])} is in group {known!r}, got "
                 f"{groups[where]!r}; groups are given when a sample is inserted and stay",
                 field="groups",
             )
-    names = write.group_names()
-    if names is not None:
-        partition.groups.check(names if target.is_new.all() else names.of_samples(target.is_new), write.group_size)
+    names = (write.names and write.names.group_names) or GroupNames.of(groups)
+    if old.size:
+        names = names.of_samples(is_new)
+    partition.groups.check(names, write.group_size)
+    return names
 
 
 def _check_not_failed(partition: Partition, positions: Indexes) -> None:
@@ -379,25 +360,29 @@ def _check_counts(write: SampleWrite) -> None:
             raise InvalidArgumentError("a key is empty; give every sample of the put a key", field="keys")
 
 
-def _by_key(partition: Partition, write: SampleWrite) -> Indexes:
-    keys = write.keys or ()
-    index_of = partition.key_index
-    known = np.full(len(keys), -1, np.int64)
+def _find_rows(partition: Partition, write: SampleWrite) -> Indexes:
+    """Return the positions of the samples of a write, -1 for new ones."""
+    if write.global_indexes is not None:
+        if write.keys is not None:
+            raise InvalidArgumentError("a write names its samples by index or by key, not by both", field="keys")
+        return partition.positions_of(write.global_indexes)
+    keys, index_of = write.keys, partition.key_index
+    known = np.full(write.row_count, -1, np.int64)
+    if keys is None:
+        return known
     # Of two large sets it is quicker to see that nothing is in both than where each is.
     if index_of and not (write.names is not None and write.names.index_of.keys().isdisjoint(index_of.keys())):
         known = np.fromiter(map(index_of.get, keys, itertools.repeat(-1)), np.int64, len(keys))
-    if write.key_mode == "new" and bool((known >= 0).any()):
-        key = keys[int(np.argmax(known >= 0))]
+    is_known = known >= 0
+    if write.key_mode == "new" and is_known.any():
         raise AlreadyExistsError(
-            f"key {key!r} is known in partition {partition.partition_id!r}; use key_mode='upsert' to write to it"
+            f"key {keys[int(np.argmax(is_known))]!r} is known in partition {partition.partition_id!r}; use "
+            f"key_mode='upsert' to write to it"
         )
-    if write.key_mode == "existing" and bool((known < 0).any()):
-        key = keys[int(np.argmax(known < 0))]
+    if write.key_mode == "existing" and not is_known.all():
+        key = keys[int(np.argmin(is_known))]
         raise KeyNotFoundError(
             f"partition {partition.partition_id!r} has no key {key!r}; {nearest(key, index_of)}; use "
             f"key_mode='upsert' to add it"
         )
-    positions = np.full(known.size, -1, np.int64)
-    is_known = known >= 0
-    positions[is_known] = partition.table.find(known[is_known])
-    return positions
+    return partition.table.find(known) if is_known.any() else known

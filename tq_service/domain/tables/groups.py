@@ -98,7 +98,7 @@ class GroupTable:
         if limit and have + count > limit:
             raise _too_many(name, have, limit, count)
 
-    def add(self, groups: GroupNames, group_size: int, positions: Indexes, *, failed: bool) -> None:
+    def add(self, groups: GroupNames, group_size: int, positions: Indexes) -> None:
         """Enter new rows, each with its code in `groups`."""
         counts = groups.counts()
         slots = self._known_slots(groups)
@@ -114,8 +114,6 @@ class GroupTable:
         self._members.write(as_slice(positions), of_rows)
         slots, counts = slots[counts > 0], counts[counts > 0]
         self.members.write(slots, self.members[slots] + counts)
-        if failed:
-            self.failed.write(slots, self.failed[slots] + counts)
         if group_size:
             self.declared.write(slots, group_size)
 
@@ -155,8 +153,12 @@ class GroupTable:
         """Take no further members."""
         self.closed.write(slots, True)
 
-    def forget_empty(self, slots: NDArray[np.int64]) -> None:
-        """Free the slots of groups whose members are all cleared."""
+    def forget_members(self, positions: Indexes) -> None:
+        """Count rows as cleared, and free the slots of groups whose members all are."""
+        if not self.in_use:
+            return
+        self.count(self.cleared, positions, 1)
+        slots = self._members[positions]
         slots = distinct(slots[slots >= 0], self.slots.count)
         empty = slots[(self.cleared[slots] >= self.members[slots]) & (self._names[slots] != None)]  # noqa: E711  (of each)
         forget_names(self._slot_of, self._names[empty].tolist())
