@@ -20,7 +20,8 @@ from benchmarks.peer import Peer, peer
 from benchmarks.peer_environment import STORES
 from benchmarks.report import Aim, Cell, Report
 from benchmarks.store_work import after_kill, commit_seconds, run_if_told
-from tq_service.durable.log.commit_log import CommitLog
+from tq_service.durable.log.log import Stream
+from tq_service.durable.log.segment_log import SegmentLog
 
 _OTHERS = ("plain file", "SQLite", "LMDB", "RocksDB")
 _OURS = "the journal"
@@ -35,13 +36,13 @@ class JournalStore:
     """The journal, as the other stores are asked."""
 
     def __init__(self, folder: Path, sync: bool) -> None:
-        self._journal = CommitLog(folder, sync=sync)
+        self._journal = SegmentLog(folder, sync=sync)
         self._found = sum(1 for _ in self._journal.read(0))
 
     def commit(self, records: Sequence[bytes]) -> None:
         """Write."""
         for record in records:
-            self._journal.append(record)
+            self._journal.append(Stream.CHANGES, record)
         self._journal.flush()
 
     def read(self) -> int:

@@ -20,7 +20,7 @@ MOST = {"put": 14, "put-consumed": 15, "claim": 20, "ack": 11}
 
 # What surely is on each path, so that a tracer that sees nothing fails: files, and folders that have one.
 EXPECTED = {
-    "put": ("domain/partition.py", "domain/tables/", "durable/", "storage/engine.py", "wire/frames.py", "client/"),
+    "put": ("domain/partition.py", "domain/tables/", "durable/", "storage/engine.py", "wire/columns.py", "client/"),
     "put-consumed": ("domain/partition.py", "domain/claims/", "durable/"),
     "claim": ("domain/catalog.py", "domain/claims/", "samplers/sequential.py", "durable/"),
     "ack": ("domain/catalog.py", "domain/claims/", "durable/", "server/controller_servicer.py"),

@@ -16,10 +16,10 @@ from tq_service.domain.changes import partitions
 from tq_service.domain.partition import Partition, PartitionFacts, PartitionSettings
 from tq_service.domain.tables.meta import Condition, Order
 from tq_service.domain.tables.table import Column, RowTable
-from tq_service.durable import recovery
 from tq_service.durable import snapshot as snapshot_module
-from tq_service.durable.keeper import Keeper
+from tq_service.durable import state_store
 from tq_service.durable.snapshot import ServiceSnapshot, read_snapshot, write_snapshot
+from tq_service.durable.state_store import StateStore
 from tq_service.errors import InvalidArgumentError, NewerVersionError, SnapshotDamagedError
 from tq_service.samplers import PlanRunner
 
@@ -35,7 +35,7 @@ class Prioritized(Partition):
 
 def of_version(monkeypatch, kind):
     """Make partitions of a kind wherever they are made."""
-    for module in (recovery, partitions):
+    for module in (state_store, partitions):
         monkeypatch.setattr(module, "Partition", kind)
 
 
@@ -278,24 +278,23 @@ def test_a_service_does_not_start_on_what_a_newer_version_wrote_nor_go_back_befo
 
     async def live(kind, story):
         of_version(monkeypatch, kind)
-        keeper = Keeper.open(tmp_path, sync=False)
+        store = StateStore.open(tmp_path, sync=False)
         try:
             catalog = Catalog(PlanRunner())
-            keeper.recover(catalog=catalog)
-            keeper.start()
-            await story(keeper, catalog)
-            await keeper.durable()
+            store.recover(catalog=catalog)
+            await story(store, catalog)
+            await store.wait_durable()
         finally:
-            await keeper.close()
+            await store.close()
 
-    async def write(keeper, catalog):
+    async def write(store, catalog):
         catalog.write("train", b"", new_write(3, ("x",)))
 
-    async def write_and_snapshot(keeper, catalog):
-        await write(keeper, catalog)
-        await keeper.take_snapshot()
+    async def write_and_snapshot(store, catalog):
+        await write(store, catalog)
+        await store.take_snapshot()
 
-    async def look(keeper, catalog):
+    async def look(store, catalog):
         assert catalog.get("train").table.present_count == 6
 
     asyncio.run(live(Partition, write_and_snapshot))

@@ -8,17 +8,17 @@ from property_settings import examples
 from test_claims_property import SEEDS, Interleaving, sequences
 
 from tq_service.domain.catalog import Catalog
-from tq_service.durable.codec import decode_group, encode_change, encode_group
+from tq_service.durable.codec import decode_group, encode_group, encode_named
 from tq_service.samplers import PlanRunner
 
 
 class Journal(list):
     """A log of groups in memory."""
 
-    encode = staticmethod(encode_change)
+    encode = staticmethod(encode_named)
 
     def append(self, at_seconds, changes):
-        super().append(encode_group(at_seconds, changes))
+        self.extend(encode_group(at_seconds, changes))
 
 
 def fail(reason, error):

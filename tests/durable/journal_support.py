@@ -12,17 +12,18 @@ import pytest
 
 from tq_service.durable.files import snapshot_numbers
 from tq_service.durable.log import reader, segment
-from tq_service.durable.log.commit_log import CommitLog
+from tq_service.durable.log.log import Stream
 from tq_service.durable.log.segment import segment_numbers, segment_path
+from tq_service.durable.log.segment_log import SegmentLog
 
 PREFIX = "tq-log"
 
 
 @contextmanager
-def opened(directory: Path, *, sync: bool = False) -> Iterator[CommitLog]:
+def opened(directory: Path, *, sync: bool = False) -> Iterator[SegmentLog]:
     """Open a journal in a folder that may be missing; a new one takes records at once."""
     directory.mkdir(exist_ok=True)
-    journal = CommitLog(directory, sync=sync)
+    journal = SegmentLog(directory, sync=sync)
     if not segment_numbers(directory):
         assert replayed(journal, 0) == []
     try:
@@ -38,9 +39,9 @@ def write(directory: Path, records: Sequence[bytes], *, sync: bool = False) -> N
         commit_each(journal, records)
 
 
-def commit_each(journal: CommitLog, records: Sequence[bytes]) -> None:
+def commit_each(journal: SegmentLog, records: Sequence[bytes]) -> None:
     for record in records:
-        journal.append(record)
+        journal.append(Stream.CHANGES, record)
         journal.flush()
 
 
@@ -54,31 +55,31 @@ def crashed(directory: Path, records: Sequence[bytes], *, sync: bool = False) ->
     return image
 
 
-def copy(directory: Path, image: Path, journal: CommitLog | None = None) -> None:
+def copy(directory: Path, image: Path, journal: SegmentLog | None = None) -> None:
     """Copy a folder: what another process would find after a kill of the one whose journal this is."""
     if journal is not None:
         wait_for_worker(journal)
     shutil.copytree(directory, image, ignore=shutil.ignore_patterns("reserve"))
 
 
-def wait_for_worker(journal: CommitLog) -> None:
+def wait_for_worker(journal: SegmentLog) -> None:
     """Return once all is done that the thread beside a journal was asked for before."""
     journal._worker.submit(lambda: None).result(30)
 
 
-def replayed(journal: CommitLog, number: int | None = None) -> list[bytes]:
+def replayed(journal: SegmentLog, number: int | None = None) -> list[bytes]:
     """Return what a journal holds since a snapshot, the newest where none is named; it takes new records then."""
     if number is None:
         number = max(snapshot_numbers(journal._directory), default=0)
     found = list(journal.read(number))
-    numbers = [each for each, _ in found]
+    numbers = [record.number for record in found]
     assert numbers == sorted(set(numbers))
-    return [record for _, record in found]
+    return [record.data for record in found]
 
 
 def read(directory: Path, number: int | None = None, *, accept_loss: bool = False) -> list[bytes]:
     """Return what the journal of a folder holds, and close it."""
-    journal = CommitLog(directory, sync=False, accept_loss=accept_loss)
+    journal = SegmentLog(directory, sync=False, accept_loss=accept_loss)
     try:
         return replayed(journal, number)
     finally:

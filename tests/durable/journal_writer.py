@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 from tq_service.durable.data_dir import DataDir
-from tq_service.durable.log import commit_log
+from tq_service.durable.log import segment_log
+from tq_service.durable.log.log import Stream
 
 
 def record(number: int) -> bytes:
@@ -19,21 +20,21 @@ def record(number: int) -> bytes:
 
 async def run(directory: Path, sync: bool, number: int) -> None:
     data_dir = DataDir.open(directory)
-    journal = data_dir.journal(sync=sync)
+    journal = segment_log.SegmentLog(data_dir.path, sync=sync)
     for _ in journal.read(0):
         pass
     print("ready", flush=True)
     rng = random.Random(number)
     while True:
         for _ in range(rng.choice((1, 1, 1, 5, 40))):
-            journal.append(record(number))
+            journal.append(Stream.CHANGES, record(number))
             number += 1
         if rng.random() < 0.02:
             journal.rotate()
-        await journal.durable()
+        await journal.wait_durable()
         print(number, flush=True)
 
 
 if __name__ == "__main__":
-    commit_log._SEGMENT_BYTES = int(sys.argv[4])
+    segment_log._SEGMENT_BYTES = int(sys.argv[4])
     asyncio.run(run(Path(sys.argv[1]), sys.argv[2] == "disk", int(sys.argv[3])))

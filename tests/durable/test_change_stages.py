@@ -30,8 +30,8 @@ from tq_service.domain.changes.state_machine import Change, RequestAnswered
 from tq_service.domain.claims.request import LeaseTerms
 from tq_service.domain.partition import PartitionSettings
 from tq_service.domain.plan import Plan, RankPlan
-from tq_service.durable import keeper as keeper_module
-from tq_service.durable.keeper import Keeper
+from tq_service.durable import codec
+from tq_service.durable.state_store import StateStore
 from tq_service.errors import ServiceFailedError
 from tq_service.samplers import PlanRunner
 from tq_service.schema import EndCounts
@@ -74,10 +74,9 @@ class Service:
     """A catalog that is written down."""
 
     def __init__(self, path, *, sync):
-        self.keeper = Keeper.open(path, sync=sync)
+        self.store = StateStore.open(path, sync=sync)
         self.catalog = Catalog(PlanRunner())
-        self.keeper.recover(catalog=self.catalog)
-        self.keeper.start()
+        self.store.recover(catalog=self.catalog)
 
     def state(self):
         answers = [[list(entry) for entry in block] for block in self.catalog.answers.snapshot()]
@@ -90,7 +89,7 @@ def run(path, story, *, sync):
         try:
             return await story(service)
         finally:
-            await service.keeper.close()
+            await service.store.close()
 
     return asyncio.run(whole())
 
@@ -108,8 +107,8 @@ def fail(*_arguments):
 
 
 def fails_to_encode(monkeypatch, kind, service):
-    real = keeper_module.encode_change
-    monkeypatch.setattr(keeper_module, "encode_change", lambda change: fail() if type(change) is kind else real(change))
+    real = codec.encode_named
+    monkeypatch.setattr(codec, "encode_named", lambda change: fail() if type(change) is kind else real(change))
 
 
 def fails_before_it_is_applied(monkeypatch, kind, service):
@@ -122,7 +121,7 @@ def fails_once_it_is_applied(monkeypatch, kind, service):
 
 
 def fails_to_append(monkeypatch, kind, service):
-    monkeypatch.setattr(keeper_module, "encode_group", fail)
+    monkeypatch.setattr(codec, "encode_group", fail)
 
 
 def what_follows_fails(monkeypatch, kind, service):
@@ -146,7 +145,7 @@ async def until(service, kind):
     at = next(number for number, change in enumerate(STORY) if type(change) is kind)
     for change in STORY[:at]:
         service.catalog.commit(change)
-    await service.keeper.durable()
+    await service.store.wait_durable()
     return STORY[at:]
 
 
@@ -167,7 +166,7 @@ def test_a_change_that_cannot_be_encoded_changes_nothing_and_the_service_goes_on
         for change in left:
             service.catalog.commit(change)
         assert service.state() != before
-        await service.keeper.durable()
+        await service.store.wait_durable()
         return service.state()
 
     live = run(tmp_path, story, sync=sync)
@@ -185,7 +184,7 @@ def test_a_change_that_fails_later_ends_the_service_and_a_start_knows_nothing_of
             with pytest.raises(FaultError):
                 service.catalog.commit(left[0])
         with pytest.raises(ServiceFailedError):
-            await service.keeper.durable()
+            await service.store.wait_durable()
         for change in left:  # none is made any more, whatever it is
             with pytest.raises(ServiceFailedError):
                 service.catalog.machine.log.encode(change)
@@ -204,7 +203,7 @@ def test_a_fault_later_in_the_group_takes_the_change_back_with_it(tmp_path, kind
             service.catalog.commit(left[0])
             fail()
         with pytest.raises(ServiceFailedError):
-            await service.keeper.durable()
+            await service.store.wait_durable()
         return before
 
     before = run(tmp_path, story, sync=sync)
@@ -215,7 +214,7 @@ def test_the_story_is_the_same_when_it_is_read_from_the_log(tmp_path, sync):
     async def story(service):
         for change in STORY[:-1]:
             service.catalog.commit(change)
-        await service.keeper.durable()
+        await service.store.wait_durable()
         task = service.catalog.get("train").tasks["t"]
         assert facts_of(task.facts)["end"] == EndCounts(consumed=10)
         return service.state()

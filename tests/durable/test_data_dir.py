@@ -9,9 +9,10 @@ import pytest
 from journal_support import commit_each, replayed
 from open_files import open_files
 
-from tq_service.durable.data_dir import DataDir
-from tq_service.durable.identity import FORMAT_VERSION, new_identity, read_identity, write_identity
+from tq_service.durable.data_dir import FORMAT_VERSION, DataDir, new_identity, read_identity, write_identity
+from tq_service.durable.files import quarantine, snapshot_numbers, snapshot_path
 from tq_service.durable.log.segment import segment_numbers
+from tq_service.durable.log.segment_log import SegmentLog
 from tq_service.errors import DataDirError
 
 
@@ -31,7 +32,7 @@ def test_a_new_folder_is_for_its_owner_alone(tmp_path: Path) -> None:
     data_dir = DataDir.open(tmp_path / "some" / "data")
     assert stat.S_IMODE((tmp_path / "some" / "data").stat().st_mode) == 0o700
     assert data_dir.segments_path.is_dir()
-    assert data_dir.snapshot_path(12) == tmp_path / "some" / "data" / "snapshot-000000000012.tqs"
+    assert snapshot_path(data_dir.path, 12) == tmp_path / "some" / "data" / "snapshot-000000000012.tqs"
     data_dir.close()
 
 
@@ -51,7 +52,7 @@ def test_the_name_of_a_new_folder_survives_a_loss_of_power(tmp_path: Path, monke
 def test_its_journal_is_found_again(tmp_path: Path) -> None:
     for expected in ([], [b"record"]):
         data_dir = DataDir.open(tmp_path)
-        journal = data_dir.journal(sync=False)
+        journal = SegmentLog(tmp_path, sync=False)
         assert replayed(journal) == expected
         commit_each(journal, [b"record"])
         journal.close()
@@ -67,19 +68,19 @@ def test_a_snapshot_that_was_being_written_is_removed(tmp_path: Path) -> None:
 
 def test_what_no_start_needs_is_removed(tmp_path: Path) -> None:
     data_dir = DataDir.open(tmp_path)
-    journal = data_dir.journal(sync=False)
+    journal = SegmentLog(tmp_path, sync=False)
     assert replayed(journal) == []
     numbers = []
     for number in range(3):
         commit_each(journal, [b"%d" % number])
         numbers.append(journal.rotate())
         journal.flush()
-        data_dir.snapshot_path(numbers[-1]).touch()
+        snapshot_path(tmp_path, numbers[-1]).touch()
         data_dir.remove_unneeded(journal, numbers[-1])
-    assert data_dir.snapshots() == numbers[-2:]
+    assert snapshot_numbers(tmp_path) == numbers[-2:]
     assert segment_numbers(tmp_path) == numbers[-2:]
-    data_dir.quarantine_snapshot(numbers[-1])
-    assert data_dir.snapshots() == numbers[-2:-1]
+    quarantine(snapshot_path(tmp_path, numbers[-1]), ".damaged")
+    assert snapshot_numbers(tmp_path) == numbers[-2:-1]
     journal.close()
     data_dir.close()
 
@@ -123,9 +124,9 @@ def test_an_earlier_format_is_refused_and_not_taken_for_an_empty_folder(tmp_path
         "null",
         "{}",
         '{"format_version": "one"}',
-        '{"format_version": 2, "controller_boot_id": "00", "storage_boot_id": "00"}',
-        '{"format_version": 2, "controller_boot_id": 7, "storage_boot_id": "00"}',
-        '{"format_version": 2, "controller_boot_id": "no hex", "storage_boot_id": "00"}',
+        '{"format_version": 3, "controller_boot_id": "00", "storage_boot_id": "00"}',
+        '{"format_version": 3, "controller_boot_id": 7, "storage_boot_id": "00"}',
+        '{"format_version": 3, "controller_boot_id": "no hex", "storage_boot_id": "00"}',
         b"\xff\xfe",
     ],
 )
@@ -138,7 +139,7 @@ def test_a_damaged_identity_is_refused(tmp_path: Path, text: str | bytes) -> Non
 
 def test_a_lost_identity_is_not_made_up(tmp_path: Path) -> None:
     data_dir = DataDir.open(tmp_path)
-    journal = data_dir.journal(sync=False)
+    journal = SegmentLog(tmp_path, sync=False)
     assert replayed(journal) == []
     journal.close()
     data_dir.close()
@@ -156,7 +157,7 @@ def test_an_identity_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.Monke
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched, pytest.raises(OSError, match="No space"):
-        patched.setattr("tq_service.durable.identity.os.fsync", fail)
+        patched.setattr("tq_service.durable.data_dir.os.fsync", fail)
         write_identity(path, second)
     assert read_identity(path) == first
     write_identity(path, second)

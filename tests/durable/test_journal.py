@@ -12,8 +12,9 @@ from journal_support import commit_each, copy, crashed, journal_threads, opened,
 from open_files import open_files
 from property_settings import examples
 
-from tq_service.durable.log.commit_log import CommitLog
+from tq_service.durable.log.log import Stream
 from tq_service.durable.log.segment import SegmentWriter, segment_numbers
+from tq_service.durable.log.segment_log import SegmentLog
 
 MODES = pytest.mark.parametrize("sync", [False, True], ids=["process", "disk"])
 
@@ -23,7 +24,7 @@ def test_records_come_back_in_order(tmp_path: Path, sync: bool) -> None:
     records = [b"", b"one", bytes(300_000), b"\x00\xff" * 5000, "zwölf".encode()]
     with opened(tmp_path, sync=sync) as journal:
         for record in records:
-            journal.append(record)
+            journal.append(Stream.CHANGES, record)
         assert journal.has_unflushed
         journal.flush()
         assert not journal.has_unflushed
@@ -33,7 +34,7 @@ def test_records_come_back_in_order(tmp_path: Path, sync: bool) -> None:
 @MODES
 def test_what_was_appended_last_is_written_at_close(tmp_path: Path, sync: bool) -> None:
     with opened(tmp_path, sync=sync) as journal:
-        journal.append(b"never flushed")
+        journal.append(Stream.CHANGES, b"never flushed")
     assert read(tmp_path) == [b"never flushed"]
 
 
@@ -62,12 +63,12 @@ def test_nothing_is_taken_before_what_is_there_was_read(tmp_path: Path) -> None:
         commit_each(journal, [b"first", b"second"])
     with opened(tmp_path) as journal:
         records = journal.read(0)
-        assert next(records) == (2, b"first")
+        assert next(records) == (2, Stream.CHANGES, b"first")
         with pytest.raises(RuntimeError, match="exhaust read"):
-            journal.append(b"too early")
+            journal.append(Stream.CHANGES, b"too early")
         with pytest.raises(RuntimeError, match="exhaust read"):
             journal.rotate()
-        assert list(records) == [(3, b"second")]
+        assert list(records) == [(3, Stream.CHANGES, b"second")]
         commit_each(journal, [b"third"])
     assert read(tmp_path) == [b"first", b"second", b"third"]
 
@@ -76,15 +77,15 @@ def test_a_closed_journal_takes_nothing_and_closes_again(tmp_path: Path) -> None
     with opened(tmp_path) as journal:
         journal.close()
         with pytest.raises(RuntimeError, match="before close"):
-            journal.append(b"late")
+            journal.append(Stream.CHANGES, b"late")
 
 
 @MODES
 async def test_durable_means_that_another_process_would_find_it(tmp_path: Path, sync: bool) -> None:
     with opened(tmp_path / "journal", sync=sync) as journal:
         for number in range(20):
-            journal.append(b"%d" % number)
-            await journal.durable()
+            journal.append(Stream.CHANGES, b"%d" % number)
+            await journal.wait_durable()
             assert not journal.has_unflushed
             copy(tmp_path / "journal", tmp_path / f"copy-{number}")
             assert read(tmp_path / f"copy-{number}") == [b"%d" % each for each in range(number + 1)]
@@ -93,13 +94,13 @@ async def test_durable_means_that_another_process_would_find_it(tmp_path: Path, 
 @MODES
 async def test_one_waits_for_a_number_and_not_for_what_came_later(tmp_path: Path, sync: bool) -> None:
     with opened(tmp_path, sync=sync) as journal:
-        first = journal.append(b"first")
-        await journal.durable(first)
-        second = journal.append(b"second")
+        first = journal.append(Stream.CHANGES, b"first")
+        await journal.wait_durable(first)
+        second = journal.append(Stream.CHANGES, b"second")
         assert second == first + 1
-        await journal.durable(first)
+        await journal.wait_durable(first)
         assert journal.has_unflushed
-        await journal.durable(second)
+        await journal.wait_durable(second)
         assert not journal.has_unflushed
 
 
@@ -118,8 +119,8 @@ async def test_calls_at_once_share_few_commits(tmp_path: Path, monkeypatch: pyte
     with opened(tmp_path, sync=True) as journal:
 
         async def call(record: bytes) -> None:
-            journal.append(record)
-            await journal.durable()
+            journal.append(Stream.CHANGES, record)
+            await journal.wait_durable()
 
         calls = [asyncio.create_task(call(record)) for record in expected]
         await asyncio.sleep(0)  # all have appended; the first commit holds some of them, and waits
@@ -140,8 +141,8 @@ async def test_the_loop_goes_on_during_an_fsync(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(SegmentWriter, "append", slow)
     with opened(tmp_path, sync=True) as journal:
-        journal.append(b"slow")
-        waiting = asyncio.create_task(journal.durable())
+        journal.append(Stream.CHANGES, b"slow")
+        waiting = asyncio.create_task(journal.wait_durable())
         for _ in range(100):
             await asyncio.sleep(0)
         assert journal.has_unflushed
@@ -158,10 +159,10 @@ async def test_callbacks_run_in_order_once_durable(tmp_path: Path, sync: bool) -
         journal.after_durable(lambda: told.append(0))
         assert told == [0]  # nothing is behind
         for number in range(1, 6):
-            journal.append(b"record")
+            journal.append(Stream.CHANGES, b"record")
             journal.after_durable(lambda number=number: told.append(number))
         assert told == [0]
-        await journal.durable()
+        await journal.wait_durable()
         assert told == [0, 1, 2, 3, 4, 5]
 
 
@@ -169,7 +170,7 @@ async def test_callbacks_run_in_order_once_durable(tmp_path: Path, sync: bool) -
 async def test_callbacks_run_without_anybody_who_waits(tmp_path: Path, sync: bool) -> None:
     called = asyncio.Event()
     with opened(tmp_path, sync=sync) as journal:
-        journal.append(b"dropped")
+        journal.append(Stream.CHANGES, b"dropped")
         journal.after_durable(called.set)
         async with asyncio.timeout(30):
             await called.wait()
@@ -185,14 +186,14 @@ async def test_a_callback_may_append_and_a_failing_one_stops_nobody(
         raise ValueError("not mine")
 
     with opened(tmp_path) as journal:
-        journal.append(b"first")
-        journal.after_durable(lambda: journal.append(b"from a callback"))
+        journal.append(Stream.CHANGES, b"first")
+        journal.after_durable(lambda: journal.append(Stream.CHANGES, b"from a callback"))
         journal.after_durable(fail)
         journal.after_durable(lambda: told.append("last"))
-        await journal.durable()
+        await journal.wait_durable()
         assert told == ["last"]
         assert journal.has_unflushed
-        await journal.durable()
+        await journal.wait_durable()
     assert "not mine" in caplog.text
     assert read(tmp_path) == [b"first", b"from a callback"]
 
@@ -202,14 +203,14 @@ async def test_who_gives_up_waiting_changes_nothing(tmp_path: Path, monkeypatch:
     write = SegmentWriter.append
     monkeypatch.setattr(SegmentWriter, "append", lambda *call: is_free.wait(30) and write(*call))
     with opened(tmp_path, sync=True) as journal:
-        journal.append(b"record")
-        waiting = asyncio.create_task(journal.durable())
+        journal.append(Stream.CHANGES, b"record")
+        waiting = asyncio.create_task(journal.wait_durable())
         await asyncio.sleep(0)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
         is_free.set()
-        await journal.durable()
+        await journal.wait_durable()
     assert read(tmp_path) == [b"record"]
 
 
@@ -237,13 +238,13 @@ def test_any_order_of_calls_keeps_all_records(
     tmp_path_factory: pytest.TempPathFactory, steps: list[bytes | str], sync: bool
 ) -> None:
     directory = tmp_path_factory.mktemp("journal")
-    journal = CommitLog(directory, sync=sync)
+    journal = SegmentLog(directory, sync=sync)
     assert replayed(journal) == []
     expected: list[bytes] = []
     since: dict[int, int] = {0: 0}
     for step in steps:
         if isinstance(step, bytes):
-            journal.append(step)
+            journal.append(Stream.CHANGES, step)
             expected.append(step)
         elif step == "flush":
             journal.flush()
@@ -252,7 +253,7 @@ def test_any_order_of_calls_keeps_all_records(
             since[journal.rotate()] = len(expected)
         else:
             journal.close()
-            journal = CommitLog(directory, sync=sync)
+            journal = SegmentLog(directory, sync=sync)
             assert replayed(journal) == expected
     journal.close()
     for number, count in since.items():
@@ -275,8 +276,8 @@ async def test_each_step_of_the_loop_is_one_call_of_the_system(
         for count in (1, 2, 50):
             calls.clear()
             for number in range(count):
-                journal.append(b"%d" % number)
-            await journal.durable()
+                journal.append(Stream.CHANGES, b"%d" % number)
+            await journal.wait_durable()
             assert len(calls) == 1
 
 

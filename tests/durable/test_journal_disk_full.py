@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from journal_support import commit_each, copy, opened, read, replayed, wait_for_worker, written
 
-from tq_service.durable.log import commit_log
-from tq_service.durable.log.commit_log import RESERVE_BYTES, CommitLog, EmergencyDiskReserve
+from tq_service.durable.log import segment_log
+from tq_service.durable.log.log import Stream
+from tq_service.durable.log.segment_log import RESERVE_BYTES, EmergencyDiskReserve, SegmentLog
 from tq_service.durable.record_file import RecordWriter
 from tq_service.errors import DiskFailedError, DiskFullError
 
@@ -72,17 +73,17 @@ async def test_what_cannot_be_written_waits_and_is_written_when_there_is_room(
         commit_each(journal, [b"before"])
         disk.code = errno.ENOSPC
         for number in range(5):
-            journal.append(b"%d" % number)
+            journal.append(Stream.CHANGES, b"%d" % number)
             with pytest.raises(
                 DiskFullError, match=r"is full: .*; free space, the service goes on by itself"
             ) as caught:
-                await journal.durable()
+                await journal.wait_durable()
             assert caught.value.retry_after_seconds == 1.0
             assert journal.has_unflushed
         told: list[str] = []
         journal.after_durable(lambda: told.append("durable"))
         disk.code = None
-        await journal.durable()
+        await journal.wait_durable()
         assert not journal.has_unflushed
         assert told == ["durable"]
     assert read(tmp_path) == [b"before", *(b"%d" % number for number in range(5))]
@@ -93,11 +94,11 @@ async def test_nobody_tries_until_somebody_asks(tmp_path: Path, disk: Disk, sync
     with opened(tmp_path, sync=sync) as journal:
         journal._reserve.release()
         disk.code = errno.ENOSPC
-        journal.append(b"record")
+        journal.append(Stream.CHANGES, b"record")
         for asked in range(1, 4):
             before = disk.attempts
             with pytest.raises(DiskFullError):
-                await journal.durable()
+                await journal.wait_durable()
             await asyncio.sleep(0.02)
             assert disk.attempts == before + 1, asked
         disk.code = None
@@ -107,7 +108,7 @@ async def test_nobody_tries_until_somebody_asks(tmp_path: Path, disk: Disk, sync
 def test_a_quota_counts_as_a_full_disk(tmp_path: Path, disk: Disk, sync: bool) -> None:
     with opened(tmp_path, sync=sync) as journal:
         disk.code = errno.EDQUOT
-        journal.append(b"record")
+        journal.append(Stream.CHANGES, b"record")
         with pytest.raises(DiskFullError, match="does not take what is written"):
             journal.flush()
         disk.code = None
@@ -121,7 +122,7 @@ def test_what_does_not_fit_is_cut_off_again(tmp_path: Path, disk: Disk, sync: bo
         commit_each(journal, [b"before"])
         size = written(tmp_path / "journal").stat().st_size
         disk.code, disk.partial_bytes = errno.ENOSPC, partial_bytes
-        journal.append(b"a record of more than that")
+        journal.append(Stream.CHANGES, b"a record of more than that")
         with pytest.raises(DiskFullError):
             journal.flush()
         assert written(tmp_path / "journal").stat().st_size == size
@@ -133,18 +134,18 @@ def test_what_does_not_fit_is_cut_off_again(tmp_path: Path, disk: Disk, sync: bo
 
 async def test_after_a_failed_fsync_nothing_is_acknowledged_again(tmp_path: Path, disk: Disk) -> None:
     (tmp_path / "journal").mkdir()
-    journal = CommitLog(tmp_path / "journal", sync=True)
+    journal = SegmentLog(tmp_path / "journal", sync=True)
     assert replayed(journal) == []
     commit_each(journal, [b"before"])
     disk.sync_code = errno.EIO
-    journal.append(b"unknown")
+    journal.append(Stream.CHANGES, b"unknown")
     with pytest.raises(DiskFailedError, match="failed to sync journal-000000000001"):
-        await journal.durable()
+        await journal.wait_durable()
     disk.sync_code = None  # a second fsync would succeed without having written anything
-    journal.append(b"later")
+    journal.append(Stream.CHANGES, b"later")
     for _ in range(2):
         with pytest.raises(DiskFailedError):
-            await journal.durable()
+            await journal.wait_durable()
     copy(tmp_path / "journal", tmp_path / "image", journal)
     with pytest.raises(DiskFailedError):
         journal.close()
@@ -157,15 +158,15 @@ async def test_a_segment_that_cannot_begin_keeps_what_comes_after_it_in_order(
 ) -> None:
     with opened(tmp_path, sync=sync) as journal:
         commit_each(journal, [b"1"])
-        journal.append(b"2")
+        journal.append(Stream.CHANGES, b"2")
         disk.code = errno.ENOSPC
         number = journal.rotate()
-        journal.append(b"3")
+        journal.append(Stream.CHANGES, b"3")
         for _ in range(2):
             with pytest.raises(DiskFullError, match="free space"):
-                await journal.durable()
+                await journal.wait_durable()
         disk.code = None
-        await journal.durable()
+        await journal.wait_durable()
         commit_each(journal, [b"4"])
     assert read(tmp_path, 0) == [b"1", b"2", b"3", b"4"]
     assert read(tmp_path, number) == [b"3", b"4"]
@@ -197,11 +198,11 @@ def test_a_segment_whose_closing_does_not_fit_is_not_left_without_it(
 
 def test_a_disk_that_stays_full_fails_the_close_and_loses_what_was_durable_never(tmp_path: Path, disk: Disk) -> None:
     for sync in (False, True):
-        journal = CommitLog(tmp_path, sync=sync)
+        journal = SegmentLog(tmp_path, sync=sync)
         list(journal.read(0))
         commit_each(journal, [b"durable"])
         disk.code = errno.ENOSPC
-        journal.append(b"refused")
+        journal.append(Stream.CHANGES, b"refused")
         with pytest.raises(DiskFullError):
             journal.close()
         disk.code = None
@@ -211,7 +212,7 @@ def test_a_disk_that_stays_full_fails_the_close_and_loses_what_was_durable_never
 def test_room_set_aside_is_given_up_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: Disk, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(commit_log, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(segment_log, "_LOOK_SECONDS", 0.0)
     reserve = tmp_path / "reserve"
     release = EmergencyDiskReserve.release
 
@@ -225,7 +226,7 @@ def test_room_set_aside_is_given_up_first(
         assert reserve.stat().st_blocks * 512 >= RESERVE_BYTES
         assert not journal.is_disk_low
         with monkeypatch.context() as full:
-            full.setattr(commit_log.os, "statvfs", no_room)
+            full.setattr(segment_log.os, "statvfs", no_room)
             disk.code = errno.ENOSPC
             commit_each(journal, [b"a clear"])
             assert not reserve.exists()
@@ -246,7 +247,7 @@ def test_a_reserve_that_does_not_fit_is_left_out(tmp_path: Path, monkeypatch: py
     def refuse(*_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(commit_log.os, "posix_fallocate", refuse)
+    monkeypatch.setattr(segment_log.os, "posix_fallocate", refuse)
     reserve = EmergencyDiskReserve(tmp_path / "reserve")
     assert not reserve.fill()
     assert not reserve.is_there
@@ -257,17 +258,18 @@ def test_a_reserve_that_does_not_fit_is_left_out(tmp_path: Path, monkeypatch: py
 LIMITED = """
 import resource, sys
 from pathlib import Path
-from tq_service.durable.log.commit_log import CommitLog
+from tq_service.durable.log.log import Stream
+from tq_service.durable.log.segment_log import SegmentLog
 from tq_service.errors import DiskFullError
 
 directory, sync = Path(sys.argv[1]), sys.argv[2] == "disk"
-journal = CommitLog(directory, sync=sync)
+journal = SegmentLog(directory, sync=sync)
 assert not list(journal.read(0))
 soft = 600_000
 resource.setrlimit(resource.RLIMIT_FSIZE, (soft, resource.RLIM_INFINITY))
 number = refused = 0
 while refused < 3:
-    journal.append(b"%d" % number + bytes(5000))
+    journal.append(Stream.CHANGES, b"%d" % number + bytes(5000))
     number += 1
     try:
         journal.flush()
@@ -307,7 +309,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 async def test_a_disk_that_is_full_and_has_room_again(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch, sync: bool
 ) -> None:
-    monkeypatch.setattr(commit_log, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(segment_log, "_LOOK_SECONDS", 0.0)
     ballast = small_disk / "ballast"
     with opened(small_disk / "journal", sync=sync) as journal:
         assert not journal.is_disk_low
@@ -315,16 +317,16 @@ async def test_a_disk_that_is_full_and_has_room_again(
             os.posix_fallocate(file.fileno(), 0, 6 << 20)
         count = refused = 0
         while refused < 3:
-            journal.append(b"%d" % count + bytes(5000))
+            journal.append(Stream.CHANGES, b"%d" % count + bytes(5000))
             count += 1
             try:
-                await journal.durable()
+                await journal.wait_durable()
             except DiskFullError:
                 refused += 1
         assert journal.is_disk_low
         assert not (small_disk / "journal" / "reserve").exists()
         ballast.unlink()
-        await journal.durable()
+        await journal.wait_durable()
     assert read(small_disk / "journal") == [b"%d" % number + bytes(5000) for number in range(count)]
 
 

@@ -9,19 +9,20 @@ from journal_support import commit_each, copy, flip, opened, read, replayed, wai
 from open_files import open_files
 
 from tq_service.durable.files import snapshot_path
-from tq_service.durable.log import commit_log
-from tq_service.durable.log.commit_log import CommitLog
+from tq_service.durable.log import segment_log
+from tq_service.durable.log.log import Stream
 from tq_service.durable.log.segment import segment_numbers, segment_path
+from tq_service.durable.log.segment_log import SegmentLog
 from tq_service.errors import JournalDamagedError
 
 MODES = pytest.mark.parametrize("sync", [False, True], ids=["process", "disk"])
 
 
-def snapshot(journal: CommitLog, directory: Path, kept: int = 0) -> int:
+def snapshot(journal: SegmentLog, directory: Path, kept: int = 0) -> int:
     """Do what taking a snapshot does to the journal; return its number."""
     number = journal.rotate()
     journal.flush()
-    journal.sync_segment(number)
+    journal.sync_rotated(number)
     snapshot_path(directory, number).write_bytes(b"snapshot")
     journal.truncate_before(kept)
     return number
@@ -31,9 +32,9 @@ def snapshot(journal: CommitLog, directory: Path, kept: int = 0) -> int:
 def test_a_snapshot_parts_what_was_before_from_what_came_after(tmp_path: Path, sync: bool) -> None:
     with opened(tmp_path, sync=sync) as journal:
         commit_each(journal, [b"1", b"2"])
-        journal.append(b"3")  # not durable yet, but made before
+        journal.append(Stream.CHANGES, b"3")  # not durable yet, but made before
         number = journal.rotate()
-        journal.append(b"4")
+        journal.append(Stream.CHANGES, b"4")
         journal.flush()
         snapshot_path(tmp_path, number).touch()
     assert read(tmp_path) == [b"4"]
@@ -44,9 +45,9 @@ def test_a_snapshot_parts_what_was_before_from_what_came_after(tmp_path: Path, s
 @MODES
 async def test_a_segment_has_begun_when_all_before_it_is_durable(tmp_path: Path, sync: bool) -> None:
     with opened(tmp_path / "journal", sync=sync) as journal:
-        journal.append(b"before")
+        journal.append(Stream.CHANGES, b"before")
         number = journal.rotate()
-        await journal.durable()
+        await journal.wait_durable()
         copy(tmp_path / "journal", tmp_path / "image", journal)
     snapshot_path(tmp_path / "image", number).touch()
     assert read(tmp_path / "image") == []
@@ -128,13 +129,13 @@ def test_a_snapshot_without_its_segment_is_damage(tmp_path: Path) -> None:
 
 @MODES
 def test_full_segments_follow_each_other(tmp_path: Path, sync: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commit_log, "_SEGMENT_BYTES", 5_000)
+    monkeypatch.setattr(segment_log, "_SEGMENT_BYTES", 5_000)
     expected = [b"%d" % number + bytes(1000) for number in range(60)]
     before = open_files()
     with opened(tmp_path, sync=sync) as journal:
         commit_each(journal, expected[:50])
         for record in expected[50:]:  # in one step of the loop, which is not parted
-            journal.append(record)
+            journal.append(Stream.CHANGES, record)
         wait_for_worker(journal)
     assert len(segment_numbers(tmp_path)) == 11
     assert max(path.stat().st_size for path in tmp_path.glob("journal-*")) > 10_000
@@ -144,7 +145,7 @@ def test_full_segments_follow_each_other(tmp_path: Path, sync: bool, monkeypatch
 
 @MODES
 async def test_the_loop_never_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: bool) -> None:
-    monkeypatch.setattr(commit_log, "_SEGMENT_BYTES", 5_000)
+    monkeypatch.setattr(segment_log, "_SEGMENT_BYTES", 5_000)
     loop_thread, fsync = threading.get_ident(), os.fsync
     synced: list[int] = []
 
@@ -157,10 +158,10 @@ async def test_the_loop_never_waits_for_the_disk(tmp_path: Path, monkeypatch: py
         with monkeypatch.context() as patched:
             patched.setattr(os, "fsync", checked)
             for _ in range(20):
-                journal.append(bytes(1000))
-                await journal.durable()
+                journal.append(Stream.CHANGES, bytes(1000))
+                await journal.wait_durable()
             journal.rotate()
-            await journal.durable()
+            await journal.wait_durable()
             wait_for_worker(journal)
         assert len(synced) >= 4
     assert read(tmp_path) == [bytes(1000)] * 20

@@ -7,14 +7,15 @@ from pathlib import Path
 import pytest
 from journal_support import copy, journal_threads, opened, read
 
-from tq_service.durable.log import commit_log
-from tq_service.durable.log.commit_log import CommitLog
+from tq_service.durable.log import segment_log
+from tq_service.durable.log.log import Stream
 from tq_service.durable.log.segment import SegmentWriter
+from tq_service.durable.log.segment_log import SegmentLog
 
 MODES = pytest.mark.parametrize("sync", [False, True], ids=["process", "disk"])
 
 
-def idle(journal: CommitLog) -> None:
+def idle(journal: SegmentLog) -> None:
     """Give the thread that commits, where there is one, time to commit whatever it takes for complete."""
     del journal
     if journal_threads():
@@ -24,22 +25,22 @@ def idle(journal: CommitLog) -> None:
 @MODES
 async def test_a_crash_within_a_step_leaves_all_of_it_or_nothing(tmp_path: Path, sync: bool) -> None:
     with opened(tmp_path / "journal", sync=sync) as journal:
-        journal.append(b"of another call")
-        waiting = asyncio.create_task(journal.durable())
+        journal.append(Stream.CHANGES, b"of another call")
+        waiting = asyncio.create_task(journal.wait_durable())
         await asyncio.sleep(0)
-        journal.append(b"a change")
+        journal.append(Stream.CHANGES, b"a change")
         journal.after_durable(lambda: None)  # as for the bytes that it frees
         idle(journal)
         copy(tmp_path / "journal", tmp_path / "image", journal)
-        journal.append(b"its answer")
-        await journal.durable()
+        journal.append(Stream.CHANGES, b"its answer")
+        await journal.wait_durable()
         await waiting
     assert read(tmp_path / "image") == [b"of another call"]
     assert read(tmp_path / "journal") == [b"of another call", b"a change", b"its answer"]
 
 
 async def test_a_commit_of_many_calls_parts_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commit_log, "_FRAME_BYTES", 8)
+    monkeypatch.setattr(segment_log, "_FRAME_BYTES", 8)
     sizes: list[int] = []
     write = SegmentWriter.append
 
@@ -52,8 +53,8 @@ async def test_a_commit_of_many_calls_parts_no_step(tmp_path: Path, monkeypatch:
 
         async def call(number: int) -> None:
             for part in range(2):
-                journal.append(b"%d %d" % (number, part))
-            await journal.durable()
+                journal.append(Stream.CHANGES, b"%d %d" % (number, part))
+            await journal.wait_durable()
 
         await asyncio.gather(*(call(number) for number in range(5)))
     assert sum(sizes) == 10
@@ -64,9 +65,9 @@ async def test_a_commit_of_many_calls_parts_no_step(tmp_path: Path, monkeypatch:
 @MODES
 async def test_what_was_durable_before_anybody_waited_is_known_to_be(tmp_path: Path, sync: bool) -> None:
     with opened(tmp_path, sync=sync) as journal:
-        journal.append(b"record")
+        journal.append(Stream.CHANGES, b"record")
         journal.rotate()  # with nobody waiting yet, as at the start of a service with a long journal
         idle(journal)
         async with asyncio.timeout(5):
-            await journal.durable()
+            await journal.wait_durable()
         assert not journal.has_unflushed

@@ -2,22 +2,23 @@
 
 import pytest
 
-from tq_service.durable.log import commit_log
-from tq_service.durable.log.commit_log import ReplayCost
+from tq_service.durable import state_store
+from tq_service.durable.log.log import Stream
+from tq_service.durable.state_store import ReplayCost
 
 
 def seconds_when_too_long(sample_count: int, snapshot_seconds: float = 0.0) -> float:
     cost = ReplayCost()
     cost.note_snapshot(snapshot_seconds)
     while not cost.is_too_long(lambda: sample_count):
-        cost.add_change(1000)
+        cost.add(Stream.CHANGES, 1000)
     return cost.seconds
 
 
 def test_the_larger_the_state_the_shorter_the_journal_but_no_shorter_than_it_is_worth_while() -> None:
     small, larger, largest = map(seconds_when_too_long, (1, 400_000, 2_000_000))
     assert small > larger > largest
-    assert largest == pytest.approx(commit_log._WORTH_SECONDS, abs=0.02)
+    assert largest == pytest.approx(state_store._WORTH_SECONDS, abs=0.02)
 
 
 def test_a_snapshot_that_takes_long_is_taken_less_often() -> None:
@@ -32,7 +33,7 @@ def test_samples_are_counted_now_and_then_only() -> None:
         return 0
 
     while not cost.is_too_long(sample_count):
-        cost.add_put(100)
+        cost.add(Stream.PUTS, 100)
     assert 1 < len(counts) < 200
     cost.reset()
     assert cost.seconds == 0.0

@@ -19,8 +19,8 @@ from tq_service.domain.changes.samples import SamplesWritten
 from tq_service.domain.claims.ledger import TaskLedger
 from tq_service.domain.idempotency import IdempotencyCache
 from tq_service.domain.plan import Pack, Plan, RankPlan
-from tq_service.durable import keeper as keeper_module
-from tq_service.durable.keeper import Keeper
+from tq_service.durable import codec
+from tq_service.durable.state_store import StateStore
 from tq_service.errors import InvalidArgumentError, ServiceFailedError, TqError
 from tq_service.samplers import PlanRunner, Sampler
 from tq_service.server import answers
@@ -44,11 +44,10 @@ class Service:
     """A catalog and a request log, written down."""
 
     def __init__(self, path, *, sync=False):
-        self.keeper = Keeper.open(path, sync=sync)
+        self.store = StateStore.open(path, sync=sync)
         cache = IdempotencyCache(600.0, pack=answers.pack, unpack=answers.unpack)
         self.catalog = Catalog(PlanRunner(), answers=cache)
-        self.keeper.recover(catalog=self.catalog)
-        self.keeper.start()
+        self.store.recover(catalog=self.catalog)
 
     def state(self):
         return {name: digest(self.catalog.get(name)) for name in self.catalog.names()}
@@ -63,7 +62,7 @@ def runs(path, *stories, sync=False):
         try:
             outcomes.append(await story(service))
         finally:
-            await service.keeper.close()
+            await service.store.close()
 
     for story in stories:
         asyncio.run(run(story))
@@ -75,14 +74,14 @@ async def look(service):
 
 
 def refuse_to_encode(monkeypatch, *kinds):
-    real = keeper_module.encode_change
+    real = codec.encode_named
 
     def encode(change):
         if isinstance(change, kinds):
             raise TypeError("1.5 is no integer")
         return real(change)
 
-    monkeypatch.setattr(keeper_module, "encode_change", encode)
+    monkeypatch.setattr(codec, "encode_named", encode)
 
 
 async def claim(service, rank=(0, 1, 0), **arguments):
@@ -99,7 +98,7 @@ def test_a_plan_that_cannot_be_encoded_consumes_nothing_and_the_service_goes_on(
         task = service.catalog.get("train").tasks["t"]
         assert (task.consumed_count, task.next_batch_index) == (0, 0)
         rows = await claim(service)
-        await service.keeper.durable()
+        await service.store.wait_durable()
         return rows, service.state()
 
     async def claim_again(service):
@@ -124,7 +123,7 @@ def test_a_claim_is_encoded_before_it_is_made(tmp_path, monkeypatch, rank):
                 await claim(service, rank)
         assert service.state() == before
         rows = await claim(service, rank)
-        await service.keeper.durable()
+        await service.store.wait_durable()
         return rows, service.state()
 
     (rows, before), after = runs(tmp_path, claim_in_vain, look)
@@ -140,7 +139,7 @@ def test_a_first_write_that_cannot_be_encoded_leaves_no_partition(tmp_path, monk
                 service.catalog.write("train", b"", new_write(6, ("x",)))
         assert not list(service.catalog.names())
         service.catalog.write("other", b"", new_write(1, ("x",)))
-        await service.keeper.durable()
+        await service.store.wait_durable()
         return service.state()
 
     before, after = runs(tmp_path, write_in_vain, look)
@@ -174,25 +173,25 @@ def test_a_fault_within_a_change_ends_the_service_and_its_step_is_not_written_do
 
     async def fail_within(service):
         service.catalog.write("train", b"", new_write(6, ("x",)))
-        await service.keeper.durable()
+        await service.store.wait_durable()
         before = service.state()
         service.catalog.write("train", b"", new_write(3, ("x",)))  # of the same step, and nobody was answered
-        unanswered = asyncio.ensure_future(service.keeper.durable()) if sync else None
+        unanswered = asyncio.ensure_future(service.store.wait_durable()) if sync else None
         monkeypatch.setattr(TaskLedger, "claim_samples", half_done)
         later = []
-        service.keeper.after_durable(lambda: later.append("called"))
+        service.store.after_durable(lambda: later.append("called"))
         with caplog.at_level(logging.CRITICAL), pytest.raises(ZeroDivisionError):
             await claim(service, None)
         monkeypatch.undo()
         for _ in range(2):
             with pytest.raises(ServiceFailedError, match="a change was made in part"):
-                await service.keeper.durable()
-        assert service.keeper.is_behind
-        assert service.keeper.is_stuck
+                await service.store.wait_durable()
+        assert service.store.has_unflushed
+        assert service.store.is_failing
         with pytest.raises(ServiceFailedError):
             service.catalog.write("train", b"", new_write(1, ("x",)))
         with pytest.raises(ServiceFailedError):
-            await service.keeper.take_snapshot()
+            await service.store.take_snapshot()
         if unanswered is not None:
             with pytest.raises(ServiceFailedError):
                 await unanswered
@@ -208,7 +207,7 @@ def test_a_fault_within_a_change_ends_the_service_and_its_step_is_not_written_do
 def test_a_fault_after_a_change_of_a_request_takes_the_change_back(tmp_path, caplog, sync):
     async def fail_after(service):
         service.catalog.write("train", b"", new_write(6, ("x",)))
-        await service.keeper.durable()
+        await service.store.wait_durable()
         before = service.state()
 
         def change():
@@ -218,7 +217,7 @@ def test_a_fault_after_a_change_of_a_request_takes_the_change_back(tmp_path, cap
         with pytest.raises(ZeroDivisionError):
             service.catalog.run_once(b"r" * 16, change)
         with pytest.raises(ServiceFailedError, match="failed after a change"):
-            await service.keeper.durable()
+            await service.store.wait_durable()
         return before
 
     async def retry(service):
@@ -242,7 +241,7 @@ def test_a_refusal_is_the_end_of_its_request_only(tmp_path):
             with pytest.raises((InvalidArgumentError, ZeroDivisionError)):
                 service.catalog.run_once(b"r" * 16, request)
         service.catalog.write("train", b"", new_write(1, ("x",)))
-        await service.keeper.durable()
+        await service.store.wait_durable()
         return service.state()
 
     before, after = runs(tmp_path, refuse, look)

@@ -15,7 +15,8 @@ import pytest
 from damage import DAMAGES, damage
 from fuzz_messages import EXAMPLES
 
-from tq_service.durable.log.commit_log import CommitLog
+from tq_service.durable.log.log import Stream
+from tq_service.durable.log.segment_log import SegmentLog
 from tq_service.errors import DiskFullError, JournalDamagedError
 
 RECORD_COUNT = 300
@@ -36,24 +37,24 @@ def crashed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 async def _write(live: Path, image: Path, *, sync: bool) -> None:
-    journal = CommitLog(live, sync=sync)
+    journal = SegmentLog(live, sync=sync)
     assert list(journal.read(0)) == []
     for number, record in enumerate(RECORDS):
         if number == RECORD_COUNT // 2:
             journal.rotate()
-        journal.append(record)
+        journal.append(Stream.CHANGES, record)
         if number % 3 == 0:
-            await journal.durable()
-    await journal.durable()
+            await journal.wait_durable()
+    await journal.wait_durable()
     shutil.copytree(live, image)
     journal.close()
 
 
 def replayed(folder: Path) -> list[bytes]:
     async def replay() -> list[bytes]:
-        journal = CommitLog(folder, sync=False)
+        journal = SegmentLog(folder, sync=False)
         try:
-            return [record for _, record in journal.read(0)]
+            return [record.data for record in journal.read(0)]
         finally:
             journal.close()
 

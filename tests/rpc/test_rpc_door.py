@@ -359,8 +359,8 @@ def test_the_door_stands_before_a_disk_that_is_full(
     tokens = tmp_path / "tokens.toml"
     reader, writer = add_token(tokens, "reader", ["read"]), add_token(tokens, "writer", ["produce"])
     live = start_server(tokens_file=str(tokens), data_dir=str(tmp_path / "data"))
-    monkeypatch.setattr(live.app._keeper, "is_stuck", True)
-    monkeypatch.setattr(live.app._keeper, "durable", never_durable)
+    monkeypatch.setattr(live.app._state_store, "is_failing", True)
+    monkeypatch.setattr(live.app._state_store, "wait_durable", never_durable)
     name = "/tq_service.v1.ControllerService/Insert"
     for metadata, code, line_count in (
         (None, grpc.StatusCode.UNAUTHENTICATED, 1),

@@ -4,7 +4,7 @@ import asyncio
 
 from engine_driver import begin, begin_shared, put_id
 
-from tq_service.durable.keeper import PutRecords
+from tq_service.durable import codec
 from tq_service.storage import segments
 from tq_service.storage.engine import StorageEngine
 from tq_service.storage.segments import SegmentFiles
@@ -25,7 +25,6 @@ class Folder:
         self.durable_count = 0
         self._callbacks = []
         self.engine = None
-        self.puts = None
 
     def open(self):
         """Start an engine; what an earlier one had not made durable is gone."""
@@ -35,10 +34,7 @@ class Folder:
             self._end(self.engine)
         files = SegmentFiles(self.path / "segments", min_free_bytes=self.min_free_bytes)
         self.engine = StorageEngine(files=files, **self.settings)
-        self.puts = PutRecords(self.engine)
-        self.puts.recover(self.records)
-        journal = _Journal(self.records, self._callbacks)
-        self.puts.start(journal.append, journal.after_durable)
+        self.engine.recover(list(self.records), _Log(self.records, self._callbacks))
         return self.engine
 
     def _end(self, engine):
@@ -55,7 +51,7 @@ class Folder:
     def snapshot(self):
         """Go on from what is there now, as a snapshot and a new journal do."""
         self.flush()
-        self.records[:] = list(self.puts.kept_records())
+        self.records[:] = list(map(b"".join, self.engine.put_records()))
         self.durable_count = len(self.records)
 
     def segments(self):
@@ -63,12 +59,18 @@ class Folder:
         return {int(path.stem): path for path in sorted((self.path / "segments").glob("*.seg"))}
 
 
-class _Journal:
+class _Log:
     """The way of one engine to its folder."""
 
+    encode_put = staticmethod(codec.encode_put)
+    decode_put = staticmethod(codec.decode_put)
+
     def __init__(self, records, callbacks):
-        self.append = records.append
+        self._records = records
         self.after_durable = callbacks.append
+
+    def append_put(self, record, values=b""):
+        self._records.append(record + values)
 
 
 async def put(engine, number, data, *, shared=False, confirm=True):

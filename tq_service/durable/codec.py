@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from tq_service.domain.changes.state_machine import Change
 from tq_service.errors import NewerVersionError
+from tq_service.storage.put_records import EncodedPut, PutDropped, PutRecord, PutStored
 
 Value = TypeVar("Value")
 _RANGE: Final = 1  # int64, first and count
@@ -39,8 +40,10 @@ _VECTORS: Final[dict[int, np.dtype[Any]]] = {
 _VECTOR_CODES: Final[dict[np.dtype[Any], int]] = {dtype: code for code, dtype in _VECTORS.items()}
 _LEAST_RANGE: Final = 16
 _BOUNDS: Final = struct.Struct("<qq")
-_HEADER: Final = struct.Struct("<Bd")
-_GROUP: Final = 0
+_AT_SECONDS: Final = struct.Struct("<d")
+_SIZE: Final = struct.Struct("<I")
+_MOST_GROUP_BYTES: Final = (1 << 20) - 1
+_PUT_KINDS: Final[dict[str, type[PutRecord]]] = {kind.__name__: kind for kind in (PutStored, PutDropped)}
 _MOST_KEPT_BYTES: Final = 1 << 20
 _local = threading.local()  # has the packer of a thread, and its buffer: making one takes longer than packing a change
 
@@ -215,44 +218,73 @@ def array(code: int, data: bytes) -> NDArray[Any]:
     return values
 
 
-# Groups of changes as records of the journal: a zero byte, which no message of protobuf begins with, tells them from
-# the records of puts; then the time of the group (double, little-endian), and each change as its name and its fields.
+# Records of the log: each dataclass in them as its name and its fields.
+#
+# - of changes: the time of their group (double), and one after the other;
+# - of puts: the size of the dataclass (uint32), the dataclass, and of a small put its values.
 
 
-def encode_change(change: Change) -> bytes:
-    """Return the bytes of a change."""
-    return encode((type(change).__name__, change))
+def encode_named(value: Any) -> bytes:
+    """Return the bytes of a dataclass with its name."""
+    return encode((type(value).__name__, value))
 
 
-def encode_group(at_seconds: float, changes: Sequence[bytes]) -> bytes:
-    """Return the record of a group of changes."""
-    return b"".join((_HEADER.pack(_GROUP, at_seconds), *changes))
+def encode_group(at_seconds: float, changes: Sequence[bytes]) -> list[bytes]:
+    """Return the records of a group of changes, each below 1 MiB unless it has one change alone that is larger.
 
-
-def is_group(record: bytes) -> bool:
-    """Whether a record is of a group of changes."""
-    return record[:1] == b"\0"
+    So that any log takes them; whoever appends them has the log keep them together.
+    """
+    if sum(map(len, changes)) <= _MOST_GROUP_BYTES:
+        parts = [list(changes)]
+    else:
+        parts = [[]]
+        size = _AT_SECONDS.size
+        for change in changes:
+            if parts[-1] and size + len(change) > _MOST_GROUP_BYTES:
+                parts.append([])
+                size = _AT_SECONDS.size
+            parts[-1].append(change)
+            size += len(change)
+    return [b"".join((_AT_SECONDS.pack(at_seconds), *part)) for part in parts]
 
 
 def decode_group(record: bytes) -> tuple[float, list[Change]]:
-    """Return the time and the changes of a group.
+    """Return the time and the changes of a record of a group.
 
     Raises:
         NewerVersionError: one of them is not known here.
         ValueError, TypeError, KeyError, struct.error: the bytes are not those of a group.
     """
-    _, at_seconds = _HEADER.unpack_from(record)
+    (at_seconds,) = _AT_SECONDS.unpack_from(record)
     unpacker = msgpack.Unpacker(ext_hook=array, strict_map_key=False, use_list=False, max_buffer_size=0)
-    unpacker.feed(memoryview(record)[_HEADER.size :])
-    return at_seconds, [_change(name, fields) for name, fields in unpacker]
+    unpacker.feed(memoryview(record)[_AT_SECONDS.size :])
+    return at_seconds, [_decode_named(Change.kinds, *named) for named in unpacker]
 
 
-def _change(name: str, fields: object) -> Change:
-    kind: Any = Change.kinds.get(name)
+def encode_put(record: PutRecord) -> bytes:
+    """Return the record of what became of a put; the values of a small one are to follow it."""
+    encoded = encode_named(record)
+    return _SIZE.pack(len(encoded)) + encoded
+
+
+def decode_put(data: bytes) -> tuple[PutRecord, EncodedPut]:
+    """Return what became of a put, and its record apart from the values that follow it.
+
+    Raises:
+        NewerVersionError: it has a kind or a field that is not known here.
+        ValueError, TypeError, KeyError, struct.error: the bytes are not those of a put.
+    """
+    end = _SIZE.size + _SIZE.unpack_from(data)[0]
+    named = unpack(data[_SIZE.size : end])
+    return _decode_named(_PUT_KINDS, *named), (data[:end], data[end:])
+
+
+def _decode_named(kinds: Mapping[str, type[Value]], name: str, fields: object) -> Value:
+    kind: Any = kinds.get(name)
     if kind is None:
         raise NewerVersionError(
             f"the journal has a change {name!r}, which this version does not know; it was written by a newer version: "
             f"install that one"
         )
-    change: Change = decoder(kind)(fields)
-    return change
+    value: Value = decoder(kind)(fields)
+    return value

@@ -1,19 +1,151 @@
-"""The folder that a service keeps its state in."""
+"""The folder that a service keeps its state in: its lock, and its identity, which stays as long as the folder does."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import fcntl
+import json
+import os
+import secrets
+import socket
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from tq_service.durable.files import PARTIAL_SUFFIX, make_folder, quarantine, snapshot_numbers, snapshot_path
-from tq_service.durable.identity import Identity, new_identity, read_identity, write_identity
-from tq_service.durable.lock import DirectoryLock
-from tq_service.durable.log.commit_log import CommitLog
+from tq_service.durable.files import (
+    PARTIAL_SUFFIX,
+    make_folder,
+    snapshot_numbers,
+    snapshot_path,
+    sync_path,
+)
+from tq_service.durable.log.log import Log
 from tq_service.durable.log.segment import segment_numbers
 from tq_service.errors import DataDirError
 
+FORMAT_VERSION: Final = 3
+_BOOT_ID_BYTES: Final = 16
 _IDENTITY: Final = "identity.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """Names that outlive the process.
+
+    Attributes:
+        controller_boot_id: 16 bytes, of the controller that keeps its state in the folder.
+        storage_boot_id: 16 bytes, of the storage service that keeps its puts there.
+        storage_id: name of that storage service, by which samples say where their cells are; empty until it has one.
+    """
+
+    controller_boot_id: bytes
+    storage_boot_id: bytes
+    storage_id: str = ""
+
+
+def new_identity() -> Identity:
+    """Return an identity that no other folder has."""
+    return Identity(
+        controller_boot_id=secrets.token_bytes(_BOOT_ID_BYTES), storage_boot_id=secrets.token_bytes(_BOOT_ID_BYTES)
+    )
+
+
+def write_identity(path: Path, identity: Identity) -> None:
+    """Write an identity, whole or not at all; it survives a loss of power.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    text = json.dumps(
+        {
+            "format_version": FORMAT_VERSION,
+            "controller_boot_id": identity.controller_boot_id.hex(),
+            "storage_boot_id": identity.storage_boot_id.hex(),
+            "storage_id": identity.storage_id,
+        },
+        indent=2,
+    )
+    unfinished = path.with_name(path.name + ".new")
+    with unfinished.open("w") as file:
+        file.write(text + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+    sync_path(path.parent)
+
+
+def read_identity(path: Path) -> Identity | None:
+    """Return the identity in a file, None where there is no file.
+
+    Raises:
+        DataDirError: the file is damaged, or of another format.
+        OSError: it cannot be read.
+    """
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        values = json.loads(text)
+        version = int(values["format_version"])
+        if version > FORMAT_VERSION:
+            raise DataDirError(
+                f"the data dir {path.parent} has format {version}, this version of the service reads formats up to "
+                f"{FORMAT_VERSION}; install the version that wrote it, or a later one"
+            )
+        if version < FORMAT_VERSION:
+            raise DataDirError(
+                f"the data dir {path.parent} has format {version}, which this version of the service reads no more; "
+                f"start it with the version that wrote it, or name an empty folder"
+            )
+        identity = Identity(
+            controller_boot_id=bytes.fromhex(values["controller_boot_id"]),
+            storage_boot_id=bytes.fromhex(values["storage_boot_id"]),
+            storage_id=str(values["storage_id"]),
+        )
+        if {len(identity.controller_boot_id), len(identity.storage_boot_id)} != {_BOOT_ID_BYTES}:
+            raise ValueError(f"boot ids have {_BOOT_ID_BYTES} bytes")
+    except (ValueError, TypeError, KeyError) as error:
+        raise DataDirError(f"{path} cannot be read: {error!r}; restore a checkpoint into an empty folder") from None
+    return identity
+
+
+class DirectoryLock:
+    """Held from when it is made until `release`, or until the process ends in whatever way."""
+
+    def __init__(self, path: Path) -> None:
+        """Take the lock.
+
+        Args:
+            path: of a file that is there for the lock alone, and stays.
+
+        Raises:
+            DataDirError: another process has it.
+            OSError: the file cannot be written.
+        """
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            self._take(path)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    def _take(self, path: Path) -> None:
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(self._descriptor, 256, 0).decode(errors="replace").strip() or "a process that is starting"
+            raise DataDirError(
+                f"the data dir {path.parent} is in use by {holder}; stop it first, or give this service a folder of "
+                "its own"
+            ) from None
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+    def release(self) -> None:
+        """Let others have it."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
 
 class DataDir:
@@ -68,10 +200,6 @@ class DataDir:
             raise
         return opened
 
-    def journal(self, *, sync: bool, accept_loss: bool = False) -> CommitLog:
-        """Open the journal; see `CommitLog`."""
-        return CommitLog(self.path, sync=sync, accept_loss=accept_loss)
-
     def storage_id(self, given: str | None, default: str) -> str:
         """Return the name of the storage service that keeps its puts here, which stays what it was at first.
 
@@ -97,30 +225,18 @@ class DataDir:
             self.identity = identity
         return self.identity.storage_id
 
-    def snapshots(self) -> list[int]:
-        """Return the numbers of the journal at which there are snapshots, ascending."""
-        return snapshot_numbers(self.path)
-
-    def snapshot_path(self, number: int) -> Path:
-        """Return where the snapshot of all before a number is, or is to be put once it is whole."""
-        return snapshot_path(self.path, number)
-
-    def quarantine_snapshot(self, number: int) -> None:
-        """Rename a snapshot that turned out to be damaged, so that no start goes on from it."""
-        quarantine(self.snapshot_path(number), ".damaged")
-
-    def remove_unneeded(self, journal: CommitLog, number: int) -> None:
+    def remove_unneeded(self, log: Log, number: int) -> None:
         """Remove what no start needs, now that there is a snapshot of all before a number; blocks.
 
-        The snapshot before it stays, with the journal since then: should the new one turn out to be damaged.
+        The snapshot before it stays, with the log since then: should the new one turn out to be damaged.
         """
-        *older, kept = [0, *(each for each in self.snapshots() if each < number)]
+        *older, kept = [0, *(each for each in snapshot_numbers(self.path) if each < number)]
         for each in filter(None, older):
-            self.snapshot_path(each).unlink()
-        journal.truncate_before(kept)
+            snapshot_path(self.path, each).unlink()
+        log.truncate_before(kept)
 
     def close(self) -> None:
-        """Let others open it; close the journal first."""
+        """Let others open it; close the log first."""
         self._lock.release()
 
 

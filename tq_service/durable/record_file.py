@@ -17,7 +17,7 @@ from typing import BinaryIO, Final, TypeVar
 import xxhash
 
 from tq_service.durable.files import PARTIAL_SUFFIX, sync_path
-from tq_service.durable.log.commit_log import RESERVE_BYTES
+from tq_service.durable.log.segment_log import RESERVE_BYTES
 from tq_service.durable.pace import Pace
 from tq_service.errors import SnapshotDamagedError
 

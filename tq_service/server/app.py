@@ -17,7 +17,7 @@ from tq_service.config import ServeSettings, default_shared_memory_dir, join_add
 from tq_service.domain.admission.limits import Limits
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.idempotency import IdempotencyCache
-from tq_service.durable.keeper import Keeper, PutRecords
+from tq_service.durable.state_store import StateStore
 from tq_service.errors import ServiceFailedError, TqError
 from tq_service.samplers import PlanRunner, SamplerRegistry
 from tq_service.server import answers
@@ -71,7 +71,7 @@ class App:
         self._engine: StorageEngine | None = None
         self._handover: HandoverServer | None = None
         self._commits: Commits | None = None
-        self._keeper: Keeper | None = None
+        self._state_store: StateStore | None = None
         self._server = grpc.aio.server(
             options=[
                 ("grpc.max_receive_message_length", settings.max_message_bytes),
@@ -112,16 +112,16 @@ class App:
             takes_services=self._entrance.takes_services,
         )
         if settings.data_dir is not None:
-            self._keeper = Keeper.open(
+            self._state_store = StateStore.open(
                 settings.data_dir,
                 sync=settings.durability == "disk",
                 accept_loss=settings.accept_journal_loss,
             )
-            self._keeper.fatal = self.supervisor.fatal
-            self._boundary.state = self._keeper
+            self._state_store.fatal = self.supervisor.fatal
+            self._boundary.state = self._state_store
         services = self._add_services()
-        if self._keeper is not None:
-            self._recover(self._keeper)
+        if self._state_store is not None:
+            self._recover(self._state_store)
         self._health.add(("", *services))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._boundary)
         if settings.reflection:
@@ -168,26 +168,23 @@ class App:
         return services
 
     def _storage_engine(self) -> StorageEngine:
-        settings, keeper, name = self._settings, self._keeper, self._settings.storage_name(self.port)
-        if keeper is None:
+        settings, store, name = self._settings, self._state_store, self._settings.storage_name(self.port)
+        if store is None:
             return StorageEngine(
                 storage_id=name, max_bytes=settings.max_bytes, put_ttl_seconds=settings.put_ttl_seconds
             )
         return StorageEngine(
-            storage_id=keeper.data_dir.storage_id(settings.storage_id, name),
+            storage_id=store.data_dir.storage_id(settings.storage_id, name),
             max_bytes=settings.max_bytes,
             put_ttl_seconds=settings.put_ttl_seconds,
-            boot_id=keeper.data_dir.identity.storage_boot_id,
-            files=SegmentFiles(keeper.data_dir.segments_path),
+            boot_id=store.data_dir.identity.storage_boot_id,
+            files=SegmentFiles(store.data_dir.segments_path),
             sync=settings.durability == "disk",
         )
 
-    def _recover(self, keeper: Keeper) -> None:
+    def _recover(self, store: StateStore) -> None:
         """Bring back what the data folder has, and write down every change from now on."""
-        found = keeper.recover(
-            catalog=self._catalog,
-            engine=None if self._engine is None else PutRecords(self._engine),
-        )
+        found = store.recover(catalog=self._catalog, engine=self._engine)
         _log.info(
             "recovered %d partitions with %d samples and %d puts in %.2f s; %d records of the journal were made again",
             found.partition_count,
@@ -196,7 +193,6 @@ class App:
             found.seconds,
             found.record_count,
         )
-        keeper.start()
         if self._catalog is not None:
             self._catalog.start_leases()
         if self._storages is not None:
@@ -251,8 +247,8 @@ class App:
             HEARTBEAT_SECONDS,
             self._entrance.credentials,
             snapshot_cells=self._catalog.snapshot_cells,
-            boot_id=None if self._keeper is None else self._keeper.data_dir.identity.controller_boot_id,
-            after_durable=_at_once if self._keeper is None else self._keeper.after_durable,
+            boot_id=None if self._state_store is None else self._state_store.data_dir.identity.controller_boot_id,
+            after_durable=_at_once if self._state_store is None else self._state_store.after_durable,
             start_task=self.supervisor.start,
         )
         self._catalog.on_freed = self._storages.free
@@ -268,7 +264,7 @@ class App:
             checkpoints=Checkpoints(
                 catalog=self._catalog,
                 storages=self._storages,
-                keeper=self._keeper,
+                store=self._state_store,
                 checkpoint_dir=settings.checkpoint_directory(),
             ),
         )
@@ -281,8 +277,8 @@ class App:
 
     def _fail(self, failure: ServiceFailedError) -> None:
         """Write nothing more, say so to health checks, and end all calls: none is answered from what is in memory."""
-        if self._keeper is not None:
-            self._keeper.abandon(failure)
+        if self._state_store is not None:
+            self._state_store.abandon(failure)
         self._health.drain()
         if self._catalog is not None:
             self._catalog.drain()
@@ -317,8 +313,8 @@ class App:
         self._entrance.close()
         if self._storages is not None:
             await self._storages.close()
-        if self._keeper is not None:
-            await self._keeper.close()
+        if self._state_store is not None:
+            await self._state_store.close()
 
 
 def _at_once(callback: Callable[[], None]) -> None:

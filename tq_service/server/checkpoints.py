@@ -9,7 +9,7 @@ import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.idempotency import AnswerBlocks, Entry, merged
@@ -19,6 +19,7 @@ from tq_service.durable.checkpoint import CheckpointWriter, checkpoint_path
 from tq_service.durable.checkpoint_plan import Block, PartitionPlan
 from tq_service.durable.restore import Checkpoint, read_checkpoint
 from tq_service.durable.snapshot import ServiceSnapshot, StoredBlock
+from tq_service.durable.state_store import StateStore
 from tq_service.errors import DataLossError, FieldNotFoundError, PreconditionError, PutNotFoundError
 from tq_service.server.answers import pack
 from tq_service.server.loop_watch import watching_loop
@@ -31,23 +32,13 @@ Answer = TypeVar("Answer")
 _MOST_NAMED: Final = 5
 
 
-class KeepsState(Protocol):
-    """What makes the state of the service outlive its process."""
-
-    async def keep_restored(
-        self, partitions: Sequence[PartitionSnapshot], answers: Callable[[], AnswerBlocks], appear: Callable[[], None]
-    ) -> None:
-        """Make partitions durable that nobody has seen yet, and answers, and call `appear` then; all or nothing."""
-        ...
-
-
 class Checkpoints:
     """Writes and restores the checkpoints of one controller, one at a time.
 
     Args:
         catalog: the partitions.
         storages: where the bytes are.
-        keeper: keeps the state, None where it ends with the process.
+        store: has the state outlive the process; None: it ends with it.
         checkpoint_dir: the directory that all checkpoints are below; None: the service has none.
     """
 
@@ -56,12 +47,12 @@ class Checkpoints:
         *,
         catalog: Catalog,
         storages: StorageDirectory,
-        keeper: KeepsState | None,
+        store: StateStore | None,
         checkpoint_dir: Path | None,
     ) -> None:
         self._catalog = catalog
         self._storages = storages
-        self._keeper = keeper
+        self._store = store
         self._checkpoint_dir = checkpoint_dir
         self._running: str | None = None
 
@@ -180,12 +171,12 @@ class Checkpoints:
             self._catalog.answers.restore(answers)
             self._catalog.run_once(request_id, lambda: answer, pb.RestoreResponse)
 
-        if self._keeper is None:
+        if self._store is None:
             appear()
             return
         own = [[Entry(request_id, self._catalog.machine.now_seconds(), pack(answer))]]
         snapshots = [partition.snapshot() for partition in partitions]
-        await self._keeper.keep_restored(
+        await self._store.snapshot_restored(
             snapshots, lambda: merged(answers, self._catalog.answers.snapshot(), own), appear
         )
 

@@ -14,10 +14,10 @@ from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
 from tq_service.errors import InternalError, InvalidArgumentError, ResourceExhaustedError, TqError
+from tq_service.server.await_durable import DurableState, await_durable
 from tq_service.server.call_limits import RunningCalls
 from tq_service.server.door import Door, Entry
 from tq_service.server.permissions import OPEN_METHODS
-from tq_service.server.settled import State, settled
 from tq_service.server.untaken_answers import log_untaken_answers_in_one_line
 from tq_service.wire.error_table import to_status
 from tq_service.wire.frames import Garbled
@@ -59,7 +59,7 @@ class ErrorBoundary:
         self._server = server
         log_untaken_answers_in_one_line()
         self.calls = calls or RunningCalls()
-        self.state: State | None = None
+        self.state: DurableState | None = None
         self.door: Door | None = None
         self.unserved: frozenset[str] = frozenset()
 
@@ -79,7 +79,7 @@ class _Guarded(grpc.GenericRpcHandler):
     def __init__(
         self,
         service: grpc.GenericRpcHandler,
-        state: State | None,
+        state: DurableState | None,
         door: Door | None,
         calls: RunningCalls,
         unserved: frozenset[str],
@@ -102,7 +102,7 @@ class _Guarded(grpc.GenericRpcHandler):
             if handler is None:
                 return None
             # Inside the door, so that who is not let in neither waits for a disk nor learns how it is.
-            handler = self._handlers[method] = _settling(handler, method, self._state)
+            handler = self._handlers[method] = _with_durability(handler, method, self._state)
         if self._calls.is_full and method not in OPEN_METHODS:
             return self._full
         entry = self._open if self._door is None else self._door.entry(handler_call_details)
@@ -116,7 +116,7 @@ class _Guarded(grpc.GenericRpcHandler):
         await _abort(context, self._calls.refusal(), "", self._calls)
 
 
-def _settling(handler: Handler, method: str, state: State | None) -> Handler:
+def _with_durability(handler: Handler, method: str, state: DurableState | None) -> Handler:
     """Return a handler whose answers wait until they are durable.
 
     What streams of answers tell is that bytes are there, which was answered before; so they wait for nothing.
@@ -126,10 +126,10 @@ def _settling(handler: Handler, method: str, state: State | None) -> Handler:
     deserialize, serialize = handler.request_deserializer, handler.response_serializer
     fills_disk = method in _FILL_THE_DISK
     if handler.unary_unary is not None:
-        behavior = settled(handler.unary_unary, state, fills_disk=fills_disk)
+        behavior = await_durable(handler.unary_unary, state, fills_disk=fills_disk)
         return grpc.unary_unary_rpc_method_handler(behavior, deserialize, serialize)
     if handler.stream_unary is not None:
-        behavior = settled(handler.stream_unary, state, fills_disk=fills_disk)
+        behavior = await_durable(handler.stream_unary, state, fills_disk=fills_disk)
         return grpc.stream_unary_rpc_method_handler(behavior, deserialize, serialize)
     return handler
 

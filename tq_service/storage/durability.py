@@ -12,22 +12,30 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
 from xxhash import xxh3_64_intdigest
 
 from tq_service.errors import DiskFailedError, DiskFullError, UnavailableError
-from tq_service.storage.kept import KeepsPuts, KeptPut, describe_put, restore_put
 from tq_service.storage.pending_put import PendingPut
 from tq_service.storage.pool import SMALL_BYTES, RegionPool, size_class
+from tq_service.storage.put_records import (
+    EncodedPut,
+    PutDropped,
+    PutLog,
+    PutStored,
+    describe_put,
+    left_puts,
+    restore_put,
+)
 from tq_service.storage.region import Region
 from tq_service.storage.segment_checks import SegmentChecks
 from tq_service.storage.segment_threads import SegmentThreads
 from tq_service.storage.segments import Segment, SegmentFiles, is_passing
 from tq_service.storage.shared_region import SharedRegion
 from tq_service.storage.stored_put import StoredPut
-from tq_service.v1 import journal_pb2 as pb
 
 _log = logging.getLogger(__name__)
 _RETRY_AFTER_SECONDS: Final = 1.0
@@ -46,10 +54,10 @@ class Durability:
         self._files = files
         self._pool = pool
         self._sync = sync
-        self._keeps: KeepsPuts | None = None
+        self._log: PutLog | None = None
         self._threads = SegmentThreads(pool)
         self._checks = SegmentChecks(self._threads)
-        self._records: dict[bytes, KeptPut] = {}
+        self._records: dict[bytes, EncodedPut] = {}
         self._moving: dict[bytes, asyncio.Task[None]] = {}
         self._left_behind: dict[bytes, Region] = {}  # regions of puts whose move could not be written down
 
@@ -82,10 +90,6 @@ class Durability:
         """Forget a put that was not here."""
         if put_id not in self._records:
             self._checks.forget(put_id)
-
-    def start(self, keeps: KeepsPuts) -> None:
-        """Write down what becomes of puts from now on."""
-        self._keeps = keeps
 
     # Taking puts
 
@@ -155,21 +159,27 @@ class Durability:
             if checksum is None:
                 raise RuntimeError(f"put {put_id.hex()} was finished before it was settled")
             size = sum(size for _, size in stored.plain_spans())
-            message = describe_put(put_id, stored, backing.number, size)
-            message.checksum = checksum
-            self._write(put_id, KeptPut.of(message, None))
+            self._write(describe_put(put_id, stored, size, segment=backing.number, checksum=checksum))
         else:
-            self._write(put_id, _small(put_id, stored))
+            self._write_small(put_id, stored)
 
-    def _write(self, put_id: bytes, record: KeptPut) -> None:
-        self._records[put_id] = record
-        self._keeps_puts.keep(record)
+    def _write(self, record: PutStored, values: bytes | bytearray = b"") -> None:
+        encoded = self._records[record.put_id] = self._needed_log.encode_put(record), values
+        self._needed_log.append_put(*encoded)
+
+    def _write_small(self, put_id: bytes, put: StoredPut) -> None:
+        """Write down a put whose bytes follow its record."""
+        region, values = put.region, put.region.memory()
+        if isinstance(region, SharedRegion):
+            view = region.view()
+            values = b"".join(view[start : start + size] for start, size in put.plain_spans())
+        self._write(describe_put(put_id, put, len(values)), values if isinstance(values, bytearray) else bytes(values))
 
     @property
-    def _keeps_puts(self) -> KeepsPuts:
-        if self._keeps is None:
+    def _needed_log(self) -> PutLog:
+        if self._log is None:
             raise RuntimeError("puts came before it was said where they are to be written down")
-        return self._keeps
+        return self._log
 
     # Giving them back
 
@@ -177,7 +187,7 @@ class Durability:
         """Write down that a put is gone, and give its memory back once that cannot be lost any more."""
         self._records.pop(put_id, None)
         region.is_damaged = self._checks.forget(put_id)
-        self._keeps_puts.drop(put_id)
+        self._needed_log.append_put(self._needed_log.encode_put(PutDropped(put_id=put_id)))
         self._release_later(region)
         left = self._left_behind.pop(put_id, None)
         if left is not None:
@@ -191,20 +201,20 @@ class Durability:
         """Write down a put that was compacted, and give its old region back once that cannot be lost any more."""
         backing = moved.region.backing
         if not isinstance(backing, Segment):
-            self._write(put_id, _small(put_id, moved))
+            self._write_small(put_id, moved)
             self._release_later(old)
             return
-        message = describe_put(put_id, moved, backing.number, moved.region.size)
+        record = describe_put(put_id, moved, moved.region.size, segment=backing.number)
         checksum = self._threads.run(_checksum_and_sync, moved.region, backing, self._sync, pinned=moved.region)
-        finish = self._finish_move(message, self._records[put_id], old, checksum)
+        finish = self._finish_move(record, self._records[put_id], old, checksum)
         self._moving[put_id] = asyncio.get_running_loop().create_task(finish)
 
     async def _finish_move(
-        self, message: pb.PutKept, record: KeptPut, old: Region, checksum: asyncio.Future[int]
+        self, record: PutStored, before: EncodedPut, old: Region, checksum: asyncio.Future[int]
     ) -> None:
-        put_id = message.put_id
+        put_id = record.put_id
         try:
-            message.checksum = await checksum
+            record = replace(record, checksum=await checksum)
         except OSError as error:
             _log.error("put %s cannot be moved to a smaller segment: %s", put_id.hex(), error)
             if put_id in self._records:
@@ -212,45 +222,47 @@ class Durability:
                 return
         finally:
             self._moving.pop(put_id, None)
-        if self._records.get(put_id) is record:  # else it was dropped meanwhile
-            self._write(put_id, KeptPut.of(message, None))
+        if self._records.get(put_id) is before:  # else it was dropped meanwhile
+            self._write(record)
         self._release_later(old)
 
     def _release_later(self, region: Region) -> None:
-        self._keeps_puts.after_durable(partial(self._pool.release, region))
+        self._needed_log.after_durable(partial(self._pool.release, region))
 
-    def records(self) -> Sequence[KeptPut]:
+    def records(self) -> Sequence[EncodedPut]:
         """Return what is written down of each put now."""
         return list(self._records.values())
 
     # After a restart
 
-    def recover(self, messages: Iterable[pb.PutKept]) -> dict[bytes, Region]:
-        """Find the bytes of puts that were written down; return the region of each, and keep what no put has for reuse.
+    def recover(self, records: Iterable[bytes], log: PutLog) -> dict[bytes, Region]:
+        """Find the bytes of puts that were written down, and write down what becomes of puts from now on.
 
-        A put whose segment is missing is damaged. What is in the segments is not looked at yet.
+        A put whose segment is missing is damaged. What is in the segments is not looked at yet; those that no put has
+        are kept for reuse.
+
+        Returns:
+            The region of each put.
         """
+        self._log = log
         found = self._files.found()
         regions = {}
+        left = left_puts(records, log.decode_put)
+        self._records = {put_id: encoded for put_id, (_, encoded) in left.items()}
         # Newest first: where the end of a put was lost with a part of the journal, its segment may have the bytes of a
         # later one.
-        for message in reversed(list(messages)):
-            put_id, number, size = message.put_id, message.segment, message.size_bytes
-            data = None if number else message.data
-            message.ClearField("data")
-            self._records[put_id] = KeptPut.of(message, data)
-            if data is not None:
-                regions[put_id] = Region(data, len(data))
-                continue
-            if number in found:
+        for put_id, (record, (_, values)) in reversed(left.items()):
+            number, size = record.segment, record.size_bytes
+            if not number:
+                regions[put_id] = Region(values, len(values))
+            elif number in found:
                 found.discard(number)
                 regions[put_id] = region = self._pool.take_kept(size, self._files.take(number, size_class(size)))
-                self._checks.expect(put_id, region, message.checksum)
+                self._checks.expect(put_id, region, record.checksum)
             else:
                 self._files.number_after(number)
                 self._checks.mark_damaged(put_id, f"segment {number} is missing")
                 regions[put_id] = Region(b"", size)
-        self._records = dict(reversed(self._records.items()))
         for number in found:
             segment = self._files.take(number)
             if segment.capacity:
@@ -261,16 +273,10 @@ class Durability:
 
     def wake(self, put_id: bytes, region: Region) -> StoredPut:
         """Return a recovered put."""
-        return restore_put(pb.PutKept.FromString(self._records[put_id].head), region)
-
-
-def _small(put_id: bytes, put: StoredPut) -> KeptPut:
-    """Return what is written down of a put whose bytes are written down with it."""
-    region, data = put.region, put.region.memory()
-    if isinstance(region, SharedRegion):
-        view = region.view()
-        data = b"".join(view[start : start + size] for start, size in put.plain_spans())
-    return KeptPut.of(describe_put(put_id, put, 0, len(data)), data if isinstance(data, bytearray) else bytes(data))
+        record, _ = self._needed_log.decode_put(self._records[put_id][0])
+        if not isinstance(record, PutStored):
+            raise TypeError(f"put {put_id.hex()} was written down as {type(record).__name__}")
+        return restore_put(record, region)
 
 
 def _bring_to_rest(

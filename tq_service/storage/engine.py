@@ -18,9 +18,9 @@ from tq_service.storage.compaction import compact
 from tq_service.storage.confirmations import Confirmations
 from tq_service.storage.durability import Durability
 from tq_service.storage.engine_stat import EngineStat, Kept
-from tq_service.storage.kept import KeepsPuts, KeptPut
 from tq_service.storage.pending_put import PendingPut
 from tq_service.storage.pool import RegionPool
+from tq_service.storage.put_records import EncodedPut, PutLog
 from tq_service.storage.put_table import PutTable
 from tq_service.storage.reading import Reading, open_reading
 from tq_service.storage.reconciliation import Reconciliation, cells_besides
@@ -29,7 +29,6 @@ from tq_service.storage.segment_checks import check_sound
 from tq_service.storage.segments import Segment, SegmentFiles
 from tq_service.storage.shared_region import SharedRegion
 from tq_service.storage.stored_put import StoredPut, check_put, stored_bytes, tables_size
-from tq_service.v1.journal_pb2 import PutKept
 from tq_service.wire.columns import ColumnShape
 from tq_service.wire.shared_memory import place_columns
 
@@ -44,8 +43,8 @@ class StorageEngine:
     A put is reserved, written, settled, finished, then confirmed by its commit; one that is not confirmed in time
     expires. Its cells are freed one by one or all at once, and its memory shrinks with them.
 
-    With `files`, `recover` comes first and then `start_keeping`. That a put is confirmed is not written down: recovered
-    puts stay until `keep` tells which of them are known.
+    With `files`, `recover` comes first. That a put is confirmed is not written down: recovered puts stay until `keep`
+    tells which of them are known.
 
     Args:
         max_bytes: quota in bytes; None: no bound.
@@ -428,20 +427,26 @@ class StorageEngine:
 
     # Outliving the process
 
-    def recover(self, messages: Iterable[PutKept]) -> int:
-        """Take over the puts that were written down, as they are left; return how many there are."""
+    def recover(self, records: Iterable[bytes], log: PutLog) -> int:
+        """Take over the puts that records leave, and write down what becomes of puts from now on.
+
+        Without it, an engine with files takes no puts.
+
+        Args:
+            records: all that were written down, in order.
+            log: takes those to come.
+
+        Returns:
+            How many puts there are.
+        """
         durability = self._needed_durability()
-        regions = durability.recover(messages)
+        regions = durability.recover(records, log)
         self._puts.add_asleep(regions, durability.wake)
         self._confirmations.add_recovered(regions)
         self._admission.add(sum(region.size for region in regions.values()))
         return len(regions)
 
-    def start_keeping(self, keeps: KeepsPuts) -> None:
-        """Write down what becomes of puts from now on; without it, an engine with files takes none."""
-        self._needed_durability().start(keeps)
-
-    def kept_puts(self) -> Sequence[KeptPut]:
+    def put_records(self) -> Sequence[EncodedPut]:
         """Return what is written down of each put, as of now."""
         return self._needed_durability().records()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from tq_service.durable.files import beside, quarantine, sync_path
+from tq_service.durable.log.log import Record
 from tq_service.durable.log.segment import (
     FoundSegment,
     SegmentWriter,
@@ -40,8 +41,8 @@ class LogReader:
         self.last_number = 0
         self.last_segment: FoundSegment | None = None
 
-    def records(self, number: int) -> Iterator[tuple[int, bytes]]:
-        """Yield number and record of all from a segment on.
+    def records(self, number: int) -> Iterator[Record]:
+        """Yield all from a segment on.
 
         Args:
             number: that the segment begins with; 0: from the beginning.
@@ -58,8 +59,9 @@ class LogReader:
                 return
             for index, segment in enumerate(found):
                 self.last_number, self.last_segment = segment.number, segment
-                for self.last_number, record in segment.records():
-                    yield self.last_number, record
+                for record in segment.records():
+                    self.last_number = record.number
+                    yield record
                 following = found[index + 1 :]
                 if not self._goes_on(segment, following):
                     self._lose(following)

@@ -1,7 +1,7 @@
 """Segments: the files of a log, each of frames, which hold what was committed together.
 
-    segment: "tqlog001", opening frame, frame ..., closing frame
-    frame:   header, then for each record its size (uint32) and its bytes
+    segment: "tqlog002", opening frame, frame ..., closing frame
+    frame:   header, then for each record its size (uint32), its stream (uint8) and its bytes
     header:  size of all that follows it (uint32), number of the first record (uint64), XXH3 of what follows, seeded
              with that number (uint64), XXH32 of the header so far (uint32); all numbers are little-endian
 
@@ -15,27 +15,35 @@ What a process that is killed leaves is whole frames and a part of one. Only a l
 from __future__ import annotations
 
 import errno
+import math
 import os
 import re
 import struct
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 import xxhash
 
 from tq_service.durable.files import numbers_in
+from tq_service.durable.log.log import Record, Stream
+from tq_service.errors import NewerVersionError
 
-_MAGIC: Final = b"tqlog001"
+_MAGIC: Final = b"tqlog002"
 _HEADER: Final = struct.Struct("<IQQI")
 _CHECKED: Final = struct.Struct("<IQQ")
-_SIZE: Final = struct.Struct("<I")
+_HEADER_CHECKSUM: Final = struct.Struct("<I")
+_RECORD: Final = struct.Struct("<IB")
+_NO_STREAM: Final = 0  # of an opening
+_STREAMS: Final = {int(stream): stream for stream in Stream}
 _NAME: Final = re.compile(r"journal-(\d{12,})\.tqj")
 _NUMBER_OFFSET: Final = 4
 _OPENING_BYTES: Final = 256
 """No opening is longer."""
+Parts: TypeAlias = tuple[int, Sequence[bytes | bytearray]]
+"""A record that is to be written: its stream, and its bytes in parts."""
 
 
 def segment_path(directory: Path, number: int) -> Path:
@@ -57,13 +65,13 @@ def machine_boot_id() -> str:
         return ""
 
 
-def _frame(number: int, records: Sequence[bytes]) -> tuple[bytes, bytes]:
-    if len(records) == 1:
-        body = _SIZE.pack(len(records[0])) + records[0]
-    else:
-        body = b"".join([part for record in records for part in (_SIZE.pack(len(record)), record)])
+def _frame(number: int, records: Sequence[Parts]) -> tuple[bytes, bytes]:
+    # The one place where the values of a small put are copied.
+    body = b"".join(
+        [each for stream, parts in records for each in (_RECORD.pack(sum(map(len, parts)), stream), *parts)]
+    )
     checked = _CHECKED.pack(len(body), number, xxhash.xxh3_64_intdigest(body, number))
-    return checked + _SIZE.pack(xxhash.xxh32_intdigest(checked)), body
+    return checked + _HEADER_CHECKSUM.pack(xxhash.xxh32_intdigest(checked)), body
 
 
 class SegmentWriter:
@@ -92,7 +100,7 @@ class SegmentWriter:
         path = segment_path(directory, number)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            head, body = _frame(number, [bytes([is_synced]) + machine_boot_id().encode()])
+            head, body = _frame(number, [(_NO_STREAM, (bytes([is_synced]), machine_boot_id().encode()))])
             opening = _MAGIC + head + body
             _write(descriptor, [opening], len(opening), 0)
         except BaseException:
@@ -108,7 +116,7 @@ class SegmentWriter:
         os.ftruncate(descriptor, end)
         return cls(path, number, descriptor, end)
 
-    def append(self, number: int, records: Sequence[bytes]) -> None:
+    def append(self, number: int, records: Sequence[Parts]) -> None:
         """Hand a frame to the kernel in one call; one that does not fit is cut off again.
 
         Args:
@@ -183,7 +191,7 @@ class FoundSegment:
         self.is_begun = self.is_synced = self.is_closed = False
         self.machine_boot_id = ""
         try:
-            data = self._read(_OPENING_BYTES)
+            data = self._read(0, _OPENING_BYTES)
             if not data.startswith(_MAGIC):
                 raise Break("does not begin like a file of the journal", is_torn=_MAGIC.startswith(data))
             found, body = _frame_at(data, len(_MAGIC))
@@ -192,7 +200,7 @@ class FoundSegment:
         except Break as flaw:
             self.flaw = flaw
             return
-        (record,) = _records(body)
+        ((_, record),) = _records(body)
         self.is_begun, self.is_synced, self.machine_boot_id = True, bool(record[0]), record[1:].decode()
         self.end = len(_MAGIC) + _HEADER.size + len(body)
 
@@ -201,30 +209,36 @@ class FoundSegment:
         """Whether a loss of power may have taken what was written last, in any order."""
         return self.is_begun and not self.is_synced and self.machine_boot_id != machine_boot_id()
 
-    def records(self) -> Iterator[tuple[int, bytes]]:
-        """Yield number and record, up to the closing, a flaw or the end; raises OSError where it cannot be read."""
+    def records(self, until: float = math.inf) -> Iterator[Record]:
+        """Yield the records that were not read yet, up to a number, the closing, a flaw or the end.
+
+        Raises:
+            OSError: the segment cannot be read.
+        """
         try:
-            data = self._read()
-            while self.end < len(data):
-                number, body = _frame_at(data, self.end)
+            data = self._read(self.end)
+            at = 0
+            while at < len(data) and self.last_number < until:
+                number, body = _frame_at(data, at)
                 if number != self.last_number + 1:
                     raise Break(f"has record {number} where record {self.last_number + 1} should be")
                 if not body:
                     self.is_closed = True
-                    if self.end + _HEADER.size < len(data):
+                    if at + _HEADER.size < len(data):
                         raise Break("goes on after its closing")
                     return
-                for record in _records(body):
-                    self.last_number += 1
-                    yield self.last_number, record
+                at += _HEADER.size + len(body)
                 self.end += _HEADER.size + len(body)
+                for stream, record in _records(body):
+                    self.last_number += 1
+                    yield Record(self.last_number, _stream(stream), record)
         except Break as flaw:
             self.flaw = flaw
 
     def is_whole_after(self) -> bool:
         """Whether a whole frame that comes later follows the flaw: one that was synced when that was written."""
         data = self.path.read_bytes()[self.end + 1 :]
-        most = self.last_number + 2 + len(data) // _SIZE.size
+        most = self.last_number + 2 + len(data) // _RECORD.size
         for shift in range(_NUMBER_OFFSET, _NUMBER_OFFSET + 8):
             count = max(0, len(data) - shift) // 8
             numbers = np.frombuffer(data, "<u8", count, shift) if count else np.zeros(0, np.uint64)
@@ -236,9 +250,10 @@ class FoundSegment:
                 return True
         return False
 
-    def _read(self, most_bytes: int = -1) -> bytes:
+    def _read(self, start: int, most_bytes: int = -1) -> bytes:
         try:
             with self.path.open("rb") as file:
+                file.seek(start)
                 return file.read(most_bytes)
         except OSError as error:
             if error.errno != errno.EIO:
@@ -262,9 +277,19 @@ def _frame_at(data: bytes, at: int) -> tuple[int, bytes]:
     return number, body
 
 
-def _records(body: bytes) -> Iterator[bytes]:
+def _records(body: bytes) -> Iterator[tuple[int, bytes]]:
     at = 0
     while at < len(body):
-        (size,) = _SIZE.unpack_from(body, at)
-        at += _SIZE.size + size
-        yield body[at - size : at]
+        size, stream = _RECORD.unpack_from(body, at)
+        at += _RECORD.size + size
+        yield stream, body[at - size : at]
+
+
+def _stream(number: int) -> Stream:
+    stream = _STREAMS.get(number)
+    if stream is None:
+        raise NewerVersionError(
+            f"the journal has a record of the unknown stream {number}; it was written by a newer version: install that "
+            f"one"
+        )
+    return stream

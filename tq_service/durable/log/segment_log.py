@@ -1,6 +1,4 @@
-"""The log of a service: what it did, one record after the other, so that a start can do it again.
-
-    read -> append ... durable ... rotate ... truncate_before -> close
+"""The log of a service on the disk of its host: what it did, so that a start can do it again.
 
 Segments follow each other (see `segment`). A new one is begun by each start, when one is long, and for each snapshot:
 the snapshot has the number that `rotate` returned, and what follows it is read from that number on.
@@ -9,22 +7,24 @@ the snapshot has the number that `rotate` returned, and what follows it is read 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Final, TypeVar
 
 from tq_service.durable.files import sync_path
+from tq_service.durable.log.log import Record, Stream
 from tq_service.durable.log.reader import LogReader
-from tq_service.durable.log.segment import SegmentWriter, segment_numbers, segment_path
-from tq_service.errors import DiskFailedError, DiskFullError, InternalError, TqError
+from tq_service.durable.log.segment import FoundSegment, Parts, SegmentWriter, segment_numbers, segment_path
+from tq_service.errors import DiskFailedError, DiskFullError, InternalError, PreconditionError, TqError
 
 _log = logging.getLogger(__name__)
 _SEGMENT_BYTES: Final = 32 * 2**20
@@ -33,17 +33,6 @@ _LOOK_SECONDS: Final = 1.0
 _RETRY_SECONDS: Final = 1.0
 RESERVE_BYTES: Final = 4 * 2**20
 
-# What replaying a record, and restoring a sample of a snapshot, take, as measured.
-_CHANGE_SECONDS: Final = 40e-6
-_CHANGE_BYTE_SECONDS: Final = 100e-9
-_PUT_SECONDS: Final = 20e-6
-_PUT_BYTE_SECONDS: Final = 1e-9
-_FILE_SECONDS: Final = 1e-3
-_SAMPLE_SECONDS: Final = 0.7e-6
-_LONGEST_START_SECONDS: Final = 1.1
-_WORTH_SECONDS: Final = 0.4
-_COUNT_AGAIN_SECONDS: Final = 0.01
-
 T = TypeVar("T")
 
 
@@ -51,18 +40,16 @@ class _Rotation:
     """In the queue: what comes after it is in the next segment."""
 
 
-class CommitLog:
-    """Records in the order in which they were appended, each with a number; what is durable is found by a start.
+class SegmentLog:
+    """A `Log` in files of one directory, both streams in the same ones.
 
     Without `sync`, what is durable is with the operating system, and survives any end of any process; a loss of power
     may take the last records, never one before a record that it leaves. The event loop writes it, once for all that one
     of its steps appended, since handing that to a thread takes longer. With `sync`, it is on the disk: a thread writes
     and syncs, all together that came during its last sync.
 
-    What one step of the loop appends is never parted by a crash: a change would be there without the answer that its
-    retry is to get. What cannot be written stays in memory, in order, and is tried again when somebody asks.
-
-    All but the constructor runs on one event loop.
+    What one step of the loop appends is one frame, or a part of one: a change without the answer that its retry is to
+    get would be applied again. What cannot be written stays in memory, in order, and is tried again when somebody asks.
     """
 
     def __init__(self, directory: Path, *, sync: bool, accept_loss: bool = False) -> None:
@@ -81,28 +68,25 @@ class CommitLog:
         self._reserve.release_to_start()
         self._look_at = 0.0
         self._appended = self._durable = 0
-        self._group: list[bytes] = []  # appended in this step of the loop
+        self._group: list[Parts] = []  # appended in this step of the loop
         self._segment_bytes = 0  # appended since the last rotation
         self._waiting: deque[tuple[int, asyncio.Future[None] | Callable[[], None]]] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._abandoned: TqError | None = None
         # The loop adds groups and rotations to the queue. Who commits, the loop or with `sync` the worker, takes them,
         # and alone uses the segment, what is in hand and the number after them.
-        self._queue: deque[list[bytes] | _Rotation] = deque()
+        self._queue: deque[list[Parts] | _Rotation] = deque()
         self._committing: Future[None] | None = None
         self._segment: SegmentWriter | None = None
-        self._in_hand: list[bytes] = []
+        self._in_hand: list[Parts] = []
         self._committed = 0
         self._failure: DiskFailedError | None = None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="tq-log")
 
     # Reading
 
-    def read(self, number: int) -> Iterator[tuple[int, bytes]]:
-        """Yield number and record of all since a snapshot; once they are exhausted, the log takes new ones.
-
-        Args:
-            number: of the snapshot; 0: from the first record on.
+    def read(self, number: int) -> Iterator[Record]:
+        """Yield all since a snapshot; see `Log.read`.
 
         Raises:
             JournalDamagedError: a record that had been written is damaged or missing.
@@ -111,6 +95,34 @@ class CommitLog:
         if self._segment is None:
             yield from self._reader.records(number)
             self._start()
+
+    async def follow(self, stream: Stream, number: int) -> AsyncIterator[Record]:
+        """Yield durable records of a stream, and wait for more; see `Log.follow`."""
+        try:
+            before = [each for each in segment_numbers(self._directory) if each <= number]
+            segment = FoundSegment(self._directory, max(before, default=number))
+            while True:
+                until = self._durable
+                for record in await asyncio.to_thread(list, segment.records(until)):
+                    if record.stream is stream and record.number >= number:
+                        yield record
+                if segment.is_closed:
+                    segment = FoundSegment(self._directory, segment.last_number + 1)
+                else:
+                    await self._wait_for_more(until)
+        except FileNotFoundError as error:
+            raise PreconditionError(
+                f"what follows record {number} was given up for a snapshot that holds it ({error}); begin with that one"
+            ) from error
+
+    async def _wait_for_more(self, durable: int) -> None:
+        if self._durable == durable and self._abandoned is None:
+            more = asyncio.get_running_loop().create_future()
+            self._waiting.append((durable + 1, more))
+            with contextlib.suppress(DiskFullError):  # there may be room later
+                await more
+        if self._abandoned is not None:
+            raise self._abandoned
 
     def _start(self) -> None:
         """Begin a segment, and end the one before; both are on the disk then, with `sync` as all that was read."""
@@ -136,7 +148,7 @@ class CommitLog:
         """Whether something was appended that is not durable yet, or never will be."""
         return self._durable != self._appended or self._abandoned is not None
 
-    def append(self, record: bytes) -> int:
+    def append(self, stream: Stream, *parts: bytes | bytearray) -> int:
         """Add a record, which becomes durable together with all that is added in the same step of the loop.
 
         Returns:
@@ -149,16 +161,13 @@ class CommitLog:
         self._check_open()
         if self._segment_bytes >= _SEGMENT_BYTES and not self._group:
             self.rotate()
-        self._group.append(record)
-        self._segment_bytes += len(record)
+        self._group.append((stream, parts))
+        self._segment_bytes += _size(parts)
         self._appended += 1
         return self._appended
 
     def rotate(self) -> int:
-        """Go on in a new segment, and return its number: a snapshot of now holds all that is before it.
-
-        That snapshot must not be put into its place before `durable` returned and `sync_segment` did.
-        """
+        """Go on in a new segment, and return its number; see `Log.rotate`."""
         self._check_open()
         self._end_group()
         self._segment_bytes = 0
@@ -166,25 +175,19 @@ class CommitLog:
         self._queue.append(_Rotation())
         return self._appended
 
-    def sync_segment(self, number: int) -> None:
-        """Return when a segment that was begun survives a loss of power; any thread may call it, and blocks."""
+    def sync_rotated(self, number: int) -> None:
+        """Return when a segment that was begun survives a loss of power."""
         sync_path(segment_path(self._directory, number))
         sync_path(self._directory)
 
     def truncate_before(self, number: int) -> None:
-        """Remove the segments that have nothing from a number on; any thread may call it, and blocks."""
+        """Remove the segments that have nothing from a number on."""
         for each, following in pairwise(segment_numbers(self._directory)):
             if following <= number:
                 segment_path(self._directory, each).unlink()
 
     def abandon(self, error: TqError) -> None:
-        """Write nothing more, not even what was appended in this step of the loop, since memory may differ from it.
-
-        Groups that were to be written before are whole; they may still be, but nobody is told that they were.
-
-        Args:
-            error: raised from now on where something is appended, or is to be durable.
-        """
+        """Write nothing more; see `Log.abandon`. Groups that were to be written before are whole, and may still be."""
         if self._abandoned is not None:
             return
         self._abandoned = error
@@ -193,11 +196,7 @@ class CommitLog:
         self._waiting.clear()
 
     def close(self) -> None:
-        """Make durable what was appended, unless it was abandoned, and end the thread.
-
-        Raises:
-            DiskFullError, DiskFailedError: what was appended last is not durable; all else is done.
-        """
+        """Make durable what was appended, and end the thread; see `Log.close`."""
         try:
             if self._segment is not None and self.has_unflushed and self._abandoned is None:
                 self.flush()
@@ -238,7 +237,7 @@ class CommitLog:
             self._worker.submit(self._reserve.fill)
         return True
 
-    async def durable(self, number: int | None = None) -> None:
+    async def wait_durable(self, number: int | None = None) -> None:
         """Return once a record is durable, and all before it.
 
         Args:
@@ -262,10 +261,7 @@ class CommitLog:
         await done
 
     def after_durable(self, callback: Callable[[], None]) -> None:
-        """Call something once all that was appended before is durable: now, or later in the order of these calls.
-
-        It is never called once the log was abandoned.
-        """
+        """Call something once all that was appended before is durable; see `Log.after_durable`."""
         if self._abandoned is not None:
             return
         if not self.has_unflushed:
@@ -279,7 +275,7 @@ class CommitLog:
         """Return once all that was appended is durable; with `sync`, that blocks.
 
         Raises:
-            DiskFullError, DiskFailedError, TqError: see `durable`.
+            DiskFullError, DiskFailedError, TqError: see `wait_durable`.
         """
         if self._abandoned is not None:
             raise self._abandoned
@@ -371,13 +367,13 @@ class CommitLog:
         self._committed += len(records)
         self._in_hand = []
 
-    def _take_groups(self) -> list[bytes]:
+    def _take_groups(self) -> list[Parts]:
         """Return what is to be in one frame: whole groups, which come before a rotation."""
         size = 0
         while self._queue and size < _FRAME_BYTES and not isinstance(group := self._queue[0], _Rotation):
             self._queue.popleft()
             self._in_hand += group
-            size += sum(map(len, group))
+            size += sum(_size(parts) for _, parts in group)
         return self._in_hand
 
     def _enter(self, segment: SegmentWriter, number: int) -> None:
@@ -394,7 +390,7 @@ class CommitLog:
         segment = SegmentWriter.create(self._directory, number, is_synced=self._sync)
         try:
             if sync:
-                self.sync_segment(number)
+                self.sync_rotated(number)
             if before is not None:
                 before.append(number, ())
         except BaseException:
@@ -436,6 +432,10 @@ class CommitLog:
             "space, the service goes on by itself",
             retry_after_seconds=_RETRY_SECONDS,
         )
+
+
+def _size(parts: Sequence[bytes | bytearray]) -> int:
+    return sum(map(len, parts))
 
 
 class EmergencyDiskReserve:
@@ -491,53 +491,3 @@ class EmergencyDiskReserve:
                 RESERVE_BYTES >> 20,
             )
         return was_there
-
-
-class ReplayCost:
-    """Estimates how long a start would take to replay the journal, and when a snapshot is to save it that.
-
-    A snapshot is due before restoring the last one and replaying the journal since then take longer, together, than a
-    start may take; but not before the replay takes as long as writing a snapshot does, which grows with the state.
-
-    Attributes:
-        seconds: estimate for the records that are in the journal now.
-    """
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._count_at_seconds = _WORTH_SECONDS
-        self._snapshot_seconds = 0.0
-
-    def add_change(self, size: int) -> None:
-        """Count a change, or an answer, of so many bytes."""
-        self.seconds += _CHANGE_SECONDS + _CHANGE_BYTE_SECONDS * size
-
-    def add_put(self, size: int) -> None:
-        """Count the record of a put, of so many bytes."""
-        self.seconds += _PUT_SECONDS + _PUT_BYTE_SECONDS * size
-
-    def add_files(self, count: int) -> None:
-        """Count files of the journal, of which every start leaves one."""
-        self.seconds += _FILE_SECONDS * count
-
-    def reset(self) -> float:
-        """Begin with an empty journal; return the estimate for the one before it."""
-        before, self.seconds = self.seconds, 0.0
-        self._count_at_seconds = _WORTH_SECONDS
-        return before
-
-    def add(self, seconds: float) -> None:
-        """Add the estimate of a journal again whose snapshot could not be written."""
-        self.seconds += seconds
-
-    def note_snapshot(self, seconds: float) -> None:
-        """Note how long a snapshot took to write."""
-        self._snapshot_seconds = seconds
-
-    def is_too_long(self, sample_count: Callable[[], int]) -> bool:
-        """Whether a snapshot of so many samples is due; they are counted now and then only."""
-        if self.seconds < self._count_at_seconds:
-            return False
-        self._count_at_seconds = self.seconds + _COUNT_AGAIN_SECONDS  # counting takes a step for each partition
-        worth = max(_WORTH_SECONDS, self._snapshot_seconds)
-        return self.seconds >= max(_LONGEST_START_SECONDS - sample_count() * _SAMPLE_SECONDS, worth)

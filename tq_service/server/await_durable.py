@@ -12,39 +12,39 @@ _RETRY_SECONDS: Final = 1.0
 Behavior = Callable[[Any, Any], Awaitable[Any]]
 
 
-class State(Protocol):
+class DurableState(Protocol):
     """What is written down, and how far."""
 
     @property
-    def is_behind(self) -> bool:
+    def has_unflushed(self) -> bool:
         """Whether something was written down that is not durable yet."""
         ...
 
     @property
-    def is_stuck(self) -> bool:
+    def is_failing(self) -> bool:
         """Whether nothing could be written when it was last tried."""
         ...
 
     @property
-    def is_short(self) -> bool:
+    def is_disk_low(self) -> bool:
         """Whether there is hardly any room left to write to."""
         ...
 
-    async def durable(self) -> None:
+    async def wait_durable(self) -> None:
         """Return once all that was written down so far is durable; raises TqError where that cannot be now."""
         ...
 
 
-def settled(behavior: Behavior, state: State, *, fills_disk: bool = False) -> Behavior:
+def await_durable(behavior: Behavior, state: DurableState, *, fills_disk: bool = False) -> Behavior:
     """Return a handler whose answers and errors wait for the state; while it is stuck, calls are refused unmade.
 
     Calls that fill the disk are refused already when it is short: what is left is for those that make room.
     """
 
     async def call(request: Any, context: Any) -> Any:
-        if state.is_stuck:
-            await state.durable()
-        if fills_disk and state.is_short:
+        if state.is_failing:
+            await state.wait_durable()
+        if fills_disk and state.is_disk_low:
             raise DiskFullError(
                 "the disk of the data dir has hardly any room left, so nothing is taken in; clear samples or "
                 "free space, the service goes on by itself",
@@ -55,11 +55,11 @@ def settled(behavior: Behavior, state: State, *, fills_disk: bool = False) -> Be
         except asyncio.CancelledError:
             raise
         except Exception:  # it may tell of a change, such as a key that is known by now
-            if state.is_behind:
-                await state.durable()
+            if state.has_unflushed:
+                await state.wait_durable()
             raise
-        if state.is_behind:
-            await state.durable()
+        if state.has_unflushed:
+            await state.wait_durable()
         return answer
 
     return call

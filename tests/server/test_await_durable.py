@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from tq_service.errors import DiskFullError, InvalidArgumentError, QuotaExceededError
-from tq_service.server.settled import settled
+from tq_service.server.await_durable import await_durable
 
 
 class Disk:
@@ -13,23 +13,23 @@ class Disk:
 
     def __init__(self):
         self.written = self.synced = 0
-        self.is_stuck = self.is_full = self.is_short = False
+        self.is_failing = self.is_full = self.is_disk_low = False
         self.events = []
 
     @property
-    def is_behind(self):
+    def has_unflushed(self):
         return self.synced < self.written
 
     def write(self):
         self.written += 1
         self.events.append("written")
 
-    async def durable(self):
+    async def wait_durable(self):
         await asyncio.sleep(0)
         if self.is_full:
-            self.is_stuck = True
+            self.is_failing = True
             raise QuotaExceededError("the disk is full", retry_after_seconds=1.0)
-        self.is_stuck = False
+        self.is_failing = False
         self.synced = self.written
         self.events.append("durable")
 
@@ -46,7 +46,7 @@ async def look(request, context):
 
 
 def call(behavior, request, disk):
-    return asyncio.run(settled(behavior, disk)(request, disk))
+    return asyncio.run(await_durable(behavior, disk)(request, disk))
 
 
 def test_an_answer_waits_for_the_change():
@@ -87,14 +87,14 @@ def test_a_change_that_cannot_be_written_is_not_acknowledged_but_is_there_for_th
     disk.is_full = False
     assert call(look, "x", disk) == "seen"
     assert disk.synced == 1
-    assert not disk.is_stuck
+    assert not disk.is_failing
 
 
-def test_what_fills_the_disk_is_refused_while_it_is_short_and_what_makes_room_goes_on():
+def test_what_fills_the_disk_is_refused_while_it_is_disk_low_and_what_makes_room_goes_on():
     disk = Disk()
-    disk.is_short = True
+    disk.is_disk_low = True
     with pytest.raises(DiskFullError, match="clear samples") as refused:
-        asyncio.run(settled(change, disk, fills_disk=True)("x", disk))
+        asyncio.run(await_durable(change, disk, fills_disk=True)("x", disk))
     assert refused.value.retry_after_seconds > 0
     assert disk.written == 0
     assert call(change, "x", disk) == "done"
@@ -108,7 +108,7 @@ def test_a_call_that_leaves_waits_for_nothing():
         await asyncio.sleep(60)
 
     async def main():
-        task = asyncio.ensure_future(settled(leave, disk)("x", disk))
+        task = asyncio.ensure_future(await_durable(leave, disk)("x", disk))
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

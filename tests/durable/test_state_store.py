@@ -1,4 +1,4 @@
-"""A keeper brings back what it was told of: from the journal, from snapshots, and from older ones in their place."""
+"""A store brings back what it was told of: from the journal, from snapshots, and from older ones in their place."""
 
 import asyncio
 import os
@@ -16,26 +16,24 @@ from domain_support import claim_rows, clear, new_write, task_of
 
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.idempotency import IdempotencyCache
-from tq_service.durable import data_dir, record_file
-from tq_service.durable import keeper as keeper_module
-from tq_service.durable.keeper import Keeper
-from tq_service.durable.log import commit_log
+from tq_service.durable import codec, data_dir, record_file, state_store
+from tq_service.durable.log.log import Stream
+from tq_service.durable.state_store import StateStore
 from tq_service.errors import DataDirError, DiskFullError, JournalDamagedError, SnapshotDamagedError
 from tq_service.samplers import PlanRunner
 from tq_service.server import answers
+from tq_service.storage.put_records import PutStored
 from tq_service.v1 import controller_service_pb2 as pb
-from tq_service.v1 import journal_pb2
 
 
 class Life:
     """One life of a service that keeps its state."""
 
     def __init__(self, path):
-        self.keeper = Keeper.open(path, sync=False)
+        self.store = StateStore.open(path, sync=False)
         cache = IdempotencyCache(600.0, pack=answers.pack, unpack=answers.unpack)
         self.catalog = Catalog(PlanRunner(), answers=cache)
-        self.recovered = self.keeper.recover(catalog=self.catalog)
-        self.keeper.start()
+        self.recovered = self.store.recover(catalog=self.catalog)
 
     def write(self, count, **arguments):
         return self.catalog.write("train", b"", new_write(count, ("x",), **arguments))
@@ -52,9 +50,9 @@ def lives(path, *stories):
         life = Life(path)
         try:
             told.append(await story(life))
-            await life.keeper.durable()
+            await life.store.wait_durable()
         finally:
-            await life.keeper.close()
+            await life.store.close()
 
     for story in stories:
         asyncio.run(live(story))
@@ -81,7 +79,7 @@ def test_what_was_told_is_there_in_the_next_life(tmp_path):
 def test_a_snapshot_and_what_came_after_it_are_there_in_the_next_life(tmp_path):
     async def go_on(life):
         await fill(life)
-        await life.keeper.take_snapshot()
+        await life.store.take_snapshot()
         life.write(4, keys=["a", "b", "k0", "c"])
         clear(life.catalog, np.array([1, 2]))
         return life.state()
@@ -97,16 +95,16 @@ def test_a_snapshot_and_what_came_after_it_are_there_in_the_next_life(tmp_path):
 
 
 def test_a_long_journal_is_replaced_by_a_snapshot(tmp_path, monkeypatch):
-    monkeypatch.setattr(commit_log, "_LONGEST_START_SECONDS", 50 * commit_log._CHANGE_SECONDS)
-    monkeypatch.setattr(commit_log, "_WORTH_SECONDS", 50 * commit_log._CHANGE_SECONDS)
-    monkeypatch.setattr(commit_log, "_COUNT_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(state_store, "_LONGEST_START_SECONDS", 50 * state_store._RECORD_SECONDS[Stream.CHANGES])
+    monkeypatch.setattr(state_store, "_WORTH_SECONDS", 50 * state_store._RECORD_SECONDS[Stream.CHANGES])
+    monkeypatch.setattr(state_store, "_COUNT_AGAIN_SECONDS", 0.0)
 
     async def write_much(life):
         for _ in range(120):
             life.write(1)
         async with asyncio.timeout(30):
-            while life.keeper._snapshot is not None:
-                await asyncio.wait([life.keeper._snapshot])
+            while life.store._snapshot is not None:
+                await asyncio.wait([life.store._snapshot])
         life.write(1)
         return life.state()
 
@@ -128,9 +126,9 @@ def damage(path):
 def test_where_the_newest_snapshot_is_damaged_the_one_before_it_serves(tmp_path):
     async def twice(life):
         await fill(life)
-        await life.keeper.take_snapshot()
+        await life.store.take_snapshot()
         life.write(4)
-        await life.keeper.take_snapshot()
+        await life.store.take_snapshot()
         life.write(2)
         return life.state()
 
@@ -149,7 +147,7 @@ def test_without_a_snapshot_to_go_back_to_nothing_is_made_up(tmp_path):
         await fill(life)
         for _ in range(3):
             life.write(1)
-            await life.keeper.take_snapshot()
+            await life.store.take_snapshot()
 
     lives(tmp_path, twice)
     for snapshot in tmp_path.glob("snapshot-*.tqs"):
@@ -163,7 +161,7 @@ def test_a_record_that_does_not_fit_stops_the_start_and_is_named(tmp_path):
         await fill(life)
         other = Catalog(PlanRunner())
         other.write("elsewhere", b"", new_write(1))
-        other.machine.log, other.machine.fatal = life.keeper, life.keeper.fatal
+        other.machine.log, other.machine.fatal = life.store, life.store.fatal
         other.write("elsewhere", b"", new_write(1))
 
     lives(tmp_path, tell_of_what_was_not)
@@ -177,11 +175,11 @@ def test_a_snapshot_that_cannot_be_written_loses_nothing(tmp_path, monkeypatch):
 
     async def try_it(life):
         await fill(life)
-        monkeypatch.setattr(keeper_module, "write_snapshot", full)
-        replay_seconds = life.keeper._cost.seconds
+        monkeypatch.setattr(state_store, "write_snapshot", full)
+        replay_seconds = life.store._cost.seconds
         with pytest.raises(OSError, match="No space"):
-            await life.keeper.take_snapshot()
-        assert life.keeper._cost.seconds == replay_seconds  # a start has as much to make again as before
+            await life.store.take_snapshot()
+        assert life.store._cost.seconds == replay_seconds  # a start has as much to make again as before
         life.write(2)
         return life.state()
 
@@ -192,12 +190,12 @@ def test_a_snapshot_that_cannot_be_written_loses_nothing(tmp_path, monkeypatch):
 def test_a_change_that_no_call_waits_for_becomes_durable_by_itself(tmp_path):
     async def write_and_wait(life):
         life.write(1)
-        assert life.keeper.is_behind
+        assert life.store.has_unflushed
         for _ in range(3000):
-            if not life.keeper.is_behind:
+            if not life.store.has_unflushed:
                 break
             await asyncio.sleep(0.01)
-        assert not life.keeper.is_behind
+        assert not life.store.has_unflushed
 
     lives(tmp_path, write_and_wait)
 
@@ -209,16 +207,16 @@ def test_a_snapshot_that_fails_by_a_fault_is_not_tried_again_at_once(tmp_path, m
         tries.append(path)
         raise RuntimeError("a fault of ours")
 
-    monkeypatch.setattr(commit_log, "_WORTH_SECONDS", 0.0)
-    monkeypatch.setattr(commit_log, "_LONGEST_START_SECONDS", 0.0)
-    monkeypatch.setattr(commit_log, "_COUNT_AGAIN_SECONDS", 0.0)
-    monkeypatch.setattr(keeper_module, "write_snapshot", faulty)
+    monkeypatch.setattr(state_store, "_WORTH_SECONDS", 0.0)
+    monkeypatch.setattr(state_store, "_LONGEST_START_SECONDS", 0.0)
+    monkeypatch.setattr(state_store, "_COUNT_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(state_store, "write_snapshot", faulty)
 
     async def write_much(life):
         for _ in range(20):
             life.write(1)
-            while life.keeper._snapshot is not None:
-                await asyncio.wait([life.keeper._snapshot])
+            while life.store._snapshot is not None:
+                await asyncio.wait([life.store._snapshot])
         return life.state()
 
     before, (after, _) = lives(tmp_path, write_much, look)
@@ -245,7 +243,7 @@ def test_what_is_restored_is_there_after_a_failure_or_nothing_of_it(tmp_path, mo
         with monkeypatch.context() as failing:
             failing.setattr(owner, name, fail)
             try:
-                await life.keeper.keep_restored(snapshots, tuple, lambda: seen.append("restored"))
+                await life.store.snapshot_restored(snapshots, tuple, lambda: seen.append("restored"))
             except DiskFullError as error:
                 assert "restore it again" in str(error)
         return seen
@@ -254,48 +252,44 @@ def test_what_is_restored_is_there_after_a_failure_or_nothing_of_it(tmp_path, mo
     assert bool(seen) is bool(after) is appears
 
 
-class Puts:
-    """Stands for a storage engine."""
+class Engine:
+    """Stands for a storage engine with one put."""
 
-    def recover(self, records):
+    def recover(self, records, log):
+        self.append = log.append_put
         return len(list(records))
 
-    def start(self, append, after_durable):
-        self.append = append
-
-    def kept_records(self):
-        return [kept_put(b"1")]
+    def put_records(self):
+        return [(PUT, b"")]
 
 
-def kept_put(put_id):
-    return journal_pb2.JournalRecord(put_kept=journal_pb2.PutKept(put_id=put_id * 16)).SerializeToString()
+PUT = codec.encode_put(PutStored(put_id=b"1" * 16, partition_id="train", row_count=1, columns=(), size_bytes=0))
 
 
 @pytest.mark.parametrize("with_snapshot", [False, True])
 def test_a_folder_is_not_used_by_a_service_that_would_lose_a_part_of_it(tmp_path, with_snapshot):
     async def fill_both():
-        keeper, catalog, puts = Keeper.open(tmp_path, sync=False), Catalog(PlanRunner()), Puts()
-        keeper.recover(catalog=catalog, engine=puts)
-        keeper.start()
+        store, catalog, engine = StateStore.open(tmp_path, sync=False), Catalog(PlanRunner()), Engine()
+        store.recover(catalog=catalog, engine=engine)
         catalog.write("train", b"", new_write(2, ("x",)))
-        puts.append(kept_put(b"1"))
+        engine.append(PUT)
         if with_snapshot:
-            await keeper.take_snapshot()
-        await keeper.close()
+            await store.take_snapshot()
+        await store.close()
 
     async def recover(**parts):
-        keeper = Keeper.open(tmp_path, sync=False)
+        store = StateStore.open(tmp_path, sync=False)
         try:
-            return keeper.recover(**parts)
+            return store.recover(**parts)
         finally:
-            await keeper.close()
+            await store.close()
 
     asyncio.run(fill_both())
     with pytest.raises(DataDirError, match=r"1 puts of a storage service.*start it with the role"):
         asyncio.run(recover(catalog=Catalog(PlanRunner())))
     with pytest.raises(DataDirError, match=r"partitions of a controller.*start it with the role"):
-        asyncio.run(recover(engine=Puts()))
-    recovered = asyncio.run(recover(catalog=Catalog(PlanRunner()), engine=Puts()))
+        asyncio.run(recover(engine=Engine()))
+    recovered = asyncio.run(recover(catalog=Catalog(PlanRunner()), engine=Engine()))
     assert (recovered.sample_count, recovered.put_count) == (2, 1)
 
 
@@ -309,11 +303,11 @@ def test_a_snapshot_that_waits_for_a_slow_disk_holds_up_nobody(tmp_path, monkeyp
     async def snapshot(life):
         await fill(life)
         monkeypatch.setattr(os, "fsync", slow)
-        taking = asyncio.ensure_future(life.keeper.take_snapshot())
+        taking = asyncio.ensure_future(life.store.take_snapshot())
         for _ in range(200):
             await asyncio.sleep(0)
         life.write(1)
-        await life.keeper.durable()  # others go on
+        await life.store.wait_durable()  # others go on
         assert not taking.done()
         goes_on.set()
         async with asyncio.timeout(60):
@@ -334,7 +328,7 @@ def test_a_snapshot_is_in_place_only_once_the_segment_after_it_is_on_the_disk(tm
     async def snapshot(life):
         await fill(life)
         monkeypatch.setattr(os, "fsync", noted)
-        await life.keeper.take_snapshot()
+        await life.store.take_snapshot()
         monkeypatch.undo()
 
     lives(tmp_path, snapshot)

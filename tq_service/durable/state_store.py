@@ -1,0 +1,467 @@
+"""Keeps the state of a service in its data folder: a controller's partitions, a storage engine's puts, or both.
+
+It appends what changes to the log, and takes a snapshot when that is long, so that a start has little to apply again.
+
+    state machine, engine --append--> log --(when it is long)--> snapshot, and a new beginning of the log
+    start: the newest snapshot that is whole, then the log after it, then append
+
+Nobody is answered before what the answer says is durable: the servicers' boundary awaits `wait_durable` for that.
+
+Both streams of the log have one order, and so a put is durable no later than the change that names it, as the engine
+appends its record before the put can be committed; and it is gone no earlier than the change that frees it, as the
+engine hears of free cells once that change was appended. Where controller and storage service have a log each, an
+answer is what parts them: a put is acknowledged once it is durable, and cells are freed elsewhere once the change is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import struct
+import time
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from tq_service.domain.catalog import Catalog
+from tq_service.domain.changes.state_machine import Change
+from tq_service.domain.idempotency import AnswerBlocks
+from tq_service.domain.partition import Partition, PartitionSnapshot
+from tq_service.durable import codec
+from tq_service.durable.data_dir import DataDir
+from tq_service.durable.files import quarantine, snapshot_numbers, snapshot_path
+from tq_service.durable.log.log import Log, Record, Stream
+from tq_service.durable.log.segment import segment_numbers
+from tq_service.durable.log.segment_log import SegmentLog
+from tq_service.durable.snapshot import ServiceSnapshot, read_snapshot, write_snapshot
+from tq_service.errors import (
+    DataDirError,
+    DiskFullError,
+    JournalDamagedError,
+    NewerVersionError,
+    ServiceFailedError,
+    SnapshotDamagedError,
+    TqError,
+)
+from tq_service.storage.engine import StorageEngine
+from tq_service.storage.put_records import EncodedPut, PutRecord, left_puts
+from tq_service.wire.collection import no_collection
+
+_log = logging.getLogger(__name__)
+
+_FLUSH_SECONDS: Final = 0.05
+_FIRST_RETRY_SECONDS: Final = 10.0
+_LAST_RETRY_SECONDS: Final = 600.0
+
+# What applying a record again, and restoring a sample of a snapshot, take, as measured.
+_RECORD_SECONDS: Final = {Stream.CHANGES: 40e-6, Stream.PUTS: 20e-6}
+_BYTE_SECONDS: Final = {Stream.CHANGES: 100e-9, Stream.PUTS: 1e-9}
+_FILE_SECONDS: Final = 1e-3
+_SAMPLE_SECONDS: Final = 0.7e-6
+_LONGEST_START_SECONDS: Final = 1.1
+_WORTH_SECONDS: Final = 0.4
+_COUNT_AGAIN_SECONDS: Final = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovered:
+    """What was found in the data folder."""
+
+    partition_count: int
+    sample_count: int
+    put_count: int
+    record_count: int
+    seconds: float
+
+
+class StateStore:
+    """Keeps a controller, a storage engine, or both: what they write down changes to.
+
+    open -> recover -> append ... wait_durable ... -> close
+
+    Confined to one event loop.
+
+    Attributes:
+        data_dir: where; it is open, and closed with the rest.
+        is_failing: whether nothing could be written when it was last tried.
+        fatal: called with a reason and its cause where memory may differ from the log, so that the service must not go
+            on; it calls `abandon` before it returns.
+    """
+
+    def __init__(self, data_dir: DataDir, log: Log) -> None:
+        self.data_dir = data_dir
+        self._log = log
+        self._catalog: Catalog | None = None
+        self._engine: StorageEngine | None = None
+        self._cost = ReplayCost()
+        self._flush: asyncio.TimerHandle | None = None
+        self._snapshot: asyncio.Task[None] | None = None
+        self._retry_at, self._retry_seconds = 0.0, _FIRST_RETRY_SECONDS
+        self._abandoned: TqError | None = None
+        self.is_failing = False
+        self.fatal: Callable[[str, BaseException], None] = self._abandon_alone
+
+    @classmethod
+    def open(cls, path: Path, *, sync: bool, accept_loss: bool = False) -> StateStore:
+        """Open a data folder.
+
+        Args:
+            path: of the folder.
+            sync: whether what is durable survives the death of the machine, instead of that of the process alone.
+            accept_loss: whether to go on without what follows a damaged record.
+
+        Raises:
+            DataDirError: another process has it open, or it cannot be used.
+            DiskFullError: there is no room for a journal.
+        """
+        data_dir = DataDir.open(path)
+        try:
+            return cls(data_dir, SegmentLog(path, sync=sync, accept_loss=accept_loss))
+        except BaseException:
+            data_dir.close()
+            raise
+
+    # Recovery
+
+    def recover(self, *, catalog: Catalog | None = None, engine: StorageEngine | None = None) -> Recovered:
+        """Bring back what the data folder has, and write down every change from now on; call it once.
+
+        Args:
+            catalog: takes the partitions, and the answers for retries; None in a service that has no controller.
+            engine: takes the puts; None in a service that stores none.
+
+        Raises:
+            JournalDamagedError: a record is damaged, or does not fit what is before it.
+            NewerVersionError: a newer version wrote the newest snapshot, or a record.
+            DataDirError: the folder has what this service does not take, and would lose with its next snapshot.
+        """
+        self._catalog, self._engine = catalog, engine
+        started_at = time.perf_counter()
+        snapshot, puts = self._restore_newest()
+        self._cost.add_files(len(segment_numbers(self.data_dir.path)))
+        record_count = 0
+        for record in self._log.read(snapshot):
+            record_count += 1
+            self._cost.add(record.stream, len(record.data))
+            if record.stream is Stream.PUTS:
+                puts.append(record.data)
+            else:
+                self._apply_again(record)
+        for damaged in snapshot_numbers(self.data_dir.path):
+            if damaged > snapshot:  # else it would count as one to go back to
+                quarantine(snapshot_path(self.data_dir.path, damaged), ".damaged")
+        put_count = self._recover_puts(puts)
+        if catalog is not None:
+            catalog.machine.log, catalog.machine.fatal = self, self.fatal
+        return Recovered(
+            partition_count=0 if catalog is None else len(catalog.names()),
+            sample_count=self._sample_count(),
+            put_count=put_count,
+            record_count=record_count,
+            seconds=time.perf_counter() - started_at,
+        )
+
+    def _restore_newest(self) -> tuple[int, list[bytes]]:
+        """Take over the newest snapshot that is whole; return its number, and the puts in it.
+
+        One that a newer version wrote is whole: going on with one before it would lose what came since, so that the
+        start is refused (NewerVersionError).
+        """
+        damages: list[SnapshotDamagedError] = []
+        for number in reversed(snapshot_numbers(self.data_dir.path)):
+            try:
+                snapshot = read_snapshot(snapshot_path(self.data_dir.path, number))
+            except SnapshotDamagedError as error:
+                _log.error("%s; going on with the one before it", error)
+                damages.append(error)
+                continue
+            if self._catalog is not None:
+                self._catalog.adopt(list(map(Partition.restore, snapshot.partitions)))
+                self._catalog.answers.restore(snapshot.answers)
+            elif snapshot.partitions:
+                raise self._of_another_role(f"{len(snapshot.partitions)} partitions of a controller")
+            return number, list(snapshot.puts)
+        if damages:  # the journal from the first record on is gone
+            raise damages[0]
+        return 0, []
+
+    def _apply_again(self, record: Record) -> None:
+        if self._catalog is None:
+            raise self._of_another_role("the partitions of a controller")
+        kind = "which cannot be read"
+        try:
+            at_seconds, changes = codec.decode_group(record.data)
+            for change in changes:
+                kind = type(change).__name__
+                self._catalog.machine.replay(change, at_seconds)
+        except NewerVersionError:
+            raise
+        except (TqError, LookupError, ValueError, TypeError, struct.error) as error:
+            raise JournalDamagedError(
+                f"record {record.number} of the journal ({kind}) does not fit the state before it: {error}; restore a "
+                f"checkpoint into an empty data folder"
+            ) from error
+
+    def _recover_puts(self, puts: Iterable[bytes]) -> int:
+        if self._engine is not None:
+            with no_collection():  # so many new objects, none of them garbage
+                return self._engine.recover(puts, self)
+        if left_count := len(left_puts(puts, self.decode_put)):
+            raise self._of_another_role(f"{left_count} puts of a storage service")
+        return 0
+
+    def _of_another_role(self, what: str) -> DataDirError:
+        return DataDirError(
+            f"the data dir {self.data_dir.path} holds {what}, which this service has not; start it with the "
+            "role that the folder was written with, or name another folder"
+        )
+
+    # The log of the state machine
+
+    def encode(self, change: Change) -> bytes:
+        """Return the bytes of a change that is about to be made; raises what `abandon` was given."""
+        if self._abandoned is not None:
+            raise self._abandoned
+        return codec.encode_named(change)
+
+    def append(self, at_seconds: float, changes: Sequence[bytes]) -> None:
+        """Append a group of changes that were made."""
+        for record in codec.encode_group(at_seconds, changes):
+            self._append(Stream.CHANGES, record)
+
+    # The log of the storage engine
+
+    def encode_put(self, record: PutRecord) -> bytes:
+        """Return the bytes of what became of a put."""
+        return codec.encode_put(record)
+
+    def decode_put(self, data: bytes) -> tuple[PutRecord, EncodedPut]:
+        """Return what became of a put, and its bytes apart from the values that follow them."""
+        return codec.decode_put(data)
+
+    def append_put(self, record: bytes, values: bytes | bytearray = b"") -> None:
+        """Append what became of a put, and the values of a small one."""
+        self._append(Stream.PUTS, record, values)
+
+    def after_durable(self, callback: Callable[[], None]) -> None:
+        """Call something once all that was appended so far is durable: now, or later in order."""
+        self._log.after_durable(callback)
+
+    def _append(self, stream: Stream, *parts: bytes | bytearray) -> None:
+        try:
+            self._log.append(stream, *parts)
+            self._cost.add(stream, sum(map(len, parts)))
+            if self._flush is None:  # for changes that no call waits for, such as a lease that ran out
+                self._flush = asyncio.get_running_loop().call_later(_FLUSH_SECONDS, self._flush_later)
+            if self._cost.is_too_long(self._sample_count) and self._may_snapshot:
+                self._snapshot = asyncio.get_running_loop().create_task(self._try_snapshot())
+        except Exception as error:
+            self.fatal("a change was made and could not be appended to the journal", error)
+            raise
+
+    @property
+    def _may_snapshot(self) -> bool:
+        return self._snapshot is None and time.monotonic() >= self._retry_at
+
+    def _sample_count(self) -> int:
+        return 0 if self._catalog is None else self._catalog.sample_count()
+
+    # What cannot go on
+
+    def abandon(self, error: TqError) -> None:
+        """Write nothing more, neither what was appended in this step of the loop nor later changes or snapshots.
+
+        Args:
+            error: raised from now on for each change, and where something is to be durable.
+        """
+        self._abandoned = error
+        self.is_failing = True
+        self._log.abandon(error)
+
+    def _abandon_alone(self, reason: str, cause: BaseException) -> None:
+        _log.critical("nothing is written down any more: %s", reason, exc_info=cause)
+        self.abandon(ServiceFailedError(f"the service has failed: {reason}"))
+
+    # Durability
+
+    @property
+    def has_unflushed(self) -> bool:
+        """Whether something was appended that is not durable yet."""
+        return self._log.has_unflushed
+
+    @property
+    def is_disk_low(self) -> bool:
+        """Whether the disk has hardly any room left."""
+        return self._log.is_disk_low
+
+    async def wait_durable(self) -> None:
+        """Return once all that was appended so far is durable.
+
+        Raises:
+            DiskFullError: it cannot be written now; it will be as soon as there is room.
+            TqError: it never will be: the log was abandoned, or has refused what it had taken, which is fatal.
+        """
+        try:
+            await self._log.wait_durable()
+        except DiskFullError:
+            self.is_failing = True
+            raise
+        except Exception as error:
+            if self._abandoned is None:
+                self.fatal("the journal cannot be written", error)
+            raise
+        self.is_failing = False
+
+    def _flush_later(self) -> None:
+        self._flush = None
+        if self._log.has_unflushed:
+            self._flushing = asyncio.get_running_loop().create_task(self._flush_now())
+
+    async def _flush_now(self) -> None:
+        with contextlib.suppress(TqError):  # who asks next gets the error
+            await self.wait_durable()
+
+    # Snapshots
+
+    async def take_snapshot(self) -> None:
+        """Write a snapshot of now, which the log goes on from.
+
+        Raises:
+            DiskFullError: there is no room for it; the journal goes on.
+        """
+        await self._snapshot_with(self._write_snapshot)
+
+    async def snapshot_restored(
+        self, partitions: Sequence[PartitionSnapshot], answers: Callable[[], AnswerBlocks], appear: Callable[[], None]
+    ) -> None:
+        """Write a snapshot of now in which a catalog that has none has partitions, before they are seen in it.
+
+        Args:
+            partitions: what will be in the catalog.
+            answers: returns what will be in the request log, in the step in which the snapshot is taken.
+            appear: puts it there; called once that is durable, before there can be another snapshot.
+
+        Raises:
+            DiskFullError: there is no room for it; nothing is written of them.
+        """
+        try:
+            await self._snapshot_with(lambda: self._write_snapshot(partitions, answers, appear))
+        except OSError as error:
+            raise DiskFullError(
+                f"what was restored cannot be written to the data folder ({error}); free space, and restore it again"
+            ) from error
+
+    async def _snapshot_with(self, write: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        while self._snapshot is not None:
+            await asyncio.wait([self._snapshot])
+        self._snapshot = asyncio.get_running_loop().create_task(write())
+        await asyncio.shield(self._snapshot)
+
+    async def _try_snapshot(self) -> None:
+        self._retry_at = time.monotonic() + self._retry_seconds
+        self._retry_seconds = min(2 * self._retry_seconds, _LAST_RETRY_SECONDS)  # each try begins another file
+        try:
+            await self._write_snapshot()
+        except (OSError, TqError) as error:
+            _log.warning("no snapshot can be written (%s); the journal grows until one can", error)
+        except Exception:
+            _log.exception("no snapshot can be written, which is a fault of the service; the journal grows")
+        else:
+            self._retry_at, self._retry_seconds = 0.0, _FIRST_RETRY_SECONDS
+
+    def _answers(self) -> AnswerBlocks:
+        return () if self._catalog is None else self._catalog.answers.snapshot()
+
+    async def _write_snapshot(
+        self,
+        restored: Sequence[PartitionSnapshot] = (),
+        answers: Callable[[], AnswerBlocks] | None = None,
+        appear: Callable[[], None] = lambda: None,
+    ) -> None:
+        try:
+            number = self._log.rotate()
+            snapshot = ServiceSnapshot(  # in one step with that number: the log has whatever comes later
+                partitions=[*restored, *(() if self._catalog is None else self._catalog.snapshot())],
+                answers=self._answers() if answers is None else answers(),
+                puts=() if self._engine is None else map(b"".join, self._engine.put_records()),
+            )
+            before_seconds = self._cost.reset()
+            started_at = time.monotonic()
+            try:
+                await self._log.wait_durable()
+                await asyncio.to_thread(self._write_to_disk, number, snapshot)
+            except BaseException:
+                self._cost.seconds += before_seconds
+                raise
+            appear()
+            await asyncio.to_thread(self._remove_unneeded, number)
+            self._cost.note_snapshot(time.monotonic() - started_at)
+        finally:
+            self._snapshot = None
+
+    def _write_to_disk(self, number: int, snapshot: ServiceSnapshot) -> None:
+        self._log.sync_rotated(number)  # a start that finds the snapshot refuses to go on without it
+        write_snapshot(snapshot_path(self.data_dir.path, number), snapshot)
+
+    def _remove_unneeded(self, number: int) -> None:
+        try:
+            self.data_dir.remove_unneeded(self._log, number)
+        except OSError as error:
+            _log.warning("what the newest snapshot holds cannot be removed: %s", error)
+
+    async def close(self) -> None:
+        """Make everything durable and close the journal."""
+        if self._flush is not None:
+            self._flush.cancel()
+        if self._snapshot is not None:
+            await asyncio.wait([self._snapshot])
+        await self._flush_now()
+        try:
+            self._log.close()
+        except TqError as error:
+            _log.error("what was done last could not be written down: %s", error)
+        self.data_dir.close()
+
+
+class ReplayCost:
+    """Estimates how long a start would take to replay the journal, and when a snapshot is to save it that.
+
+    A snapshot is due before restoring the last one and replaying the journal since then take longer, together, than a
+    start may take; but not before the replay takes as long as writing a snapshot does, which grows with the state.
+
+    Attributes:
+        seconds: estimate for the records that are in the journal now.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._count_at_seconds = _WORTH_SECONDS
+        self._snapshot_seconds = 0.0
+
+    def add(self, stream: Stream, size: int) -> None:
+        """Count a record of so many bytes."""
+        self.seconds += _RECORD_SECONDS[stream] + _BYTE_SECONDS[stream] * size
+
+    def add_files(self, count: int) -> None:
+        """Count files of the journal, of which every start leaves one."""
+        self.seconds += _FILE_SECONDS * count
+
+    def reset(self) -> float:
+        """Begin with an empty journal; return the estimate for the one before it."""
+        before, self.seconds = self.seconds, 0.0
+        self._count_at_seconds = _WORTH_SECONDS
+        return before
+
+    def note_snapshot(self, seconds: float) -> None:
+        """Note how long a snapshot took to write."""
+        self._snapshot_seconds = seconds
+
+    def is_too_long(self, sample_count: Callable[[], int]) -> bool:
+        """Whether a snapshot of so many samples is due; they are counted now and then only."""
+        if self.seconds < self._count_at_seconds:
+            return False
+        self._count_at_seconds = self.seconds + _COUNT_AGAIN_SECONDS  # counting takes a step for each partition
+        worth = max(_WORTH_SECONDS, self._snapshot_seconds)
+        return self.seconds >= max(_LONGEST_START_SECONDS - sample_count() * _SAMPLE_SECONDS, worth)

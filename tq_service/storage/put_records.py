@@ -1,0 +1,175 @@
+"""What a storage engine writes down of its puts, so that they are there again after a restart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+
+from tq_service.schema import FieldSpec
+from tq_service.storage.cells import Rows
+from tq_service.storage.region import Region
+from tq_service.storage.stored_put import RowSet, StoredColumn, StoredPut, table_bytes
+from tq_service.wire.columns import fixed_row_bytes
+
+_spec: Final = lru_cache(maxsize=1024)(FieldSpec)  # every put brings the same few
+
+
+class ColumnRecord(NamedTuple):
+    """A column of a put: its spec, and the bytes of all its values."""
+
+    name: str
+    dtype: str
+    layout: str
+    row_shape: tuple[int, ...]
+    value_bytes: int
+
+
+class LeftRows(NamedTuple):
+    """The rows in the put that are left of some of its columns, ascending; none: these columns are gone."""
+
+    names: tuple[str, ...]
+    rows: Rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutStored:
+    """A put is complete, or this is what is left of it from now on.
+
+    Attributes:
+        put_id: its name.
+        partition_id: the partition it is for.
+        row_count: number of rows that it was put with.
+        columns: those that are left.
+        size_bytes: size of its tables and values.
+        segment: number of the file with these; 0: they follow the record, and nothing else does.
+        checksum: XXH3 of what is in the file.
+        left_rows: of the columns that do not have all rows.
+        for_existing_rows: whether no new samples may be made of it.
+    """
+
+    put_id: bytes
+    partition_id: str
+    row_count: int
+    columns: tuple[ColumnRecord, ...]
+    size_bytes: int
+    segment: int = 0
+    checksum: int = 0
+    left_rows: tuple[LeftRows, ...] = ()
+    for_existing_rows: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutDropped:
+    """A put is gone."""
+
+    put_id: bytes
+
+
+PutRecord: TypeAlias = PutStored | PutDropped
+EncodedPut: TypeAlias = tuple[bytes, bytes | bytearray]
+"""The bytes of a record, and of a small put the values that follow them; neither ever changes."""
+
+
+class PutLog(Protocol):
+    """Where an engine writes down what becomes of its puts."""
+
+    def encode_put(self, record: PutRecord) -> bytes:
+        """Return the bytes of a record."""
+        ...
+
+    def decode_put(self, data: bytes) -> tuple[PutRecord, EncodedPut]:
+        """Return a record that was appended, and its bytes apart from the values that follow them."""
+        ...
+
+    def append_put(self, record: bytes, values: bytes | bytearray = b"") -> None:
+        """Take a record into memory; it becomes durable in order. The values must not change from now on."""
+        ...
+
+    def after_durable(self, callback: Callable[[], None]) -> None:
+        """Call something once all that was appended before cannot be lost any more."""
+        ...
+
+
+def left_puts(
+    records: Iterable[bytes], decode: Callable[[bytes], tuple[PutRecord, EncodedPut]]
+) -> dict[bytes, tuple[PutStored, EncodedPut]]:
+    """Return the puts that records leave, in the order in which they were last written down."""
+    left: dict[bytes, tuple[PutStored, EncodedPut]] = {}
+    for data in records:
+        record, encoded = decode(data)
+        left.pop(record.put_id, None)
+        if isinstance(record, PutStored):
+            left[record.put_id] = record, encoded
+    return left
+
+
+def describe_put(put_id: bytes, put: StoredPut, size: int, *, segment: int = 0, checksum: int = 0) -> PutStored:
+    """Return the record of a put as it is now.
+
+    Args:
+        put_id: its name.
+        put: the put.
+        size: number of its bytes.
+        segment: the file with these; 0: none.
+        checksum: of what is in the file.
+    """
+    columns = [(column.spec, column.value_bytes) for column in put.columns.values() if column is not None]
+    return PutStored(
+        put_id=put_id,
+        partition_id=put.partition_id,
+        row_count=put.row_count,
+        columns=tuple(
+            ColumnRecord(spec.name, spec.dtype, spec.layout or "", spec.row_shape or (), value_bytes)
+            for spec, value_bytes in columns
+        ),
+        size_bytes=size,
+        segment=segment,
+        checksum=checksum,
+        left_rows=_left_rows(put),
+        for_existing_rows=put.for_existing_rows,
+    )
+
+
+def restore_put(record: PutStored, region: Region) -> StoredPut:
+    """Return the put of a record, its tables and values in the region as they were."""
+    row_sets: dict[str, RowSet] = {}
+    columns: dict[str, StoredColumn | None] = {}
+    for names, left in record.left_rows:
+        if left.size:
+            row_sets |= dict.fromkeys(names, RowSet.of_rows(left))
+        else:
+            columns |= dict.fromkeys(names)
+    whole = RowSet(record.row_count)
+    specs = [_spec(*column[:-1]) for column in record.columns]
+    sets = [row_sets.get(spec.name, whole) for spec in specs]
+    tables = [
+        0 if fixed_row_bytes(spec) is not None else rows.stored_count * table_bytes(spec) + 8
+        for spec, rows in zip(specs, sets, strict=True)
+    ]
+    table_at, values_at = 0, sum(tables)
+    for spec, rows, table, column in zip(specs, sets, tables, record.columns, strict=True):
+        columns[spec.name] = StoredColumn(spec, rows, table_at, values_at, column.value_bytes)
+        table_at, values_at = table_at + table, values_at + column.value_bytes
+    return StoredPut(
+        region,
+        columns,
+        record.row_count,
+        record.partition_id,
+        region.size,
+        for_existing_rows=record.for_existing_rows,
+    )
+
+
+def _left_rows(put: StoredPut) -> tuple[LeftRows, ...]:
+    gone = tuple(name for name, column in put.columns.items() if column is None)
+    left = [LeftRows(gone, np.zeros(0, np.int64))] if gone else []
+    left += [
+        LeftRows(tuple(put.members(row_set)), row_set.rows_at(np.arange(row_set.stored_count, dtype=np.int64)))
+        for row_set in put.row_sets()
+        if row_set.stored_count < put.row_count
+    ]
+    return tuple(left)
