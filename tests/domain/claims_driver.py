@@ -343,7 +343,8 @@ class Driver:
         quiet = 0
         for _ in range(5000):
             await asyncio.sleep(0)
-            planners = self.catalog._planners.get(self.partition, {}).values()
+            serving = self.catalog._serving.get(self.partition)
+            planners = () if serving is None else serving.planners.values()
             quiet = quiet + 1 if all(map(is_at_rest, planners)) else 0
             if quiet > 6:
                 return

@@ -404,7 +404,7 @@ class Interleaving:
             assert all(any(not part.rows.size for part in batch.plan.ranks) for batch in task.batches.values())
             assert task.backlog == 0
             assert not (task.leases or task.leased_count)
-        for planner in self.driver.catalog._planners[partition].values():
+        for planner in self.driver.catalog._serving[partition].planners.values():
             assert planner.waiting_count == 0
 
 

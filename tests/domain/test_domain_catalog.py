@@ -154,7 +154,7 @@ async def test_clearing_ends_the_waits_on_a_partition(catalog):
     catalog.remove("train", b"")
     await asyncio.wait(calls)
     assert all(isinstance(call.exception(), PartitionClearedError) for call in calls)
-    assert not catalog._planners
+    assert not catalog._serving
 
 
 async def test_tasks_consume_independently(catalog):

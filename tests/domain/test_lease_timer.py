@@ -46,7 +46,7 @@ async def test_20000_leases_have_one_timer_and_run_out_in_order():
     assert set((bench.task.claim.data[:20_000] < 0).nonzero()[0] % 2) == {0}
     await time.skip(100.0, turns=1000)
     assert bench.task.leased_count == 0
-    assert not (timers() or bench.catalog._lease_timers[bench.partition]._deadlines)
+    assert not (timers() or bench.catalog._serving[bench.partition].lease_timer._deadlines)
 
 
 async def test_the_loop_turns_while_thousands_run_out():
@@ -70,7 +70,7 @@ async def test_deadlines_of_leases_that_ended_are_dropped():
         await bench.planner.claim(request, 0)
         extend(bench.catalog, bench.task, first.request_id, 2000.0)
         assert ack(bench.catalog, bench.task, request.request_id) == 1
-    assert len(bench.catalog._lease_timers[bench.partition]._deadlines) < 100
+    assert len(bench.catalog._serving[bench.partition].lease_timer._deadlines) < 100
     assert len(timers()) == 1
 
 

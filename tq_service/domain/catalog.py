@@ -7,7 +7,7 @@ import contextlib
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, KeysView, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -30,6 +30,7 @@ from tq_service.errors import (
     PartitionClearedError,
     PreconditionError,
     StaleIncarnationError,
+    TqError,
     UnavailableError,
 )
 
@@ -42,6 +43,24 @@ class Claimed:
 
     partition: Partition | None
     answer: Answer
+
+
+@dataclass(slots=True)
+class _Serving:
+    """What serves the calls of one partition, made on first use; unlike its state it does not outlive the process."""
+
+    planners: dict[str, Planner] = field(default_factory=dict)
+    admission_queue: AdmissionQueue | None = None
+    lease_timer: LeaseTimer | None = None
+
+    def end(self, error: Callable[[], TqError]) -> None:
+        """End all waiting calls, and those to come, with an error; no lease expires any more."""
+        for planner in self.planners.values():
+            planner.end(error)
+        if self.admission_queue is not None:
+            self.admission_queue.end(error)
+        if self.lease_timer is not None:
+            self.lease_timer.stop()
 
 
 class Catalog:
@@ -62,9 +81,7 @@ class Catalog:
         self._state = self.machine.state
         self._partitions = self._state.partitions
         self._runner = runner
-        self._planners: dict[Partition, dict[str, Planner]] = {}
-        self._admission_queues: dict[Partition, AdmissionQueue] = {}
-        self._lease_timers: dict[Partition, LeaseTimer] = {}
+        self._serving: dict[Partition, _Serving] = {}  # that are there
         self._most_samples = math.inf  # there are no more than that
         self._arrivals: dict[str, dict[asyncio.Future[None], None]] = {}  # in order of their calls
         self._waking: set[asyncio.Task[None]] = set()
@@ -123,13 +140,8 @@ class Catalog:
             waking.add_done_callback(self._waking.discard)
 
     def _disappear(self, partition: Partition) -> None:
-        cleared = _was_cleared(partition.partition_id)
-        for planner in self._planners.pop(partition, {}).values():
-            planner.end(cleared)
-        if (queue := self._admission_queues.pop(partition, None)) is not None:
-            queue.end(cleared)
-        if (timer := self._lease_timers.pop(partition, None)) is not None:
-            timer.stop()
+        if (serving := self._serving.pop(partition, None)) is not None:
+            serving.end(_was_cleared(partition.partition_id))
         partition.forget_listeners()
 
     # Partitions
@@ -207,12 +219,12 @@ class Catalog:
         partition = self._partitions.get(partition_id)
         if partition is None or not partition.settings.is_bounded:
             return None
-        queue = self._admission_queues.get(partition)
-        if queue is None:
-            queue = self._admission_queues[partition] = AdmissionQueue(partition)
+        serving = self._serving.setdefault(partition, _Serving())
+        if serving.admission_queue is None:
+            serving.admission_queue = AdmissionQueue(partition)
             if self._is_draining:
-                queue.end(_is_draining)
-        return queue
+                serving.admission_queue.end(_is_draining)
+        return serving.admission_queue
 
     def waiting_put_count(self, partition_id: str) -> int:
         """Return the number of writes of new samples that wait for room."""
@@ -254,7 +266,7 @@ class Catalog:
 
     def planner(self, partition: Partition, task_name: str) -> Planner:
         """Return the planner of a task, made on its first use."""
-        planners = self._planners.setdefault(partition, {})
+        planners = self._serving.setdefault(partition, _Serving()).planners
         if task_name not in planners:
             task = self.task(partition, task_name)
             planners[task_name] = Planner(partition, task, self._runner, partial(self._commit_in, partition))
@@ -276,9 +288,12 @@ class Catalog:
 
     def retract(self, partition: Partition, task_name: str, request_id: bytes) -> None:
         """Release a queue claim whose answer did not reach its client; see `Planner.retract`."""
-        planner = self._planners.get(partition, {}).get(task_name)
-        if planner is not None:
+        if (planner := self._known_planner(partition, task_name)) is not None:
             planner.retract(request_id)
+
+    def _known_planner(self, partition: Partition, task_name: str) -> Planner | None:
+        serving = self._serving.get(partition)
+        return None if serving is None else serving.planners.get(task_name)
 
     # Leases
 
@@ -292,10 +307,10 @@ class Catalog:
     def _start_lease(self, partition: Partition, task_name: str, lease: Lease) -> None:
         if self._is_draining or self._partitions.get(partition.partition_id) is not partition:
             return
-        timer = self._lease_timers.get(partition)
-        if timer is None:
-            timer = self._lease_timers[partition] = LeaseTimer(partition.tasks, partial(self._expire, partition))
-        timer.start(task_name, lease)
+        serving = self._serving.setdefault(partition, _Serving())
+        if serving.lease_timer is None:
+            serving.lease_timer = LeaseTimer(partition.tasks, partial(self._expire, partition))
+        serving.lease_timer.start(task_name, lease)
 
     def _expire(self, partition: Partition, task_name: str, request_id: bytes) -> None:
         self.commit(LeaseExpired(partition_id=partition.partition_id, task_name=task_name, request_id=request_id))
@@ -304,7 +319,7 @@ class Catalog:
 
     def waiting_count(self, partition: Partition, task_name: str) -> int:
         """Return the number of calls that wait for a task."""
-        planner = self._planners.get(partition, {}).get(task_name)
+        planner = self._known_planner(partition, task_name)
         return 0 if planner is None else planner.waiting_count
 
     async def claim(
@@ -349,13 +364,8 @@ class Catalog:
     def drain(self) -> None:
         """End all waiting calls, and those to come, so that their clients turn to the next server."""
         self._is_draining = True
-        for planners in self._planners.values():
-            for planner in planners.values():
-                planner.end(_is_draining)
-        for queue in self._admission_queues.values():
-            queue.end(_is_draining)
-        for timer in self._lease_timers.values():
-            timer.stop()
+        for serving in self._serving.values():
+            serving.end(_is_draining)
         for arrivals in self._arrivals.values():
             for arrival in arrivals:
                 if not arrival.done():
