@@ -137,12 +137,6 @@ class Partition:
                 metadata={"got": incarnation.hex(), "expected": self.incarnation.hex()},
             )
 
-    def seal(self) -> None:
-        """Take no new samples any more."""
-        if not self.sealed:
-            self.sealed = True
-            self.state_version += 1
-
     def count_states(self, positions: Indexes, by: int) -> None:
         """Count rows in, or out, by the states they have now."""
         states = self.state.data[positions]
@@ -282,11 +276,6 @@ class Partition:
         self.key_index = dict(zip(keys[named].tolist(), self.table.index[named].tolist(), strict=True))
 
     # Change notices
-
-    def reopened(self, positions: Indexes) -> None:
-        """Take note of rows that can be claimed again."""
-        self.state_version += 1
-        self.touched(self.table.index.data[positions])
 
     def touched(self, indexes: Indexes) -> None:
         """Take note of rows that were written, or are claimable again."""

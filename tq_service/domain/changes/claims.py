@@ -44,6 +44,18 @@ class TaskChange(Change):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimChange(TaskChange):
+    """What becomes of the claim of a queue worker."""
+
+    request_id: bytes
+
+    def find_claim(self, state: State) -> tuple[Partition, TaskLedger, QueueClaim | None]:
+        """Return the partition, the task, and the claim, None where it is not there any more."""
+        partition, task = self.find(state)
+        return partition, task, task.claims.get(self.request_id)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TaskSeen(TaskChange):
     """A task asked for the first time."""
 
@@ -70,9 +82,9 @@ class BatchPlanned(TaskChange):
     plan: Plan
 
     def prepare(self, state: State) -> TaskRows:
-        """Find the positions of all rows of the plan; raises LookupError where one is gone."""
+        """Find the positions of all rows of the plan; raises TqError where one is gone."""
         partition, task = self.find(state)
-        return partition, task, _positions(partition, np.concatenate([part.rows for part in self.plan.ranks]))
+        return partition, task, partition.positions_of(np.concatenate([part.rows for part in self.plan.ranks]))
 
     def apply(self, state: State, prepared: TaskRows, step: Step) -> None:
         """Record the plan, which consumes its rows."""
@@ -106,9 +118,9 @@ class QueueClaimed(TaskChange):
     lease: LeaseTerms | None = None
 
     def prepare(self, state: State) -> TaskRows:
-        """Find the positions of the samples; raises LookupError where one is gone."""
+        """Find the positions of the samples; raises TqError where one is gone."""
         partition, task = self.find(state)
-        return partition, task, _positions(partition, self.part.rows)
+        return partition, task, partition.positions_of(self.part.rows)
 
     def apply(self, state: State, prepared: TaskRows, step: Step) -> QueueClaim:
         """Record the claim and return it."""
@@ -124,7 +136,7 @@ class QueueClaimed(TaskChange):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClaimReleased(TaskChange):
+class ClaimReleased(ClaimChange):
     """A queue claim was released: what is left of it can be claimed again.
 
     What the claim does not hold any more is ignored, as is an unknown claim: a client releases what it may have got.
@@ -135,7 +147,6 @@ class ClaimReleased(TaskChange):
             may ask again under the same one.
     """
 
-    request_id: bytes
     global_indexes: Indexes | None = None
     is_final: bool = True
 
@@ -145,24 +156,12 @@ class ClaimReleased(TaskChange):
         Raises:
             InvalidArgumentError: only a part of a claim without a lease is named, or of a group that stays whole.
         """
-        partition, task = self.find(state)
-        claim = task.claims.get(self.request_id)
+        partition, task, claim = self.find_claim(state)
         if claim is None:
             return (partition, task, None, np.zeros(0, np.int64)) if self.is_final else None
-        left = task.left(claim)
-        if self.global_indexes is None:
-            return partition, task, claim, left
-        rows = partition.table.index.data[left]
-        is_named = np.isin(rows, self.global_indexes)
-        if claim.lease is not None:
-            _check_whole_groups(partition, claim.lease, rows, is_named)
-        elif not is_named.all():
-            raise InvalidArgumentError(
-                f"got {self.global_indexes.size} of the {rows.size} samples of a claim without a lease, which is given "
-                "back whole; ask with a lease to give back some",
-                field="global_indexes",
-            )
-        return (partition, task, claim, left[is_named]) if is_named.any() or claim.lease is None else None
+        positions = _left(partition, task, claim, self.global_indexes)
+        is_nothing = self.global_indexes is not None and claim.lease is not None and not positions.size
+        return None if is_nothing else (partition, task, claim, positions)
 
     def apply(self, state: State, prepared: ClaimedRows, step: Step) -> int:
         """Release the samples; return how many can be claimed again at once."""
@@ -177,13 +176,12 @@ class ClaimReleased(TaskChange):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClaimAcked(TaskChange):
+class ClaimAcked(ClaimChange):
     """Samples of a leased claim are done for good; None: all that are left of it.
 
     Samples that are done, have failed or were cleared may be named: nobody else will do their work.
     """
 
-    request_id: bytes
     global_indexes: Indexes | None = None
 
     def prepare(self, state: State) -> LeasedRows | None:
@@ -194,22 +192,16 @@ class ClaimAcked(TaskChange):
             InvalidArgumentError: samples were never in the claim, or are a part of a group that stays whole.
             PreconditionError: the claim was made without a lease.
         """
-        partition, task = self.find(state)
-        claim = task.claims.get(self.request_id)
+        partition, task, claim = self.find_claim(state)
         if claim is None:
             _check_cleared(partition, task, self.request_id, self.global_indexes)
             return None
         lease = _lease_of(task, claim)
-        positions = task.left(claim)
-        if self.global_indexes is None:
-            if self.request_id in task.expired:
-                raise _is_over(task)
-        else:
+        if self.global_indexes is not None:
             _check_held(partition, task, claim, self.global_indexes)
-            rows = partition.table.index.data[positions]
-            is_named = np.isin(rows, self.global_indexes)
-            _check_whole_groups(partition, lease, rows, is_named)
-            positions = positions[is_named]
+        elif self.request_id in task.expired:
+            raise _is_over(task)
+        positions = _left(partition, task, claim, self.global_indexes)
         return (partition, task, lease, positions) if positions.size else None
 
     def apply(self, state: State, prepared: LeasedRows, step: Step) -> int:
@@ -221,10 +213,9 @@ class ClaimAcked(TaskChange):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClaimExtended(TaskChange):
+class ClaimExtended(ClaimChange):
     """What is left of a leased claim was given more time, from then on."""
 
-    request_id: bytes
     lease_seconds: float
 
     def prepare(self, state: State) -> tuple[Partition, Lease]:
@@ -234,8 +225,7 @@ class ClaimExtended(TaskChange):
             LeaseExpiredError: the lease ran out, or its samples were released.
             PreconditionError: nothing is left to be acknowledged, or the claim was made without a lease.
         """
-        partition, task = self.find(state)
-        claim = task.claims.get(self.request_id)
+        partition, task, claim = self.find_claim(state)
         if claim is None or self.request_id in task.expired:
             raise _is_over(task)
         lease = _lease_of(task, claim)
@@ -255,15 +245,12 @@ class ClaimExtended(TaskChange):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseExpired(TaskChange):
+class LeaseExpired(ClaimChange):
     """What was left of a leased claim can be claimed again, or is dead-lettered."""
-
-    request_id: bytes
 
     def prepare(self, state: State) -> LeasedRows:
         """Find what is left; raises LookupError where that is nothing."""
-        partition, task = self.find(state)
-        claim = task.claims.get(self.request_id)
+        partition, task, claim = self.find_claim(state)
         if claim is None or claim.lease is None or claim.lease.left_count == 0:
             raise LookupError(f"task {task.name!r} has leased nothing under request_id {self.request_id.hex()}")
         return partition, task, claim.lease, task.left(claim)
@@ -271,8 +258,7 @@ class LeaseExpired(TaskChange):
     def apply(self, state: State, prepared: LeasedRows, step: Step) -> None:
         """Take the samples from the worker."""
         partition, task, lease, positions = prepared
-        partition.state_version += 1  # what is dead-lettered may bring the end, or let the rest of its group go
-        step.changed[partition] = None
+        step.note_change(partition)  # what is dead-lettered may bring the end, or let the rest of its group go
         _reopened(partition, task.expire(lease, positions, step.at_seconds), step)
 
 
@@ -307,8 +293,7 @@ class ConsumptionReset(TaskChange):
         else:
             for forget in partition.on_reset:
                 forget(task.name)
-        partition.state_version += 1
-        step.changed[partition] = None
+        step.note_change(partition)
         return task.epoch
 
 
@@ -318,18 +303,33 @@ class ConsumptionReset(TaskChange):
 def _reopened(partition: Partition, positions: Indexes, step: Step) -> None:
     """Have those who wait look again at rows that can be claimed again."""
     if positions.size:
-        partition.reopened(positions)
-        step.changed[partition] = None
+        partition.touched(partition.table.index.data[positions])
+        step.note_change(partition)
 
 
 # Checks
 
 
-def _positions(partition: Partition, rows: Indexes) -> Indexes:
-    positions = partition.table.find(rows)
-    if bool((positions < 0).any()):
-        raise LookupError(f"partition {partition.partition_id!r} lacks {int((positions < 0).sum())} claimed samples")
-    return positions
+def _left(partition: Partition, task: TaskLedger, claim: QueueClaim, rows: Indexes | None) -> Indexes:
+    """Return the positions of what a claim holds of some samples, of all where none are named.
+
+    Raises:
+        InvalidArgumentError: they are only a part of a claim without a lease, or of a group that stays whole.
+    """
+    positions = task.left(claim)
+    if rows is None:
+        return positions
+    left = partition.table.index.data[positions]
+    is_named = np.isin(left, rows)
+    if claim.lease is not None:
+        _check_whole_groups(partition, claim.lease, left, is_named)
+    elif not is_named.all():
+        raise InvalidArgumentError(
+            f"got {rows.size} of the {left.size} samples of a claim without a lease, which is given back whole; ask "
+            "with a lease to give back some",
+            field="global_indexes",
+        )
+    return positions[is_named]
 
 
 def _lease_of(task: TaskLedger, claim: QueueClaim) -> Lease:

@@ -43,8 +43,8 @@ class PartitionSealed(Change):
 
     def apply(self, state: State, prepared: Partition, step: Step) -> None:
         """Seal it."""
-        prepared.seal()
-        step.changed[prepared] = None
+        prepared.sealed = True
+        step.note_change(prepared)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -124,8 +124,9 @@ class SamplesWritten(Change):
         partition.meta.write(write.meta, positions)
         indexes = table.index.data[as_slice(positions)].copy()
         expected = partition.settings.expected_samples
-        if expected is not None and partition.inserted_count >= expected:
-            partition.seal()
+        if expected is not None and partition.inserted_count >= expected and not partition.sealed:
+            partition.sealed = True
+            step.note_change(partition)
         partition.touched(indexes)
         step.changed[partition] = None
         table.close_gaps(positions.size)
@@ -153,9 +154,8 @@ class MetaSet(Change):
         """Write the values."""
         partition, positions = prepared
         partition.meta.write(self.columns, positions)
-        partition.state_version += 1
         partition.touched(self.global_indexes)
-        step.changed[partition] = None
+        step.note_change(partition)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,8 +174,7 @@ class GroupsClosed(Change):
         """Close them."""
         partition, slots = prepared
         partition.groups.close(slots)
-        partition.state_version += 1
-        step.changed[partition] = None
+        step.note_change(partition)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,8 +208,7 @@ class SamplesCleared(Change):
         partition.count_states(positions, -1)
         partition.groups.forget_members(positions)
         partition.table.remove(positions)
-        partition.state_version += 1
-        step.changed[partition] = None
+        step.note_change(partition)
         return positions.size
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, ClassVar, Protocol
@@ -77,6 +77,11 @@ class Step:
     consumed: dict[Partition, None] = field(default_factory=dict)
     created: list[Partition] = field(default_factory=list)
     cleared: list[Partition] = field(default_factory=list)
+
+    def note_change(self, partition: Partition) -> None:
+        """Have all who wait for samples of a partition look again, whichever rows have changed."""
+        partition.state_version += 1
+        self.changed[partition] = None
 
 
 class Change(ABC):
@@ -177,16 +182,12 @@ class StateMachine:
         """
         if prepared is None:
             prepared = change.prepare(self.state)
-            if prepared is None:
-                return None
-        with self.group() as group:
-            return group.apply(change, prepared, group.encode(change))
+        return None if prepared is None else self.commit_all([(change, prepared)])
 
-    def commit_all(self, changes: Iterable[tuple[Change, Any]]) -> Any:
+    def commit_all(self, changes: Sequence[tuple[Change, Any]]) -> Any:
         """Make several changes that were prepared, or none of them; return what came of the last one."""
         with self.group() as group:
-            encoded = [(change, prepared, group.encode(change)) for change, prepared in changes]
-            return [group.apply(*each) for each in encoded][-1]
+            return group.make(changes)
 
     def replay(self, change: Change, at_seconds: float) -> None:
         """Apply a change that was written down, to the state in which it was made.
@@ -226,16 +227,14 @@ class Group:
         self._is_applying = False
         self._depth = 0
 
-    def encode(self, change: Change) -> bytes:
-        """Return the bytes of a change that is about to be applied."""
-        log = self._machine.log
-        return b"" if log is None else log.encode(change)
-
-    def apply(self, change: Change, prepared: Any, encoded: bytes) -> Any:
-        """Apply a change, and add it to what is written down at the end."""
-        self._encoded.append(encoded)
+    def make(self, changes: Sequence[tuple[Change, Any]]) -> Any:
+        """Encode changes, then apply them; return what came of the last one."""
+        log, result = self._machine.log, None
+        encoded = [b"" if log is None else log.encode(change) for change, _ in changes]
+        self._encoded += encoded
         self._is_applying = True
-        result = change.apply(self._machine.state, prepared, self._step)
+        for change, prepared in changes:
+            result = change.apply(self._machine.state, prepared, self._step)
         self._is_applying = False
         return result
 
