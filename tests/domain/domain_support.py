@@ -111,7 +111,7 @@ def write_to(target, samples):
 
 def insert(target, count, fields=("x",), **arguments):
     """Add rows; return their indexes."""
-    return write_to(target, new_write(count, fields, **arguments)).global_indexes.tolist()
+    return [*map(int, write_to(target, new_write(count, fields, **arguments)).global_indexes)]
 
 
 def update(target, indexes, fields=(), **arguments):

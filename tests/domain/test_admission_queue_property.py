@@ -79,7 +79,7 @@ class Driver:
         put = self.let_in.pop(which % len(self.let_in))
         with put.call.result():
             written = write_to(self.partition, put.write)
-        put.rows_left = dict.fromkeys(written.global_indexes.tolist(), True)
+        put.rows_left = dict.fromkeys(list(written.global_indexes), True)
         self.written.append(put)
 
     async def give_up(self, which):

@@ -143,7 +143,7 @@ async def test_versions_ahead_of_the_oldest_that_is_left_wait():
     async def put(version):
         write = new_write(1, ["x"], meta=[{"policy": version}])
         with await line.enter(new_id(), write, 4, None):
-            return write_to(train, write).global_indexes.tolist()
+            return list(write_to(train, write).global_indexes)
 
     await put(5)  # nothing is left, so any version may come
     await put(7)

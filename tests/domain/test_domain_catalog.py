@@ -38,7 +38,7 @@ async def test_the_first_samples_make_their_partition(catalog):
     written = catalog.write("train", b"", new_write(2, ("x",)))
     partition = written.partition
     assert catalog.get("train") is partition
-    assert written.global_indexes.tolist() == [0, 1]
+    assert list(written.global_indexes) == [0, 1]
     assert catalog.write("train", partition.incarnation, new_write(1)).partition is partition
     assert list(catalog.names()) == ["train"]
 
@@ -207,7 +207,7 @@ async def test_a_partition_that_can_never_appear_is_not_waited_for(catalog, name
 
 async def test_samples_that_are_restored_count(catalog):
     written = catalog.write("train", b"", new_write(3, ["x"]))
-    assert written.global_indexes.size == 3
+    assert len(written.global_indexes) == 3
     restored = Catalog(PlanRunner(), Limits(max_samples=4))
     restored.write("early", b"", new_write(1, ["x"]))
     restored.remove("early", b"")

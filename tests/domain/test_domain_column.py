@@ -27,8 +27,8 @@ def column_of(values, capacity=None):
         lambda column: column.write(slice(4095, 4097), 1),
         lambda column: column.write(slice(SIZE - 1, SIZE + 50), 1),
         lambda column: column.write(np.array([9_999, 0, 5_000, SIZE + 3]), 1),
-        lambda column: column.resize(2 * SIZE, None, SIZE),
-        lambda column: column.resize(SIZE, np.arange(SIZE) % 2 == 0, SIZE),
+        lambda column: column.resize(2 * SIZE),
+        lambda column: column.resize(SIZE, np.arange(0, SIZE, 2)),
     ],
     ids=["all", "edge", "beyond", "some", "grown", "compacted"],
 )
@@ -128,7 +128,7 @@ def test_a_long_column_of_objects_grows_without_a_copy_and_takes_memory_where_it
     assert not column.data._chunks
     column.write(slice(10, 20), "x")
     (chunk,) = column.data._chunks.values()
-    column.resize(4 * OBJECTS, None, OBJECTS)
+    column.resize(4 * OBJECTS)
     assert list(column.data._chunks.values()) == [chunk]
     assert column.data[9:21].tolist() == [None, *"xxxxxxxxxx", None]
     assert column.data[4 * OBJECTS - 1] is None
@@ -152,6 +152,6 @@ def test_a_column_that_shrank_has_its_fill_behind(monkeypatch, can_reserve, dtyp
     assert (dtype == np.object_ or np.shares_memory(before, column.data)) is (can_reserve or dtype == np.object_)
     assert column.data.size == 100_000
     assert column.data[:].tolist() == [5] * 70_001 + [fill] * 29_999
-    column.resize(OBJECTS, None, 70_001)
+    column.resize(OBJECTS)
     assert column.data[70_001:OBJECTS].tolist() == [fill] * (OBJECTS - 70_001)
     assert snapshot.values().tolist() == [5] * OBJECTS

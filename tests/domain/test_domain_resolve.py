@@ -45,13 +45,16 @@ def snapshot(train):
 )
 def test_keys_by_mode(train, keys, mode, positions):
     checked = check_write(train, new_write(len(keys), keys=keys, key_mode=mode))
-    assert checked.positions.tolist() == positions
-    assert checked.is_new.tolist() == [position < 0 for position in positions]
+    found = np.full(len(keys), -1) if checked.positions is None else checked.positions
+    assert found.tolist() == positions
+    assert found[checked.is_new].tolist() == [position for position in positions if position < 0]
+    assert checked.new_count == positions.count(-1)
 
 
 def test_indexes_and_new_rows(train):
     assert check_write(train, new_write(2, indexes=[2, 0])).positions.tolist() == [2, 0]
-    assert check_write(train, new_write(2)).is_new.all()
+    checked = check_write(train, new_write(2))
+    assert (checked.positions, checked.is_new, checked.new_count) == (None, slice(None), 2)
 
 
 @pytest.mark.parametrize(

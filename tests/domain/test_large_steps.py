@@ -154,7 +154,7 @@ def test_a_write_whose_names_were_looked_through_does_what_it_would_do_anyhow(wr
         results = []
         for partition, each in ((plain, write), (looked, replace(write, names=known))):
             try:
-                results.append(write_to(partition, each).global_indexes.tolist())
+                results.append(list(write_to(partition, each).global_indexes))
             except TqError as error:
                 results.append((type(error), error.message))
         assert results[0] == results[1]
@@ -192,11 +192,11 @@ def test_a_large_column_grows_whether_memory_can_be_reserved_or_not(can_reserve,
     column = Column(np.int64, fill, LARGE)
     column.write(slice(0, LARGE), np.arange(LARGE))
     snapshot = column.snapshot(LARGE)
-    column.resize(LARGE + 1000, None, LARGE)
+    column.resize(LARGE + 1000)
     assert column.data[LARGE:].tolist() == [fill] * 1000
     column.write(slice(0, LARGE), 5)
     assert snapshot.values().tolist() == list(range(LARGE))
-    column.resize(10 * LARGE, None, LARGE)
+    column.resize(10 * LARGE)
     assert column.data.size == 10 * LARGE
     assert (column.data[:LARGE] == 5).all()
     assert (column.data[LARGE + 1000 :] == fill).all()
@@ -206,6 +206,6 @@ def test_a_large_column_grows_whether_memory_can_be_reserved_or_not(can_reserve,
 def test_a_snapshot_made_before_a_column_grew_where_it_is_stays():
     column = Column(np.int64, 0, LARGE)
     snapshot = column.snapshot(LARGE)
-    column.resize(2 * LARGE, None, LARGE)
+    column.resize(2 * LARGE)
     column.write(np.array([3, LARGE - 1]), 7)
     assert not snapshot.values().any()

@@ -121,7 +121,7 @@ def test_custom_meta_cannot_have_the_name_of_a_readable_column():
 
 
 def test_names_of_users_never_name_another_column(path):
-    """Each of these was a name of a column, or of the column of another field, task or custom_meta column."""
+    """Each of these is, or was, a name of a column, or of the column of another field, task or custom_meta column."""
     names = ["index", "present", "state", "key", "group", "cell/x", "x", "x/y", "/x", "meta/x", "claim/t", "t", "", "/"]
     made = partition()
     insert(made, 2, tuple(filter(None, names)), meta=[dict.fromkeys(names, row) for row in range(2)])
@@ -131,7 +131,7 @@ def test_names_of_users_never_name_another_column(path):
     assert digest(again, with_gaps=True) == digest(made, with_gaps=True)
     assert again.meta.names() == names
     assert list(again.tasks) == names
-    assert len(made.table.columns) == 5 + 13 + 2 * len(names) + 2 * len(names)
+    assert len(made.table.columns) == 4 + 13 + 2 * len(names) + 2 * len(names)
 
 
 def test_floats_come_back_bit_for_bit(path):
@@ -351,4 +351,4 @@ def test_a_table_that_a_snapshot_does_not_have_is_empty(path, caplog):
     again = restored(written(made, path), Shelved)
     assert again.shelves.count == 0
     assert again.table.present_count == 4
-    assert any("column 'present' of its table 'shelves'" in record.getMessage() for record in caplog.records)
+    assert any("column 'state' of its table 'shelves'" in record.getMessage() for record in caplog.records)

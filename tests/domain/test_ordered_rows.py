@@ -112,7 +112,7 @@ class Rows:
         write = new_write(count, fields)
         if not self.rewrites or self.rng.random() < 0.5:
             write = replace(write, meta=self.columns(entries))
-        indexes = write_to(self.partition, write).global_indexes.tolist()
+        indexes = list(write_to(self.partition, write).global_indexes)
         if not write.meta and self.columns(entries):
             set_meta(self.partition, np.array(indexes), self.columns(entries))
         (self.values if fields else self.hidden).update(zip(indexes, entries, strict=True))

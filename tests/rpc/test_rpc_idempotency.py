@@ -107,6 +107,20 @@ def test_a_refused_request_is_not_recorded(server: LiveServer) -> None:
     assert server.controller.Insert(request).meta.global_indexes == [4]
 
 
+def test_a_large_insert_that_is_sent_twice_is_made_once(server: LiveServer) -> None:
+    count = 1 << 19
+    write = pb.SampleWrite(partition_id="train", row_count=count)
+    request = pb.InsertRequest(request_id=new_id(), write=write)
+    calls = [server.controller.Insert.future(request, timeout=60) for _ in range(4)]
+    server.controller.Insert(
+        pb.InsertRequest(request_id=new_id(), write=pb.SampleWrite(partition_id="train", row_count=5))
+    )
+    answers = [call.result() for call in calls]
+    assert all(answer == answers[0] for answer in answers)
+    assert list(answers[0].meta.index_ranges.counts) == [count]
+    assert server.client().describe_partition("train").summary.present_count == count + 5
+
+
 def test_a_released_claim_refuses_its_retry(server: LiveServer) -> None:
     put_train(server.client())
     claim = pb.GetMetaRequest(**CLAIM, request_id=new_id(), batch_size=3)

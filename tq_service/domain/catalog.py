@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, KeysView, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, KeysView, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ from tq_service.domain.admission.limits import Limits
 from tq_service.domain.admission.queue import AdmissionQueue
 from tq_service.domain.changes.claims import LeaseExpired, TaskSeen
 from tq_service.domain.changes.partitions import PartitionCleared, PartitionCreated
-from tq_service.domain.changes.samples import SamplesWritten, SampleWrite, Written, check_write
+from tq_service.domain.changes.samples import CheckedWrite, SamplesWritten, SampleWrite, Written, check_write
 from tq_service.domain.changes.state_machine import Change, RequestAnswered, State, StateMachine, Step
 from tq_service.domain.claims.ledger import Lease, LeaseTimer, TaskLedger
 from tq_service.domain.claims.planner import Planner, RunsPlans
@@ -175,28 +175,69 @@ class Catalog:
             )
         return partition
 
-    def _creation(self, partition_id: str, settings: PartitionSettings) -> PartitionCreated:
+    def _creation(self, partition_id: str, settings: PartitionSettings, incarnation: bytes = b"") -> PartitionCreated:
         check_name("partition_id", partition_id)
         if self._is_closed:
             raise UnavailableError("a checkpoint is being restored; new partitions can be made once it is")
         self.limits.check_create(partition_id, settings, len(self._partitions))
-        return PartitionCreated(partition_id=partition_id, incarnation=os.urandom(16), settings=settings)
+        incarnation = incarnation or os.urandom(16)
+        return PartitionCreated(partition_id=partition_id, incarnation=incarnation, settings=settings)
 
-    def write(self, partition_id: str, incarnation: bytes, write: SampleWrite) -> Written:
-        """Write samples; the first ones make their partition, and a refused write leaves none behind."""
+    @contextlib.asynccontextmanager
+    async def room(self, partition_id: str, incarnation: bytes, write: SampleWrite) -> AsyncIterator[Partition | None]:
+        """Make room for the new rows of a write in steps, between which others have their turn; write it in the `with`.
+
+        The write is checked first, so that one which is refused takes no memory. Nothing else changes: whatever is done
+        to the partition meanwhile, the write is checked again as it is made, and room that was not used is given back.
+        Yields the partition to be, where there is none.
+        """
+        made: Partition | None = None
+        while True:
+            _, checked = self._check_write(partition_id, incarnation, write, made)
+            partition, there = checked.partition, self._partitions.get(partition_id)
+            made = None if there is partition else partition
+            try:
+                for _ in partition.table.make_room(checked.new_count):
+                    await asyncio.sleep(0)
+                    if self._partitions.get(partition_id) is not there:  # cleared, or made by another
+                        break
+                else:
+                    yield made
+                    return
+            finally:
+                partition.table.return_room()
+
+    def write(
+        self, partition_id: str, incarnation: bytes, write: SampleWrite, made: Partition | None = None
+    ) -> Written:
+        """Write samples; the first ones make their partition, and a refused write leaves none behind.
+
+        Args:
+            partition_id: where they are.
+            incarnation: that is meant; empty: whichever.
+            write: what is written.
+            made: the partition to be, if there is none yet; see `room`.
+        """
+        changes, checked = self._check_write(partition_id, incarnation, write, made)
+        changes.append((SamplesWritten(partition_id=partition_id, write=write), checked))
+        written: Written = self.machine.commit_all(changes)
+        return written
+
+    def _check_write(
+        self, partition_id: str, incarnation: bytes, write: SampleWrite, made: Partition | None
+    ) -> tuple[list[tuple[Change, Any]], CheckedWrite]:
+        """Check a write; return it with the change that makes its partition, where there is none."""
         changes: list[tuple[Change, Any]] = []
         if partition_id in self._partitions or incarnation or not write.may_add_samples:
             partition = self.get(partition_id, incarnation)
         else:
-            creation = self._creation(partition_id, PartitionSettings())
-            partition = creation.prepare(self._state)
+            creation = self._creation(partition_id, PartitionSettings(), b"" if made is None else made.incarnation)
+            partition = made or creation.prepare(self._state)
             changes.append((creation, partition))
         self.limits.check_write(partition, write)
         checked = check_write(partition, write)
         self._check_samples(checked.new_count)
-        changes.append((SamplesWritten(partition_id=partition_id, write=write), checked))
-        written: Written = self.machine.commit_all(changes)
-        return written
+        return changes, checked
 
     def _check_samples(self, new_count: int) -> None:
         """Refuse new samples that would be too many.

@@ -95,7 +95,8 @@ class Partition:
     Attributes:
         on_change: called once something has changed that may matter to those who wait for samples.
         on_consumed: called once a task has fewer samples left to consume.
-        on_rows: called, while a change is applied, with the global indexes of rows that were written, or reopened.
+        on_rows: called, while a change is applied, with the global indexes of rows that were written, or reopened, as a
+            range where all of them are new.
         on_reset: called, while a change is applied, with the name of a task that starts from all rows again.
     """
 
@@ -105,7 +106,7 @@ class Partition:
         self.settings = settings
         self.sealed = settings.expected_samples == 0
         self.table = RowTable()
-        self.state = self.table.column("state", np.uint8, CLEARED)
+        self.state = self.table.state
         self.key = self.table.column("key", np.object_, None)
         self.key_index: dict[str, int] = {}
         self.groups = GroupTable(self.table)
@@ -118,7 +119,7 @@ class Partition:
         self.state_version = 0  # other changes that may matter to those who wait
         self.on_change: list[Callable[[], None]] = []
         self.on_consumed: list[Callable[[], None]] = []
-        self.on_rows: list[Callable[[Indexes], None]] = []
+        self.on_rows: list[Callable[[Indexes | range], None]] = []
         self.on_reset: list[Callable[[str], None]] = []
         for spec in settings.fields:
             self.cells.declare(spec)
@@ -143,11 +144,11 @@ class Partition:
         for code in (LIVE, HELD, FAILED):
             self.count_state(code, positions[states == code], by)
 
-    def count_state(self, code: int, positions: Indexes, by: int) -> None:
+    def count_state(self, code: int, rows: slice | Indexes, by: int) -> None:
         """Count rows of a state in, or out, of the partition and of their groups."""
-        self.state_counts[code] += by * positions.size
+        self.state_counts[code] += by * self.state.data[rows].size
         if code == FAILED:
-            self.groups.count(self.groups.failed, positions, by)
+            self.groups.count(self.groups.failed, rows, by)
 
     # Tasks
 
@@ -277,9 +278,9 @@ class Partition:
 
     # Change notices
 
-    def touched(self, indexes: Indexes) -> None:
+    def touched(self, indexes: Indexes | range) -> None:
         """Take note of rows that were written, or are claimable again."""
-        self.row_version += indexes.size
+        self.row_version += len(indexes)
         for note in self.on_rows:
             note(indexes)
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import grpc
 
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.changes.samples import SampleWrite
+from tq_service.domain.partition import Partition
 from tq_service.domain.tables.cells import Put
 from tq_service.domain.tables.names import LARGE, Names
 from tq_service.errors import (
@@ -56,12 +57,15 @@ class Commits:
         """Add samples without cells."""
 
         def change() -> pb.InsertResponse:
-            meta = self._write(request.write, from_proto.sample_write(request.write, names=names))
-            return pb.InsertResponse(meta=meta)
+            return pb.InsertResponse(meta=self._write(request.write, write, made))
 
         names = await self.look_through_names(request.write)
         with await self.admit(request, 0, context, names):
-            return self._catalog.run_once(request.request_id, change, pb.InsertResponse)
+            if (recorded := self._catalog.recorded(request.request_id, pb.InsertResponse)) is not None:
+                return cast("pb.InsertResponse", recorded)
+            write = from_proto.sample_write(request.write, names=names)
+            async with self._room(request.write, write) as made:
+                return self._catalog.run_once(request.request_id, change, pb.InsertResponse)
 
     async def commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:
         """Make a put that came before visible; a put that is refused is freed."""
@@ -180,8 +184,18 @@ class Commits:
         """
         return self._catalog.recorded(request_id, pb.CommitResponse)
 
-    def _write(self, message: pb.SampleWrite, write: SampleWrite) -> metadata_pb2.BatchMeta:
-        return to_proto.written_meta(self._catalog.write(message.partition_id, message.incarnation, write))
+    def _room(
+        self, message: pb.SampleWrite, write: SampleWrite
+    ) -> contextlib.AbstractAsyncContextManager[Partition | None]:
+        """Make room for many new samples, see `Catalog.room`; few need no step of their own for it."""
+        if write.row_count < LARGE:
+            return contextlib.nullcontext()
+        return self._catalog.room(message.partition_id, message.incarnation, write)
+
+    def _write(
+        self, message: pb.SampleWrite, write: SampleWrite, made: Partition | None = None
+    ) -> metadata_pb2.BatchMeta:
+        return to_proto.written_meta(self._catalog.write(message.partition_id, message.incarnation, write, made))
 
     async def _give_up(self, put: Put, partition_id: str) -> None:
         """Free a put that will not be committed; one of another partition is not this caller's to free."""

@@ -17,8 +17,15 @@ _LEAST_MEAN_LENGTH: Final = 4
 _MOST_INDEXES: Final = 2**31  # a few bytes must not make a reader reserve whatever they say
 
 
-def set_indexes(message: pb.BatchMeta, indexes: Indexes) -> None:
+def set_indexes(message: pb.BatchMeta, indexes: Indexes | range) -> None:
     """Name the samples of a batch, which has none yet."""
+    if isinstance(indexes, range):
+        if len(indexes) > _FEW:
+            message.index_ranges.firsts.append(indexes.start)
+            message.index_ranges.counts.append(len(indexes))
+        else:
+            message.global_indexes.extend(indexes)
+        return
     if indexes.size > _FEW:
         heads = np.flatnonzero(np.diff(indexes) != 1) + 1
         if (heads.size + 1) * _LEAST_MEAN_LENGTH <= indexes.size:

@@ -179,7 +179,7 @@ def demand_of(partition: Partition, write: SampleWrite, value_bytes: int) -> Dem
     )
 
 
-def _version_range(column: MetaColumn, which: NDArray[np.bool_]) -> tuple[float, float]:
+def _version_range(column: MetaColumn, which: slice | NDArray[np.bool_]) -> tuple[float, float]:
     """Return the lowest and the highest version of some samples."""
     if column.values.dtype.kind not in "if":
         raise InvalidArgumentError(
@@ -187,6 +187,6 @@ def _version_range(column: MetaColumn, which: NDArray[np.bool_]) -> tuple[float,
             f"of type {column.values.dtype}",
             field="custom_meta",
         )
-    values = column.values[which & column.present]
+    values = column.values[which][column.present[which]]
     values = values[~np.isnan(values)]  # not a number: no version
     return (values.min().item(), values.max().item()) if values.size else _NO_VERSIONS

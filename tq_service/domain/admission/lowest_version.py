@@ -35,8 +35,11 @@ class LowestVersion:
         partition.on_rows.append(self._note)
         partition.on_reset.append(self._forget)
 
-    def _note(self, indexes: Indexes) -> None:
-        self._touched.update(count_values(indexes // _BLOCK_ROWS)[0].tolist())
+    def _note(self, indexes: Indexes | range) -> None:
+        if isinstance(indexes, range):
+            self._touched.update(range(indexes.start // _BLOCK_ROWS, -(-indexes.stop // _BLOCK_ROWS)))
+        else:
+            self._touched.update(count_values(indexes // _BLOCK_ROWS)[0].tolist())
 
     def _forget(self, task_name: str) -> None:
         """Have all blocks looked at: any rows may be left again."""

@@ -21,7 +21,7 @@ from tq_service.domain.plan import Indexes
 from tq_service.domain.states import FAILED, HELD, LIVE, STATE_CODES
 from tq_service.domain.tables.cells import CellSet, ColumnWrite, Put
 from tq_service.domain.tables.names import GroupNames, Names
-from tq_service.domain.tables.table import as_slice, distinct, forget_names
+from tq_service.domain.tables.table import distinct, forget_names
 from tq_service.errors import (
     AlreadyExistsError,
     InvalidArgumentError,
@@ -70,19 +70,22 @@ class CheckedWrite:
     """A write that a partition takes as it is now.
 
     Attributes:
-        positions: of its rows `(n,)` in order, -1 for new ones.
-        is_new: which are new `(n,)`.
+        positions: of its rows `(n,)` in order, -1 for new ones; None: all are new.
         new_count: how many are.
         groups: the groups of the new ones, None where the write names none.
         specs: those that the written fields have afterwards.
     """
 
     partition: Partition
-    positions: Indexes
-    is_new: NDArray[np.bool_]
+    positions: Indexes | None
     new_count: int
     groups: GroupNames | None
     specs: Sequence[FieldSpec]
+
+    @property
+    def is_new(self) -> slice | NDArray[np.bool_]:
+        """What is of new rows, in an array in the order of the write."""
+        return slice(None) if self.positions is None else self.positions < 0
 
 
 FoundRows: TypeAlias = tuple[Partition, Indexes]
@@ -90,10 +93,10 @@ FoundRows: TypeAlias = tuple[Partition, Indexes]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """What a write did: the samples, and the specs of the fields written."""
+    """What a write did: the samples, a range where all are new, and the specs of the fields written."""
 
     partition: Partition
-    global_indexes: Indexes
+    global_indexes: Indexes | range
     specs: Sequence[FieldSpec] = ()
 
 
@@ -110,26 +113,25 @@ class SamplesWritten(Change):
 
     def apply(self, state: State, prepared: CheckedWrite, step: Step) -> Written:
         """Add the rows that are new, then write their state, cells and custom_meta."""
-        partition, positions, is_new = prepared.partition, prepared.positions, prepared.is_new
+        partition, positions = prepared.partition, prepared.positions
         write, table = self.write, partition.table
-        added = _add_rows(write, prepared)
-        are_new = added.size == positions.size
-        if are_new:
-            positions = added
-        else:
-            positions[is_new] = added
+        rows: slice | Indexes
+        rows = added = _add_rows(write, prepared)
+        indexes: Indexes | range = range(table.next_index - prepared.new_count, table.next_index)
+        if positions is not None:
             if write.state is not None:
-                step.freed += _set_state(partition, STATE_CODES[write.state], positions[~is_new])
-        step.freed += _write_cells(partition, write, prepared.specs, positions, are_new=are_new)
-        partition.meta.write(write.meta, positions)
-        indexes = table.index.data[as_slice(positions)].copy()
+                step.freed += _set_state(partition, STATE_CODES[write.state], positions[positions >= 0])
+            positions[positions < 0] = np.arange(added.start, added.stop)
+            rows, indexes = positions, table.index.data[positions]
+        step.freed += _write_cells(partition, write, prepared.specs, rows)
+        partition.meta.write(write.meta, rows)
         expected = partition.settings.expected_samples
         if expected is not None and partition.inserted_count >= expected and not partition.sealed:
             partition.sealed = True
             step.note_change(partition)
         partition.touched(indexes)
         step.changed[partition] = None
-        table.close_gaps(positions.size)
+        table.close_gaps(write.row_count)
         return Written(partition=partition, global_indexes=indexes, specs=prepared.specs)
 
 
@@ -215,27 +217,27 @@ class SamplesCleared(Change):
 # What a write does
 
 
-def _add_rows(write: SampleWrite, checked: CheckedWrite) -> Indexes:
+def _add_rows(write: SampleWrite, checked: CheckedWrite) -> slice:
     """Add the new rows of a write; return their positions."""
     partition, count = checked.partition, checked.new_count
     code = STATE_CODES[write.state or SampleState.LIVE]
-    added = partition.table.append(count)
-    positions = np.arange(added.start, added.stop)
+    added = partition.table.append(count, code)
     if count == 0:
-        return positions
-    partition.state.write(added, code)
+        return added
     partition.insert_size_gcd = gcd(partition.insert_size_gcd, count)
     if write.keys is not None:
-        keys = write.keys if count == write.row_count else list(itertools.compress(write.keys, checked.is_new))
+        keys = write.keys
+        if checked.positions is not None:
+            keys = list(itertools.compress(keys, checked.positions < 0))
         partition.key.write(added, keys)
         _add_keys(partition, keys, write.names, partition.table.next_index - count)
     if checked.groups is not None:
-        partition.groups.add(checked.groups, write.group_size, positions)
-    partition.count_state(code, positions, 1)
+        partition.groups.add(checked.groups, write.group_size, added)
+    partition.count_state(code, added, 1)
     if code != FAILED:
         for task in partition.tasks.values():
             task.on_rows_added(count)
-    return positions
+    return added
 
 
 def _add_keys(partition: Partition, keys: Sequence[str], names: Names | None, first_index: int) -> None:
@@ -249,23 +251,23 @@ def _add_keys(partition: Partition, keys: Sequence[str], names: Names | None, fi
 
 
 def _write_cells(
-    partition: Partition, write: SampleWrite, specs: Sequence[FieldSpec], positions: Indexes, *, are_new: bool
+    partition: Partition, write: SampleWrite, specs: Sequence[FieldSpec], positions: slice | Indexes
 ) -> list[CellSet]:
     """Point the rows to the cells of the put, but for failed ones, whose bytes are not kept; return what that freed."""
     if write.put is None:
         return []
-    rows = np.arange(positions.size)
+    rows = np.arange(write.row_count)
     if partition.state_counts[FAILED]:
         rows = np.flatnonzero(partition.state.data[positions] != FAILED)
     if not rows.size:
         return [CellSet(put=write.put)]
-    are_all = rows.size == positions.size
-    size = sum(column.value_bytes for column in write.columns) * rows.size // positions.size
-    kept = positions if are_all else positions[rows]
-    freed = partition.cells.write(write.put, write.columns, specs, kept, rows, value_bytes=size, are_new=are_new)
-    if not are_all:
+    size = sum(column.value_bytes for column in write.columns) * rows.size // write.row_count
+    if not isinstance(positions, slice):  # of new rows all have failed, or none
+        positions = positions[rows]
+    freed = partition.cells.write(write.put, write.columns, specs, positions, rows, value_bytes=size)
+    if rows.size < write.row_count:
         names = tuple(column.spec.name for column in write.columns)
-        lost = np.setdiff1d(np.arange(positions.size), rows)
+        lost = np.setdiff1d(np.arange(write.row_count), rows)
         freed.append(CellSet(put=write.put, field_names=names, rows=lost))
     return freed
 
@@ -294,8 +296,9 @@ def check_write(partition: Partition, write: SampleWrite) -> CheckedWrite:
     """Find the rows of a write and what it does to them; raises where they do not take it, and changes nothing."""
     _check_counts(write)
     positions = _find_rows(partition, write)
-    is_new = positions < 0
-    new_count = int(np.count_nonzero(is_new))
+    new_count = write.row_count if positions is None else int(np.count_nonzero(positions < 0))
+    if new_count == write.row_count:
+        positions = None
     if partition.sealed and new_count:
         raise PartitionSealedError(
             f"partition {partition.partition_id!r} is sealed with {partition.inserted_count} samples, got "
@@ -304,28 +307,27 @@ def check_write(partition: Partition, write: SampleWrite) -> CheckedWrite:
         )
     specs = partition.cells.merged_specs(write.columns)
     partition.meta.check(write.meta, write.row_count)
-    if write.state is not None and write.state is not SampleState.FAILED:
-        _check_not_failed(partition, positions[~is_new])
+    if positions is not None and write.state is not None and write.state is not SampleState.FAILED:
+        _check_not_failed(partition, positions[positions >= 0])
     groups = None if write.groups is None else _check_groups(partition, write, write.groups, positions)
-    return CheckedWrite(
-        partition=partition, positions=positions, is_new=is_new, new_count=new_count, groups=groups, specs=specs
-    )
+    return CheckedWrite(partition=partition, positions=positions, new_count=new_count, groups=groups, specs=specs)
 
 
-def _check_groups(partition: Partition, write: SampleWrite, groups: Sequence[str], positions: Indexes) -> GroupNames:
+def _check_groups(
+    partition: Partition, write: SampleWrite, groups: Sequence[str], positions: Indexes | None
+) -> GroupNames:
     """Return the groups of the new samples; raises where they, or those of the others, cannot be what is given."""
-    is_new = positions < 0
-    old = np.flatnonzero(~is_new)
-    for where, known in zip(old.tolist(), partition.groups.names_of(positions[old]), strict=True):
-        if groups[where] and groups[where] != known:
-            raise InvalidArgumentError(
-                f"sample {int(partition.table.index.data[positions[where]])} is in group {known!r}, got "
-                f"{groups[where]!r}; groups are given when a sample is inserted and stay",
-                field="groups",
-            )
     names = (write.names and write.names.group_names) or GroupNames.of(groups)
-    if old.size:
-        names = names.of_samples(is_new)
+    if positions is not None:
+        old = np.flatnonzero(positions >= 0)
+        for where, known in zip(old.tolist(), partition.groups.names_of(positions[old]), strict=True):
+            if groups[where] and groups[where] != known:
+                raise InvalidArgumentError(
+                    f"sample {int(partition.table.index.data[positions[where]])} is in group {known!r}, got "
+                    f"{groups[where]!r}; groups are given when a sample is inserted and stay",
+                    field="groups",
+                )
+        names = names.of_samples(positions < 0)
     partition.groups.check(names, write.group_size)
     return names
 
@@ -358,16 +360,16 @@ def _check_counts(write: SampleWrite) -> None:
             raise InvalidArgumentError("a key is empty; give every sample of the put a key", field="keys")
 
 
-def _find_rows(partition: Partition, write: SampleWrite) -> Indexes:
-    """Return the positions of the samples of a write, -1 for new ones."""
+def _find_rows(partition: Partition, write: SampleWrite) -> Indexes | None:
+    """Return the positions of the samples of a write, -1 for new ones; None: all are new."""
     if write.global_indexes is not None:
         if write.keys is not None:
             raise InvalidArgumentError("a write names its samples by index or by key, not by both", field="keys")
         return partition.positions_of(write.global_indexes)
     keys, index_of = write.keys, partition.key_index
-    known = np.full(write.row_count, -1, np.int64)
     if keys is None:
-        return known
+        return None
+    known = np.full(write.row_count, -1, np.int64)
     # Of two large sets it is quicker to see that nothing is in both than where each is.
     if index_of and not (write.names is not None and write.names.index_of.keys().isdisjoint(index_of.keys())):
         known = np.fromiter(map(index_of.get, keys, itertools.repeat(-1)), np.int64, len(keys))

@@ -29,6 +29,7 @@ Keys: TypeAlias = NDArray[np.void]
 
 _SLICE = 4096  # keys that one step makes, sorts, or puts into buckets
 _FIRST_BUCKET = 128  # keys of the first bucket, all of which a claim looks at
+_MOST_NOTED = 1 << 20  # new rows of one write; where they are more, all rows are looked for again
 _MOST_STALE = 1024  # keys of rows that are gone, or stand elsewhere, beside as many as there are rows
 _MOST_SPLITTERS = 511
 _MOST_PARTS = 1 << 17  # of all buckets, before they are sorted
@@ -92,10 +93,15 @@ class OrderedRows:
         self._may_stand_elsewhere = False  # whether a row that may have a key was written to
         self._lent: tuple[OrderedRows, int] | None = None  # a copy, if nothing was done here since, and what it notes
 
-    def note(self, indexes: Indexes, first: int, table: RowTable) -> None:
+    def note(self, indexes: Indexes | range, first: int, table: RowTable) -> None:
         """Note rows that may have become ready, or have other values; `first` has the lowest global index of them."""
         if not self.is_in_use:
             return
+        if isinstance(indexes, range):
+            if len(indexes) > _MOST_NOTED:
+                self.discard()
+                return
+            indexes = np.arange(indexes.start, indexes.stop)
         self._noted.add(indexes)
         self._may_stand_elsewhere |= first < self._next_index
         self._next_index = table.next_index

@@ -141,8 +141,8 @@ class ReadyIndex:
         self._starts.clear()
         self._used_bytes = 0
 
-    def _note(self, indexes: Indexes) -> None:
-        first = int(indexes.min())
+    def _note(self, indexes: Indexes | range) -> None:
+        first = indexes.start if isinstance(indexes, range) else int(indexes.min())
         for key, start in self._starts.items():
             if first < start:
                 self._starts[key] = first

@@ -200,23 +200,23 @@ class CellTable:
         is_scalar = spec.layout is Layout.DENSE and not spec.row_shape
         return None if spec.layout is Layout.OBJECT or is_scalar else self.default_layout
 
-    def write(self, put: Put, columns: Sequence[ColumnWrite], specs: Sequence[FieldSpec], positions: Indexes,
-              rows: Indexes, *, value_bytes: int, are_new: bool) -> list[CellSet]:  # fmt: skip
-        """Point the cells of rows at `positions` to `rows` of the put; return the cells that this replaced.
+    def write(self, put: Put, columns: Sequence[ColumnWrite], specs: Sequence[FieldSpec], positions: slice | Indexes,
+              rows: Indexes, *, value_bytes: int) -> list[CellSet]:  # fmt: skip
+        """Point the cells at `positions`, a slice where they are of new rows, to `rows` of the put.
 
-        These cells have `value_bytes` together. Rows that `are_new` have no cells yet.
+        These cells have `value_bytes` together. Return the cells that this replaced.
         """
-        slot = self.puts.add(put, len(columns) * positions.size, value_bytes)
+        slot = self.puts.add(put, len(columns) * rows.size, value_bytes)
         replaced: list[Field] = []
         for spec in specs:
             self.declare(spec)
             replaced.append(self.fields[spec.name])
-        freed = [] if are_new else self.forget(positions, replaced)
+        freed = [] if isinstance(positions, slice) else self.forget(positions, replaced)
         cells = cells_of(slot, rows)
         where = as_slice(positions)
         for column, field, spec in zip(columns, replaced, specs, strict=True):
             field.cell.write(where, cells)
-            field.produced_count += positions.size
+            field.produced_count += rows.size
             if field.length is not None:
                 sizes = column.sizes(spec.ragged_dims[0])
                 field.length.write(where, sizes if isinstance(sizes, int) else sizes[rows])

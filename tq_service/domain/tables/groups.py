@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from tq_service.domain.plan import Indexes
 from tq_service.domain.tables.names import GroupNames
-from tq_service.domain.tables.table import Column, RowTable, SlotTable, as_slice, distinct, forget_names
+from tq_service.domain.tables.table import Column, RowTable, SlotTable, distinct, forget_names
 from tq_service.errors import GroupNotFoundError, InvalidArgumentError, PreconditionError, nearest
 
 NO_GROUP = -1
@@ -98,7 +98,7 @@ class GroupTable:
         if limit and have + count > limit:
             raise _too_many(name, have, limit, count)
 
-    def add(self, groups: GroupNames, group_size: int, positions: Indexes) -> None:
+    def add(self, groups: GroupNames, group_size: int, rows: slice) -> None:
         """Enter new rows, each with its code in `groups`."""
         counts = groups.counts()
         slots = self._known_slots(groups)
@@ -111,7 +111,7 @@ class GroupTable:
             self.in_use = True
         of_rows = slots[groups.codes] if slots.size else np.full(groups.codes.size, NO_GROUP, np.int64)
         of_rows[groups.codes < 0] = NO_GROUP
-        self._members.write(as_slice(positions), of_rows)
+        self._members.write(rows, of_rows)
         slots, counts = slots[counts > 0], counts[counts > 0]
         self.members.write(slots, self.members[slots] + counts)
         if group_size:
@@ -120,9 +120,9 @@ class GroupTable:
     def _known_slots(self, groups: GroupNames) -> Indexes:
         return np.fromiter(map(self._slot_of.get, groups.names, itertools.repeat(-1)), np.int64, len(groups.names))
 
-    def count(self, counter: Column, positions: Indexes, by: int) -> None:
+    def count(self, counter: Column, rows: slice | Indexes, by: int) -> None:
         """Add to one of the counters for the groups of rows."""
-        slots = self._members[positions]
+        slots = self._members[rows]
         counter.add(slots[slots >= 0], by)
 
     def is_complete(self, slots: NDArray[np.int64], default_size: int | None, *, no_more: bool) -> NDArray[np.bool_]:

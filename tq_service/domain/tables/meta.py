@@ -120,8 +120,8 @@ class CustomMeta:
             if stored is not None:
                 _common_kind(column, stored.values.data)
 
-    def write(self, columns: Sequence[MetaColumn], positions: Indexes) -> None:
-        """Write values of samples at `positions`; samples without a value keep theirs."""
+    def write(self, columns: Sequence[MetaColumn], rows: slice | Indexes) -> None:
+        """Write values of samples; samples without a value keep theirs."""
         for column in columns:
             if not column.present.any():
                 continue
@@ -131,7 +131,10 @@ class CustomMeta:
             elif _common_kind(column, stored.values.data) == "f" and stored.values.data.dtype.kind == "i":
                 stored.values.convert(np.float64)
             is_complete = bool(column.present.all())
-            where = as_slice(positions if is_complete else positions[column.present])
+            where = rows
+            if not is_complete:
+                where = np.flatnonzero(column.present) + rows.start if isinstance(rows, slice) else rows[column.present]
+            where = as_slice(where)
             stored.values.write(where, column.values if is_complete else column.values[column.present])
             stored.present.write(where, True)
 
@@ -163,7 +166,7 @@ class CustomMeta:
         if stored is not None:
             return stored.values.data, stored.present.data
         column = self._table.readable.get(name)
-        return None if column is None else (column.data, self._table.present.data)
+        return None if column is None else (column.data, np.broadcast_to(True, column.data.shape))
 
 
 def _common_kind(column: MetaColumn, stored: NDArray[Any]) -> str:

@@ -42,7 +42,7 @@ class GroupNames:
         """Return how many samples name each group `(groups,)`."""
         return np.bincount(self.codes + 1, minlength=len(self.names) + 1)[1:]
 
-    def of_samples(self, which: NDArray[np.bool_]) -> GroupNames:
+    def of_samples(self, which: slice | NDArray[np.bool_]) -> GroupNames:
         """Return the groups of some of the samples; groups that none of them names stay."""
         return GroupNames(names=self.names, codes=self.codes[which])
 

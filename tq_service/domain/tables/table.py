@@ -18,6 +18,9 @@ reached before the table has grown by much. A gap keeps its index, by which the 
 moved rows have left behind has none. No row is moved while a reader on another thread needs positions to stay
 (`pin_count`).
 
+Many rows at once are added in two parts: room for them is made in steps, between which everything else goes on, and
+the step that adds them has no more to write than what they have (`make_room`).
+
 `SlotTable`: slots of things that come and go; a slot that is no longer used is used again.
 """
 
@@ -34,10 +37,12 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from tq_service.domain.plan import Indexes
+from tq_service.domain.states import CLEARED, LIVE
 from tq_service.domain.tables.column_memory import RESERVED_FROM, ObjectChunks, Where, give_back, reserved_memory, zeros
 from tq_service.errors import NewerVersionError
 
 _GROWTH: Final = 1 << 14  # values by which a long column grows at least
+_ROOM_STEP: Final = 1 << 16  # rows for which room is made in a step
 _BLOCK_SHIFT = 12
 _BLOCK_ROWS = 1 << _BLOCK_SHIFT
 _FIRST_CAPACITY = 64
@@ -147,8 +152,8 @@ class Column:
         np.add.at(self._array, where, by)
         self.is_blank = False
 
-    def resize(self, capacity: int, kept: NDArray[np.bool_] | Where | None, used: int) -> None:
-        """Have room for `capacity` values, of which the first `used` stay, or those `kept` of them.
+    def resize(self, capacity: int, kept: Any = None) -> None:
+        """Have room for `capacity` values, of which those `kept` stay, or all.
 
         Growing copies nothing where the memory has room behind the column.
         """
@@ -158,7 +163,7 @@ class Column:
         old, is_blank = self.data, self.is_blank
         self._move(capacity, capacity if kept is not None else max(capacity, 2 * self._array.size), old.dtype)
         if not is_blank:
-            values = old[:used] if kept is None else old[:used][kept]
+            values = old if kept is None else old[kept]
             self.write(slice(0, values.size), values)
 
     def shrink(self, capacity: int, used: int) -> None:
@@ -175,7 +180,7 @@ class Column:
             give_back(memory, reserved, capacity, self._array.size)
             self._use(capacity, capacity)
         else:
-            self.resize(capacity, slice(0, used), used)
+            self.resize(capacity, slice(0, used))
 
     def convert(self, dtype: DTypeLike) -> None:
         """Change the type of all values."""
@@ -283,7 +288,7 @@ class Table:
         unknown = snapshot.columns.keys() - self.columns.keys()
         if unknown:
             raise NewerVersionError(f"unknown columns {', '.join(map(repr, sorted(unknown)))}")
-        self._resize(max(_FIRST_CAPACITY, snapshot.size + snapshot.size // 4), None)
+        self._resize(max(_FIRST_CAPACITY, snapshot.size + snapshot.size // 4))
         self.count = snapshot.size
         for name, values in snapshot.columns.items():
             column = self.columns[name]
@@ -292,9 +297,14 @@ class Table:
             column.restore(values)
         return [name for name in self.columns if name not in snapshot.columns]
 
-    def _resize(self, capacity: int, kept: Where | None) -> None:
+    def _resize(self, capacity: int, kept: Where | None = None) -> None:
         for column in self.columns.values():
-            column.resize(capacity, kept, self.count)
+            column.resize(capacity, kept)
+        self._capacity = capacity
+
+    def _shrink(self, capacity: int) -> None:
+        for column in self.columns.values():
+            column.shrink(capacity, self.count)
         self._capacity = capacity
 
 
@@ -302,10 +312,12 @@ class RowTable(Table):
     """Rows in order of insertion, looked up by global index.
 
     Attributes:
+        index: the global index of each row.
+        state: the state of each row, `CLEARED` where there is a gap.
         readable: columns that samplers, `where` and `order_by` find by name, as they find custom_meta.
     """
 
-    __slots__ = ("_closing", "index", "next_index", "pin_count", "present", "present_count", "readable")
+    __slots__ = ("_closing", "_numbered", "index", "next_index", "pin_count", "present_count", "readable", "state")
 
     def __init__(self) -> None:
         super().__init__()
@@ -314,8 +326,9 @@ class RowTable(Table):
         self.pin_count = 0  # readers on other threads that need positions to stay
         self.readable: dict[str, Column] = {}
         self._closing: tuple[int, int] | None = None  # where the next row goes, and where it is looked for
+        self._numbered = 0  # positions up to which rows that are still to come have their indexes
         self.index = self.column("index", np.int64, _NO_INDEX)
-        self.present = self.column("present", np.bool_, False)
+        self.state = self.column("state", np.uint8, CLEARED)
 
     def column(self, name: str, dtype: DTypeLike, fill: Any, *, is_readable: bool = False) -> Column:
         """Declare a column, see `Table.column`.
@@ -335,23 +348,52 @@ class RowTable(Table):
     def rebuild(self, next_index: int) -> None:
         """Find out what follows from restored columns, and go on with this global index."""
         self.next_index = next_index
-        self.present_count = int(np.count_nonzero(self.present.data[: self.count]))
+        self.present_count = int(np.count_nonzero(self.state.data[: self.count]))
         left = np.flatnonzero(self.index.data[: self.count] == _NO_INDEX)
         if left.size:
             self._closing = (int(left[0]), int(left[-1]) + 1)
 
-    def append(self, count: int) -> slice:
+    def append(self, count: int, state: int = LIVE) -> slice:
         """Add rows and return their positions."""
         end = self.count + count
         if end > self._capacity:
-            self._resize(grown(self._capacity, end), None)
+            self._resize(grown(self._capacity, end))
+        self._number(end)
         added = slice(self.count, end)
-        self.index.write(added, np.arange(self.next_index, self.next_index + count))
-        self.present.write(added, True)
+        self.state.write(added, state)
         self.count = end
         self.next_index += count
         self.present_count += count
         return added
+
+    def make_room(self, count: int) -> Iterator[None]:
+        """Make room for so many more rows in steps; other changes may be made between these.
+
+        At the end `append` finds the memory for what every row has, touched before, and the indexes in it: where memory
+        is touched for the first time the machine may have to find it.
+        """
+        while (end := self.count + count) > self._numbered:
+            start = max(self.count, self._numbered)
+            end = min(end, start + _ROOM_STEP)
+            if end > self._capacity:
+                self._resize(grown(self._capacity, end))
+            self._number(end)
+            self.state.write(slice(start, end), CLEARED)
+            yield
+
+    def return_room(self) -> None:
+        """Give memory back that was made for rows which did not come."""
+        if self._capacity > 2 * self.count + _ROOM_STEP:
+            self._shrink(max(_FIRST_CAPACITY, self.count))
+            self._numbered = 0
+
+    def _number(self, end: int) -> None:
+        """Write the indexes of rows up to a position, as far as those that are still to come do not have them."""
+        start = max(self.count, self._numbered)
+        if start < end:
+            first = self.next_index + start - self.count
+            self.index.write(slice(start, end), np.arange(first, first + end - start))
+            self._numbered = end
 
     def remove(self, positions: Indexes) -> None:
         """Remove rows, each given once. Positions of other rows change when the gaps are closed."""
@@ -373,22 +415,21 @@ class RowTable(Table):
         if self._closing is None and (gaps < _LEAST_GAPS or gaps <= self.present_count):
             return
         if self.count <= _AT_ONCE or not self.present_count:
-            self._resize(max(_FIRST_CAPACITY, self.present_count * 3 // 2), as_slice(self.present_positions()))
-            self._closing, self.count = None, self.present_count
+            kept = as_slice(self.present_positions()) if self.present_count else slice(0)
+            self._resize(max(_FIRST_CAPACITY, self.present_count * 3 // 2), kept)
+            self._closing, self._numbered, self.count = None, 0, self.present_count
             return
         to, start = self._closing or (0, 0)
         end = min(self.count, start + max(_LEAST_CLOSED, _CLOSED_SHARE * changed_count))
         to = self._move_rows(start, end, to)
         self._closing = (to, end)
         if end == self.count:
-            self._closing, self.count = None, to
-            self._capacity = max(_FIRST_CAPACITY, to * 3 // 2)
-            for column in self.columns.values():
-                column.shrink(self._capacity, to)
+            self._closing, self._numbered, self.count = None, 0, to
+            self._shrink(max(_FIRST_CAPACITY, to * 3 // 2))
 
     def _move_rows(self, start: int, end: int, to: int) -> int:
         """Move the rows between two positions to positions from `to` on; return where they end."""
-        rows = start + np.flatnonzero(self.present.data[start:end])
+        rows = start + np.flatnonzero(self.state.data[start:end] != CLEARED)
         end_of_moved = to + rows.size
         if end_of_moved == end:  # there was no gap so far
             return end
@@ -408,10 +449,10 @@ class RowTable(Table):
             if positions.view(np.uint64).max() < self.count:  # negative ones are huge when taken as unsigned
                 if self.present_count == self.count:
                     return positions
-                found = self.present.data[positions]
+                found = self.state.data[positions] != CLEARED
                 return positions if found.all() else np.where(found, positions, -1)
         positions = np.minimum(self._search(indexes), self.count - 1)
-        found = (self.index.data[positions] == indexes) & self.present.data[positions]
+        found = (self.index.data[positions] == indexes) & (self.state.data[positions] != CLEARED)
         return positions if found.all() else np.where(found, positions, -1)
 
     @property
@@ -445,7 +486,7 @@ class RowTable(Table):
 
     def present_positions(self) -> Indexes:
         """Return the positions of all rows."""
-        return np.flatnonzero(self.present.data[: self.count])
+        return np.flatnonzero(self.state.data[: self.count] != CLEARED)
 
     def present_from(self, index: int, count: int) -> Indexes:
         """Return the positions of the first `count` rows from a global index on, or of all there are."""
@@ -453,7 +494,7 @@ class RowTable(Table):
         found: list[Indexes] = []
         while count > 0 and start < self.count:
             end = min(self.count, start + max(count, _LEAST_GAPS))
-            some = start + np.flatnonzero(self.present.data[start:end])[:count]
+            some = start + np.flatnonzero(self.state.data[start:end] != CLEARED)[:count]
             found.append(some)
             count, start = count - some.size, end
         return np.concatenate(found) if found else np.zeros(0, np.int64)
@@ -478,7 +519,7 @@ class SlotTable(Table):
         if self._free:
             return self._free.pop()
         if self.count == self._capacity:
-            self._resize(grown(self._capacity, self.count + 1), None)
+            self._resize(grown(self._capacity, self.count + 1))
         self.count += 1
         return self.count - 1
 
@@ -491,7 +532,7 @@ class SlotTable(Table):
             del self._free[-reused:]
         end = self.count + count - reused
         if end > self._capacity:
-            self._resize(grown(self._capacity, end), None)
+            self._resize(grown(self._capacity, end))
         slots[reused:] = np.arange(self.count, end)
         self.count = end
         return slots
@@ -548,8 +589,10 @@ def forget_names(index_of: dict[str, int], names: Sequence[str]) -> None:
         deque(map(index_of.pop, names), maxlen=0)
 
 
-def as_slice(positions: Indexes) -> Where:
+def as_slice(positions: slice | Indexes) -> slice | Indexes:
     """Return positions as a slice where they are many and follow each other: numpy then copies instead of picking."""
+    if isinstance(positions, slice):
+        return positions
     size = positions.size
     if size <= _FEW or int(positions[-1]) - int(positions[0]) != size - 1:
         return positions
