@@ -1,8 +1,10 @@
 """A data folder belongs to one process, keeps its identity, and says what is wrong with it."""
 
+import itertools
 import json
 import os
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -135,6 +137,18 @@ def test_a_damaged_identity_is_refused(tmp_path: Path, text: str | bytes) -> Non
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(DataDirError, match=r"identity\.json cannot be read"):
         DataDir.open(tmp_path)
+
+
+def test_an_identity_with_a_flipped_bit_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "identity.json"
+    write_identity(path, replace(new_identity(), storage_id="storage-0"))
+    identity, whole = read_identity(path), path.read_bytes()
+    for place, bit in itertools.product(range(len(whole)), range(8)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :])
+        try:
+            assert read_identity(path) == identity  # of letters that say nothing, such as a blank that became a tab
+        except DataDirError:
+            continue
 
 
 def test_a_lost_identity_is_not_made_up(tmp_path: Path) -> None:

@@ -9,7 +9,9 @@ import secrets
 import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+import xxhash
 
 from tq_service.durable.files import (
     PARTIAL_SUFFIX,
@@ -55,15 +57,13 @@ def write_identity(path: Path, identity: Identity) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    text = json.dumps(
-        {
-            "format_version": FORMAT_VERSION,
-            "controller_boot_id": identity.controller_boot_id.hex(),
-            "storage_boot_id": identity.storage_boot_id.hex(),
-            "storage_id": identity.storage_id,
-        },
-        indent=2,
-    )
+    values = {
+        "format_version": FORMAT_VERSION,
+        "controller_boot_id": identity.controller_boot_id.hex(),
+        "storage_boot_id": identity.storage_boot_id.hex(),
+        "storage_id": identity.storage_id,
+    }
+    text = json.dumps({**values, "checksum": _checksum(values)}, indent=2)
     unfinished = path.with_name(path.name + ".new")
     with unfinished.open("w") as file:
         file.write(text + "\n")
@@ -97,6 +97,9 @@ def read_identity(path: Path) -> Identity | None:
                 f"the data dir {path.parent} has format {version}, which this version of the service reads no more; "
                 f"start it with the version that wrote it, or name an empty folder"
             )
+        # Under a name with a changed letter no sample would find its bytes any more, though all of them are here.
+        if values.pop("checksum") != _checksum(values):
+            raise ValueError("its checksum is that of other names")
         identity = Identity(
             controller_boot_id=bytes.fromhex(values["controller_boot_id"]),
             storage_boot_id=bytes.fromhex(values["storage_boot_id"]),
@@ -107,6 +110,10 @@ def read_identity(path: Path) -> Identity | None:
     except (ValueError, TypeError, KeyError) as error:
         raise DataDirError(f"{path} cannot be read: {error!r}; restore a checkpoint into an empty folder") from None
     return identity
+
+
+def _checksum(values: dict[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(values, sort_keys=True).encode())
 
 
 class DirectoryLock:
