@@ -15,18 +15,16 @@ from tq_service.domain.partition import Partition
 from tq_service.errors import CallCancelledError, ResourceExhaustedError, TqError
 
 
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Reservation(contextlib.AbstractContextManager["Reservation"]):
     """Capacity for a write, kept for it until it is made or abandoned: the `with` in which it is made."""
 
-    __slots__ = ("_release", "demand", "request_id")
-
-    def __init__(self, request_id: bytes, demand: Demand, release: Callable[[Reservation], None]) -> None:
-        self.request_id = request_id
-        self.demand = demand
-        self._release = release
+    request_id: bytes
+    demand: Demand
+    release: Callable[[Reservation], None]
 
     def __exit__(self, *exception: object) -> None:
-        self._release(self)
+        self.release(self)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -138,7 +136,8 @@ class AdmissionQueue:
         return next(((bound, total) for bound, total in totals if total > bound.limit), None)
 
     def _reserve(self, request_id: bytes, demand: Demand) -> Reservation:
-        reservation = self._reserved[request_id] = Reservation(request_id, demand, self._release)
+        reservation = Reservation(request_id=request_id, demand=demand, release=self._release)
+        self._reserved[request_id] = reservation
         return reservation
 
     def _release(self, reservation: Reservation) -> None:

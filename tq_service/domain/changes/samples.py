@@ -7,6 +7,7 @@ they take what is written.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import gcd
@@ -353,8 +354,7 @@ def _check_counts(write: SampleWrite) -> None:
     if write.keys is not None:
         unique = set(write.keys) if write.names is None else write.names.index_of.keys()
         if len(unique) != len(write.keys):
-            seen: set[str] = set()
-            twice = next(key for key in write.keys if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+            ((twice, _),) = Counter(write.keys).most_common(1)
             raise InvalidArgumentError(f"key {twice!r} is given twice in one put; keys are unique", field="keys")
         if "" in unique:
             raise InvalidArgumentError("a key is empty; give every sample of the put a key", field="keys")
