@@ -13,10 +13,9 @@ from typing import Any, Final
 
 from tq_service.data.batch import BatchStream, FetchedBatch, SplitBatch
 from tq_service.data.end import End
-from tq_service.data.prefetch_queue import PrefetchLimit, PrefetchQueue
+from tq_service.data.prefetch_queue import PrefetchLimit, PrefetchQueue, QueuedStream, end
 
 _MOST_AHEAD: Final = 2
-_JOIN_SECONDS: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +29,7 @@ class _Prefetched:
     begins: FetchedBatch | End | None = None
 
 
-class MicroBatchPrefetcher:
+class MicroBatchPrefetcher(QueuedStream[_Prefetched]):
     """Reads the batches of another stream, and splits each into its micro-batches before they are asked for.
 
     Lifecycle::
@@ -39,31 +38,17 @@ class MicroBatchPrefetcher:
                                                                                             └──> end, error
         close() or garbage collection: the inner stream is closed, the thread ends
 
-    A batch is dropped with its last micro-batch, before the next one is read. The thread refers to the queue and the
-    inner stream only, so that a stream nobody reads any more is collected and ends its thread.
+    A batch is dropped with its last micro-batch, before the next one is read.
     """
 
     def __init__(self, inner: BatchStream, split: SplitBatch) -> None:
-        self._inner = inner
-        self._next_index = inner.next_index
+        queue = PrefetchQueue[_Prefetched](PrefetchLimit(_MOST_AHEAD, sys.maxsize))
+        thread = threading.Thread(target=_split_ahead, args=(inner, split, queue), name="tq-split-ahead", daemon=True)
+        super().__init__(inner.next_index, queue, inner, thread)
         # The first item of the next batch, which was found behind the last one of the batch before.
         self._begun: _Prefetched | None = None
-        self._queue = PrefetchQueue[_Prefetched](PrefetchLimit(_MOST_AHEAD, sys.maxsize))
-        self._thread = threading.Thread(
-            target=_split_ahead, args=(inner, split, self._queue), name="tq-split-ahead", daemon=True
-        )
-        weakref.finalize(self, _end, inner, self._queue, self._thread)
-        self._thread.start()
-
-    @property
-    def next_index(self) -> int:
-        """The batch_index that `read` gives next."""
-        return self._next_index
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._queue.closed
+        weakref.finalize(self, end, queue, inner, thread)
+        thread.start()
 
     def read(self) -> FetchedBatch | End | None:
         """Wait for the next batch, or the end, leaving out what is left of the one before; None once it is closed."""
@@ -74,7 +59,7 @@ class MicroBatchPrefetcher:
         begun, self._begun = self._begun, None
         if not isinstance(begun.begins, FetchedBatch):
             return begun.begins
-        self._next_index = begun.begins.index + 1
+        self.next_index = begun.begins.index + 1
         on_consumed = partial(self._on_consumed, begun.begins.on_consumed)
         return replace(begun.begins, micro_batches=self._micro_batches(begun.micro_batches), on_consumed=on_consumed)
 
@@ -100,21 +85,6 @@ class MicroBatchPrefetcher:
                 return
             yield from item.micro_batches
             del item
-
-    def close(self) -> None:
-        """Stop fetching and splitting. Idempotent."""
-        _end(self._inner, self._queue, self._thread)
-
-
-def _end(inner: BatchStream, queue: PrefetchQueue[_Prefetched], thread: threading.Thread) -> None:
-    if queue.closed:
-        return
-    # In this order: a reader that gets None must find the stream closed, and not take it for the end.
-    queue.close()
-    inner.close()
-    # A cycle that holds the stream may be collected by the thread itself, which cannot join itself.
-    if threading.current_thread() is not thread:
-        thread.join(_JOIN_SECONDS)
 
 
 def _split_ahead(inner: BatchStream, split: SplitBatch, queue: PrefetchQueue[_Prefetched]) -> None:

@@ -10,16 +10,13 @@ from functools import partial
 
 from tq_service.data.batch import FetchedBatch, StreamIdentity
 from tq_service.data.end import End
-from tq_service.data.prefetch_queue import PrefetchLimit, PrefetchQueue
+from tq_service.data.prefetch_queue import PrefetchLimit, PrefetchQueue, QueuedStream
 from tq_service.data.source import BatchFetcher, BatchSource, StreamClosedError
 
 _Sized = tuple[FetchedBatch | End, int]
 
-# How long `close` waits for the thread. A thread that is still in a call by then ends with it.
-_JOIN_SECONDS = 5.0
 
-
-class PrefetchStream:
+class PrefetchStream(QueuedStream[_Sized]):
     """Fetches batches ahead, bounded by number and bytes.
 
     Lifecycle::
@@ -27,32 +24,16 @@ class PrefetchStream:
         __init__ ── thread starts ──> fetches while the limit admits ──┬─ end ────> read() returns it
                                              ^                         ├─ error ──> read() raises it
                                    on_consumed of a batch              └─ close() or garbage collection: thread ends
-
-    The thread refers to the queue only, never to the stream, so that a stream nobody reads any more is collected and
-    ends its thread.
     """
 
     def __init__(
         self, source: BatchSource, batch_index: int, identity: StreamIdentity | None, limit: PrefetchLimit
     ) -> None:
-        self._next_index = batch_index
-        self._queue = PrefetchQueue[_Sized](limit)
-        self._fetcher = BatchFetcher(source, identity)
-        self._thread = threading.Thread(
-            target=_prefetch, args=(self._queue, self._fetcher, batch_index), name="tq-prefetch", daemon=True
-        )
-        weakref.finalize(self, self._queue.close)
-        self._thread.start()
-
-    @property
-    def next_index(self) -> int:
-        """The batch_index that `read` gives next."""
-        return self._next_index
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._queue.closed
+        queue, fetcher = PrefetchQueue[_Sized](limit), BatchFetcher(source, identity)
+        thread = threading.Thread(target=_prefetch, args=(queue, fetcher, batch_index), name="tq-prefetch", daemon=True)
+        super().__init__(batch_index, queue, fetcher, thread)
+        weakref.finalize(self, queue.close)
+        thread.start()
 
     def read(self) -> FetchedBatch | End | None:
         """Wait for the next batch, or the end; None once it is closed. An error of the thread is raised as it is."""
@@ -62,19 +43,8 @@ class PrefetchStream:
         fetched, size_bytes = item
         if isinstance(fetched, End):
             return fetched
-        self._next_index += 1
+        self.next_index += 1
         return replace(fetched, on_consumed=partial(self._queue.on_consumed, size_bytes))
-
-    def close(self) -> None:
-        """End the thread and drop what it fetched. Idempotent."""
-        if self._queue.closed:
-            return
-        # In this order: closing the fetcher makes a call of the thread fail, an error that no reader shall see.
-        self._queue.close()
-        self._fetcher.close()
-        # A cycle that holds the stream may be collected by the thread itself, which cannot join itself.
-        if threading.current_thread() is not self._thread:
-            self._thread.join(_JOIN_SECONDS)
 
 
 def _prefetch(queue: PrefetchQueue[_Sized], fetcher: BatchFetcher, batch_index: int) -> None:

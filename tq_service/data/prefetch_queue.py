@@ -1,12 +1,15 @@
-"""How far ahead of the consumer batches are fetched, and the queue in which they wait for it."""
+"""How far ahead of the consumer batches are fetched, the queue in which they wait, and what streams with one share."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from typing import Generic, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
 T = TypeVar("T")
+
+# How long closing a stream waits for its thread. A thread that is still in a call by then ends with it.
+_JOIN_SECONDS: Final = 5.0
 
 
 class PrefetchLimit:
@@ -124,3 +127,50 @@ class PrefetchQueue(Generic[T]):
             self._closed = True
             self._items.clear()
             self._changed.notify_all()
+
+
+class Source(Protocol):
+    """What a stream reads from."""
+
+    def close(self) -> None:
+        """End what it does, also calls of other threads. Idempotent."""
+        ...
+
+
+class QueuedStream(Generic[T]):
+    """A stream whose items a background thread puts into a queue.
+
+    The thread refers to the queue and the source only, never to the stream, so that a stream nobody reads any more is
+    collected and ends its thread.
+
+    Attributes:
+        next_index: the batch_index that `read` gives next.
+    """
+
+    def __init__(self, next_index: int, queue: PrefetchQueue[T], source: Source, thread: threading.Thread) -> None:
+        self.next_index = next_index
+        self._queue = queue
+        self._source = source
+        self._thread = thread
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._queue.closed
+
+    def close(self) -> None:
+        """End the thread and drop what it put into the queue. Idempotent."""
+        end(self._queue, self._source, self._thread)
+
+
+def end(queue: PrefetchQueue[T], source: Source, thread: threading.Thread) -> None:
+    """Close a queue and what its items are read from, and wait for the thread that does so. Idempotent."""
+    if queue.closed:
+        return
+    # In this order: a reader must find the stream closed before the source is. It would take None for the end, and an
+    # error of a call that the thread is in for one that concerns it.
+    queue.close()
+    source.close()
+    # A cycle that holds the stream may be collected by the thread itself, which cannot join itself.
+    if threading.current_thread() is not thread:
+        thread.join(_JOIN_SECONDS)

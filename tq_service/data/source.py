@@ -182,13 +182,8 @@ class InlineStream:
 
     def __init__(self, source: BatchSource, batch_index: int, identity: StreamIdentity | None) -> None:
         self._fetcher = BatchFetcher(source, identity)
-        self._next_index = batch_index
+        self.next_index = batch_index
         self._closed = False
-
-    @property
-    def next_index(self) -> int:
-        """The batch_index that `read` gives next."""
-        return self._next_index
 
     @property
     def closed(self) -> bool:
@@ -197,9 +192,9 @@ class InlineStream:
 
     def read(self) -> FetchedBatch | End:
         """Fetch the next batch, or the end."""
-        fetched = self._fetcher.fetch(self._next_index, lambda: True)
+        fetched = self._fetcher.fetch(self.next_index, lambda: True)
         if isinstance(fetched, FetchedBatch):
-            self._next_index += 1
+            self.next_index += 1
         return fetched
 
     def close(self) -> None:

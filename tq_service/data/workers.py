@@ -157,7 +157,7 @@ class WorkerStream:
         self._partition_id = partition_id
         self._identity = identity
         self._limit = limit
-        self._next_index = batch_index
+        self.next_index = batch_index
         self._next_request = batch_index
         self._arrived: dict[int, FetchResult] = {}
         # Nothing is requested any more: the end was seen, or an error.
@@ -166,11 +166,6 @@ class WorkerStream:
         # Guards the limit and the requests: a batch may be consumed by another thread than the one that reads.
         self._lock = threading.RLock()
         self._request_more()
-
-    @property
-    def next_index(self) -> int:
-        """The batch_index that `read` gives next."""
-        return self._next_index
 
     @property
     def closed(self) -> bool:
@@ -185,7 +180,7 @@ class WorkerStream:
             Exception: what a worker raised.
         """
         self._receive(wait=False)
-        while (arrived := self._arrived.get(self._next_index)) is None:
+        while (arrived := self._arrived.get(self.next_index)) is None:
             if self._closed:
                 return None
             self._receive(wait=True)
@@ -195,10 +190,10 @@ class WorkerStream:
             arrived.content.error.add_note(f"raised in a worker process:\n{arrived.content.worker_traceback}")
             raise arrived.content.error
         if arrived.buffer is None:
-            raise RuntimeError(f"batch {self._next_index} came without its buffer")
+            raise RuntimeError(f"batch {self.next_index} came without its buffer")
         batch = open_batch(arrived.content, arrived.buffer)
-        self._arrived.pop(self._next_index, None)  # unless `close` dropped it meanwhile
-        self._next_index += 1
+        self._arrived.pop(self.next_index, None)  # unless `close` dropped it meanwhile
+        self.next_index += 1
         return replace(batch, on_consumed=partial(self._on_consumed, arrived.content.size_bytes))
 
     def _receive(self, *, wait: bool) -> None:
