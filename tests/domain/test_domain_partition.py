@@ -208,15 +208,6 @@ def test_every_change_is_told_and_counted():
     assert train.version == told[-1]
 
 
-def test_blocks_count_rows_that_are_live_or_held():
-    train = partition()
-    insert(train, 9)
-    update(train, [0], state="failed")
-    update(train, [3], state="held")
-    clear(train, np.array([7, 8]))
-    assert train.block_counts(np.array([2, 0, 1, 3]), 3).tolist() == [1, 2, 3, 0]
-
-
 def test_lives_and_tasks_are_told_apart():
     train, other = partition(), partition()
     train.check_incarnation(b"")

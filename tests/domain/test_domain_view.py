@@ -18,6 +18,7 @@ from domain_support import (
     update,
 )
 
+from tq_service.domain.claims.grouping import Grouping
 from tq_service.domain.claims.view import PartitionView, ReadyIndex
 from tq_service.domain.plan import LengthSource, Plan, RankPlan
 from tq_service.domain.tables.meta import Condition, Order
@@ -31,9 +32,9 @@ def train():
     return train
 
 
-def view_of(train, *, length=None, remembers=True, **bound):
+def view_of(train, *, length=None, **bound):
     spec = batch_spec(**bound)
-    return PartitionView(train, task_of(train, "t"), train.ready_index, spec, length, remembers=remembers)
+    return PartitionView(train, task_of(train, "t"), train.ready_index, spec, length)
 
 
 def ready(train, limit=None, **bound):
@@ -143,6 +144,17 @@ def test_blocks_stand_in_where_there_are_no_groups(train):
     assert caught.value.field == "n_samples_per_prompt"
 
 
+def test_of_a_block_is_left_what_is_live_or_held(train):
+    insert(train, 9)
+    update(train, [0], state="failed")
+    update(train, [3], state="held")
+    clear(train, np.array([7, 8]))
+    blocks, task = np.array([2, 0, 1, 3]), task_of(train, "t")
+    assert Grouping(train, task, 3, take_incomplete=True).needed(blocks, no_more=True).tolist() == [1, 2, 3, 0]
+    assert Grouping(train, task, 3).needed(blocks, no_more=True).tolist() == [3, 3, 3, 3]
+    assert Grouping(train, task, 3).is_dead(np.array([1, 4, 6])).tolist() == [True, False, True]
+
+
 # Scanning
 
 
@@ -216,7 +228,8 @@ def test_a_view_that_was_overtaken_moves_no_start(train):
     insert(train, 2)
     assert view.ready().tolist() == []
     assert ready(train) == [0, 1]
-    off_the_loop = view_of(train, remembers=False)
+    off_the_loop = view_of(train)
+    off_the_loop.leave_loop()
     consume(train, 0)
     off_the_loop.ready()
     assert train.ready_index.start((("x",), (), None)) == 0
@@ -303,57 +316,57 @@ def test_anything_else_about_rows(train):
     assert not view.values("none", every)[1].any()
 
 
-# Settled
+# What can still become ready
 
 
-def settled(train, *, call="ready", **bound):
+def all_is_ready(train, *, call="ready", **bound):
     view = view_of(train, **bound)
     view.ready() if call == "ready" else view.ready_groups(block_size=2)
-    return view.is_settled()
+    return view.no_more_can_become_ready()
 
 
-def test_plain_rows_are_settled_when_all_are_ready_or_done(train):
+def test_no_plain_row_can_become_ready_when_all_are_ready_or_done(train):
     insert(train, 4)
     insert(train, 1, ())
-    assert not settled(train)
+    assert not all_is_ready(train)
     update(train, [4], state="failed")
     consume(train, 0)
-    assert settled(train)
+    assert all_is_ready(train)
     update(train, [1], state="held")
-    assert not settled(train)
+    assert not all_is_ready(train)
     clear(train, np.array([1]))
-    assert settled(train)
+    assert all_is_ready(train)
 
 
-def test_excluded_rows_are_settled(train):
+def test_excluded_rows_cannot_become_ready(train):
     where = (Condition("v", ">=", (2,)),)
     insert(train, 1, (), meta=[{"v": 1}])
     insert(train, 1)  # all its data is there, and no value
-    assert settled(train, where=where)
+    assert all_is_ready(train, where=where)
     insert(train, 1, ())
-    assert not settled(train, where=where)
+    assert not all_is_ready(train, where=where)
     update(train, [2], ("x",))
-    assert settled(train, where=where)
+    assert all_is_ready(train, where=where)
     insert(train, 1, (), meta=[{"v": 2}])
-    assert not settled(train, where=where)
+    assert not all_is_ready(train, where=where)
 
 
-def test_groups_are_settled_when_dead_or_ready(train):
+def test_no_row_of_a_group_that_can_never_be_whole_can_become_ready(train):
     insert(train, 2, groups=["a", "a"], group_size=2)
     insert(train, 1, (), groups=["short"], group_size=2)
-    assert settled(train, call="groups")
+    assert all_is_ready(train, call="groups")
     insert(train, 2, (), groups=["b", "b"], group_size=2)
-    assert not settled(train, call="groups")
+    assert not all_is_ready(train, call="groups")
     update(train, [4], state="failed")
-    assert settled(train, call="groups")
+    assert all_is_ready(train, call="groups")
 
 
-def test_blocks_are_settled_when_dead_or_ready(train):
+def test_no_row_of_a_block_that_can_never_be_whole_can_become_ready(train):
     insert(train, 4)
     insert(train, 2, ())
-    assert not settled(train, call="groups")
+    assert not all_is_ready(train, call="groups")
     clear(train, np.array([5]))
-    assert settled(train, call="groups")
+    assert all_is_ready(train, call="groups")
 
 
 def test_planned_rows_are_looked_at_again(train):

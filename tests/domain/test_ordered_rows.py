@@ -29,7 +29,7 @@ from domain_support import (
 from planner_bench import Bench, Whenever, rows
 
 from tq_service.domain.claims import ordered_rows, view
-from tq_service.domain.claims.view import Readiness
+from tq_service.domain.claims.readiness import Readiness
 from tq_service.domain.plan import Plan
 from tq_service.domain.tables.meta import Condition, Order
 from tq_service.samplers import GRPOGroupNSampler, SequentialSampler
@@ -299,9 +299,9 @@ class Looks:
 
     def __init__(self, monkeypatch):
         self.on_loop = self.elsewhere = self.in_one_step = self.most_in_one_step = 0
-        inner = Readiness.ready_mask
+        inner = Readiness.ready
 
-        def ready_mask(*arguments):
+        def ready(*arguments):
             mask = inner(*arguments)
             if threading.current_thread() is threading.main_thread():
                 self.on_loop += mask.size
@@ -311,7 +311,7 @@ class Looks:
                 self.elsewhere += mask.size
             return mask
 
-        monkeypatch.setattr(Readiness, "ready_mask", ready_mask)
+        monkeypatch.setattr(Readiness, "ready", ready)
 
     async def watch(self):
         while True:

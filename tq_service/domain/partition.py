@@ -14,7 +14,7 @@ import numpy as np
 
 from tq_service.domain.claims.ledger import TaskLedger, TaskSnapshot
 from tq_service.domain.plan import Indexes
-from tq_service.domain.states import CLEARED, FAILED, HELD, LIVE
+from tq_service.domain.states import FAILED, HELD, LIVE
 from tq_service.domain.tables.cells import CellTable
 from tq_service.domain.tables.groups import GroupTable
 from tq_service.domain.tables.meta import CustomMeta
@@ -186,15 +186,6 @@ class Partition:
         if distinct(positions, self.table.count).size != positions.size:
             raise InvalidArgumentError("a sample is named twice; name each once", field="global_indexes")
         return positions
-
-    def block_counts(self, blocks: Indexes, block_size: int) -> Indexes:
-        """Return for blocks of consecutive indexes how many of their rows are live or held."""
-        indexes = (blocks[:, None] * block_size + np.arange(block_size)).ravel()
-        positions = self.table.find(indexes)
-        states = np.where(positions >= 0, self.state.data[positions], CLEARED)
-        is_open = (states == LIVE) | (states == HELD)
-        counts: Indexes = is_open.reshape(blocks.size, block_size).sum(axis=1)
-        return counts
 
     # Snapshots
 

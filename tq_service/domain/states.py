@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tq_service.schema import SampleState
 
 CLEARED, LIVE, HELD, FAILED = 0, 1, 2, 3
@@ -12,3 +15,10 @@ STATE_NAMES = ("cleared", "live", "held", "failed")
 UNCLAIMED = 0  # so that a new task costs the same however many rows there are
 CONSUMED_EARLIER = 1
 DEAD_LETTERED = -1
+
+
+def is_open(states: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    """Return which rows are live or held, by their states: they can be claimed now, or later."""
+    mask: NDArray[np.bool_] = states == LIVE
+    mask |= states == HELD
+    return mask

@@ -9,7 +9,7 @@ import numpy as np
 
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes
-from tq_service.domain.states import HELD, LIVE, UNCLAIMED
+from tq_service.domain.states import UNCLAIMED, is_open
 from tq_service.domain.tables.table import count_values
 
 _BLOCK_ROWS = 1024
@@ -80,7 +80,7 @@ class LowestVersion:
         table = partition.table
         rows = slice(table.position_from(block * _BLOCK_ROWS), table.position_from((block + 1) * _BLOCK_ROWS))
         state = partition.state.data[rows]
-        left = ((state == LIVE) | (state == HELD)) & arrays[1][rows]
+        left = is_open(state) & arrays[1][rows]
         task = partition.tasks.get(self._task_name)
         if task is not None:
             left &= task.claim.data[rows] == UNCLAIMED

@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.domain.changes.state_machine import Change, State, Step
+from tq_service.domain.claims.grouping import Grouping
 from tq_service.domain.claims.ledger import Lease, QueueClaim, TaskLedger
 from tq_service.domain.claims.request import BatchSpec, LeaseTerms
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes, Plan, RankPlan
 from tq_service.domain.states import LIVE
-from tq_service.domain.tables.groups import group_ids
 from tq_service.errors import InvalidArgumentError, LeaseExpiredError, PreconditionError
 from tq_service.schema import EndCounts
 
@@ -322,7 +322,7 @@ def _left(partition: Partition, task: TaskLedger, claim: QueueClaim, rows: Index
     left = partition.table.index.data[positions]
     is_named = np.isin(left, rows)
     if claim.lease is not None:
-        _check_whole_groups(partition, claim.lease, left, is_named)
+        _check_whole_groups(partition, task, claim.lease, positions, is_named)
     elif not is_named.all():
         raise InvalidArgumentError(
             f"got {rows.size} of the {left.size} samples of a claim without a lease, which is given back whole; ask "
@@ -365,16 +365,18 @@ def _check_held(partition: Partition, task: TaskLedger, claim: QueueClaim, rows:
         raise _is_over(task, lost)
 
 
-def _check_whole_groups(partition: Partition, lease: Lease, left: Indexes, is_named: NDArray[np.bool_]) -> None:
+def _check_whole_groups(
+    partition: Partition, task: TaskLedger, lease: Lease, positions: Indexes, is_named: NDArray[np.bool_]
+) -> None:
     """Refuse a part of a group, of which the rest could never be delivered again as a whole one."""
     block_size = lease.terms.group_block_size
     if block_size is None or is_named.all() or not is_named.any():
         return
-    ids = group_ids(partition.groups, left, partition.table.find(left), block_size or None)
+    ids = Grouping(partition, task, block_size or None).ids(positions)
     parted = np.intersect1d(ids[is_named], ids[~is_named])
     if parted.size:
         is_member = ids == parted[0]
-        members = left[is_member]
+        members = partition.table.index.data[positions[is_member]]
         raise InvalidArgumentError(
             f"samples {_named(members)} are a group, of which {int(is_named[is_member].sum())} of {members.size} "
             f"are named; the claim is of whole groups, so name all of them or none",

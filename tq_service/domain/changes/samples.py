@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tq_service.domain.changes.state_machine import Change, State, Step
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes
-from tq_service.domain.states import FAILED, HELD, LIVE, STATE_CODES
+from tq_service.domain.states import FAILED, STATE_CODES, is_open
 from tq_service.domain.tables.cells import CellSet, ColumnWrite, Put
 from tq_service.domain.tables.names import GroupNames, Names
 from tq_service.domain.tables.table import distinct, forget_names
@@ -199,7 +199,7 @@ class SamplesCleared(Change):
         partition, positions = prepared
         step.freed += partition.cells.forget(positions, partition.cells.fields.values())
         states = partition.state.data[positions]
-        still_open = positions[(states == LIVE) | (states == HELD)]
+        still_open = positions[is_open(states)]
         for task in partition.tasks.values():
             task.on_rows_closed(still_open)
             task.on_rows_cleared(positions)

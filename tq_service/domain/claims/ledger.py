@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from tq_service.domain.claims.request import BatchSpec, ClaimRequest, LeaseTerms
 from tq_service.domain.plan import Indexes, Plan, RankPlan
-from tq_service.domain.states import CONSUMED_EARLIER, DEAD_LETTERED, HELD, LIVE, UNCLAIMED
+from tq_service.domain.states import CONSUMED_EARLIER, DEAD_LETTERED, UNCLAIMED, is_open
 from tq_service.domain.tables.table import Column, RowTable, count_values
 from tq_service.errors import (
     ClaimReleasedError,
@@ -446,7 +446,7 @@ class TaskLedger(TaskFacts):
     def _reopen(self, positions: Indexes) -> None:
         self.claim.write(positions, UNCLAIMED)
         states = self._state.data[positions]
-        self.backlog += int(np.count_nonzero((states == LIVE) | (states == HELD)))
+        self.backlog += int(np.count_nonzero(is_open(states)))
 
     def _end_lease(self, lease: Lease, count: int) -> None:
         """Count off rows that are no longer leased."""

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence, Set
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tq_service.domain.claims.readiness import Readiness
 from tq_service.domain.plan import Indexes
 from tq_service.domain.tables.meta import Order
 from tq_service.domain.tables.table import RowTable, distinct
@@ -35,30 +36,6 @@ _MOST_SPLITTERS = 511
 _MOST_PARTS = 1 << 17  # of all buckets, before they are sorted
 _SAMPLES = 8  # keys looked at for each splitter
 _SIGN = np.uint64(1 << 63)
-
-
-class ReadsRows(Protocol):
-    """Reads rows for one way of asking, in the arrays of one moment; `view.Readiness` does."""
-
-    table: RowTable
-    index: NDArray[np.int64]
-    count: int
-
-    def find(self, indexes: Indexes) -> Indexes:
-        """Return the positions of rows by their global indexes, of those that are there."""
-        ...
-
-    def ready_of(self, positions: Indexes) -> Indexes:
-        """Return those positions whose rows are ready."""
-        ...
-
-    def ready_mask(self, rows: slice | Indexes) -> NDArray[np.bool_]:
-        """Return which rows are ready `(n,)`."""
-        ...
-
-    def meta(self, column: str, rows: slice | Indexes) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-        """Return the values of a custom_meta column, and which rows have one."""
-        ...
 
 
 class OrderedRows:
@@ -109,7 +86,7 @@ class OrderedRows:
         if self._noted_since_asked > table.count + _SLICE:  # nobody asks in this way any more
             self.discard()
 
-    def lend(self, rows: ReadsRows) -> OrderedRows:
+    def lend(self, rows: Readiness) -> OrderedRows:
         """Return a copy for another thread; positions of rows must not change while it is used."""
         self._begin(rows)
         lent = copy.copy(self)
@@ -133,7 +110,7 @@ class OrderedRows:
             self.discard()
         return (self._noted.size if self.is_in_use else row_count) > _SLICE or self._keys.is_heavy()
 
-    def sort_some(self, rows: ReadsRows) -> None:
+    def sort_some(self, rows: Readiness) -> None:
         """Do a step of what is heavy."""
         self._begin(rows)
         if self._noted.size:
@@ -141,26 +118,28 @@ class OrderedRows:
         else:
             self._keys.sort_some()
 
-    def _begin(self, rows: ReadsRows) -> None:
+    def _begin(self, rows: Readiness) -> None:
         self._lent = None
         self._noted_since_asked = 0
         if not self.is_in_use:
             self.is_in_use = True
             self._next_index = rows.table.next_index
-            self._noted.add(rows.index[: rows.count])
+            self._noted.add(rows.table.index.data[: rows.table.count])
 
-    def _enter(self, rows: ReadsRows) -> None:
+    def _enter(self, rows: Readiness) -> None:
         """Enter rows that were noted, a slice of them."""
         indexes = distinct(self._noted.take(_SLICE), rows.table.next_index)
         try:
-            self._keys.add(self._keys_of(rows, rows.ready_of(rows.find(indexes))))
+            positions = rows.table.find(indexes)
+            positions = positions[positions >= 0]
+            self._keys.add(self._keys_of(rows, positions[rows.ready(positions)]))
         except BaseException:  # such as for a length that is none
             self.discard()
             raise
 
     # Taking
 
-    def first(self, rows: ReadsRows, count: int | None, most: int | None) -> tuple[Indexes, int, bool]:
+    def first(self, rows: Readiness, count: int | None, most: int | None) -> tuple[Indexes, int, bool]:
         """Return the positions of the first ready rows, at least `count` unless there are fewer; None: all.
 
         They stay; what is not ready is dropped. Return also how many rows were looked at, which are few more than
@@ -185,24 +164,24 @@ class OrderedRows:
         is_all = self._keys.join(number)
         return found[1] if len(found) == 2 else np.concatenate(found), seen_count, is_all
 
-    def in_order(self, rows: ReadsRows, positions: Indexes) -> Indexes:
+    def in_order(self, rows: Readiness, positions: Indexes) -> Indexes:
         """Return positions in the order that is asked for."""
         return positions[self._keys.order_of(self._keys_of(rows, positions))]
 
-    def _still_ready(self, rows: ReadsRows, keys: Keys) -> tuple[Indexes, Keys]:
+    def _still_ready(self, rows: Readiness, keys: Keys) -> tuple[Indexes, Keys]:
         """Return the positions and keys of rows that are ready, and that have these keys still, where they may not."""
         positions = rows.table.find(keys["index"])
         found = positions >= 0
         if not found.all():
             positions, keys = positions[found], keys[found]
-        mask = rows.ready_mask(positions)
+        mask = rows.ready(positions)
         if self._may_stand_elsewhere:
             mask &= self._keys_of(rows, positions) == keys
         return (positions, keys) if mask.all() else (positions[mask], keys[mask])
 
-    def _keys_of(self, rows: ReadsRows, positions: Indexes) -> Keys:
+    def _keys_of(self, rows: Readiness, positions: Indexes) -> Keys:
         keys: Keys = np.zeros(positions.size, self._dtype)  # quicker than empty ones where texts are of it
-        keys["index"] = rows.index[positions]
+        keys["index"] = rows.table.index.data[positions]
         for number, order in enumerate(self._columns):
             values, present = rows.meta(order.column, positions)
             if values.dtype.kind == "O":

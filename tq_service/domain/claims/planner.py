@@ -672,7 +672,7 @@ class PlanSearch:
         consumed = self._task.consumed_count, self._task.leased_count
         view, plan = yield wanted, False
         if plan is None:
-            is_last = begun_at == self.marks and self._is_closed(request) and view.is_settled()
+            is_last = begun_at == self.marks and self._is_closed(request) and view.no_more_can_become_ready()
             if not is_last:
                 view.check_lengths()
                 return self._failed(request, view, begun_at, consumed)
@@ -713,7 +713,7 @@ class PlanSearch:
         positions = view.still_ready(parts[0] if len(parts) == 1 else np.concatenate(parts))
         if positions is None:
             return None
-        block_size = None if view.grouping is None else view.grouping[0] or 0
+        block_size = None if view.grouping is None else view.grouping.block_size or 0
         return Planned(cut_micro_batches(plan, request.batch_spec.micro_batch_size), positions, block_size)
 
     async def _run_off_loop(

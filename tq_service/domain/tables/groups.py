@@ -16,17 +16,6 @@ from tq_service.errors import GroupNotFoundError, InvalidArgumentError, Precondi
 NO_GROUP = -1
 
 
-def group_ids(groups: GroupTable, indexes: Indexes, positions: Indexes, block_size: int | None) -> Indexes:
-    """Return an id for the group of each row; a row outside of any group is a group of one.
-
-    Without explicit groups, blocks of consecutive indexes stand in for them where a `block_size` is given.
-    """
-    if groups.in_use:
-        ids = groups.of_rows[positions]
-        return np.where(ids == NO_GROUP, -2 - positions, ids)
-    return positions if block_size is None else indexes // block_size
-
-
 class GroupTable:
     """Counts the members of each group by what became of them.
 

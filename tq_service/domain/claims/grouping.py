@@ -1,0 +1,131 @@
+"""Which rows make up a group for a sampler, and which groups can be delivered."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tq_service.domain.claims.ledger import TaskLedger
+from tq_service.domain.partition import Partition
+from tq_service.domain.plan import Indexes
+from tq_service.domain.states import DEAD_LETTERED, is_open
+from tq_service.domain.tables.groups import NO_GROUP
+from tq_service.errors import InvalidArgumentError
+
+
+class Grouping:
+    """The groups of a partition, as one sampler asks for them.
+
+    They are the named ones where groups were ever named; a row without a name is a group of its own. Else blocks of
+    `block_size` consecutive indexes stand in for them, or, without a block size, each row is a group.
+
+    A group has lost its members that failed, were cleared, or were dead-lettered by the task. The rest of it is
+    delivered if `take_incomplete`, and never otherwise.
+    """
+
+    def __init__(
+        self, partition: Partition, task: TaskLedger, block_size: int | None, *, take_incomplete: bool = False
+    ) -> None:
+        self.block_size = block_size
+        self._partition = partition
+        self._groups = partition.groups
+        self._task = task
+        self._take_incomplete = take_incomplete
+
+    def check(self) -> None:
+        """Refuse blocks that cut through what was put together."""
+        size, step = self.block_size, self._partition.insert_size_gcd
+        if size is not None and not self._groups.in_use and step % size:
+            raise InvalidArgumentError(
+                f"n_samples_per_prompt is {size}, but samples were put in steps of {step}: blocks of consecutive "
+                f"indexes are not groups; put multiples of {size}, or name the groups with groups=",
+                field="n_samples_per_prompt",
+            )
+
+    def ids(self, positions: Indexes) -> Indexes:
+        """Return the id of the group of each row."""
+        if self._groups.in_use:
+            slots = self._groups.of_rows[positions]
+            return np.where(slots == NO_GROUP, -2 - positions, slots)
+        return positions if self.block_size is None else self._partition.table.index.data[positions] // self.block_size
+
+    def members(self, positions: Indexes) -> Indexes:
+        """Return the positions of rows and of all others of their groups."""
+        if self._groups.in_use:
+            slots = self._groups.of_rows[: self._partition.table.count]
+            is_met = np.zeros(self._groups.slots.count + 1, np.bool_)  # the last is of rows without a group
+            is_met[slots[positions]] = True
+            is_met[NO_GROUP] = False
+            return np.concatenate([positions[slots[positions] == NO_GROUP], np.flatnonzero(is_met[slots])])
+        if self.block_size is None:
+            return positions
+        found = self._find_blocks(np.unique(self.ids(positions)), self.block_size)
+        return found[found >= 0]
+
+    def whole(self, ready: Indexes, *, no_more: bool) -> tuple[Indexes, Indexes]:
+        """Return the rows of groups that can be delivered, and the sizes of these.
+
+        Args:
+            ready: positions of rows in the order of the batch; groups come in the order of their first members.
+            no_more: see `needed`.
+        """
+        ids, first, group_of, counts = np.unique(
+            self.ids(ready), return_index=True, return_inverse=True, return_counts=True
+        )
+        is_whole = counts == self.needed(ids, no_more=no_more)
+        by_first = np.argsort(first)
+        rows = np.flatnonzero(is_whole[group_of])
+        order = np.argsort(first[group_of[rows]], kind="stable")
+        return ready[rows[order]], counts[by_first[is_whole[by_first]]]
+
+    def is_dead(self, positions: Indexes) -> NDArray[np.bool_]:
+        """Return for each row whether its group can never be delivered, given that no new rows come."""
+        ids, group_of = np.unique(self.ids(positions), return_inverse=True)
+        needed = self.needed(ids, no_more=True)
+        dead: NDArray[np.bool_] = ((needed < 0) | (self._left(ids) < needed))[group_of]
+        return dead
+
+    def needed(self, ids: Indexes, *, no_more: bool) -> Indexes:
+        """Return how many members of each group must be ready for it to be delivered, -1 where it is not complete.
+
+        Args:
+            ids: of groups.
+            no_more: whether no new rows come, which completes groups of unknown size.
+        """
+        needed = self._left(ids) if self._take_incomplete else self._sizes(ids)
+        if not self._groups.in_use:
+            return needed
+        is_complete = self._groups.is_complete(np.maximum(ids, 0), self.block_size, no_more=no_more)
+        return np.where(is_complete | (ids < 0), needed, -1)
+
+    def _sizes(self, ids: Indexes) -> Indexes:
+        """Return how many members groups ever had."""
+        if self._groups.in_use:
+            return np.where(ids < 0, 1, self._groups.members[np.maximum(ids, 0)])
+        return np.full(ids.size, self.block_size or 1)
+
+    def _left(self, ids: Indexes) -> Indexes:
+        """Return how many members groups have not lost."""
+        if self._groups.in_use:
+            slots = np.maximum(ids, 0)
+            lost = self._groups.failed[slots] + self._groups.cleared[slots] + self._dead_lettered_counts(slots)
+            return np.where(ids < 0, 1, self._groups.members[slots] - lost)
+        if self.block_size is None:
+            return np.ones(ids.size, np.int64)
+        positions = self._find_blocks(ids, self.block_size)
+        is_left = is_open(self._partition.state.data[positions]) & (self._task.claim.data[positions] != DEAD_LETTERED)
+        left: Indexes = (is_left & (positions >= 0)).sum(axis=1)
+        return left
+
+    def _find_blocks(self, blocks: Indexes, size: int) -> Indexes:
+        """Return the positions `(n, size)` of the rows of blocks, -1 where there is none."""
+        indexes = blocks[:, None] * size + np.arange(size)
+        return self._partition.table.find(indexes.ravel()).reshape(indexes.shape)
+
+    def _dead_lettered_counts(self, slots: Indexes) -> Indexes:
+        """Return how many members of named groups are dead-lettered; those that failed since are counted as failed."""
+        positions = self._task.dead_lettered()
+        positions = positions[is_open(self._partition.state.data[positions])]
+        lost = np.sort(self._groups.of_rows[positions])
+        counts: Indexes = np.searchsorted(lost, slots, "right") - np.searchsorted(lost, slots)
+        return counts

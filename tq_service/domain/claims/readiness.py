@@ -1,0 +1,115 @@
+"""Which rows are ready for one way of asking."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tq_service.domain.claims.ledger import TaskLedger
+from tq_service.domain.claims.request import BatchSpec
+from tq_service.domain.partition import Partition
+from tq_service.domain.plan import Indexes, LengthSource
+from tq_service.domain.states import LIVE, UNCLAIMED
+from tq_service.domain.tables.meta import Condition
+from tq_service.errors import InvalidArgumentError
+
+# What decides which rows are ready for a way of asking: data fields, conditions, and the length that its sampler needs.
+ScanKey: TypeAlias = tuple[tuple[str, ...], tuple[Condition, ...], LengthSource | None]
+
+Rows: TypeAlias = slice | Indexes  # a stretch of the table, or some positions
+
+
+class Readiness:
+    """The conditions of one way of asking, over the rows of a partition as they are when they are looked at.
+
+    Another thread may look as well, while the table is pinned.
+    """
+
+    def __init__(
+        self, partition: Partition, task: TaskLedger, batch_spec: BatchSpec, length: LengthSource | None
+    ) -> None:
+        self.table = partition.table
+        self.key: ScanKey = (batch_spec.data_fields, batch_spec.where, length)
+        self._partition = partition
+        self._task = task
+
+    def ready(self, rows: Rows) -> NDArray[np.bool_]:
+        """Return which rows are ready `(n,)`."""
+        _, where, length = self.key
+        mask = self.has_data(rows)
+        if where:
+            mask &= self.allowed(rows)
+        if length is not None:
+            mask &= self.lengths(rows) >= 0
+        return mask
+
+    def has_data(self, rows: Rows) -> NDArray[np.bool_]:
+        """Return which rows are live, not consumed by the task, and have all data fields."""
+        mask: NDArray[np.bool_] = self._partition.state.data[rows] == LIVE
+        mask &= self._task.claim.data[rows] == UNCLAIMED
+        mask &= self._produced(rows)
+        return mask
+
+    def allowed(self, rows: Rows) -> NDArray[np.bool_]:
+        """Return where `where` holds; a row without a value does not pass."""
+        mask = np.ones(self.table.index.data[rows].size, np.bool_)
+        for condition in self.key[1]:
+            mask &= self._holds(condition, rows)[0]
+        return mask
+
+    def excluded(self, rows: Rows) -> NDArray[np.bool_]:
+        """Return the rows that `where` rules out for good: by a value, or for lack of one when their data is there."""
+        mask = np.zeros(self.table.index.data[rows].size, np.bool_)
+        for condition in self.key[1]:
+            holds, present = self._holds(condition, rows)
+            mask |= ~holds & (present | self._produced(rows))
+        return mask
+
+    def lengths(self, rows: Rows) -> Indexes:
+        """Return token counts by the sampler's length source, -1 where unknown."""
+        source = self.key[2] or LengthSource()
+        lengths = self.field_lengths(source.field, rows)
+        values, present = self.meta(source.key, rows)
+        lengths[present] = _token_counts(source.key, values[present])
+        return lengths
+
+    def field_lengths(self, name: str | None, rows: Rows) -> Indexes:
+        """Return the sizes of the first ragged dimension of a jagged field, -1 where there is none."""
+        field = None if name is None else self._partition.cells.fields.get(name)
+        return np.full(self.table.index.data[rows].size, -1) if field is None else field.lengths(rows)
+
+    def meta(self, column: str, rows: Rows) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+        """Return the values of a custom_meta column, and which rows have one."""
+        arrays = self._partition.meta.arrays(column)
+        if arrays is None:
+            count = self.table.index.data[rows].size
+            return np.zeros(count), np.zeros(count, np.bool_)
+        return arrays[0][rows], arrays[1][rows]
+
+    def _produced(self, rows: Rows) -> NDArray[np.bool_]:
+        return self._partition.cells.produced(self.key[0], rows)
+
+    def _holds(self, condition: Condition, rows: Rows) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Return where a condition holds, and where the row has a value to compare."""
+        values, present = self.meta(condition.column, rows)
+        holds = np.zeros(present.size, np.bool_)
+        if present.any():
+            holds[present] = condition.holds(values[present])
+        return holds, present
+
+
+def _token_counts(column: str, values: NDArray[Any]) -> Indexes:
+    """Return the values of a custom_meta column as token counts; whole numbers do as doubles too."""
+    is_number = values.dtype.kind in "if"
+    wrong = ~(values >= 0) if is_number else np.ones(values.size, np.bool_)
+    if values.dtype.kind == "f":
+        wrong |= ~np.isfinite(values) | (values != np.floor(values))
+    if wrong.any():
+        raise InvalidArgumentError(
+            f"custom_meta column {column!r} holds {values[wrong][0]!r}; a token count is a whole number of 0 or more: "
+            f"put or set another value, or clear the sample",
+            field=column,
+        )
+    return values.astype(np.int64)
