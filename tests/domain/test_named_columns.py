@@ -211,9 +211,8 @@ class ColoredFacts(PartitionFacts):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ColoredHeader:
+class ColoredHeader(snapshot_module.PartitionHeader):
     facts: ColoredFacts
-    tables: dict[str, snapshot_module.TableHeader]
 
 
 class Colored(Partition):

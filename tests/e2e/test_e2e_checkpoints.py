@@ -15,7 +15,8 @@ import torch
 from live_server import LiveServer, server_process
 
 import tq_service as tq
-from tq_service.durable.record_file import RecordWriter
+from tq_service.durable import codec
+from tq_service.durable.record_file import RecordWriter, read_records
 
 PARTITION = "train@0"
 FIELDS = ["ids", "image", "text"]
@@ -368,6 +369,36 @@ def test_a_full_disk_leaves_the_checkpoint_before_it(cluster, tmp_path, monkeypa
         client.checkpoint("one")
     assert [path.name for path in (tmp_path / "one").iterdir()] == ["checkpoint.tqc"]
     assert (tmp_path / "one" / "checkpoint.tqc").read_bytes() == whole
+
+
+def with_a_column_more(path):
+    """Have a checkpoint as a newer version writes it, in which samples have a priority."""
+    records = [found.data for found in read_records(path)]
+    with RecordWriter(path) as writer:
+        for data in records:
+            if b"dtypes" in data:  # that of a partition
+                kind, header = codec.unpack(data)
+                rows = header["tables"]["rows"]
+                rows["dtypes"]["priority"] = "<i4"
+                writer.write(codec.encode((kind, header)))
+                part = {"table": "rows", "column": "priority", "form": "same", "values": (rows["size"], 7)}
+                writer.write(codec.encode(("column", part)))
+            else:
+                writer.write(data)
+
+
+def test_a_checkpoint_of_a_newer_version_is_refused_before_anything_of_it_is_stored(loop_thread, tmp_path, monkeypatch):
+    with LiveServer(loop_thread, checkpoint_dir=tmp_path) as server:
+        put(server.client(), 0, 8)
+        server.client().checkpoint("newer")
+    with LiveServer(loop_thread, checkpoint_dir=tmp_path) as server:
+        placed = []
+        monkeypatch.setattr(server.app._storages, "place", placed.append)
+        with_a_column_more(tmp_path / "newer" / "checkpoint.tqc")
+        with pytest.raises(tq.NewerVersionError, match=r"'train@0' was written by a newer version.*'priority'"):
+            server.client().restore("newer")
+        assert placed == []
+        assert server.client().list_partitions() == []
 
 
 def test_lost_bytes_are_named_and_the_checkpoint_before_them_stays(cluster, loop_thread, tmp_path):

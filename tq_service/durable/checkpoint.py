@@ -1,8 +1,15 @@
-"""The file of a checkpoint: what a service knew at one moment, and the bytes of all its samples.
+"""Checkpoints: what a service knew at one moment, and the bytes of all its samples, in one file.
+
+    PartitionPlan: which cells lie together --> CheckpointWriter: blocks, then the state
+    read_checkpoint: all of it checked --> its blocks become puts --> relocate: partitions have these puts
 
 A checkpoint is a directory with one file, `checkpoint.tqc`. It is written under another name and takes the place of the
 one before it in a single step, once it is whole and on the disk: whatever happens, the directory has the old one or the
 new one. What is left of one that was not finished is overwritten by the next.
+
+A block is what one storage service holds of some fields that were put together, for samples in the order of the table:
+a few MiB, from any number of puts. When it is restored it becomes one put. So a million small puts come back as a few
+hundred, wherever there is room for them. The puts of a partition are its blocks, in the order of the file.
 """
 
 from __future__ import annotations
@@ -11,15 +18,35 @@ import contextlib
 import errno
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from tq_service.durable.checkpoint_plan import Block
+import numpy as np
+from numpy.typing import NDArray
+
+from tq_service.domain.partition import Partition, PartitionSnapshot
+from tq_service.domain.plan import Indexes
+from tq_service.domain.tables.cells import CELL_COLUMN, NOT_PRODUCED, CellsSnapshot, Put, cells_of, slots_and_rows
+from tq_service.domain.tables.table import ColumnSnapshot, TableSnapshot
 from tq_service.durable.files import PARTIAL_SUFFIX, beside, make_folder
-from tq_service.durable.record_file import RecordWriter, gathered
-from tq_service.durable.snapshot import ServiceSnapshot, StoredBlock, write_header, write_record, write_state
+from tq_service.durable.frames import HEADER_BYTES
+from tq_service.durable.pace import Pace
+from tq_service.durable.record_file import RecordWriter, damaged, gathered, read_records
+from tq_service.durable.snapshot import (
+    ServiceSnapshot,
+    SnapshotReader,
+    StoredBlock,
+    read_state,
+    reading,
+    write_header,
+    write_record,
+    write_state,
+)
 from tq_service.errors import DiskFullError, InternalError, InvalidArgumentError, PreconditionError
+from tq_service.storage.cells import ReadRuns
 from tq_service.wire.columns import ColumnShape
 
 FILE_NAME: Final = "checkpoint.tqc"
@@ -32,6 +59,11 @@ _BAD_FOLDER: Final = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP,
      errno.ENAMETOOLONG, errno.EINVAL}
 )  # fmt: skip
+BLOCK_BYTES: Final = 4 << 20
+_MOST_ROWS: Final = 1 << 16
+_MOST_PUTS: Final = 256  # finding the cells of so many holds the loop for about a millisecond
+_BLOCK: Final = Put("", b"", b"")
+"""Stands for a block that is to become a put."""
 
 
 def checkpoint_path(checkpoint_dir: Path | None, name: str) -> Path:
@@ -72,6 +104,154 @@ def _symlink(name: str, where: str) -> InvalidArgumentError:
         f"name is {name!r}, which leads through a symlink {where}; give another name, or have the link removed",
         field="name",
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Cells of one storage service that are read together.
+
+    Attributes:
+        partition_id: their partition.
+        slot: of the partition's put table, once the checkpoint is restored.
+        storage_id: the storage service that holds them.
+        boot_id: its boot.
+        put_ids: the puts that hold them.
+        runs: where they are in these puts.
+        global_indexes: their samples `(n,)`.
+    """
+
+    partition_id: str
+    slot: int
+    storage_id: str
+    boot_id: bytes
+    put_ids: Sequence[bytes]
+    runs: ReadRuns
+    global_indexes: Indexes
+
+
+class PartitionPlan:
+    """What a checkpoint copies of one partition.
+
+    Attributes:
+        blocks: its cells.
+    """
+
+    def __init__(self, partition: PartitionSnapshot) -> None:
+        """Read the cells of a partition, which takes about 50 ms for a million samples."""
+        self._partition = partition
+        rows, puts = partition.tables["rows"], partition.tables["puts"]
+        self._read_puts(puts)
+        self._indexes: Indexes = rows.columns["index"].values()
+        self._cells: dict[str, Indexes] = {}
+        self.blocks: list[Block] = []
+        for names, cells in _put_together(CellsSnapshot.of(rows, puts).cells):
+            self._add_blocks(names, cells)
+        self._value_bytes = np.zeros(len(self.blocks), np.int64)
+
+    def note_size(self, block: Block, value_bytes: int) -> None:
+        """Take note of the bytes of a block, once they were read."""
+        self._value_bytes[block.slot] = value_bytes
+
+    def partition(self) -> PartitionSnapshot:
+        """Return the partition with its blocks for puts, once they all were read."""
+        count = len(self.blocks)
+        puts = np.full(count, None, object)
+        for slot in range(count):
+            puts[slot] = _BLOCK
+        sizes = np.array([block.global_indexes.size * len(block.runs.field_names) for block in self.blocks], np.int64)
+        columns = {"put": puts, "cells": sizes, "made": sizes, "bytes": self._value_bytes}
+        rows = self._partition.tables["rows"]
+        changed = {"index": self._indexes} | {CELL_COLUMN + name: cells for name, cells in self._cells.items()}
+        return replace(
+            self._partition,
+            tables={
+                **self._partition.tables,
+                "rows": replace(rows, columns={**rows.columns, **_snapshots(changed)}),
+                "puts": TableSnapshot(size=count, columns=_snapshots(columns)),
+            },
+        )
+
+    def _read_puts(self, table: TableSnapshot) -> None:
+        """Read what is known of the puts, by slot."""
+        self._puts: list[Put | None] = []
+        numbers: dict[tuple[str, bytes], int] = {}
+        storage_of: list[int] = []
+        pace = Pace()
+        for block in table.columns["put"].blocks():
+            some: list[Put | None] = block.tolist()
+            self._puts += some
+            storage_of += [-1 if put is None else numbers.setdefault(put[:2], len(numbers)) for put in some]
+            pace.step()
+        self._storages = list(numbers)
+        self._storage_of: Indexes = np.array(storage_of, np.int64)
+        counts = np.maximum(table.columns["cells"].values(), 1)
+        self._cell_bytes: NDArray[np.float64] = table.columns["bytes"].values() / counts  # of parts of a put a guess
+
+    def _add_blocks(self, names: tuple[str, ...], cells: Indexes) -> None:
+        renamed = np.full(cells.size, NOT_PRODUCED, np.int64)
+        self._cells |= dict.fromkeys(names, renamed)
+        produced = np.flatnonzero(cells >= 0)
+        slots, rows = slots_and_rows(cells[produced])
+        for number, (storage_id, boot_id) in enumerate(self._storages):
+            mine = np.flatnonzero(self._storage_of[slots] == number)
+            sizes = self._cell_bytes[slots[mine]] * len(names)
+            for some in _stretches(sizes, slots[mine]):
+                chosen = mine[some]
+                slot = len(self.blocks)
+                put_ids, runs = self._runs(names, slots[chosen], rows[chosen])
+                positions = produced[chosen]
+                renamed[positions] = cells_of(slot, np.arange(positions.size))
+                self.blocks.append(
+                    Block(
+                        partition_id=self._partition.facts.partition_id,
+                        slot=slot,
+                        storage_id=storage_id,
+                        boot_id=boot_id,
+                        put_ids=put_ids,
+                        runs=runs,
+                        global_indexes=self._indexes[positions],
+                    )
+                )
+
+    def _runs(self, names: tuple[str, ...], slots: Indexes, rows: Indexes) -> tuple[list[bytes], ReadRuns]:
+        """Return the puts of cells, and the cells as runs of neighbouring rows."""
+        heads = np.r_[0, np.flatnonzero((np.diff(slots) != 0) | (np.diff(rows) != 1)) + 1]
+        used, put_indexes = np.unique(slots[heads], return_inverse=True)
+        puts = [self._puts[slot] for slot in used.tolist()]
+        return [put.put_id for put in puts if put is not None], ReadRuns(
+            field_names=names,
+            put_indexes=put_indexes.astype(np.int64, copy=False),
+            first_rows=rows[heads],
+            row_counts=np.diff(np.r_[heads, rows.size]),
+        )
+
+
+def _snapshots(columns: Mapping[str, NDArray[Any]]) -> dict[str, ColumnSnapshot]:
+    return {name: ColumnSnapshot(values, values.size) for name, values in columns.items()}
+
+
+def _put_together(cells_of_fields: Mapping[str, ColumnSnapshot]) -> list[tuple[tuple[str, ...], Indexes]]:
+    """Return the fields whose cells all lie alike, together, with these cells."""
+    found: list[tuple[list[str], Indexes]] = []
+    for name, column in cells_of_fields.items():
+        cells: Indexes = column.values()
+        names = next((names for names, known in found if np.array_equal(known, cells)), None)
+        if names is None:
+            found.append(([name], cells))
+        else:
+            names.append(name)
+    return [(tuple(names), cells) for names, cells in found]
+
+
+def _stretches(sizes: NDArray[np.float64], slots: Indexes) -> Iterator[slice]:
+    """Yield stretches of rows of about a block's bytes and not too many puts, at least one row each."""
+    if not sizes.size:
+        return
+    puts = np.cumsum(np.diff(slots, prepend=slots[0]) != 0)
+    numbers = np.cumsum(sizes) // BLOCK_BYTES + np.arange(sizes.size) // _MOST_ROWS + puts // _MOST_PUTS
+    bounds = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), sizes.size]
+    for start, end in pairwise(bounds):
+        yield slice(start, end)
 
 
 class CheckpointWriter:
@@ -145,3 +325,91 @@ def _cut(chunks: Iterable[memoryview]) -> Iterator[memoryview]:
     for chunk in chunks:
         for start in range(0, len(chunk), _RECORD_BYTES):
             yield chunk[start : start + _RECORD_BYTES]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint that was read and is whole.
+
+    Attributes:
+        path: its file.
+        blocks: what it has of bytes, in order.
+        state: all else; the puts of its partitions are the blocks, in order.
+    """
+
+    path: Path
+    blocks: Sequence[StoredBlock]
+    state: ServiceSnapshot
+
+    def values(self, block: StoredBlock) -> Iterator[bytes]:
+        """Yield the bytes of a block, about 1 MiB at a time.
+
+        Raises:
+            SnapshotDamagedError: they are not any more what they were.
+        """
+        left = block.size_bytes
+        records = read_records(self.path, *block.begins_at)
+        while left > 0:
+            at, _, data = next(records)
+            if len(data) > left:
+                raise damaged(self.path, at, "a block is not any more what it was")
+            left -= len(data)
+            yield data
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Read a checkpoint and check all of it.
+
+    Raises:
+        InvalidArgumentError: there is none.
+        SnapshotDamagedError: the file does not hold what was written.
+        NewerVersionError: it was written by a newer version.
+    """
+    try:
+        with reading(path, is_checkpoint=True) as reader:
+            blocks: list[StoredBlock] = []
+            state = read_state(_beyond_blocks(reader, blocks))
+            _check_blocks(state.partitions, blocks)
+            return Checkpoint(path=path, blocks=blocks, state=state)
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"no checkpoint can be read from {path.parent} ({error}); give the name that it was written under",
+            field="name",
+        ) from error
+
+
+def _beyond_blocks(reader: SnapshotReader, blocks: list[StoredBlock]) -> Iterator[Any]:
+    """Yield what is not of a block; note the blocks, and check their bytes."""
+    for value in reader.values():
+        if not isinstance(value, StoredBlock):
+            yield value
+            continue
+        for column in value.columns:
+            column.validate()
+            if column.row_count != value.row_count:
+                raise ValueError("a block has another number of rows than its columns")
+        at, number, data = reader.last
+        blocks.append(replace(value, begins_at=(at + HEADER_BYTES + len(data), number + 1)))
+        left = value.size_bytes
+        while left > 0 and (some := reader.data()) is not None:
+            left -= len(some)
+        if left:
+            raise ValueError(f"a block has {value.size_bytes - left} bytes, expected {value.size_bytes}")
+
+
+def _check_blocks(partitions: Sequence[PartitionSnapshot], blocks: Sequence[StoredBlock]) -> None:
+    names = [partition.facts.partition_id for partition in partitions]
+    if len(set(names)) < len(names):
+        raise ValueError("a partition is in it twice")
+    named = [each.facts.partition_id for each in partitions for _ in range(each.tables["puts"].size)]
+    if named != [block.partition_id for block in blocks]:
+        raise ValueError("its partitions do not have its blocks in order")
+
+
+def relocate(partitions: Iterable[Partition], puts: Iterable[Put]) -> None:
+    """Have the puts that the blocks of a checkpoint have become, in their order, in restored partitions."""
+    became = iter(puts)
+    for partition in partitions:
+        table = partition.cells.puts
+        for slot in range(table.count):
+            table.occupants.write(slot, next(became))

@@ -182,8 +182,8 @@ def _packed_array(values: NDArray[Any]) -> msgpack.ExtType:
         code = _VECTOR_CODES.get(values.dtype)
         if code is not None:
             size = values.size
-            may_be_range = size >= _LEAST_RANGE and values.dtype == np.int64 and values[-1] - values[0] == size - 1
-            if may_be_range and bool((values[1:] > values[:-1]).all()):
+            may_be_range = size >= _LEAST_RANGE and values.dtype == np.int64
+            if may_be_range and int(values[-1]) - int(values[0]) == size - 1 and bool((np.diff(values) == 1).all()):
                 return msgpack.ExtType(_RANGE, _BOUNDS.pack(int(values[0]), size))
             return msgpack.ExtType(code, values.tobytes())
         if values.dtype == np.object_:

@@ -1,6 +1,6 @@
-"""Files of records: each with a checksum, and the file under its name only once it is whole and on the disk.
+"""Files of records, one in each frame, that are under their names only once they are whole and on the disk.
 
-"tqrecs01", then for each record its size (uint32), its checksum (XXH3, uint64), both little-endian, and its bytes
+"tqrecs02", then the records, numbered from 0 on (see `frames`), and a frame without a body
 """
 
 from __future__ import annotations
@@ -8,21 +8,18 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import struct
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Final, TypeVar
-
-import xxhash
+from typing import BinaryIO, Final, NamedTuple, TypeVar
 
 from tq_service.durable.files import PARTIAL_SUFFIX, sync_path
+from tq_service.durable.frames import HEADER_BYTES, Break, frame, read_frame
 from tq_service.durable.log.segment_log import RESERVE_BYTES
 from tq_service.durable.pace import Pace
 from tq_service.errors import SnapshotDamagedError
 
-_MAGIC: Final = b"tqrecs01"
-_FRAME: Final = struct.Struct("<IQ")
+_MAGIC: Final = b"tqrecs02"
 _BUFFER_BYTES: Final = 1 << 20
 _SPARE_BYTES: Final = 2 * RESERVE_BYTES
 """What is left free of the disk, so that changes can be written down beside it, and room be set aside for them."""
@@ -55,15 +52,11 @@ class RecordWriter:
         """Append a record, whose bytes may come in parts."""
         if self._file is None:
             raise ValueError("records are written after `open`, and before `commit` or `abort`")
-        checksum = xxhash.xxh3_64()
-        for part in parts:
-            checksum.update(part)
-        size = sum(len(part) for part in parts)
-        self._file.write(_FRAME.pack(size, checksum.intdigest()))
-        for part in parts:
-            self._file.write(part)
+        head, body = frame(self.count, parts)
+        self._file.write(head)
+        self._file.write(body)
         self.count += 1
-        self._check_room(size)
+        self._check_room(len(body))
         self._pace.step()
 
     def _check_room(self, size: int) -> None:
@@ -83,6 +76,7 @@ class RecordWriter:
             raise ValueError("only an open file can be committed")
         try:
             with file:
+                file.writelines(frame(self.count, ()))
                 file.flush()
                 os.fsync(file.fileno())
             self._partial.rename(self._path)
@@ -116,35 +110,45 @@ class RecordWriter:
             self.abort()
 
 
-def read_records(path: Path, at: int = 0) -> Iterator[tuple[int, bytes]]:
-    """Yield for each record of a file where it begins, and its bytes.
+class Found(NamedTuple):
+    """A record, its number, and where it is in its file."""
+
+    at: int
+    number: int
+    data: bytes
+
+
+def read_records(path: Path, at: int = 0, number: int = 0) -> Iterator[Found]:
+    """Yield the records of a file.
 
     Args:
         path: the file.
         at: where to begin, at a record or at 0.
+        number: of that record.
 
     Raises:
         SnapshotDamagedError: the file does not hold what was written.
         OSError: it cannot be read.
     """
-    size = path.stat().st_size
     with path.open("rb", buffering=_BUFFER_BYTES) as file:
-        if file.read(len(_MAGIC)) != _MAGIC:
-            raise damaged(path, 0, "it does not begin like a file of records")
-        at = at or len(_MAGIC)
-        file.seek(at)
-        while at < size:
-            frame = file.read(_FRAME.size)
-            if len(frame) < _FRAME.size:
-                raise damaged(path, at, "it ends within a record")
-            length, checksum = _FRAME.unpack(frame)
-            if length > size - at - _FRAME.size:
-                raise damaged(path, at, "it ends within a record")
-            record = file.read(length)
-            if len(record) < length or xxhash.xxh3_64_intdigest(record) != checksum:
-                raise damaged(path, at, "a record does not fit its checksum")
-            yield at, record
-            at += _FRAME.size + length
+        try:
+            if file.read(len(_MAGIC)) != _MAGIC:
+                raise Break("does not begin like a file of records")
+            at = at or len(_MAGIC)
+            file.seek(at)
+            while True:
+                found, body = read_frame(file)
+                if found != number:
+                    raise Break(f"has record {found} where record {number} should be")
+                if not body:
+                    break
+                yield Found(at, number, body)
+                at += HEADER_BYTES + len(body)
+                number += 1
+            if file.read(1):
+                raise Break("goes on after its end")
+        except Break as flaw:
+            raise damaged(path, at, f"it {flaw}") from None
 
 
 def gathered(values: Iterable[Each], size_of: Callable[[Each], int], least: int) -> Iterator[list[Each]]:

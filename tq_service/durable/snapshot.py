@@ -2,8 +2,8 @@
 
 A file is of records (`record_file`), each of which but the bytes of blocks is (kind, value):
 
-    header, [block, bytes ...] ..., state, end
-    state: [partition, column ..., [task, (batches | claims | released | expired) ...] ...] ..., answers ..., puts ...
+    header, [block, bytes ...] ..., state
+    state: [partition, column ..., [task, (claims | ended) ...] ...] ..., answers ..., puts ...
 
 Values are dataclasses, in the encoding of `codec`; columns are in that of `column_codec`. Columns are found by name:
 one that the file does not have takes its fill (see `Partition.restore`), one that this version does not have was
@@ -29,17 +29,16 @@ from tq_service.domain.partition import PartitionFacts, PartitionSnapshot
 from tq_service.domain.plan import Plan, RankPlan
 from tq_service.durable import codec
 from tq_service.durable.column_codec import ColumnPart, TableHeader, TableReader, encode_table
-from tq_service.durable.record_file import RecordWriter, damaged, gathered, read_records
+from tq_service.durable.record_file import Found, RecordWriter, damaged, gathered, read_records
 from tq_service.errors import NewerVersionError, SnapshotDamagedError, TqError
 from tq_service.wire.collection import no_collection
 from tq_service.wire.columns import ColumnShape
 
-FORMAT_VERSION: Final = 3
+FORMAT_VERSION: Final = 4
 _CLAIMS_A_RECORD: Final = 256  # what is encoded without giving way to others
 _IDS_A_RECORD: Final = 1024
 _PUT_BYTES_A_RECORD: Final = 1 << 18
-_NO_ROWS: Final = np.zeros(0, np.int64)
-_NOT_ROWS: Final = tuple(each.name for each in fields(RankPlan) if each.name != "rows")
+_SHARED: Final = tuple(each.name for each in fields(RankPlan) if each.name != "rows")
 Each = TypeVar("Each")
 
 
@@ -82,7 +81,7 @@ def read_snapshot(path: Path) -> ServiceSnapshot:
         OSError: it cannot be read.
     """
     with reading(path, is_checkpoint=False) as reader:
-        return read_state(reader)
+        return read_state(reader.values())
 
 
 # Records
@@ -104,13 +103,13 @@ class StoredBlock:
         partition_id: their partition.
         row_count: number of rows of every column.
         columns: the columns, in the order of their bytes.
-        at: where their bytes begin in the file.
+        begins_at: where the first record with its bytes is, and the number of that.
     """
 
     partition_id: str
     row_count: int
     columns: tuple[ColumnShape, ...]
-    at: int = field(default=0, metadata={"is_encoded": False})
+    begins_at: tuple[int, int] = field(default=(0, 0), metadata={"is_encoded": False})
 
     @property
     def size_bytes(self) -> int:
@@ -119,7 +118,7 @@ class StoredBlock:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _PartitionHeader:
+class PartitionHeader:
     """Begins a partition; its columns and then its tasks follow."""
 
     facts: PartitionFacts
@@ -127,134 +126,135 @@ class _PartitionHeader:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Batches:
-    """Planned batches.
+class ClaimRecords:
+    """Some records of a task.
 
     Attributes:
-        are_without_rows: whether they are kept though their rows are gone.
-        batch_specs: what they were planned by; batches in a row mostly share it.
-        parts: what ranks get but for their rows, each a RankPlan; batches in a row mostly share it.
+        name: what they are of its snapshot.
+        batch_specs: what batches were planned by; batches in a row mostly share it.
+        parts: what ranks and queue workers get but for the rows, each a RankPlan; many share it.
         batches: of each (serial, batch_index, size, position in `batch_specs`, parts of its ranks), where the part of a
-            rank is (rows as bytes, position in `parts`).
+            rank is (rows as bytes, position in `parts`); looking at the types of a hundred thousand would take long.
+        claims: of each (serial, request_id, rows as bytes, position in `parts`).
+        leases: of those claims that were made with one, by their serials.
     """
 
-    are_without_rows: bool = False
+    name: str
     batch_specs: list[BatchSpec]
     parts: list[bytes]
-    batches: list[Any]  # looking at the types of a hundred thousand would take long
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Claims:
-    """Claims of queue workers.
-
-    Attributes:
-        parts: see `_Batches`.
-        claims: of each (serial, request_id, rows as bytes, position in `parts`).
-        leases: of those that were made with one, by their serials.
-    """
-
-    parts: list[bytes]
+    batches: list[Any]
     claims: list[Any]
     leases: list[Lease]
 
+    @classmethod
+    def of(cls, name: str, records: Iterable[Batch | QueueClaim]) -> ClaimRecords:
+        """Encode records."""
+        specs: dict[BatchSpec, int] = {}
+        parts = _Parts()
+        batches, claims, leases = [], [], []
+        for record in records:
+            if isinstance(record, Batch):
+                kept = record.kept_plan
+                ranks = list(map(parts.add, kept.parts() if isinstance(kept, EncodedPlan) else record.plan.ranks))
+                spec = specs.setdefault(record.batch_spec, len(specs))
+                batches.append((record.serial, record.batch_index, record.size, spec, ranks))
+            else:
+                claims.append((record.serial, record.request_id, *parts.add(record.kept_part)))
+                if record.lease is not None:
+                    leases.append(record.lease)
+        return cls(name=name, batch_specs=list(specs), parts=parts.all(), batches=batches, claims=claims, leases=leases)
+
+    def all(self) -> Iterator[Batch | QueueClaim]:
+        """Yield the records; how much is left of them follows from the rows."""
+        for serial, batch_index, size, spec, ranks in self.batches:
+            plan = EncodedPlan(ranks, self.parts)
+            yield Batch(
+                serial=serial, batch_spec=self.batch_specs[spec], plan=plan, batch_index=batch_index, size=size,
+                remaining=0,
+            )  # fmt: skip
+        leases = {lease.serial: lease for lease in self.leases}
+        for serial, request_id, rows, number in self.claims:
+            part = EncodedPart(rows, self.parts[number])
+            yield QueueClaim(request_id=request_id, serial=serial, part=part, remaining=0, lease=leases.get(serial))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _End:
-    """Ends a file of so many records before it."""
+class EndedClaims:
+    """Ids of claims that were released or have expired, and when."""
 
-    record_count: int
+    name: str
+    ids: list[tuple[bytes, float]]
+
+    def all(self) -> list[tuple[bytes, float]]:
+        """Return them."""
+        return self.ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """Answers for retries."""
+
+    entries: list[Entry]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Puts:
+    """Records of puts, as they are in the log."""
+
+    records: list[bytes]
 
 
 _KINDS: Final[dict[str, Any]] = {
     "header": Header,
     "block": StoredBlock,
-    "partition": _PartitionHeader,
+    "partition": PartitionHeader,
     "column": ColumnPart,
     "task": TaskFacts,
-    "batches": _Batches,
-    "claims": _Claims,
-    "released": list[tuple[bytes, float]],
-    "expired": list[tuple[bytes, float]],
-    "answers": list[Entry],
-    "puts": list[bytes],
-    "end": _End,
+    "claims": ClaimRecords,
+    "ended": EndedClaims,
+    "answers": Answers,
+    "puts": Puts,
 }
+_TASK_PARTS: Final = ("records", "batches_without_rows", "released", "expired")
 
 
 class SnapshotReader:
-    """A place in a file.
+    """Reads a file from one end to the other.
 
     Attributes:
-        count: number of records before it.
-        at: where the next record begins, in bytes; that of the last one at the end of the file.
+        last: the record that was read last.
     """
 
     def __init__(self, path: Path) -> None:
-        self.count = 0
-        self.at = 0
         self._path = path
         self._records = read_records(path)
-        self._data: bytes | None = None
-        self._value: Any = None
-        self._kind: str | None = None
-        self._advance()
+        self.last = Found(0, 0, b"")
 
-    @property
-    def kind(self) -> str | None:
-        """Kind of the next record; None at the end of the file.
+    def values(self) -> Iterator[Any]:
+        """Yield the value of each record that nobody has read yet.
 
         Raises:
-            NewerVersionError: it is unknown.
+            NewerVersionError: it is of a kind, or has a field, that is unknown.
         """
-        if self._kind is None and self._data is not None:
-            self._kind, self._value = codec.unpack(self._data)
-            if self._kind not in _KINDS:
+        while (data := self.data()) is not None:
+            kind, value = codec.unpack(data)
+            if kind not in _KINDS:
                 raise NewerVersionError(
-                    f"a record is of the unknown kind {self._kind!r}; it was written by a newer version: install that "
-                    f"one"
+                    f"a record is of the unknown kind {kind!r}; it was written by a newer version: install that one"
                 )
-        return self._kind
+            yield codec.decoder(_KINDS[kind])(value)
 
-    def take(self, kind: str) -> Any:
-        """Return the next record, which is of this kind.
-
-        Raises:
-            SnapshotDamagedError: it is of another, or damaged.
-            NewerVersionError: it has a field that is unknown.
-        """
-        got = self.kind
-        if got != kind:
-            raise self.damaged(f"expected a record of kind {kind!r}, got {got or 'the end of the file'!r}")
-        value = codec.decoder(_KINDS[kind])(self._value)
-        self._take()
-        return value
-
-    def take_bytes(self) -> bytes:
-        """Return the next record, which is bytes of a block.
-
-        Raises:
-            SnapshotDamagedError: the file ends here, or the record is damaged.
-        """
-        data = self._data
-        if data is None:
-            raise self.damaged("expected bytes of a block, got the end of the file")
-        self._take()
-        return data
+    def data(self) -> bytes | None:
+        """Return the bytes of the next record, None at the end of the file."""
+        found = next(self._records, None)
+        if found is None:
+            return None
+        self.last = found
+        return found.data
 
     def damaged(self, what: str) -> SnapshotDamagedError:
         """Return the error for the place that is being read."""
-        return damaged(self._path, self.at, what)
-
-    def _take(self) -> None:
-        self.count += 1
-        self._advance()
-
-    def _advance(self) -> None:
-        self._data = self._value = self._kind = None
-        found = next(self._records, None)
-        if found is not None:
-            self.at, self._data = found
+        return damaged(self._path, self.last.at, what)
 
 
 # What snapshots and checkpoints have in common
@@ -271,15 +271,14 @@ def write_header(writer: RecordWriter, *, is_checkpoint: bool) -> None:
 
 
 def write_state(writer: RecordWriter, snapshot: ServiceSnapshot) -> None:
-    """Write the state, and end the file."""
+    """Write the state."""
     for partition in snapshot.partitions:
         for kind, value in _partition_records(partition):
             write_record(writer, kind, value)
     for answers in _batched(chain.from_iterable(snapshot.answers), _IDS_A_RECORD):
-        write_record(writer, "answers", answers)
+        write_record(writer, "answers", Answers(entries=answers))
     for puts in gathered(snapshot.puts, len, _PUT_BYTES_A_RECORD):
-        write_record(writer, "puts", puts)
-    write_record(writer, "end", _End(record_count=writer.count))
+        write_record(writer, "puts", Puts(records=puts))
 
 
 @contextlib.contextmanager
@@ -288,17 +287,17 @@ def reading(path: Path, *, is_checkpoint: bool) -> Iterator[SnapshotReader]:
     reader = SnapshotReader(path)
     try:
         with no_collection():  # a million new objects, none of them garbage
-            _check_header(reader.take("header"), is_checkpoint=is_checkpoint)
+            _check_header(next(reader.values()), is_checkpoint=is_checkpoint)
             yield reader
     except NewerVersionError as error:
-        raise NewerVersionError(f"{path} at byte {reader.at}: {error}", metadata={"path": str(path)}) from error
-    except (ValueError, LookupError, AttributeError, TypeError, OverflowError, MemoryError) as error:
+        raise NewerVersionError(f"{path} at byte {reader.last.at}: {error}", metadata={"path": str(path)}) from error
+    except (ValueError, LookupError, AttributeError, TypeError, OverflowError, MemoryError, StopIteration) as error:
         if isinstance(error, TqError):
             raise
         raise reader.damaged(f"{type(error).__name__}: {error}") from error
 
 
-def _check_header(header: Header, *, is_checkpoint: bool) -> None:
+def _check_header(header: Any, *, is_checkpoint: bool) -> None:
     if header.format_version != FORMAT_VERSION:
         raise NewerVersionError(f"its format has version {header.format_version}, this service reads {FORMAT_VERSION}")
     if header.is_checkpoint != is_checkpoint:
@@ -306,22 +305,22 @@ def _check_header(header: Header, *, is_checkpoint: bool) -> None:
         raise ValueError(f"it is {kinds[header.is_checkpoint]}, expected {kinds[is_checkpoint]}")
 
 
-def read_state(reader: SnapshotReader) -> ServiceSnapshot:
-    """Read the state, to the end of the file."""
-    partitions: list[PartitionSnapshot] = []
+def read_state(values: Iterable[Any]) -> ServiceSnapshot:
+    """Return the state that the values of records are of."""
+    partitions: list[_Partition] = []
     answers: list[Sequence[Entry]] = []
     puts: list[bytes] = []
-    while reader.kind == "partition":
-        partitions.append(_read_partition(reader))
-    while reader.kind == "answers":
-        answers.append(reader.take("answers"))
-    while reader.kind == "puts":
-        puts += reader.take("puts")
-    expected = reader.count
-    end: _End = reader.take("end")
-    if end.record_count != expected or reader.kind is not None:
-        raise reader.damaged("its end is not where it should be")
-    return ServiceSnapshot(partitions=partitions, answers=answers, puts=puts)
+    for value in values:
+        match value:
+            case PartitionHeader():
+                partitions.append(_Partition(value))
+            case Answers():
+                answers.append(value.entries)
+            case Puts():
+                puts += value.records
+            case _:
+                partitions[-1].add(value)
+    return ServiceSnapshot(partitions=[each.snapshot() for each in partitions], answers=answers, puts=puts)
 
 
 # Partitions
@@ -329,44 +328,39 @@ def read_state(reader: SnapshotReader) -> ServiceSnapshot:
 
 def _partition_records(partition: PartitionSnapshot) -> Iterator[tuple[str, Any]]:
     tables = {name: TableHeader.of(table) for name, table in partition.tables.items()}
-    yield "partition", _PartitionHeader(facts=partition.facts, tables=tables)
+    yield "partition", PartitionHeader(facts=partition.facts, tables=tables)
     for name, table in partition.tables.items():
         for part in encode_table(name, table):
             yield "column", part
     for task in partition.tasks:
         yield "task", task.facts
-        yield from _record_records(task)
-        for kind, ids in (("released", task.released), ("expired", task.expired)):
-            yield from ((kind, some) for some in _batched(ids, _IDS_A_RECORD))
+        for name, records in (("records", task.records), ("batches_without_rows", task.batches_without_rows)):
+            yield from (("claims", ClaimRecords.of(name, some)) for some in _batched(records, _CLAIMS_A_RECORD))
+        for name, ids in (("released", task.released), ("expired", task.expired)):
+            yield from (("ended", EndedClaims(name=name, ids=some)) for some in _batched(ids, _IDS_A_RECORD))
 
 
-def _read_partition(reader: SnapshotReader) -> PartitionSnapshot:
-    header: _PartitionHeader = reader.take("partition")
-    tables = {name: TableReader(table) for name, table in header.tables.items()}
-    while reader.kind == "column":
-        part: ColumnPart = reader.take("column")
-        tables[part.table].add(part)
-    snapshots = {name: table.snapshot() for name, table in tables.items()}
-    tasks: list[TaskSnapshot] = []
-    while reader.kind == "task":
-        tasks.append(_read_task(reader))
-    return PartitionSnapshot(facts=header.facts, tables=snapshots, tasks=tasks)
+class _Partition:
+    """Puts the records of a partition together."""
 
+    def __init__(self, header: PartitionHeader) -> None:
+        self._header = header
+        self._tables = {name: TableReader(table) for name, table in header.tables.items()}
+        self._tasks: list[tuple[TaskFacts, dict[str, list[Any]]]] = []
 
-def _read_task(reader: SnapshotReader) -> TaskSnapshot:
-    facts: TaskFacts = reader.take("task")
-    records: list[Batch | QueueClaim] = []
-    without_rows: list[Batch] = []
-    ended: dict[str, list[tuple[bytes, float]]] = {"released": [], "expired": []}
-    while (kind := reader.kind) in {"batches", "claims", *ended}:
-        if kind == "batches":
-            batches: _Batches = reader.take(kind)
-            (without_rows if batches.are_without_rows else records).extend(_batches_of(batches))
-        elif kind == "claims":
-            records += _claims_of(reader.take(kind))
-        elif kind is not None:
-            ended[kind] += reader.take(kind)
-    return TaskSnapshot(facts=facts, records=records, batches_without_rows=without_rows, **ended)
+    def add(self, value: Any) -> None:
+        match value:
+            case ColumnPart():
+                self._tables[value.table].add(value)
+            case TaskFacts():
+                self._tasks.append((value, {name: [] for name in _TASK_PARTS}))
+            case _:
+                self._tasks[-1][1][value.name].extend(value.all())
+
+    def snapshot(self) -> PartitionSnapshot:
+        tables = {name: table.snapshot() for name, table in self._tables.items()}
+        tasks = [TaskSnapshot(facts=facts, **parts) for facts, parts in self._tasks]
+        return PartitionSnapshot(facts=self._header.facts, tables=tables, tasks=tasks)
 
 
 # Claims
@@ -416,10 +410,10 @@ class _Parts:
         if isinstance(part, EncodedPart):
             return part.rows, self._number_of(part.rest)
         part = part if isinstance(part, RankPlan) else part()
-        key = tuple(id(getattr(part, name)) for name in _NOT_ROWS)
+        key = tuple(id(getattr(part, name)) for name in _SHARED)
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = (part, self._number_of(codec.encode(replace(part, rows=_NO_ROWS))))
+            known = self._known[key] = (part, self._number_of(codec.encode(replace(part, rows=np.zeros(0, np.int64)))))
         return part.rows.astype("<i8", copy=False).tobytes(), known[1]
 
     def all(self) -> list[bytes]:
@@ -428,58 +422,6 @@ class _Parts:
 
     def _number_of(self, rest: bytes) -> int:
         return self._numbers.setdefault(rest, len(self._numbers))
-
-
-def _record_records(task: TaskSnapshot) -> Iterator[tuple[str, Any]]:
-    for some in _batched(task.records, _CLAIMS_A_RECORD):
-        batches = [record for record in some if isinstance(record, Batch)]
-        if batches:
-            yield "batches", _encode_batches(batches)
-        claims = [record for record in some if isinstance(record, QueueClaim)]
-        if claims:
-            yield "claims", _encode_claims(claims)
-    if task.batches_without_rows:
-        yield "batches", replace(_encode_batches(task.batches_without_rows), are_without_rows=True)
-
-
-def _encode_batches(batches: Sequence[Batch]) -> _Batches:
-    specs: dict[BatchSpec, int] = {}
-    parts = _Parts()
-    encoded = []
-    for batch in batches:
-        kept = batch.kept_plan
-        ranks = list(map(parts.add, kept.parts() if isinstance(kept, EncodedPlan) else batch.plan.ranks))
-        spec = specs.setdefault(batch.batch_spec, len(specs))
-        encoded.append((batch.serial, batch.batch_index, batch.size, spec, ranks))
-    return _Batches(batch_specs=list(specs), parts=parts.all(), batches=encoded)
-
-
-def _batches_of(stored: _Batches) -> Iterator[Batch]:
-    """Yield batches; how much is left of them follows from the rows."""
-    for serial, batch_index, size, spec, ranks in stored.batches:
-        yield Batch(
-            serial=serial,
-            batch_spec=stored.batch_specs[spec],
-            plan=EncodedPlan(ranks, stored.parts),
-            batch_index=batch_index,
-            size=size,
-            remaining=0,
-        )
-
-
-def _encode_claims(claims: Sequence[QueueClaim]) -> _Claims:
-    parts = _Parts()
-    encoded = [(claim.serial, claim.request_id, *parts.add(claim.kept_part)) for claim in claims]
-    leases = [claim.lease for claim in claims if claim.lease is not None]
-    return _Claims(parts=parts.all(), claims=encoded, leases=leases)
-
-
-def _claims_of(stored: _Claims) -> Iterator[QueueClaim]:
-    """Yield claims of queue workers; how much is left of them follows from the rows."""
-    leases = {lease.serial: lease for lease in stored.leases}
-    for serial, request_id, rows, number in stored.claims:
-        part = EncodedPart(rows, stored.parts[number])
-        yield QueueClaim(request_id=request_id, serial=serial, part=part, remaining=0, lease=leases.get(serial))
 
 
 def _batched(values: Iterable[Each], size: int) -> Iterator[list[Each]]:

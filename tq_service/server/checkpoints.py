@@ -15,9 +15,15 @@ from tq_service.domain.catalog import Catalog
 from tq_service.domain.idempotency import AnswerBlocks, Entry, merged
 from tq_service.domain.partition import Partition, PartitionSnapshot
 from tq_service.domain.tables.cells import CellSet, Put
-from tq_service.durable.checkpoint import CheckpointWriter, checkpoint_path
-from tq_service.durable.checkpoint_plan import Block, PartitionPlan
-from tq_service.durable.restore import Checkpoint, read_checkpoint
+from tq_service.durable.checkpoint import (
+    Block,
+    Checkpoint,
+    CheckpointWriter,
+    PartitionPlan,
+    checkpoint_path,
+    read_checkpoint,
+    relocate,
+)
 from tq_service.durable.snapshot import ServiceSnapshot, StoredBlock
 from tq_service.durable.state_store import StateStore
 from tq_service.errors import DataLossError, FieldNotFoundError, PreconditionError, PutNotFoundError
@@ -101,7 +107,7 @@ class Checkpoints:
                 plan = await _in_thread(partial(PartitionPlan, partition))
                 for block in plan.blocks:
                     size += await self._copy_block(writer, plan, block)
-                copied.append(plan.partition(block_count))
+                copied.append(plan.partition())
                 block_count += len(plan.blocks)
         return ServiceSnapshot(partitions=copied, answers=answers), block_count, size
 
@@ -143,11 +149,13 @@ class Checkpoints:
                 put_count=len(checkpoint.blocks),
                 value_bytes=sum(block.size_bytes for block in checkpoint.blocks),
             )
+            # What a newer version wrote is refused here, before anything is placed.
+            partitions = await _in_thread(lambda: [Partition.restore(each) for each in checkpoint.state.partitions])
             puts: list[Put] = []
             try:
                 for block in checkpoint.blocks:
                     puts.append(await self._place(checkpoint, block))  # noqa: PERF401  (some are there when one fails)
-                partitions = await _in_thread(lambda: [Partition.restore(each) for each in checkpoint.relocated(puts)])
+                await _in_thread(lambda: relocate(partitions, puts))
                 await _to_the_end(self._appear(partitions, puts, checkpoint.state.answers, request_id, answer))
             except BaseException:
                 self._storages.free([CellSet(put=put) for put in puts if not self._storages.is_committed(put)])

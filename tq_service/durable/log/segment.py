@@ -1,11 +1,9 @@
 """Segments: the files of a log, each of frames, which hold what was committed together.
 
-    segment: "tqlog002", opening frame, frame ..., closing frame
-    frame:   header, then for each record its size (uint32), its stream (uint8) and its bytes
-    header:  size of all that follows it (uint32), number of the first record (uint64), XXH3 of what follows, seeded
-             with that number (uint64), XXH32 of the header so far (uint32); all numbers are little-endian
+    segment: "tqlog003", opening frame, frame ..., closing frame
+    frame:   see `frames`; its body has for each record its size (uint32), its stream (uint8) and its bytes
 
-Records are numbered through all segments, so that a frame which is missing, repeated or elsewhere is found. Where one
+Records are numbered through all segments, and the number of a frame is that of its first one. Where one
 segment ends and the next begins has a number too: of the opening frame, whose one record says how the segment is
 written, of the closing frame, which is empty and says that another segment follows, and in the name of the file.
 
@@ -14,34 +12,30 @@ What a process that is killed leaves is whole frames and a part of one. Only a l
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import io
 import math
 import os
 import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Final, TypeAlias
 
 import numpy as np
-import xxhash
 
 from tq_service.durable.files import numbers_in
+from tq_service.durable.frames import HEADER_BYTES, NUMBER_OFFSET, Break, frame, read_frame
 from tq_service.durable.log.log import Record, Stream
 from tq_service.errors import NewerVersionError
 
-_MAGIC: Final = b"tqlog002"
-_HEADER: Final = struct.Struct("<IQQI")
-_CHECKED: Final = struct.Struct("<IQQ")
-_HEADER_CHECKSUM: Final = struct.Struct("<I")
+_MAGIC: Final = b"tqlog003"
 _RECORD: Final = struct.Struct("<IB")
 _NO_STREAM: Final = 0  # of an opening
 _STREAMS: Final = {int(stream): stream for stream in Stream}
 _NAME: Final = re.compile(r"journal-(\d{12,})\.tqj")
-_NUMBER_OFFSET: Final = 4
-_OPENING_BYTES: Final = 256
-"""No opening is longer."""
 Parts: TypeAlias = tuple[int, Sequence[bytes | bytearray]]
 """A record that is to be written: its stream, and its bytes in parts."""
 
@@ -65,13 +59,10 @@ def machine_boot_id() -> str:
         return ""
 
 
-def _frame(number: int, records: Sequence[Parts]) -> tuple[bytes, bytes]:
-    # The one place where the values of a small put are copied.
-    body = b"".join(
-        [each for stream, parts in records for each in (_RECORD.pack(sum(map(len, parts)), stream), *parts)]
-    )
-    checked = _CHECKED.pack(len(body), number, xxhash.xxh3_64_intdigest(body, number))
-    return checked + _HEADER_CHECKSUM.pack(xxhash.xxh32_intdigest(checked)), body
+def _body(records: Iterable[Parts]) -> Iterator[bytes | bytearray]:
+    for stream, parts in records:
+        yield _RECORD.pack(sum(map(len, parts)), stream)
+        yield from parts
 
 
 class SegmentWriter:
@@ -100,7 +91,7 @@ class SegmentWriter:
         path = segment_path(directory, number)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            head, body = _frame(number, [(_NO_STREAM, (bytes([is_synced]), machine_boot_id().encode()))])
+            head, body = frame(number, _body([(_NO_STREAM, (bytes([is_synced]), machine_boot_id().encode()))]))
             opening = _MAGIC + head + body
             _write(descriptor, [opening], len(opening), 0)
         except BaseException:
@@ -123,7 +114,7 @@ class SegmentWriter:
             number: of the first record.
             records: what to write; none for the closing.
         """
-        head, body = _frame(number, records)
+        head, body = frame(number, _body(records))
         size = len(head) + len(body)
         _write(self._descriptor, [head, body], size, self._end)
         self._end += size
@@ -153,18 +144,6 @@ def _write(descriptor: int, parts: list[bytes], size: int, at: int) -> None:
         raise
 
 
-class Break(Exception):  # noqa: N818  (a finding, which the reader turns into an error or a line of the log)
-    """No whole frame is where one should be.
-
-    Attributes:
-        is_torn: whether the file ends there as it does when a process is killed while it writes.
-    """
-
-    def __init__(self, what: str, *, is_torn: bool = False) -> None:
-        super().__init__(what)
-        self.is_torn = is_torn
-
-
 class FoundSegment:
     """A segment as it was found.
 
@@ -191,10 +170,11 @@ class FoundSegment:
         self.is_begun = self.is_synced = self.is_closed = False
         self.machine_boot_id = ""
         try:
-            data = self._read(0, _OPENING_BYTES)
-            if not data.startswith(_MAGIC):
-                raise Break("does not begin like a file of the journal", is_torn=_MAGIC.startswith(data))
-            found, body = _frame_at(data, len(_MAGIC))
+            with self._opened(0) as file:
+                magic = file.read(len(_MAGIC))
+                if magic != _MAGIC:
+                    raise Break("does not begin like a file of the journal", is_torn=_MAGIC.startswith(magic))
+                found, body = read_frame(file)
             if found != number:
                 raise Break(f"begins with number {found}")
         except Break as flaw:
@@ -202,7 +182,7 @@ class FoundSegment:
             return
         ((_, record),) = _records(body)
         self.is_begun, self.is_synced, self.machine_boot_id = True, bool(record[0]), record[1:].decode()
-        self.end = len(_MAGIC) + _HEADER.size + len(body)
+        self.end = len(_MAGIC) + HEADER_BYTES + len(body)
 
     @property
     def may_lose_tail(self) -> bool:
@@ -216,65 +196,48 @@ class FoundSegment:
             OSError: the segment cannot be read.
         """
         try:
-            data = self._read(self.end)
-            at = 0
-            while at < len(data) and self.last_number < until:
-                number, body = _frame_at(data, at)
-                if number != self.last_number + 1:
-                    raise Break(f"has record {number} where record {self.last_number + 1} should be")
-                if not body:
-                    self.is_closed = True
-                    if at + _HEADER.size < len(data):
-                        raise Break("goes on after its closing")
-                    return
-                at += _HEADER.size + len(body)
-                self.end += _HEADER.size + len(body)
-                for stream, record in _records(body):
-                    self.last_number += 1
-                    yield Record(self.last_number, _stream(stream), record)
+            with self._opened(self.end) as file:
+                while self.last_number < until and file.peek(1):
+                    number, body = read_frame(file)
+                    if number != self.last_number + 1:
+                        raise Break(f"has record {number} where record {self.last_number + 1} should be")
+                    if not body:
+                        self.is_closed = True
+                        if file.peek(1):
+                            raise Break("goes on after its closing")
+                        return
+                    self.end += HEADER_BYTES + len(body)
+                    for stream, record in _records(body):
+                        self.last_number += 1
+                        yield Record(self.last_number, _stream(stream), record)
         except Break as flaw:
             self.flaw = flaw
 
     def is_whole_after(self) -> bool:
         """Whether a whole frame that comes later follows the flaw: one that was synced when that was written."""
         data = self.path.read_bytes()[self.end + 1 :]
+        file = io.BytesIO(data)
         most = self.last_number + 2 + len(data) // _RECORD.size
-        for shift in range(_NUMBER_OFFSET, _NUMBER_OFFSET + 8):
+        for shift in range(NUMBER_OFFSET, NUMBER_OFFSET + 8):
             count = max(0, len(data) - shift) // 8
             numbers = np.frombuffer(data, "<u8", count, shift) if count else np.zeros(0, np.uint64)
             for place in np.flatnonzero((numbers > self.last_number) & (numbers < most)):
-                try:
-                    _frame_at(data, 8 * int(place) + shift - _NUMBER_OFFSET)
-                except Break:
-                    continue
-                return True
+                file.seek(8 * int(place) + shift - NUMBER_OFFSET)
+                with contextlib.suppress(Break):
+                    read_frame(file)
+                    return True
         return False
 
-    def _read(self, start: int, most_bytes: int = -1) -> bytes:
+    @contextlib.contextmanager
+    def _opened(self, start: int) -> Iterator[io.BufferedReader]:
         try:
             with self.path.open("rb") as file:
                 file.seek(start)
-                return file.read(most_bytes)
+                yield file
         except OSError as error:
             if error.errno != errno.EIO:
                 raise
             raise Break(f"cannot be read ({error})") from error
-
-
-def _frame_at(data: bytes, at: int) -> tuple[int, bytes]:
-    """Return the number and the records of a frame; raises Break where there is none."""
-    if len(data) - at < _HEADER.size:
-        raise Break("ends within a frame", is_torn=True)
-    size, number, checksum, header_checksum = _HEADER.unpack_from(data, at)
-    if xxhash.xxh32_intdigest(data[at : at + _CHECKED.size]) != header_checksum:
-        raise Break("has a frame whose header does not fit its checksum")
-    start = at + _HEADER.size
-    if size > len(data) - start:
-        raise Break("ends within a frame", is_torn=True)
-    body = data[start : start + size]
-    if xxhash.xxh3_64_intdigest(body, number) != checksum:
-        raise Break("has a frame that does not fit its checksum")
-    return number, body
 
 
 def _records(body: bytes) -> Iterator[tuple[int, bytes]]:
