@@ -95,7 +95,7 @@ def freed(cells):
 def test_overwriting_frees_the_cells_it_replaces():
     train = partition()
     put(train, 1, 3, ("x", "y"))
-    assert freed(put(train, 2, 2, ("x",), indexes=[2, 0])) == [(1, ["x"], [2, 0])]
+    assert freed(put(train, 2, 2, ("x",), indexes=[2, 0])) == [(1, ["x"], [0, 2])]
     assert freed(put(train, 3, 2, ("x", "y"), indexes=[0, 1])) == [
         (1, ["x"], [1]), (1, ["y"], [0, 1]), (2, ["x"], [1]),
     ]  # fmt: skip

@@ -18,7 +18,7 @@ NOT_PRODUCED = -1
 CELL_COLUMN = "cell/"  # what the names of the columns with the cells of a field begin with
 _SLOT_SHIFT = 32  # a cell is (slot of its put << 32 | row in the put), so that neighbours in a put differ by 1
 _ROW_MASK = (1 << _SLOT_SHIFT) - 1
-_PUTS_A_STEP = 4096
+_ROW_BYTES = 8
 
 
 class Put(NamedTuple):
@@ -84,7 +84,7 @@ class CellRuns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellSet:
-    """Cells of one put; no rows: all that it was made with."""
+    """Cells of one put; its rows in ascending order, or None: all that it was made with."""
 
     put: Put
     field_names: tuple[str, ...] = ()
@@ -224,7 +224,7 @@ class CellTable:
 
     def forget(self, positions: Indexes, fields: Iterable[Field]) -> list[CellSet]:
         """Mark the cells of rows as not produced and return those that were."""
-        freed: dict[tuple[int, bytes], list[str]] = {}
+        forgotten: list[tuple[str, Indexes]] = []
         for field in fields:
             cells = field.cell.data[positions]
             produced = cells >= 0
@@ -236,16 +236,12 @@ class CellTable:
                 field.cell.write(positions[produced], NOT_PRODUCED)
                 cells = cells[produced]
             field.produced_count -= cells.size
-            for slot, rows in _rows_by_slot(cells):
-                freed.setdefault((slot, rows.tobytes()), []).append(field.spec.name)
-        whole: set[Put] = set()
-        parts = []
-        for (slot, row_bytes), names in freed.items():
-            part = CellSet(put=self.puts.get(slot), field_names=tuple(names), rows=np.frombuffer(row_bytes, np.int64))
-            parts.append(part)
-            if self.puts.drop(slot, len(row_bytes) // 8 * len(names)):
-                whole.add(part.put)
-        return [CellSet(put=put) for put in whole] + [part for part in parts if part.put not in whole]
+            forgotten.append((field.spec.name, cells))
+        freed: list[CellSet] = []
+        for slot, alike in _by_put(forgotten).items():
+            put, count = self.puts.get(slot), sum(len(rows) // _ROW_BYTES * len(names) for rows, names in alike.items())
+            freed += [CellSet(put=put)] if self.puts.drop(slot, count) else _cell_sets(put, alike)
+        return freed
 
     def forget_all(self) -> list[CellSet]:
         """Return all puts as freed, for a partition that is cleared."""
@@ -305,52 +301,29 @@ def live_cells(snapshot: CellsSnapshot) -> Iterator[CellSet]:
         partial |= zip((where + start).tolist(), some[where].tolist(), strict=True)
         start += some.size
     if partial:
-        yield from _partial_cells(snapshot.cells, partial, np.concatenate(masks))
+        is_partial = np.concatenate(masks)
+        cells = {
+            name: np.concatenate([block[is_partial[block >> _SLOT_SHIFT] & (block >= 0)] for block in column.blocks()])
+            for name, column in snapshot.cells.items()
+        }
+        for slot, alike in _by_put(cells.items()).items():
+            yield from _cell_sets(partial[slot], alike)
 
 
-def _partial_cells(
-    cells_of: Mapping[str, ColumnSnapshot], partial: dict[int, Put], is_part: NDArray[np.bool_]
-) -> Iterator[CellSet]:
-    """Yield the cells of puts that have not all of theirs any more, put by put."""
-    found = [np.zeros(0, np.int64)]
-    numbers = [np.zeros(0, np.int64)]
-    names = list(cells_of)
-    for number, name in enumerate(names):
-        for block in cells_of[name].blocks():
-            cells = block[block >= 0]
-            cells = cells[is_part[cells >> _SLOT_SHIFT]]
-            found.append(cells)
-            numbers.append(np.full(cells.size, number, np.int64))
-    slots, rows = slots_and_rows(np.concatenate(found))
-    fields_of = np.concatenate(numbers)
-    order = np.lexsort((rows, fields_of, slots))
-    slots, rows, fields_of = slots[order], rows[order], fields_of[order]
-    starts = np.r_[0, np.flatnonzero(np.diff(slots)) + 1]
-    ends = np.r_[starts[1:], slots.size]
-    for first in range(0, starts.size, _PUTS_A_STEP):
-        step = slice(first, first + _PUTS_A_STEP)
-        for start, end in zip(starts[step].tolist(), ends[step].tolist(), strict=True):
-            alike: dict[bytes, list[str]] = {}
-            bounds = np.flatnonzero(np.diff(fields_of[start:end])) + 1
-            for of_field, in_put in zip(np.r_[0, bounds].tolist(), np.split(rows[start:end], bounds), strict=True):
-                name = names[int(fields_of[start + of_field])]
-                alike.setdefault(in_put.tobytes(), []).append(name)
-            for row_bytes, field_names in alike.items():
-                yield CellSet(
-                    put=partial[int(slots[start])],
-                    field_names=tuple(field_names),
-                    rows=np.frombuffer(row_bytes, np.int64),
-                )
+def _by_put(cells_of_fields: Iterable[tuple[str, Indexes]]) -> dict[int, dict[bytes, list[str]]]:
+    """Return for each put, by its slot, of which fields cells are: those that are of the same rows together."""
+    found: dict[int, dict[bytes, list[str]]] = {}
+    for name, cells in cells_of_fields:
+        slots, rows = slots_and_rows(np.sort(cells))
+        starts = np.flatnonzero(np.diff(slots, prepend=-1))
+        for slot, in_put in zip(slots[starts].tolist(), np.split(rows, starts[1:]), strict=False):
+            found.setdefault(slot, {}).setdefault(in_put.tobytes(), []).append(name)
+    return found
 
 
-def _rows_by_slot(cells: Indexes) -> Iterable[tuple[int, Indexes]]:
-    """Return the rows of cells, put by put, in the order of the cells."""
-    if not cells.size:
-        return ()
-    cells = cells[np.argsort(cells >> _SLOT_SHIFT, kind="stable")]
-    slots, rows = slots_and_rows(cells)
-    bounds = np.flatnonzero(np.diff(slots)) + 1
-    return zip(slots[np.r_[0, bounds]].tolist(), np.split(rows, bounds), strict=True)
+def _cell_sets(put: Put, alike: Mapping[bytes, Sequence[str]]) -> Iterator[CellSet]:
+    for rows, names in alike.items():
+        yield CellSet(put=put, field_names=tuple(names), rows=np.frombuffer(rows, np.int64))
 
 
 class PutTable(SlotTable):
