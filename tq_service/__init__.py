@@ -42,7 +42,6 @@ from tq_service.errors import (
     QuotaExceededError,
     RankDisagreementError,
     ResourceExhaustedError,
-    RunAheadError,
     SampleFailedError,
     SampleNotFoundError,
     SamplerError,
@@ -52,6 +51,7 @@ from tq_service.errors import (
     SnapshotDamagedError,
     StaleEpochError,
     StaleIncarnationError,
+    StalenessLimitError,
     TaskNotFoundError,
     TqError,
     UnauthenticatedError,
@@ -62,7 +62,7 @@ from tq_service.errors import (
 
 if TYPE_CHECKING:
     from tq_service.client import AsyncClient, BatchMeta, Client
-    from tq_service.schema import FieldSpec, Layout, RunAhead, SampleState
+    from tq_service.schema import FieldSpec, Layout, SampleState, StalenessLimit
     from tq_service.wire.credentials import Tls
 
 __version__ = "0.1.0"
@@ -105,8 +105,6 @@ __all__ = [
     "QuotaExceededError",
     "RankDisagreementError",
     "ResourceExhaustedError",
-    "RunAhead",
-    "RunAheadError",
     "SampleFailedError",
     "SampleNotFoundError",
     "SampleState",
@@ -117,6 +115,8 @@ __all__ = [
     "SnapshotDamagedError",
     "StaleEpochError",
     "StaleIncarnationError",
+    "StalenessLimit",
+    "StalenessLimitError",
     "TaskNotFoundError",
     "Tls",
     "TqError",
@@ -131,7 +131,7 @@ __all__ = [
 # Imported when they are asked for: the command line, health probes above all, does without clients and numpy.
 _LAZY: Final = {
     **dict.fromkeys(("AsyncClient", "BatchMeta", "Client"), "tq_service.client"),
-    **dict.fromkeys(("FieldSpec", "Layout", "RunAhead", "SampleState"), "tq_service.schema"),
+    **dict.fromkeys(("FieldSpec", "Layout", "StalenessLimit", "SampleState"), "tq_service.schema"),
     "Tls": "tq_service.wire.credentials",
 }
 

@@ -249,10 +249,10 @@ class PermissionDeniedError(TqError, PermissionError):
     reason = "PERMISSION_DENIED"
 
 
-class RunAheadError(ResourceExhaustedError):
-    """New samples would run further ahead of a task than the partition allows."""
+class StalenessLimitError(ResourceExhaustedError):
+    """New samples would be further ahead of a task than a staleness limit of the partition allows."""
 
-    reason = "RUN_AHEAD"
+    reason = "STALENESS_LIMIT"
 
 
 class LimitExceededError(ResourceExhaustedError):

@@ -96,8 +96,8 @@ class FieldSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunAhead:
-    """How far producers may run ahead of a task of a partition; puts of new samples wait for it.
+class StalenessLimit:
+    """How far producers may be ahead of a task of a partition, so that it gets no stale samples; new ones wait for it.
 
     Attributes:
         task_name: the task. One that has not asked yet has all samples left to consume.
@@ -115,18 +115,18 @@ class RunAhead:
     def __post_init__(self) -> None:
         if self.max_samples is None and self.max_versions is None:
             raise InvalidArgumentError(
-                f"the run-ahead limit of task {self.task_name!r} bounds nothing; give max_samples, max_versions or "
+                f"the staleness limit of task {self.task_name!r} bounds nothing; give max_samples, max_versions or "
                 f"both",
-                field="run_ahead",
+                field="staleness_limits",
             )
         for name, value, least in (("max_samples", self.max_samples, 1), ("max_versions", self.max_versions, 0)):
             if value is not None and value < least:
                 raise InvalidArgumentError(
-                    f"{name} of the run-ahead limit of task {self.task_name!r} is {value}; give {least} or more",
-                    field="run_ahead",
+                    f"{name} of the staleness limit of task {self.task_name!r} is {value}; give {least} or more",
+                    field="staleness_limits",
                 )
         if not self.version_column:
-            raise InvalidArgumentError("version_column is empty; name a custom_meta column", field="run_ahead")
+            raise InvalidArgumentError("version_column is empty; name a custom_meta column", field="staleness_limits")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

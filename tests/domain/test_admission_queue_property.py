@@ -14,12 +14,12 @@ from tq_service.domain.changes.samples import SampleWrite
 from tq_service.domain.partition import Partition, PartitionSettings
 from tq_service.domain.tables.cells import ColumnWrite, Put
 from tq_service.errors import CallCancelledError, ResourceExhaustedError
-from tq_service.schema import FieldSpec, Layout, MetaColumn, RunAhead, SampleState
+from tq_service.schema import FieldSpec, Layout, MetaColumn, SampleState, StalenessLimit
 
 MAX_BYTES, MAX_SAMPLES, MAX_VERSIONS = 100, 12, 2
 SETTINGS = PartitionSettings(
     max_bytes=MAX_BYTES,
-    run_ahead=(RunAhead(task_name="t", max_samples=MAX_SAMPLES, max_versions=MAX_VERSIONS),),
+    staleness_limits=(StalenessLimit(task_name="t", max_samples=MAX_SAMPLES, max_versions=MAX_VERSIONS),),
 )
 SPEC = FieldSpec("x", dtype="uint8", layout=Layout.DENSE, row_shape=(1,))
 

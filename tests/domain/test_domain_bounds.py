@@ -19,11 +19,11 @@ from tq_service.errors import (
     PartitionClearedError,
     PartitionSealedError,
     QuotaExceededError,
-    RunAheadError,
+    StalenessLimitError,
     UnavailableError,
 )
 from tq_service.samplers import PlanRunner
-from tq_service.schema import FieldSpec, Layout, RunAhead
+from tq_service.schema import FieldSpec, Layout, StalenessLimit
 
 
 def column(name, value_bytes):
@@ -33,8 +33,10 @@ def column(name, value_bytes):
 
 
 def bounded(**settings):
-    run_ahead = (RunAhead(task_name="t", **settings.pop("run_ahead")),) if "run_ahead" in settings else ()
-    return Partition("p", PartitionSettings(run_ahead=run_ahead, **settings))
+    staleness_limits = (
+        (StalenessLimit(task_name="t", **settings.pop("staleness_limits")),) if "staleness_limits" in settings else ()
+    )
+    return Partition("p", PartitionSettings(staleness_limits=staleness_limits, **settings))
 
 
 def used(partition):
@@ -77,7 +79,7 @@ def test_the_last_cell_of_a_put_gives_the_rest_back_whatever_the_shares_were():
 
 
 def test_samples_left_are_those_that_a_task_may_still_get():
-    train = bounded(run_ahead={"max_samples": 100})
+    train = bounded(staleness_limits={"max_samples": 100})
     bound = BacklogBound(train, 100, "t")
     rows = insert(train, 6)
     insert(train, 2, state="held")
@@ -112,7 +114,7 @@ def test_what_the_partition_would_refuse_is_refused_before_it_waits():
 
 
 def test_versions_that_bound_are_numbers():
-    train = bounded(run_ahead={"max_versions": 1})
+    train = bounded(staleness_limits={"max_versions": 1})
     with pytest.raises(InvalidArgumentError, match="numbers"):
         demand_of(train, new_write(1, ["x"], meta=[{"version": "three"}]), 4)
 
@@ -121,7 +123,7 @@ def test_versions_that_bound_are_numbers():
     ("settings", "arguments", "error", "bound"),
     [
         ({"max_bytes": 10}, {"value_bytes": 11}, QuotaExceededError, "max_bytes"),
-        ({"run_ahead": {"max_samples": 2}}, {"value_bytes": 1}, RunAheadError, "max_samples"),
+        ({"staleness_limits": {"max_samples": 2}}, {"value_bytes": 1}, StalenessLimitError, "max_samples"),
     ],
 )
 async def test_what_never_fits_is_refused_at_once_and_says_by_which_bound(settings, arguments, error, bound):
@@ -137,7 +139,7 @@ async def test_what_never_fits_is_refused_at_once_and_says_by_which_bound(settin
 
 
 async def test_versions_ahead_of_the_oldest_that_is_left_wait():
-    train = bounded(run_ahead={"max_versions": 2, "version_column": "policy"})
+    train = bounded(staleness_limits={"max_versions": 2, "version_column": "policy"})
     line = AdmissionQueue(train)
 
     async def put(version):
@@ -158,7 +160,7 @@ async def test_versions_ahead_of_the_oldest_that_is_left_wait():
 
 
 async def test_the_deadline_says_which_bound_and_when_to_try_again():
-    train = bounded(max_bytes=10, run_ahead={"max_samples": 100})
+    train = bounded(max_bytes=10, staleness_limits={"max_samples": 100})
     line = AdmissionQueue(train)
     insert(train, 1, [column("x", 8)])
     with pytest.raises(QuotaExceededError, match="until the deadline") as caught:
@@ -169,12 +171,12 @@ async def test_the_deadline_says_which_bound_and_when_to_try_again():
 
 
 async def test_who_is_behind_others_at_his_deadline_learns_what_they_wait_for():
-    train = bounded(run_ahead={"max_samples": 4})
+    train = bounded(staleness_limits={"max_samples": 4})
     line = AdmissionQueue(train)
     insert(train, 2)
     first = asyncio.create_task(line.enter(new_id(), new_write(3, ["x"]), 4, None))
     await turns()
-    with pytest.raises(RunAheadError) as caught:
+    with pytest.raises(StalenessLimitError) as caught:
         await line.enter(new_id(), new_write(1, ["x"]), 4, time.monotonic() + 0.01)
     assert caught.value.metadata == {"bound": "max_samples", "got": "5", "limit": "4", "task_name": "t"}
     clear(train, np.array([0, 1]))
@@ -182,7 +184,7 @@ async def test_who_is_behind_others_at_his_deadline_learns_what_they_wait_for():
 
 
 async def test_keys_that_become_known_meanwhile_need_no_room():
-    train = bounded(run_ahead={"max_samples": 2})
+    train = bounded(staleness_limits={"max_samples": 2})
     line = AdmissionQueue(train)
     insert(train, 1, keys=["a"])
     waiting = asyncio.create_task(line.enter(new_id(), new_write(2, ["x"], keys=["b", "c"]), 4, None))
@@ -193,7 +195,7 @@ async def test_keys_that_become_known_meanwhile_need_no_room():
 
 
 async def test_a_seal_ends_the_wait():
-    train = bounded(run_ahead={"max_samples": 2})
+    train = bounded(staleness_limits={"max_samples": 2})
     line = AdmissionQueue(train)
     insert(train, 2)
     waiting = asyncio.create_task(line.enter(new_id(), new_write(1, ["x"]), 4, None))
@@ -204,7 +206,7 @@ async def test_a_seal_ends_the_wait():
 
 
 async def test_a_retry_of_what_was_let_in_takes_its_room_over():
-    train = bounded(run_ahead={"max_samples": 2})
+    train = bounded(staleness_limits={"max_samples": 2})
     line = AdmissionQueue(train)
     request_id, write = new_id(), new_write(2, ["x"])
     stalled = await line.enter(request_id, write, 4, None)
@@ -221,7 +223,7 @@ async def test_a_retry_of_what_was_let_in_takes_its_room_over():
 
 
 async def test_a_call_cancelled_in_the_turn_in_which_it_is_let_in_gives_its_room_back():
-    train = bounded(run_ahead={"max_samples": 2})
+    train = bounded(staleness_limits={"max_samples": 2})
     line = AdmissionQueue(train)
     insert(train, 2)
     waiting = asyncio.create_task(line.enter(new_id(), new_write(2, ["x"]), 4, None))
@@ -235,7 +237,7 @@ async def test_a_call_cancelled_in_the_turn_in_which_it_is_let_in_gives_its_room
 
 async def test_claims_let_waiting_puts_in():
     catalog = Catalog(PlanRunner())
-    train = catalog.create("p", PartitionSettings(run_ahead=(RunAhead(task_name="t", max_samples=4),)))
+    train = catalog.create("p", PartitionSettings(staleness_limits=(StalenessLimit(task_name="t", max_samples=4),)))
     insert(train, 4)
     line = catalog.admission_queue("p")
     waiting = asyncio.create_task(line.enter(new_id(), new_write(2, ["x"]), 4, None))
@@ -248,7 +250,7 @@ async def test_claims_let_waiting_puts_in():
 
 async def test_a_clear_of_the_partition_and_a_drain_end_the_waits():
     catalog = Catalog(PlanRunner())
-    settings = PartitionSettings(run_ahead=(RunAhead(task_name="t", max_samples=1),))
+    settings = PartitionSettings(staleness_limits=(StalenessLimit(task_name="t", max_samples=1),))
     for end, error in ((lambda: catalog.remove("p", b""), PartitionClearedError), (catalog.drain, UnavailableError)):
         insert(catalog.create("p", settings), 1)
         waiting = asyncio.create_task(catalog.admission_queue("p").enter(new_id(), new_write(1, ["x"]), 4, None))
@@ -272,7 +274,7 @@ async def test_a_partition_without_bounds_has_no_line():
 
 def test_the_same_partition_is_asked_for_with_the_same_bounds():
     catalog = Catalog(PlanRunner())
-    settings = PartitionSettings(max_bytes=10, run_ahead=(RunAhead(task_name="t", max_samples=1),))
+    settings = PartitionSettings(max_bytes=10, staleness_limits=(StalenessLimit(task_name="t", max_samples=1),))
 
     async def create():
         assert catalog.create("p", settings) is catalog.create("p", settings)
@@ -287,8 +289,8 @@ def test_the_same_partition_is_asked_for_with_the_same_bounds():
 )
 def test_limits_that_bound_nothing_or_make_no_sense_are_refused(arguments):
     with pytest.raises(InvalidArgumentError) as caught:
-        RunAhead(task_name="t", **arguments)
-    assert caught.value.field == "run_ahead"
+        StalenessLimit(task_name="t", **arguments)
+    assert caught.value.field == "staleness_limits"
 
 
 def test_ids_of_released_claims_are_bounded_in_number(monkeypatch):

@@ -13,9 +13,9 @@ from tq_service.domain.admission import lowest_version
 from tq_service.domain.admission.lowest_version import LowestVersion
 from tq_service.domain.partition import Partition, PartitionSettings
 from tq_service.domain.states import HELD, LIVE, UNCLAIMED
-from tq_service.schema import MetaColumn, RunAhead
+from tq_service.schema import MetaColumn, StalenessLimit
 
-BOUNDED = PartitionSettings(run_ahead=(RunAhead(task_name="t", max_versions=1),))
+BOUNDED = PartitionSettings(staleness_limits=(StalenessLimit(task_name="t", max_versions=1),))
 
 
 def versions(values):

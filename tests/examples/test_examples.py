@@ -27,7 +27,7 @@ EXPECTED = {
     "async_reward_worker.py": ["scored by each worker: ", "rewards of "],
     "custom_sampler.py": ["batch 0: versions [3, 3]", "batch 1: versions [2, 2]", "batch 2: versions [1, 1]"],
     "leased_worker.py": ["a worker crashed: invalid literal", "scored 9 of 10; dead-lettered: [9]"],
-    "run_ahead.py": ["trained on 24 samples, the most stale of them by "],
+    "staleness_limits.py": ["trained on 24 samples, the most stale of them by "],
     "train_loop.py": [],
     "train_with_packs.py": ["32 optimizer steps; loss per token went from ", " of their tokens are padding"],
 }
@@ -73,6 +73,6 @@ def test_the_code_of_the_concepts_runs(server: ServerProcess) -> None:
             exec(compile(program, "docs/concepts.md", "exec"), names)
         status = client.check_consumption(partition_id="train@0", task_name="reward")
         assert (status.consumed, status.leased) == (32, 0)
-        assert [bound.max_versions for bound in client.describe_partition("train").run_ahead] == [4]
+        assert [bound.max_versions for bound in client.describe_partition("train").staleness_limits] == [4]
         for summary in client.list_partitions():
             client.clear_partition(summary.partition_id)

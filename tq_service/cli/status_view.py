@@ -50,7 +50,7 @@ def _document(description: PartitionDescription) -> Document:
         "used_bytes": description.used_bytes,
         "max_bytes": description.max_bytes,
         "waiting_puts": description.waiting_put_count,
-        "run_ahead": [dataclasses.asdict(limit) for limit in description.run_ahead],
+        "staleness_limits": [dataclasses.asdict(limit) for limit in description.staleness_limits],
         "fields": [
             {
                 "name": field.spec.name,
@@ -89,7 +89,7 @@ def render(documents: list[Document]) -> RenderableType:
         parts += [Text(), _fields(documents)]
     if any(document["tasks"] for document in documents):
         parts += [Text(), _tasks(documents)]
-    if any(document["run_ahead"] or document["max_bytes"] is not None for document in documents):
+    if any(document["staleness_limits"] or document["max_bytes"] is not None for document in documents):
         parts += [Text(), _bounds(documents)]
     return Group(*parts)
 
@@ -121,7 +121,7 @@ def _bounds(documents: list[Document]) -> Table:
     table = _table("partition.", "puts wait for.", "at most", "of.", "puts that wait")
     for document in documents:
         bounds = [] if document["max_bytes"] is None else [("room", document["max_bytes"], "bytes")]
-        for limit in document["run_ahead"]:
+        for limit in document["staleness_limits"]:
             task, column = f"task {limit['task_name']}", limit["version_column"]
             most = [(limit["max_samples"], "samples left"), (limit["max_versions"], f"{column} ahead")]
             bounds += [(task, number, what) for number, what in most if number is not None]

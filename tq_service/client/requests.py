@@ -13,11 +13,11 @@ from google.protobuf.struct_pb2 import Struct
 
 from tq_service.client.batch_meta import BatchMeta
 from tq_service.errors import InvalidArgumentError
-from tq_service.schema import BatchUnit, FieldSpec, KeyMode, Layout, MetaColumn, MetaValue, RunAhead, SampleState
+from tq_service.schema import BatchUnit, FieldSpec, KeyMode, Layout, MetaColumn, MetaValue, SampleState, StalenessLimit
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.enums import BATCH_UNITS, KEY_MODES, OPERATORS
 from tq_service.wire.metadata import encode_layout, encode_meta_columns, encode_spec, encode_state, rows_to_meta_columns
-from tq_service.wire.run_ahead import encode_run_ahead
+from tq_service.wire.staleness import encode_staleness_limit
 
 _LAYOUTS: Final = {layout.value: layout for layout in Layout}
 _STATES: Final = {state.value: state for state in SampleState}
@@ -101,16 +101,18 @@ def field_specs(fields: Iterable[FieldSpec]) -> list[Any]:
     return [encode_spec(spec) for spec in specs]
 
 
-def run_ahead_limits(limits: Iterable[RunAhead]) -> list[pb.RunAheadLimit]:
-    """Return limits on how far producers run ahead as messages."""
+def staleness_limit_messages(limits: Iterable[StalenessLimit]) -> list[pb.StalenessLimit]:
+    """Return staleness limits as messages."""
     given = list(limits)
     for limit in given:
-        if not isinstance(limit, RunAhead):
-            raise InvalidArgumentError(f"run_ahead has a {type(limit).__name__}, expected RunAhead", field="run_ahead")
+        if not isinstance(limit, StalenessLimit):
+            raise InvalidArgumentError(
+                f"staleness_limits has a {type(limit).__name__}, expected StalenessLimit", field="staleness_limits"
+            )
         text("task_name", limit.task_name)
         for bound in (limit.max_samples, limit.max_versions):
-            integer("run_ahead", 0 if bound is None else bound)
-    return [encode_run_ahead(limit) for limit in given]
+            integer("staleness_limits", 0 if bound is None else bound)
+    return [encode_staleness_limit(limit) for limit in given]
 
 
 def sample_write(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tq_service.schema import FieldSpec, RunAhead
+from tq_service.schema import FieldSpec, StalenessLimit
 from tq_service.v1 import controller_service_pb2 as controller_pb
 from tq_service.v1 import storage_service_pb2 as storage_pb
 from tq_service.wire.metadata import decode_spec
-from tq_service.wire.run_ahead import decode_run_ahead
+from tq_service.wire.staleness import decode_staleness_limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +136,7 @@ class PartitionDescription:
         custom_meta_columns: names of its custom_meta columns.
         used_bytes: bytes of the values of its samples; where a part of a put was freed, its share by number of cells.
         max_bytes: most bytes that they may take, None where that is not bounded.
-        run_ahead: how far producers may run ahead of its tasks.
+        staleness_limits: how far producers may be ahead of its tasks.
         waiting_put_count: puts of new samples that wait for room or for a task.
     """
 
@@ -151,7 +151,7 @@ class PartitionDescription:
     custom_meta_columns: tuple[str, ...]
     used_bytes: int
     max_bytes: int | None
-    run_ahead: tuple[RunAhead, ...]
+    staleness_limits: tuple[StalenessLimit, ...]
     waiting_put_count: int
 
     @classmethod
@@ -186,7 +186,7 @@ class PartitionDescription:
             custom_meta_columns=tuple(message.custom_meta_columns),
             used_bytes=message.used_bytes,
             max_bytes=message.max_bytes if message.HasField("max_bytes") else None,
-            run_ahead=tuple(map(decode_run_ahead, message.run_ahead_limits)),
+            staleness_limits=tuple(map(decode_staleness_limit, message.staleness_limits)),
             waiting_put_count=message.waiting_put_count,
         )
 

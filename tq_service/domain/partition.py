@@ -27,7 +27,7 @@ from tq_service.errors import (
     TaskNotFoundError,
     nearest,
 )
-from tq_service.schema import FieldSpec, Layout, RunAhead
+from tq_service.schema import FieldSpec, Layout, StalenessLimit
 
 _log = logging.getLogger(__name__)
 
@@ -38,19 +38,19 @@ class PartitionSettings:
 
     Attributes:
         max_bytes: most bytes that its cells may take before new samples wait; None: no bound.
-        run_ahead: how far new samples may run ahead of tasks.
+        staleness_limits: how far producers may be ahead of its tasks.
     """
 
     expected_samples: int | None = None
     default_layout: Layout | None = None
     fields: tuple[FieldSpec, ...] = ()
     max_bytes: int | None = None
-    run_ahead: tuple[RunAhead, ...] = ()
+    staleness_limits: tuple[StalenessLimit, ...] = ()
 
     @property
     def is_bounded(self) -> bool:
         """Whether new samples may have to wait."""
-        return self.max_bytes is not None or bool(self.run_ahead)
+        return self.max_bytes is not None or bool(self.staleness_limits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -116,7 +116,7 @@ class Commits:
         """Wait until a partition has room for new samples; return what keeps it for the `with` that writes them.
 
         Raises:
-            QuotaExceededError, RunAheadError: there was none until the call was about to end, or never is.
+            QuotaExceededError, StalenessLimitError: there was none until the call was about to end, or never is.
             LimitExceededError: too many calls wait.
         """
         queue = self._catalog.admission_queue(request.write.partition_id)

@@ -22,13 +22,13 @@ from tq_service.domain.tables.meta import Condition, Order
 from tq_service.domain.tables.names import Names, look_through
 from tq_service.errors import InvalidArgumentError
 from tq_service.samplers import Sampler
-from tq_service.schema import BatchUnit, Layout, RunAhead
+from tq_service.schema import BatchUnit, Layout, StalenessLimit
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import metadata_pb2
 from tq_service.wire.columns import ColumnShape, decode_headers
 from tq_service.wire.enums import BATCH_UNIT_WORDS, KEY_MODE_WORDS, OPERATOR_WORDS
 from tq_service.wire.metadata import decode_integers, decode_layout, decode_meta_columns, decode_spec, decode_state
-from tq_service.wire.run_ahead import decode_run_ahead
+from tq_service.wire.staleness import decode_staleness_limit
 
 DEFAULT_SAMPLER = "sequential"
 _MOST_RANKS = 65_536
@@ -68,18 +68,20 @@ def partition_settings(request: pb.CreatePartitionRequest) -> PartitionSettings:
         default_layout=decode_layout(request.default_layout),
         fields=fields,
         max_bytes=max_bytes,
-        run_ahead=_run_ahead(request.run_ahead_limits),
+        staleness_limits=_staleness_limits(request.staleness_limits),
     )
 
 
-def _run_ahead(messages: Sequence[pb.RunAheadLimit]) -> tuple[RunAhead, ...]:
+def _staleness_limits(messages: Sequence[pb.StalenessLimit]) -> tuple[StalenessLimit, ...]:
     """Return the limits of a partition in the order of their tasks, so that the same ones compare equal."""
-    limits = [decode_run_ahead(message) for message in messages]
+    limits = [decode_staleness_limit(message) for message in messages]
     for limit in limits:
         check_name("task_name", limit.task_name)
     names = [limit.task_name for limit in limits]
     if len(set(names)) != len(names):
-        raise InvalidArgumentError(f"run_ahead names a task twice: {names}; give one limit a task", field="run_ahead")
+        raise InvalidArgumentError(
+            f"staleness_limits names a task twice: {names}; give one limit a task", field="staleness_limits"
+        )
     return tuple(sorted(limits, key=lambda limit: limit.task_name))
 
 

@@ -18,7 +18,7 @@ from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import metadata_pb2
 from tq_service.wire.index_ranges import set_indexes
 from tq_service.wire.metadata import encode_end, encode_meta_columns, encode_spec
-from tq_service.wire.run_ahead import encode_run_ahead
+from tq_service.wire.staleness import encode_staleness_limit
 
 _MOST_DEAD_LETTERED = 100  # named in a status
 
@@ -229,6 +229,6 @@ def description(catalog: Catalog, partition: Partition) -> pb.DescribePartitionR
         custom_meta_columns=partition.meta.names(),
         used_bytes=partition.cells.used_bytes,
         max_bytes=partition.settings.max_bytes,
-        run_ahead_limits=[encode_run_ahead(limit) for limit in partition.settings.run_ahead],
+        staleness_limits=[encode_staleness_limit(limit) for limit in partition.settings.staleness_limits],
         waiting_put_count=catalog.waiting_put_count(partition.partition_id),
     )

@@ -129,7 +129,7 @@ class CreatePartitionRequest(google.protobuf.message.Message):
     DEFAULT_LAYOUT_FIELD_NUMBER: builtins.int
     FIELDS_FIELD_NUMBER: builtins.int
     MAX_BYTES_FIELD_NUMBER: builtins.int
-    RUN_AHEAD_LIMITS_FIELD_NUMBER: builtins.int
+    STALENESS_LIMITS_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
     """16 random bytes, the same over retries."""
     partition_id: builtins.str
@@ -145,8 +145,8 @@ class CreatePartitionRequest(google.protobuf.message.Message):
         """Fields known beforehand; dtype and row shape may be left to the first put."""
 
     @property
-    def run_ahead_limits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RunAheadLimit]:
-        """How far producers may run ahead of its tasks; puts of new samples wait. Empty: as far as there is room."""
+    def staleness_limits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StalenessLimit]:
+        """How far producers may be ahead of its tasks; puts of new samples wait. Empty: as far as there is capacity."""
 
     def __init__(
         self,
@@ -157,10 +157,10 @@ class CreatePartitionRequest(google.protobuf.message.Message):
         default_layout: tq_service.v1.metadata_pb2.Layout.ValueType = ...,
         fields: collections.abc.Iterable[tq_service.v1.metadata_pb2.FieldSpec] | None = ...,
         max_bytes: builtins.int | None = ...,
-        run_ahead_limits: collections.abc.Iterable[global___RunAheadLimit] | None = ...,
+        staleness_limits: collections.abc.Iterable[global___StalenessLimit] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_expected_samples", b"_expected_samples", "_max_bytes", b"_max_bytes", "expected_samples", b"expected_samples", "max_bytes", b"max_bytes"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_expected_samples", b"_expected_samples", "_max_bytes", b"_max_bytes", "default_layout", b"default_layout", "expected_samples", b"expected_samples", "fields", b"fields", "max_bytes", b"max_bytes", "partition_id", b"partition_id", "request_id", b"request_id", "run_ahead_limits", b"run_ahead_limits"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_expected_samples", b"_expected_samples", "_max_bytes", b"_max_bytes", "default_layout", b"default_layout", "expected_samples", b"expected_samples", "fields", b"fields", "max_bytes", b"max_bytes", "partition_id", b"partition_id", "request_id", b"request_id", "staleness_limits", b"staleness_limits"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_expected_samples", b"_expected_samples"]) -> typing.Literal["expected_samples"] | None: ...
     @typing.overload
@@ -169,8 +169,8 @@ class CreatePartitionRequest(google.protobuf.message.Message):
 global___CreatePartitionRequest = CreatePartitionRequest
 
 @typing.final
-class RunAheadLimit(google.protobuf.message.Message):
-    """How far producers may run ahead of a task, known as staleness in RL."""
+class StalenessLimit(google.protobuf.message.Message):
+    """How stale the samples of a task may become: how far producers may be ahead of it."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -203,7 +203,7 @@ class RunAheadLimit(google.protobuf.message.Message):
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_versions", b"_max_versions"]) -> typing.Literal["max_versions"] | None: ...
 
-global___RunAheadLimit = RunAheadLimit
+global___StalenessLimit = StalenessLimit
 
 @typing.final
 class CreatePartitionResponse(google.protobuf.message.Message):
@@ -1542,7 +1542,7 @@ class DescribePartitionResponse(google.protobuf.message.Message):
     CUSTOM_META_COLUMNS_FIELD_NUMBER: builtins.int
     USED_BYTES_FIELD_NUMBER: builtins.int
     MAX_BYTES_FIELD_NUMBER: builtins.int
-    RUN_AHEAD_LIMITS_FIELD_NUMBER: builtins.int
+    STALENESS_LIMITS_FIELD_NUMBER: builtins.int
     WAITING_PUT_COUNT_FIELD_NUMBER: builtins.int
     expected_samples: builtins.int
     """Number of samples that will be inserted, where declared."""
@@ -1577,8 +1577,8 @@ class DescribePartitionResponse(google.protobuf.message.Message):
         """Names of its custom_meta columns."""
 
     @property
-    def run_ahead_limits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RunAheadLimit]:
-        """How far producers may run ahead of its tasks."""
+    def staleness_limits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StalenessLimit]:
+        """How far producers may be ahead of its tasks."""
 
     def __init__(
         self,
@@ -1594,11 +1594,11 @@ class DescribePartitionResponse(google.protobuf.message.Message):
         custom_meta_columns: collections.abc.Iterable[builtins.str] | None = ...,
         used_bytes: builtins.int = ...,
         max_bytes: builtins.int | None = ...,
-        run_ahead_limits: collections.abc.Iterable[global___RunAheadLimit] | None = ...,
+        staleness_limits: collections.abc.Iterable[global___StalenessLimit] | None = ...,
         waiting_put_count: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_expected_samples", b"_expected_samples", "_max_bytes", b"_max_bytes", "expected_samples", b"expected_samples", "max_bytes", b"max_bytes", "summary", b"summary"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_expected_samples", b"_expected_samples", "_max_bytes", b"_max_bytes", "custom_meta_columns", b"custom_meta_columns", "expected_samples", b"expected_samples", "failed_count", b"failed_count", "fields", b"fields", "group_count", b"group_count", "held_count", b"held_count", "live_count", b"live_count", "max_bytes", b"max_bytes", "run_ahead_limits", b"run_ahead_limits", "summary", b"summary", "tasks", b"tasks", "used_bytes", b"used_bytes", "waiting_put_count", b"waiting_put_count"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_expected_samples", b"_expected_samples", "_max_bytes", b"_max_bytes", "custom_meta_columns", b"custom_meta_columns", "expected_samples", b"expected_samples", "failed_count", b"failed_count", "fields", b"fields", "group_count", b"group_count", "held_count", b"held_count", "live_count", b"live_count", "max_bytes", b"max_bytes", "staleness_limits", b"staleness_limits", "summary", b"summary", "tasks", b"tasks", "used_bytes", b"used_bytes", "waiting_put_count", b"waiting_put_count"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_expected_samples", b"_expected_samples"]) -> typing.Literal["expected_samples"] | None: ...
     @typing.overload

@@ -59,7 +59,7 @@ ERROR_TABLE: Final[dict[type[errors.TqError], grpc.StatusCode]] = {
     errors.DataDirError: _CODE.FAILED_PRECONDITION,
     errors.PreconditionError: _CODE.FAILED_PRECONDITION,
     errors.QuotaExceededError: _CODE.RESOURCE_EXHAUSTED,
-    errors.RunAheadError: _CODE.RESOURCE_EXHAUSTED,
+    errors.StalenessLimitError: _CODE.RESOURCE_EXHAUSTED,
     errors.LimitExceededError: _CODE.RESOURCE_EXHAUSTED,
     errors.DiskFullError: _CODE.RESOURCE_EXHAUSTED,
     errors.ResourceExhaustedError: _CODE.RESOURCE_EXHAUSTED,

@@ -9,9 +9,17 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from tq_service.addresses import parse_address
 from tq_service.client._sync.base import Base
-from tq_service.client.requests import field_specs, integer, layout_number, new_id, run_ahead_limits, text, texts
+from tq_service.client.requests import (
+    field_specs,
+    integer,
+    layout_number,
+    new_id,
+    staleness_limit_messages,
+    text,
+    texts,
+)
 from tq_service.client.results import PartitionDescription, PartitionSummary, SamplerDescription, StorageStat
-from tq_service.schema import FieldSpec, Layout, RunAhead
+from tq_service.schema import FieldSpec, Layout, StalenessLimit
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.storage_service_pb2 import StatRequest
 
@@ -27,7 +35,7 @@ class PartitionCalls(Base):
         default_layout: Layout | str | None = None,
         fields: Iterable[FieldSpec] = (),
         max_bytes: int | None = None,
-        run_ahead: Iterable[RunAhead] = (),
+        staleness_limits: Iterable[StalenessLimit] = (),
         timeout: float | None = None,
     ) -> bytes:
         """Make a partition, or confirm that it is there as asked. Optional: its first samples make it too.
@@ -38,10 +46,10 @@ class PartitionCalls(Base):
                 by `seal_partition`.
             default_layout: "dense" or "jagged", for fields that are not declared; None: that of their first put.
             fields: fields known beforehand; dtype, layout and row shape may be left to the first put.
-            max_bytes: most bytes that its samples may take; puts of new samples wait for room. None: only the quota of
-                the service.
-            run_ahead: how far producers may run ahead of its tasks; puts of new samples wait for these. Empty: as far
-                as there is room.
+            max_bytes: most bytes that its samples may take; puts of new samples wait for capacity. None: only the quota
+                of the service.
+            staleness_limits: how far producers may be ahead of its tasks; puts of new samples wait for these. Empty: as
+                far as there is capacity.
             timeout: seconds until the call fails; None: the client's.
 
         Returns:
@@ -57,7 +65,7 @@ class PartitionCalls(Base):
             default_layout=layout_number("default_layout", default_layout),
             fields=field_specs(fields),
             max_bytes=None if max_bytes is None else integer("max_bytes", max_bytes),
-            run_ahead_limits=run_ahead_limits(run_ahead),
+            staleness_limits=staleness_limit_messages(staleness_limits),
         )
         answer = self._calls.unary(lambda to: to.controller.CreatePartition, request, self._deadline(timeout))
         return answer.incarnation

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tq_service.domain.admission.lowest_version import LowestVersion
 from tq_service.domain.changes.samples import SampleWrite, check_write
 from tq_service.domain.partition import Partition
-from tq_service.errors import InvalidArgumentError, QuotaExceededError, ResourceExhaustedError, RunAheadError
+from tq_service.errors import InvalidArgumentError, QuotaExceededError, ResourceExhaustedError, StalenessLimitError
 from tq_service.schema import MetaColumn, SampleState
 
 RETRY_AFTER_SECONDS = 1.0
@@ -53,7 +53,7 @@ class Bound(ABC):
     name: ClassVar[str]
     what: ClassVar[str]
     remedy: ClassVar[str]
-    error_kind: ClassVar[type[ResourceExhaustedError]] = RunAheadError
+    error_kind: ClassVar[type[ResourceExhaustedError]] = StalenessLimitError
 
     def __init__(self, partition: Partition, limit: int, task_name: str = "") -> None:
         self._partition = partition
@@ -154,7 +154,7 @@ def bounds_of(partition: Partition) -> list[Bound]:
     """Return the bounds that the settings of a partition have."""
     settings = partition.settings
     bounds: list[Bound] = [] if settings.max_bytes is None else [ByteBound(partition, settings.max_bytes)]
-    for limit in settings.run_ahead:
+    for limit in settings.staleness_limits:
         if limit.max_samples is not None:
             bounds.append(BacklogBound(partition, limit.max_samples, limit.task_name))
         if limit.max_versions is not None:
@@ -171,7 +171,7 @@ def demand_of(partition: Partition, write: SampleWrite, value_bytes: int) -> Dem
     checked = check_write(partition, write)
     if checked.new_count == 0 or write.state is SampleState.FAILED:
         return None
-    bounding = {limit.version_column for limit in partition.settings.run_ahead if limit.max_versions is not None}
+    bounding = {limit.version_column for limit in partition.settings.staleness_limits if limit.max_versions is not None}
     return Demand(
         sample_count=checked.new_count,
         value_bytes=value_bytes * checked.new_count // write.row_count,
@@ -183,8 +183,8 @@ def _version_range(column: MetaColumn, which: slice | NDArray[np.bool_]) -> tupl
     """Return the lowest and the highest version of some samples."""
     if column.values.dtype.kind not in "if":
         raise InvalidArgumentError(
-            f"custom_meta column {column.name!r} bounds how far producers run ahead, so it holds numbers; got values "
-            f"of type {column.values.dtype}",
+            f"custom_meta column {column.name!r} has the versions of a staleness limit, so it holds numbers; got "
+            f"values of type {column.values.dtype}",
             field="custom_meta",
         )
     values = column.values[which][column.present[which]]

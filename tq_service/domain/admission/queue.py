@@ -75,8 +75,8 @@ class AdmissionQueue:
             deadline: until when to wait, by `time.monotonic`; None: until the caller is cancelled.
 
         Raises:
-            QuotaExceededError, RunAheadError: larger than a bound (at once), or no capacity until the deadline (with
-                `retry_after_seconds`).
+            QuotaExceededError, StalenessLimitError: larger than a bound (at once), or no capacity until the deadline
+                (with `retry_after_seconds`).
             PartitionClearedError, UnavailableError: the partition or the service went away meanwhile.
             CallCancelledError: a retry took the place of this call.
             TqError: the partition would refuse the write whatever capacity there is.

@@ -1,6 +1,7 @@
 """A rollout worker that is faster than the trainer waits for it, so that no sample is too stale when it is trained on.
 
-Start a service with `tq-service serve`, then run `python examples/run_ahead.py`; another address goes into TQ_ADDRESS.
+Start a service with `tq-service serve`, then run `python examples/staleness_limits.py`; another address goes into
+TQ_ADDRESS.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch
 
 import tq_service as tq
 
-PARTITION = "run_ahead"
+PARTITION = "staleness"
 TASK = "update_actor"
 BATCH_SIZE = 4
 UPDATES = 6
@@ -26,7 +27,7 @@ def roll_out(weights: dict[str, int]) -> None:
                 {"response": torch.randint(1000, (BATCH_SIZE, 16))},
                 partition_id=PARTITION,
                 custom_meta=[{"version": version}] * BATCH_SIZE,
-                timeout=20.0,  # waits for the trainer up to so long, then RunAheadError says by which bound
+                timeout=20.0,  # waits for the trainer up to so long, then StalenessLimitError says by which bound
             )
         client.seal_partition(PARTITION)
 
@@ -38,8 +39,8 @@ def main() -> None:
         # At most two batches lie ahead of the trainer, and none is added that is more than two versions above the
         # oldest of them. With the one that waits to be put, which is made already, no sample is trained on more than
         # three updates late.
-        ahead = tq.RunAhead(task_name=TASK, max_samples=2 * BATCH_SIZE, max_versions=2)
-        client.create_partition(PARTITION, run_ahead=[ahead])
+        limit = tq.StalenessLimit(task_name=TASK, max_samples=2 * BATCH_SIZE, max_versions=2)
+        client.create_partition(PARTITION, staleness_limits=[limit])
         worker = threading.Thread(target=roll_out, args=(weights,))
         worker.start()
         staleness = []
