@@ -1,0 +1,89 @@
+"""Columns come back from a snapshot as they were, to the last bit; what is no column of their type is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from tq_service.domain.tables.cells import Put
+from tq_service.domain.tables.table import ColumnSnapshot, TableSnapshot
+from tq_service.durable import codec
+from tq_service.durable.column_codec import TableHeader, TableReader, encode_table
+from tq_service.errors import NewerVersionError
+
+SIZES = [1, 7, 1 << 16, (1 << 16) + 1]
+PUTS = [Put("one", b"b" * 16, bytes([at] * 16)) for at in range(3)] + [Put("two", b"c" * 16, b"p" * 16), None]
+
+
+def table(values):
+    return TableSnapshot(size=values.size, columns={"c": ColumnSnapshot(values, values.size)})
+
+
+def restored(values, parts):
+    reader = TableReader(TableHeader.of(table(values)))
+    for part in parts:
+        reader.add(part)
+    return np.concatenate(list(reader.snapshot().columns["c"].blocks()))
+
+
+def round_trip(values):
+    return restored(values, encode_table("rows", table(values)))
+
+
+@given(arrays.arrays(st.sampled_from(["?", "u1", "<i4", "<i8", "<f8"]), st.integers(1, 40)))
+def test_numbers_come_back_bit_by_bit(values):
+    again = round_trip(values)
+    assert again.dtype == values.dtype
+    assert again.tobytes() == values.tobytes()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_columns_of_many_parts_come_back(size):
+    values = np.arange(size) * 3 - 5
+    assert round_trip(values).tolist() == values.tolist()
+
+
+@pytest.mark.parametrize(
+    ("values", "most_bytes"),
+    [
+        (((np.arange(1 << 16) // 64) << 32) + np.arange(1 << 16) % 64, 1 << 14),  # cells of puts of 64 rows
+        (np.arange(1 << 16) % 200 + (1 << 40), 1 << 16),
+        (np.full(1 << 16, 2, np.uint8), 100),
+    ],
+)
+def test_integers_take_few_bytes(values, most_bytes):
+    (part,) = encode_table("rows", table(values))
+    assert len(codec.encode(part)) < most_bytes + 200
+    assert restored(values, [part]).tolist() == values.tolist()
+
+
+@pytest.mark.parametrize("values", [["a", None, "ä" * 9], [None, None], [*PUTS, *PUTS]])
+def test_objects_come_back(values):
+    column = np.empty(len(values), np.object_)
+    for at, value in enumerate(values):
+        column[at] = value
+    assert round_trip(column).tolist() == values
+    assert [type(value) for value in round_trip(column)] == [type(value) for value in values]
+
+
+def test_what_is_no_column_of_the_type_is_refused():
+    numbers = np.arange(9)
+    (part,) = encode_table("rows", table(numbers))
+    wrong = [
+        *encode_table("rows", table(np.arange(10))),
+        *encode_table("rows", table(np.arange(3))),
+        *encode_table("rows", table(np.linspace(0, 1, 9))),
+        replace(part, form="values", values=(np.full(9, None),)),
+    ]
+    for each in wrong:
+        with pytest.raises(ValueError, match=r"."):
+            restored(numbers, [each])
+    with pytest.raises(ValueError, match="which are no values of type object"):
+        restored(np.full(9, None), [part])
+    with pytest.raises(NewerVersionError, match="'squares'"):
+        restored(numbers, [replace(part, form="squares")])
