@@ -5,23 +5,21 @@ All that is counted here follows from the rows and puts of the partition, so tha
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.domain.admission.lowest_version import LowestVersion
+from tq_service.domain.admission.lowest_version import NO_VERSIONS, LowestVersion, version_range
 from tq_service.domain.changes.samples import SampleWrite, check_write
 from tq_service.domain.partition import Partition
 from tq_service.errors import InvalidArgumentError, QuotaExceededError, ResourceExhaustedError, StalenessLimitError
 from tq_service.schema import MetaColumn, SampleState
 
 RETRY_AFTER_SECONDS = 1.0
-_NO_VERSIONS = (math.inf, -math.inf)  # so that nothing is ahead of them, and they of nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +34,7 @@ class Demand:
 
     sample_count: int
     value_bytes: int
-    versions: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    versions: Mapping[str, tuple[float, float]]
 
 
 class Bound(ABC):
@@ -146,7 +144,7 @@ class VersionBound(Bound):
 
     def total(self, demand: Demand, others: Sequence[Demand]) -> float:
         """Return how far the highest version of a write is above the lowest of all others."""
-        (_, highest), *ranges = (each.versions.get(self._column, _NO_VERSIONS) for each in (demand, *others))
+        (_, highest), *ranges = (each.versions.get(self._column, NO_VERSIONS) for each in (demand, *others))
         return highest - min((self._lowest.find(), *(lowest for lowest, _ in ranges)))
 
 
@@ -180,13 +178,10 @@ def demand_of(partition: Partition, write: SampleWrite, value_bytes: int) -> Dem
 
 
 def _version_range(column: MetaColumn, which: slice | NDArray[np.bool_]) -> tuple[float, float]:
-    """Return the lowest and the highest version of some samples."""
     if column.values.dtype.kind not in "if":
         raise InvalidArgumentError(
             f"custom_meta column {column.name!r} has the versions of a staleness limit, so it holds numbers; got "
             f"values of type {column.values.dtype}",
             field="custom_meta",
         )
-    values = column.values[which][column.present[which]]
-    values = values[~np.isnan(values)]  # not a number: no version
-    return (values.min().item(), values.max().item()) if values.size else _NO_VERSIONS
+    return version_range(column.values[which][column.present[which]])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import heapq
 import math
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes
@@ -14,6 +16,7 @@ from tq_service.domain.tables.table import count_values
 
 _BLOCK_ROWS = 1024
 _LEAST_HEAP = 64
+NO_VERSIONS = (math.inf, -math.inf)  # so that nothing is ahead of them, and they of nothing
 
 
 class LowestVersion:
@@ -84,7 +87,10 @@ class LowestVersion:
         task = partition.tasks.get(self._task_name)
         if task is not None:
             left &= task.claim.data[rows] == UNCLAIMED
-        versions = arrays[0][rows][left]
-        versions = versions[~np.isnan(versions)]  # not a number: no version
-        lowest: float = versions.min().item() if versions.size else math.inf
-        return lowest
+        return version_range(arrays[0][rows][left])[0]
+
+
+def version_range(versions: NDArray[Any]) -> tuple[float, float]:
+    """Return the lowest and the highest version of some samples."""
+    versions = versions[~np.isnan(versions)]  # not a number: no version
+    return (versions.min().item(), versions.max().item()) if versions.size else NO_VERSIONS

@@ -257,19 +257,13 @@ def _write_cells(
     """Point the rows to the cells of the put, but for failed ones, whose bytes are not kept; return what that freed."""
     if write.put is None:
         return []
-    rows = np.arange(write.row_count)
-    if partition.state_counts[FAILED]:
-        rows = np.flatnonzero(partition.state.data[positions] != FAILED)
-    if not rows.size:
+    if write.state is SampleState.FAILED:
         return [CellSet(put=write.put)]
-    size = sum(column.value_bytes for column in write.columns) * rows.size // write.row_count
-    if not isinstance(positions, slice):  # of new rows all have failed, or none
-        positions = positions[rows]
-    freed = partition.cells.write(write.put, write.columns, specs, positions, rows, value_bytes=size)
-    if rows.size < write.row_count:
-        names = tuple(column.spec.name for column in write.columns)
-        lost = np.setdiff1d(np.arange(write.row_count), rows)
-        freed.append(CellSet(put=write.put, field_names=names, rows=lost))
+    cells = partition.cells
+    freed = cells.write(write.put, write.columns, specs, positions, write.row_count)
+    if partition.state_counts[FAILED] and not isinstance(positions, slice):
+        failed = positions[partition.state.data[positions] == FAILED]
+        freed += cells.forget(failed, [cells.fields[spec.name] for spec in specs])
     return freed
 
 

@@ -247,8 +247,6 @@ class Group:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._depth -= 1
-        if self._depth and error is None:
-            return
         machine = self._machine
         if not self._depth:
             machine._group = None

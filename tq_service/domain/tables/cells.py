@@ -201,25 +201,24 @@ class CellTable:
         return None if spec.layout is Layout.OBJECT or is_scalar else self.default_layout
 
     def write(self, put: Put, columns: Sequence[ColumnWrite], specs: Sequence[FieldSpec], positions: slice | Indexes,
-              rows: Indexes, *, value_bytes: int) -> list[CellSet]:  # fmt: skip
-        """Point the cells at `positions`, a slice where they are of new rows, to `rows` of the put.
+              row_count: int) -> list[CellSet]:  # fmt: skip
+        """Point the cells at `positions`, a slice where they are of new rows, to the rows of the put in order.
 
-        These cells have `value_bytes` together. Return the cells that this replaced.
+        Return the cells that this replaced.
         """
-        slot = self.puts.add(put, len(columns) * rows.size, value_bytes)
+        slot = self.puts.add(put, len(columns) * row_count, sum(column.value_bytes for column in columns))
         replaced: list[Field] = []
         for spec in specs:
             self.declare(spec)
             replaced.append(self.fields[spec.name])
         freed = [] if isinstance(positions, slice) else self.forget(positions, replaced)
-        cells = cells_of(slot, rows)
+        cells = cells_of(slot, np.arange(row_count))
         where = as_slice(positions)
         for column, field, spec in zip(columns, replaced, specs, strict=True):
             field.cell.write(where, cells)
-            field.produced_count += rows.size
+            field.produced_count += row_count
             if field.length is not None:
-                sizes = column.sizes(spec.ragged_dims[0])
-                field.length.write(where, sizes if isinstance(sizes, int) else sizes[rows])
+                field.length.write(where, column.sizes(spec.ragged_dims[0]))
         return freed
 
     def forget(self, positions: Indexes, fields: Iterable[Field]) -> list[CellSet]:
