@@ -85,7 +85,7 @@ def _task(task):
 
 def record_of(record):
     """Return a record of a claim, or a lease, as plain values."""
-    names = {name.removeprefix("_") for name in type(record).__slots__} - OF_ONE_RUN
+    names = {name.removeprefix("kept_") for name in type(record).__slots__} - OF_ONE_RUN
     return {name: _plain(getattr(record, name)) for name in sorted(names)}
 
 

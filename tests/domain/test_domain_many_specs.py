@@ -212,6 +212,21 @@ async def test_no_more_than_a_few_plans_are_under_way_and_one_that_takes_long_is
         call.cancel()
 
 
+async def test_ranks_that_waited_to_plan_plan_nothing_once_their_batch_is_recorded(bench):
+    hanging, slow = SlowSampler(SequentialSampler()), SlowSampler(SequentialSampler(), turns=1)
+    hung = [bench.ask(micro_batch_size=number, sampler=hanging) for number in range(1, 5)]
+    await turns()
+    waiting = bench.ask(RANK, sampler=slow)
+    await turns()
+    bench.insert(20)
+    assert rows(await finished(bench.ask(RANK))) == [0, 1]
+    hanging.go.set()
+    await asyncio.wait([waiting, *hung])
+    await turns(20)
+    assert isinstance(waiting.exception(), RankDisagreementError)
+    assert (bench.task.next_batch_index, slow.call_count) == (1, 0)
+
+
 # A slow one and a quick one
 
 

@@ -169,13 +169,15 @@ class ClaimRecords:
         for serial, batch_index, size, spec, ranks in self.batches:
             plan = EncodedPlan(ranks, self.parts)
             yield Batch(
-                serial=serial, batch_spec=self.batch_specs[spec], plan=plan, batch_index=batch_index, size=size,
-                remaining=0,
+                serial=serial, batch_spec=self.batch_specs[spec], kept_plan=plan, batch_index=batch_index,
+                size=size, remaining=0,
             )  # fmt: skip
         leases = {lease.serial: lease for lease in self.leases}
         for serial, request_id, rows, number in self.claims:
             part = EncodedPart(rows, self.parts[number])
-            yield QueueClaim(request_id=request_id, serial=serial, part=part, remaining=0, lease=leases.get(serial))
+            yield QueueClaim(
+                request_id=request_id, serial=serial, kept_part=part, remaining=0, lease=leases.get(serial)
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

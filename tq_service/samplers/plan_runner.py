@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tq_service.domain.plan import MustBeAwaited, Pack, Plan, PlanRequest, RankPlan, Sampler, View
+from tq_service.domain.plan import LengthSource, MustBeAwaited, Pack, Plan, PlanRequest, RankPlan, Sampler, View
 from tq_service.errors import SamplerError, SamplerTimeoutError, TqError
 from tq_service.samplers.daemon_threads import start_daemon_thread
 
@@ -65,15 +65,25 @@ class PlanRunner:
         """
         _guarded(sampler, lambda: sampler.check(request))
 
+    def length(self, sampler: Sampler) -> LengthSource | None:
+        """Return the length that a sampler needs.
+
+        Raises:
+            TqError: the sampler's own.
+            SamplerError: it raised anything else.
+        """
+        return _guarded(sampler, lambda: sampler.length)
+
     def run_inline(self, sampler: Sampler, view: View, request: PlanRequest) -> Plan | None:
         """Return the plan of a sampler that runs inline, well formed, or None where not enough is ready.
 
         Raises:
-            MustBeAwaited: the plan is a coroutine.
+            MustBeAwaited: it does not run inline, or its plan is a coroutine.
             TqError: the sampler's own.
             SamplerError: it raised anything else, or returned what is no plan for this request.
         """
-        if inspect.iscoroutinefunction(sampler.plan):
+        runs_inline = _guarded(sampler, lambda: sampler.runs_inline(request))
+        if not runs_inline or inspect.iscoroutinefunction(sampler.plan):
             raise MustBeAwaited
         outcome = _guarded(sampler, lambda: sampler.plan(view, request))
         if inspect.isawaitable(outcome):

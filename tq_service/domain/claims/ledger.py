@@ -55,36 +55,29 @@ Decode: TypeAlias = Callable[[], Plan]
 DecodePart: TypeAlias = Callable[[], RankPlan]
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class Batch:
-    """A recorded plan of `size` samples, of which `remaining` are not cleared.
+    """A recorded plan of `size` samples.
 
-    Its plan may be given as what decodes it, which is done when somebody asks for it: of a hundred thousand batches
-    that are read from a file, few are ever asked for again.
+    Attributes:
+        kept_plan: the plan, or what decodes it when somebody asks for it: of a hundred thousand batches that are read
+            from a file, few are ever asked for again.
+        remaining: its samples that are not cleared.
     """
 
-    __slots__ = ("_plan", "batch_index", "batch_spec", "remaining", "serial", "size")
-
-    def __init__(
-        self, *, serial: int, batch_spec: BatchSpec, plan: Plan | Decode, batch_index: int, size: int, remaining: int
-    ) -> None:
-        self.serial = serial
-        self.batch_spec = batch_spec
-        self.batch_index = batch_index
-        self.size = size
-        self.remaining = remaining
-        self._plan = plan
-
-    @property
-    def kept_plan(self) -> Plan | Decode:
-        """The plan as it is kept."""
-        return self._plan
+    serial: int
+    batch_spec: BatchSpec
+    kept_plan: Plan | Decode
+    batch_index: int
+    size: int
+    remaining: int
 
     @property
     def plan(self) -> Plan:
         """The parts of all ranks."""
-        if not isinstance(self._plan, Plan):
-            self._plan = self._plan()
-        return self._plan
+        if not isinstance(self.kept_plan, Plan):
+            self.kept_plan = self.kept_plan()
+        return self.kept_plan
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -115,46 +108,32 @@ class Lease:
         return max(0.0, self.deadline - now) if self.left_count else 0.0
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class QueueClaim:
-    """What a queue worker got; its part may be given as what decodes it, like the plan of a batch.
+    """What a queue worker got.
 
     Attributes:
         serial: its number in the task.
+        kept_part: the samples, and how they are used, or what decodes that; see `Batch`.
         remaining: its samples that are neither cleared nor released.
         lease: None: its samples are done.
-        answer_count: calls that were answered with it in this life of the service: a call that disconnects before its
-            answer was sent releases the claim only if no retry was given the same.
+        answer_count: calls that were answered with it by this instance of the service: a call that disconnects before
+            its answer was sent releases the claim only if no retry was given the same.
     """
 
-    __slots__ = ("_part", "answer_count", "lease", "remaining", "request_id", "serial")
-
-    def __init__(
-        self,
-        *,
-        request_id: bytes,
-        serial: int,
-        part: RankPlan | DecodePart,
-        remaining: int,
-        lease: Lease | None = None,
-    ) -> None:
-        self.request_id = request_id
-        self.serial = serial
-        self.remaining = remaining
-        self.answer_count = 0
-        self.lease = lease
-        self._part = part
-
-    @property
-    def kept_part(self) -> RankPlan | DecodePart:
-        """The part as it is kept."""
-        return self._part
+    request_id: bytes
+    serial: int
+    kept_part: RankPlan | DecodePart
+    remaining: int
+    lease: Lease | None = None
+    answer_count: int = 0
 
     @property
     def part(self) -> RankPlan:
         """Its samples, and how they are used."""
-        if not isinstance(self._part, RankPlan):
-            self._part = self._part()
-        return self._part
+        if not isinstance(self.kept_part, RankPlan):
+            self.kept_part = self.kept_part()
+        return self.kept_part
 
     @property
     def rows(self) -> Indexes:
@@ -366,7 +345,7 @@ class TaskLedger(TaskFacts):
         batch = self.batches[self.next_batch_index] = Batch(
             serial=self.serial,
             batch_spec=batch_spec,
-            plan=plan,
+            kept_plan=plan,
             batch_index=self.next_batch_index,
             size=positions.size,
             remaining=positions.size,
@@ -386,7 +365,7 @@ class TaskLedger(TaskFacts):
         """Record what a queue worker gets, leased where `terms` are given."""
         self.serial += 1
         claim = self.claims[request_id] = QueueClaim(
-            request_id=request_id, serial=self.serial, part=part, remaining=positions.size
+            request_id=request_id, serial=self.serial, kept_part=part, remaining=positions.size
         )
         if terms is not None:
             counts = self.deliveries.data[positions] + np.int32(1)
@@ -426,7 +405,6 @@ class TaskLedger(TaskFacts):
             count = claim.remaining = claim.rows.size
         else:
             self.deliveries.write(positions, self.deliveries.data[positions] - np.int32(1))
-            self._end_lease(claim.lease, count)
         self._reopen(positions)
         self._lose(claim, count)
 
@@ -438,7 +416,6 @@ class TaskLedger(TaskFacts):
         self._reopen(reopened)
         self.claim.write(spent, DEAD_LETTERED)
         self.dead_lettered_count += spent.size
-        self._end_lease(lease, positions.size)
         self._lose(self.claims[lease.request_id], positions.size)
         self.expired.add(lease.request_id, at_seconds)
         return reopened
@@ -456,7 +433,9 @@ class TaskLedger(TaskFacts):
             self.leases.pop(lease.serial, None)
 
     def _lose(self, claim: QueueClaim, count: int) -> None:
-        """Count off rows that are no longer consumed by a claim."""
+        """Count off rows that are no longer consumed by a claim, nor leased to it."""
+        if claim.lease is not None:
+            self._end_lease(claim.lease, count)
         self.consumed_count -= count
         claim.remaining -= count
         if claim.remaining == 0:
@@ -572,7 +551,6 @@ class LeaseTimer:
         self._deadlines: list[tuple[float, str, int]] = []  # a heap, with the task and the serial of the lease
         self._most_deadlines = _LEAST_STALE_DEADLINES
         self._timer: asyncio.Handle | None = None
-        self._rings_at = 0.0  # uvloop's handles cannot tell, where the time had come when they were made
 
     def start(self, task_name: str, lease: Lease) -> None:
         """Have a lease expire after its full time from now on."""
@@ -582,7 +560,8 @@ class LeaseTimer:
             heapq.heapify(self._deadlines)
             self._most_deadlines = 2 * len(self._deadlines) + _LEAST_STALE_DEADLINES
         heapq.heappush(self._deadlines, (lease.deadline, task_name, lease.serial))
-        self._set_timer()
+        if self._deadlines[0][0] == lease.deadline:  # else the timer rings before, and sets itself again
+            self._set_timer()
 
     def stop(self) -> None:
         """Have no lease expire any more."""
@@ -595,18 +574,14 @@ class LeaseTimer:
         return lease if lease is not None and lease.deadline == deadline else None
 
     def _set_timer(self) -> None:
-        if self._timer is not None and self._deadlines and self._rings_at <= self._deadlines[0][0]:
-            return  # a timer that rings too early sets itself again
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if self._deadlines:
-            self._rings_at = self._deadlines[0][0]
-            self._timer = asyncio.get_running_loop().call_at(self._rings_at, self._ring)
+            self._timer = asyncio.get_running_loop().call_at(self._deadlines[0][0], self._ring)
 
     def _ring(self) -> None:
         """End what is due, a few at a time: thousands may be, and the loop has others to serve."""
-        self._timer = None
         now = asyncio.get_running_loop().time()
         try:
             for _ in range(_MOST_EXPIRED_A_TURN):

@@ -28,7 +28,7 @@ import numpy as np
 from tq_service.domain.changes.claims import BatchPlanned, ClaimReleased, EndReached, QueueClaimed
 from tq_service.domain.changes.state_machine import Change
 from tq_service.domain.claims.ledger import QueueClaim, TaskLedger
-from tq_service.domain.claims.request import ClaimRequest, ClaimSpec, LeaseTerms
+from tq_service.domain.claims.request import ClaimRequest, ClaimSpec
 from tq_service.domain.claims.view import PartitionView, ReadyIndex
 from tq_service.domain.claims.wait_queue import Answer, FailedPlan, Line, LoopYielder, Waiter, WaitQueue
 from tq_service.domain.partition import Partition
@@ -58,11 +58,15 @@ _MOST_REPLANS = 8
 class RunsPlans(Protocol):
     """Runs samplers so that one that fails, or hangs, harms its own request only."""
 
+    def length(self, sampler: Sampler) -> LengthSource | None:
+        """Return the length that a sampler needs; raises TqError only."""
+        ...
+
     def run_inline(self, sampler: Sampler, view: View, request: PlanRequest) -> Plan | None:
         """Return a well-formed plan or None, at once.
 
         Raises:
-            MustBeAwaited: the plan cannot be had at once.
+            MustBeAwaited: the sampler does not run on the event loop.
             TqError: the sampler's fault, or its own.
         """
         ...
@@ -85,12 +89,6 @@ class Planned:
     plan: Plan
     positions: Indexes
     group_block_size: int | None
-
-    def lease(self, terms: LeaseTerms | None) -> LeaseTerms | None:
-        """Return how a queue worker that asks for a lease gets the samples."""
-        if terms is None or self.group_block_size is None:
-            return terms
-        return replace(terms, group_block_size=self.group_block_size)
 
 
 Found: TypeAlias = Planned | EndCounts | FailedPlan
@@ -129,11 +127,10 @@ class Planner:
         self._dispatching: asyncio.Task[None] | None = None
         self._has_changed = False  # since the lines had their turns
         self._may_bring_end = False  # whether some line's end may come with what others of the task consume
-        self._round_size = self._served_count = 0  # lines that were to have a turn, and turns since in which one got
+        self._serves_left = 0  # as many as lines were to have a turn when all were last looked at
         self._to_answer: deque[tuple[Line, int, TqError | None]] = deque()  # ranks by line and batch_index
+        self._free_plans = asyncio.Semaphore(_MOST_PLANS)
         self._plans: dict[Line, asyncio.TimerHandle] = {}  # off the loop, those that are long under way apart
-        self._waiting_to_plan: dict[Line, None] = {}  # until there are fewer of these
-        self._giving_way: dict[Line, None] = {}  # until there is no plan for an earlier batch_index
         self._head_start: _HeadStart | None = None
         self._gone: Callable[[], TqError] | None = None
         self._ending: asyncio.Task[None] | None = None
@@ -215,7 +212,7 @@ class Planner:
         if isinstance(found, FailedPlan):
             self._conclude(line, found)
         elif found is not None:
-            self._start_plan(line, request)
+            self._start_plan(line)
         elif line.failed is not None and not self._is_serving:
             self._look(line)
         else:
@@ -286,7 +283,7 @@ class Planner:
 
     def _start_dispatch(self) -> None:
         has_turn = self._queue.by_spec and self._queue.has_turn(self._latest_order)
-        has_work = has_turn or self._to_answer or self._has_changed or self._can_plan
+        has_work = has_turn or self._to_answer or self._has_changed
         if has_work and self._dispatching is None and self._gone is None:
             self._dispatching = asyncio.get_running_loop().create_task(self._dispatch())
 
@@ -318,17 +315,15 @@ class Planner:
         Where changes come all the time each line is looked at about once for each that is served, so that many lines
         cost each of them little.
         """
-        if self._can_plan:
-            next_to_plan = next(iter(self._waiting_to_plan))
-            del self._waiting_to_plan[next_to_plan]
-            self._queue.put(next_to_plan)
         line = None
-        if not self._has_changed or self._served_count < self._round_size:
+        if not self._has_changed or self._serves_left > 0:
             line = self._queue.pop(self._latest_order)
         if line is None and self._has_changed:
             self._has_changed = self._may_bring_end = False
-            self._served_count = 0
-            self._round_size = self._queue.put_all(each for each in self._queue.lines if self._may_be_served(each))
+            for each in self._queue.lines:
+                if self._may_be_served(each):
+                    self._queue.put(each)
+            self._serves_left = self._queue.turn_count
             line = self._queue.pop(self._latest_order)
         return line
 
@@ -337,11 +332,6 @@ class Planner:
         failed = line.failed
         is_refused = line.is_ranked and self._task.dp_size not in (None, line.spec.dp_size)
         return failed is None or is_refused or not failed.cannot_succeed_yet(self._partition, self._task)
-
-    @property
-    def _can_plan(self) -> bool:
-        """Whether a line waits for one that may start a plan off the loop now."""
-        return bool(self._waiting_to_plan) and len(self._plans) < _MOST_PLANS
 
     @property
     def _latest_order(self) -> float:
@@ -401,7 +391,8 @@ class Planner:
         if self._answer_recorded(waiter):
             self._queue.put(line)
             return
-        if line.is_ranked and (earlier := self._queue.ranks_before(line)) is not None:
+        is_ahead = line.is_ranked and line.lowest_batch_index > self._task.next_batch_index
+        if is_ahead and (earlier := self._queue.ranks_before(line)) is not None:
             self._give_way(line, earlier)
             return
         line.seen = self._queue.last_arrival
@@ -413,15 +404,13 @@ class Planner:
             else:
                 self._conclude(line, self._search.plan_inline(waiter.request))
         except MustBeAwaited:
-            self._start_plan(line, waiter.request)
+            self._start_plan(line)
         except TqError as error:
             self._fail(line, error)
 
     def _give_way(self, line: Line, earlier: Line) -> None:
         """Let ranks go first that wait for an earlier batch_index, which is theirs to bind, or await their plan."""
-        if earlier.planning is not None:
-            self._giving_way[line] = None
-        else:
+        if earlier.planning is None:
             earlier.is_queued = False
             self._look(earlier)
             self._queue.put(line)
@@ -458,10 +447,13 @@ class Planner:
     def _record_for_ranks(self, spec: ClaimSpec, found: Planned | EndCounts) -> None:
         lines, batch_index = self._queue.ranked_lines, self._task.next_batch_index
         if isinstance(found, EndCounts):
-            self._record_end(spec, found)
+            end = EndReached(**self._names, dp_size=spec.plan_request.rank_count, end=found)
+            self._commit(end, self._task)
         else:
-            self._record_batch(spec, found)
-        self._served_count += 1
+            batch = BatchPlanned(**self._names, batch_spec=spec.batch_spec, plan=found.plan)
+            self._commit(batch, (self._partition, self._task, found.positions))
+            self._has_changed |= self._may_bring_end
+        self._serves_left -= 1
         self._has_changed |= len(lines) > 1  # others may disagree with what holds for all ranks now
         for line in lines:
             indexes = line.batch_indexes if isinstance(found, EndCounts) else [batch_index]
@@ -473,34 +465,22 @@ class Planner:
             pass  # it was released while the plan was made
         if waiter is None:
             return
-        self._served_count += 1
+        self._serves_left -= 1
         if isinstance(found, EndCounts):
             line.end = self._search.marks, found  # which holds for those behind too
             waiter.resolve(found)
         else:
             waiter.resolve(self._record_queue_claim(waiter.request, found))
 
-    # Records
-
-    def _record_end(self, spec: ClaimSpec, end: EndCounts) -> None:
-        self._commit(EndReached(**self._names, dp_size=spec.plan_request.rank_count, end=end), self._task)
-
-    def _record_batch(self, spec: ClaimSpec, planned: Planned) -> None:
-        change = BatchPlanned(**self._names, batch_spec=spec.batch_spec, plan=planned.plan)
-        self._commit(change, (self._partition, self._task, planned.positions))
-        self._note_claim()
-
     def _record_queue_claim(self, request: ClaimRequest, planned: Planned) -> QueueClaim:
-        terms, part = planned.lease(request.lease), planned.plan.ranks[0]
+        terms, part = request.lease, planned.plan.ranks[0]
+        if terms is not None:
+            terms = replace(terms, group_block_size=planned.group_block_size)
         change = QueueClaimed(**self._names, request_id=request.request_id, part=part, lease=terms)
         claim: QueueClaim = self._commit(change, (self._partition, self._task, planned.positions))
         claim.answer_count = 1
-        self._note_claim()
-        return claim
-
-    def _note_claim(self) -> None:
-        self._search.claim_count += 1
         self._has_changed |= self._may_bring_end
+        return claim
 
     def _fail(self, line: Line, error: TqError) -> None:
         """End the first queue worker of a line; of ranks all that wait for the same batch, which would fail alike."""
@@ -516,30 +496,31 @@ class Planner:
 
     # Plans off the loop
 
-    def _start_plan(self, line: Line, request: ClaimRequest) -> None:
-        """Start a plan off the loop, unless enough are under way: each looks at the rows of the moment it starts."""
-        if len(self._plans) >= _MOST_PLANS:
-            self._waiting_to_plan[line] = None
-            return
-        loop = asyncio.get_running_loop()
-        self._plans[line] = loop.call_later(_LONG_PLAN_SECONDS, self._count_off, line)
-        if line.head_start_seconds and line.order < self._latest_order:
-            self._end_head_start()
-            timer = loop.call_later(line.head_start_seconds, self._end_head_start)
-            self._head_start = _HeadStart(line, line.order, timer)
-        line.planning = loop.create_task(self._plan_off_loop(line, request))
+    def _start_plan(self, line: Line) -> None:
+        if not self._free_plans.locked():
+            self._give_head_start(line)  # before any other line has a turn
+        line.planning = asyncio.get_running_loop().create_task(self._plan_off_loop(line))
 
-    async def _plan_off_loop(self, line: Line, request: ClaimRequest) -> None:
-        """Plan for a line and record the plan, in one step of the event loop, for whoever is the first of it then."""
+    async def _plan_off_loop(self, line: Line) -> None:
+        """Plan for a line and record the plan, in one step of the event loop, for whoever is the first of it then.
+
+        It waits until few others plan, and looks at the rows of the moment it starts.
+        """
         loop = asyncio.get_running_loop()
-        started_at, batch_index = loop.time(), self._task.next_batch_index
+        found = None
         try:
             try:
-                found = await self._search.plan(request)
+                await self._free_plans.acquire()
+                self._plans[line] = loop.call_later(_LONG_PLAN_SECONDS, self._count_off, line)
+                batch_index, waiter = self._task.next_batch_index, line.first()
+                if waiter is not None and not self._answer_recorded(waiter):
+                    self._give_head_start(line)
+                    started_at = loop.time()
+                    found = await self._search.plan(waiter.request)
+                    # Twice what this one took, so that the next one is not late though it takes longer.
+                    line.head_start_seconds = max(2 * (loop.time() - started_at), _LEAST_HEAD_START_SECONDS)
             finally:
                 line.planning = None
-            # Twice what this one took, so that the next one is not late though it takes longer.
-            line.head_start_seconds = max(2 * (loop.time() - started_at), _LEAST_HEAD_START_SECONDS)
             if found is None or (line.is_ranked and self._task.next_batch_index != batch_index):
                 self._queue.put(line)  # it came too late
             else:
@@ -556,18 +537,25 @@ class Planner:
         """Have all go on that waited for a plan to be over."""
         if self._head_start is not None and self._head_start.line is line:
             self._end_head_start()
-        for each in self._giving_way:
-            self._queue.put(each)
-        self._giving_way.clear()
+        if line.is_ranked:
+            for each in self._queue.ranked_lines:
+                self._queue.put(each)
         self._queue.drop_if_unused(line)
         self._count_off(line)
+        self._start_dispatch()
 
     def _count_off(self, line: Line) -> None:
         """Let another plan start: one is over, or has taken so long that it may hang."""
         timer = self._plans.pop(line, None)
         if timer is not None:
             timer.cancel()
-        self._start_dispatch()
+            self._free_plans.release()
+
+    def _give_head_start(self, line: Line) -> None:
+        if line.head_start_seconds and line.order < self._latest_order:
+            self._end_head_start()
+            timer = asyncio.get_running_loop().call_later(line.head_start_seconds, self._end_head_start)
+            self._head_start = _HeadStart(line, line.order, timer)
 
     def _end_head_start(self) -> None:
         if self._head_start is not None:
@@ -579,12 +567,11 @@ class Planner:
 class PlanSearch:
     """Looks for the plans of one task, for any number of specs at the same time.
 
-    What is recorded of the plans is left to the planner, which counts it in `claim_count`: a plan that is made off the
-    event loop may lose its rows to another one that is recorded meanwhile.
+    What is recorded of the plans is left to the planner: a plan that is made off the event loop may lose its rows to
+    another one that is recorded meanwhile.
 
     Attributes:
         epoch: whose plans are looked for; none are made for the next one before `start_epoch`.
-        claim_count: plans recorded so far.
     """
 
     def __init__(self, partition: Partition, task: TaskLedger, runner: RunsPlans) -> None:
@@ -593,7 +580,6 @@ class PlanSearch:
         self._runner = runner
         self._ready = ReadyIndex(partition, task.name)
         self.epoch = task.epoch
-        self.claim_count = 0
 
     def start_epoch(self) -> None:
         """Look for plans of the task's epoch of now."""
@@ -603,7 +589,7 @@ class PlanSearch:
     def marks(self) -> tuple[int, int, int, int, int]:
         """Versions of all that plans depend on; what is equal at two moments has not changed between them."""
         partition, task = self._partition, self._task
-        return *partition.version, self.claim_count, task.leased_count, task.epoch
+        return *partition.version, task.serial, task.leased_count, task.epoch
 
     def plan_inline(self, request: ClaimRequest) -> Found:
         """Return a plan, the end, or why there is none yet.
@@ -612,13 +598,10 @@ class PlanSearch:
             MustBeAwaited: the sampler, or what it needs, does not run on the event loop; `plan` finds the plan.
             TqError: the sampler's fault, or its own.
         """
-        runs_inline, length = _needs(request.sampler, request.plan_request)
-        if not runs_inline:
-            raise MustBeAwaited
         steps = self._steps(request)
         wanted, no_more = next(steps)
         while True:
-            view = self._view(request, length, no_more=no_more)
+            view = self._view(request, no_more=no_more)
             if view.is_heavy:
                 raise MustBeAwaited
             try:
@@ -639,7 +622,7 @@ class PlanSearch:
 
         There is no await between the check of a plan's rows and the return, so that the caller can record it.
         """
-        begun_at = self.claim_count, self._task.epoch
+        begun_at = self._task.serial, self._task.epoch
         for _ in range(_MOST_REPLANS):
             was_heavy = await self._sort_rows(request)
             if self._is_over(begun_at[1]):
@@ -654,7 +637,7 @@ class PlanSearch:
                     wanted, no_more = steps.send(await self._run_off_loop(request, wanted, no_more=no_more))
             except StopIteration as stop:
                 found: Found | None = stop.value
-            if found is not None or (self.claim_count, self._task.epoch) != begun_at:
+            if found is not None or (self._task.serial, self._task.epoch) != begun_at:
                 return found
         raise SamplerError(
             f"sampler {request.sampler.name!r}: samples of {_MOST_REPLANS} plans in a row were cleared, failed or "
@@ -720,7 +703,7 @@ class PlanSearch:
         self, request: ClaimRequest, wanted: PlanRequest, *, no_more: bool
     ) -> tuple[PartitionView, Plan | None]:
         """Run the sampler while the positions of rows stay as they are."""
-        view = self._view(request, _needs(request.sampler, wanted)[1], no_more=no_more)
+        view = self._view(request, no_more=no_more)
         view.leave_loop()
         table = self._partition.table
         table.pin_count += 1
@@ -731,15 +714,14 @@ class PlanSearch:
         view.come_back()
         return view, plan
 
-    def _view(self, request: ClaimRequest, length: LengthSource | None, *, no_more: bool = False) -> PartitionView:
-        view = PartitionView(self._partition, self._task, self._ready, request.batch_spec, length)
-        view.no_more = view.no_more or no_more
-        return view
+    def _view(self, request: ClaimRequest, *, no_more: bool = False) -> PartitionView:
+        length = self._runner.length(request.sampler)
+        return PartitionView(self._partition, self._task, self._ready, request.batch_spec, length, no_more=no_more)
 
     async def _sort_rows(self, request: ClaimRequest) -> bool:
         """Sort the rows of a claim in its order as far as it needs, in short steps; return whether it took any."""
-        was_heavy, length = False, _needs(request.sampler, request.plan_request)[1]
-        while self.epoch == self._task.epoch and (view := self._view(request, length)).is_heavy:
+        was_heavy = False
+        while self.epoch == self._task.epoch and (view := self._view(request)).is_heavy:
             view.sort_some()
             was_heavy = True
             await asyncio.sleep(0)
@@ -747,19 +729,6 @@ class PlanSearch:
 
     def _is_closed(self, request: ClaimRequest) -> bool:
         return self._partition.sealed or (request.batch_spec.finite and self._partition.inserted_count > 0)
-
-
-def _needs(sampler: Sampler, wanted: PlanRequest) -> tuple[bool, LengthSource | None]:
-    """Return whether a sampler is quick, and the length it needs; the runner guards `plan` only."""
-    try:
-        return sampler.runs_inline(wanted), sampler.length
-    except (TqError, KeyboardInterrupt):
-        raise
-    except BaseException as error:  # a sampler may raise anything, also SystemExit
-        raise SamplerError(
-            f"sampler {sampler.name!r} raised {type(error).__name__}: {error}; nothing was consumed",
-            metadata={"sampler": sampler.name, "exception": type(error).__name__},
-        ) from error
 
 
 def _foreign_rows(sampler: Sampler) -> SamplerError:

@@ -119,6 +119,8 @@ class PartitionView:
         index: ReadyIndex,
         batch_spec: BatchSpec,
         length: LengthSource | None,
+        *,
+        no_more: bool = False,
     ) -> None:
         self._partition = partition
         self._task = task
@@ -130,7 +132,7 @@ class PartitionView:
         self._ordered = index.ordered(self._rows.key, batch_spec.order_by) if batch_spec.order_by else None
         self._lender = self._ordered  # of which `_ordered` is a copy on another thread
         self._left_to_look_at: int | None = _MOST_ON_LOOP  # None: all that there is
-        self.no_more = partition.sealed
+        self.no_more = partition.sealed or no_more
         self.seen_count = 0
         self.exhausted = False
         self.grouping: Grouping | None = None

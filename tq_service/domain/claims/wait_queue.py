@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import heapq
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from tq_service.domain.claims.ledger import QueueClaim, TaskLedger
@@ -169,6 +169,11 @@ class Line:
         """What its ranks wait for."""
         return list(self._by_batch)
 
+    @property
+    def lowest_batch_index(self) -> int:
+        """The first of these."""
+        return min(self._by_batch)
+
     def first(self, batch_index: int | None = None) -> Waiter | None:
         """Return the first that still waits, of those that wait for a `batch_index` where one is given."""
         while waiters := self._waiters if batch_index is None else self._by_batch.get(batch_index):
@@ -218,8 +223,6 @@ class WaitQueue:
 
     def __init__(self) -> None:
         self.by_spec: dict[ClaimSpec, Line] = {}
-        self._ranked: dict[ClaimSpec, Line] = {}
-        self._rank_counts: Counter[int] = Counter()  # ranks by batch_index
         self._turns: list[tuple[int, int, Line]] = []  # a heap: order, a number that no two have, and whose turn it is
         self._turn_count = 0
         self.last_arrival = 0
@@ -242,30 +245,22 @@ class WaitQueue:
     @property
     def ranked_lines(self) -> list[Line]:
         """The lines of ranks."""
-        return list(self._ranked.values())
+        return [line for line in self.by_spec.values() if line.is_ranked]
 
     def join(self, waiter: Waiter) -> Line:
         """Add a waiter and return its line; `leave` is called once for it."""
         self.last_arrival += 1
         waiter.arrival = self.last_arrival
-        spec, rank = waiter.request.spec, waiter.request.rank
+        spec = waiter.request.spec
         line = self.by_spec.get(spec)
         if line is None:
             line = self.by_spec[spec] = Line(spec)
-            if rank is not None:
-                self._ranked[spec] = line
-        if rank is not None:
-            self._rank_counts[rank.batch_index] += 1
         line.add(waiter)
         return line
 
     def leave(self, waiter: Waiter) -> None:
         """Remove a waiter."""
-        line, rank = self.by_spec.get(waiter.request.spec), waiter.request.rank
-        if rank is not None:
-            self._rank_counts[rank.batch_index] -= 1
-            if not self._rank_counts[rank.batch_index]:
-                del self._rank_counts[rank.batch_index]
+        line = self.by_spec.get(waiter.request.spec)
         if line is not None:  # else it went with the others, those that are answered apart
             line.remove(waiter)
             self.drop_if_unused(line)
@@ -274,7 +269,6 @@ class WaitQueue:
         """Forget a line in which nobody waits and for which no plan is made."""
         if not line and line.planning is None and self.by_spec.get(line.spec) is line:
             del self.by_spec[line.spec]
-            self._ranked.pop(line.spec, None)
 
     # Turns
 
@@ -284,13 +278,9 @@ class WaitQueue:
             line.is_queued = True
             heapq.heappush(self._turns, self._turn(line))
 
-    def put_all(self, lines: Iterable[Line]) -> int:
-        """Let lines have a turn, as `put` does; return how many are to have one."""
-        for line in lines:
-            if not line.is_queued and line.planning is None and line.first() is not None:
-                line.is_queued = True
-                self._turns.append(self._turn(line))
-        heapq.heapify(self._turns)
+    @property
+    def turn_count(self) -> int:
+        """Number of turns that lines are to have."""
         return len(self._turns)
 
     def has_turn(self, before: float) -> bool:
@@ -317,12 +307,11 @@ class WaitQueue:
 
     def ranks_before(self, line: Line) -> Line | None:
         """Return a line of ranks that wait for an earlier batch_index, and may be served; see `Planner`."""
-        lowest = min(line.batch_indexes)
-        if min(self._rank_counts) >= lowest:
-            return None
-        others = [other for other in self._ranked.values() if other.is_queued or other.planning is not None]
-        earlier = [other for other in others if other.first() and min(other.batch_indexes) < lowest]
-        return min(earlier, key=lambda other: min(other.batch_indexes), default=None)
+        others = [other for other in self.ranked_lines if other.is_queued or other.planning is not None]
+        first = min(
+            (other for other in others if other.first()), key=lambda other: other.lowest_batch_index, default=line
+        )
+        return first if first.lowest_batch_index < line.lowest_batch_index else None
 
     def _turn(self, line: Line) -> tuple[int, int, Line]:
         self._turn_count += 1
