@@ -97,7 +97,6 @@ def test_a_snapshot_and_what_came_after_it_are_there_in_the_next_life(tmp_path):
 def test_a_long_journal_is_replaced_by_a_snapshot(tmp_path, monkeypatch):
     monkeypatch.setattr(state_store, "_LONGEST_START_SECONDS", 50 * state_store._RECORD_SECONDS[Stream.CHANGES])
     monkeypatch.setattr(state_store, "_WORTH_SECONDS", 50 * state_store._RECORD_SECONDS[Stream.CHANGES])
-    monkeypatch.setattr(state_store, "_COUNT_AGAIN_SECONDS", 0.0)
 
     async def write_much(life):
         for _ in range(120):
@@ -176,10 +175,10 @@ def test_a_snapshot_that_cannot_be_written_loses_nothing(tmp_path, monkeypatch):
     async def try_it(life):
         await fill(life)
         monkeypatch.setattr(state_store, "write_snapshot", full)
-        replay_seconds = life.store._cost.seconds
+        replay_seconds = life.store._cost.log_seconds
         with pytest.raises(OSError, match="No space"):
             await life.store.take_snapshot()
-        assert life.store._cost.seconds == replay_seconds  # a start has as much to make again as before
+        assert life.store._cost.log_seconds == replay_seconds  # a start has as much to make again as before
         life.write(2)
         return life.state()
 
@@ -209,7 +208,6 @@ def test_a_snapshot_that_fails_by_a_fault_is_not_tried_again_at_once(tmp_path, m
 
     monkeypatch.setattr(state_store, "_WORTH_SECONDS", 0.0)
     monkeypatch.setattr(state_store, "_LONGEST_START_SECONDS", 0.0)
-    monkeypatch.setattr(state_store, "_COUNT_AGAIN_SECONDS", 0.0)
     monkeypatch.setattr(state_store, "write_snapshot", faulty)
 
     async def write_much(life):

@@ -286,7 +286,7 @@ class CheckpointWriter:
     def add(self, chunks: Iterable[memoryview]) -> None:
         """Append bytes of the block."""
         with self._explained():
-            for some in gathered(_cut(chunks), len, _RECORD_BYTES):
+            for some in gathered(_cut(chunks), _RECORD_BYTES, len):
                 self._writer.write(*some)
 
     def finish(self, snapshot: ServiceSnapshot) -> None:

@@ -55,7 +55,7 @@ def encode_table(name: str, table: TableSnapshot) -> Iterator[ColumnPart]:
     """Yield the parts of all columns of a table."""
     for column_name, column in table.columns.items():
         is_object = column.dtype == np.object_
-        parts = gathered(column.blocks(), np.size, 1 if is_object else _NUMBERS_A_PART)
+        parts = gathered(column.blocks(), 1 if is_object else _NUMBERS_A_PART, np.size)
         for values in map(np.concatenate, parts):
             form, encoded = _encode_objects(values) if is_object else _encode_numbers(values)
             yield ColumnPart(table=name, column=column_name, form=form, values=encoded)

@@ -151,7 +151,7 @@ def read_records(path: Path, at: int = 0, number: int = 0) -> Iterator[Found]:
             raise damaged(path, at, f"it {flaw}") from None
 
 
-def gathered(values: Iterable[Each], size_of: Callable[[Each], int], least: int) -> Iterator[list[Each]]:
+def gathered(values: Iterable[Each], least: int, size_of: Callable[[Each], int] = lambda _: 1) -> Iterator[list[Each]]:
     """Yield values in lists, each of at least so much together, as one record has them; the last one has the rest."""
     some: list[Each] = []
     size = 0

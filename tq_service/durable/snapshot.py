@@ -16,9 +16,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import numpy as np
 
@@ -39,7 +39,6 @@ _CLAIMS_A_RECORD: Final = 256  # what is encoded without giving way to others
 _IDS_A_RECORD: Final = 1024
 _PUT_BYTES_A_RECORD: Final = 1 << 18
 _SHARED: Final = tuple(each.name for each in fields(RankPlan) if each.name != "rows")
-Each = TypeVar("Each")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,9 +276,9 @@ def write_state(writer: RecordWriter, snapshot: ServiceSnapshot) -> None:
     for partition in snapshot.partitions:
         for kind, value in _partition_records(partition):
             write_record(writer, kind, value)
-    for answers in _batched(chain.from_iterable(snapshot.answers), _IDS_A_RECORD):
+    for answers in gathered(chain.from_iterable(snapshot.answers), _IDS_A_RECORD):
         write_record(writer, "answers", Answers(entries=answers))
-    for puts in gathered(snapshot.puts, len, _PUT_BYTES_A_RECORD):
+    for puts in gathered(snapshot.puts, _PUT_BYTES_A_RECORD, len):
         write_record(writer, "puts", Puts(records=puts))
 
 
@@ -337,9 +336,9 @@ def _partition_records(partition: PartitionSnapshot) -> Iterator[tuple[str, Any]
     for task in partition.tasks:
         yield "task", task.facts
         for name, records in (("records", task.records), ("batches_without_rows", task.batches_without_rows)):
-            yield from (("claims", ClaimRecords.of(name, some)) for some in _batched(records, _CLAIMS_A_RECORD))
+            yield from (("claims", ClaimRecords.of(name, some)) for some in gathered(records, _CLAIMS_A_RECORD))
         for name, ids in (("released", task.released), ("expired", task.expired)):
-            yield from (("ended", EndedClaims(name=name, ids=some)) for some in _batched(ids, _IDS_A_RECORD))
+            yield from (("ended", EndedClaims(name=name, ids=some)) for some in gathered(ids, _IDS_A_RECORD))
 
 
 class _Partition:
@@ -424,10 +423,3 @@ class _Parts:
 
     def _number_of(self, rest: bytes) -> int:
         return self._numbers.setdefault(rest, len(self._numbers))
-
-
-def _batched(values: Iterable[Each], size: int) -> Iterator[list[Each]]:
-    """Yield values in lists of so many, the last one apart."""
-    left = iter(values)
-    while some := list(islice(left, size)):
-        yield some

@@ -62,7 +62,6 @@ _FILE_SECONDS: Final = 1e-3
 _SAMPLE_SECONDS: Final = 0.7e-6
 _LONGEST_START_SECONDS: Final = 1.1
 _WORTH_SECONDS: Final = 0.4
-_COUNT_AGAIN_SECONDS: Final = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +73,35 @@ class Recovered:
     put_count: int
     record_count: int
     seconds: float
+
+
+@dataclass(slots=True, kw_only=True)
+class StartCost:
+    """Estimates how long a start would take, and when a snapshot is to save it some of that.
+
+    A snapshot is due before restoring the last one and applying the log since then take longer, together, than a start
+    may take; but not before applying the log takes as long as writing a snapshot does, which grows with the state.
+
+    Attributes:
+        log_seconds: for what is in the log now.
+        restore_seconds: for the last snapshot.
+        snapshot_seconds: how long it took to write that.
+    """
+
+    log_seconds: float = 0.0
+    restore_seconds: float = 0.0
+    snapshot_seconds: float = 0.0
+
+    def add(self, stream: Stream, size: int) -> None:
+        """Count a record of so many bytes."""
+        self.log_seconds += _RECORD_SECONDS[stream] + _BYTE_SECONDS[stream] * size
+
+    @property
+    def is_too_high(self) -> bool:
+        """Whether a snapshot is due."""
+        return self.log_seconds >= max(
+            _LONGEST_START_SECONDS - self.restore_seconds, _WORTH_SECONDS, self.snapshot_seconds
+        )
 
 
 class StateStore:
@@ -95,7 +123,7 @@ class StateStore:
         self._log = log
         self._catalog: Catalog | None = None
         self._engine: StorageEngine | None = None
-        self._cost = ReplayCost()
+        self._cost = StartCost()
         self._flush: asyncio.TimerHandle | None = None
         self._snapshot: asyncio.Task[None] | None = None
         self._retry_at, self._retry_seconds = 0.0, _FIRST_RETRY_SECONDS
@@ -140,7 +168,8 @@ class StateStore:
         self._catalog, self._engine = catalog, engine
         started_at = time.perf_counter()
         snapshot, puts = self._restore_newest()
-        self._cost.add_files(len(segment_numbers(self.data_dir.path)))
+        self._cost.restore_seconds = self._restore_seconds()
+        self._cost.log_seconds += _FILE_SECONDS * len(segment_numbers(self.data_dir.path))  # every start leaves one
         record_count = 0
         for record in self._log.read(snapshot):
             record_count += 1
@@ -255,18 +284,17 @@ class StateStore:
             self._cost.add(stream, sum(map(len, parts)))
             if self._flush is None:  # for changes that no call waits for, such as a lease that ran out
                 self._flush = asyncio.get_running_loop().call_later(_FLUSH_SECONDS, self._flush_later)
-            if self._cost.is_too_long(self._sample_count) and self._may_snapshot:
+            if self._cost.is_too_high and self._snapshot is None and time.monotonic() >= self._retry_at:
                 self._snapshot = asyncio.get_running_loop().create_task(self._try_snapshot())
         except Exception as error:
             self.fatal("a change was made and could not be appended to the journal", error)
             raise
 
-    @property
-    def _may_snapshot(self) -> bool:
-        return self._snapshot is None and time.monotonic() >= self._retry_at
-
     def _sample_count(self) -> int:
         return 0 if self._catalog is None else self._catalog.sample_count()
+
+    def _restore_seconds(self) -> float:
+        return _SAMPLE_SECONDS * self._sample_count()
 
     # What cannot go on
 
@@ -347,7 +375,7 @@ class StateStore:
             DiskFullError: there is no room for it; nothing is written of them.
         """
         try:
-            await self._snapshot_with(lambda: self._write_snapshot(partitions, answers, appear))
+            await self._snapshot_with(lambda: self._write_snapshot(lambda: (partitions, answers()), appear))
         except OSError as error:
             raise DiskFullError(
                 f"what was restored cannot be written to the data folder ({error}); free space, and restore it again"
@@ -371,35 +399,33 @@ class StateStore:
         else:
             self._retry_at, self._retry_seconds = 0.0, _FIRST_RETRY_SECONDS
 
-    def _answers(self) -> AnswerBlocks:
-        return () if self._catalog is None else self._catalog.answers.snapshot()
-
     async def _write_snapshot(
         self,
-        restored: Sequence[PartitionSnapshot] = (),
-        answers: Callable[[], AnswerBlocks] | None = None,
+        contents: Callable[[], tuple[Sequence[PartitionSnapshot], AnswerBlocks]] | None = None,
         appear: Callable[[], None] = lambda: None,
     ) -> None:
         try:
             number = self._log.rotate()
-            snapshot = ServiceSnapshot(  # in one step with that number: the log has whatever comes later
-                partitions=[*restored, *(() if self._catalog is None else self._catalog.snapshot())],
-                answers=self._answers() if answers is None else answers(),
-                puts=() if self._engine is None else map(b"".join, self._engine.put_records()),
-            )
-            before_seconds = self._cost.reset()
+            # In one step with that number: the log has whatever comes later.
+            partitions, answers = (contents or self._contents)()
+            puts = () if self._engine is None else map(b"".join, self._engine.put_records())
+            snapshot = ServiceSnapshot(partitions=partitions, answers=answers, puts=puts)
+            restore_seconds, log_seconds, self._cost.log_seconds = self._restore_seconds(), self._cost.log_seconds, 0.0
             started_at = time.monotonic()
             try:
                 await self._log.wait_durable()
                 await asyncio.to_thread(self._write_to_disk, number, snapshot)
             except BaseException:
-                self._cost.seconds += before_seconds
+                self._cost.log_seconds += log_seconds
                 raise
             appear()
             await asyncio.to_thread(self._remove_unneeded, number)
-            self._cost.note_snapshot(time.monotonic() - started_at)
+            self._cost.restore_seconds, self._cost.snapshot_seconds = restore_seconds, time.monotonic() - started_at
         finally:
             self._snapshot = None
+
+    def _contents(self) -> tuple[Sequence[PartitionSnapshot], AnswerBlocks]:
+        return ((), ()) if self._catalog is None else (self._catalog.snapshot(), self._catalog.answers.snapshot())
 
     def _write_to_disk(self, number: int, snapshot: ServiceSnapshot) -> None:
         self._log.sync_rotated(number)  # a start that finds the snapshot refuses to go on without it
@@ -423,45 +449,3 @@ class StateStore:
         except TqError as error:
             _log.error("what was done last could not be written down: %s", error)
         self.data_dir.close()
-
-
-class ReplayCost:
-    """Estimates how long a start would take to replay the journal, and when a snapshot is to save it that.
-
-    A snapshot is due before restoring the last one and replaying the journal since then take longer, together, than a
-    start may take; but not before the replay takes as long as writing a snapshot does, which grows with the state.
-
-    Attributes:
-        seconds: estimate for the records that are in the journal now.
-    """
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._count_at_seconds = _WORTH_SECONDS
-        self._snapshot_seconds = 0.0
-
-    def add(self, stream: Stream, size: int) -> None:
-        """Count a record of so many bytes."""
-        self.seconds += _RECORD_SECONDS[stream] + _BYTE_SECONDS[stream] * size
-
-    def add_files(self, count: int) -> None:
-        """Count files of the journal, of which every start leaves one."""
-        self.seconds += _FILE_SECONDS * count
-
-    def reset(self) -> float:
-        """Begin with an empty journal; return the estimate for the one before it."""
-        before, self.seconds = self.seconds, 0.0
-        self._count_at_seconds = _WORTH_SECONDS
-        return before
-
-    def note_snapshot(self, seconds: float) -> None:
-        """Note how long a snapshot took to write."""
-        self._snapshot_seconds = seconds
-
-    def is_too_long(self, sample_count: Callable[[], int]) -> bool:
-        """Whether a snapshot of so many samples is due; they are counted now and then only."""
-        if self.seconds < self._count_at_seconds:
-            return False
-        self._count_at_seconds = self.seconds + _COUNT_AGAIN_SECONDS  # counting takes a step for each partition
-        worth = max(_WORTH_SECONDS, self._snapshot_seconds)
-        return self.seconds >= max(_LONGEST_START_SECONDS - sample_count() * _SAMPLE_SECONDS, worth)

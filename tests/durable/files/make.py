@@ -1,0 +1,137 @@
+"""Makes the files that `test_files.py` opens: one of each kind that is written to disk.
+
+They are made once, and read by all versions since. Where the format of a kind changes, its old file stays, with a
+reader for it, and a new one is added. Until the first release, `python tests/durable/files/make.py` makes them anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parent.parent.parent))
+sys.path.append(str(Path(__file__).parent.parent))
+sys.path.append(str(Path(__file__).parent.parent.parent / "storage"))
+sys.path.append(str(Path(__file__).parent.parent.parent / "domain"))
+
+import numpy as np
+from domain_support import batch_spec
+from durable_driver import put
+from engine_driver import cells
+from live_server import LiveServer, LoopThread
+from test_change_stages import STORY
+
+from tq_service.domain.catalog import Catalog
+from tq_service.domain.changes.claims import BatchPlanned, QueueClaimed, TaskSeen
+from tq_service.domain.changes.partitions import PartitionCleared
+from tq_service.domain.claims.request import LeaseTerms
+from tq_service.domain.plan import Plan, RankPlan
+from tq_service.durable.log import segment
+from tq_service.durable.state_store import StateStore
+from tq_service.samplers import PlanRunner
+from tq_service.storage.engine import StorageEngine
+from tq_service.storage.segments import SegmentFiles
+
+HERE = Path(__file__).parent
+LEASED_LATER = {"part": RankPlan(rows=np.arange(4, 6)), "lease": LeaseTerms(seconds=60.0, max_deliveries=3)}
+OTHER_TASK = {"partition_id": "train", "task_name": "other"}
+CHANGES = [
+    *(change for change in STORY if not isinstance(change, PartitionCleared)),
+    TaskSeen(**OTHER_TASK),
+    BatchPlanned(batch_spec=batch_spec(), plan=Plan.of([np.array([1, 2]), np.array([3])]), **OTHER_TASK),
+    QueueClaimed(request_id=b"3" * 16, **LEASED_LATER, **OTHER_TASK),
+]
+BOOT_ID = bytes(range(16))
+DATA: dict[str, Any] = {
+    "dense": np.arange(12).reshape(4, 3),
+    "jagged": [np.arange(row) for row in range(4)],
+    "object": ["a", {"b": 1}, None, "dddd"],
+}
+
+
+def engine_of(store: StateStore) -> StorageEngine:
+    return StorageEngine(max_bytes=None, boot_id=BOOT_ID, files=SegmentFiles(store.data_dir.segments_path))
+
+
+async def make_changes(store: StateStore) -> None:
+    """Every change there is, but for that which would leave nothing to look at."""
+    catalog = Catalog(PlanRunner())
+    store.recover(catalog=catalog)
+    for change in CHANGES:
+        catalog.commit(change)
+
+
+async def make_puts(store: StateStore) -> None:
+    """Small puts: a whole one, one of which rows and a column are gone, one that was dropped."""
+    engine = engine_of(store)
+    store.recover(engine=engine)
+    await make_puts_of(engine)
+
+
+async def make_puts_of(engine: StorageEngine) -> None:
+    for number in (1, 2, 3):
+        await put(engine, number, DATA)
+    engine.free([cells(2, 0, 1, 2, fields=("dense", "jagged")), cells(2, fields=("object",)), cells(3)])
+
+
+async def make_snapshot(store: StateStore) -> None:
+    """All of the above at once, and a log that goes on from it."""
+    catalog, engine = Catalog(PlanRunner()), engine_of(store)
+    store.recover(catalog=catalog, engine=engine)
+    for change in CHANGES:
+        catalog.commit(change)
+    await make_puts_of(engine)
+    await store.take_snapshot()
+
+
+async def make(folder: Path, write: Any) -> None:
+    store = StateStore.open(folder, sync=False)
+    await write(store)
+    await store.close()
+
+
+def make_checkpoint(folder: Path) -> None:
+    """Samples with values of each layout, keys, groups, custom_meta, and a claim."""
+    loop = LoopThread()
+    with LiveServer(loop, checkpoint_dir=folder) as server:
+        client = server.client()
+        client.put(
+            DATA, partition_id="train", keys=list("abcd"), groups=["g", "g", "h", "h"],
+            custom_meta=[{"total_lengths": row} for row in range(4)],
+        )  # fmt: skip
+        client.get_meta(
+            partition_id="train",
+            task_name="t",
+            data_fields=["dense"],
+            batch_size=2,
+            dp_rank=0,
+            dp_size=1,
+            batch_index=0,
+        )
+        client.checkpoint("all")
+    loop.stop()
+
+
+def main() -> None:
+    segment.machine_boot_id = lambda: "the machine that made this file"
+    for kind, write in (("changes", make_changes), ("puts", make_puts), ("snapshot", make_snapshot)):
+        with tempfile.TemporaryDirectory() as folder:
+            asyncio.run(make(Path(folder), write))
+            shutil.rmtree(HERE / kind, ignore_errors=True)
+            (HERE / kind).mkdir()
+            newest = max(Path(folder).glob("*.tqj"))
+            files = [*Path(folder).glob("*.tqs"), newest, Path(folder) / "identity.json"]
+            for path in files:
+                shutil.copy(path, HERE / kind)
+    with tempfile.TemporaryDirectory() as folder:
+        make_checkpoint(Path(folder))
+        (HERE / "checkpoint").mkdir(exist_ok=True)
+        shutil.copy(Path(folder) / "all" / "checkpoint.tqc", HERE / "checkpoint")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""A file of each kind that is written to disk, as it was once made, is read by this version too.
+
+Where one of these fails, the format of a kind has changed: it needs a reader for what is on disks already, and a file
+of its own beside the old one. Until the first release, `python tests/durable/files/make.py` makes the files anew.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+sys.path.append(str(Path(__file__).parent.parent / "domain"))
+sys.path.append(str(Path(__file__).parent.parent / "storage"))
+sys.path.append(str(Path(__file__).parent / "files"))
+
+from digest import digest
+from engine_driver import read, runs
+from live_server import StartServer
+from make import CHANGES, DATA, engine_of
+
+import tq_service as tq
+from tq_service.domain.catalog import Catalog
+from tq_service.durable import codec
+from tq_service.durable.data_dir import DataDir
+from tq_service.durable.log.log import Stream
+from tq_service.durable.log.segment_log import SegmentLog
+from tq_service.durable.state_store import StateStore
+from tq_service.samplers import PlanRunner
+from tq_service.storage.engine import StorageEngine
+from tq_service.storage.put_records import PutDropped, PutStored
+
+FILES = Path(__file__).parent / "files"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """A data dir with the files of a kind."""
+    return Path(shutil.copytree(FILES / request.param, tmp_path / request.param))
+
+
+def without_times(found: dict[str, Any]) -> dict[str, Any]:
+    """Leave out when claims were released or expired."""
+    for task in found["tasks"].values():
+        for name in ("released", "expired"):
+            task[name] = sorted(dict(task[name]))
+    return found
+
+
+def check_catalog(catalog: Catalog) -> None:
+    expected = Catalog(PlanRunner())
+    for change in CHANGES:
+        expected.commit(change)
+    (name,) = catalog.names()
+    partition = catalog.get(name)
+    assert without_times(digest(partition)) == without_times(digest(expected.get("train")))
+    assert sorted(partition.tasks["other"].batches) == [0]
+    assert list(partition.tasks["other"].claims) == [b"3" * 16]
+    assert partition.tasks["other"].leased_count == 2
+    assert partition.sealed
+    assert sorted(partition.key_index.items()) == [(f"k{row}", row) for row in (1, 2, 3, 4, 5, 7, 8, 9)]
+    assert len(list(catalog.answers.snapshot())) == 1
+
+
+def check_puts(engine: StorageEngine) -> None:
+    assert engine.stat().put_count == 2
+    whole = read(engine, [1], runs(list(DATA), (0, 0, 4)))
+    assert np.array_equal(whole["dense"], DATA["dense"])
+    assert [row.tolist() for row in whole["jagged"]] == [row.tolist() for row in DATA["jagged"]]
+    assert list(whole["object"]) == DATA["object"]
+    left = read(engine, [2], runs(["dense", "jagged"], (0, 3, 1)))
+    assert left["dense"].tolist() == [[9, 10, 11]]
+    assert left["jagged"][0].tolist() == [0, 1, 2]
+    with pytest.raises(tq.PutNotFoundError):
+        read(engine, [2], runs(["dense"], (0, 0, 1)))
+    with pytest.raises(tq.PutNotFoundError):
+        read(engine, [2], runs(["object"], (0, 3, 1)))
+
+
+@pytest.mark.parametrize("folder", ["changes"], indirect=True)
+async def test_a_segment_of_changes(folder: Path) -> None:
+    store, catalog = StateStore.open(folder, sync=False), Catalog(PlanRunner())
+    recovered = store.recover(catalog=catalog)
+    assert recovered.record_count == len(CHANGES)
+    check_catalog(catalog)
+    await store.close()
+
+
+@pytest.mark.parametrize("folder", ["puts"], indirect=True)
+async def test_a_segment_of_puts(folder: Path) -> None:
+    data_dir = DataDir.open(folder)
+    log = SegmentLog(folder, sync=False)
+    kinds = {type(codec.decode_put(record.data)[0]) for record in log.read(0) if record.stream is Stream.PUTS}
+    assert kinds == {PutStored, PutDropped}
+    log.close()
+    data_dir.close()
+    store = StateStore.open(folder, sync=False)
+    engine = engine_of(store)
+    store.recover(engine=engine)
+    check_puts(engine)
+    await store.close()
+
+
+@pytest.mark.parametrize("folder", ["snapshot"], indirect=True)
+async def test_a_snapshot(folder: Path) -> None:
+    store, catalog = StateStore.open(folder, sync=False), Catalog(PlanRunner())
+    engine = engine_of(store)
+    recovered = store.recover(catalog=catalog, engine=engine)
+    assert recovered.record_count == 0
+    check_catalog(catalog)
+    check_puts(engine)
+    await store.close()
+
+
+@pytest.mark.parametrize("folder", ["checkpoint"], indirect=True)
+def test_a_checkpoint(folder: Path, start_server: StartServer) -> None:
+    server = start_server(checkpoint_dir=folder.parent)
+    client = server.client()
+    client.restore("checkpoint")
+    meta, _ = client.lookup_samples("train")
+    assert meta.keys == list("abcd")
+    assert meta.groups == ["g", "g", "h", "h"]
+    assert [each["total_lengths"] for each in meta.custom_meta] == [0, 1, 2, 3]
+    data = client.get_data(partition_id="train", keys=list("abcd"))
+    assert np.array_equal(data["dense"].numpy(), DATA["dense"])
+    assert [row.tolist() for row in data["jagged"].unbind()] == [row.tolist() for row in DATA["jagged"]]
+    assert [getattr(row, "data", row) for row in data["object"]] == DATA["object"]
+    again = client.get_meta(
+        partition_id="train", task_name="t", data_fields=["dense"], batch_size=2, dp_rank=0, dp_size=1, batch_index=0
+    )
+    assert again.global_indexes == [0, 1]
+    assert client.check_consumption(partition_id="train", task_name="t").consumed == 2
