@@ -32,7 +32,7 @@ from tq_service.domain.plan import Indexes
 from tq_service.domain.tables.cells import CELL_COLUMN, NOT_PRODUCED, CellsSnapshot, Put, cells_of, slots_and_rows
 from tq_service.domain.tables.table import ColumnSnapshot, TableSnapshot
 from tq_service.durable.files import PARTIAL_SUFFIX, beside, make_folder
-from tq_service.durable.frames import HEADER_BYTES
+from tq_service.durable.log.segment import HEADER_BYTES
 from tq_service.durable.pace import Pace
 from tq_service.durable.record_file import RecordWriter, damaged, gathered, read_records
 from tq_service.durable.snapshot import (

@@ -1,6 +1,6 @@
 """Files of records, one in each frame, that are under their names only once they are whole and on the disk.
 
-"tqrecs02", then the records, numbered from 0 on (see `frames`), and a frame without a body
+"tqrecs02", then the records, numbered from 0 on (see `log.segment`), and a frame without a body
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import BinaryIO, Final, NamedTuple, TypeVar
 
 from tq_service.durable.files import PARTIAL_SUFFIX, sync_path
-from tq_service.durable.frames import HEADER_BYTES, Break, frame, read_frame
+from tq_service.durable.log.segment import HEADER_BYTES, Break, frame, read_frame
 from tq_service.durable.log.segment_log import RESERVE_BYTES
 from tq_service.durable.pace import Pace
 from tq_service.errors import SnapshotDamagedError

@@ -1,7 +1,12 @@
 """Segments: the files of a log, each of frames, which hold what was committed together.
 
     segment: "tqlog003", opening frame, frame ..., closing frame
-    frame:   see `frames`; its body has for each record its size (uint32), its stream (uint8) and its bytes
+    frame:   header, then for each record its size (uint32), its stream (uint8) and its bytes
+    header:  size of all that follows it (uint32), number of the frame (uint64), XXH3 of what follows, seeded with that
+             number (uint64), XXH32 of the header so far (uint32); all numbers are little-endian
+
+Snapshots and checkpoints are of frames too (`record_file`). A reader knows which number comes next, so that a frame
+which is missing, repeated or elsewhere is found.
 
 Records are numbered through all segments, and the number of a frame is that of its first one. Where one
 segment ends and the next begins has a number too: of the opening frame, whose one record says how the segment is
@@ -22,16 +27,21 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import BinaryIO, Final, TypeAlias
 
 import numpy as np
+import xxhash
 
 from tq_service.durable.files import numbers_in
-from tq_service.durable.frames import HEADER_BYTES, NUMBER_OFFSET, Break, frame, read_frame
 from tq_service.durable.log.log import Record, Stream
 from tq_service.errors import NewerVersionError
 
 _MAGIC: Final = b"tqlog003"
+_HEADER: Final = struct.Struct("<IQQI")
+_CHECKED: Final = struct.Struct("<IQQ")
+_CHECKSUM: Final = struct.Struct("<I")
+HEADER_BYTES: Final = _HEADER.size
+_NUMBER_OFFSET: Final = 4
 _RECORD: Final = struct.Struct("<IB")
 _NO_STREAM: Final = 0  # of an opening
 _STREAMS: Final = {int(stream): stream for stream in Stream}
@@ -57,6 +67,41 @@ def machine_boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
+
+
+class Break(Exception):  # noqa: N818  (a finding, which the reader turns into an error or a line of the log)
+    """No whole frame is where one should be.
+
+    Attributes:
+        is_torn: whether the file ends there as it does when a process is killed while it writes.
+    """
+
+    def __init__(self, what: str, *, is_torn: bool = False) -> None:
+        super().__init__(what)
+        self.is_torn = is_torn
+
+
+def frame(number: int, parts: Iterable[bytes | bytearray | memoryview]) -> tuple[bytes, bytes]:
+    """Return header and body of a frame; its bytes are copied once, here."""
+    body = b"".join(parts)
+    checked = _CHECKED.pack(len(body), number, xxhash.xxh3_64_intdigest(body, number))
+    return checked + _CHECKSUM.pack(xxhash.xxh32_intdigest(checked)), body
+
+
+def read_frame(file: BinaryIO) -> tuple[int, bytes]:
+    """Return number and body of the frame that a file is at; raises Break where there is none."""
+    header = file.read(_HEADER.size)
+    if len(header) < _HEADER.size:
+        raise Break("ends within a frame", is_torn=True)
+    size, number, checksum, header_checksum = _HEADER.unpack(header)
+    if xxhash.xxh32_intdigest(header[: _CHECKED.size]) != header_checksum:
+        raise Break("has a frame whose header does not fit its checksum")
+    body = file.read(size)
+    if len(body) < size:
+        raise Break("ends within a frame", is_torn=True)
+    if xxhash.xxh3_64_intdigest(body, number) != checksum:
+        raise Break("has a frame that does not fit its checksum")
+    return number, body
 
 
 def _body(records: Iterable[Parts]) -> Iterator[bytes | bytearray]:
@@ -218,11 +263,11 @@ class FoundSegment:
         data = self.path.read_bytes()[self.end + 1 :]
         file = io.BytesIO(data)
         most = self.last_number + 2 + len(data) // _RECORD.size
-        for shift in range(NUMBER_OFFSET, NUMBER_OFFSET + 8):
+        for shift in range(_NUMBER_OFFSET, _NUMBER_OFFSET + 8):
             count = max(0, len(data) - shift) // 8
             numbers = np.frombuffer(data, "<u8", count, shift) if count else np.zeros(0, np.uint64)
             for place in np.flatnonzero((numbers > self.last_number) & (numbers < most)):
-                file.seek(8 * int(place) + shift - NUMBER_OFFSET)
+                file.seek(8 * int(place) + shift - _NUMBER_OFFSET)
                 with contextlib.suppress(Break):
                     read_frame(file)
                     return True
