@@ -1,7 +1,7 @@
 """A reward worker leases its samples; when it crashes, its successor gets what it held.
 
 A sample that a worker leased and did not acknowledge in time goes to another one, with a count of its deliveries. One
-that was handed out `max_deliveries` times is dead-lettered: a sample that crashes every worker stops no one for good.
+that was delivered `max_deliveries` times is dead-lettered: a sample that crashes every worker stops no one for good.
 
 Start a service with `tq-service serve`, then run `python examples/leased_worker.py`; another address goes into
 TQ_ADDRESS.

@@ -124,7 +124,7 @@ def test_a_claim_without_a_lease_is_given_back_whole(client: AnyClient) -> None:
     put_rows(client, 4)
     meta = client.get_meta(**ASKS, batch_size=4)
     assert (meta.lease_seconds, meta.delivery_counts) == (None, ())
-    with pytest.raises(tq.InvalidArgumentError, match="given back whole"):
+    with pytest.raises(tq.InvalidArgumentError, match="released whole"):
         client.release(meta.select_samples([0]))
     for call in (client.ack, lambda metadata: client.extend(metadata, 1.0)):
         with pytest.raises(tq.InvalidArgumentError, match="no leased claim"):

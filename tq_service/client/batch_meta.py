@@ -37,10 +37,10 @@ class BatchMeta:
     metadata, fields and steps, wherever the bytes are.
 
     Attributes:
-        status: "batch"; "not_yet": nothing to hand out in time, ask again; "end": no further batch will come.
+        status: "batch"; "not_yet": nothing to deliver in time, ask again; "end": no further batch will come.
         partition_id: the partition.
-        incarnation: its life, 16 bytes.
-        epoch: the life of the task's consumption; 0 where no task asked.
+        incarnation: that of the partition, 16 random bytes, others once its name is used again after a clear.
+        epoch: that of the task, which counts its resets; 0 where no task asked.
         indexes: `(size,)` int64, the `global_indexes` as a read-only array.
         fields: specs of the fields.
         steps: how the samples are to be used; plain micro-batches are one step.
@@ -50,7 +50,7 @@ class BatchMeta:
         claim_id: the claim of a queue worker, for `ack`, `extend` and `release`; empty otherwise.
         task_name: the consumer that claimed it; empty where none did.
         lease_seconds: how long the samples were leased when the answer was sent; None where they are not.
-        delivery_counts: of leased samples, how often each was handed out to the task, this time included.
+        delivery_counts: of leased samples, how often each was delivered to the task, this time included.
     """
 
     status: Status = "batch"
@@ -212,7 +212,7 @@ class BatchMeta:
         acknowledged or released by itself.
 
         Raises:
-            InvalidArgumentError: no parts, parts of different partitions, lives, epochs or fields, one that is not a
+            InvalidArgumentError: no parts, parts of different incarnations, epochs or fields, one that is not a
                 batch, or a sample that comes twice.
         """
         if not parts:
@@ -279,7 +279,7 @@ def _check_concat(first: BatchMeta, part: BatchMeta) -> None:
         if getattr(part, name) != getattr(first, name):
             raise InvalidArgumentError(
                 f"batches differ in {name}: {getattr(first, name)!r} and {getattr(part, name)!r}; concatenate batches "
-                "of one partition, life and epoch with the same fields (select_fields)",
+                "of one partition, incarnation and epoch with the same fields (select_fields)",
                 field="parts",
             )
     if part.status != "batch":

@@ -33,7 +33,7 @@ class Handover:
 
     Args:
         path: the service's Unix socket.
-        boot_id: the life of the service that told of it.
+        boot_id: the instance of the service that announced it.
 
     Attributes:
         session_id: names the session in calls.

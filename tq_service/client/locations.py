@@ -16,11 +16,11 @@ Indexes = NDArray[np.int64]
 
 
 class StorageRef(NamedTuple):
-    """A storage service in one of its lives; an empty address is the client's own.
+    """One instance of a storage service; an empty address is the client's own.
 
     Attributes:
         storage_id: its name.
-        boot_id: its life.
+        boot_id: names the instance.
         address: where it is.
         is_away: whether the controller does not know where it is.
     """

@@ -34,7 +34,7 @@ class StorageRead:
     """What one storage service is asked for.
 
     Attributes:
-        storage: the storage service and its life.
+        storage: the instance of a storage service.
         positions: `(n,)`, which samples of the batch, ascending.
         request: the cells.
     """

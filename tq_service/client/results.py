@@ -21,9 +21,9 @@ class ConsumptionStatus:
         skipped: samples the task will never get.
         sealed: whether no new samples will come.
         complete: whether nothing is left for the task.
-        epoch: the life of the task's consumption.
+        epoch: that of the task, which counts its resets.
         leased: those of `consumed` that are leased and not acknowledged; they may come back.
-        dead_lettered: those of `skipped` that were handed out `max_deliveries` times without being acknowledged.
+        dead_lettered: those of `skipped` that were delivered `max_deliveries` times without being acknowledged.
     """
 
     consumed: int
@@ -57,7 +57,7 @@ class PartitionSummary:
 
     Attributes:
         partition_id: its name.
-        incarnation: its life, 16 bytes.
+        incarnation: 16 random bytes, others once its name is used again after a clear.
         inserted_count: samples ever inserted.
         present_count: samples not cleared.
         sealed: whether no new samples will come.
@@ -95,7 +95,7 @@ class TaskStatus:
 
     Attributes:
         task_name: its name.
-        epoch: the life of its consumption.
+        epoch: how often its consumption was reset.
         consumed_count: samples consumed in this epoch.
         skipped_count: samples it will never get.
         planned_batch_count: batches planned in this epoch (ranked consumers).
@@ -103,7 +103,7 @@ class TaskStatus:
         waiting_count: calls that wait.
         complete: whether nothing is left for it.
         leased_count: samples that are leased and not acknowledged; they may come back.
-        dead_lettered_count: samples that were handed out `max_deliveries` times without being acknowledged.
+        dead_lettered_count: samples that were delivered `max_deliveries` times without being acknowledged.
         dead_lettered_indexes: the first hundred of them that are not cleared.
     """
 
@@ -137,7 +137,7 @@ class PartitionDescription:
         used_bytes: bytes of the values of its samples; where a part of a put was freed, its share by number of cells.
         max_bytes: most bytes that they may take, None where that is not bounded.
         staleness_limits: how far producers may be ahead of its tasks.
-        waiting_put_count: puts of new samples that wait for room or for a task.
+        waiting_put_count: puts of new samples that wait for capacity or for a task.
     """
 
     summary: PartitionSummary
@@ -206,7 +206,7 @@ class StorageStat:
 
     Attributes:
         storage_id: its name.
-        boot_id: its life, 16 bytes.
+        boot_id: of this instance of it, 16 bytes.
         max_bytes: its quota; None: none.
         used_bytes: bytes stored and reserved.
         pooled_bytes: bytes of memory held for reuse, besides `used_bytes`.

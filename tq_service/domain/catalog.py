@@ -256,7 +256,7 @@ class Catalog:
         return count
 
     def admission_queue(self, partition_id: str) -> AdmissionQueue | None:
-        """Return where writes of new samples wait for room, None where nothing bounds them."""
+        """Return where writes of new samples wait for capacity, None where nothing bounds them."""
         partition = self._partitions.get(partition_id)
         if partition is None or not partition.settings.is_bounded:
             return None
@@ -268,7 +268,7 @@ class Catalog:
         return serving.admission_queue
 
     def waiting_put_count(self, partition_id: str) -> int:
-        """Return the number of writes of new samples that wait for room."""
+        """Return the number of writes of new samples that wait for capacity."""
         queue = self.admission_queue(partition_id)
         return 0 if queue is None else queue.waiting_count
 
@@ -433,7 +433,7 @@ def check_name(what: str, name: str) -> None:
 
 def _was_cleared(partition_id: str) -> Callable[[], PartitionClearedError]:
     return lambda: PartitionClearedError(
-        f"partition {partition_id!r} was cleared while the call waited; ask again to wait for its next life"
+        f"partition {partition_id!r} was cleared while the call waited; ask again to wait for its next incarnation"
     )
 
 

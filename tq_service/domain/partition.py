@@ -130,7 +130,7 @@ class Partition:
         return self.table.next_index
 
     def check_incarnation(self, incarnation: bytes) -> None:
-        """Refuse a caller that means an earlier life of the name; empty means whichever."""
+        """Refuse a caller that means an earlier incarnation of the name; empty means whichever."""
         if incarnation and incarnation != self.incarnation:
             raise StaleIncarnationError(
                 f"partition {self.partition_id!r} was cleared and made anew: got incarnation {incarnation.hex()}, it "
@@ -281,7 +281,7 @@ class Partition:
             notify()
 
     def consumed(self) -> None:
-        """Have writes that wait for room look again."""
+        """Have writes that wait for capacity look again."""
         for notify in self.on_consumed:
             notify()
 

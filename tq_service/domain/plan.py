@@ -144,7 +144,7 @@ class View(Protocol):
             block_size: size of the groups: the number of members that completes a group which declared no size, and
                 where the partition has no explicit groups the length of the blocks of consecutive indexes that stand
                 in for them. None without explicit groups: each sample is a group of one.
-            take_incomplete: hand out the rest of a group of which members failed or were cleared, instead of
+            take_incomplete: deliver the rest of a group of which members failed or were cleared, instead of
                 skipping it.
 
         Raises:

@@ -139,7 +139,7 @@ class CreatePartitionRequest(google.protobuf.message.Message):
     default_layout: tq_service.v1.metadata_pb2.Layout.ValueType
     """Layout of tensor fields that are not declared; unspecified: that of their first put."""
     max_bytes: builtins.int
-    """Most bytes that its samples may take; puts of new samples wait for room. Not given: only the quota of the service."""
+    """Most bytes that its samples may take; puts of new samples wait for capacity. Not given: only the quota of the service."""
     @property
     def fields(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[tq_service.v1.metadata_pb2.FieldSpec]:
         """Fields known beforehand; dtype and row shape may be left to the first put."""
@@ -213,7 +213,7 @@ class CreatePartitionResponse(google.protobuf.message.Message):
 
     INCARNATION_FIELD_NUMBER: builtins.int
     incarnation: builtins.bytes
-    """Its life (16 bytes)."""
+    """Its incarnation (16 bytes)."""
     def __init__(
         self,
         *,
@@ -237,7 +237,7 @@ class SealPartitionRequest(google.protobuf.message.Message):
     partition_id: builtins.str
     """The partition."""
     incarnation: builtins.bytes
-    """Its life; empty: whichever."""
+    """Its incarnation; empty: whichever."""
     def __init__(
         self,
         *,
@@ -286,7 +286,7 @@ class SampleWrite(google.protobuf.message.Message):
     partition_id: builtins.str
     """The partition; made on first use."""
     incarnation: builtins.bytes
-    """Its life; empty: whichever. Must be given with `global_indexes`."""
+    """Its incarnation; empty: whichever. Must be given with `global_indexes`."""
     row_count: builtins.int
     """Number of samples written."""
     key_mode: global___KeyMode.ValueType
@@ -579,7 +579,7 @@ class GetMetaRequest(google.protobuf.message.Message):
     batch_size: builtins.int
     """Samples or groups, for each rank."""
     min_batch_size: builtins.int
-    """Queue workers: the least to be handed out; 0: `batch_size`."""
+    """Queue workers: the least to be delivered; 0: `batch_size`."""
     batch_unit: global___BatchUnit.ValueType
     """What the two count."""
     micro_batch_size: builtins.int
@@ -597,17 +597,17 @@ class GetMetaRequest(google.protobuf.message.Message):
     max_wait_seconds: builtins.float
     """How long to wait, in seconds."""
     incarnation: builtins.bytes
-    """The life of the partition; empty: whichever."""
+    """The incarnation of the partition; empty: whichever."""
     epoch: builtins.int
-    """The life of the task's consumption; not given: whichever."""
+    """The epoch of the task, which counts its resets; not given: whichever."""
     finite: builtins.bool
     """Also end when every sample inserted so far is consumed, without waiting for the seal."""
     lease_seconds: builtins.float
-    """Queue workers: samples that are not acknowledged within so many seconds are handed out again; 0: they count as done
-    once they are handed out.
+    """Queue workers: samples that are not acknowledged within so many seconds are delivered again; 0: they count as done
+    once they are delivered.
     """
     max_deliveries: builtins.int
-    """Queue workers with a lease: a sample that was handed out so often and never acknowledged is dead-lettered; 0: no bound."""
+    """Queue workers with a lease: a sample that was delivered so often and never acknowledged is dead-lettered; 0: no bound."""
     @property
     def data_fields(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Fields that make a sample ready, and whose cells the answer locates."""
@@ -722,7 +722,7 @@ global___ReleaseClaimRequest = ReleaseClaimRequest
 
 @typing.final
 class ReleaseClaimResponse(google.protobuf.message.Message):
-    """The claim is given back."""
+    """The claim is released."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -755,7 +755,7 @@ class AckClaimRequest(google.protobuf.message.Message):
     partition_id: builtins.str
     """The partition."""
     incarnation: builtins.bytes
-    """Its life; empty: whichever."""
+    """Its incarnation; empty: whichever."""
     task_name: builtins.str
     """The consumer."""
     claim_request_id: builtins.bytes
@@ -813,7 +813,7 @@ class ExtendClaimRequest(google.protobuf.message.Message):
     partition_id: builtins.str
     """The partition."""
     incarnation: builtins.bytes
-    """Its life; empty: whichever."""
+    """Its incarnation; empty: whichever."""
     task_name: builtins.str
     """The consumer."""
     claim_request_id: builtins.bytes
@@ -899,11 +899,11 @@ class CheckConsumptionResponse(google.protobuf.message.Message):
     complete: builtins.bool
     """Whether nothing is left for the task."""
     epoch: builtins.int
-    """The life of the task's consumption."""
+    """The epoch of the task, which counts its resets."""
     leased: builtins.int
     """Those of `consumed` that are leased and not acknowledged."""
     dead_lettered: builtins.int
-    """Those of `skipped` that were handed out too often without being acknowledged."""
+    """Those of `skipped` that were delivered too often without being acknowledged."""
     def __init__(
         self,
         *,
@@ -1038,7 +1038,7 @@ class SetCustomMetaRequest(google.protobuf.message.Message):
     partition_id: builtins.str
     """The partition."""
     incarnation: builtins.bytes
-    """Its life; empty: whichever."""
+    """Its incarnation; empty: whichever."""
     @property
     def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """The samples."""
@@ -1087,7 +1087,7 @@ class CloseGroupsRequest(google.protobuf.message.Message):
     partition_id: builtins.str
     """The partition."""
     incarnation: builtins.bytes
-    """Its life; empty: whichever."""
+    """Its incarnation; empty: whichever."""
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """The groups."""
@@ -1200,7 +1200,7 @@ class LocateRequest(google.protobuf.message.Message):
     partition_id: builtins.str
     """The partition."""
     incarnation: builtins.bytes
-    """Its life; empty: whichever."""
+    """Its incarnation; empty: whichever."""
     skip_missing: builtins.bool
     """Leave out samples that are unknown or lack one of the fields, instead of an error."""
     @property
@@ -1266,7 +1266,7 @@ class ClearSamplesRequest(google.protobuf.message.Message):
     partition_id: builtins.str
     """The partition."""
     incarnation: builtins.bytes
-    """Its life; empty: whichever."""
+    """Its incarnation; empty: whichever."""
     @property
     def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """The samples."""
@@ -1320,7 +1320,7 @@ class ClearPartitionRequest(google.protobuf.message.Message):
     partition_id: builtins.str
     """The partition."""
     incarnation: builtins.bytes
-    """Its life; empty: whichever."""
+    """Its incarnation; empty: whichever."""
     def __init__(
         self,
         *,
@@ -1382,7 +1382,7 @@ class PartitionSummary(google.protobuf.message.Message):
     partition_id: builtins.str
     """Its name."""
     incarnation: builtins.bytes
-    """Its life."""
+    """Its incarnation (16 bytes)."""
     inserted_count: builtins.int
     """Samples ever inserted."""
     present_count: builtins.int
@@ -1485,7 +1485,7 @@ class TaskStatus(google.protobuf.message.Message):
     task_name: builtins.str
     """Its name."""
     epoch: builtins.int
-    """The life of its consumption."""
+    """Its epoch: how often its consumption was reset."""
     consumed_count: builtins.int
     """Samples consumed in this epoch."""
     skipped_count: builtins.int
@@ -1501,7 +1501,7 @@ class TaskStatus(google.protobuf.message.Message):
     leased_count: builtins.int
     """Samples that are leased and not acknowledged."""
     dead_lettered_count: builtins.int
-    """Samples that were handed out too often without being acknowledged."""
+    """Samples that were delivered too often without being acknowledged."""
     @property
     def dead_lettered_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Some of them: the first hundred."""
@@ -1559,7 +1559,7 @@ class DescribePartitionResponse(google.protobuf.message.Message):
     max_bytes: builtins.int
     """Most bytes that they may take, where bounded."""
     waiting_put_count: builtins.int
-    """Puts of new samples that wait for room or for a task."""
+    """Puts of new samples that wait for capacity or for a task."""
     @property
     def summary(self) -> global___PartitionSummary:
         """The partition in short."""

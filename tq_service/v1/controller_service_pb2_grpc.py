@@ -194,7 +194,7 @@ class ControllerServiceServicer(object):
         """Hands out a batch: long poll of up to `max_wait_seconds`, which the server may cap. Changes: the first request of a
         batch_index plans it for all ranks and marks its samples consumed by the task; a queue claim marks its own. A rank
         that asks again gets the same answer; so does a queue worker under the same `request_id`. Leaving early releases
-        what was not yet handed out. Errors: FAILED_PRECONDITION (ranks disagree, stale incarnation or epoch, partition
+        what was not yet delivered. Errors: FAILED_PRECONDITION (ranks disagree, stale incarnation or epoch, partition
         cleared), INVALID_ARGUMENT (arguments, unknown sampler or config), INTERNAL and DEADLINE_EXCEEDED (the sampler
         failed or hung).
         """

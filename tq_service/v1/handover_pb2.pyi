@@ -95,7 +95,7 @@ class Greeting(google.protobuf.message.Message):
 
     BOOT_ID_FIELD_NUMBER: builtins.int
     boot_id: builtins.bytes
-    """The life of the storage service that told of the socket; another one refuses."""
+    """The instance of the storage service that announced the socket; another one refuses."""
     def __init__(
         self,
         *,

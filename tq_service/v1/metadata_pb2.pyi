@@ -86,7 +86,7 @@ class _BatchStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     BATCH_STATUS_BATCH: _BatchStatus.ValueType  # 1
     """A batch; it may be empty for a rank."""
     BATCH_STATUS_NOT_YET: _BatchStatus.ValueType  # 2
-    """Nothing to hand out within `max_wait_seconds`. Depends on timing, never recorded."""
+    """Nothing to deliver within `max_wait_seconds`. Depends on timing, never recorded."""
     BATCH_STATUS_END: _BatchStatus.ValueType  # 3
     """No further batch will come for this task and epoch. Recorded."""
 
@@ -98,7 +98,7 @@ BATCH_STATUS_UNSPECIFIED: BatchStatus.ValueType  # 0
 BATCH_STATUS_BATCH: BatchStatus.ValueType  # 1
 """A batch; it may be empty for a rank."""
 BATCH_STATUS_NOT_YET: BatchStatus.ValueType  # 2
-"""Nothing to hand out within `max_wait_seconds`. Depends on timing, never recorded."""
+"""Nothing to deliver within `max_wait_seconds`. Depends on timing, never recorded."""
 BATCH_STATUS_END: BatchStatus.ValueType  # 3
 """No further batch will come for this task and epoch. Recorded."""
 global___BatchStatus = BatchStatus
@@ -269,7 +269,7 @@ global___MetaColumn = MetaColumn
 
 @typing.final
 class StorageEndpoint(google.protobuf.message.Message):
-    """A storage service in one of its lives."""
+    """One instance of a storage service."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -495,9 +495,9 @@ class BatchMeta(google.protobuf.message.Message):
     partition_id: builtins.str
     """The partition."""
     incarnation: builtins.bytes
-    """The life of the partition (16 bytes)."""
+    """The incarnation of the partition (16 bytes)."""
     epoch: builtins.int
-    """The life of the task's consumption; 0 for answers that are no claims."""
+    """The epoch of the task, which counts its resets; 0 for answers that are no claims."""
     skipped: builtins.int
     """With END: how many samples the task will never get, the sum of those that `end` tells apart."""
     claim_request_id: builtins.bytes
@@ -534,7 +534,7 @@ class BatchMeta(google.protobuf.message.Message):
 
     @property
     def delivery_counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """For each sample of a leased claim, how often it was handed out to the task, this time included; else empty."""
+        """For each sample of a leased claim, how often it was delivered to the task, this time included; else empty."""
 
     @property
     def index_ranges(self) -> global___IndexRanges:

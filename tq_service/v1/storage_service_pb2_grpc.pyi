@@ -42,7 +42,7 @@ class StorageServiceStub:
     ]
     """Stores one put of at most 256 KiB that comes whole, in one message: what Put does, for about half its cost. Changes,
     idempotence, blocking and errors are those of Put, and a put may be tried again by the other of the two. Larger puts
-    are INVALID_ARGUMENT: while they wait for room, their bytes would be in memory that no quota counts.
+    are INVALID_ARGUMENT: while they wait for capacity, their bytes would be in memory that no quota counts.
     """
 
     Get: grpc.UnaryStreamMultiCallable[
@@ -125,7 +125,7 @@ class StorageServiceAsyncStub:
     ]
     """Stores one put of at most 256 KiB that comes whole, in one message: what Put does, for about half its cost. Changes,
     idempotence, blocking and errors are those of Put, and a put may be tried again by the other of the two. Larger puts
-    are INVALID_ARGUMENT: while they wait for room, their bytes would be in memory that no quota counts.
+    are INVALID_ARGUMENT: while they wait for capacity, their bytes would be in memory that no quota counts.
     """
 
     Get: grpc.aio.UnaryStreamMultiCallable[
@@ -212,7 +212,7 @@ class StorageServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[tq_service.v1.storage_service_pb2.PutSmallResponse, collections.abc.Awaitable[tq_service.v1.storage_service_pb2.PutSmallResponse]]:
         """Stores one put of at most 256 KiB that comes whole, in one message: what Put does, for about half its cost. Changes,
         idempotence, blocking and errors are those of Put, and a put may be tried again by the other of the two. Larger puts
-        are INVALID_ARGUMENT: while they wait for room, their bytes would be in memory that no quota counts.
+        are INVALID_ARGUMENT: while they wait for capacity, their bytes would be in memory that no quota counts.
         """
 
     @abc.abstractmethod

@@ -1,4 +1,4 @@
-"""Calls of queue workers about what they hold: done, to be given back, or in need of more time."""
+"""Calls of queue workers about what they hold: done, to be released, or in need of more time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class AsyncLeaseCalls(AsyncBase):
     """The part of the client for claims that were made. See `AsyncClient`."""
 
     async def ack(self, metadata: BatchMeta, *, timeout: float | None = None) -> int:
-        """Say that the work on leased samples is done: they are not handed out again, whatever becomes of the lease.
+        """Say that the work on leased samples is done: they are not delivered again, whatever becomes of the lease.
 
         Put the results first. Acknowledging samples once more is fine, as is naming ones that have failed or were
         cleared meanwhile.
@@ -46,7 +46,7 @@ class AsyncLeaseCalls(AsyncBase):
         return answer.acked_count
 
     async def extend(self, metadata: BatchMeta, lease: float, *, timeout: float | None = None) -> int:
-        """Give a leased claim more time. What was acknowledged or given back of it stays so.
+        """Give a leased claim more time. What was acknowledged or released of it stays so.
 
         Args:
             metadata: the batch, as `get_meta(lease=...)` answered it, or a part of it: all of the claim is extended.
@@ -75,9 +75,9 @@ class AsyncLeaseCalls(AsyncBase):
         return answer.leased_count
 
     async def release(self, metadata: BatchMeta, *, timeout: float | None = None) -> int:
-        """Give back samples that a queue worker got and will not process: they are claimable again at once.
+        """Release samples that a queue worker got and will not process: they are claimable again at once.
 
-        A delivery that is given back does not count for `max_deliveries`. What the worker no longer holds is ignored.
+        A released delivery does not count for `max_deliveries`. What the worker no longer holds is ignored.
 
         Args:
             metadata: the batch, as `get_meta` answered it; of a leased one also a part of it, of whole groups whole

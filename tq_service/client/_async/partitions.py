@@ -74,7 +74,7 @@ class AsyncPartitionCalls(AsyncBase):
 
         Args:
             partition_id: the partition.
-            incarnation: its life; empty: whichever.
+            incarnation: that of the partition; empty: whichever.
             timeout: seconds until the call fails; None: the client's.
 
         Returns:
@@ -97,7 +97,7 @@ class AsyncPartitionCalls(AsyncBase):
 
         Args:
             partition_id: the partition.
-            incarnation: its life; empty: whichever.
+            incarnation: that of the partition; empty: whichever.
             timeout: seconds until the call fails; None: the client's.
 
         Returns:

@@ -67,7 +67,7 @@ class ClaimCalls(Base):
             task_name: the consumer.
             data_fields: fields that make a sample ready.
             batch_size: samples or groups, for each rank.
-            min_batch_size: queue workers: the least to be handed out; None: `batch_size`.
+            min_batch_size: queue workers: the least to be delivered; None: `batch_size`.
             batch_unit: "sample" or "group": what the two count.
             micro_batch_size: samples a micro-batch; None: the batch is one.
             sampler: its name; None: "sequential".
@@ -80,12 +80,12 @@ class ClaimCalls(Base):
                 ==, !=, <, <=, >, >= and "in" with a list of values.
             order_by: custom_meta columns by which ready samples are ordered, "-column" for largest first.
             finite: also end when every sample inserted so far is consumed, without waiting for the seal.
-            incarnation: the life of the partition; empty: whichever.
-            epoch: the life of the task's consumption; None: whichever.
+            incarnation: that of the partition; empty: whichever.
+            epoch: that of the task, which counts its resets; None: whichever.
             lease: queue workers: seconds within which the samples are to be acknowledged (`ack`), at most a day; what
-                is not can be claimed by others. None: they are done once they are handed out.
-            max_deliveries: with a lease: a sample that was handed out so often and never acknowledged in time is set
-                aside: not handed out again in this epoch, and counted as skipped. None: no bound.
+                is not can be claimed by others. None: they are done once they are delivered.
+            max_deliveries: with a lease: a sample that was delivered so often and never acknowledged in time is dead-
+                lettered: not delivered again in this epoch, and counted as skipped. None: no bound.
             max_wait: seconds to wait for a batch; then the answer is "not_yet".
             timeout: seconds beyond `max_wait` until the call fails; None: the client's.
 

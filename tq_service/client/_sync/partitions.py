@@ -75,7 +75,7 @@ class PartitionCalls(Base):
 
         Args:
             partition_id: the partition.
-            incarnation: its life; empty: whichever.
+            incarnation: that of the partition; empty: whichever.
             timeout: seconds until the call fails; None: the client's.
 
         Returns:
@@ -96,7 +96,7 @@ class PartitionCalls(Base):
 
         Args:
             partition_id: the partition.
-            incarnation: its life; empty: whichever.
+            incarnation: that of the partition; empty: whichever.
             timeout: seconds until the call fails; None: the client's.
 
         Returns:

@@ -131,7 +131,7 @@ class VersionBound(Bound):
 
     name = "max_versions"
     what = "versions between new samples and the oldest that task {!r} has to consume"
-    remedy = "the task has to consume, or somebody to clear, the oldest first"
+    remedy = "the task has to consume, or somebody has to clear, the oldest first"
 
     def __init__(self, partition: Partition, limit: int, task_name: str, column: str) -> None:
         super().__init__(partition, limit, task_name)

@@ -171,4 +171,6 @@ class AdmissionQueue:
             if each.demand is not None and (exceeded := self._exceeded(each.demand)) is not None:
                 bound, total = exceeded
                 return bound.error(total, may_fit_later=True)
-        return ResourceExhaustedError("there was no room until the deadline", retry_after_seconds=RETRY_AFTER_SECONDS)
+        return ResourceExhaustedError(
+            "there was no capacity until the deadline", retry_after_seconds=RETRY_AFTER_SECONDS
+        )

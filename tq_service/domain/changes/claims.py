@@ -232,7 +232,7 @@ class ClaimExtended(ClaimChange):
         if lease.left_count == 0:
             raise PreconditionError(
                 f"nothing is left of this claim of task {task.name!r}: its samples are acknowledged, failed, cleared "
-                f"or given back; no more time is needed"
+                f"or released; no more time is needed"
             )
         return partition, lease
 
@@ -325,8 +325,8 @@ def _left(partition: Partition, task: TaskLedger, claim: QueueClaim, rows: Index
         _check_whole_groups(partition, task, claim.lease, positions, is_named)
     elif not is_named.all():
         raise InvalidArgumentError(
-            f"got {rows.size} of the {left.size} samples of a claim without a lease, which is given back whole; ask "
-            "with a lease to give back some",
+            f"got {rows.size} of the {left.size} samples of a claim without a lease, which is released whole; ask "
+            "with a lease to release some",
             field="global_indexes",
         )
     return positions[is_named]
@@ -335,7 +335,7 @@ def _left(partition: Partition, task: TaskLedger, claim: QueueClaim, rows: Index
 def _lease_of(task: TaskLedger, claim: QueueClaim) -> Lease:
     if claim.lease is None:
         raise PreconditionError(
-            f"this claim of task {task.name!r} has no lease, so its samples were done when they were handed out; ask "
+            f"this claim of task {task.name!r} has no lease, so its samples were done when they were delivered; ask "
             "with lease= to acknowledge them"
         )
     return claim.lease
@@ -387,7 +387,7 @@ def _check_whole_groups(
 def _is_over(task: TaskLedger, rows: Indexes | None = None) -> LeaseExpiredError:
     what = "samples of this claim" if rows is None else f"samples {_named(rows)}"
     return LeaseExpiredError(
-        f"{what} are no longer leased to this worker of task {task.name!r}: the lease ran out, was given back, or "
+        f"{what} are no longer leased to this worker of task {task.name!r}: the lease ran out, was released, or "
         f"consumption was reset; others may do the same work, so drop yours, and ask for a longer lease or extend it",
         metadata={} if rows is None else {"global_indexes": _named(rows)},
     )

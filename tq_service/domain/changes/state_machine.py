@@ -65,7 +65,7 @@ class Step:
         freed: cells that no sample has any more.
         leases: those that began, or got more time, with the partition and the name of their task.
         changed: partitions in which those who wait for samples may find more.
-        consumed: partitions of which a task has fewer samples left, so that writes may have room.
+        consumed: partitions of which a task has fewer samples left, so that writes may have capacity.
         created: partitions that are there from now on.
         cleared: partitions that are not there any more.
     """

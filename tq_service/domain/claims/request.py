@@ -100,7 +100,7 @@ class ClaimRequest:
 
     Attributes:
         rank: the rank that asks, None for a queue worker; of the `dp_size` of `asked`.
-        epoch: the task life the caller means, None for whichever.
+        epoch: the epoch the caller means, None for whichever.
         lease: how a queue worker leases its samples, None where they are done once they are delivered.
     """
 
