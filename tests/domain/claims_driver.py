@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import asdict
 
 import numpy as np
+from digest import keys_of
 from domain_support import SlowSampler, asks, is_at_rest, meta, new_id, new_write, set_meta, task_of, turns, write_to
 from model import BlocksError, Model, RefusedError
 from model import End as ModelEnd
@@ -421,7 +422,7 @@ class Driver:
         assert partition.inserted_count == model.inserted
         assert partition.insert_size_gcd == model.insert_size_gcd
         assert partition.sealed == model.sealed
-        assert partition.key_index == {row.key: row.index for row in model.rows.values() if row.key}
+        assert keys_of(partition) == {row.key: row.index for row in model.rows.values() if row.key}
         indexes = np.array(sorted(model.rows), np.int64)
         positions = table.find(indexes)
         rows = [model.rows[index] for index in indexes.tolist()]

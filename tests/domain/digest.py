@@ -28,7 +28,7 @@ def digest(partition, *, with_gaps=False):
         "rebuilt": {
             "present_count": table.present_count,
             "state_counts": list(partition.state_counts),
-            "key_index": dict(partition.key_index),
+            "key_index": keys_of(partition),
             "groups": sorted(partition.groups._slot_of),
             "produced": {name: field.produced_count for name, field in partition.cells.fields.items()},
             "used_bytes": partition.cells.used_bytes,
@@ -38,6 +38,13 @@ def digest(partition, *, with_gaps=False):
             ],
         },
     }
+
+
+def keys_of(partition):
+    """Return the global index of each key."""
+    keys = list(partition.key_index)
+    assert len(keys) == len(partition.key_index)
+    return dict(zip(keys, partition.table.index.data[partition.key_index.find(keys)].tolist(), strict=True))
 
 
 def facts_of(value):

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from digest import keys_of
 from domain_support import (
     clear,
     close_groups,
@@ -153,7 +154,7 @@ def test_keys_go_with_their_samples():
     train = partition()
     insert(train, 3, keys=["a", "b", "c"])
     clear(train, np.array([1]))
-    assert train.key_index == {"a": 0, "c": 2}
+    assert keys_of(train) == {"a": 0, "c": 2}
     assert insert(train, 1, keys=["b"]) == [3]
 
 
@@ -236,7 +237,7 @@ def test_a_partition_that_lives_for_weeks_stays_small():
         clear(train, rows)
     assert train.inserted_count == 4800
     assert train.table.index.data.size <= 2400
-    assert (train.key_index, len(train.groups), list(train.cells.puts.all())) == ({}, 0, [])
+    assert (keys_of(train), len(train.groups), list(train.cells.puts.all())) == ({}, 0, [])
     for task in (trainer, reward):
         assert not (list(task.records()) or task.batches or task.claims)
         assert (task.consumed_count, task.backlog) == (4800, 0)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from digest import keys_of
 from domain_support import clear, insert, new_write, partition, seal, write_to
 
 from tq_service.domain.changes.samples import check_write
@@ -27,7 +28,7 @@ def train():
 
 def snapshot(train):
     return (
-        train.inserted_count, train.table.present_count, dict(train.key_index), train.version,
+        train.inserted_count, train.table.present_count, keys_of(train), train.version,
         train.insert_size_gcd, list(train.cells.fields), train.meta.names(), len(train.groups),
         list(train.state_counts),
     )  # fmt: skip
@@ -102,4 +103,4 @@ def test_a_sealed_partition_takes_columns_of_existing_samples(train):
 
 def test_a_cleared_key_may_be_used_again(train):
     assert insert(train, 2, keys=["c", "a"]) == [4, 0]
-    assert train.key_index == {"a": 0, "b": 1, "c": 4}
+    assert keys_of(train) == {"a": 0, "b": 1, "c": 4}

@@ -17,6 +17,7 @@ from tq_service.domain.plan import Indexes
 from tq_service.domain.states import FAILED, HELD, LIVE
 from tq_service.domain.tables.cells import CellTable
 from tq_service.domain.tables.groups import GroupTable
+from tq_service.domain.tables.keys import KeyIndex
 from tq_service.domain.tables.meta import CustomMeta
 from tq_service.domain.tables.table import RowTable, Table, TableSnapshot, distinct
 from tq_service.errors import (
@@ -107,8 +108,8 @@ class Partition:
         self.sealed = settings.expected_samples == 0
         self.table = RowTable()
         self.state = self.table.state
-        self.key = self.table.column("key", np.object_, None)
-        self.key_index: dict[str, int] = {}
+        self.key_index = KeyIndex(self.table)
+        self.key = self.key_index.column
         self.groups = GroupTable(self.table)
         self.meta = CustomMeta(self.table)
         self.cells = CellTable(self.table, settings.default_layout)
@@ -263,9 +264,7 @@ class Partition:
         self.groups.rebuild(in_use=facts.has_groups)
         self.cells.rebuild()
         self.state_counts = np.bincount(self.state[self.table.present_positions()], minlength=4).tolist()
-        keys = self.key[: self.table.count]
-        named = np.flatnonzero(keys != None)  # noqa: E711  (of each)
-        self.key_index = dict(zip(keys[named].tolist(), self.table.index[named].tolist(), strict=True))
+        self.key_index.rebuild()
 
     # Change notices
 

@@ -21,7 +21,6 @@ from tq_service.domain.tables.cells import Put
 from tq_service.domain.tables.names import LARGE, Names
 from tq_service.errors import (
     InvalidArgumentError,
-    PartitionNotFoundError,
     PreconditionError,
     PutNotFoundError,
     QuotaExceededError,
@@ -100,11 +99,7 @@ class Commits:
         """Look the names of a large write through, before the step that makes it; None: there are few."""
         if len(write.keys) + len(write.groups) < LARGE:
             return None
-        try:
-            first_index = self._catalog.get(write.partition_id).inserted_count
-        except PartitionNotFoundError:
-            first_index = 0
-        return await from_proto.look_through_names(write, first_index)
+        return await from_proto.look_through_names(write)
 
     async def admit(
         self,
@@ -171,10 +166,10 @@ class Commits:
         if write.key_mode == pb.KEY_MODE_EXISTING:
             return not write.keys
         try:
-            known = self._catalog.get(write.partition_id, write.incarnation).key_index
+            known = self._catalog.get(write.partition_id, write.incarnation).key_index.find(list(write.keys))
         except TqError:
             return True
-        return not write.keys or not all(map(known.__contains__, write.keys))
+        return not known.size or bool((known < 0).any())
 
     def recorded(self, request_id: bytes) -> pb.CommitResponse | None:
         """Return the answer of a commit that was made under this request_id.

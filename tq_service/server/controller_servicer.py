@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import weakref
 from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
@@ -363,8 +362,9 @@ def _indexes_to_clear(partition: Partition, listed: Indexes, keys: Sequence[str]
     some = keys[max(0, start - listed.size) : max(0, end - listed.size)]
     if not some:
         return listed[start:end]
-    known = map(partition.key_index.get, some, itertools.repeat(-1))
-    return np.concatenate([listed[start:end], np.fromiter(known, np.int64, len(some))])
+    positions = partition.key_index.find(some)
+    rows = np.where(positions < 0, -1, partition.table.index.data[positions])
+    return np.concatenate([listed[start:end], rows])
 
 
 def _rows_to_locate(partition: Partition, request: pb.LocateRequest) -> Indexes:
@@ -377,14 +377,15 @@ def _rows_to_locate(partition: Partition, request: pb.LocateRequest) -> Indexes:
         if not request.skip_missing:
             partition.positions_of(rows)
         return rows
-    for key in request.keys:
-        if key not in partition.key_index and not request.skip_missing:
-            raise KeyNotFoundError(
-                f"partition {partition.partition_id!r} has no key {key!r}; {nearest(key, partition.key_index)}; "
-                f"pass missing='skip' to leave it out"
-            )
-    known = (index for key in request.keys if (index := partition.key_index.get(key)) is not None)
-    return np.fromiter(known, np.int64)
+    positions = partition.key_index.find(list(request.keys))
+    if not request.skip_missing and bool((positions < 0).any()):
+        key = request.keys[int(np.argmax(positions < 0))]
+        raise KeyNotFoundError(
+            f"partition {partition.partition_id!r} has no key {key!r}; {nearest(key, partition.key_index)}; "
+            f"pass missing='skip' to leave it out"
+        )
+    named: Indexes = partition.table.index.data[positions[positions >= 0]]
+    return named
 
 
 def _missing_cell(partition: Partition, names: list[str], rows: Indexes) -> CellNotFoundError:

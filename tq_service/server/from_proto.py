@@ -85,14 +85,9 @@ def _staleness_limits(messages: Sequence[pb.StalenessLimit]) -> tuple[StalenessL
     return tuple(sorted(limits, key=lambda limit: limit.task_name))
 
 
-async def look_through_names(write: pb.SampleWrite, first_index: int) -> Names:
-    """Look the keys and groups of a write through, while others have their turns.
-
-    Args:
-        write: what has them.
-        first_index: the global index that the next new sample gets.
-    """
-    looking = look_through(write.keys, write.groups, first_index)
+async def look_through_names(write: pb.SampleWrite) -> Names:
+    """Look the keys and groups of a write through, while others have their turns."""
+    looking = look_through(write.keys, write.groups)
     while True:
         try:
             next(looking)

@@ -6,7 +6,6 @@ it could ask for any page.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, cast
@@ -102,12 +101,13 @@ def _page_of_all(partition: Partition, first_index: int, size: int) -> Page:
 
 
 def _page_of_keys(partition: Partition, keys: list[str], place: int, key_count: int) -> Page:
-    known = np.fromiter(map(partition.key_index.get, keys, itertools.repeat(-1)), np.int64, len(keys))
-    found = np.flatnonzero(known >= 0)
-    count = _fitting(partition, partition.table.find(known[found]))
+    positions = partition.key_index.find(keys)
+    found = np.flatnonzero(positions >= 0)
+    count = _fitting(partition, positions[found])
     end = len(keys) if count == found.size else int(found[count])
-    missing = [keys[position] for position in np.flatnonzero(known[:end] < 0).tolist()]
-    return Page(known[found[:count]], missing, place + end if place + end < key_count else None)
+    missing = [keys[each] for each in np.flatnonzero(positions[:end] < 0).tolist()]
+    rows = partition.table.index.data[positions[found[:count]]]
+    return Page(rows, missing, place + end if place + end < key_count else None)
 
 
 def _fitting(partition: Partition, positions: Indexes) -> int:

@@ -22,7 +22,7 @@ from tq_service.domain.plan import Indexes
 from tq_service.domain.states import FAILED, STATE_CODES, is_open
 from tq_service.domain.tables.cells import CellSet, ColumnWrite, Put
 from tq_service.domain.tables.names import GroupNames, Names
-from tq_service.domain.tables.table import distinct, forget_names
+from tq_service.domain.tables.table import distinct
 from tq_service.errors import (
     AlreadyExistsError,
     InvalidArgumentError,
@@ -203,11 +203,7 @@ class SamplesCleared(Change):
         for task in partition.tasks.values():
             task.on_rows_closed(still_open)
             task.on_rows_cleared(positions)
-        if positions.size == partition.table.present_count:
-            partition.key_index.clear()
-        elif partition.key_index:
-            keys = partition.key.data[positions]
-            forget_names(partition.key_index, keys[keys != None].tolist())  # noqa: E711  (of each)
+        partition.key_index.on_rows_cleared(positions)
         partition.count_states(positions, -1)
         partition.groups.forget_members(positions)
         partition.table.remove(positions)
@@ -231,7 +227,8 @@ def _add_rows(write: SampleWrite, checked: CheckedWrite) -> slice:
         if checked.positions is not None:
             keys = list(itertools.compress(keys, checked.positions < 0))
         partition.key.write(added, keys)
-        _add_keys(partition, keys, write.names, partition.table.next_index - count)
+        hashes = None if write.names is None else write.names.key_hashes[checked.is_new]
+        partition.key_index.add(keys, partition.table.next_index - count, hashes)
     if checked.groups is not None:
         partition.groups.add(checked.groups, write.group_size, added)
     partition.count_state(code, added, 1)
@@ -239,16 +236,6 @@ def _add_rows(write: SampleWrite, checked: CheckedWrite) -> slice:
         for task in partition.tasks.values():
             task.on_rows_added(count)
     return added
-
-
-def _add_keys(partition: Partition, keys: Sequence[str], names: Names | None, first_index: int) -> None:
-    if names is not None and len(names.index_of) == len(keys) and names.first_index == first_index:
-        index_of = names.index_of
-    else:
-        index_of = dict(zip(keys, range(first_index, first_index + len(keys)), strict=True))
-    if len(partition.key_index) < len(index_of):  # the larger one takes in the smaller
-        partition.key_index, index_of = index_of, partition.key_index
-    partition.key_index.update(index_of)
 
 
 def _write_cells(
@@ -345,8 +332,8 @@ def _check_counts(write: SampleWrite) -> None:
             raise InvalidArgumentError(
                 f"got {len(values)} {name} for {write.row_count} samples; give one a sample", field=name
             )
-    if write.keys is not None:
-        unique = set(write.keys) if write.names is None else write.names.index_of.keys()
+    if write.keys is not None and not (write.names and write.names.are_keys_unique):
+        unique = set(write.keys)
         if len(unique) != len(write.keys):
             ((twice, _),) = Counter(write.keys).most_common(1)
             raise InvalidArgumentError(f"key {twice!r} is given twice in one put; keys are unique", field="keys")
@@ -360,14 +347,11 @@ def _find_rows(partition: Partition, write: SampleWrite) -> Indexes | None:
         if write.keys is not None:
             raise InvalidArgumentError("a write names its samples by index or by key, not by both", field="keys")
         return partition.positions_of(write.global_indexes)
-    keys, index_of = write.keys, partition.key_index
+    keys, index = write.keys, partition.key_index
     if keys is None:
         return None
-    known = np.full(write.row_count, -1, np.int64)
-    # Of two large sets it is quicker to see that nothing is in both than where each is.
-    if index_of and not (write.names is not None and write.names.index_of.keys().isdisjoint(index_of.keys())):
-        known = np.fromiter(map(index_of.get, keys, itertools.repeat(-1)), np.int64, len(keys))
-    is_known = known >= 0
+    positions = index.find(keys, None if write.names is None else write.names.key_hashes)
+    is_known = positions >= 0
     if write.key_mode == "new" and is_known.any():
         raise AlreadyExistsError(
             f"key {keys[int(np.argmax(is_known))]!r} is known in partition {partition.partition_id!r}; use "
@@ -376,7 +360,7 @@ def _find_rows(partition: Partition, write: SampleWrite) -> Indexes | None:
     if write.key_mode == "existing" and not is_known.all():
         key = keys[int(np.argmin(is_known))]
         raise KeyNotFoundError(
-            f"partition {partition.partition_id!r} has no key {key!r}; {nearest(key, index_of)}; use "
+            f"partition {partition.partition_id!r} has no key {key!r}; {nearest(key, index)}; use "
             f"key_mode='upsert' to add it"
         )
-    return partition.table.find(known) if is_known.any() else known
+    return positions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Iterable
 
 import numpy as np
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 
 from tq_service.domain.plan import Indexes
 from tq_service.domain.tables.names import GroupNames
-from tq_service.domain.tables.table import Column, RowTable, SlotTable, distinct, forget_names
+from tq_service.domain.tables.table import Column, RowTable, SlotTable, distinct
 from tq_service.errors import GroupNotFoundError, InvalidArgumentError, PreconditionError, nearest
 
 NO_GROUP = -1
@@ -150,7 +151,7 @@ class GroupTable:
         slots = self._members[positions]
         slots = distinct(slots[slots >= 0], self.slots.count)
         empty = slots[(self.cleared[slots] >= self.members[slots]) & (self._names[slots] != None)]  # noqa: E711  (of each)
-        forget_names(self._slot_of, self._names[empty].tolist())
+        deque(map(self._slot_of.pop, self._names[empty].tolist()), maxlen=0)  # without a step in Python for each
         self.slots.give_up_all(empty)
 
     def rebuild(self, *, in_use: bool) -> None:

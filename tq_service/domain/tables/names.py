@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.domain.plan import Indexes
+from tq_service.domain.tables.keys import hashes_of
 
 LARGE: Final = 1 << 15  # names from which on a write is worth looking through beforehand
 _STEP: Final = 1 << 14
@@ -53,9 +54,8 @@ class Names:
 
     Attributes:
         keys: in the order of the samples; None: none.
-        first_index: what the first sample's global index was expected to be.
-        index_of: for each key its global index if that comes true; has fewer than `keys` where one comes twice. It goes
-            to the partition with the write.
+        key_hashes: of the keys, see `keys.hashes_of`.
+        are_keys_unique: whether each is there once and none is empty; they may be where this is not known.
         groups: in the order of the samples; None: none.
         group_names: these groups.
         longest_key: characters of it.
@@ -63,24 +63,24 @@ class Names:
     """
 
     keys: list[str] | None
-    first_index: int
-    index_of: dict[str, int]
+    key_hashes: Indexes
+    are_keys_unique: bool
     groups: list[str] | None
     group_names: GroupNames | None
     longest_key: int
     longest_group: int
 
 
-def look_through(keys: Sequence[str], groups: Sequence[str], first_index: int) -> Generator[None, None, Names]:
+def look_through(keys: Sequence[str], groups: Sequence[str]) -> Generator[None, None, Names]:
     """Look names through; yields after every few thousand, so that others have their turn."""
     all_keys: list[str] = []
-    index_of: dict[str, int] = {}
-    longest_key = 0
+    key_hashes = np.empty(len(keys), np.int64)
+    shortest_key, longest_key = 1, 0
     for start in range(0, len(keys), _STEP):
         some = list(keys[start : start + _STEP])
         all_keys += some
-        longest_key = max(longest_key, *map(len, some))
-        index_of.update(zip(some, range(first_index + start, first_index + start + len(some)), strict=True))
+        shortest_key, longest_key = min(shortest_key, *map(len, some)), max(longest_key, *map(len, some))
+        key_hashes[start : start + len(some)] = hashes_of(some)
         yield
     all_groups: list[str] = []
     code_of = {"": -1}
@@ -93,8 +93,8 @@ def look_through(keys: Sequence[str], groups: Sequence[str], first_index: int) -
     group_names = GroupNames(names=list(code_of)[1:], codes=codes)
     return Names(
         keys=all_keys or None,
-        first_index=first_index,
-        index_of=index_of,
+        key_hashes=key_hashes,
+        are_keys_unique=shortest_key > 0 and bool(np.diff(np.sort(key_hashes)).all()),
         groups=all_groups or None,
         group_names=group_names if all_groups else None,
         longest_key=longest_key,

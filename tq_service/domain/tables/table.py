@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
@@ -579,14 +578,6 @@ def count_values(values: Indexes) -> tuple[Indexes, Indexes]:
     ordered = values[heads[order]]
     firsts = np.r_[0, np.flatnonzero(np.diff(ordered)) + 1]
     return ordered[firsts], np.add.reduceat(lengths[order], firsts)
-
-
-def forget_names(index_of: dict[str, int], names: Sequence[str]) -> None:
-    """Remove names that are there, without a step in Python for each."""
-    if len(names) == len(index_of):
-        index_of.clear()
-    else:
-        deque(map(index_of.pop, names), maxlen=0)
 
 
 def as_slice(positions: slice | Indexes) -> slice | Indexes:
