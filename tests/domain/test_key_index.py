@@ -5,10 +5,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tq_service.domain.tables import keys as keys_module
 from tq_service.domain.tables import table as table_module
-from tq_service.domain.tables.keys import KeyIndex, hashes_of
-from tq_service.domain.tables.table import RowTable
+from tq_service.domain.tables.table import KeyIndex, RowTable, hashes_of
 
 HASHES = {
     "as they are": hash,
@@ -21,11 +19,17 @@ HASHES = {
 @pytest.fixture(params=HASHES)
 def hash_of(request, monkeypatch):
     """Make small indexes do what large ones do, with hashes as they may be."""
-    for name, value in {"_MANY": 8, "_FEW": 4, "_MOST_RECENT": 16, "_LEAST_MOVED": 4, "_REBUILT_AT_ONCE": 32}.items():
-        monkeypatch.setattr(keys_module, name, value)
+    for name, value in {
+        "_MANY_KEYS": 8,
+        "_FEW_KEYS": 4,
+        "_MOST_RECENT_KEYS": 16,
+        "_LEAST_MOVED_SLOTS": 4,
+        "_REBUILT_KEYS": 32,
+    }.items():
+        monkeypatch.setattr(table_module, name, value)
     for name, value in {"_AT_ONCE": 64, "_LEAST_GAPS": 16, "_LEAST_CLOSED": 8}.items():
         monkeypatch.setattr(table_module, name, value)
-    monkeypatch.setattr(keys_module, "hash", HASHES[request.param], raising=False)
+    monkeypatch.setattr(table_module, "hash", HASHES[request.param], raising=False)
     return request.param
 
 
@@ -141,9 +145,9 @@ def test_nothing_is_left_of_an_index_without_keys(hash_of):
 
 def test_a_step_moves_few_entries(monkeypatch):
     """Counted, not timed: what is put into a table with each write, of which most is what it brings."""
-    put, moved = keys_module._Slots.put, []
+    put, moved = table_module._Slots.put, []
     monkeypatch.setattr(
-        keys_module._Slots,
+        table_module._Slots,
         "put",
         lambda self, hashes, *rest: (moved.append(hashes.size), put(self, hashes, *rest))[1],
     )

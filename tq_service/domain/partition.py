@@ -17,9 +17,8 @@ from tq_service.domain.plan import Indexes
 from tq_service.domain.states import FAILED, HELD, LIVE
 from tq_service.domain.tables.cells import CellTable
 from tq_service.domain.tables.groups import GroupTable
-from tq_service.domain.tables.keys import KeyIndex
 from tq_service.domain.tables.meta import CustomMeta
-from tq_service.domain.tables.table import RowTable, Table, TableSnapshot, distinct
+from tq_service.domain.tables.table import KeyIndex, RowTable, Table, TableSnapshot, distinct
 from tq_service.errors import (
     InvalidArgumentError,
     NewerVersionError,

@@ -119,7 +119,7 @@ def _fitting(partition: Partition, positions: Indexes) -> int:
     for column in columns:
         if column.values.dtype.kind == "O":
             characters[column.present] += _lengths(column.values[column.present].tolist())
-    if partition.key_index:
+    if not partition.key.is_blank:
         characters += _lengths(partition.key.data[positions].tolist())
     if partition.groups.in_use:
         characters += _lengths(partition.groups.names_of(positions))

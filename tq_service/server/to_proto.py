@@ -95,7 +95,7 @@ def located_meta(
         status=metadata_pb2.BATCH_STATUS_BATCH,
         partition_id=partition.partition_id,
         incarnation=partition.incarnation,
-        keys=_names(partition.key.data[positions].tolist()) if partition.key_index else (),
+        keys=_names(partition.key.data[positions].tolist()) if not partition.key.is_blank else (),
         fields=[encode_spec(partition.cells.fields[name].spec) for name in known],
     )
     set_indexes(meta, partition.table.index.data[positions])

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.domain.plan import Indexes
-from tq_service.domain.tables.keys import hashes_of
+from tq_service.domain.tables.table import hashes_of
 
 LARGE: Final = 1 << 15  # names from which on a write is worth looking through beforehand
 _STEP: Final = 1 << 14
@@ -54,7 +54,7 @@ class Names:
 
     Attributes:
         keys: in the order of the samples; None: none.
-        key_hashes: of the keys, see `keys.hashes_of`.
+        key_hashes: of the keys, see `table.hashes_of`.
         are_keys_unique: whether each is there once and none is empty; they may be where this is not known.
         groups: in the order of the samples; None: none.
         group_names: these groups.
