@@ -81,7 +81,7 @@ async def put(engine, number, data, *, shared=False, confirm=True):
         pending, chunks = await begin(engine, number, data)
         for parts in iter_frames(chunks, 1 << 16):
             pending.write(b"".join(parts))
-    await engine.settle(pending)
+    await engine.flush(pending)
     pending.finish()
     if confirm:
         engine.confirm(put_id(number), "train@0")

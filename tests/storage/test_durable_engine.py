@@ -103,23 +103,23 @@ async def test_a_segment_is_not_used_again_before_the_end_of_its_put_is_durable(
     assert len(folder.segments()) == 2
 
 
-async def test_a_put_is_not_finished_before_it_is_settled(folder):
+async def test_a_put_is_not_finished_before_it_is_flushed(folder):
     engine = folder.open()
     pending, columns = await begin_shared(engine, 1, BIG)
     pending.adopt(shared_memory.write_columns(columns))
-    with pytest.raises(RuntimeError, match="settled"):
+    with pytest.raises(RuntimeError, match="flushed"):
         pending.finish()
 
 
-async def test_a_retry_may_take_over_while_a_put_settles(folder):
+async def test_a_retry_may_take_over_while_a_put_is_flushed(folder):
     engine = folder.open()
     first, columns = await begin_shared(engine, 1, BIG)
     first.adopt(shared_memory.write_columns(columns))
-    settling = asyncio.create_task(engine.settle(first))
+    flushing = asyncio.create_task(engine.flush(first))
     await asyncio.sleep(0)
     await put(engine, 1, BIG)
     with pytest.raises(CallCancelledError):
-        await settling
+        await flushing
     folder.flush()
     engine = folder.open()
     await engine.check([put_id(1)])
@@ -386,7 +386,7 @@ async def test_a_put_for_existing_rows_is_one_after_a_restart_too(folder):
     for number in (1, 2):
         pending, chunks = await begin(engine, number, SMALL, existing=number == 1)
         pending.write(b"".join(chunks))
-        await engine.settle(pending)
+        await engine.flush(pending)
         pending.finish()
     folder.flush()
     engine = folder.open()

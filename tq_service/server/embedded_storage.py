@@ -60,7 +60,7 @@ class EmbeddedStorage:
         try:
             async for data in values:
                 pending.write(data)
-            await self._engine.settle(pending)
+            await self._engine.flush(pending)
             pending.finish()
         except BaseException:
             pending.abort()

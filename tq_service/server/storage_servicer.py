@@ -193,7 +193,7 @@ class StorageServicer:
             try:
                 if not pending.already_complete:
                     await receive(pending)
-                    await self._engine.settle(pending)
+                    await self._engine.flush(pending)
                     pending.finish()
             except BaseException:
                 pending.abort()  # and no more: a retry may have completed the put meanwhile

@@ -134,8 +134,8 @@ class Durability:
         if created.exception() is None:
             self._pool.keep(created.result())
 
-    async def settle(self, pending: PendingPut) -> None:
-        """Wait until the bytes of a put are where they outlive this process; see `StorageEngine.settle`."""
+    async def flush(self, pending: PendingPut) -> None:
+        """Wait until the bytes of a put are where they outlive this process; see `StorageEngine.flush`."""
         stored = pending.whole()
         if stored is None:
             return
@@ -152,12 +152,12 @@ class Durability:
         if checksum is not None:
             pending.checksum = checksum
 
-    def keep(self, put_id: bytes, stored: StoredPut, checksum: int | None) -> None:
+    def record(self, put_id: bytes, stored: StoredPut, checksum: int | None) -> None:
         """Write down that a put is complete."""
         backing = stored.region.backing
         if isinstance(backing, Segment):
             if checksum is None:
-                raise RuntimeError(f"put {put_id.hex()} was finished before it was settled")
+                raise RuntimeError(f"put {put_id.hex()} was finished before it was flushed")
             size = sum(size for _, size in stored.plain_spans())
             self._write(describe_put(put_id, stored, size, segment=backing.number, checksum=checksum))
         else:

@@ -17,7 +17,7 @@ from tq_service.storage.cells import PutCells, ReadRuns
 from tq_service.storage.compaction import compact
 from tq_service.storage.confirmations import Confirmations
 from tq_service.storage.durability import Durability
-from tq_service.storage.engine_stat import EngineStat, Kept
+from tq_service.storage.engine_stat import EngineStat, Reconciled
 from tq_service.storage.pending_put import PendingPut
 from tq_service.storage.pool import RegionPool
 from tq_service.storage.put_records import EncodedPut, PutLog
@@ -40,7 +40,7 @@ _DROP_WORK: Final = 8  # what to drop one costs, in puts looked at
 class StorageEngine:
     """Holds puts in memory, or in files that outlive the process.
 
-    A put is reserved, written, settled, finished, then confirmed by its commit; one that is not confirmed in time
+    A put is reserved, written, flushed, finished, then confirmed by its commit; one that is not confirmed in time
     expires. Its cells are freed one by one or all at once, and its memory shrinks with them.
 
     With `files`, `recover` comes first. That a put is confirmed is not written down: recovered puts stay until `keep`
@@ -160,7 +160,7 @@ class StorageEngine:
             pending.abort()
             raise
 
-    async def settle(self, pending: PendingPut) -> None:
+    async def flush(self, pending: PendingPut) -> None:
         """Wait until the bytes of a put are where they outlive this process, before it is finished.
 
         Raises:
@@ -169,7 +169,7 @@ class StorageEngine:
             DiskFailedError: they could not be written.
         """
         if self._durability is not None:
-            await self._durability.settle(pending)
+            await self._durability.flush(pending)
             pending.check_open()
 
     def confirm(self, put_id: bytes, partition_id: str, *, is_committed: bool = True) -> None:
@@ -312,7 +312,7 @@ class StorageEngine:
         if self._reconciliation is state:
             self._reconciliation = None
 
-    def keep(self, cells: Iterable[PutCells], uncommitted: Iterable[bytes] = ()) -> Kept:
+    def keep(self, cells: Iterable[PutCells], uncommitted: Iterable[bytes] = ()) -> Reconciled:
         """Learn of all puts that are known at once, before others have to have their turns."""
         state = self.begin_reconciliation()
         self.reconcile(state, cells=cells, uncommitted=uncommitted)
@@ -500,7 +500,7 @@ class StorageEngine:
     def _finish(self, pending: PendingPut, stored: StoredPut) -> None:
         del self._pending[pending.put_id]
         if self._durability is not None:
-            self._durability.keep(pending.put_id, stored, pending.checksum)
+            self._durability.record(pending.put_id, stored, pending.checksum)
         self._puts[pending.put_id] = stored
         self._confirmations.begin(pending.put_id)
 

@@ -28,7 +28,7 @@ class EngineStat:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class Reconciled:
     """What came of telling an engine which puts are known.
 
     Attributes:

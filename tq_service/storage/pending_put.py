@@ -164,7 +164,7 @@ class PendingPut:
         return self._stored
 
     def finish(self) -> None:
-        """Make the put complete; where it is to outlive this process, `StorageEngine.settle` comes before.
+        """Make the put complete; where it is to outlive this process, `StorageEngine.flush` comes before.
 
         Raises:
             InvalidArgumentError: bytes are missing.

@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from tq_service.storage.cells import PutCells, Rows, expand_runs
-from tq_service.storage.engine_stat import Kept
+from tq_service.storage.engine_stat import Reconciled
 from tq_service.storage.stored_put import StoredPut
 
 _MOST_NAMED: Final = 16
@@ -43,9 +43,9 @@ class Reconciliation:
         if len(self.missing_put_ids) < _MOST_NAMED:
             self.missing_put_ids.append(put_id)
 
-    def outcome(self) -> Kept:
+    def outcome(self) -> Reconciled:
         """Return what came of it."""
-        return Kept(
+        return Reconciled(
             missing_put_ids=self.missing_put_ids, missing_count=self.missing_count, dropped_count=self.dropped_count
         )
 

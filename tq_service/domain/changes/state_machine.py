@@ -1,7 +1,7 @@
 """The one way to change the state of a controller.
 
     group:  prepare -> encode -> apply, for each change; the answer of the request last
-            -> append to the log, as one record
+            -> append to the log, whole
             -> consequences to the listener: freed cells, started leases, wake-ups
 
 A group is what one step of the event loop does. `prepare` makes all checks and changes nothing, so a change that is
@@ -124,7 +124,7 @@ class ChangeLog(Protocol):
         ...
 
     def append(self, at_seconds: float, changes: Sequence[bytes]) -> None:
-        """Take the changes of a group as one record, into memory: it cannot fail."""
+        """Take the changes of a group into memory, to be durable together: it cannot fail."""
         ...
 
 
