@@ -15,7 +15,7 @@ pivots of a samplesort.)
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -278,9 +278,10 @@ class _BucketedKeys:
     def add(self, keys: Keys) -> None:
         """Add keys, each once, in any order; what may be heavy is left to be done."""
         self.count += keys.size
-        if self._after_first.size + keys.size > _SLICE:
-            self._of_any.add(self._after_first.take(_SLICE))
-        self._after_first.add(self._add_to(0, keys))
+        first, *others = self._split(keys, self._splitters[:1])
+        self._buckets[0].add(first)
+        for part in others:
+            self._after_first.add(part)
 
     # Reading
 
@@ -292,7 +293,8 @@ class _BucketedKeys:
         if number == len(self._buckets):
             return None
         if number and self._after_first.size:
-            self._after_first.add(self._add_to(number, self._after_first.take(self._after_first.size)))
+            self._of_any = _Parts(*self._of_any.parts, *self._after_first.parts)
+            self._after_first = _Parts()
         while self._of_any.size or self.is_heavy(number):
             if self.is_heavy(number) and not may_be_heavy:
                 return None
@@ -322,28 +324,17 @@ class _BucketedKeys:
             self._splitters = self._splitters[number - 1 :]
         return is_all
 
-    def _add_to(self, number: int, keys: Keys) -> Keys:
-        """Add to a bucket those keys that come before the next, and return the others."""
-        if number == self._splitters.size:
-            self._buckets[number].add(keys)
-            return keys[:0]
-        is_before = self._is_before(keys, number)
-        if not is_before.any():
-            return keys
-        self._buckets[number].add(keys[is_before])
-        return keys[~is_before]
-
-    def _is_before(self, keys: Keys, number: int) -> NDArray[np.bool_]:
-        """Return which keys come before a splitter."""
-        is_before: NDArray[np.bool_] = np.zeros(keys.size, np.bool_)
-        is_equal = ~is_before
-        for name in self._names:
-            values, other = keys[name], self._splitters[name][number : number + 1]  # one text alone would lose a NUL
-            is_before |= is_equal & (values > other if name in self._backwards else values < other)
-            is_equal &= values == other
-            if not is_equal.any():
-                break
-        return is_before
+    def _split(self, keys: Keys, splitters: Keys) -> Iterator[Keys]:
+        """Yield the keys before the first splitter, those from there to the next, and so on."""
+        if not splitters.size:
+            yield keys
+            return
+        both = self._joined((splitters, keys))  # a key that is a splitter comes after it
+        order = self.order_of(both)
+        both = both[order]
+        ends = np.flatnonzero(order < splitters.size).tolist()
+        for start, end in zip([-1, *ends], [*ends, both.size], strict=True):
+            yield both[start + 1 : end]
 
     def order_of(self, keys: Keys) -> Indexes:
         """Return the order of keys, of equal ones that in which they are."""
@@ -363,10 +354,11 @@ class _BucketedKeys:
 
     def sort_some(self, number: int = 0) -> None:
         """Do a step of what is heavy."""
-        if self._of_any.size:
-            self._put_into_buckets()
-        else:
+        if not self._of_any.size:
             self._spread(number)
+            return
+        for bucket, keys in zip(self._buckets, self._split(self._of_any.take(_SLICE), self._splitters), strict=True):
+            bucket.add(keys)
 
     def _sort(self, number: int) -> Keys:
         bucket = self._buckets[number]
@@ -384,16 +376,6 @@ class _BucketedKeys:
         if not (indexes[1:] == indexes[:-1]).any():
             return keys
         return keys[np.r_[True, keys[1:] != keys[:-1]]]  # of one row may also be what it was before it was written to
-
-    def _put_into_buckets(self) -> None:
-        """Put keys into their buckets, a slice of them."""
-        keys, splitters = self._of_any.take(_SLICE), self._splitters
-        both = self._joined((splitters, keys))  # a key that is a splitter comes after it
-        order = self.order_of(both)
-        both = both[order]
-        ends = np.flatnonzero(order < splitters.size).tolist()
-        for bucket, start, end in zip(self._buckets, [-1, *ends], [*ends, both.size], strict=True):
-            bucket.add(both[start + 1 : end])
 
     def _spread(self, number: int) -> None:
         """Have the keys of a bucket be put into several buckets that take its place."""
