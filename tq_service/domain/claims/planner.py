@@ -264,7 +264,7 @@ class Planner:
         """Release the claim of a queue worker whose call ends without it."""
         answer = waiter.answer
         is_over = answer.done() and not answer.cancelled() and answer.exception() is None
-        if waiter.request.rank is None and is_over and isinstance(answer.result(), QueueClaim):
+        if is_over and isinstance(answer.result(), QueueClaim):
             self.retract(waiter.request.request_id)
 
     def retract(self, request_id: bytes) -> None:
@@ -350,7 +350,7 @@ class Planner:
 
     async def _end_stale(self, yielder: LoopYielder) -> None:
         """End the calls that mean an epoch which is over."""
-        self._search.start_epoch()
+        self._search.epoch = self._task.epoch
         for waiter in self._queue:
             try:
                 self._task.check_epoch(waiter.request.epoch)
@@ -571,7 +571,7 @@ class PlanSearch:
     another one that is recorded meanwhile.
 
     Attributes:
-        epoch: whose plans are looked for; none are made for the next one before `start_epoch`.
+        epoch: whose plans are looked for; there are none for the next one before the planner has gone on to it.
     """
 
     def __init__(self, partition: Partition, task: TaskLedger, runner: RunsPlans) -> None:
@@ -580,10 +580,6 @@ class PlanSearch:
         self._runner = runner
         self._ready = ReadyIndex(partition, task.name)
         self.epoch = task.epoch
-
-    def start_epoch(self) -> None:
-        """Look for plans of the task's epoch of now."""
-        self.epoch = self._task.epoch
 
     @property
     def marks(self) -> tuple[int, int, int, int, int]:
@@ -655,8 +651,9 @@ class PlanSearch:
         consumed = self._task.consumed_count, self._task.leased_count
         view, plan = yield wanted, False
         if plan is None:
-            is_last = begun_at == self.marks and self._is_closed(request) and view.no_more_can_become_ready()
-            if not is_last:
+            is_finished = request.batch_spec.finite and self._partition.inserted_count > 0
+            is_closed = begun_at == self.marks and (self._partition.sealed or is_finished)
+            if not (is_closed and view.no_more_can_become_ready()):
                 view.check_lengths()
                 return self._failed(request, view, begun_at, consumed)
             least = wanted.total_size if request.batch_spec.drop_last else 1
@@ -668,7 +665,10 @@ class PlanSearch:
         planned = self._checked(request, view, plan)
         state_version, _, *others = begun_at  # rows that are only written to stay ready
         if planned is None and (state_version, *others) == (self.marks[0], *self.marks[2:]):
-            raise _foreign_rows(request.sampler)
+            raise SamplerError(
+                f"sampler {request.sampler.name!r} returned rows that were not ready for this claim; return rows of "
+                f"view.ready() or view.ready_groups() only"
+            )
         return planned
 
     def _failed(
@@ -726,16 +726,6 @@ class PlanSearch:
             was_heavy = True
             await asyncio.sleep(0)
         return was_heavy
-
-    def _is_closed(self, request: ClaimRequest) -> bool:
-        return self._partition.sealed or (request.batch_spec.finite and self._partition.inserted_count > 0)
-
-
-def _foreign_rows(sampler: Sampler) -> SamplerError:
-    return SamplerError(
-        f"sampler {sampler.name!r} returned rows that were not ready for this claim; return rows of view.ready() or "
-        f"view.ready_groups() only"
-    )
 
 
 def cut_micro_batches(plan: Plan, micro_batch_size: int | None) -> Plan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 
 from tq_service.domain.plan import PlanRequest, Sampler
 from tq_service.domain.tables.meta import Condition, Order
@@ -58,7 +59,7 @@ class LeaseTerms:
     group_block_size: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ClaimSpec:
     """What all ranks of a task ask for alike, batch after batch. Calls with equal specs are served by the same plans.
 
@@ -66,19 +67,18 @@ class ClaimSpec:
         data_fields: what the answer locates; `batch_spec.data_fields` has the same names in one order for all ranks.
         min_batch_size: the least a queue worker takes.
         dp_size: number of ranks, None for queue workers.
-        plan_request: what the sampler is asked for: a whole batch of all ranks, or what a queue worker takes at least.
     """
 
     batch_spec: BatchSpec
     data_fields: tuple[str, ...] = field(compare=False)
     min_batch_size: int
     dp_size: int | None = None
-    plan_request: PlanRequest = field(init=False, repr=False, compare=False)
-    _hash: int = field(init=False, repr=False, compare=False)  # `where` may list thousands of values
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def plan_request(self) -> PlanRequest:
+        """What the sampler is asked for: a whole batch of all ranks, or what a queue worker takes at least."""
         batch_spec, rank_count = self.batch_spec, self.dp_size or 1
-        plan_request = PlanRequest(
+        return PlanRequest(
             batch_size=batch_spec.batch_size,
             min_size=self.min_batch_size if self.dp_size is None else batch_spec.batch_size * rank_count,
             batch_unit=batch_spec.batch_unit,
@@ -87,8 +87,10 @@ class ClaimSpec:
             micro_batch_size=batch_spec.micro_batch_size,
             data_fields=self.data_fields,
         )
-        object.__setattr__(self, "plan_request", plan_request)
-        object.__setattr__(self, "_hash", hash((batch_spec, self.min_batch_size, self.dp_size)))
+
+    @cached_property
+    def _hash(self) -> int:  # `where` may list thousands of values
+        return hash((self.batch_spec, self.min_batch_size, self.dp_size))
 
     def __hash__(self) -> int:
         return self._hash
