@@ -1,6 +1,7 @@
 """The planner while a plan is made: changes meanwhile, samplers that misbehave, rows that go."""
 
 import asyncio
+import math
 import threading
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from domain_support import SlowSampler, clear, new_id, release, seal, turns, update
 from planner_bench import Bench, Whenever, finished, rows
 
+from tq_service.domain.claims import wait_queue
 from tq_service.domain.plan import Plan
 from tq_service.errors import (
     ClaimReleasedError,
@@ -215,7 +217,8 @@ async def test_a_claim_released_while_it_is_planned_is_not_given(bench):
     assert bench.task.consumed_count == 0
 
 
-async def test_rows_cleared_before_the_answer_arrives_are_not_given(bench):
+async def test_rows_cleared_before_the_answer_arrives_are_not_given(bench, monkeypatch):
+    monkeypatch.setattr(wait_queue, "_TURN_SECONDS", math.inf)  # both are served in one turn of the loop
     call, rank = bench.ask(), bench.ask((0, 1, 0), sampler=RankAwareSampler())
     await turns()
     bench.insert(4)
