@@ -91,7 +91,7 @@ class AdmissionQueue:
             return self._reserve(request_id, demand)
         waiter = _Waiter(request_id=request_id, write=write, value_bytes=value_bytes, demand=demand, seen=self._seen())
         if (earlier := self._waiting.get(request_id)) is not None:
-            earlier.reserved.set_exception(CallCancelledError("a retry of this call took its place in the line"))
+            earlier.reserved.set_exception(CallCancelledError("a retry of this call took its place in the queue"))
         self._waiting[request_id] = waiter
         self.wake()
         if self._end_error is not None:
@@ -148,7 +148,9 @@ class AdmissionQueue:
     async def _wait(self, waiter: _Waiter, deadline: float | None) -> Reservation | None:
         reserved = waiter.reserved
         try:
-            await asyncio.wait((reserved,), timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+            if not reserved.done():
+                timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+                await asyncio.wait((reserved,), timeout=timeout)
             if not reserved.done():
                 raise self._too_late(waiter)
             return reserved.result()
@@ -157,13 +159,10 @@ class AdmissionQueue:
                 self._release(reservation)
             raise
         finally:
-            self._leave(waiter)
+            if self._waiting.get(waiter.request_id) is waiter:
+                del self._waiting[waiter.request_id]
+                self.wake()
             del waiter, reserved  # through which an error would hold this frame, and with it the partition
-
-    def _leave(self, waiter: _Waiter) -> None:
-        if self._waiting.get(waiter.request_id) is waiter:
-            del self._waiting[waiter.request_id]
-            self.wake()
 
     def _too_late(self, waiter: _Waiter) -> TqError:
         """Return the error of a write for which there was no capacity in time, or not for the one in front."""
