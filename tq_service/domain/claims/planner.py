@@ -96,10 +96,9 @@ Found: TypeAlias = Planned | EndCounts | FailedPlan
 
 @dataclass(slots=True)
 class _HeadStart:
-    """While it lasts, lines of a higher order have no turn."""
+    """While it lasts, lines that come after this one have no turn; see `WaitQueue.before`."""
 
     line: Line
-    order: int
     timer: asyncio.TimerHandle
 
 
@@ -282,7 +281,7 @@ class Planner:
     # The dispatch loop
 
     def _start_dispatch(self) -> None:
-        has_turn = self._queue.by_spec and self._queue.has_turn(self._latest_order)
+        has_turn = self._queue.by_spec and self._queue.has_turn
         has_work = has_turn or self._to_answer or self._has_changed
         if has_work and self._dispatching is None and self._gone is None:
             self._dispatching = asyncio.get_running_loop().create_task(self._dispatch())
@@ -317,14 +316,14 @@ class Planner:
         """
         line = None
         if not self._has_changed or self._serves_left > 0:
-            line = self._queue.pop(self._latest_order)
+            line = self._queue.pop()
         if line is None and self._has_changed:
             self._has_changed = self._may_bring_end = False
             for each in self._queue.lines:
                 if self._may_be_served(each):
                     self._queue.put(each)
             self._serves_left = self._queue.turn_count
-            line = self._queue.pop(self._latest_order)
+            line = self._queue.pop()
         return line
 
     def _may_be_served(self, line: Line) -> bool:
@@ -332,11 +331,6 @@ class Planner:
         failed = line.failed
         is_refused = line.is_ranked and self._task.dp_size not in (None, line.spec.dp_size)
         return failed is None or is_refused or not failed.cannot_succeed_yet(self._partition, self._task)
-
-    @property
-    def _latest_order(self) -> float:
-        """Lines with an order from this on have no turn now."""
-        return math.inf if self._head_start is None else self._head_start.order
 
     @property
     def _is_serving(self) -> bool:
@@ -485,7 +479,7 @@ class Planner:
     def _fail(self, line: Line, error: TqError) -> None:
         """End the first queue worker of a line; of ranks all that wait for the same batch, which would fail alike."""
         if line.is_ranked and line.batch_indexes:
-            self._to_answer.append((line, min(line.batch_indexes), error))
+            self._to_answer.append((line, line.lowest_batch_index, error))
         elif (waiter := line.first()) is not None:
             waiter.fail(error)
         self._queue.put(line)
@@ -552,15 +546,16 @@ class Planner:
             self._free_plans.release()
 
     def _give_head_start(self, line: Line) -> None:
-        if line.head_start_seconds and line.order < self._latest_order:
+        if line.head_start_seconds and line.order < self._queue.before:
             self._end_head_start()
+            self._queue.before = line.order
             timer = asyncio.get_running_loop().call_later(line.head_start_seconds, self._end_head_start)
-            self._head_start = _HeadStart(line, line.order, timer)
+            self._head_start = _HeadStart(line, timer)
 
     def _end_head_start(self) -> None:
         if self._head_start is not None:
             self._head_start.timer.cancel()
-            self._head_start = None
+            self._head_start, self._queue.before = None, math.inf
             self._start_dispatch()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -219,6 +220,7 @@ class WaitQueue:
     Attributes:
         by_spec: the lines; a call that is answered at once joins none.
         last_arrival: number of the last call that joined one.
+        before: lines with an order from this on have no turn now.
     """
 
     def __init__(self) -> None:
@@ -226,6 +228,7 @@ class WaitQueue:
         self._turns: list[tuple[int, int, Line]] = []  # a heap: order, a number that no two have, and whose turn it is
         self._turn_count = 0
         self.last_arrival = 0
+        self.before = math.inf
 
     def __len__(self) -> int:
         return sum(map(len, self.by_spec.values()))
@@ -283,13 +286,14 @@ class WaitQueue:
         """Number of turns that lines are to have."""
         return len(self._turns)
 
-    def has_turn(self, before: float) -> bool:
-        """Whether a line may have a turn whose order is below `before`."""
-        return bool(self._turns) and self._turns[0][0] < before
+    @property
+    def has_turn(self) -> bool:
+        """Whether a line may have a turn now."""
+        return bool(self._turns) and self._turns[0][0] < self.before
 
-    def pop(self, before: float) -> Line | None:
-        """Return the line whose turn it is, None where none has an order below `before`."""
-        while self.has_turn(before):
+    def pop(self) -> Line | None:
+        """Return the line whose turn it is, None where it is nobody's."""
+        while self.has_turn:
             order, _, line = heapq.heappop(self._turns)
             if not line.is_queued or line.first() is None:
                 line.is_queued = False
