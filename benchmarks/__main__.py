@@ -41,6 +41,7 @@ BENCHMARKS = (
     "balancing",
     "packing",
     "planning_delay",
+    "loop_stops",
 )
 RESULTS = ROOT / "benchmarks" / "results"
 

@@ -53,6 +53,10 @@ class Twin:
         self.known.update(zip(keys, range(first, first + len(keys)), strict=True))
         self.table.close_gaps(len(keys))
 
+    def make_room(self, count):
+        for _ in self.index.make_room(count):
+            self.check(["none"])
+
     def remove(self, keys):
         gone = [key for key in keys if key in self.known]
         positions = self.table.find(np.array([self.known.pop(key) for key in gone], np.int64))
@@ -83,7 +87,7 @@ COUNTS = st.one_of(st.integers(1, 6), st.integers(8, 90))
 KEYS = st.builds(lambda start, count: NAMES[start : start + count], st.integers(0, 380), COUNTS)
 STEPS = st.lists(
     st.one_of(
-        st.tuples(st.sampled_from(["add", "add hashed", "remove"]), KEYS),
+        st.tuples(st.sampled_from(["add", "add hashed", "remove", "make room"]), KEYS),
         st.tuples(st.sampled_from(["remove all", "restore"]), st.just([])),
     ),
     max_size=40,
@@ -101,6 +105,8 @@ def test_keys_are_found_as_in_a_dict(hash_of, steps):
             twin.remove(list(twin.known))
         elif what == "restore":
             twin.restore()
+        elif what == "make room":
+            twin.make_room(len(keys))
         else:
             twin.add(keys, are_hashed=what == "add hashed")
         twin.check(NAMES[::7])
@@ -157,4 +163,28 @@ def test_a_step_moves_few_entries(monkeypatch):
         twin.add([f"{number} {each}" for each in range(count)], are_hashed=False)
         assert sum(moved) <= 4 * count
     assert len(twin.index) == 64 * count
+    twin.check(["none"])
+
+
+def test_a_write_that_room_was_made_for_moves_next_to_nothing(monkeypatch):
+    put, moved = table_module._Slots.put, []
+    monkeypatch.setattr(
+        table_module._Slots, "put", lambda self, hashes, *rest: (moved.append(hashes.size), put(self, hashes, *rest))[1]
+    )
+    twin, count = Twin(), 1 << 13
+    twin.add([f"0 {each}" for each in range(count)], are_hashed=False)
+    for number in range(1, 40):
+        for _ in twin.index.make_room(count):
+            pass
+        moved.clear()
+        twin.add([f"{number} {each}" for each in range(count)], are_hashed=False)
+        assert sum(moved) <= count + table_module._LEAST_MOVED_SLOTS
+    twin.check(["none"])
+
+
+def test_a_write_of_many_more_keys_than_there_are_finds_places_for_them():
+    twin = Twin()
+    for number, count in enumerate((5_000, 300, 200_000)):
+        twin.add([f"{number} {each}" for each in range(count)], are_hashed=False)
+        assert len(twin.index._recent) <= 10
     twin.check(["none"])

@@ -9,6 +9,7 @@ from domain_support import clear, insert, new_write, partition, write_to
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tq_service.domain import catalog as catalog_module
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.changes.partitions import PartitionSealed
 from tq_service.domain.changes.samples import SamplesCleared
@@ -245,3 +246,24 @@ def test_rows_that_were_cleared_while_room_was_made_stay_so():
     written = run(catalog, between)
     table = written.partition.table
     assert table.index.data[table.present_positions()].tolist() == [*range(1900, 2000), *range(2000, 2000 + COUNT)]
+
+
+def test_what_a_large_partition_had_is_freed_in_steps_once_it_is_cleared_but_for_those_who_read_it(monkeypatch):
+    monkeypatch.setattr(catalog_module, "_FREED_AT_ONCE", 1000)
+    keys = [f"key {number}" for number in range(2000)]
+
+    async def clear_while_it_is_read():
+        catalog = Catalog(None)
+        gone = catalog.write("train", b"", new_write(2000, keys=keys)).partition
+        snapshot, left = gone.snapshot(), []
+        catalog.remove("train", b"")
+        catalog.write("train", b"", new_write(3, keys=keys[:3]))
+        for _ in range(20):
+            await asyncio.sleep(0)
+            left.append(np.count_nonzero(gone.key.data[:2000] != None))  # noqa: E711
+        return catalog, snapshot, left
+
+    catalog, snapshot, left = asyncio.run(clear_while_it_is_read())
+    assert (max(np.diff(-np.array(left))) <= 256, left[-1]) == (True, 0)
+    assert snapshot.tables["rows"].columns["key"].values().tolist() == keys
+    assert list(catalog.get("train").key_index) == keys[:3]

@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import math
 import os
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, KeysView, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, KeysView, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from tq_service.domain.admission.limits import Limits
 from tq_service.domain.admission.queue import AdmissionQueue
@@ -35,6 +35,7 @@ from tq_service.errors import (
 )
 
 Made = TypeVar("Made")
+_FREED_AT_ONCE: Final = 1 << 16  # samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ class Catalog:
         self._serving: dict[Partition, _Serving] = {}  # that are there
         self._most_samples = math.inf  # there are no more than that
         self._arrivals: dict[str, dict[asyncio.Future[None], None]] = {}  # in order of their calls
-        self._waking: set[asyncio.Task[None]] = set()
+        self._under_way: set[asyncio.Task[None]] = set()
         self._is_draining = False
         self._is_closed = False
 
@@ -135,14 +136,19 @@ class Catalog:
 
     def _appear(self, partition: Partition) -> None:
         if waiting := self._arrivals.pop(partition.partition_id, None):
-            waking = asyncio.get_running_loop().create_task(_wake_all(waiting))
-            self._waking.add(waking)
-            waking.add_done_callback(self._waking.discard)
+            self._start(_wake_all(waiting))
+
+    def _start(self, what_follows: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(what_follows)
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
 
     def _disappear(self, partition: Partition) -> None:
         if (serving := self._serving.pop(partition, None)) is not None:
             serving.end(_was_cleared(partition.partition_id))
         partition.forget_listeners()
+        if partition.table.count > _FREED_AT_ONCE:
+            self._start(_free(partition))
 
     # Partitions
 
@@ -415,6 +421,13 @@ class Catalog:
     def _check_not_draining(self) -> None:
         if self._is_draining:
             raise _is_draining()
+
+
+async def _free(partition: Partition) -> None:
+    """Free what a cleared partition has, some at a time: to free millions of objects takes the loop a second."""
+    for table in partition.tables.values():
+        for _ in table.free_objects():
+            await asyncio.sleep(0)
 
 
 async def _wake_all(arrivals: Iterable[asyncio.Future[None]]) -> None:

@@ -316,6 +316,14 @@ class Table:
             column.restore(values)
         return [name for name in self.columns if name not in snapshot.columns]
 
+    def free_objects(self) -> Iterator[None]:
+        """Have no objects any more, in steps; for a table that is not used again but by readers of snapshots."""
+        for column in self.columns.values():
+            if column.data.dtype.hasobject:
+                for start in range(0, self.count, _ROOM_STEP):
+                    column.clear(slice(start, min(start + _ROOM_STEP, self.count)))
+                    yield
+
     def _resize(self, capacity: int, kept: Where | None = None) -> None:
         for column in self.columns.values():
             column.resize(capacity, kept)
@@ -628,6 +636,7 @@ class KeyIndex(Collection[str]):
         self._slots = _Slots(0)
         self._next: _Slots | None = None  # where the entries of the first slots are moved to
         self._moved = 0  # slots whose entries were moved; the last of them is empty, so none of them is in a later one
+        self._moved_for = 0  # keys for which entries were moved and that were not entered yet
 
     def find(self, keys: Sequence[str], hashes: Indexes | None = None) -> Indexes:
         """Return the positions of the rows that have keys `(n,)`, -1 where there is none."""
@@ -679,7 +688,7 @@ class KeyIndex(Collection[str]):
         if self._count == 0:
             self.clear()
         elif self._slots.used_count:
-            self._move_some(positions.size)
+            self._move_some(positions.size, self._count)
 
     def rebuild(self) -> None:
         """Enter the keys of restored rows."""
@@ -694,7 +703,11 @@ class KeyIndex(Collection[str]):
         """Enter keys into the hash table, and those that find no place there into the dict."""
         if not self._slots.used_count:
             self._most_recent = _MANY_KEYS
-        self._move_some(len(keys))
+        moved_for = min(self._moved_for, len(keys))
+        self._moved_for -= moved_for
+        self._move_some(len(keys) - moved_for, self._count)
+        while (self._next or self._slots).size < 2 * self._count:  # so many that no step could do with less
+            self._move_some(self._slots.size, self._count)
         hashes = hashes_of(keys) if hashes is None else hashes
         for slots, part in self._parts(hashes):
             refused = part[slots.put(hashes[part], indexes[part], self._are_there)].tolist()
@@ -715,18 +728,25 @@ class KeyIndex(Collection[str]):
 
     # Growing
 
-    def _move_some(self, changed_count: int) -> None:
+    def make_room(self, count: int) -> Iterator[None]:
+        """Move what so many more keys make necessary in steps, so that the step that adds them need not do it."""
+        for _ in range(0, count if self._slots.used_count else 0, _MANY_KEYS):
+            self._move_some(_MANY_KEYS, self._count + count)
+            self._moved_for += _MANY_KEYS
+            yield
+
+    def _move_some(self, changed_count: int, key_count: int) -> None:
         """Move entries to another table where the size of this one is wrong, as far as a step may that changes so many.
 
-        The other one is not half full before all entries are there.
+        The other one is for `key_count` keys, and not half full before all entries are there.
         """
         slots = self._slots
         if self._next is None:
-            live_count = min(slots.used_count + changed_count, self._count)
-            if slots.used_count + changed_count <= slots.size // 2 and slots.size <= max(_MANY_KEYS, 64 * live_count):
+            used_count = max(slots.used_count + changed_count, key_count)
+            if used_count <= slots.size // 2 and slots.size <= max(_MANY_KEYS, 64 * key_count):
                 return
-            self._next = _Slots((3 * live_count).bit_length())
-        end = self._moved + max(_LEAST_MOVED_SLOTS, 8 * changed_count * slots.size // self._next.size)
+            self._next = _Slots((3 * key_count).bit_length())
+        end = self._moved + max(_LEAST_MOVED_SLOTS, 6 * changed_count * slots.size // self._next.size)
         while end < slots.size and slots.hashes[end - 1] != _EMPTY_SLOT:
             end += 1
         end = end if end < slots.size else slots.hashes.size

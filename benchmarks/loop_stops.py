@@ -1,0 +1,171 @@
+"""How long does the service keep all others waiting while millions of samples are inserted and cleared?
+
+The service runs in this process, and so does what watches its event loop: a short sleep, again and again. The client is
+another process, lest its own work is measured. A stop is how long the loop did something else, by the clock and by the
+processor that its thread took, which other processes of the machine do not add to. With keys the partition is filled by
+writes of 65,536 keyed samples, over which all tables and the index of keys grow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing import get_context
+from typing import Any, Final
+
+import grpc
+
+from benchmarks.harness import Options, main, median, run_async
+from benchmarks.report import Aim, Report
+from tq_service.config import load_settings
+from tq_service.server.app import running
+from tq_service.v1 import controller_service_pb2 as pb
+from tq_service.v1.controller_service_pb2_grpc import ControllerServiceStub
+
+_STEP: Final = 1 << 16
+_ROWS, _QUICK_ROWS = 1 << 24, 1 << 18
+_FEWER_ROWS: Final = 1_000_000
+_WRITES_BESIDE: Final = 8
+_AIM_MS: Final = 50.0
+_TICK_SECONDS: Final = 0.001
+_AFTERWARDS_SECONDS: Final = 0.05
+_PARTITION = "train"
+
+
+def _insert(address: str, row_count: int, keys_from: int | None = None) -> None:
+    write = pb.SampleWrite(partition_id=_PARTITION, row_count=row_count)
+    if keys_from is not None:
+        write.keys.extend(f"prompt-{row}-{row % 8}" for row in range(keys_from, keys_from + row_count))
+    _call(address, "Insert", pb.InsertRequest(request_id=secrets.token_bytes(16), write=write))
+
+
+def _clear_samples(address: str, start: int, row_count: int) -> None:
+    rows = range(start, start + row_count)
+    request = pb.ClearSamplesRequest(request_id=secrets.token_bytes(16), partition_id=_PARTITION, global_indexes=rows)
+    _call(address, "ClearSamples", request)
+
+
+def _clear_partition(address: str) -> None:
+    _call(
+        address, "ClearPartition", pb.ClearPartitionRequest(request_id=secrets.token_bytes(16), partition_id=_PARTITION)
+    )
+
+
+def _describe(address: str) -> None:
+    _call(address, "DescribePartition", pb.DescribePartitionRequest(partition_id=_PARTITION))
+
+
+def _call(address: str, method: str, request: Any) -> None:
+    with grpc.insecure_channel(address, options=[("grpc.max_send_message_length", -1)]) as channel:
+        getattr(ControllerServiceStub(channel), method)(request, timeout=300)
+
+
+@dataclass(slots=True, eq=False)
+class _Watch:
+    """What was measured, by what was done: the seconds of all calls, and the longest stops in ms, of both kinds."""
+
+    address: str
+    clients: ProcessPoolExecutor
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    stops: dict[str, list[float]] = field(default_factory=dict)
+    busy: dict[str, list[float]] = field(default_factory=dict)
+
+    async def call(self, what: str, *calls: Callable[[str], None]) -> None:
+        """Make calls one after the other, and note the longest stop meanwhile and shortly after."""
+        loop = asyncio.get_running_loop()
+        watching = loop.create_task(self._watch(what))
+        began_at = time.perf_counter()
+        for call in calls:
+            await loop.run_in_executor(self.clients, call, self.address)
+        self.seconds.setdefault(what, []).append(time.perf_counter() - began_at)
+        await asyncio.sleep(_AFTERWARDS_SECONDS)
+        watching.cancel()
+
+    async def _watch(self, what: str) -> None:
+        stops, busy = self.stops.setdefault(what, []), self.busy.setdefault(what, [])
+        stops.append(0.0)
+        busy.append(0.0)
+        while True:
+            began_at, processor_seconds = time.perf_counter(), time.thread_time()
+            await asyncio.sleep(_TICK_SECONDS)
+            late_seconds = time.perf_counter() - began_at - _TICK_SECONDS
+            stops[-1] = max(stops[-1], late_seconds * 1e3)
+            busy[-1] = max(busy[-1], (time.thread_time() - processor_seconds) * 1e3)
+
+
+async def _without_keys(watch: _Watch, rows: int) -> None:
+    fewer = min(_FEWER_ROWS, rows // 4)
+    await watch.call(f"one insert of {fewer:,}", partial(_insert, row_count=fewer))
+    await watch.call("clear_partition of these", _clear_partition)
+    await watch.call(f"one insert of {rows:,}", partial(_insert, row_count=rows))
+    beside = range(_WRITES_BESIDE)
+    await watch.call(f"inserts of {_STEP:,} beside these", *(partial(_insert, row_count=_STEP) for _ in beside))
+    await watch.call("describe_partition", _describe)
+    clears = [partial(_clear_samples, start=number * _STEP, row_count=_STEP) for number in beside]
+    await watch.call(f"clear_samples of {_STEP:,} of them", *clears)
+    starts = range(_WRITES_BESIDE * _STEP, rows + _WRITES_BESIDE * _STEP, _STEP)
+    clears = [partial(_clear_samples, start=start, row_count=_STEP) for start in starts]
+    await watch.call(f"clear_samples of {_STEP:,} until none is left", *clears)
+    await watch.call(f"one more insert of {rows:,}", partial(_insert, row_count=rows))
+    await watch.call(f"clear_partition of {rows:,}", _clear_partition)
+
+
+async def _with_keys(watch: _Watch, rows: int) -> None:
+    inserts = [partial(_insert, row_count=_STEP, keys_from=start) for start in range(0, rows, _STEP)]
+    await watch.call(f"inserts of {_STEP:,} with keys, from none to {rows:,}", *inserts)
+    clears = [partial(_clear_samples, start=number * _STEP, row_count=_STEP) for number in range(_WRITES_BESIDE)]
+    await watch.call(f"clear_samples of {_STEP:,} of {rows:,} with keys", *clears)
+    await watch.call(f"clear_partition of {rows:,} with keys", _clear_partition)
+
+
+async def _measure(options: Options) -> Report:
+    rows = _QUICK_ROWS if options.quick else _ROWS
+    settings = load_settings({"port": 0, "storage_id": "loop-stops"}).settings
+    with ProcessPoolExecutor(1, get_context("spawn")) as clients:
+        async with running(settings) as app:
+            watch = _Watch(f"127.0.0.1:{app.port}", clients)
+            await asyncio.get_running_loop().run_in_executor(clients, time.sleep, 0)  # its imports are not measured
+            for _ in range(options.repeats):
+                await _without_keys(watch, rows)
+            await _with_keys(watch, rows)
+    return _report(watch, rows)
+
+
+def _report(watch: _Watch, rows: int) -> Report:
+    busy = {what: median(values) for what, values in watch.busy.items()}
+    return Report(
+        name="loop_stops",
+        question="How long does the service keep all others waiting while millions of samples come and go?",
+        columns=["what", "seconds", "longest stop, ms", "of the processor, ms"],
+        rows=[[what, median(watch.seconds[what]), median(watch.stops[what]), busy[what]] for what in busy],
+        notes=[
+            f"up to {rows:,} samples in one partition, without cells; with keys they are inserted once, not repeatedly",
+            "a stop is by how much a sleep of 1 ms on the loop of the service came late, so what the system gave to "
+            "other processes is in it; not so in what the thread of the loop took of the processor",
+        ],
+        aims=[
+            Aim(
+                what=f"longest stop {of_which} keys, ms of the processor",
+                measured=max(ms for what, ms in busy.items() if ("keys" in what) is has_keys),
+                wanted=_AIM_MS,
+                at_least=False,
+            )
+            for of_which, has_keys in (("without", False), ("with", True))
+        ],
+        plots=[],
+    )
+
+
+def run(options: Options) -> Report:
+    """Measure."""
+    return run_async(_measure(options))
+
+
+if __name__ == "__main__":
+    sys.exit(main(run))
