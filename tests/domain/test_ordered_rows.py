@@ -178,7 +178,7 @@ class Rows:
             made.ready(self.rng.choice([None, 1, 3]))
         for _ in range(self.rng.randint(0, 2)):
             getattr(self, self.rng.choice(STEPS))()
-        made.come_back()
+        made.rejoin_loop()
 
     def expected(self):
         def key(index):
@@ -203,12 +203,12 @@ class Rows:
         for limit in (None, 1, 3):
             made = self.view()
             found = made.ready(limit)
-            assert made.gave_up or found.tolist() == self.expected()[:limit]
-            if made.gave_up:
+            assert made.is_cut_short or found.tolist() == self.expected()[:limit]
+            if made.is_cut_short:
                 again = self.view()
                 again.leave_loop()
                 assert again.ready(limit).tolist() == self.expected()[:limit]
-                again.come_back()
+                again.rejoin_loop()
 
 
 STEPS = ["insert", "insert", "set_meta", "set_meta", "show", "hold", "clear", "claim", "claim", "give_back", "check",
@@ -286,7 +286,7 @@ def test_groups_come_in_the_order_of_their_first_members_however_far_apart_they_
         if limit is None:
             made.leave_loop()
         found = made.ready_groups(limit, unit="group", block_size=None if named else size)
-        assert not made.gave_up
+        assert not made.is_cut_short
         groups = [found.rows[start : start + size].tolist() for start in found.starts.tolist()]
         assert groups == expected[:limit]
 

@@ -1,6 +1,6 @@
 """Ready rows in the order of `order_by`, sorted no further than claims have come, while rows come, change and go.
 
-There is one `OrderedRows` for each way of asking of a task with an order. It holds the rows that were ready when they
+There is one `OrderedRows` for each kind of claim of a task with an order. It holds the rows that were ready when they
 were last written to: a claim enters those that were written since, takes what it needs from the front, and drops what
 is not ready there any more. All of it follows from the rows, and is made anew after a restart.
 
@@ -39,7 +39,7 @@ _SIGN = np.uint64(1 << 63)
 
 
 class OrderedRows:
-    """The rows of one way of asking, of one task.
+    """The rows of one kind of claim, of one task.
 
     Used on the event loop, or as a copy by one thread. A row that becomes ready is written to, or reopened, in the same
     step, and noted; one that stops being ready, or stands elsewhere now, is found out when it is taken.
@@ -68,7 +68,7 @@ class OrderedRows:
         self._noted_since_asked = 0
         self._next_index = 0  # of the first row that cannot have a key yet
         self._may_stand_elsewhere = False  # whether a row that may have a key was written to
-        self._lent: tuple[OrderedRows, int] | None = None  # a copy, if nothing was done here since, and what it notes
+        self._fork: tuple[OrderedRows, int] | None = None  # a copy, if nothing was done here since, and what it notes
 
     def note(self, indexes: Indexes | range, first: int, table: RowTable) -> None:
         """Note rows that may have become ready, or have other values; `first` has the lowest global index of them."""
@@ -83,24 +83,24 @@ class OrderedRows:
         self._may_stand_elsewhere |= first < self._next_index
         self._next_index = table.next_index
         self._noted_since_asked += indexes.size
-        if self._noted_since_asked > table.count + _SLICE:  # nobody asks in this way any more
+        if self._noted_since_asked > table.count + _SLICE:  # no claims of this kind come any more
             self.discard()
 
-    def lend(self, rows: Readiness) -> OrderedRows:
+    def fork(self, rows: Readiness) -> OrderedRows:
         """Return a copy for another thread; positions of rows must not change while it is used."""
         self._begin(rows)
-        lent = copy.copy(self)
-        lent._keys, lent._noted, lent._lent = self._keys.copy(), self._noted.copy(), None
-        self._lent = lent, len(self._noted.parts)
-        return lent
+        fork = copy.copy(self)
+        fork._keys, fork._noted, fork._fork = self._keys.copy(), self._noted.copy(), None
+        self._fork = fork, len(self._noted.parts)
+        return fork
 
-    def take_back(self, lent: OrderedRows) -> None:
-        """Go on with what a copy has sorted and dropped, unless something was done here since it was lent."""
-        if self._lent is not None and self._lent[0] is lent:
-            for part in self._noted.parts[self._lent[1] :]:
-                lent._noted.add(part)
-            self._keys, self._noted, self._lent = lent._keys, lent._noted, None
-            self.is_in_use = lent.is_in_use
+    def merge(self, fork: OrderedRows) -> None:
+        """Go on with what a copy has sorted and dropped, unless something was done here since it was made."""
+        if self._fork is not None and self._fork[0] is fork:
+            for part in self._noted.parts[self._fork[1] :]:
+                fork._noted.add(part)
+            self._keys, self._noted, self._fork = fork._keys, fork._noted, None
+            self.is_in_use = fork.is_in_use
 
     # Sorting
 
@@ -119,7 +119,7 @@ class OrderedRows:
             self._keys.sort_some()
 
     def _begin(self, rows: Readiness) -> None:
-        self._lent = None
+        self._fork = None
         self._noted_since_asked = 0
         if not self.is_in_use:
             self.is_in_use = True

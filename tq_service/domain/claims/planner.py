@@ -3,7 +3,7 @@
 Those who wait have their turns in order of arrival, whatever they ask for; a line that cannot be served is passed over,
 and has another turn once something has changed. One dispatch loop gives the turns. It plans on the spot where a sampler
 runs on the event loop; else it starts a plan off the loop, one for each line, and goes on with the next line. So a
-sampler that hangs holds up nobody who asks in another way, and commits, status and replays never wait for a plan.
+sampler that hangs holds up no claims of another kind, and commits, status and replays never wait for a plan.
 
 A plan is made on a view of the moment, and recorded on the loop in the step in which all its rows are seen to be ready
 still. Nothing else serialises plans: of two that want the same rows the one that is recorded first has them, and the
@@ -159,7 +159,7 @@ class Planner:
         line = self._queue.join(waiter)
         timer = None
         try:
-            self._enter(line, request, found)
+            self._enter(line, found)
             if waiter.is_waiting and not waiter.is_poll:
                 timer = loop.call_later(max_wait_seconds, waiter.expire)
             answer = await waiter.answer
@@ -169,7 +169,7 @@ class Planner:
                 self._check_leased(answer)
             return answer
         except (asyncio.CancelledError, SamplesClearedError):
-            self._take_back(waiter)
+            self._release_undelivered(waiter)
             raise
         finally:
             if timer is not None:
@@ -198,13 +198,16 @@ class Planner:
         answer: Answer
         if request.rank is not None:
             self._record_for_ranks(request.spec, found)
-            answer = found if isinstance(found, EndCounts) else found.plan.ranks[request.rank.dp_rank]
+        if isinstance(found, EndCounts):
+            answer = found
+        elif request.rank is not None:
+            answer = found.plan.ranks[request.rank.dp_rank]
         else:
-            answer = found if isinstance(found, EndCounts) else self._record_queue_claim(request, found)
+            answer = self._record_queue_claim(request, found)
         self._start_dispatch()
         return answer
 
-    def _enter(self, line: Line, request: ClaimRequest, found: FailedPlan | MustBeAwaited | None) -> None:
+    def _enter(self, line: Line, found: FailedPlan | MustBeAwaited | None) -> None:
         """Let a call that has joined a line have its turn, or what is left to do of it."""
         if found is not None:
             line.seen = self._queue.last_arrival
@@ -259,7 +262,7 @@ class Planner:
             waiter.fail(error())
             await yielder.step()
 
-    def _take_back(self, waiter: Waiter) -> None:
+    def _release_undelivered(self, waiter: Waiter) -> None:
         """Release the claim of a queue worker whose call ends without it."""
         answer = waiter.answer
         is_over = answer.done() and not answer.cancelled() and answer.exception() is None
@@ -598,9 +601,9 @@ class PlanSearch:
             try:
                 plan = self._runner.run_inline(request.sampler, view, wanted)
             except TqError:
-                if not view.gave_up:
+                if not view.is_cut_short:
                     raise
-            if view.gave_up:
+            if view.is_cut_short:
                 raise MustBeAwaited
             try:
                 wanted, no_more = steps.send((view, plan))
@@ -706,7 +709,7 @@ class PlanSearch:
             plan = await self._runner.run(request.sampler, view, wanted)
         finally:
             table.pin_count -= 1
-        view.come_back()
+        view.rejoin_loop()
         return view, plan
 
     def _view(self, request: ClaimRequest, *, no_more: bool = False) -> PartitionView:

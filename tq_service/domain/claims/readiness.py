@@ -1,4 +1,4 @@
-"""Which rows are ready for one way of asking."""
+"""Which rows are ready for one kind of claim."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tq_service.domain.states import LIVE, UNCLAIMED
 from tq_service.domain.tables.meta import Condition
 from tq_service.errors import InvalidArgumentError
 
-# What decides which rows are ready for a way of asking: data fields, conditions, and the length that its sampler needs.
+# What decides which rows are ready for a kind of claim: data fields, conditions, and the length that its sampler needs.
 ScanKey: TypeAlias = tuple[tuple[str, ...], tuple[Condition, ...], LengthSource | None]
 
 Rows: TypeAlias = slice | Indexes  # a stretch of the table, or some positions
 
 
 class Readiness:
-    """The conditions of one way of asking, over the rows of a partition as they are when they are looked at.
+    """The conditions of one kind of claim, over the rows of a partition as they are when they are looked at.
 
     Another thread may look as well, while the table is pinned.
     """

@@ -31,10 +31,10 @@ _MOST_ORDERS = 4
 
 
 class ReadyIndex:
-    """Where the ready rows of a task are, for each way of asking; all of it follows from the rows.
+    """Where the ready rows of a task are, for each kind of claim; all of it follows from the rows.
 
     Without an order it is a global index below which no row is ready, at which scans start, so that a claim costs what
-    its batch costs. With one it is the rows in this order. Of ways in which nobody asks any more few are kept, and
+    its batch costs. With one it is the rows in this order. Of kinds that are not asked for any more few are kept, and
     little of what they compare with.
     """
 
@@ -97,7 +97,7 @@ class PartitionView:
     On the event loop it shows the present. On a sampler's thread values may change under it, though positions do not
     while the table is pinned; which is why a plan is checked again when it is recorded.
 
-    A scan starts where this way of asking last found its first ready row, so that it costs what the batch costs. Only
+    A scan starts where this kind of claim last found its first ready row, so that it costs what the batch costs. Only
     a view on the event loop that nothing has changed since may move that start: another could step over a row made
     ready meanwhile.
 
@@ -109,7 +109,7 @@ class PartitionView:
         seen_count: ready rows seen by the largest scan.
         exhausted: whether a scan went over all rows.
         grouping: the groups that were asked for last; None: none were.
-        gave_up: whether so much had to be looked at that it must be done again off the event loop.
+        is_cut_short: whether so much had to be looked at that it must be done again off the event loop.
     """
 
     def __init__(
@@ -127,16 +127,17 @@ class PartitionView:
         self._rows = Readiness(partition, task, batch_spec, length)
         self._count = partition.table.count
         self._version = partition.version
-        self._is_on_loop = True
         self._index = index
         self._ordered = index.ordered(self._rows.key, batch_spec.order_by) if batch_spec.order_by else None
-        self._lender = self._ordered  # of which `_ordered` is a copy on another thread
-        self._left_to_look_at: int | None = _MOST_ON_LOOP  # None: all that there is
+        self._origin = self._ordered  # of which `_ordered` is a copy on another thread
+        self._loop_budget: int | None = (
+            _MOST_ON_LOOP  # rows left to look at; None off the loop, where there is no bound
+        )
         self.no_more = partition.sealed or no_more
         self.seen_count = 0
         self.exhausted = False
         self.grouping: Grouping | None = None
-        self.gave_up = False
+        self.is_cut_short = False
 
     @property
     def is_heavy(self) -> bool:
@@ -151,16 +152,15 @@ class PartitionView:
     def leave_loop(self) -> None:
         """Be read by another thread from now on, and as far as it likes."""
         if self._ordered is not None:
-            self._ordered = self._ordered.lend(self._rows)
-            self._left_to_look_at = None
+            self._ordered = self._ordered.fork(self._rows)
         else:  # move the start of the scan here, where it may be moved
             self.ready(1)
-        self._is_on_loop = False
+        self._loop_budget = None
 
-    def come_back(self) -> None:
+    def rejoin_loop(self) -> None:
         """Keep what was found out on the other thread, which has ended."""
-        if self._lender is not None and self._ordered is not None:
-            self._lender.take_back(self._ordered)
+        if self._origin is not None and self._ordered is not None:
+            self._origin.merge(self._ordered)
 
     # Ready rows
 
@@ -219,19 +219,19 @@ class PartitionView:
     def _move_start(self, position: int) -> None:
         """Have later scans start at a position before which no row is ready, unless one may have become so."""
         table = self._rows.table
-        if self._is_on_loop and self._version == self._partition.version:
+        if self._loop_budget is not None and self._version == self._partition.version:
             index = int(table.index.data[position]) if position < table.count else table.next_index
             self._index.set_start(self._rows.key, index)
 
     def _scan_order(self, ordered: OrderedRows, least: int | None) -> Iterator[tuple[Indexes, bool]]:
         """Look at more and more rows in their order, but not at many on the event loop."""
         while True:
-            found, looked_at, is_all = ordered.first(self._rows, least, self._left_to_look_at)
-            if self._left_to_look_at is not None:
-                self._left_to_look_at -= looked_at
-            self.gave_up |= not is_all and (least is None or found.size < least)
-            yield found, is_all or self.gave_up
-            if is_all or self.gave_up or least is None:
+            found, looked_at, is_all = ordered.first(self._rows, least, self._loop_budget)
+            if self._loop_budget is not None:
+                self._loop_budget -= looked_at
+            self.is_cut_short |= not is_all and (least is None or found.size < least)
+            yield found, is_all or self.is_cut_short
+            if is_all or self.is_cut_short or least is None:
                 return
             least *= 2
 

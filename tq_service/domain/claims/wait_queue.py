@@ -45,7 +45,7 @@ class LoopYielder:
         self._last = time.perf_counter()
 
     async def step(self, *, has_answered: bool = True) -> None:
-        """Count a call that was answered, or had its turn in vain."""
+        """Count a call that was answered, or had its turn without a plan."""
         self._step_count += 1
         self._answer_count += has_answered
         if self._step_count % _STEPS_A_TURN and time.perf_counter() - self._last < _TURN_SECONDS:
@@ -292,7 +292,7 @@ class WaitQueue:
         return bool(self._turns) and self._turns[0][0] < self.before
 
     def pop(self) -> Line | None:
-        """Return the line whose turn it is, None where it is nobody's."""
+        """Return the line whose turn it is, None where no line has one."""
         while self.has_turn:
             order, _, line = heapq.heappop(self._turns)
             if not line.is_queued or line.first() is None:
