@@ -71,6 +71,7 @@ class Twin:
         self.index.rebuild()
 
     def check(self, others):
+        assert self.index._recent.items() <= self.known.items()
         assert len(self.index) == len(self.known)
         assert sorted(self.index) == sorted(self.known)
         asked = [*self.known, *others]

@@ -31,6 +31,7 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
@@ -70,7 +71,7 @@ _EMPTY_SLOT: Final = 0
 _HASH_BITS: Final = 63
 _LARGEST_HASH: Final = (1 << _HASH_BITS) - 1
 _MOST_PROBES: Final = 64
-_LEAST_MOVED_SLOTS: Final = 1 << 12
+_LEAST_MOVED_SLOTS: Final = 1 << 14
 _REBUILT_KEYS: Final = 1 << 16
 
 
@@ -604,8 +605,8 @@ class KeyIndex(Collection[str]):
     writes do at once: it takes thousands in sooner than a large dict, in less memory, and no step of it is long, since
     it grows by moving a few thousand entries with each write.
 
-    An entry of either says which row may have a key; what counts is the key that the row has. So nothing is to be done
-    here as rows are removed: an entry whose row is gone is as good as none, and is left behind when others move.
+    An entry of the table says which row may have a key; what counts is the key that the row has. So nothing is to be
+    done there as rows are removed: an entry whose row is gone is as good as none, and is left behind when others move.
 
     Attributes:
         column: the key of each row, None for one without.
@@ -682,9 +683,12 @@ class KeyIndex(Collection[str]):
             self._enter(oldest, np.fromiter(known, np.int64, len(oldest)))
 
     def on_rows_cleared(self, positions: Indexes) -> None:
-        """Count keys off, of rows that are still there."""
+        """Count keys off, of rows that are still there, and forget those that are in the dict."""
         if self._count:
-            self._count -= int(np.count_nonzero(self.column.data[positions] != None))  # noqa: E711  (of each)
+            keys = self.column.data[positions]
+            keys = keys[keys != None].tolist()  # noqa: E711  (of each)
+            self._count -= len(keys)
+            deque(map(self._recent.pop, keys, itertools.repeat(None)), maxlen=0)  # without a step in Python for each
         if self._count == 0:
             self.clear()
         elif self._slots.used_count:
