@@ -150,6 +150,12 @@ class Catalog:
         if partition.table.count > _FREED_AT_ONCE:
             self._start(_free(partition))
 
+    def _serving_of(self, partition: Partition) -> _Serving:
+        serving = self._serving.get(partition)
+        if serving is None:
+            serving = self._serving[partition] = _Serving()
+        return serving
+
     # Partitions
 
     def names(self) -> KeysView[str]:
@@ -266,7 +272,7 @@ class Catalog:
         partition = self._partitions.get(partition_id)
         if partition is None or not partition.settings.is_bounded:
             return None
-        serving = self._serving.setdefault(partition, _Serving())
+        serving = self._serving_of(partition)
         if serving.admission_queue is None:
             serving.admission_queue = AdmissionQueue(partition)
             if self._is_draining:
@@ -313,7 +319,7 @@ class Catalog:
 
     def planner(self, partition: Partition, task_name: str) -> Planner:
         """Return the planner of a task, made on its first use."""
-        planners = self._serving.setdefault(partition, _Serving()).planners
+        planners = self._serving_of(partition).planners
         if task_name not in planners:
             task = self.task(partition, task_name)
             planners[task_name] = Planner(partition, task, self._runner, partial(self._commit_in, partition))
@@ -354,7 +360,7 @@ class Catalog:
     def _start_lease(self, partition: Partition, task_name: str, lease: Lease) -> None:
         if self._is_draining or self._partitions.get(partition.partition_id) is not partition:
             return
-        serving = self._serving.setdefault(partition, _Serving())
+        serving = self._serving_of(partition)
         if serving.lease_timer is None:
             serving.lease_timer = LeaseTimer(partition.tasks, partial(self._expire, partition))
         serving.lease_timer.start(task_name, lease)

@@ -182,7 +182,10 @@ class StateMachine:
         """
         if prepared is None:
             prepared = change.prepare(self.state)
-        return None if prepared is None else self.commit_all([(change, prepared)])
+            if prepared is None:
+                return None
+        with self.group() as group:
+            return group.make(((change, prepared),))
 
     def commit_all(self, changes: Sequence[tuple[Change, Any]]) -> Any:
         """Make several changes that were prepared, or none of them; return what came of the last one."""
