@@ -370,3 +370,16 @@ def test_a_put_goes_after_the_change_that_frees_it_is_durable_elsewhere(
     while put_count(storage) != 1:
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_a_controller_that_stops_before_all_is_free_elsewhere_ends_well(
+    split: tuple[LiveServer, LiveServer], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What became durable by its end is told to the storage service by the next one."""
+    controller, _ = split
+    with monkeypatch.context() as failing:
+        failing.setattr(controller.app._state_store._log, "_commit_next", full)  # type: ignore[union-attr]
+        with pytest.raises(tq.TqError):
+            controller.client(timeout=1.0).clear_partition("train")
+    controller.stop()
+    assert "cannot go on" not in caplog.text

@@ -229,6 +229,21 @@ def encode_named(value: Any) -> bytes:
     return encode((type(value).__name__, value))
 
 
+def decode_named(kinds: Mapping[str, type[Value]], name: str, fields: object) -> Value:
+    """Return the value of one of some kinds, by its name.
+
+    Raises:
+        NewerVersionError: it is none of them, or has a field that is not known here.
+    """
+    kind: Any = kinds.get(name)
+    if kind is None:
+        raise NewerVersionError(
+            f"a record is of the unknown kind {name!r}; it was written by a newer version: install that one"
+        )
+    value: Value = decoder(kind)(fields)
+    return value
+
+
 def encode_group(at_seconds: float, changes: Sequence[bytes]) -> list[bytes]:
     """Return the records of a group of changes, each below 1 MiB unless it has one change alone that is larger.
 
@@ -258,7 +273,7 @@ def decode_group(record: bytes) -> tuple[float, list[Change]]:
     (at_seconds,) = _AT_SECONDS.unpack_from(record)
     unpacker = msgpack.Unpacker(ext_hook=array, strict_map_key=False, use_list=False, max_buffer_size=0)
     unpacker.feed(memoryview(record)[_AT_SECONDS.size :])
-    return at_seconds, [_decode_named(Change.kinds, *named) for named in unpacker]
+    return at_seconds, [decode_named(Change.kinds, *named) for named in unpacker]
 
 
 def encode_put(record: PutRecord) -> bytes:
@@ -276,15 +291,4 @@ def decode_put(data: bytes) -> tuple[PutRecord, EncodedPut]:
     """
     end = _SIZE.size + _SIZE.unpack_from(data)[0]
     named = unpack(data[_SIZE.size : end])
-    return _decode_named(_PUT_KINDS, *named), (data[:end], data[end:])
-
-
-def _decode_named(kinds: Mapping[str, type[Value]], name: str, fields: object) -> Value:
-    kind: Any = kinds.get(name)
-    if kind is None:
-        raise NewerVersionError(
-            f"the journal has a change {name!r}, which this version does not know; it was written by a newer version: "
-            f"install that one"
-        )
-    value: Value = decoder(kind)(fields)
-    return value
+    return decode_named(_PUT_KINDS, *named), (data[:end], data[end:])

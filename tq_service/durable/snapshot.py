@@ -238,12 +238,7 @@ class SnapshotReader:
             NewerVersionError: it is of a kind, or has a field, that is unknown.
         """
         while (data := self.data()) is not None:
-            kind, value = codec.unpack(data)
-            if kind not in _KINDS:
-                raise NewerVersionError(
-                    f"a record is of the unknown kind {kind!r}; it was written by a newer version: install that one"
-                )
-            yield codec.decoder(_KINDS[kind])(value)
+            yield codec.decode_named(_KINDS, *codec.unpack(data))
 
     def data(self) -> bytes | None:
         """Return the bytes of the next record, None at the end of the file."""

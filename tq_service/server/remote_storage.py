@@ -105,6 +105,7 @@ class RemoteStorage:
         self._to_free: list[PutCells] = []
         self._leaving: set[bytes] = set()  # puts that are to be freed whole
         self._freeing: asyncio.Task[None] | None = None
+        self._is_closed = False
         self._reconciling = self._start_task(
             f"reconciling storage {self.storage_id}", self._reconcile_always(), may_end=True
         )
@@ -170,6 +171,8 @@ class RemoteStorage:
 
     def free(self, cells: Sequence[PutCells]) -> None:
         """Give cells back as soon as the service can be reached."""
+        if self._is_closed:  # it is told with all that is known, once this controller has started anew
+            return
         cells = [each for each in cells if each.put_id not in self._leaving]
         self._to_free += cells
         self._leaving.update(each.put_id for each in cells if each.is_whole)
@@ -234,6 +237,7 @@ class RemoteStorage:
 
     async def close(self) -> None:
         """Stop what runs in the background and close the channel."""
+        self._is_closed = True
         self._reconciling.cancel()
         if self._freeing is not None:
             self._freeing.cancel()
