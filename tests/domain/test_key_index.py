@@ -189,3 +189,17 @@ def test_a_write_of_many_more_keys_than_there_are_finds_places_for_them():
         twin.add([f"{number} {each}" for each in range(count)], are_hashed=False)
         assert len(twin.index._recent) <= 10
     twin.check(["none"])
+
+
+def test_room_for_keys_that_did_not_come_is_no_reason_to_have_too_little_later(monkeypatch):
+    monkeypatch.setattr(table_module, "_MOST_MOVED_FOR", 1 << 14)
+    monkeypatch.setattr(table_module, "_LEAST_MOVED_SLOTS", 16)
+    twin, count = Twin(), 1 << 13
+    twin.add([f"first {each}" for each in range(count)], are_hashed=False)
+    for _ in range(100):
+        for _ in twin.index.make_room(count):
+            pass
+    for number in range(40):
+        twin.add([f"{number} {each}" for each in range(count)], are_hashed=False)
+        assert len(twin.index._recent) <= count // 100  # those that find no place
+    twin.check(["none"])

@@ -71,6 +71,7 @@ _EMPTY_SLOT: Final = 0
 _HASH_BITS: Final = 63
 _LARGEST_HASH: Final = (1 << _HASH_BITS) - 1
 _MOST_PROBES: Final = 64
+_MOST_MOVED_FOR: Final = 1 << 17  # keys
 _LEAST_MOVED_SLOTS: Final = 1 << 14
 _REBUILT_KEYS: Final = 1 << 16
 
@@ -710,13 +711,19 @@ class KeyIndex(Collection[str]):
         moved_for = min(self._moved_for, len(keys))
         self._moved_for -= moved_for
         self._move_some(len(keys) - moved_for, self._count)
-        while (self._next or self._slots).size < 2 * self._count:  # so many that no step could do with less
+        while self._is_too_full(len(keys)):  # so many come at once that no step could do with less
             self._move_some(self._slots.size, self._count)
         hashes = hashes_of(keys) if hashes is None else hashes
         for slots, part in self._parts(hashes):
             refused = part[slots.put(hashes[part], indexes[part], self._are_there)].tolist()
             self._recent.update((keys[each], int(indexes[each])) for each in refused)
             self._most_recent += 2 * len(refused)  # they come back again and again
+
+    def _is_too_full(self, count: int) -> bool:
+        """Whether so many more keys would find no places, where they go to or where they are moved from."""
+        if self._next is not None and 4 * (self._slots.used_count + count) > 3 * self._slots.size:
+            return True
+        return (self._next or self._slots).size < 2 * self._count
 
     def _are_there(self, indexes: Indexes) -> NDArray[np.bool_]:
         return self._table.find(indexes) >= 0
@@ -736,7 +743,7 @@ class KeyIndex(Collection[str]):
         """Move what so many more keys make necessary in steps, so that the step that adds them need not do it."""
         for _ in range(0, count if self._slots.used_count else 0, _MANY_KEYS):
             self._move_some(_MANY_KEYS, self._count + count)
-            self._moved_for += _MANY_KEYS
+            self._moved_for = min(self._moved_for + _MANY_KEYS, _MOST_MOVED_FOR)  # lest refused writes add up
             yield
 
     def _move_some(self, changed_count: int, key_count: int) -> None:
