@@ -104,6 +104,17 @@ async def test_a_watch_that_is_read_only_after_its_end_hears_of_the_drain():
         assert await watch.read() is grpc.aio.EOF
 
 
+async def test_a_drain_while_a_status_is_sent_is_told():
+    health = Health()
+    health.add(NAMES)
+    watch = health.Watch(health_pb2.HealthCheckRequest(), None)
+    assert (await anext(watch)).status == Status.NOT_SERVING
+    health.serve()
+    assert (await anext(watch)).status == Status.SERVING
+    health.drain()  # before the watch goes on
+    assert [answer.status async for answer in watch] == [Status.NOT_SERVING]
+
+
 async def test_an_open_watch_does_not_hold_up_the_end():
     app = App(ServeSettings(host="127.0.0.1", port=0, max_bytes=1 << 20))
     await app.start()

@@ -73,6 +73,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # comes wit
                 if status != told:
                     told = status
                     yield health_pb2.HealthCheckResponse(status=status)
+                    continue  # it may have changed while it was sent
                 if self._is_draining:
                     return  # with OK: gRPC drops what a client has not read yet when a call ends with an error
                 await changed.wait()
