@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "domain"))
 
 from digest import digest, facts_of
-from domain_support import batch_spec, new_write
+from domain_support import BOOT, batch_spec, new_write
 
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.changes.claims import (
@@ -30,6 +31,7 @@ from tq_service.domain.changes.state_machine import Change, RequestAnswered
 from tq_service.domain.claims.request import LeaseTerms
 from tq_service.domain.partition import PartitionSettings
 from tq_service.domain.plan import Plan, RankPlan
+from tq_service.domain.tables.cells import Put
 from tq_service.durable import codec
 from tq_service.durable.state_store import StateStore
 from tq_service.errors import ServiceFailedError
@@ -39,12 +41,15 @@ from tq_service.schema import EndCounts
 TRAIN = {"partition_id": "train"}
 TASK = {**TRAIN, "task_name": "t"}
 FIRST, SECOND = b"1" * 16, b"2" * 16
-ROWS = new_write(
-    10,
-    ("x",),
-    keys=[f"k{row}" for row in range(10)],
-    groups=[f"g{row // 2}" for row in range(10)],
-    meta=[{"v": row} for row in range(10)],
+ROWS = replace(
+    new_write(
+        10,
+        ("x",),
+        keys=[f"k{row}" for row in range(10)],
+        groups=[f"g{row // 2}" for row in range(10)],
+        meta=[{"v": row} for row in range(10)],
+    ),
+    put=Put("s0", BOOT, bytes(15) + b"\1"),  # whatever was made before: kept files have it
 )
 LEASED = {"part": RankPlan(rows=np.arange(2, 6)), "lease": LeaseTerms(seconds=60.0, max_deliveries=1)}
 STORY = [
