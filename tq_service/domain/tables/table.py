@@ -685,15 +685,15 @@ class KeyIndex(Collection[str]):
 
     def on_rows_cleared(self, positions: Indexes) -> None:
         """Count keys off, of rows that are still there, and forget those that are in the dict."""
-        if self._count:
-            keys = self.column.data[positions]
-            keys = keys[keys != None].tolist()  # noqa: E711  (of each)
-            self._count -= len(keys)
-            deque(map(self._recent.pop, keys, itertools.repeat(None)), maxlen=0)  # without a step in Python for each
+        keys = self.column.data[positions] if self._count else self.column.data[:0]
+        keys = keys[keys != None].tolist()  # noqa: E711  (of each)
+        self._count -= len(keys)
         if self._count == 0:
             self.clear()
-        elif self._slots.used_count:
+            return
+        if self._slots.used_count:  # before they are forgotten: what is moved may come to be in the dict
             self._move_some(positions.size, self._count)
+        deque(map(self._recent.pop, keys, itertools.repeat(None)), maxlen=0)  # without a step in Python for each
 
     def rebuild(self) -> None:
         """Enter the keys of restored rows."""
