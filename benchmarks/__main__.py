@@ -31,6 +31,7 @@ BENCHMARKS = (
     "bulk_by_storages",
     "same_host",
     "data_loader",
+    "loader_workers",
     "journal_store",
     "memory",
     "back_pressure",
