@@ -489,7 +489,9 @@ ROWS_ARE_MOVED = {"_AT_ONCE": 0, "_LEAST_GAPS": 2, "_LEAST_CLOSED": 1, "_CLOSED_
 @given(SEEDS, sequences(80))
 def test_claims_are_what_the_model_says_as_rows_are_moved(seed, steps):
     with mock.patch.multiple(table_module, **ROWS_ARE_MOVED):
-        asyncio.run(interleave(seed, steps))
+        driver = asyncio.run(interleave(seed, steps))
+    assert not driver.model.rows
+    assert driver.partition.table.present_count == 0
 
 
 @examples(80, derandomize=True)

@@ -232,7 +232,7 @@ class SnapshotReader:
         self.last = Found(0, 0, b"")
 
     def values(self) -> Iterator[Any]:
-        """Yield the value of each record that nobody has read yet.
+        """Yield the values of the records that are left to read.
 
         Raises:
             NewerVersionError: it is of a kind, or has a field, that is unknown.

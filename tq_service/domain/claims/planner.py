@@ -182,7 +182,7 @@ class Planner:
     def _look_at_once(self, request: ClaimRequest) -> Found | MustBeAwaited | None:
         """Return what a call finds, or that it must be awaited; None where others have their turns first.
 
-        While nobody is being served all who wait do so for a change, so that nobody's turn is taken. Where others ask
+        While no line is being served all who wait do so for a change, so that no turn is taken away. Where others ask
         alike it is for the first of them to look.
         """
         is_next = request.rank is None or request.rank.batch_index == self._task.next_batch_index

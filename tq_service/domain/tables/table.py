@@ -9,7 +9,7 @@ plain word, and all that follows the first slash is the user's name as it is, sl
 can be that of another column.
 
 A snapshot of a column copies nothing. A change of the column afterwards first keeps the blocks it is about to touch: it
-costs a copy of a few thousand values at most, however long the column is, and only while somebody still reads.
+costs a copy of a few thousand values at most, however long the column is, and only while a snapshot is still read.
 
 `RowTable`: rows in order of their global index. A removed row stays as a gap until gaps outnumber rows; then they are
 closed. In a small table that is done at once, into new arrays. In a large one rows are moved to the front where they

@@ -107,7 +107,7 @@ class Log(Protocol):
     def abandon(self, error: TqError) -> None:
         """Write nothing more, not even what was appended in this step of the loop, since memory may differ from it.
 
-        What was appended before may still be written, but nobody is told that it was.
+        What was appended before may still be written, but no call is answered from it.
 
         Args:
             error: raised from now on where something is appended, or is to be durable.
