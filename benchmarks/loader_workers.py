@@ -2,7 +2,8 @@
 
 One rank trains on micro-batches of text, or of large tensors, and each takes a step of pure Python: a fixed number of
 turns of a loop, which never gives up the interpreter lock by itself. The same steps are made with micro-batches in
-memory, with the loader's thread, with two threads that have a client each, and with worker processes.
+memory, with the loader's thread, with two threads that have a client each, and with worker processes: on the host of
+the service, with which memory is shared, and over the wire, as a trainer on another host gets them.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class Content:
         return torch.ones(self.batch_size, _TENSOR_VALUES)
 
 
+TRANSPORTS = {"one host": (), "wire": ("--shared-memory", "off")}  # flags of the service
 CONTENTS = (
     Content(name="8 texts of 7 kB", is_text=True, batch_size=64, micro_batch_size=8),
     Content(name="64 texts of 7 kB", is_text=True, batch_size=256, micro_batch_size=64),
@@ -234,13 +236,13 @@ def _best(runs: dict[str, list[Run]], kind: str) -> list[float]:
 def run(options: Options) -> Report:
     """Measure."""
     batch_count, turns = BATCH_COUNT_QUICK if options.quick else BATCH_COUNT, _turns(STEP_SECONDS)
-    with service() as server:
-        return _report(
-            {
-                content.name: _measure(server.address, content, batch_count, turns, options.repeats)
-                for content in CONTENTS
-            }
-        )
+    found: dict[str, dict[str, list[Run]]] = {}
+    for transport, flags in TRANSPORTS.items():
+        with service(*flags) as server:
+            for content in CONTENTS:
+                runs = _measure(server.address, content, batch_count, turns, options.repeats)
+                found[f"{content.name}, {transport}"] = runs
+    return _report(found)
 
 
 if __name__ == "__main__":
