@@ -167,11 +167,14 @@ async def test_callbacks_run_in_order_once_durable(tmp_path: Path, sync: bool) -
 
 
 @MODES
-async def test_callbacks_run_without_anybody_who_waits(tmp_path: Path, sync: bool) -> None:
+async def test_callbacks_run_for_who_gave_up_waiting(tmp_path: Path, sync: bool) -> None:
     called = asyncio.Event()
     with opened(tmp_path, sync=sync) as journal:
         journal.append(Stream.CHANGES, b"dropped")
         journal.after_durable(called.set)
+        waiting = asyncio.create_task(journal.wait_durable())
+        await asyncio.sleep(0)
+        waiting.cancel()
         async with asyncio.timeout(30):
             await called.wait()
         assert not journal.has_unflushed

@@ -249,7 +249,7 @@ def test_a_reserve_that_does_not_fit_is_left_out(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(segment_log.os, "posix_fallocate", refuse)
     reserve = EmergencyDiskReserve(tmp_path / "reserve")
-    assert not reserve.fill()
+    reserve.fill()
     assert not reserve.is_there
     assert not (tmp_path / "reserve").exists()
     assert not reserve.release()

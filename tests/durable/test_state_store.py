@@ -199,6 +199,22 @@ def test_a_change_that_no_call_waits_for_becomes_durable_by_itself(tmp_path):
     lives(tmp_path, write_and_wait)
 
 
+@pytest.mark.parametrize("sync", [False, True], ids=["process", "disk"])
+def test_what_waits_for_a_change_is_called_without_anybody_who_waits(tmp_path, sync):
+    async def write_and_wait():
+        store, catalog, called = StateStore.open(tmp_path, sync=sync), Catalog(PlanRunner()), asyncio.Event()
+        store.recover(catalog=catalog)
+        catalog.write("train", b"", new_write(1))
+        store.after_durable(called.set)
+        assert not called.is_set()
+        async with asyncio.timeout(30):
+            await called.wait()
+        assert not store.has_unflushed
+        await store.close()
+
+    asyncio.run(write_and_wait())
+
+
 def test_a_snapshot_that_fails_by_a_fault_is_not_tried_again_at_once(tmp_path, monkeypatch, caplog):
     tries = []
 

@@ -65,3 +65,9 @@ def sync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def free_bytes(directory: Path) -> int:
+    """Return how much may still be written to the disk that a directory is on."""
+    disk = os.statvfs(directory)
+    return disk.f_bavail * disk.f_frsize

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Final, NamedTuple, TypeVar
 
-from tq_service.durable.files import PARTIAL_SUFFIX, sync_path
+from tq_service.durable.files import PARTIAL_SUFFIX, free_bytes, sync_path
 from tq_service.durable.log.segment import HEADER_BYTES, Break, frame, read_frame
 from tq_service.durable.log.segment_log import RESERVE_BYTES
 from tq_service.durable.pace import Pace
@@ -64,10 +64,9 @@ class RecordWriter:
         if self._unchecked_bytes < _BUFFER_BYTES:
             return
         self._unchecked_bytes = 0
-        disk = os.statvfs(self._partial.parent)
-        free_bytes = disk.f_bavail * disk.f_frsize
-        if free_bytes < _SPARE_BYTES:
-            raise OSError(errno.ENOSPC, f"the disk has {free_bytes} bytes free, of which {_SPARE_BYTES} stay so")
+        free = free_bytes(self._partial.parent)
+        if free < _SPARE_BYTES:
+            raise OSError(errno.ENOSPC, f"the disk has {free} bytes free, of which {_SPARE_BYTES} stay so")
 
     def commit(self) -> None:
         """Give the file its name, once all of it is on the disk."""

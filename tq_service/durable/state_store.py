@@ -124,7 +124,7 @@ class StateStore:
         self._catalog: Catalog | None = None
         self._engine: StorageEngine | None = None
         self._cost = StartCost()
-        self._flush: asyncio.TimerHandle | None = None
+        self._flush: asyncio.Task[None] | None = None
         self._snapshot: asyncio.Task[None] | None = None
         self._retry_at, self._retry_seconds = 0.0, _FIRST_RETRY_SECONDS
         self._abandoned: TqError | None = None
@@ -283,7 +283,7 @@ class StateStore:
             self._log.append(stream, *parts)
             self._cost.add(stream, sum(map(len, parts)))
             if self._flush is None:  # for changes that no call waits for, such as a lease that ran out
-                self._flush = asyncio.get_running_loop().call_later(_FLUSH_SECONDS, self._flush_later)
+                self._flush = asyncio.get_running_loop().create_task(self._flush_later())
             if self._cost.is_too_high and self._snapshot is None and time.monotonic() >= self._retry_at:
                 self._snapshot = asyncio.get_running_loop().create_task(self._try_snapshot())
         except Exception as error:
@@ -342,10 +342,10 @@ class StateStore:
             raise
         self.is_failing = False
 
-    def _flush_later(self) -> None:
+    async def _flush_later(self) -> None:
+        await asyncio.sleep(_FLUSH_SECONDS)
         self._flush = None
-        if self._log.has_unflushed:
-            self._flushing = asyncio.get_running_loop().create_task(self._flush_now())
+        await self._flush_now()
 
     async def _flush_now(self) -> None:
         with contextlib.suppress(TqError):  # who asks next gets the error

@@ -85,7 +85,7 @@ class Log(Protocol):
     def after_durable(self, callback: Callable[[], None]) -> None:
         """Call something once all that was appended before is durable: now, or later in the order of these calls.
 
-        It is never called once the log was abandoned.
+        It is called by a `wait_durable` at the latest, which somebody must call; never once the log was abandoned.
         """
         ...
 

@@ -16,15 +16,15 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Final, TypeVar
 
-from tq_service.durable.files import sync_path
+from tq_service.durable.files import free_bytes, sync_path
 from tq_service.durable.log.log import Record, Stream
 from tq_service.durable.log.reader import LogReader
 from tq_service.durable.log.segment import FoundSegment, Parts, SegmentWriter, segment_numbers, segment_path
-from tq_service.errors import DiskFailedError, DiskFullError, InternalError, PreconditionError, TqError
+from tq_service.errors import DiskFailedError, DiskFullError, PreconditionError, TqError
 
 _log = logging.getLogger(__name__)
 _SEGMENT_BYTES: Final = 32 * 2**20
@@ -36,10 +36,6 @@ RESERVE_BYTES: Final = 4 * 2**20
 T = TypeVar("T")
 
 
-class _Rotation:
-    """In the queue: what comes after it is in the next segment."""
-
-
 class SegmentLog:
     """A `Log` in files of one directory, both streams in the same ones.
 
@@ -49,7 +45,8 @@ class SegmentLog:
     and syncs, all together that came during its last sync.
 
     What one step of the loop appends is one frame, or a part of one: a change without the answer that its retry is to
-    get would be applied again. What cannot be written stays in memory, in order, and is tried again when somebody asks.
+    get would be applied again. Nothing is written before somebody asks for it to be durable; what cannot be written
+    stays in memory, in order, and is tried again when somebody asks again.
     """
 
     def __init__(self, directory: Path, *, sync: bool, accept_loss: bool = False) -> None:
@@ -65,20 +62,19 @@ class SegmentLog:
         self._reader = LogReader(directory, accept_loss=accept_loss)
         self._reserve = EmergencyDiskReserve(directory / "reserve")
         self._reserve.fill()
-        self._reserve.release_to_start()
         self._look_at = 0.0
         self._appended = self._durable = 0
         self._group: list[Parts] = []  # appended in this step of the loop
         self._segment_bytes = 0  # appended since the last rotation
-        self._waiting: deque[tuple[int, asyncio.Future[None] | Callable[[], None]]] = deque()
+        self._callbacks: deque[tuple[int, Callable[[], None]]] = deque()  # by the number that they wait for
+        self._next_commit: asyncio.Future[None] | None = None  # shared by all who wait for a commit
         self._loop: asyncio.AbstractEventLoop | None = None
         self._abandoned: TqError | None = None
-        # The loop adds groups and rotations to the queue. Who commits, the loop or with `sync` the worker, takes them,
-        # and alone uses the segment, what is in hand and the number after them.
-        self._queue: deque[list[Parts] | _Rotation] = deque()
+        # The loop adds groups to the queue, and an empty one where the next segment begins. Who commits, the loop or
+        # with `sync` the worker, takes them, and alone uses the segment and the number of what it has committed.
+        self._queue: deque[list[Parts]] = deque()
         self._committing: Future[None] | None = None
         self._segment: SegmentWriter | None = None
-        self._in_hand: list[Parts] = []
         self._committed = 0
         self._failure: DiskFailedError | None = None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="tq-log")
@@ -108,21 +104,14 @@ class SegmentLog:
                         yield record
                 if segment.is_closed:
                     segment = FoundSegment(self._directory, segment.last_number + 1)
-                else:
-                    await self._wait_for_more(until)
+                    continue
+                while self._durable == until:
+                    with contextlib.suppress(DiskFullError):  # there may be room later
+                        await self._wait_for_commit()
         except FileNotFoundError as error:
             raise PreconditionError(
                 f"what follows record {number} was given up for a snapshot that holds it ({error}); begin with that one"
             ) from error
-
-    async def _wait_for_more(self, durable: int) -> None:
-        if self._durable == durable and self._abandoned is None:
-            more = asyncio.get_running_loop().create_future()
-            self._waiting.append((durable + 1, more))
-            with contextlib.suppress(DiskFullError):  # there may be room later
-                await more
-        if self._abandoned is not None:
-            raise self._abandoned
 
     def _start(self) -> None:
         """Begin a segment, and end the one before; both are on the disk then, with `sync` as all that was read."""
@@ -172,7 +161,7 @@ class SegmentLog:
         self._end_group()
         self._segment_bytes = 0
         self._appended += 1
-        self._queue.append(_Rotation())
+        self._queue.append([])  # as an empty frame is the end of a segment
         return self._appended
 
     def sync_rotated(self, number: int) -> None:
@@ -188,12 +177,11 @@ class SegmentLog:
 
     def abandon(self, error: TqError) -> None:
         """Write nothing more; see `Log.abandon`. Groups that were to be written before are whole, and may still be."""
-        if self._abandoned is not None:
-            return
-        self._abandoned = error
-        self._group = []
-        self._fail_waiting(error)
-        self._waiting.clear()
+        if self._abandoned is None:
+            self._abandoned = error
+            self._group.clear()
+            self._callbacks.clear()
+            self._settle(error)
 
     def close(self) -> None:
         """Make durable what was appended, and end the thread; see `Log.close`."""
@@ -206,13 +194,9 @@ class SegmentLog:
             if segment is not None:
                 self._close_segment(segment)
 
-    def _check_open(self) -> None:
+    def _check_open(self) -> SegmentWriter:
         if self._abandoned is not None:
             raise self._abandoned
-        _ = self._writer
-
-    @property
-    def _writer(self) -> SegmentWriter:
         if self._segment is None:
             raise RuntimeError("the journal takes no records: exhaust read() first, and append before close()")
         return self._segment
@@ -249,27 +233,17 @@ class SegmentLog:
             TqError: the log was abandoned.
         """
         number = self._appended if number is None else number
-        if self._durable >= number and self._abandoned is None:
-            return
-        if not self._sync or self._abandoned is not None:
-            self.flush()
-            return
-        self._loop = asyncio.get_running_loop()
-        done: asyncio.Future[None] = self._loop.create_future()
-        self._waiting.append((number, done))
-        self._commit_soon()
-        await done
+        self._loop = asyncio.get_running_loop()  # before the worker has something to notify it of
+        while self._durable < number or self._abandoned is not None:
+            if self._commit_soon() is not None:
+                await self._wait_for_commit()
 
     def after_durable(self, callback: Callable[[], None]) -> None:
         """Call something once all that was appended before is durable; see `Log.after_durable`."""
-        if self._abandoned is not None:
-            return
         if not self.has_unflushed:
             callback()
-            return
-        self._waiting.append((self._appended, callback))
-        self._loop = asyncio.get_running_loop()
-        self._loop.call_soon(self._flush_soon)  # not now: what one step of the loop appends is written together
+        elif self._abandoned is None:
+            self._callbacks.append((self._appended, callback))
 
     def flush(self) -> None:
         """Return once all that was appended is durable; with `sync`, that blocks.
@@ -277,56 +251,46 @@ class SegmentLog:
         Raises:
             DiskFullError, DiskFailedError, TqError: see `wait_durable`.
         """
+        committing = self._commit_soon()
+        if committing is not None:
+            try:
+                committing.result()
+            finally:
+                self._settle()
+
+    async def _wait_for_commit(self) -> None:
+        """Return after the next commit; raises why it failed."""
         if self._abandoned is not None:
             raise self._abandoned
-        try:
-            if self._sync:
-                self._commit_soon().result()
+        if self._next_commit is None:
+            self._next_commit = asyncio.get_running_loop().create_future()
+        await asyncio.shield(self._next_commit)  # others wait for it too
+
+    def _settle(self, error: Exception | None = None) -> None:
+        """Notify those who wait, on the loop, of what was committed, or why nothing was."""
+        self._durable = self._committed
+        waiting, self._next_commit = self._next_commit, None
+        if waiting is not None:
+            if error is None:
+                waiting.set_result(None)
             else:
-                self._end_group()
-                while self._in_hand or self._queue:
-                    self._commit_next()
-        finally:
-            self._settle(self._committed)
-
-    def _flush_soon(self) -> None:
-        if self._abandoned is not None or self._segment is None or not self.has_unflushed:
-            return
-        if self._sync:
-            self._commit_soon()
-            return
-        try:
-            self.flush()
-        except TqError as error:
-            _log.warning("the journal is behind: %s", error)
-
-    def _settle(self, durable: int) -> None:
-        self._durable = max(durable, self._durable)
-        while self._waiting and self._waiting[0][0] <= self._durable:
-            _, waiting = self._waiting.popleft()
-            if isinstance(waiting, asyncio.Future):
-                if not waiting.done():  # whoever awaits it may have given up
-                    waiting.set_result(None)
-                continue
+                waiting.set_exception(error)
+        while self._callbacks and self._callbacks[0][0] <= self._durable:
+            _, callback = self._callbacks.popleft()
             try:
-                waiting()
+                callback()
             except Exception:
                 _log.exception("what waited for the journal failed")
 
-    def _fail_waiting(self, error: TqError) -> None:
-        """Fail who awaits; what is to be called once durable stays."""
-        waiting, self._waiting = self._waiting, deque()
-        for number, each in waiting:
-            if not isinstance(each, asyncio.Future):
-                self._waiting.append((number, each))
-            elif not each.done():
-                each.set_exception(error)
-
     # Committing: on the loop, or with `sync` on the worker
 
-    def _commit_soon(self) -> Future[None]:
-        """Have the worker commit all that is queued; the future is done when it has, or has failed."""
+    def _commit_soon(self) -> Future[None] | None:
+        """Commit all that was appended; with `sync` the worker does so, and the future is done when it has."""
+        self._check_open()
         self._end_group()
+        if not self._sync:
+            self._commit_queue()
+            return None
         job = self._committing
         if job is None or job.running() or job.done():  # else it has not looked into the queue yet
             job = self._committing = self._worker.submit(self._commit_queue)
@@ -334,56 +298,49 @@ class SegmentLog:
 
     def _commit_queue(self) -> None:
         try:
-            while self._in_hand or self._queue:
+            while self._queue:
                 self._commit_next()
-                self._notify(self._settle, self._committed)
+                self._notify()
         except Exception as error:
-            failure = error
-            if not isinstance(error, TqError):
-                _log.exception("the journal cannot commit")
-                failure = InternalError("the journal cannot commit; the log of the service has the details")
-            self._notify(self._fail_waiting, failure)
-            raise failure from None
+            self._notify(error)
+            raise
 
-    def _notify(self, call: Callable[..., None], argument: object) -> None:
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(call, argument)
+    def _notify(self, error: Exception | None = None) -> None:
+        if not self._sync:
+            self._settle(error)
+        elif self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._settle, error)
 
     def _commit_next(self) -> None:
-        """Write what comes next, or enter the next segment; what could not be written stays in hand."""
+        """Write the next frame, or enter the next segment; what could not be written stays in the queue."""
         if self._failure is not None:
             raise self._failure
-        segment = self._writer
+        segment, number, groups = self._check_open(), self._committed + 1, self._next_groups()
+        records = list(chain.from_iterable(groups))
         try:
-            if not self._in_hand and isinstance(self._queue[0], _Rotation):
-                self._with_reserve(lambda: self._enter(segment, self._committed + 1))
-                return
-            records = self._in_hand or self._take_groups()
-            self._with_reserve(lambda: segment.append(self._committed + 1, records))
+            if records:
+                self._with_reserve(lambda: segment.append(number, records))
+            else:
+                self._segment = self._with_reserve(lambda: self._create(number, segment, sync=self._sync))
+                self._worker.submit(self._close_segment, segment)
         except OSError as error:
             raise self._write_error(error, segment.path) from error
-        if self._sync:
+        if self._sync and records:
             self._sync_or_fail(segment)
-        self._committed += len(records)
-        self._in_hand = []
-
-    def _take_groups(self) -> list[Parts]:
-        """Return what is to be in one frame: whole groups, which come before a rotation."""
-        size = 0
-        while self._queue and size < _FRAME_BYTES and not isinstance(group := self._queue[0], _Rotation):
+        for _ in groups:
             self._queue.popleft()
-            self._in_hand += group
-            size += sum(_size(parts) for _, parts in group)
-        return self._in_hand
+        self._committed += len(records) or 1
 
-    def _enter(self, segment: SegmentWriter, number: int) -> None:
-        self._segment = self._create(number, segment, sync=self._sync)
-        self._queue.popleft()
-        self._committed = number
-        if self._sync:
-            self._close_segment(segment)
-        else:
-            self._worker.submit(self._close_segment, segment)
+    def _next_groups(self) -> list[list[Parts]]:
+        """Return the groups that are to be one frame, or the empty one that begins a segment."""
+        groups: list[list[Parts]] = []
+        size = 0
+        for group in list(self._queue):  # a copy: the loop may add to it meanwhile
+            if groups and not (groups[0] and group and size < _FRAME_BYTES):
+                break
+            groups.append(group)
+            size += sum(_size(parts) for _, parts in group)
+        return groups
 
     def _create(self, number: int, before: SegmentWriter | None, *, sync: bool) -> SegmentWriter:
         """Begin a segment and end the one before it, or neither."""
@@ -442,47 +399,35 @@ class EmergencyDiskReserve:
     """A file that only takes up space on the disk: removed when the disk is full, so that clears can be written down.
 
     May be used by any thread.
+
+    Attributes:
+        is_there: whether there is space set aside.
     """
 
     def __init__(self, path: Path) -> None:
         """Nothing is set aside yet; see `fill`."""
         self._path = path
         self._lock = threading.Lock()
-        self._is_there = path.exists() and path.stat().st_size == RESERVE_BYTES
+        self.is_there = path.exists() and path.stat().st_size == RESERVE_BYTES
 
-    @property
-    def is_there(self) -> bool:
-        """Whether there is space set aside."""
-        return self._is_there
-
-    def fill(self) -> bool:
-        """Set space aside where as much again stays free; return whether there is some now."""
+    def fill(self) -> None:
+        """Set space aside where as much again stays free."""
         with self._lock:
-            if self._is_there:
-                return True
             try:
-                free = os.statvfs(self._path.parent)
-                if free.f_bavail * free.f_frsize < 2 * RESERVE_BYTES:
-                    return False
+                if self.is_there or free_bytes(self._path.parent) < 2 * RESERVE_BYTES:
+                    return
                 with self._path.open("wb") as file:
                     os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
             except OSError as error:
                 _log.warning("no space can be set aside in the data dir: %s", error)
                 self._path.unlink(missing_ok=True)
-                return False
-            self._is_there = True
-            return True
-
-    def release_to_start(self) -> None:
-        """Free the space where a start has no other for its segment."""
-        free = os.statvfs(self._path.parent)
-        if free.f_bavail * free.f_frsize < RESERVE_BYTES:
-            self.release()
+            else:
+                self.is_there = True
 
     def release(self) -> bool:
         """Free the space; return whether there was some."""
         with self._lock:
-            was_there, self._is_there = self._is_there, False
+            was_there, self.is_there = self.is_there, False
             self._path.unlink(missing_ok=True)
         if was_there:
             _log.error(
