@@ -167,8 +167,8 @@ class StateMachine:
         self._last_seconds = 0.0
 
     def group(self) -> Group:
-        """Return what the changes of this step of the loop are made in; a group within a group is a part of it."""
-        return self._group or Group(self)
+        """Return what the changes of this step of the loop are made in; no group is made in another."""
+        return Group(self)
 
     def commit(self, change: Change, prepared: Any = None) -> Any:
         """Make a change, alone or in the open group, and return what came of it; None where nothing is to change.
@@ -184,11 +184,12 @@ class StateMachine:
             prepared = change.prepare(self.state)
             if prepared is None:
                 return None
-        with self.group() as group:
-            return group.make(((change, prepared),))
+        return self.commit_all(((change, prepared),))
 
     def commit_all(self, changes: Sequence[tuple[Change, Any]]) -> Any:
         """Make several changes that were prepared, or none of them; return what came of the last one."""
+        if self._group is not None:
+            return self._group.make(changes)
         with self.group() as group:
             return group.make(changes)
 
@@ -221,49 +222,41 @@ class StateMachine:
 class Group:
     """Changes of one step of the loop, in a `with`; there is no await in it."""
 
-    __slots__ = ("_depth", "_encoded", "_is_applying", "_machine", "_step")
+    __slots__ = ("_encoded", "_machine", "_step")
 
     def __init__(self, machine: StateMachine) -> None:
         self._machine = machine
         self._step = Step(machine.now_seconds())
         self._encoded: list[bytes] = []
-        self._is_applying = False
-        self._depth = 0
 
     def make(self, changes: Sequence[tuple[Change, Any]]) -> Any:
         """Encode changes, then apply them; return what came of the last one."""
         log, result = self._machine.log, None
         encoded = [b"" if log is None else log.encode(change) for change, _ in changes]
+        try:
+            for change, prepared in changes:
+                result = change.apply(self._machine.state, prepared, self._step)
+        except BaseException as error:
+            self._encoded.clear()  # the changes before it in the group are dropped with it
+            self._machine.fatal("a change was made in part", error)
+            raise
         self._encoded += encoded
-        self._is_applying = True
-        for change, prepared in changes:
-            result = change.apply(self._machine.state, prepared, self._step)
-        self._is_applying = False
         return result
 
     def __enter__(self) -> Group:
         self._machine._group = self
-        self._depth += 1
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._depth -= 1
         machine = self._machine
-        if not self._depth:
-            machine._group = None
+        machine._group = None
         if not self._encoded:
             return
         # A refusal may follow a change that was made whole, such as a task that was seen for the first time.
-        if error is not None and (self._is_applying or not isinstance(error, TqError)):
-            self._encoded.clear()
-            what = (
-                "a change was made in part" if self._is_applying else "a request failed after a change of it was made"
-            )
-            machine.fatal(what, error)
-            return
-        if self._depth:
+        if error is not None and not isinstance(error, TqError):
+            machine.fatal("a request failed after a change of it was made", error)
             return
         try:
             if machine.log is not None:
