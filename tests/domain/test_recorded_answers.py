@@ -1,6 +1,5 @@
 """What is remembered of requests: the newest answer of an id, forgotten oldest first, snapshot without a copy."""
 
-import itertools
 import random
 
 from tq_service.domain.idempotency import IdempotencyCache
@@ -17,7 +16,7 @@ def name(number):
 
 
 def entries(snapshot):
-    return [(entry.key, entry.seconds, entry.value) for entry in itertools.chain.from_iterable(snapshot)]
+    return [(entry.key, entry.seconds, entry.value) for entry in snapshot]
 
 
 def forget_before(answers, seconds):
@@ -60,12 +59,24 @@ def test_a_snapshot_stays_as_it_was():
     assert entries(cache().snapshot()) == []
 
 
-def test_a_snapshot_copies_no_full_block():
+def test_snapshots_copy_nothing():
     answers = filled(5000)
     forget_before(answers, 100.0)
-    first, second = answers.snapshot(), answers.snapshot()
-    assert len(first) == 5
-    assert [one is other for one, other in zip(first, second, strict=True)] == [False, True, True, True, False]
+    first = answers.snapshot()
+    answers.add(name(5000), "late", 5000.0)
+    second = answers.snapshot()
+    assert first.entries is second.entries
+    assert [len(entries(snapshot)) for snapshot in (first, second)] == [4900, 4901]
+
+
+def test_what_is_forgotten_is_let_go_of():
+    answers, kept = cache(), []
+    for number in range(20_000):
+        answers.add(name(number), object(), number)
+        forget_before(answers, number - 4000.0)
+        kept.append(len(answers.snapshot().entries))
+    assert len(answers) == 4001
+    assert max(kept) < 4001 * 5 // 4 + 1024
 
 
 def test_restored_answers_go_on_as_if_they_had_been_recorded_here():

@@ -84,7 +84,7 @@ class Service:
         self.store.recover(catalog=self.catalog)
 
     def state(self):
-        answers = [[list(entry) for entry in block] for block in self.catalog.answers.snapshot()]
+        answers = [list(entry) for entry in self.catalog.answers.snapshot()]
         return answers, {name: digest(self.catalog.get(name)) for name in self.catalog.names()}
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain, islice
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 from tq_service.errors import InvalidArgumentError
 
-_BLOCK_ENTRIES: Final = 1024
+_MOST_FORGOTTEN: Final = 1024  # entries that stay in the list, and
+_FORGOTTEN_SHARE: Final = 8  # one of so many
 _ENTRY_BYTES: Final = 256  # of an id, a time, and what holds them together
 
 
@@ -22,13 +23,24 @@ class Entry(NamedTuple):
     value: Any
 
 
-AnswerBlocks = Sequence[Sequence[Entry]]
-"""Recorded answers in blocks, oldest first, as they were at one moment."""
+@dataclass(frozen=True, slots=True)
+class AnswersSnapshot:
+    """Recorded answers, oldest first, as they were at one moment; to be read by any thread.
+
+    It shares the list of the cache, which only grows at its end, or is replaced.
+    """
+
+    entries: list[Entry]
+    start: int
+    stop: int
+
+    def __iter__(self) -> Iterator[Entry]:
+        return islice(self.entries, self.start, self.stop)
 
 
-def merged(*snapshots: AnswerBlocks) -> AnswerBlocks:
+def merged(*snapshots: Iterable[Entry]) -> list[Entry]:
     """Return the answers of several snapshots as one."""
-    return [sorted(chain.from_iterable(chain.from_iterable(snapshots)), key=attrgetter("seconds"))]
+    return sorted(chain.from_iterable(snapshots), key=attrgetter("seconds"))
 
 
 class IdempotencyCache:
@@ -66,9 +78,8 @@ class IdempotencyCache:
         self._weigh = weigh
         self.used_bytes = 0
         self._newest: dict[bytes, Entry] = {}  # of each id
-        # All of them in order of time. Full blocks never change, so that snapshots share them.
-        self._blocks: deque[list[Entry]] = deque()
-        self._forgotten_count = 0  # entries of the first block
+        self._entries: list[Entry] = []  # in order of time; shared with snapshots
+        self._forgotten_count = 0  # of them, in front
 
     def __len__(self) -> int:
         return len(self._newest)
@@ -104,14 +115,12 @@ class IdempotencyCache:
         """
         self._forget_old(at_seconds)
         entry = self._newest[request_id] = Entry(request_id, at_seconds, packed)
-        if not self._blocks or len(self._blocks[-1]) == _BLOCK_ENTRIES:
-            self._blocks.append([])
-        self._blocks[-1].append(entry)
+        self._entries.append(entry)
         self.used_bytes += self._bytes_of(entry)
 
     def _forget_old(self, now: float) -> None:
-        while self._blocks:
-            oldest = self._blocks[0][self._forgotten_count]
+        while self._newest:
+            oldest = self._entries[self._forgotten_count]
             is_too_much = self._max_bytes is not None and self.used_bytes > self._max_bytes
             if not is_too_much and oldest.seconds >= now - self._keep_seconds:
                 break
@@ -119,26 +128,18 @@ class IdempotencyCache:
             if self._newest[oldest.key] is oldest:
                 del self._newest[oldest.key]
             self._forgotten_count += 1
-            if self._forgotten_count == len(self._blocks[0]):
-                self._blocks.popleft()
-                self._forgotten_count = 0
+        if self._forgotten_count > _MOST_FORGOTTEN + len(self._entries) // _FORGOTTEN_SHARE:
+            self._entries, self._forgotten_count = self._entries[self._forgotten_count :], 0
 
     def _bytes_of(self, entry: Entry) -> int:
         return _ENTRY_BYTES + self._weigh(entry.value)
 
-    def snapshot(self) -> AnswerBlocks:
-        """Return the answers as they are now, packed; it copies two blocks at most."""
-        blocks = list(self._blocks)
-        if blocks:
-            blocks[-1] = blocks[-1].copy()
-            blocks[0] = blocks[0][self._forgotten_count :]
-        return blocks
+    def snapshot(self) -> AnswersSnapshot:
+        """Return the answers as they are now, packed; it costs the same however many there are."""
+        return AnswersSnapshot(self._entries, self._forgotten_count, len(self._entries))
 
-    def restore(self, answers: AnswerBlocks) -> None:
+    def restore(self, answers: Iterable[Entry]) -> None:
         """Record the answers of a snapshot, besides those that are here."""
-        (entries,) = merged(answers, self.snapshot())
-        starts = range(0, len(entries), _BLOCK_ENTRIES)
-        self._blocks = deque(list(entries[start : start + _BLOCK_ENTRIES]) for start in starts)
-        self._forgotten_count = 0
-        self._newest = {entry.key: entry for entry in entries}
-        self.used_bytes = sum(map(self._bytes_of, entries))
+        self._entries, self._forgotten_count = merged(answers, self.snapshot()), 0
+        self._newest = {entry.key: entry for entry in self._entries}
+        self.used_bytes = sum(map(self._bytes_of, self._entries))

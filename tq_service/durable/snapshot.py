@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,7 +23,7 @@ import numpy as np
 
 from tq_service.domain.claims.ledger import Batch, Lease, QueueClaim, TaskFacts, TaskSnapshot
 from tq_service.domain.claims.request import BatchSpec
-from tq_service.domain.idempotency import AnswerBlocks, Entry
+from tq_service.domain.idempotency import Entry
 from tq_service.domain.partition import PartitionFacts, PartitionSnapshot
 from tq_service.domain.plan import Plan, RankPlan
 from tq_service.durable import codec
@@ -52,7 +51,7 @@ class ServiceSnapshot:
     """
 
     partitions: Sequence[PartitionSnapshot] = ()
-    answers: AnswerBlocks = ()
+    answers: Iterable[Entry] = ()
     puts: Iterable[bytes] = ()
 
 
@@ -271,7 +270,7 @@ def write_state(writer: RecordWriter, snapshot: ServiceSnapshot) -> None:
     for partition in snapshot.partitions:
         for kind, value in _partition_records(partition):
             write_record(writer, kind, value)
-    for answers in gathered(chain.from_iterable(snapshot.answers), _IDS_A_RECORD):
+    for answers in gathered(snapshot.answers, _IDS_A_RECORD):
         write_record(writer, "answers", Answers(entries=answers))
     for puts in gathered(snapshot.puts, _PUT_BYTES_A_RECORD, len):
         write_record(writer, "puts", Puts(records=puts))
@@ -304,14 +303,14 @@ def _check_header(header: Any, *, is_checkpoint: bool) -> None:
 def read_state(values: Iterable[Any]) -> ServiceSnapshot:
     """Return the state that the values of records are of."""
     partitions: list[_Partition] = []
-    answers: list[Sequence[Entry]] = []
+    answers: list[Entry] = []
     puts: list[bytes] = []
     for value in values:
         match value:
             case PartitionHeader():
                 partitions.append(_Partition(value))
             case Answers():
-                answers.append(value.entries)
+                answers += value.entries
             case Puts():
                 puts += value.records
             case _:

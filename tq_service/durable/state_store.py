@@ -27,7 +27,7 @@ from typing import Any, Final
 
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.changes.state_machine import Change
-from tq_service.domain.idempotency import AnswerBlocks
+from tq_service.domain.idempotency import Entry
 from tq_service.domain.partition import Partition, PartitionSnapshot
 from tq_service.durable import codec
 from tq_service.durable.data_dir import DataDir
@@ -362,7 +362,10 @@ class StateStore:
         await self._snapshot_with(self._write_snapshot)
 
     async def snapshot_restored(
-        self, partitions: Sequence[PartitionSnapshot], answers: Callable[[], AnswerBlocks], appear: Callable[[], None]
+        self,
+        partitions: Sequence[PartitionSnapshot],
+        answers: Callable[[], Iterable[Entry]],
+        appear: Callable[[], None],
     ) -> None:
         """Write a snapshot of now in which a catalog that has none has partitions, before they are seen in it.
 
@@ -401,7 +404,7 @@ class StateStore:
 
     async def _write_snapshot(
         self,
-        contents: Callable[[], tuple[Sequence[PartitionSnapshot], AnswerBlocks]] | None = None,
+        contents: Callable[[], tuple[Sequence[PartitionSnapshot], Iterable[Entry]]] | None = None,
         appear: Callable[[], None] = lambda: None,
     ) -> None:
         try:
@@ -424,7 +427,7 @@ class StateStore:
         finally:
             self._snapshot = None
 
-    def _contents(self) -> tuple[Sequence[PartitionSnapshot], AnswerBlocks]:
+    def _contents(self) -> tuple[Sequence[PartitionSnapshot], Iterable[Entry]]:
         return ((), ()) if self._catalog is None else (self._catalog.snapshot(), self._catalog.answers.snapshot())
 
     def _write_to_disk(self, number: int, snapshot: ServiceSnapshot) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from tq_service.domain.catalog import Catalog
-from tq_service.domain.idempotency import AnswerBlocks, Entry, merged
+from tq_service.domain.idempotency import Entry, merged
 from tq_service.domain.partition import Partition, PartitionSnapshot
 from tq_service.domain.tables.cells import CellSet, Put
 from tq_service.durable.checkpoint import (
@@ -166,7 +166,7 @@ class Checkpoints:
         self,
         partitions: Sequence[Partition],
         puts: Sequence[Put],
-        answers: AnswerBlocks,
+        answers: Iterable[Entry],
         request_id: bytes,
         answer: pb.RestoreResponse,
     ) -> None:
@@ -182,7 +182,7 @@ class Checkpoints:
         if self._store is None:
             appear()
             return
-        own = [[Entry(request_id, self._catalog.machine.now_seconds(), pack(answer))]]
+        own = [Entry(request_id, self._catalog.machine.now_seconds(), pack(answer))]
         snapshots = [partition.snapshot() for partition in partitions]
         await self._store.snapshot_restored(
             snapshots, lambda: merged(answers, self._catalog.answers.snapshot(), own), appear
