@@ -180,7 +180,7 @@ async def test_who_is_behind_others_at_his_deadline_learns_what_they_wait_for():
         await line.enter(new_id(), new_write(1, ["x"]), 4, time.monotonic() + 0.01)
     assert caught.value.metadata == {"bound": "max_samples", "got": "5", "limit": "4", "task_name": "t"}
     clear(train, np.array([0, 1]))
-    assert await first is not None
+    assert (await first).demand.sample_count == 3
 
 
 async def test_keys_that_become_known_meanwhile_need_no_room():
@@ -191,7 +191,7 @@ async def test_keys_that_become_known_meanwhile_need_no_room():
     await turns()
     assert not waiting.done()
     insert(train, 2, keys=["b", "c"])
-    assert await waiting is None
+    assert (await waiting).demand is None
 
 
 async def test_a_seal_ends_the_wait():
@@ -232,7 +232,7 @@ async def test_a_call_cancelled_in_the_turn_in_which_it_is_let_in_gives_its_room
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    assert await line.enter(new_id(), new_write(2, ["x"]), 4, None) is not None
+    assert (await line.enter(new_id(), new_write(2, ["x"]), 4, None)).demand.sample_count == 2
 
 
 async def test_claims_let_waiting_puts_in():

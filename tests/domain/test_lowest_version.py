@@ -148,3 +148,30 @@ def test_text_and_what_is_no_number_is_no_version():
     words = Partition("p", BOUNDED)
     insert(words, 1, meta=[{"version": "three"}])
     assert lowest_of(words).find() == math.inf
+
+
+def test_what_is_known_of_rows_that_were_cleared_is_forgotten():
+    train = Partition("p", BOUNDED)
+    lowest, sizes = lowest_of(train), []
+    for batch in range(400):
+        clear(train, np.array(insert(train, 50, meta=[{"version": batch}] * 50)) - 2000)
+        assert lowest.find() == max(0, batch - 39)
+        sizes.append(lowest._bounds.size)
+    assert max(sizes) < 1500  # of 5000 blocks of 4 rows
+    assert lowest_of(train).find() == lowest.find()
+
+
+def test_a_search_begins_in_a_partition_of_which_all_rows_were_cleared():
+    train = Partition("p", BOUNDED)
+    clear(train, np.array(insert(train, 5000, meta=[{"version": 1}] * 5000)))
+    lowest = lowest_of(train)
+    assert lowest.find() == math.inf
+    insert(train, 2, meta=[{"version": 3}, {"version": 2}])
+    assert lowest.find() == 2
+
+
+def test_versions_that_no_double_has_are_told_as_they_are():
+    train = Partition("p", BOUNDED)
+    insert(train, 1, meta=[{"version": 2**60 + 1}])
+    find = lowest_of(train).find
+    assert [find(), find()] == [2**60 + 1] * 2

@@ -127,8 +127,7 @@ class Commits:
         self._catalog.get(request.write.partition_id, request.write.incarnation)
         write = from_proto.sample_write(request.write, names=names)
         with self._waiting.one(context):
-            reservation = await queue.enter(request.request_id, write, size_bytes, wait_until(context))
-        return reservation or contextlib.nullcontext()
+            return await queue.enter(request.request_id, write, size_bytes, wait_until(context))
 
     def commit_stored(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from typing import Any
 
@@ -12,10 +11,9 @@ from numpy.typing import NDArray
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes
 from tq_service.domain.states import UNCLAIMED, is_open
-from tq_service.domain.tables.table import count_values
 
 _BLOCK_ROWS = 1024
-_LEAST_HEAP = 64
+_TO_BE_LOOKED_AT = -math.inf
 NO_VERSIONS = (math.inf, -math.inf)  # so that nothing is ahead of them, and they of nothing
 
 
@@ -31,49 +29,45 @@ class LowestVersion:
         self._partition = partition
         self._task_name = task_name
         self._column = column
-        self._bounds: dict[int, float] = {}
-        self._heap: list[tuple[float, int]] = []  # every bound with its block, among others that no longer hold
-        self._touched: set[int] = set()  # blocks to be looked at
-        self._forget(task_name)
+        self._first_block = 0
+        self._bounds = np.zeros(0)  # of blocks from the first on; those of rows that were cleared in front are dropped
+        self._extend()
         partition.on_rows.append(self._note)
         partition.on_reset.append(self._forget)
 
     def _note(self, indexes: Indexes | range) -> None:
-        if isinstance(indexes, range):
-            self._touched.update(range(indexes.start // _BLOCK_ROWS, -(-indexes.stop // _BLOCK_ROWS)))
+        """Have the blocks of rows looked at again."""
+        self._extend()
+        if isinstance(indexes, range):  # of new rows, which are the last
+            self._bounds[indexes.start // _BLOCK_ROWS - self._first_block :] = _TO_BE_LOOKED_AT
         else:
-            self._touched.update(count_values(indexes // _BLOCK_ROWS)[0].tolist())
+            self._bounds[indexes // _BLOCK_ROWS - self._first_block] = _TO_BE_LOOKED_AT
+
+    def _extend(self) -> None:
+        """Have bounds for the blocks of all rows there are."""
+        table = self._partition.table
+        missing_count = -(-table.next_index // _BLOCK_ROWS) - self._first_block - self._bounds.size
+        if missing_count > 0:
+            bounds = np.append(self._bounds, np.full(missing_count, _TO_BE_LOOKED_AT))
+            position = table.position_from(0)
+            first_index = int(table.index[position]) if position < table.count else table.next_index
+            first_block = first_index // _BLOCK_ROWS
+            self._bounds, self._first_block = bounds[first_block - self._first_block :], first_block
 
     def _forget(self, task_name: str) -> None:
         """Have all blocks looked at: any rows may be left again."""
         if task_name == self._task_name:
-            table = self._partition.table
-            self._note(table.index.data[table.present_positions()])
+            self._bounds[:] = _TO_BE_LOOKED_AT
 
     def find(self) -> float:
         """Return the lowest version, infinity where no row that is left has one."""
-        for block in self._touched:
-            self._set(block, self._lowest_of(block))
-        self._touched.clear()
-        while self._heap:
-            bound, block = self._heap[0]
-            if self._bounds.get(block) == bound:
-                lowest = self._lowest_of(block)
-                if lowest == bound:
-                    return bound
-                self._set(block, lowest)
-            heapq.heappop(self._heap)
-        return math.inf
-
-    def _set(self, block: int, lowest: float) -> None:
-        if lowest == math.inf:
-            self._bounds.pop(block, None)
-        elif self._bounds.get(block) != lowest:
+        while self._bounds.size:
+            block = int(self._bounds.argmin())
+            bound, lowest = self._bounds[block], self._lowest_of(self._first_block + block)
             self._bounds[block] = lowest
-            heapq.heappush(self._heap, (lowest, block))
-            if len(self._heap) > 2 * len(self._bounds) + _LEAST_HEAP:
-                self._heap = [(bound, each) for each, bound in self._bounds.items()]
-                heapq.heapify(self._heap)
+            if self._bounds[block] == bound:
+                return lowest
+        return math.inf
 
     def _lowest_of(self, block: int) -> float:
         partition = self._partition

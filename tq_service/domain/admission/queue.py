@@ -9,36 +9,32 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tq_service.domain.admission.bounds import RETRY_AFTER_SECONDS, Bound, Demand, bounds_of, demand_of
+from tq_service.domain.admission.bounds import RETRY_AFTER_SECONDS, Demand, bounds_of, demand_of
 from tq_service.domain.changes.samples import SampleWrite
 from tq_service.domain.partition import Partition
 from tq_service.errors import CallCancelledError, ResourceExhaustedError, TqError
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Reservation(contextlib.AbstractContextManager["Reservation"]):
-    """Capacity for a write, kept for it until it is made or abandoned: the `with` in which it is made."""
-
-    request_id: bytes
-    demand: Demand
-    release: Callable[[Reservation], None]
-
-    def __exit__(self, *exception: object) -> None:
-        self.release(self)
-
-
 @dataclass(slots=True, eq=False, kw_only=True)
-class _Waiter:
-    """A write in the queue, and what it takes as of `seen`: keys may become known, or unknown, while it waits."""
+class Admission(contextlib.AbstractContextManager["Admission"]):
+    """A write that waits for capacity, and once it is admitted has it: until the end of the `with` in which it is made.
 
+    Attributes:
+        demand: what the write takes, None where that is nothing.
+        seen: the marks of the queue as of which it takes that: keys may become known, or unknown, while it waits.
+        admitted: done once there is capacity, or none will be.
+    """
+
+    queue: AdmissionQueue
     request_id: bytes
     write: SampleWrite
     value_bytes: int
-    demand: Demand | None
-    seen: tuple[bool, int, int]
-    reserved: asyncio.Future[Reservation | None] = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
+    demand: Demand | None = None
+    seen: tuple[bool, int, int] | None = None
+    admitted: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def __exit__(self, *exception: object) -> None:
+        self.queue.leave(self)
 
 
 class AdmissionQueue:
@@ -52,8 +48,8 @@ class AdmissionQueue:
     def __init__(self, partition: Partition) -> None:
         self._partition = partition
         self._bounds = bounds_of(partition)
-        self._waiting: OrderedDict[bytes, _Waiter] = OrderedDict()
-        self._reserved: dict[bytes, Reservation] = {}
+        self._waiting: OrderedDict[bytes, Admission] = OrderedDict()
+        self._admitted: dict[bytes, Admission] = {}
         self._end_error: Callable[[], TqError] | None = None
         partition.on_change.append(self.wake)
         partition.on_consumed.append(self.wake)
@@ -63,10 +59,8 @@ class AdmissionQueue:
         """Number of writes that wait."""
         return len(self._waiting)
 
-    async def enter(
-        self, request_id: bytes, write: SampleWrite, value_bytes: int, deadline: float | None
-    ) -> Reservation | None:
-        """Return capacity for a write, as soon as all that came before have theirs; None where it takes none.
+    async def enter(self, request_id: bytes, write: SampleWrite, value_bytes: int, deadline: float | None) -> Admission:
+        """Return capacity for a write, as soon as all that came before have theirs; at once where it takes none.
 
         Args:
             request_id: the same over retries.
@@ -81,95 +75,87 @@ class AdmissionQueue:
             CallCancelledError: a retry took the place of this call.
             TqError: the partition would refuse the write whatever capacity there is.
         """
-        demand = demand_of(self._partition, write, value_bytes)
-        if demand is None:
-            return None
+        entering = Admission(queue=self, request_id=request_id, write=write, value_bytes=value_bytes)
+        self._update_demand(entering)
+        if entering.demand is None:
+            return entering
         for bound in self._bounds:
-            if (share := bound.share(demand)) > bound.limit:
+            if (share := bound.share(entering.demand)) > bound.limit:
                 raise bound.error(share, may_fit_later=False)
-        if request_id in self._reserved:
-            return self._reserve(request_id, demand)
-        waiter = _Waiter(request_id=request_id, write=write, value_bytes=value_bytes, demand=demand, seen=self._seen())
+        if request_id in self._admitted:
+            self._admitted[request_id] = entering
+            return entering
         if (earlier := self._waiting.get(request_id)) is not None:
-            earlier.reserved.set_exception(CallCancelledError("a retry of this call took its place in the queue"))
-        self._waiting[request_id] = waiter
+            earlier.admitted.set_exception(CallCancelledError("a retry of this call took its place in the queue"))
+        self._waiting[request_id] = entering
         self.wake()
         if self._end_error is not None:
             self.end(self._end_error)
-        return await self._wait(waiter, deadline)
+        try:
+            if not entering.admitted.done():
+                timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+                await asyncio.wait((entering.admitted,), timeout=timeout)
+            if not entering.admitted.done():
+                raise self._too_late(entering)
+            entering.admitted.result()
+            return entering
+        except BaseException:  # a cancellation may come in the turn in which capacity did
+            self.leave(entering)
+            raise
+        finally:
+            del entering  # through which an error would hold this frame, and with it the partition
+
+    def leave(self, admission: Admission) -> None:
+        """Give up the place of a write, or its capacity; a retry that has taken it over keeps it."""
+        for places in (self._waiting, self._admitted):
+            if places.get(admission.request_id) is admission:
+                del places[admission.request_id]
+                self.wake()
 
     def wake(self) -> None:
         """Let those in, in order, for whom there is capacity now."""
         while self._waiting:
-            request_id, waiter = next(iter(self._waiting.items()))
+            first = next(iter(self._waiting.values()))
             try:
-                if waiter.seen != self._seen():
-                    waiter.demand = demand_of(self._partition, waiter.write, waiter.value_bytes)
-                    waiter.seen = self._seen()
+                self._update_demand(first)
             except TqError as error:
-                waiter.reserved.set_exception(error)
+                first.admitted.set_exception(error)
             else:
-                if waiter.demand is None:
-                    waiter.reserved.set_result(None)
-                elif self._exceeded(waiter.demand) is None:
-                    waiter.reserved.set_result(self._reserve(request_id, waiter.demand))
-                else:
-                    return
-            del self._waiting[request_id]
+                if first.demand is not None:
+                    if self._refusal(first.demand) is not None:
+                        return
+                    self._admitted[first.request_id] = first
+                first.admitted.set_result(None)
+            del self._waiting[first.request_id]
 
     def end(self, error: Callable[[], TqError]) -> None:
         """End all waits, and those to come, with an error."""
         self._end_error = error
-        for waiter in self._waiting.values():
-            waiter.reserved.set_exception(error())
+        for admission in self._waiting.values():
+            admission.admitted.set_exception(error())
         self._waiting.clear()
 
-    def _seen(self) -> tuple[bool, int, int]:
-        """Return what changes whenever a write may take more or less than before."""
+    def _update_demand(self, admission: Admission) -> None:
+        """Find out what a write takes, where it may be more or less than before."""
         table = self._partition.table
-        return self._partition.sealed, table.next_index, table.removed_count
+        marks = self._partition.sealed, table.next_index, table.removed_count
+        if admission.seen != marks:
+            admission.demand = demand_of(self._partition, admission.write, admission.value_bytes)
+            admission.seen = marks
 
-    def _exceeded(self, demand: Demand) -> tuple[Bound, float] | None:
-        """Return a bound that a write would go beyond, and how much there would be; None where there is capacity."""
-        others = [reservation.demand for reservation in self._reserved.values()]
-        totals = ((bound, bound.total(demand, others)) for bound in self._bounds)
-        return next(((bound, total) for bound, total in totals if total > bound.limit), None)
-
-    def _reserve(self, request_id: bytes, demand: Demand) -> Reservation:
-        reservation = Reservation(request_id=request_id, demand=demand, release=self._release)
-        self._reserved[request_id] = reservation
-        return reservation
-
-    def _release(self, reservation: Reservation) -> None:
-        if self._reserved.get(reservation.request_id) is reservation:  # else a retry has its own by now
-            del self._reserved[reservation.request_id]
-            self.wake()
-
-    async def _wait(self, waiter: _Waiter, deadline: float | None) -> Reservation | None:
-        reserved = waiter.reserved
-        try:
-            if not reserved.done():
-                timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
-                await asyncio.wait((reserved,), timeout=timeout)
-            if not reserved.done():
-                raise self._too_late(waiter)
-            return reserved.result()
-        except asyncio.CancelledError:  # it may have come in the turn in which capacity did
-            if reserved.done() and reserved.exception() is None and (reservation := reserved.result()) is not None:
-                self._release(reservation)
-            raise
-        finally:
-            if self._waiting.get(waiter.request_id) is waiter:
-                del self._waiting[waiter.request_id]
-                self.wake()
-            del waiter, reserved  # through which an error would hold this frame, and with it the partition
-
-    def _too_late(self, waiter: _Waiter) -> TqError:
-        """Return the error of a write for which there was no capacity in time, or not for the one in front."""
-        for each in (waiter, next(iter(self._waiting.values()))):
-            if each.demand is not None and (exceeded := self._exceeded(each.demand)) is not None:
-                bound, total = exceeded
+    def _refusal(self, demand: Demand) -> ResourceExhaustedError | None:
+        """Return why a write has no capacity now, None where it has."""
+        others = [admission.demand for admission in self._admitted.values() if admission.demand is not None]
+        for bound in self._bounds:
+            if (total := bound.total(demand, others)) > bound.limit:
                 return bound.error(total, may_fit_later=True)
+        return None
+
+    def _too_late(self, late: Admission) -> TqError:
+        """Return the error of a write for which there was no capacity in time, or not for the one in front."""
+        for each in (late, next(iter(self._waiting.values()))):
+            if each.demand is not None and (refusal := self._refusal(each.demand)) is not None:
+                return refusal
         return ResourceExhaustedError(
             "there was no capacity until the deadline", retry_after_seconds=RETRY_AFTER_SECONDS
         )
