@@ -351,7 +351,9 @@ def test_segments_that_changed_places_are_damage(tmp_path: Path) -> None:
         here.rename(directory / "between")
         there.rename(here)
         (directory / "between").rename(there)
-        with pytest.raises(JournalDamagedError, match=rf"begins with number {other}"):
+        with pytest.raises(
+            JournalDamagedError, match=rf"{one:012d}.tqj has record {other} where record {one} should be"
+        ):
             read(directory)
 
 

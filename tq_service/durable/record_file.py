@@ -135,12 +135,7 @@ def read_records(path: Path, at: int = 0, number: int = 0) -> Iterator[Found]:
                 raise Break("does not begin like a file of records")
             at = at or len(_MAGIC)
             file.seek(at)
-            while True:
-                found, body = read_frame(file)
-                if found != number:
-                    raise Break(f"has record {found} where record {number} should be")
-                if not body:
-                    break
+            while body := read_frame(file, number):
                 yield Found(at, number, body)
                 at += HEADER_BYTES + len(body)
                 number += 1

@@ -8,15 +8,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from tq_service.durable.files import beside, quarantine, sync_path
+from tq_service.durable.files import beside, quarantine
 from tq_service.durable.log.log import Record
-from tq_service.durable.log.segment import (
-    FoundSegment,
-    SegmentWriter,
-    machine_boot_id,
-    segment_numbers,
-    segment_path,
-)
+from tq_service.durable.log.segment import Break, FoundSegment, machine_boot_id, segment_numbers, segment_path
 from tq_service.errors import DiskFullError, JournalDamagedError
 
 _log = logging.getLogger(__name__)
@@ -31,7 +25,7 @@ class LogReader:
     """Reads what a log holds from one of its segments on, and leaves it so that a writer can go on.
 
     Attributes:
-        last_number: of the last record or opening that was read.
+        last_number: of the last record or opening that was read; the log goes on with the next one.
         last_segment: that which the log goes on from; None in an empty log.
     """
 
@@ -55,7 +49,7 @@ class LogReader:
             found = [FoundSegment(self._directory, each) for each in segment_numbers(self._directory) if each >= number]
             if not self._has_beginning(found, number):
                 self._lose(found)
-                self._begin_anew(number)
+                self.last_number = max(number, 1) - 1  # where a snapshot says that the log goes on
                 return
             for index, segment in enumerate(found):
                 self.last_number, self.last_segment = segment.number, segment
@@ -67,65 +61,63 @@ class LogReader:
                     self._lose(following)
                     return
         except OSError as error:
-            raise _unreadable(Path(error.filename or self._directory), error) from error
+            # No damage: who accepts the loss of that would lose all that cannot be read now.
+            raise DiskFullError(
+                f"{error.filename or self._directory} cannot be read now ({error}): the disk of the data dir is full, "
+                "or this process lacks files or rights; nothing is lost: change that, and start the service again"
+            ) from error
 
     def _has_beginning(self, found: Sequence[FoundSegment], number: int) -> bool:
         """Whether nothing is missing before the first record; raises where only damage explains that."""
         first = found[0] if found else None
-        if number and (first is None or first.number != number):
-            path = segment_path(self._directory, number)
-            self._damaged(path, 0, "is missing, but the snapshot that it follows is there")
-            return False
-        if first is None:
-            return True
-        if not number and first.number != 1:
-            self._damaged(first.path, 0, f"begins with number {first.number}, and no snapshot holds what was before")
-            return False
-        if first.is_begun:
-            return True
-        if number or len(found) > 1 or not _was_being_made(first):
+        if first is None or first.number != (number or 1):
+            if number:
+                path = segment_path(self._directory, number)
+                self._damaged(path, 0, "is missing, but the snapshot that it follows is there")
+            elif first is not None:
+                self._damaged(
+                    first.path, 0, f"begins with number {first.number}, and no snapshot holds what was before"
+                )
+            return first is None and not number
+        if not first.is_begun and (number or len(found) > 1 or not _was_being_made(first)):
             self._damaged(first.path, 0, f"{first.flaw}")
-        return False
+        return first.is_begun
 
     def _goes_on(self, segment: FoundSegment, following: Sequence[FoundSegment]) -> bool:
         """Whether the next segment begins where one ends; raises where that is not so, and only damage explains it."""
-        goes_on = bool(following) and following[0].is_begun and following[0].number == segment.last_number + 1
-        if segment.flaw is not None and not goes_on and self._is_damage(segment):
-            self._damaged(segment.path, segment.end, f"{segment.flaw}")
-            self._keep_copy(segment)
-            return False
+        number = segment.last_number + 1
+        goes_on = bool(following) and following[0].is_begun and following[0].number == number
         if segment.flaw is not None:
+            if not goes_on and _is_damage(segment, segment.flaw):
+                self._damaged(segment.path, segment.end, f"{segment.flaw}")
+                self._keep_copy(segment)
+                return False
             _log.warning(
                 "%s: cut %d bytes after record %d, which were not whole when the service or the machine stopped",
                 segment.path.name,
                 segment.size - segment.end,
                 segment.last_number,
             )
-        if goes_on:
-            return True
-        next_path = segment_path(self._directory, segment.last_number + 1)
+        # A later run of the machine would have begun its segment when it knew what a loss of power had taken.
+        is_of_later_run = bool(following) and following[0].machine_boot_id not in ("", segment.machine_boot_id)
+        if goes_on or (segment.may_lose_tail and not is_of_later_run):
+            return goes_on
         if not following:
-            if segment.is_closed and not segment.may_lose_tail:
-                self._damaged(next_path, 0, f"is missing, but {segment.path.name} says that it follows")
-            return False
-        if segment.may_lose_tail and following[0].machine_boot_id in ("", segment.machine_boot_id):
-            return False  # a later run of the machine would have begun its segment when it knew what was lost
-        if following[0].is_begun or following[0].number != segment.last_number + 1:
+            if segment.is_closed:
+                self._damaged(
+                    segment_path(self._directory, number),
+                    0,
+                    f"is missing, but {segment.path.name} says that it follows",
+                )
+        elif following[0].number != number:
             self._damaged(
                 segment.path,
                 segment.end,
-                f"ends with record {segment.last_number}, but the next file begins with number {following[0].number}",
+                f"ends with record {number - 1}, but the next file begins with number {following[0].number}",
             )
         elif segment.is_closed or len(following) > 1 or not _was_being_made(following[0]):
             self._damaged(following[0].path, 0, f"{following[0].flaw}")
         return False
-
-    def _is_damage(self, segment: FoundSegment) -> bool:
-        """Whether a flaw is more than what the end of a process, or else a loss of power, may leave."""
-        if segment.flaw is None or segment.flaw.is_torn or segment.may_lose_tail:
-            return False
-        # What was not synced yet when the power went may be there in part; with a sync in each commit, of the last one.
-        return segment.machine_boot_id == machine_boot_id() or segment.is_whole_after()
 
     def _keep_copy(self, segment: FoundSegment) -> None:
         """Keep what is about to be cut off, for whoever wants to look at it."""
@@ -143,14 +135,6 @@ class LogReader:
                 _log.warning("%s is renamed to *%s: what was before it is lost", segment.path.name, _LOST_SUFFIX)
                 quarantine(segment.path, _LOST_SUFFIX)
 
-    def _begin_anew(self, number: int) -> None:
-        """Have an empty segment where the log goes on from a snapshot."""
-        if number:
-            writer = SegmentWriter.create(self._directory, number, is_synced=True)
-            writer.close(sync=True)
-            sync_path(self._directory)
-            self.last_number, self.last_segment = number, FoundSegment(self._directory, number)
-
     def _damaged(self, path: Path, at: int, what: str) -> None:
         place = f"{path}, byte {at}," if at else f"{path}"
         if not self._accept_loss:
@@ -161,12 +145,12 @@ class LogReader:
         _log.error("the journal is damaged, and the loss was accepted: %s %s", place, what)
 
 
-def _unreadable(path: Path, error: OSError) -> DiskFullError:
-    """Return an error that is not of damage: who accepts the loss of that would lose all of it."""
-    return DiskFullError(
-        f"{path} cannot be read now ({error}): the disk of the data dir is full, or this process lacks files or "
-        "rights; nothing is lost: change that, and start the service again"
-    )
+def _is_damage(segment: FoundSegment, flaw: Break) -> bool:
+    """Whether a flaw is more than what the end of a process, or else a loss of power, may leave."""
+    if flaw.is_torn or segment.may_lose_tail:
+        return False
+    # What was not synced yet when the power went may be there in part; with a sync in each commit, of the last one.
+    return segment.machine_boot_id == machine_boot_id() or segment.is_whole_after()
 
 
 def _was_being_made(segment: FoundSegment) -> bool:

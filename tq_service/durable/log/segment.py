@@ -88,20 +88,22 @@ def frame(number: int, parts: Iterable[bytes | bytearray | memoryview]) -> tuple
     return checked + _CHECKSUM.pack(xxhash.xxh32_intdigest(checked)), body
 
 
-def read_frame(file: BinaryIO) -> tuple[int, bytes]:
-    """Return number and body of the frame that a file is at; raises Break where there is none."""
+def read_frame(file: BinaryIO, number: int) -> bytes:
+    """Return the body of the frame that a file is at; raises Break where none with this number is there."""
     header = file.read(_HEADER.size)
     if len(header) < _HEADER.size:
         raise Break("ends within a frame", is_torn=True)
-    size, number, checksum, header_checksum = _HEADER.unpack(header)
+    size, found, checksum, header_checksum = _HEADER.unpack(header)
     if xxhash.xxh32_intdigest(header[: _CHECKED.size]) != header_checksum:
         raise Break("has a frame whose header does not fit its checksum")
     body = file.read(size)
     if len(body) < size:
         raise Break("ends within a frame", is_torn=True)
-    if xxhash.xxh3_64_intdigest(body, number) != checksum:
+    if xxhash.xxh3_64_intdigest(body, found) != checksum:
         raise Break("has a frame that does not fit its checksum")
-    return number, body
+    if found != number:
+        raise Break(f"has record {found} where record {number} should be")
+    return body
 
 
 def _body(records: Iterable[Parts]) -> Iterator[bytes | bytearray]:
@@ -114,12 +116,10 @@ class SegmentWriter:
     """A segment that is appended to, by one thread at a time. Methods raise OSError.
 
     Attributes:
-        number: that the segment begins with.
         path: of the file.
     """
 
-    def __init__(self, path: Path, number: int, descriptor: int, end: int) -> None:
-        self.number = number
+    def __init__(self, path: Path, descriptor: int, end: int) -> None:
         self.path = path
         self._descriptor = descriptor
         self._end = end
@@ -134,23 +134,22 @@ class SegmentWriter:
             is_synced: whether nobody goes by what is written before `sync` returned.
         """
         path = segment_path(directory, number)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        segment = cls(path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), 0)
+        opening = (_NO_STREAM, (bytes([is_synced]), machine_boot_id().encode()))
         try:
-            head, body = frame(number, _body([(_NO_STREAM, (bytes([is_synced]), machine_boot_id().encode()))]))
-            opening = _MAGIC + head + body
-            _write(descriptor, [opening], len(opening), 0)
+            segment._write(_MAGIC, *frame(number, _body([opening])))
         except BaseException:
             path.unlink(missing_ok=True)
-            os.close(descriptor)
+            segment.close(sync=False)
             raise
-        return cls(path, number, descriptor, len(opening))
+        return segment
 
     @classmethod
-    def reopen(cls, path: Path, number: int, end: int) -> SegmentWriter:
+    def reopen(cls, path: Path, end: int) -> SegmentWriter:
         """Go on in a segment after its first `end` bytes; what follows them is cut off."""
         descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         os.ftruncate(descriptor, end)
-        return cls(path, number, descriptor, end)
+        return cls(path, descriptor, end)
 
     def append(self, number: int, records: Sequence[Parts]) -> None:
         """Hand a frame to the kernel in one call; one that does not fit is cut off again.
@@ -159,10 +158,7 @@ class SegmentWriter:
             number: of the first record.
             records: what to write; none for the closing.
         """
-        head, body = frame(number, _body(records))
-        size = len(head) + len(body)
-        _write(self._descriptor, [head, body], size, self._end)
-        self._end += size
+        self._write(*frame(number, _body(records)))
 
     def sync(self) -> None:
         """Return when all of it is on the disk."""
@@ -176,17 +172,18 @@ class SegmentWriter:
         finally:
             os.close(self._descriptor)
 
-
-def _write(descriptor: int, parts: list[bytes], size: int, at: int) -> None:
-    try:
-        written = os.pwritev(descriptor, parts, at)
-        if written < size:  # the disk is full, or the system takes no more in one call; the next one says which
-            rest = memoryview(b"".join(parts))
-            while written < size:
-                written += os.pwrite(descriptor, rest[written:], at + written)
-    except BaseException:
-        os.ftruncate(descriptor, at)
-        raise
+    def _write(self, *parts: bytes) -> None:
+        size = sum(map(len, parts))
+        try:
+            written = os.pwritev(self._descriptor, parts, self._end)
+            if written < size:  # the disk is full, or the system takes no more in one call; the next one says which
+                rest = memoryview(b"".join(parts))
+                while written < size:
+                    written += os.pwrite(self._descriptor, rest[written:], self._end + written)
+        except BaseException:
+            os.ftruncate(self._descriptor, self._end)
+            raise
+        self._end += size
 
 
 class FoundSegment:
@@ -200,7 +197,6 @@ class FoundSegment:
         last_number: of the last record before that.
         is_closed: whether the closing follows there.
         flaw: what is wrong at `end`; None where nothing is.
-        is_begun: whether it has a whole opening.
         is_synced: whether nobody went by what was written before it was synced.
         machine_boot_id: of the machine, when it was begun.
     """
@@ -212,22 +208,22 @@ class FoundSegment:
         self.size = self.path.stat().st_size
         self.end = 0
         self.flaw: Break | None = None
-        self.is_begun = self.is_synced = self.is_closed = False
+        self.is_synced = self.is_closed = False
         self.machine_boot_id = ""
         try:
             with self._opened(0) as file:
                 magic = file.read(len(_MAGIC))
                 if magic != _MAGIC:
                     raise Break("does not begin like a file of the journal", is_torn=_MAGIC.startswith(magic))
-                found, body = read_frame(file)
-            if found != number:
-                raise Break(f"begins with number {found}")
+                ((_, record),) = _records(read_frame(file, number))
+                self.is_synced, self.machine_boot_id, self.end = bool(record[0]), record[1:].decode(), file.tell()
         except Break as flaw:
             self.flaw = flaw
-            return
-        ((_, record),) = _records(body)
-        self.is_begun, self.is_synced, self.machine_boot_id = True, bool(record[0]), record[1:].decode()
-        self.end = len(_MAGIC) + HEADER_BYTES + len(body)
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether it has a whole opening."""
+        return self.end > 0
 
     @property
     def may_lose_tail(self) -> bool:
@@ -243,9 +239,7 @@ class FoundSegment:
         try:
             with self._opened(self.end) as file:
                 while self.last_number < until and file.peek(1):
-                    number, body = read_frame(file)
-                    if number != self.last_number + 1:
-                        raise Break(f"has record {number} where record {self.last_number + 1} should be")
+                    body = read_frame(file, self.last_number + 1)
                     if not body:
                         self.is_closed = True
                         if file.peek(1):
@@ -269,7 +263,7 @@ class FoundSegment:
             for place in np.flatnonzero((numbers > self.last_number) & (numbers < most)):
                 file.seek(8 * int(place) + shift - _NUMBER_OFFSET)
                 with contextlib.suppress(Break):
-                    read_frame(file)
+                    read_frame(file, int(numbers[place]))
                     return True
         return False
 

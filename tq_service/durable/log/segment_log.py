@@ -121,7 +121,7 @@ class SegmentLog:
             for each in segment_numbers(self._directory) if self._sync else ():  # a run without may have written them
                 sync_path(segment_path(self._directory, each))
             if found is not None:
-                before = SegmentWriter.reopen(found.path, found.number, found.end)
+                before = SegmentWriter.reopen(found.path, found.end)
             self._segment = self._with_reserve(lambda: self._create(number, before, sync=True))
         except OSError as error:
             raise self._write_error(error, segment_path(self._directory, number)) from error
