@@ -16,7 +16,7 @@ from domain_support import claim_rows, clear, new_write, task_of
 
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.idempotency import IdempotencyCache
-from tq_service.durable import codec, data_dir, record_file, state_store
+from tq_service.durable import codec, data_dir, files, state_store
 from tq_service.durable.log.log import Stream
 from tq_service.durable.state_store import StateStore
 from tq_service.errors import DataDirError, DiskFullError, JournalDamagedError, SnapshotDamagedError
@@ -245,7 +245,7 @@ def fail(*_):
 
 @pytest.mark.parametrize(
     ("owner", "name", "appears"),
-    [(record_file, "sync_path", False), (data_dir.DataDir, "remove_unneeded", True)],
+    [(files, "sync_path", False), (data_dir.DataDir, "remove_unneeded", True)],
     ids=["the name of the snapshot may not last", "what is not needed any more cannot be dropped"],
 )
 def test_what_is_restored_is_there_after_a_failure_or_nothing_of_it(tmp_path, monkeypatch, owner, name, appears):

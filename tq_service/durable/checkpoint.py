@@ -264,15 +264,18 @@ class CheckpointWriter:
         InvalidArgumentError: the directory cannot be used.
     """
 
+    _writer: RecordWriter
+
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._writer = RecordWriter(path)
+        self._aborting = contextlib.ExitStack()
 
     def open(self) -> None:
         """Begin the file; its directory is made where it is not there."""
         with self._explained():
             make_folder(self._path.parent)
-            self._writer.open()
+            self._writer = RecordWriter(self._path)
+            self._aborting.callback(self._writer.abort)
             write_header(self._writer, is_checkpoint=True)
 
     def begin_block(self, block: Block, columns: Sequence[ColumnShape]) -> None:
@@ -297,7 +300,7 @@ class CheckpointWriter:
 
     def abort(self) -> None:
         """Leave no trace; nothing after `finish`."""
-        self._writer.abort()
+        self._aborting.close()
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:

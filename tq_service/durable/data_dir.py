@@ -13,13 +13,7 @@ from typing import Any, Final
 
 import xxhash
 
-from tq_service.durable.files import (
-    PARTIAL_SUFFIX,
-    make_folder,
-    snapshot_numbers,
-    snapshot_path,
-    sync_path,
-)
+from tq_service.durable.files import PARTIAL_SUFFIX, FileWriter, make_folder, snapshot_numbers, snapshot_path
 from tq_service.durable.log.log import Log
 from tq_service.durable.log.segment import segment_numbers
 from tq_service.errors import DataDirError
@@ -64,13 +58,8 @@ def write_identity(path: Path, identity: Identity) -> None:
         "storage_id": identity.storage_id,
     }
     text = json.dumps({**values, "checksum": _checksum(values)}, indent=2)
-    unfinished = path.with_name(path.name + ".new")
-    with unfinished.open("w") as file:
-        file.write(text + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
-    sync_path(path.parent)
+    with FileWriter(path) as writer:
+        writer.file.write(text.encode() + b"\n")
 
 
 def read_identity(path: Path) -> Identity | None:
@@ -87,15 +76,16 @@ def read_identity(path: Path) -> Identity | None:
     try:
         values = json.loads(text)
         version = int(values["format_version"])
-        if version > FORMAT_VERSION:
+        if version != FORMAT_VERSION:
             raise DataDirError(
-                f"the data dir {path.parent} has format {version}, this version of the service reads formats up to "
-                f"{FORMAT_VERSION}; install the version that wrote it, or a later one"
-            )
-        if version < FORMAT_VERSION:
-            raise DataDirError(
-                f"the data dir {path.parent} has format {version}, which this version of the service reads no more; "
-                f"start it with the version that wrote it, or name an empty folder"
+                f"the data dir {path.parent} has format {version}, "
+                + (
+                    f"this version of the service reads formats up to {FORMAT_VERSION}; install the version that wrote "
+                    "it, or a later one"
+                    if version > FORMAT_VERSION
+                    else "which this version of the service reads no more; start it with the version that wrote it, or "
+                    "name an empty folder"
+                )
             )
         # Under a name with a changed letter no sample would find its bytes any more, though all of them are here.
         if values.pop("checksum") != _checksum(values):
@@ -192,19 +182,16 @@ class DataDir:
             # Nobody else may read what it holds; the rights of a folder that is there are its owner's business.
             make_folder(path, mode=0o700)
             lock = DirectoryLock(path / "lock")
+            try:
+                opened = cls(path, _identity(path), lock)
+                opened.segments_path.mkdir(exist_ok=True, mode=0o700)
+                for unfinished in path.glob(f"*{PARTIAL_SUFFIX}"):
+                    unfinished.unlink()
+            except BaseException:
+                lock.release()
+                raise
         except OSError as error:
             raise _unusable(path, error) from error
-        try:
-            opened = cls(path, _identity(path), lock)
-            opened.segments_path.mkdir(exist_ok=True, mode=0o700)
-            for unfinished in path.glob(f"snapshot-*{PARTIAL_SUFFIX}"):
-                unfinished.unlink()
-        except OSError as error:
-            lock.release()
-            raise _unusable(path, error) from error
-        except BaseException:
-            lock.release()
-            raise
         return opened
 
     def storage_id(self, given: str | None, default: str) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from pathlib import Path
-from typing import Final
+from types import TracebackType
+from typing import Final, Self
 
 _SNAPSHOT: Final = re.compile(r"snapshot-(\d{12,})\.tqs")
 PARTIAL_SUFFIX: Final = ".partial"
@@ -40,6 +42,49 @@ def quarantine(path: Path, suffix: str) -> None:
             break
         target = beside(path, f"{suffix}-{count}")
     path.rename(target)
+
+
+class FileWriter:
+    """Writes a file that is under its name only once it is whole and on the disk; in a `with`, by how that ends.
+
+    Attributes:
+        file: what is to be in it is written to this.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+
+    def __init__(self, path: Path, buffering: int = -1) -> None:
+        self._path = path
+        self._partial = beside(path, PARTIAL_SUFFIX)
+        self.file = self._partial.open("wb", buffering)
+
+    def commit(self) -> None:
+        """Give the file its name, in place of the one that had it."""
+        with self.file:
+            self.file.flush()
+            os.fsync(self.file.fileno())
+        self._partial.rename(self._path)
+        sync_path(self._path.parent)
+
+    def abort(self) -> None:
+        """Leave no trace; nothing where it was committed."""
+        with contextlib.suppress(OSError):  # what is still in the buffer has no room on the disk
+            self.file.close()
+        with contextlib.suppress(OSError):
+            self._partial.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self.commit()
+        finally:
+            self.abort()
 
 
 def make_folder(path: Path, mode: int = 0o777) -> None:

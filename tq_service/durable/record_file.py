@@ -5,15 +5,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import BinaryIO, Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
-from tq_service.durable.files import PARTIAL_SUFFIX, free_bytes, sync_path
+from tq_service.durable.files import FileWriter, free_bytes
 from tq_service.durable.log.segment import HEADER_BYTES, Break, frame, read_frame
 from tq_service.durable.log.segment_log import RESERVE_BYTES
 from tq_service.durable.pace import Pace
@@ -26,8 +23,8 @@ _SPARE_BYTES: Final = 2 * RESERVE_BYTES
 Each = TypeVar("Each")
 
 
-class RecordWriter:
-    """Writes records one after the other, then commits them, or leaves no trace; in a `with`, by how it ends.
+class RecordWriter(FileWriter):
+    """Writes records one after the other.
 
     It is made for a thread beside an event loop, and gives way to it.
 
@@ -36,25 +33,17 @@ class RecordWriter:
     """
 
     def __init__(self, path: Path) -> None:
+        super().__init__(path, _BUFFER_BYTES)
+        self.file.write(_MAGIC)
         self.count = 0
-        self._path = path
-        self._partial = path.with_name(path.name + PARTIAL_SUFFIX)
-        self._file: BinaryIO | None = None
         self._pace = Pace()
         self._unchecked_bytes = 0  # written since the room on the disk was looked at
 
-    def open(self) -> None:
-        """Begin the file."""
-        self._file = self._partial.open("wb", buffering=_BUFFER_BYTES)
-        self._file.write(_MAGIC)
-
     def write(self, *parts: bytes | memoryview) -> None:
         """Append a record, whose bytes may come in parts."""
-        if self._file is None:
-            raise ValueError("records are written after `open`, and before `commit` or `abort`")
         head, body = frame(self.count, parts)
-        self._file.write(head)
-        self._file.write(body)
+        self.file.write(head)
+        self.file.write(body)
         self.count += 1
         self._check_room(len(body))
         self._pace.step()
@@ -69,44 +58,9 @@ class RecordWriter:
             raise OSError(errno.ENOSPC, f"the disk has {free} bytes free, of which {_SPARE_BYTES} stay so")
 
     def commit(self) -> None:
-        """Give the file its name, once all of it is on the disk."""
-        file, self._file = self._file, None
-        if file is None:
-            raise ValueError("only an open file can be committed")
-        try:
-            with file:
-                file.writelines(frame(self.count, ()))
-                file.flush()
-                os.fsync(file.fileno())
-            self._partial.rename(self._path)
-            sync_path(self._path.parent)
-        except BaseException:
-            self._remove()
-            raise
-
-    def abort(self) -> None:
-        """Leave no trace; nothing where it is committed, or was never open."""
-        file, self._file = self._file, None
-        if file is not None:
-            with contextlib.suppress(OSError):  # what is still in the buffer has no room on the disk
-                file.close()
-            self._remove()
-
-    def _remove(self) -> None:
-        with contextlib.suppress(OSError):
-            self._partial.unlink(missing_ok=True)
-
-    def __enter__(self) -> RecordWriter:
-        self.open()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.commit()
-        else:
-            self.abort()
+        """End the file, and give it its name."""
+        self.file.writelines(frame(self.count, ()))
+        super().commit()
 
 
 class Found(NamedTuple):
