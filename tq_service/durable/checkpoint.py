@@ -20,7 +20,6 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -106,27 +105,23 @@ def _symlink(name: str, where: str) -> InvalidArgumentError:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Block:
-    """Cells of one storage service that are read together.
+    """Cells of one storage service that are read together, and become one put when the checkpoint is restored.
 
     Attributes:
         partition_id: their partition.
-        slot: of the partition's put table, once the checkpoint is restored.
-        storage_id: the storage service that holds them.
-        boot_id: its boot.
-        put_ids: the puts that hold them.
+        puts: the puts that hold them, all of one storage service.
         runs: where they are in these puts.
         global_indexes: their samples `(n,)`.
+        value_bytes: their bytes, to be set once they were read.
     """
 
     partition_id: str
-    slot: int
-    storage_id: str
-    boot_id: bytes
-    put_ids: Sequence[bytes]
+    puts: Sequence[Put]
     runs: ReadRuns
     global_indexes: Indexes
+    value_bytes: int = 0
 
 
 class PartitionPlan:
@@ -145,21 +140,18 @@ class PartitionPlan:
         self._cells: dict[str, Indexes] = {}
         self.blocks: list[Block] = []
         for names, cells in _put_together(CellsSnapshot.of(rows, puts).cells):
-            self._add_blocks(names, cells)
-        self._value_bytes = np.zeros(len(self.blocks), np.int64)
-
-    def note_size(self, block: Block, value_bytes: int) -> None:
-        """Take note of the bytes of a block, once they were read."""
-        self._value_bytes[block.slot] = value_bytes
+            self._add_blocks(tuple(names), cells)
 
     def partition(self) -> PartitionSnapshot:
         """Return the partition with its blocks for puts, once they all were read."""
         count = len(self.blocks)
-        puts = np.full(count, None, object)
-        for slot in range(count):
-            puts[slot] = _BLOCK
-        sizes = np.array([block.global_indexes.size * len(block.runs.field_names) for block in self.blocks], np.int64)
-        columns = {"put": puts, "cells": sizes, "made": sizes, "bytes": self._value_bytes}
+        cells = np.array([block.global_indexes.size * len(block.runs.field_names) for block in self.blocks], np.int64)
+        columns = {
+            "put": np.fromiter([_BLOCK] * count, object, count),
+            "cells": cells,
+            "made": cells,
+            "bytes": np.array([block.value_bytes for block in self.blocks], np.int64),
+        }
         rows = self._partition.tables["rows"]
         changed = {"index": self._indexes} | {CELL_COLUMN + name: cells for name, cells in self._cells.items()}
         return replace(
@@ -182,47 +174,50 @@ class PartitionPlan:
             self._puts += some
             storage_of += [-1 if put is None else numbers.setdefault(put[:2], len(numbers)) for put in some]
             pace.step()
-        self._storages = list(numbers)
         self._storage_of: Indexes = np.array(storage_of, np.int64)
         counts = np.maximum(table.columns["cells"].values(), 1)
         self._cell_bytes: NDArray[np.float64] = table.columns["bytes"].values() / counts  # of parts of a put a guess
 
     def _add_blocks(self, names: tuple[str, ...], cells: Indexes) -> None:
+        """Add the cells of fields that lie alike: of each storage service in the order of the table, some MiB each."""
         renamed = np.full(cells.size, NOT_PRODUCED, np.int64)
         self._cells |= dict.fromkeys(names, renamed)
         produced = np.flatnonzero(cells >= 0)
-        slots, rows = slots_and_rows(cells[produced])
-        for number, (storage_id, boot_id) in enumerate(self._storages):
-            mine = np.flatnonzero(self._storage_of[slots] == number)
-            sizes = self._cell_bytes[slots[mine]] * len(names)
-            for some in _stretches(sizes, slots[mine]):
-                chosen = mine[some]
-                slot = len(self.blocks)
-                put_ids, runs = self._runs(names, slots[chosen], rows[chosen])
-                positions = produced[chosen]
-                renamed[positions] = cells_of(slot, np.arange(positions.size))
-                self.blocks.append(
-                    Block(
-                        partition_id=self._partition.facts.partition_id,
-                        slot=slot,
-                        storage_id=storage_id,
-                        boot_id=boot_id,
-                        put_ids=put_ids,
-                        runs=runs,
-                        global_indexes=self._indexes[positions],
-                    )
+        if not produced.size:
+            return
+        slots, _ = slots_and_rows(cells[produced])
+        order = np.argsort(self._storage_of[slots], kind="stable")
+        produced, slots = produced[order], slots[order]
+        # None of these ever falls, so that their sum differs wherever one of them does.
+        numbers = (
+            self._storage_of[slots]
+            + np.cumsum(self._cell_bytes[slots] * len(names)) // BLOCK_BYTES
+            + np.arange(slots.size) // _MOST_ROWS
+            + np.cumsum(np.diff(slots, prepend=-1) != 0) // _MOST_PUTS
+        )
+        for positions in np.split(produced, np.flatnonzero(np.diff(numbers)) + 1):
+            renamed[positions] = cells_of(len(self.blocks), np.arange(positions.size))
+            puts, runs = self._runs(names, cells[positions])
+            self.blocks.append(
+                Block(
+                    partition_id=self._partition.facts.partition_id,
+                    puts=puts,
+                    runs=runs,
+                    global_indexes=self._indexes[positions],
                 )
+            )
 
-    def _runs(self, names: tuple[str, ...], slots: Indexes, rows: Indexes) -> tuple[list[bytes], ReadRuns]:
+    def _runs(self, names: tuple[str, ...], cells: Indexes) -> tuple[list[Put], ReadRuns]:
         """Return the puts of cells, and the cells as runs of neighbouring rows."""
-        heads = np.r_[0, np.flatnonzero((np.diff(slots) != 0) | (np.diff(rows) != 1)) + 1]
-        used, put_indexes = np.unique(slots[heads], return_inverse=True)
+        heads = np.flatnonzero(np.diff(cells, prepend=cells[0]) != 1)
+        slots, first_rows = slots_and_rows(cells[heads])
+        used, put_indexes = np.unique(slots, return_inverse=True)
         puts = [self._puts[slot] for slot in used.tolist()]
-        return [put.put_id for put in puts if put is not None], ReadRuns(
+        return [put for put in puts if put is not None], ReadRuns(
             field_names=names,
             put_indexes=put_indexes.astype(np.int64, copy=False),
-            first_rows=rows[heads],
-            row_counts=np.diff(np.r_[heads, rows.size]),
+            first_rows=first_rows,
+            row_counts=np.diff(heads, append=cells.size),
         )
 
 
@@ -230,28 +225,18 @@ def _snapshots(columns: Mapping[str, NDArray[Any]]) -> dict[str, ColumnSnapshot]
     return {name: ColumnSnapshot(values, values.size) for name, values in columns.items()}
 
 
-def _put_together(cells_of_fields: Mapping[str, ColumnSnapshot]) -> list[tuple[tuple[str, ...], Indexes]]:
+def _put_together(cells_of_fields: Mapping[str, ColumnSnapshot]) -> list[tuple[list[str], Indexes]]:
     """Return the fields whose cells all lie alike, together, with these cells."""
     found: list[tuple[list[str], Indexes]] = []
     for name, column in cells_of_fields.items():
         cells: Indexes = column.values()
-        names = next((names for names, known in found if np.array_equal(known, cells)), None)
-        if names is None:
-            found.append(([name], cells))
+        for names, known in found:
+            if np.array_equal(known, cells):
+                names.append(name)
+                break
         else:
-            names.append(name)
-    return [(tuple(names), cells) for names, cells in found]
-
-
-def _stretches(sizes: NDArray[np.float64], slots: Indexes) -> Iterator[slice]:
-    """Yield stretches of rows of about a block's bytes and not too many puts, at least one row each."""
-    if not sizes.size:
-        return
-    puts = np.cumsum(np.diff(slots, prepend=slots[0]) != 0)
-    numbers = np.cumsum(sizes) // BLOCK_BYTES + np.arange(sizes.size) // _MOST_ROWS + puts // _MOST_PUTS
-    bounds = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), sizes.size]
-    for start, end in pairwise(bounds):
-        yield slice(start, end)
+            found.append(([name], cells))
+    return found
 
 
 class CheckpointWriter:

@@ -106,22 +106,21 @@ class Checkpoints:
             for partition in partitions:
                 plan = await _in_thread(partial(PartitionPlan, partition))
                 for block in plan.blocks:
-                    size += await self._copy_block(writer, plan, block)
+                    await self._copy_block(writer, block)
+                    size += block.value_bytes
                 copied.append(plan.partition())
                 block_count += len(plan.blocks)
         return ServiceSnapshot(partitions=copied, answers=answers), block_count, size
 
-    async def _copy_block(self, writer: CheckpointWriter, plan: PartitionPlan, block: Block) -> int:
-        storage = self._storages.get(block.storage_id, block.boot_id)
-        copy = _BlockCopy(writer, block)
+    async def _copy_block(self, writer: CheckpointWriter, block: Block) -> None:
+        storage_id, boot_id, _ = block.puts[0]
+        storage = self._storages.get(storage_id, boot_id)
         try:
             if storage is None:
-                raise DataLossError(f"storage service {block.storage_id!r} is gone, or came back empty")
-            await storage.read(block.put_ids, block.runs, copy)
+                raise DataLossError(f"storage service {storage_id!r} is gone, or came back empty")
+            await storage.read([put.put_id for put in block.puts], block.runs, _BlockCopy(writer, block))
         except (DataLossError, PutNotFoundError, FieldNotFoundError) as error:
             raise _lost(block, error) from error
-        plan.note_size(block, copy.value_bytes)
-        return copy.value_bytes
 
     # Restoring
 
@@ -210,13 +209,12 @@ class _BlockCopy:
     """Writes a block as it is read."""
 
     def __init__(self, writer: CheckpointWriter, block: Block) -> None:
-        self.value_bytes = 0
         self._writer = writer
         self._block = block
 
     async def begin(self, columns: Sequence[ColumnShape]) -> None:
         """Take the columns."""
-        self.value_bytes = sum(column.value_bytes for column in columns)
+        self._block.value_bytes = sum(column.value_bytes for column in columns)
         await _in_thread(lambda: self._writer.begin_block(self._block, columns))
 
     async def add(self, chunks: Iterable[memoryview]) -> None:
@@ -255,5 +253,5 @@ def _lost(block: Block, error: Exception) -> DataLossError:
     return DataLossError(
         f"samples {names}{more} of partition {block.partition_id!r} cannot be copied: {error}; clear them, or put "
         f"their {', '.join(map(repr, block.runs.field_names))} again",
-        metadata={"partition_id": block.partition_id, "storage_id": block.storage_id},
+        metadata={"partition_id": block.partition_id, "storage_id": block.puts[0].storage_id},
     )
