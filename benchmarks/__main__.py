@@ -38,6 +38,7 @@ BENCHMARKS = (
     "refused_flood",
     "idle_server",
     "durability_cost",
+    "restart",
     "checkpoint_pause",
     "balancing",
     "packing",
