@@ -7,7 +7,7 @@ import json
 import os
 import secrets
 import socket
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -51,13 +51,8 @@ def write_identity(path: Path, identity: Identity) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    values = {
-        "format_version": FORMAT_VERSION,
-        "controller_boot_id": identity.controller_boot_id.hex(),
-        "storage_boot_id": identity.storage_boot_id.hex(),
-        "storage_id": identity.storage_id,
-    }
-    text = json.dumps({**values, "checksum": _checksum(values)}, indent=2)
+    values = {"format_version": FORMAT_VERSION, **asdict(identity)}
+    text = json.dumps({**values, "checksum": _checksum(values)}, indent=2, default=bytes.hex)
     with FileWriter(path) as writer:
         writer.file.write(text.encode() + b"\n")
 
@@ -95,15 +90,13 @@ def read_identity(path: Path) -> Identity | None:
             storage_boot_id=bytes.fromhex(values["storage_boot_id"]),
             storage_id=str(values["storage_id"]),
         )
-        if {len(identity.controller_boot_id), len(identity.storage_boot_id)} != {_BOOT_ID_BYTES}:
-            raise ValueError(f"boot ids have {_BOOT_ID_BYTES} bytes")
     except (ValueError, TypeError, KeyError) as error:
         raise DataDirError(f"{path} cannot be read: {error!r}; restore a checkpoint into an empty folder") from None
     return identity
 
 
 def _checksum(values: dict[str, Any]) -> str:
-    return xxhash.xxh3_64_hexdigest(json.dumps(values, sort_keys=True).encode())
+    return xxhash.xxh3_64_hexdigest(json.dumps(values, sort_keys=True, default=bytes.hex).encode())
 
 
 class DirectoryLock:

@@ -20,10 +20,10 @@ import contextlib
 import logging
 import struct
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.changes.state_machine import Change
@@ -46,7 +46,7 @@ from tq_service.errors import (
     TqError,
 )
 from tq_service.storage.engine import StorageEngine
-from tq_service.storage.put_records import EncodedPut, PutRecord, left_puts
+from tq_service.storage.put_records import left_puts
 from tq_service.wire.collection import no_collection
 
 _log = logging.getLogger(__name__)
@@ -262,13 +262,8 @@ class StateStore:
 
     # The log of the storage engine
 
-    def encode_put(self, record: PutRecord) -> bytes:
-        """Return the bytes of what became of a put."""
-        return codec.encode_put(record)
-
-    def decode_put(self, data: bytes) -> tuple[PutRecord, EncodedPut]:
-        """Return what became of a put, and its bytes apart from the values that follow them."""
-        return codec.decode_put(data)
+    encode_put = staticmethod(codec.encode_put)
+    decode_put = staticmethod(codec.decode_put)
 
     def append_put(self, record: bytes, values: bytes | bytearray = b"") -> None:
         """Append what became of a put, and the values of a small one."""
@@ -353,13 +348,22 @@ class StateStore:
 
     # Snapshots
 
-    async def take_snapshot(self) -> None:
-        """Write a snapshot of now, which the log goes on from.
+    async def take_snapshot(
+        self, contents: Callable[[], ServiceSnapshot] | None = None, appear: Callable[[], None] = lambda: None
+    ) -> None:
+        """Write a snapshot, which the log goes on from; it goes on without a caller who is cancelled.
+
+        Args:
+            contents: returns what is in it, in the step in which it is taken; None: what the service has then.
+            appear: called once it is durable, before there can be another one.
 
         Raises:
-            DiskFullError: there is no room for it; the journal goes on.
+            OSError, DiskFullError: there is no room for it; the journal goes on.
         """
-        await self._snapshot_with(self._write_snapshot)
+        while self._snapshot is not None:
+            await asyncio.wait([self._snapshot])
+        self._snapshot = asyncio.get_running_loop().create_task(self._write_snapshot(contents or self._now, appear))
+        await asyncio.shield(self._snapshot)
 
     async def snapshot_restored(
         self,
@@ -378,23 +382,17 @@ class StateStore:
             DiskFullError: there is no room for it; nothing is written of them.
         """
         try:
-            await self._snapshot_with(lambda: self._write_snapshot(lambda: (partitions, answers()), appear))
+            await self.take_snapshot(lambda: replace(self._now(), partitions=partitions, answers=answers()), appear)
         except OSError as error:
             raise DiskFullError(
                 f"what was restored cannot be written to the data folder ({error}); free space, and restore it again"
             ) from error
 
-    async def _snapshot_with(self, write: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        while self._snapshot is not None:
-            await asyncio.wait([self._snapshot])
-        self._snapshot = asyncio.get_running_loop().create_task(write())
-        await asyncio.shield(self._snapshot)
-
     async def _try_snapshot(self) -> None:
         self._retry_at = time.monotonic() + self._retry_seconds
         self._retry_seconds = min(2 * self._retry_seconds, _LAST_RETRY_SECONDS)  # each try begins another file
         try:
-            await self._write_snapshot()
+            await self._write_snapshot(self._now, lambda: None)
         except (OSError, TqError) as error:
             _log.warning("no snapshot can be written (%s); the journal grows until one can", error)
         except Exception:
@@ -402,17 +400,10 @@ class StateStore:
         else:
             self._retry_at, self._retry_seconds = 0.0, _FIRST_RETRY_SECONDS
 
-    async def _write_snapshot(
-        self,
-        contents: Callable[[], tuple[Sequence[PartitionSnapshot], Iterable[Entry]]] | None = None,
-        appear: Callable[[], None] = lambda: None,
-    ) -> None:
+    async def _write_snapshot(self, contents: Callable[[], ServiceSnapshot], appear: Callable[[], None]) -> None:
         try:
             number = self._log.rotate()
-            # In one step with that number: the log has whatever comes later.
-            partitions, answers = (contents or self._contents)()
-            puts = () if self._engine is None else map(b"".join, self._engine.put_records())
-            snapshot = ServiceSnapshot(partitions=partitions, answers=answers, puts=puts)
+            snapshot = contents()  # in one step with that number: the log has whatever comes later
             restore_seconds, log_seconds, self._cost.log_seconds = self._restore_seconds(), self._cost.log_seconds, 0.0
             started_at = time.monotonic()
             try:
@@ -427,8 +418,12 @@ class StateStore:
         finally:
             self._snapshot = None
 
-    def _contents(self) -> tuple[Sequence[PartitionSnapshot], Iterable[Entry]]:
-        return ((), ()) if self._catalog is None else (self._catalog.snapshot(), self._catalog.answers.snapshot())
+    def _now(self) -> ServiceSnapshot:
+        return ServiceSnapshot(
+            partitions=() if self._catalog is None else self._catalog.snapshot(),
+            answers=() if self._catalog is None else self._catalog.answers.snapshot(),
+            puts=() if self._engine is None else map(b"".join, self._engine.put_records()),
+        )
 
     def _write_to_disk(self, number: int, snapshot: ServiceSnapshot) -> None:
         self._log.sync_rotated(number)  # a start that finds the snapshot refuses to go on without it
