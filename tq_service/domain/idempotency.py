@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from itertools import chain, islice
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
@@ -21,21 +20,6 @@ class Entry(NamedTuple):
     key: bytes
     seconds: float
     value: Any
-
-
-@dataclass(frozen=True, slots=True)
-class AnswersSnapshot:
-    """Recorded answers, oldest first, as they were at one moment; to be read by any thread.
-
-    It shares the list of the cache, which only grows at its end, or is replaced.
-    """
-
-    entries: list[Entry]
-    start: int
-    stop: int
-
-    def __iter__(self) -> Iterator[Entry]:
-        return islice(self.entries, self.start, self.stop)
 
 
 def merged(*snapshots: Iterable[Entry]) -> list[Entry]:
@@ -134,9 +118,12 @@ class IdempotencyCache:
     def _bytes_of(self, entry: Entry) -> int:
         return _ENTRY_BYTES + self._weigh(entry.value)
 
-    def snapshot(self) -> AnswersSnapshot:
-        """Return the answers as they are now, packed; it costs the same however many there are."""
-        return AnswersSnapshot(self._entries, self._forgotten_count, len(self._entries))
+    def snapshot(self) -> Iterator[Entry]:
+        """Return the answers as they are now, packed, to be read once, by any thread.
+
+        It costs the same however many there are: the list only grows at its end, or another one takes its place.
+        """
+        return islice(self._entries, self._forgotten_count, len(self._entries))
 
     def restore(self, answers: Iterable[Entry]) -> None:
         """Record the answers of a snapshot, besides those that are here."""
