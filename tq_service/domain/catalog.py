@@ -7,7 +7,7 @@ import contextlib
 import math
 import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, KeysView, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -46,13 +46,13 @@ class Claimed:
     answer: Answer
 
 
-@dataclass(slots=True)
 class _Serving:
     """What serves the calls of one partition, made on first use; unlike its state it does not outlive the process."""
 
-    planners: dict[str, Planner] = field(default_factory=dict)
-    admission_queue: AdmissionQueue | None = None
-    lease_timer: LeaseTimer | None = None
+    def __init__(self, partition: Partition) -> None:
+        self.planners: dict[str, Planner] = {}
+        self.admission_queue = AdmissionQueue(partition) if partition.settings.is_bounded else None
+        self.lease_timer: LeaseTimer | None = None
 
     def end(self, error: Callable[[], TqError]) -> None:
         """End all waiting calls, and those to come, with an error; no lease expires any more."""
@@ -84,7 +84,7 @@ class Catalog:
         self._runner = runner
         self._serving: dict[Partition, _Serving] = {}  # that are there
         self._most_samples = math.inf  # there are no more than that
-        self._arrivals: dict[str, dict[asyncio.Future[None], None]] = {}  # in order of their calls
+        self._arrivals: dict[str, dict[asyncio.Future[bool], None]] = {}  # in order of their calls
         self._under_way: set[asyncio.Task[None]] = set()
         self._is_draining = False
         self._is_closed = False
@@ -153,7 +153,9 @@ class Catalog:
     def _serving_of(self, partition: Partition) -> _Serving:
         serving = self._serving.get(partition)
         if serving is None:
-            serving = self._serving[partition] = _Serving()
+            serving = self._serving[partition] = _Serving(partition)
+            if self._is_draining:
+                serving.end(_is_draining)
         return serving
 
     # Partitions
@@ -230,15 +232,14 @@ class Catalog:
             write: what is written.
             made: the partition to be, if there is none yet; see `room`.
         """
-        changes, checked = self._check_write(partition_id, incarnation, write, made)
-        changes.append((SamplesWritten(partition_id=partition_id, write=write), checked))
+        changes, _ = self._check_write(partition_id, incarnation, write, made)
         written: Written = self.machine.commit_all(changes)
         return written
 
     def _check_write(
         self, partition_id: str, incarnation: bytes, write: SampleWrite, made: Partition | None
     ) -> tuple[list[tuple[Change, Any]], CheckedWrite]:
-        """Check a write; return it with the change that makes its partition, where there is none."""
+        """Check a write; return its changes, of which the first makes its partition where there is none."""
         changes: list[tuple[Change, Any]] = []
         if partition_id in self._partitions or incarnation or not write.may_add_samples:
             partition = self.get(partition_id, incarnation)
@@ -249,6 +250,7 @@ class Catalog:
         self.limits.check_write(partition, write)
         checked = check_write(partition, write)
         self._check_samples(checked.new_count)
+        changes.append((SamplesWritten(partition_id=partition_id, write=write), checked))
         return changes, checked
 
     def _check_samples(self, new_count: int) -> None:
@@ -270,14 +272,7 @@ class Catalog:
     def admission_queue(self, partition_id: str) -> AdmissionQueue | None:
         """Return where writes of new samples wait for capacity, None where nothing bounds them."""
         partition = self._partitions.get(partition_id)
-        if partition is None or not partition.settings.is_bounded:
-            return None
-        serving = self._serving_of(partition)
-        if serving.admission_queue is None:
-            serving.admission_queue = AdmissionQueue(partition)
-            if self._is_draining:
-                serving.admission_queue.end(_is_draining)
-        return serving.admission_queue
+        return None if partition is None else self._serving_of(partition).admission_queue
 
     def waiting_put_count(self, partition_id: str) -> int:
         """Return the number of writes of new samples that wait for capacity."""
@@ -381,9 +376,8 @@ class Catalog:
         """Return a claim, waiting for the partition and for its samples up to `max_wait_seconds` together."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + max_wait_seconds
-        if partition_id not in self._partitions:
+        while (partition := self._partitions.get(partition_id)) is None:
             check_name("partition_id", partition_id)  # lest one that can never appear is waited for
-        while partition_id not in self._partitions:
             if incarnation:
                 raise StaleIncarnationError(
                     f"partition {partition_id!r} of incarnation {incarnation.hex()} was cleared; drop what you "
@@ -392,27 +386,22 @@ class Catalog:
             if not await self._wait_for_arrival(partition_id, deadline - loop.time()):
                 return Claimed(None, NotYet())
         self._check_not_draining()
-        partition = self.get(partition_id, incarnation)
+        partition.check_incarnation(incarnation)
         answer = await self.planner(partition, request.task_name).claim(request, max(0.0, deadline - loop.time()))
         return Claimed(partition, answer)
 
     async def _wait_for_arrival(self, partition_id: str, seconds: float) -> bool:
         self._check_not_draining()
-        if seconds <= 0:
-            return False
-        arrival: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        arrival: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         waiting = self._arrivals.setdefault(partition_id, {})
         waiting[arrival] = None
         try:
-            async with asyncio.timeout(seconds):
-                await arrival
-        except TimeoutError:
-            return False
+            await asyncio.wait((arrival,), timeout=seconds)
+            return arrival.done() and arrival.result()
         finally:
             waiting.pop(arrival, None)
             if not waiting and self._arrivals.get(partition_id) is waiting:
                 del self._arrivals[partition_id]
-        return True
 
     def drain(self) -> None:
         """End all waiting calls, and those to come, so that their clients turn to the next server."""
@@ -436,11 +425,11 @@ async def _free(partition: Partition) -> None:
             await asyncio.sleep(0)
 
 
-async def _wake_all(arrivals: Iterable[asyncio.Future[None]]) -> None:
+async def _wake_all(arrivals: Iterable[asyncio.Future[bool]]) -> None:
     pace = LoopYielder()
     for arrival in tuple(arrivals):
         if not arrival.done():
-            arrival.set_result(None)
+            arrival.set_result(True)
             await pace.step()
 
 
