@@ -438,9 +438,9 @@ class Driver:
 
     def _check_groups(self):
         groups = self.partition.groups
-        assert set(groups._slot_of) == set(self.model.groups)
+        assert set(groups.slot_of) == set(self.model.groups)
         for name, group in self.model.groups.items():
-            slot = groups._slot_of[name]
+            (slot,) = groups.slots_of([name])
             states = Counter(row.state for row in group.members)
             counted = (groups.members[slot], groups.failed[slot], groups.cleared[slot])
             assert counted == (len(group.members), states["failed"], states["cleared"])

@@ -29,7 +29,7 @@ def digest(partition, *, with_gaps=False):
             "present_count": table.present_count,
             "state_counts": list(partition.state_counts),
             "key_index": keys_of(partition),
-            "groups": sorted(partition.groups._slot_of),
+            "groups": sorted(partition.groups.slot_of),
             "produced": {name: field.produced_count for name, field in partition.cells.fields.items()},
             "used_bytes": partition.cells.used_bytes,
             "free slots are all there are": [
@@ -44,7 +44,7 @@ def keys_of(partition):
     """Return the global index of each key."""
     keys = list(partition.key_index)
     assert len(keys) == len(partition.key_index)
-    return dict(zip(keys, partition.table.index.data[partition.key_index.find(keys)].tolist(), strict=True))
+    return dict(zip(keys, partition.table.index.data[partition.key_index.positions_of(keys)].tolist(), strict=True))
 
 
 def facts_of(value):

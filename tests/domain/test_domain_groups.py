@@ -13,13 +13,13 @@ def train():
 
 
 def complete(train, name, *, default=None, no_more=False):
-    slots = np.array([train.groups._slot_of[name]])
+    slots = train.groups.slots_of([name])
     return bool(train.groups.is_complete(slots, default, no_more=no_more)[0])
 
 
 def counts(train, name):
     groups = train.groups
-    slot = groups._slot_of[name]
+    (slot,) = groups.slots_of([name])
     return tuple(int(counter[slot]) for counter in (groups.members, groups.failed, groups.cleared))
 
 
@@ -69,7 +69,7 @@ def test_members_that_do_not_fit_are_refused(train, names, size, error):
     before = train.version
     with pytest.raises(error):
         insert(train, len(names), groups=names, group_size=size)
-    assert (train.inserted_count, train.version, list(train.groups._slot_of)) == (2, before, ["a"])
+    assert (train.inserted_count, train.version, list(train.groups.slot_of)) == (2, before, ["a"])
 
 
 def test_members_are_counted_by_what_became_of_them(train):

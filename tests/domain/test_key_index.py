@@ -1,31 +1,27 @@
 """Rows are found by their keys, however many there are, whatever their hashes, and whatever became of other rows."""
 
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tq_service.domain.tables import table as table_module
-from tq_service.domain.tables.table import KeyIndex, RowTable, hashes_of
+from tq_service.domain.tables.table import KeyIndex, NameIndex, RowTable
 
 HASHES = {
     "as they are": hash,
-    "in few slots": lambda key: hash(key) & 0xFF,
+    "in few parts": lambda key: hash(key) & 0xFF,
     "all the same": lambda key: 12,
-    "two or three the same": lambda key: hash(key) // 3 % 40 << 57,
+    "negative": lambda key: -abs(hash(key)),
 }
 
 
 @pytest.fixture(params=HASHES)
 def hash_of(request, monkeypatch):
     """Make small indexes do what large ones do, with hashes as they may be."""
-    for name, value in {
-        "_MANY_KEYS": 8,
-        "_FEW_KEYS": 4,
-        "_MOST_RECENT_KEYS": 16,
-        "_LEAST_MOVED_SLOTS": 4,
-        "_REBUILT_KEYS": 32,
-    }.items():
+    for name, value in {"_FIRST_NAMES": 16, "_GAPS_FROM_BYTES": 0}.items():
         monkeypatch.setattr(table_module, name, value)
     for name, value in {"_AT_ONCE": 64, "_LEAST_GAPS": 16, "_LEAST_CLOSED": 8}.items():
         monkeypatch.setattr(table_module, name, value)
@@ -44,18 +40,14 @@ class Twin:
         self.table = RowTable()
         self.index = KeyIndex(self.table)
 
-    def add(self, keys, *, are_hashed):
+    def add(self, keys):
         keys = [key for key in keys if key not in self.known]
         first = self.table.next_index
         added = self.table.append(len(keys))
         self.index.column.write(added, keys)
-        self.index.add(keys, first, hashes_of(keys) if are_hashed else None)
+        self.index.add(keys, range(first, first + len(keys)))
         self.known.update(zip(keys, range(first, first + len(keys)), strict=True))
         self.table.close_gaps(len(keys))
-
-    def make_room(self, count):
-        for _ in self.index.make_room(count):
-            self.check(["none"])
 
     def remove(self, keys):
         gone = [key for key in keys if key in self.known]
@@ -71,14 +63,13 @@ class Twin:
         self.index.rebuild()
 
     def check(self, others):
-        assert self.index._recent.items() <= self.known.items()
         assert len(self.index) == len(self.known)
         assert sorted(self.index) == sorted(self.known)
         asked = [*self.known, *others]
         expected = [self.known.get(key, -1) for key in asked]
-        for hashes in (None, hashes_of(asked)):
-            positions = self.index.find(asked, hashes)
-            assert np.where(positions < 0, -1, self.table.index.data[positions]).tolist() == expected
+        assert self.index.find(asked).tolist() == expected
+        positions = self.index.positions_of(asked)
+        assert np.where(positions < 0, -1, self.table.index.data[positions]).tolist() == expected
         for key in asked[:20]:
             assert (key in self.index) is (key in self.known)
 
@@ -88,7 +79,7 @@ COUNTS = st.one_of(st.integers(1, 6), st.integers(8, 90))
 KEYS = st.builds(lambda start, count: NAMES[start : start + count], st.integers(0, 380), COUNTS)
 STEPS = st.lists(
     st.one_of(
-        st.tuples(st.sampled_from(["add", "add hashed", "remove", "make room"]), KEYS),
+        st.tuples(st.sampled_from(["add", "remove"]), KEYS),
         st.tuples(st.sampled_from(["remove all", "restore"]), st.just([])),
     ),
     max_size=40,
@@ -106,100 +97,88 @@ def test_keys_are_found_as_in_a_dict(hash_of, steps):
             twin.remove(list(twin.known))
         elif what == "restore":
             twin.restore()
-        elif what == "make room":
-            twin.make_room(len(keys))
         else:
-            twin.add(keys, are_hashed=what == "add hashed")
+            twin.add(keys)
         twin.check(NAMES[::7])
 
 
 def test_keys_come_and_go_for_long(hash_of):
-    twin, rng, was_moving, largest = Twin(), np.random.default_rng(3), 0, 0
+    twin, rng = Twin(), np.random.default_rng(3)
     for number in range(400):
-        count = int(rng.integers(1, 40))
-        twin.add([f"{number}-{each}" for each in range(count)], are_hashed=number % 2 == 0)
-        was_moving += twin.index._next is not None
+        twin.add([f"{number}-{each}" for each in range(int(rng.integers(1, 40)))])
         if len(twin.known) > 600:
             oldest = list(twin.known)
             twin.remove(oldest[: int(rng.integers(1, 90))] if number % 50 else oldest)
-        largest = max(largest, twin.index._slots.size)
         if number % 20 == 0:
             twin.check(["never", "was there"])
-    if hash_of == "as they are":
-        assert was_moving > 20
-        assert largest <= 16 * 600
 
 
 def test_a_key_whose_row_is_gone_may_be_given_again(hash_of):
     twin = Twin()
     for _ in range(5):
-        twin.add(NAMES[:50], are_hashed=True)
-        twin.add(["other"], are_hashed=False)
+        twin.add(NAMES[:50])
+        twin.add(["other"])
         twin.check(["none"])
         twin.remove([*NAMES[:50], "other"][1:])  # so that it is not emptied
         twin.check(["none"])
-        twin.add(["other"], are_hashed=False)
+        twin.add(["other"])
         twin.check(["none"])
         twin.remove(["other"])
 
 
 def test_nothing_is_left_of_an_index_without_keys(hash_of):
     twin = Twin()
-    twin.add(NAMES, are_hashed=True)
+    twin.add(NAMES)
     twin.remove(NAMES)
-    assert (len(twin.index), twin.index._recent, twin.index._slots.size) == (0, {}, 1)
+    assert (len(twin.index), twin.index._dicts) == (0, [{}])
 
 
-def test_a_step_moves_few_entries(monkeypatch):
-    """Counted, not timed: what is put into a table with each write, of which most is what it brings."""
-    put, moved = table_module._Slots.put, []
-    monkeypatch.setattr(
-        table_module._Slots,
-        "put",
-        lambda self, hashes, *rest: (moved.append(hashes.size), put(self, hashes, *rest))[1],
-    )
-    twin, count = Twin(), 1 << 13
-    for number in range(64):
-        moved.clear()
-        twin.add([f"{number} {each}" for each in range(count)], are_hashed=False)
-        assert sum(moved) <= 4 * count
-    assert len(twin.index) == 64 * count
-    twin.check(["none"])
-
-
-def test_a_write_that_room_was_made_for_moves_next_to_nothing(monkeypatch):
-    put, moved = table_module._Slots.put, []
-    monkeypatch.setattr(
-        table_module._Slots, "put", lambda self, hashes, *rest: (moved.append(hashes.size), put(self, hashes, *rest))[1]
-    )
-    twin, count = Twin(), 1 << 13
-    twin.add([f"0 {each}" for each in range(count)], are_hashed=False)
-    for number in range(1, 40):
-        for _ in twin.index.make_room(count):
-            pass
-        moved.clear()
-        twin.add([f"{number} {each}" for each in range(count)], are_hashed=False)
-        assert sum(moved) <= count + table_module._LEAST_MOVED_SLOTS
-    twin.check(["none"])
-
-
-def test_a_write_of_many_more_keys_than_there_are_finds_places_for_them():
+def test_it_is_freed_in_steps(hash_of):
     twin = Twin()
-    for number, count in enumerate((5_000, 300, 200_000)):
-        twin.add([f"{number} {each}" for each in range(count)], are_hashed=False)
-        assert len(twin.index._recent) <= 10
-    twin.check(["none"])
+    twin.add(NAMES[:10])
+    twin.add(NAMES)
+    left = list(twin.known)
+    for some, _ in zip([list(each) for each in twin.index._dicts], twin.index.free(), strict=True):
+        left = [key for key in left if key not in some]
+        assert sorted(twin.index) == sorted(left)
+    assert not left
 
 
-def test_room_for_keys_that_did_not_come_is_no_reason_to_have_too_little_later(monkeypatch):
-    monkeypatch.setattr(table_module, "_MOST_MOVED_FOR", 1 << 14)
-    monkeypatch.setattr(table_module, "_LEAST_MOVED_SLOTS", 16)
-    twin, count = Twin(), 1 << 13
-    twin.add([f"first {each}" for each in range(count)], are_hashed=False)
-    for _ in range(100):
-        for _ in twin.index.make_room(count):
-            pass
-    for number in range(40):
-        twin.add([f"{number} {each}" for each in range(count)], are_hashed=False)
-        assert len(twin.index._recent) <= count // 20  # those that find no place: some 60 to 110, by the hashes
-    twin.check(["none"])
+def dict_bytes(index):
+    return sum(map(sys.getsizeof, index._dicts))
+
+
+def test_what_names_took_that_are_gone_is_given_back_step_by_step(monkeypatch):
+    monkeypatch.setattr(table_module, "_FIRST_NAMES", 1 << 10)
+    index, names = NameIndex(), [f"name {number}" for number in range(1 << 16)]
+    index.add(names[:1000], range(1000))
+    index.add(names[1000:], range(1000, 1 << 16))
+    full = dict_bytes(index)
+    index.remove(names[:-300])
+    before, copied = list(index._dicts), []
+    for name in names[-300:-10]:
+        index.remove([name])
+        copied.append(sum(old is not new for old, new in zip(before, index._dicts, strict=True)))
+        before = list(index._dicts)
+    assert max(copied) == 1
+    assert dict_bytes(index) < full / 8
+    assert index.find(names[-11:]).tolist() == [-1, *range((1 << 16) - 10, 1 << 16)]
+
+
+def test_a_name_more_makes_one_small_dict_of_many_larger(monkeypatch):
+    """What is moved at once, as dicts grow, is a small share of all names."""
+    monkeypatch.setattr(table_module, "_FIRST_NAMES", 1 << 10)
+    index, step, grown = NameIndex(), 1 << 9, []
+    for start in range(0, 1 << 18, step):
+        sizes = list(map(sys.getsizeof, index._dicts))
+        index.add([f"name {number}" for number in range(start, start + step)], range(start, start + step))
+        moved = [len(some) for some, size in zip(index._dicts, sizes, strict=False) if sys.getsizeof(some) != size]
+        grown.append(sum(moved) / len(index))
+    assert max(grown[len(grown) // 8 :]) < 0.1
+
+
+def test_parts_are_of_sizes_between_one_and_two():
+    counts = np.bincount(table_module._PART_OF)[1:]
+    assert (counts.size, counts.sum()) == (256, 1 << 16)
+    assert counts.max() / counts.min() == pytest.approx(2, rel=0.02)
+    assert np.unique(counts).size > 128

@@ -254,16 +254,17 @@ def test_what_a_large_partition_had_is_freed_in_steps_once_it_is_cleared_but_for
 
     async def clear_while_it_is_read():
         catalog = Catalog(None)
-        gone = catalog.write("train", b"", new_write(2000, keys=keys)).partition
+        gone = catalog.write("train", b"", new_write(2000, keys=keys, groups=keys)).partition
         snapshot, left = gone.snapshot(), []
         catalog.remove("train", b"")
         catalog.write("train", b"", new_write(3, keys=keys[:3]))
         for _ in range(20):
             await asyncio.sleep(0)
             left.append(np.count_nonzero(gone.key.data[:2000] != None))  # noqa: E711
-        return catalog, snapshot, left
+        return catalog, snapshot, gone, left
 
-    catalog, snapshot, left = asyncio.run(clear_while_it_is_read())
+    catalog, snapshot, gone, left = asyncio.run(clear_while_it_is_read())
     assert (max(np.diff(-np.array(left))) <= 256, left[-1]) == (True, 0)
+    assert (len(gone.key_index), len(gone.groups)) == (0, 0)
     assert snapshot.tables["rows"].columns["key"].values().tolist() == keys
     assert list(catalog.get("train").key_index) == keys[:3]

@@ -420,9 +420,8 @@ class Catalog:
 
 async def _free(partition: Partition) -> None:
     """Free what a cleared partition has, some at a time: to free millions of objects takes the loop a second."""
-    for table in partition.tables.values():
-        for _ in table.free_objects():
-            await asyncio.sleep(0)
+    for _ in partition.free():
+        await asyncio.sleep(0)
 
 
 async def _wake_all(arrivals: Iterable[asyncio.Future[bool]]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -264,6 +264,13 @@ class Partition:
         self.cells.rebuild()
         self.state_counts = np.bincount(self.state[self.table.present_positions()], minlength=4).tolist()
         self.key_index.rebuild()
+
+    def free(self) -> Iterator[None]:
+        """Have no names and no objects any more, in steps; for a partition that was removed, but for its snapshots."""
+        for names in (self.key_index, self.groups.slot_of):
+            yield from names.free()
+        for table in self.tables.values():
+            yield from table.free_objects()
 
     # Change notices
 

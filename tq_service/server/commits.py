@@ -8,7 +8,6 @@ commit with them.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Sequence
 from typing import Any, TypeAlias, cast
@@ -100,12 +99,7 @@ class Commits:
         """Look the names of a large write through, before the step that makes it; None: there are few."""
         if len(write.keys) + len(write.groups) < LARGE:
             return None
-        names = await from_proto.look_through_names(write)
-        with contextlib.suppress(TqError):  # what is refused is refused as it is made
-            partition = self._catalog.get(write.partition_id, write.incarnation)
-            for _ in partition.key_index.make_room(len(write.keys)):
-                await asyncio.sleep(0)
-        return names
+        return await from_proto.look_through_names(write)
 
     async def admit(
         self,

@@ -362,7 +362,7 @@ def _indexes_to_clear(partition: Partition, listed: Indexes, keys: Sequence[str]
     some = keys[max(0, start - listed.size) : max(0, end - listed.size)]
     if not some:
         return listed[start:end]
-    positions = partition.key_index.find(some)
+    positions = partition.key_index.positions_of(some)
     rows = np.where(positions < 0, -1, partition.table.index.data[positions])
     return np.concatenate([listed[start:end], rows])
 
@@ -377,7 +377,7 @@ def _rows_to_locate(partition: Partition, request: pb.LocateRequest) -> Indexes:
         if not request.skip_missing:
             partition.positions_of(rows)
         return rows
-    positions = partition.key_index.find(list(request.keys))
+    positions = partition.key_index.positions_of(list(request.keys))
     if not request.skip_missing and bool((positions < 0).any()):
         key = request.keys[int(np.argmax(positions < 0))]
         raise KeyNotFoundError(

@@ -101,7 +101,7 @@ def _page_of_all(partition: Partition, first_index: int, size: int) -> Page:
 
 
 def _page_of_keys(partition: Partition, keys: list[str], place: int, key_count: int) -> Page:
-    positions = partition.key_index.find(keys)
+    positions = partition.key_index.positions_of(keys)
     found = np.flatnonzero(positions >= 0)
     count = _fitting(partition, positions[found])
     end = len(keys) if count == found.size else int(found[count])

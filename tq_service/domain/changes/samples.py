@@ -227,8 +227,7 @@ def _add_rows(write: SampleWrite, checked: CheckedWrite) -> slice:
         if checked.positions is not None:
             keys = list(itertools.compress(keys, checked.positions < 0))
         partition.key.write(added, keys)
-        hashes = None if write.names is None else write.names.key_hashes[checked.is_new]
-        partition.key_index.add(keys, partition.table.next_index - count, hashes)
+        partition.key_index.add(keys, range(partition.table.next_index - count, partition.table.next_index))
     if checked.groups is not None:
         partition.groups.add(checked.groups, write.group_size, added)
     partition.count_state(code, added, 1)
@@ -350,7 +349,7 @@ def _find_rows(partition: Partition, write: SampleWrite) -> Indexes | None:
     keys, index = write.keys, partition.key_index
     if keys is None:
         return None
-    positions = index.find(keys, None if write.names is None else write.names.key_hashes)
+    positions = index.positions_of(keys)
     is_known = positions >= 0
     if write.key_mode == "new" and is_known.any():
         raise AlreadyExistsError(

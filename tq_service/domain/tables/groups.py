@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.domain.plan import Indexes
 from tq_service.domain.tables.names import GroupNames
-from tq_service.domain.tables.table import Column, RowTable, SlotTable, distinct
+from tq_service.domain.tables.table import Column, NameIndex, RowTable, SlotTable, distinct
 from tq_service.errors import GroupNotFoundError, InvalidArgumentError, PreconditionError, nearest
 
 NO_GROUP = -1
@@ -28,12 +26,12 @@ class GroupTable:
     """
 
     __slots__ = (
-        "_members", "_names", "_slot_of",
-        "cleared", "closed", "declared", "failed", "in_use", "members", "slots",
+        "_members", "_names",
+        "cleared", "closed", "declared", "failed", "in_use", "members", "slot_of", "slots",
     )  # fmt: skip
 
     def __init__(self, table: RowTable) -> None:
-        self._slot_of: dict[str, int] = {}
+        self.slot_of = NameIndex()
         self.slots = SlotTable("name")
         self.in_use = False  # from the first named group on, also when all have been cleared
         self._members: Column = table.column("group", np.int64, NO_GROUP)
@@ -45,7 +43,7 @@ class GroupTable:
         self.closed = self.slots.column("closed", np.bool_, False)
 
     def __len__(self) -> int:
-        return len(self._slot_of)
+        return len(self.slot_of)
 
     @property
     def of_rows(self) -> NDArray[np.int64]:
@@ -66,7 +64,7 @@ class GroupTable:
         if group_size < 0:
             raise InvalidArgumentError(f"group_size is {group_size}; give a positive number", field="group_size")
         counts = groups.counts()
-        slots = self._known_slots(groups)
+        slots = self.slot_of.find(groups.names)
         if group_size:
             too_many = np.flatnonzero((slots < 0) & (counts > group_size))
             if too_many.size:
@@ -91,13 +89,13 @@ class GroupTable:
     def add(self, groups: GroupNames, group_size: int, rows: slice) -> None:
         """Enter new rows, each with its code in `groups`."""
         counts = groups.counts()
-        slots = self._known_slots(groups)
+        slots = self.slot_of.find(groups.names)
         new = np.flatnonzero((slots < 0) & (counts > 0))
         if new.size:
             names = list(map(groups.names.__getitem__, new.tolist()))
             slots[new] = taken = self.slots.take_all(new.size)
             self._names.write(taken, names)
-            self._slot_of.update(zip(names, taken.tolist(), strict=True))
+            self.slot_of.add(names, taken.tolist())
             self.in_use = True
         of_rows = slots[groups.codes] if slots.size else np.full(groups.codes.size, NO_GROUP, np.int64)
         of_rows[groups.codes < 0] = NO_GROUP
@@ -106,9 +104,6 @@ class GroupTable:
         self.members.write(slots, self.members[slots] + counts)
         if group_size:
             self.declared.write(slots, group_size)
-
-    def _known_slots(self, groups: GroupNames) -> Indexes:
-        return np.fromiter(map(self._slot_of.get, groups.names, itertools.repeat(-1)), np.int64, len(groups.names))
 
     def count(self, counter: Column, rows: slice | Indexes, by: int) -> None:
         """Add to one of the counters for the groups of rows."""
@@ -129,15 +124,13 @@ class GroupTable:
         complete: NDArray[np.bool_] = full | unsized | self.closed[slots]
         return complete
 
-    def slots_of(self, names: Iterable[str]) -> Indexes:
+    def slots_of(self, names: Sequence[str]) -> Indexes:
         """Return the slots of groups that must be there."""
-        slots = []
-        for name in names:
-            slot = self._slot_of.get(name)
-            if slot is None:
-                raise GroupNotFoundError(f"no group {name!r} here; {nearest(name, self._slot_of)}")
-            slots.append(slot)
-        return np.array(slots, np.int64)
+        slots = self.slot_of.find(names)
+        if slots.size and slots.min() < 0:
+            missing = names[int(np.argmin(slots))]
+            raise GroupNotFoundError(f"no group {missing!r} here; {nearest(missing, self.slot_of)}")
+        return slots
 
     def close(self, slots: Indexes) -> None:
         """Take no further members."""
@@ -151,15 +144,16 @@ class GroupTable:
         slots = self._members[positions]
         slots = distinct(slots[slots >= 0], self.slots.count)
         empty = slots[(self.cleared[slots] >= self.members[slots]) & (self._names[slots] != None)]  # noqa: E711  (of each)
-        deque(map(self._slot_of.pop, self._names[empty].tolist()), maxlen=0)  # without a step in Python for each
+        self.slot_of.remove(self._names[empty].tolist())
         self.slots.give_up_all(empty)
 
     def rebuild(self, *, in_use: bool) -> None:
         """Find out what follows from restored columns."""
         self.in_use = in_use
         self.slots.rebuild()
-        names = self._names[: self.slots.count].tolist()
-        self._slot_of = {name: slot for slot, name in enumerate(names) if name is not None}
+        names = self._names[: self.slots.count]
+        slots = np.flatnonzero(names != None)  # noqa: E711  (of each)
+        self.slot_of.add(names[slots].tolist(), slots.tolist())
 
 
 def _too_many(name: str, have: int, limit: int, count: int) -> PreconditionError:

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.domain.plan import Indexes
-from tq_service.domain.tables.table import hashes_of
 
 LARGE: Final = 1 << 15  # names from which on a write is worth looking through beforehand
 _STEP: Final = 1 << 14
@@ -54,8 +53,7 @@ class Names:
 
     Attributes:
         keys: in the order of the samples; None: none.
-        key_hashes: of the keys, see `table.hashes_of`.
-        are_keys_unique: whether each is there once and none is empty; they may be where this is not known.
+        are_keys_unique: whether each is there once and none is empty.
         groups: in the order of the samples; None: none.
         group_names: these groups.
         longest_key: characters of it.
@@ -63,7 +61,6 @@ class Names:
     """
 
     keys: list[str] | None
-    key_hashes: Indexes
     are_keys_unique: bool
     groups: list[str] | None
     group_names: GroupNames | None
@@ -74,13 +71,13 @@ class Names:
 def look_through(keys: Sequence[str], groups: Sequence[str]) -> Generator[None, None, Names]:
     """Look names through; yields after every few thousand, so that others have their turn."""
     all_keys: list[str] = []
-    key_hashes = np.empty(len(keys), np.int64)
-    shortest_key, longest_key = 1, 0
+    unique_keys: set[str] = set()
+    longest_key = 0
     for start in range(0, len(keys), _STEP):
         some = list(keys[start : start + _STEP])
         all_keys += some
-        shortest_key, longest_key = min(shortest_key, *map(len, some)), max(longest_key, *map(len, some))
-        key_hashes[start : start + len(some)] = hashes_of(some)
+        unique_keys.update(some)
+        longest_key = max(longest_key, *map(len, some))
         yield
     all_groups: list[str] = []
     code_of = {"": -1}
@@ -93,8 +90,7 @@ def look_through(keys: Sequence[str], groups: Sequence[str]) -> Generator[None, 
     group_names = GroupNames(names=list(code_of)[1:], codes=codes)
     return Names(
         keys=all_keys or None,
-        key_hashes=key_hashes,
-        are_keys_unique=shortest_key > 0 and bool(np.diff(np.sort(key_hashes)).all()),
+        are_keys_unique=len(unique_keys) == len(all_keys) and "" not in unique_keys,
         groups=all_groups or None,
         group_names=group_names if all_groups else None,
         longest_key=longest_key,

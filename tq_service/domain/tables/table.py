@@ -29,6 +29,7 @@ the step that adds them has no more to write than what they have (`make_room`).
 from __future__ import annotations
 
 import itertools
+import operator
 import sys
 import weakref
 from collections import deque
@@ -47,7 +48,6 @@ from tq_service.domain.tables.column_memory import (
     Where,
     give_back,
     reserved_memory,
-    reserved_zeros,
     zeros,
 )
 from tq_service.errors import NewerVersionError
@@ -64,16 +64,14 @@ _NO_INDEX = -1  # of what rows have left behind as gaps are closed
 _AT_ONCE = 1 << 16  # rows up to which gaps are closed in one step
 _LEAST_CLOSED = 1 << 13  # rows that are looked at in a step, at least
 _CLOSED_SHARE = 2  # and as many for each row that the step adds or removes
-_MANY_KEYS: Final = 1 << 12  # keys of a write that begins a hash table, or in the dict beside one
-_MOST_RECENT_KEYS: Final = 1 << 17  # keys in the dict where there is no hash table
-_FEW_KEYS: Final = 128  # keys of a write that go to the dict, and are looked for one by one
-_EMPTY_SLOT: Final = 0
-_HASH_BITS: Final = 63
-_LARGEST_HASH: Final = (1 << _HASH_BITS) - 1
-_MOST_PROBES: Final = 64
-_MOST_MOVED_FOR: Final = 1 << 17  # keys
-_LEAST_MOVED_SLOTS: Final = 1 << 14
-_REBUILT_KEYS: Final = 1 << 16
+_FIRST_NAMES: Final = 1 << 19  # names in one dict: to move them takes some 15 ms
+_PART_COUNT: Final = 256
+_HASH_MASK: Final = (1 << 16) - 1
+# Parts by the last bits of a hash: the last part has twice as many names as the first, and those between grow evenly,
+# so that each is full at another time.
+_PART_OF: Final = 1 + (_PART_COUNT * np.log2(1 + np.arange(_HASH_MASK + 1) / (_HASH_MASK + 1))).astype(np.int64)
+_GAPS_FROM_BYTES: Final = 1 << 12
+_MOST_BYTES_A_NAME: Final = 1 << 8  # of a dict; one that has just grown has up to 90
 
 
 class ColumnSnapshot:
@@ -529,247 +527,104 @@ class RowTable(Table):
         return np.concatenate(found) if found else np.zeros(0, np.int64)
 
 
-def hashes_of(keys: Sequence[str]) -> Indexes:
-    """Return a number for each key `(n,)` of which all bits but the first and the last are random."""
-    return np.fromiter(map(hash, keys), np.int64, len(keys)) & _LARGEST_HASH | 1
+class NameIndex(Collection[str]):
+    """Numbers by name, found as in a dict; no step takes long, however many names there are.
 
-
-class _Slots:
-    """Global indexes of rows by hash: in the slot that the first bits of the hash name, or in one of the next.
-
-    So those of neighbouring slots are moved to neighbouring slots of a larger table. No entry is ever taken out.
-
-    Attributes:
-        used_count: slots that are in use, at most.
+    A dict that is full moves all that it has to other memory at once. So only the first names are in one dict, which is
+    the quickest way; those that come once it is large are in many others, by their hashes.
     """
 
-    def __init__(self, bits: int) -> None:
-        self.size = 1 << bits
-        self.shift = _HASH_BITS - bits
-        self.used_count = 0
-        count = 2 * (self.size + _MOST_PROBES)
-        memory = reserved_zeros(count, np.int64) if count >= RESERVED_FROM else None
-        entries = np.zeros(count, np.int64) if memory is None else memory
-        self.hashes, self.indexes = entries.reshape(-1, 2).T
-        self._entries: memoryview[int] = entries.data  # of which one is read sooner than of an array
+    def __init__(self) -> None:
+        self._dicts: list[dict[str, int]] = [{}]  # the first one, and then the others
+        self._looked_at = 0  # the one that was last looked at for gaps
 
-    def slots_of(self, hashes: Indexes) -> Indexes:
-        """Return the slot of each hash, or the free one where it would be; another's where there is none."""
-        slots = hashes >> self.shift
-        left = np.arange(slots.size)
-        for _ in range(_MOST_PROBES - 1):
-            found = self.hashes[slots[left]]
-            left = left[(found != _EMPTY_SLOT) & (found != hashes[left])]
-            if not left.size:
-                break
-            slots[left] += 1
-        return slots
+    def __len__(self) -> int:
+        return sum(map(len, self._dicts))
 
-    def find(self, hashes: Indexes) -> Indexes:
-        """Return the index of the row that may have a hash `(n,)`, -1 where there is none."""
-        slots = self.slots_of(hashes)
-        return np.where(self.hashes[slots] == hashes, self.indexes[slots], -1)
+    def __contains__(self, name: object) -> bool:
+        return any(map(operator.contains, self._dicts, itertools.repeat(name)))
 
-    def find_few(self, hashes: Iterable[int]) -> list[int]:
-        """Return the same for few hashes, in a fraction of the time."""
-        entries, shift, found = self._entries, self.shift, []
-        for hashed in hashes:
-            place = 2 * (hashed >> shift)
-            while (other := entries[place]) != hashed and other != _EMPTY_SLOT:  # as the last one is
-                place += 2
-            found.append(entries[place + 1] if other else -1)
-        return found
+    def __iter__(self) -> Iterator[str]:
+        return itertools.chain(*self._dicts)
 
-    def put(self, hashes: Indexes, indexes: Indexes, are_there: Callable[[Indexes], NDArray[np.bool_]]) -> Indexes:
-        """Enter rows; return which find no place: no slot is free near theirs, or a row that is there has the hash."""
-        self.used_count += hashes.size
-        left, refused = np.arange(hashes.size), [np.zeros(0, np.int64)]
-        while left.size:
-            slots = self.slots_of(hashes[left])
-            found = self.hashes[slots]
-            may_write = found == _EMPTY_SLOT
-            taken = np.flatnonzero(~may_write)
-            if taken.size:
-                may_write[taken] = (found == hashes[left])[taken] & ~are_there(self.indexes[slots[taken]])
-                refused.append(left[~may_write])
-                left, slots = left[may_write], slots[may_write]
-            self.hashes[slots] = hashes[left]
-            self.indexes[slots] = indexes[left]
-            left = left[self.indexes[slots] != indexes[left]]  # of two that would have the same slot, one has it
-        return np.concatenate(refused)
+    def find(self, names: Sequence[str]) -> Indexes:
+        """Return the number of each name `(n,)`, -1 where there is none."""
+        return self._ask(dict.get, names)
+
+    def add(self, names: Sequence[str], numbers: Iterable[int]) -> None:
+        """Enter names that are not there."""
+        if len(self._dicts[0]) + len(names) <= _FIRST_NAMES:
+            self._dicts[0].update(zip(names, numbers, strict=True))
+            return
+        if len(self._dicts) == 1:
+            self._dicts += ({} for _ in range(_PART_COUNT))
+        deque(
+            map(dict.__setitem__, self._parts_of(names), names, numbers), maxlen=0
+        )  # without a step in Python for each
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Forget names."""
+        self._ask(dict.pop, names)
+        if not self:
+            self._dicts = [{}]
+        self._looked_at = number = (self._looked_at + 1) % len(self._dicts)
+        some = self._dicts[number]
+        if sys.getsizeof(some) > _GAPS_FROM_BYTES + _MOST_BYTES_A_NAME * len(some):
+            self._dicts[number] = dict(some)  # what was taken out of a dict leaves a gap there, but not in a copy
+
+    def free(self) -> Iterator[None]:
+        """Forget all names in steps."""
+        for some in self._dicts:
+            some.clear()
+            yield
+
+    def _ask(self, method: Callable[..., int], names: Sequence[str]) -> Indexes:
+        """Return what `method(dict, name, -1)` gives for each name: of the first dict, or else of the part it is in."""
+        first = itertools.repeat(self._dicts[0])
+        numbers = np.fromiter(map(method, first, names, itertools.repeat(-1)), np.int64, len(names))
+        is_left = numbers < 0
+        if len(self._dicts) > 1 and is_left.any():
+            left = list(itertools.compress(names, is_left.tolist()))
+            numbers[is_left] = list(map(method, self._parts_of(left), left, itertools.repeat(-1)))
+        return numbers
+
+    def _parts_of(self, names: Sequence[str]) -> Iterator[dict[str, int]]:
+        """Return the dict beside the first that each name belongs to."""
+        hashes = np.fromiter(map(hash, names), np.int64, len(names))
+        return map(self._dicts.__getitem__, _PART_OF[hashes & _HASH_MASK].tolist())
 
 
-class KeyIndex(Collection[str]):
-    """Finds rows by their keys, which are in the column `key` of the table; as a collection, the keys there are.
-
-    Keys of small writes are in a dict. Once they are many they go to a hash table of numpy arrays, as those of larger
-    writes do at once: it takes thousands in sooner than a large dict, in less memory, and no step of it is long, since
-    it grows by moving a few thousand entries with each write.
-
-    An entry of the table says which row may have a key; what counts is the key that the row has. So nothing is to be
-    done there as rows are removed: an entry whose row is gone is as good as none, and is left behind when others move.
+class KeyIndex(NameIndex):
+    """The global indexes of rows by their keys, which are in the column `key` of the table.
 
     Attributes:
         column: the key of each row, None for one without.
     """
 
     def __init__(self, table: RowTable) -> None:
+        super().__init__()
         self.column = table.column("key", np.object_, None)
         self._table = table
-        self.clear()
 
-    def __len__(self) -> int:
-        return self._count
-
-    def __contains__(self, key: object) -> bool:
-        return isinstance(key, str) and bool(self.find([key])[0] >= 0)
-
-    def __iter__(self) -> Iterator[str]:
-        """Yield the keys in order of their rows, some at a time: few are asked for."""
-        for start in range(0, self._table.count, _MANY_KEYS):
-            keys = self.column.data[start : min(start + _MANY_KEYS, self._table.count)]
-            yield from keys[keys != None].tolist()  # noqa: E711  (of each)
-
-    def clear(self) -> None:
-        """Forget all keys, as no row is left."""
-        self._count = 0
-        self._recent: dict[str, int] = {}  # global indexes
-        self._most_recent = _MOST_RECENT_KEYS
-        self._slots = _Slots(0)
-        self._next: _Slots | None = None  # where the entries of the first slots are moved to
-        self._moved = 0  # slots whose entries were moved; the last of them is empty, so none of them is in a later one
-        self._moved_for = 0  # keys for which entries were moved and that were not entered yet
-
-    def find(self, keys: Sequence[str], hashes: Indexes | None = None) -> Indexes:
+    def positions_of(self, keys: Sequence[str]) -> Indexes:
         """Return the positions of the rows that have keys `(n,)`, -1 where there is none."""
-        positions = np.fromiter(map(self._recent.get, keys, itertools.repeat(-1)), np.int64, len(keys))
-        which = np.flatnonzero(positions >= 0)
-        if which.size:
-            positions[which] = self._table.find(positions[which])
-        if self._slots.used_count:
-            hints = self._hints(keys, hashes)
-            which = np.flatnonzero(hints >= 0)
-            if which.size:
-                found = self._table.find(hints[which])
-                which, found = which[found >= 0], found[found >= 0]
-                is_same = self.column.data[found] == np.array([keys[each] for each in which.tolist()], np.object_)
-                positions[which[is_same]] = found[is_same]
+        positions = self.find(keys)
+        is_known = positions >= 0
+        if is_known.any():
+            positions[is_known] = self._table.find(positions[is_known])
         return positions
 
-    def _hints(self, keys: Sequence[str], hashes: Indexes | None) -> Indexes:
-        """Return the indexes of the rows that may have keys in the hash table `(n,)`, -1 where there is none."""
-        if hashes is None and len(keys) <= _FEW_KEYS:
-            few = [hash(key) & _LARGEST_HASH | 1 for key in keys]
-            if self._next is None:
-                return np.array(self._slots.find_few(few))
-            end = self._moved << self._slots.shift
-            return np.array([(self._slots if each >= end else self._next).find_few((each,))[0] for each in few])
-        hashes = hashes_of(keys) if hashes is None else hashes
-        hints = np.empty(len(keys), np.int64)
-        for slots, part in self._parts(hashes):
-            hints[part] = slots.find(hashes[part])
-        return hints
-
-    def add(self, keys: Sequence[str], first_index: int, hashes: Indexes | None = None) -> None:
-        """Enter the keys of new rows, which no other row has."""
-        self._count += len(keys)
-        indexes = range(first_index, first_index + len(keys))
-        if len(keys) > (_FEW_KEYS if self._slots.used_count else _MANY_KEYS):
-            self._enter(keys, np.arange(indexes.start, indexes.stop), hashes)
-        else:
-            self._recent.update(zip(keys, indexes, strict=True))
-        if len(self._recent) > self._most_recent:
-            oldest = list(itertools.islice(self._recent, _MANY_KEYS))
-            known = map(self._recent.pop, oldest)
-            self._enter(oldest, np.fromiter(known, np.int64, len(oldest)))
-
     def on_rows_cleared(self, positions: Indexes) -> None:
-        """Count keys off, of rows that are still there, and forget those that are in the dict."""
-        keys = self.column.data[positions] if self._count else self.column.data[:0]
-        keys = keys[keys != None].tolist()  # noqa: E711  (of each)
-        self._count -= len(keys)
-        if self._count == 0:
-            self.clear()
-            return
-        if self._slots.used_count:  # before they are forgotten: what is moved may come to be in the dict
-            self._move_some(positions.size, self._count)
-        deque(map(self._recent.pop, keys, itertools.repeat(None)), maxlen=0)  # without a step in Python for each
+        """Forget the keys of rows that are still there."""
+        if self:
+            keys = self.column.data[positions]
+            self.remove(keys[keys != None].tolist())  # noqa: E711  (of each)
 
     def rebuild(self) -> None:
         """Enter the keys of restored rows."""
         keys = self.column.data[: self._table.count]
         rows = np.flatnonzero(keys != None)  # noqa: E711  (of each)
-        self._count = rows.size
-        for start in range(0, rows.size, _REBUILT_KEYS):
-            some = rows[start : start + _REBUILT_KEYS]
-            self._enter(keys[some].tolist(), self._table.index.data[some])
-
-    def _enter(self, keys: Sequence[str], indexes: Indexes, hashes: Indexes | None = None) -> None:
-        """Enter keys into the hash table, and those that find no place there into the dict."""
-        if not self._slots.used_count:
-            self._most_recent = _MANY_KEYS
-        moved_for = min(self._moved_for, len(keys))
-        self._moved_for -= moved_for
-        self._move_some(len(keys) - moved_for, self._count)
-        while self._is_too_full(len(keys)):  # so many come at once that no step could do with less
-            self._move_some(self._slots.size, self._count)
-        hashes = hashes_of(keys) if hashes is None else hashes
-        for slots, part in self._parts(hashes):
-            refused = part[slots.put(hashes[part], indexes[part], self._are_there)].tolist()
-            self._recent.update((keys[each], int(indexes[each])) for each in refused)
-            self._most_recent += 2 * len(refused)  # they come back again and again
-
-    def _is_too_full(self, count: int) -> bool:
-        """Whether so many more keys would find no places, where they go to or where they are moved from."""
-        if self._next is not None and 4 * (self._slots.used_count + count) > 3 * self._slots.size:
-            return True
-        return (self._next or self._slots).size < 2 * self._count
-
-    def _are_there(self, indexes: Indexes) -> NDArray[np.bool_]:
-        return self._table.find(indexes) >= 0
-
-    def _parts(self, hashes: Indexes) -> Iterator[tuple[_Slots, Indexes]]:
-        """Yield the tables with which of the hashes belong to each."""
-        if self._next is None:
-            yield self._slots, np.arange(hashes.size)
-        else:
-            is_moved = hashes >> self._slots.shift < self._moved
-            yield self._next, np.flatnonzero(is_moved)
-            yield self._slots, np.flatnonzero(~is_moved)
-
-    # Growing
-
-    def make_room(self, count: int) -> Iterator[None]:
-        """Move what so many more keys make necessary in steps, so that the step that adds them need not do it."""
-        for _ in range(0, count if self._slots.used_count else 0, _MANY_KEYS):
-            self._move_some(_MANY_KEYS, self._count + count)
-            self._moved_for = min(self._moved_for + _MANY_KEYS, _MOST_MOVED_FOR)  # lest refused writes add up
-            yield
-
-    def _move_some(self, changed_count: int, key_count: int) -> None:
-        """Move entries to another table where the size of this one is wrong, as far as a step may that changes so many.
-
-        The other one is for `key_count` keys, and not half full before all entries are there.
-        """
-        slots = self._slots
-        if self._next is None:
-            used_count = max(slots.used_count + changed_count, key_count)
-            if used_count <= slots.size // 2 and slots.size <= max(_MANY_KEYS, 64 * key_count):
-                return
-            self._next = _Slots((3 * key_count).bit_length())
-        end = self._moved + max(_LEAST_MOVED_SLOTS, 6 * changed_count * slots.size // self._next.size)
-        while end < slots.size and slots.hashes[end - 1] != _EMPTY_SLOT:
-            end += 1
-        end = end if end < slots.size else slots.hashes.size
-        moving = self._moved + np.flatnonzero(slots.hashes[self._moved : end])
-        positions = self._table.find(slots.indexes[moving])
-        moving, positions = moving[positions >= 0], positions[positions >= 0]
-        refused = self._next.put(slots.hashes[moving], slots.indexes[moving], self._are_there)
-        keys = self.column.data[positions[refused]].tolist()
-        self._recent.update(zip(keys, slots.indexes[moving[refused]].tolist(), strict=True))
-        self._moved = end
-        if end == slots.hashes.size:
-            self._slots, self._next, self._moved = self._next, None, 0
+        self.add(keys[rows].tolist(), self._table.index.data[rows].tolist())
 
 
 class SlotTable(Table):
