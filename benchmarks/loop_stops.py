@@ -120,7 +120,9 @@ async def _without_keys(watch: _Watch, rows: int) -> None:
 async def _with_keys(watch: _Watch, rows: int) -> None:
     inserts = [partial(_insert, row_count=_KEYED_STEP, keys_from=start) for start in range(0, rows, _KEYED_STEP)]
     await watch.call(f"inserts of {_KEYED_STEP:,} with keys, from none to {rows:,}", *inserts)
-    clears = [partial(_clear_samples, start=number * _STEP, row_count=_STEP) for number in range(_WRITES_BESIDE)]
+    middle = rows // 2  # the first keys are found sooner than others
+    starts = range(middle, middle + _WRITES_BESIDE * _STEP, _STEP)
+    clears = [partial(_clear_samples, start=start, row_count=_STEP) for start in starts]
     await watch.call(f"clear_samples of {_STEP:,} of {rows:,} with keys", *clears)
     await watch.call(f"clear_partition of {rows:,} with keys", _clear_partition)
 
