@@ -27,6 +27,7 @@ from tq_service.domain.catalog import Catalog
 from tq_service.durable import codec
 from tq_service.durable.data_dir import DataDir
 from tq_service.durable.log.log import Record, Stream
+from tq_service.durable.log.segment import SegmentWriter
 from tq_service.durable.log.segment_log import SegmentLog
 from tq_service.durable.state_store import StateStore
 from tq_service.errors import DiskFailedError, DiskFullError, NewerVersionError, PreconditionError, ServiceFailedError
@@ -236,6 +237,32 @@ async def test_a_log_that_refuses_what_it_had_taken_is_fatal(tmp_path: Path, mon
     with pytest.raises(ServiceFailedError):
         catalog.write("later", b"", new_write(1))
     assert len(reasons) == 1
+    await store.close()
+
+
+@MODES
+async def test_a_fault_of_the_log_is_fatal_and_its_cause_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: bool
+) -> None:
+    store, catalog, causes = StateStore.open(tmp_path, sync=sync), Catalog(PlanRunner()), []
+
+    def fatal(_: str, cause: BaseException) -> None:
+        causes.append(cause)
+        store.abandon(ServiceFailedError("the service has failed"))
+
+    def faulty(*_: object) -> None:
+        raise ZeroDivisionError("a fault of the log")
+
+    store.fatal = fatal
+    store.recover(catalog=catalog)
+    with monkeypatch.context() as failing:
+        failing.setattr(SegmentWriter, "append", faulty)
+        catalog.write("refused", b"", new_write(1))
+        with pytest.raises(ZeroDivisionError):
+            await store.wait_durable()
+    assert [type(cause) for cause in causes] == [ZeroDivisionError]
+    with pytest.raises(ServiceFailedError):
+        await store.wait_durable()
     await store.close()
 
 

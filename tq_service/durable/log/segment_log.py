@@ -14,9 +14,9 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -65,14 +65,15 @@ class SegmentLog:
         self._look_at = 0.0
         self._appended = self._durable = 0
         self._group: list[Parts] = []  # appended in this step of the loop
-        self._segment_bytes = 0  # appended since the last rotation
-        self._callbacks: deque[tuple[int, Callable[[], None]]] = deque()  # by the number that they wait for
-        self._next_commit: asyncio.Future[None] | None = None  # shared by all who wait for a commit
+        self._group_bytes = 0
+        self._segment_bytes = 0  # of groups since the last rotation
+        self._callbacks: deque[tuple[int, Callable[[], None]]] = deque()  # each with the number that it waits for
+        self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._abandoned: TqError | None = None
         # The loop adds groups to the queue, and an empty one where the next segment begins. Who commits, the loop or
         # with `sync` the worker, takes them, and alone uses the segment and the number of what it has committed.
-        self._queue: deque[list[Parts]] = deque()
+        self._queue: deque[tuple[list[Parts], int]] = deque()  # each with its bytes
         self._committing: Future[None] | None = None
         self._segment: SegmentWriter | None = None
         self._committed = 0
@@ -107,7 +108,7 @@ class SegmentLog:
                     continue
                 while self._durable == until:
                     with contextlib.suppress(DiskFullError):  # there may be room later
-                        await self._wait_for_commit()
+                        await self._commit_of(until + 1)
         except FileNotFoundError as error:
             raise PreconditionError(
                 f"what follows record {number} was given up for a snapshot that holds it ({error}); begin with that one"
@@ -151,7 +152,7 @@ class SegmentLog:
         if self._segment_bytes >= _SEGMENT_BYTES and not self._group:
             self.rotate()
         self._group.append((stream, parts))
-        self._segment_bytes += _size(parts)
+        self._group_bytes += sum(map(len, parts))
         self._appended += 1
         return self._appended
 
@@ -161,7 +162,7 @@ class SegmentLog:
         self._end_group()
         self._segment_bytes = 0
         self._appended += 1
-        self._queue.append([])  # as an empty frame is the end of a segment
+        self._queue.append(([], 0))  # as an empty frame is the end of a segment
         return self._appended
 
     def sync_rotated(self, number: int) -> None:
@@ -203,8 +204,9 @@ class SegmentLog:
 
     def _end_group(self) -> None:
         if self._group:
-            self._queue.append(self._group)
-            self._group = []
+            self._queue.append((self._group, self._group_bytes))
+            self._segment_bytes += self._group_bytes
+            self._group, self._group_bytes = [], 0
 
     # Waiting
 
@@ -233,10 +235,10 @@ class SegmentLog:
             TqError: the log was abandoned.
         """
         number = self._appended if number is None else number
-        self._loop = asyncio.get_running_loop()  # before the worker has something to notify it of
-        while self._durable < number or self._abandoned is not None:
+        if self._durable < number or self._abandoned is not None:
+            self._loop = asyncio.get_running_loop()  # before the worker has something to notify it of
             if self._commit_soon() is not None:
-                await self._wait_for_commit()
+                await self._commit_of(number)
 
     def after_durable(self, callback: Callable[[], None]) -> None:
         """Call something once all that was appended before is durable; see `Log.after_durable`."""
@@ -258,23 +260,25 @@ class SegmentLog:
             finally:
                 self._settle()
 
-    async def _wait_for_commit(self) -> None:
-        """Return after the next commit; raises why it failed."""
+    async def _commit_of(self, number: int) -> None:
+        """Return once a record that is not durable yet is so, or raise why the next commit failed."""
         if self._abandoned is not None:
             raise self._abandoned
-        if self._next_commit is None:
-            self._next_commit = asyncio.get_running_loop().create_future()
-        await asyncio.shield(self._next_commit)  # others wait for it too
+        done = asyncio.get_running_loop().create_future()
+        self._waiters.append((number, done))
+        await done
 
     def _settle(self, error: Exception | None = None) -> None:
         """Notify those who wait, on the loop, of what was committed, or why nothing was."""
         self._durable = self._committed
-        waiting, self._next_commit = self._next_commit, None
-        if waiting is not None:
+        while self._waiters and (error is not None or self._waiters[0][0] <= self._durable):
+            _, done = self._waiters.popleft()
+            if done.done():
+                continue  # whoever awaits it has given up
             if error is None:
-                waiting.set_result(None)
+                done.set_result(None)
             else:
-                waiting.set_exception(error)
+                done.set_exception(error)
         while self._callbacks and self._callbacks[0][0] <= self._durable:
             _, callback = self._callbacks.popleft()
             try:
@@ -315,8 +319,8 @@ class SegmentLog:
         """Write the next frame, or enter the next segment; what could not be written stays in the queue."""
         if self._failure is not None:
             raise self._failure
-        segment, number, groups = self._check_open(), self._committed + 1, self._next_groups()
-        records = list(chain.from_iterable(groups))
+        segment, number = self._check_open(), self._committed + 1
+        group_count, records = self._next_groups()
         try:
             if records:
                 self._with_reserve(lambda: segment.append(number, records))
@@ -327,20 +331,21 @@ class SegmentLog:
             raise self._write_error(error, segment.path) from error
         if self._sync and records:
             self._sync_or_fail(segment)
-        for _ in groups:
+        for _ in range(group_count):
             self._queue.popleft()
         self._committed += len(records) or 1
 
-    def _next_groups(self) -> list[list[Parts]]:
-        """Return the groups that are to be one frame, or the empty one that begins a segment."""
-        groups: list[list[Parts]] = []
-        size = 0
-        for group in list(self._queue):  # a copy: the loop may add to it meanwhile
-            if groups and not (groups[0] and group and size < _FRAME_BYTES):
+    def _next_groups(self) -> tuple[int, list[Parts]]:
+        """Return how many groups are to be one frame, and their records; none for the one that begins a segment."""
+        records: list[Parts] = []
+        count = size = 0
+        for group, group_bytes in list(self._queue):  # a copy: the loop may add to it meanwhile
+            if count and not (records and group and size < _FRAME_BYTES):
                 break
-            groups.append(group)
-            size += sum(_size(parts) for _, parts in group)
-        return groups
+            records += group
+            count += 1
+            size += group_bytes
+        return count, records
 
     def _create(self, number: int, before: SegmentWriter | None, *, sync: bool) -> SegmentWriter:
         """Begin a segment and end the one before it, or neither."""
@@ -389,10 +394,6 @@ class SegmentLog:
             "space, the service goes on by itself",
             retry_after_seconds=_RETRY_SECONDS,
         )
-
-
-def _size(parts: Sequence[bytes | bytearray]) -> int:
-    return sum(map(len, parts))
 
 
 class EmergencyDiskReserve:
