@@ -170,10 +170,10 @@ class Driver:
                 self.check_end(name, self.tasks[name][0], end)
             reach_end(dp_size, end)
 
-        def queue_claim(request_id, part, positions, terms=None):
-            claim = claim_samples(request_id, part, positions, terms)
+        def queue_claim(request_id, plan, positions, lease=None):
+            claim = claim_samples(request_id, plan, positions, lease)
             if partition is self.partition:
-                self.on_queue_claim(name, request_id, part, claim.lease)
+                self.on_queue_claim(name, claim)
             return claim
 
         def released(claim, positions):
@@ -182,13 +182,13 @@ class Driver:
                 self.model.release(self.model.task(name), claim.request_id, None if claim.lease is None else rows)
             nack(claim, positions)
 
-        def expired(lease, positions, at_seconds):
+        def expired(claim, positions, at_seconds):
             if partition is self.partition:
                 model = self.model.task(name)
-                assert self.now() > model.claims[lease.request_id].deadline - MOMENT, "before its time"
-                assert set(partition.table.index[positions].tolist()) == model.claims[lease.request_id].left
-                self.model.expire(model, lease.request_id)
-            return expire(lease, positions, at_seconds)
+                assert self.now() > model.claims[claim.request_id].deadline - MOMENT, "before its time"
+                assert set(partition.table.index[positions].tolist()) == model.claims[claim.request_id].left
+                self.model.expire(model, claim.request_id)
+            return expire(claim, positions, at_seconds)
 
         task.claim_batch, task.reach_end = batch, end
         task.claim_samples, task.nack, task.expire = queue_claim, released, expired
@@ -242,19 +242,22 @@ class Driver:
 
     def on_batch(self, name, batch_spec, plan):
         task, asking = self.model.task(name), self.tasks[name][0]
-        assert len(plan.ranks) == asking.dp_size
+        assert len(plan.sizes) == asking.dp_size
         assert task.end is None
-        parts = [part.rows.tolist() for part in plan.ranks]
-        self._check_packs(asking, plan)
+        given = [plan.part(dp_rank) for dp_rank in range(asking.dp_size)]
+        parts = [part.rows.tolist() for part in given]
+        assert plan.rows.tolist() == [row for part in parts for row in part]
+        self._check_packs(asking, given)
         self._check_taken(task, asking, [row for part in parts for row in part])
         self._check_shares(asking, parts)
         self.model.consume(task, [row for part in parts for row in part])
         task.batches.append(parts)
         task.dp_size = asking.dp_size
 
-    def on_queue_claim(self, name, request_id, part, lease):
-        task = self.model.task(name)
-        rows = part.rows.tolist()
+    def on_queue_claim(self, name, claim):
+        task, request_id, lease = self.model.task(name), claim.request_id, claim.lease
+        rows = claim.rows.tolist()
+        self._check_packs(self.asked_by[request_id], [claim.plan.part()])
         assert request_id not in task.claims
         assert request_id not in task.released | task.expired
         asking = self.asked_by[request_id]
@@ -263,14 +266,14 @@ class Driver:
         self.model.claim(task, asking, request_id, rows, self.now())
         assert (lease is not None) == (asking.lease is not None)
         if lease is not None:
-            assert lease.delivery_counts.tolist() == [task.deliveries[row] for row in rows]
-            assert lease.terms.group_block_size == ((asking.block_size or 0) if asking.grouped else None)
+            assert claim.delivery_counts.tolist() == [task.deliveries[row] for row in rows]
+            assert lease.group_block_size == ((asking.block_size or 0) if asking.grouped else None)
 
-    def _check_packs(self, asking, plan):
-        shapes = {tuple(len(step) for step in part.steps) for part in plan.ranks}
+    def _check_packs(self, asking, parts):
+        shapes = {tuple(len(step) for step in part.steps) for part in parts}
         assert len(shapes) == 1
         assert len(next(iter(shapes))) == 1
-        for part in plan.ranks:
+        for part in parts:
             positions = [int(position) for step in part.steps for pack in step for position in pack.positions]
             assert positions == list(range(part.rows.size))
             size = asking.micro_batch_size or max(1, part.rows.size)
@@ -462,7 +465,7 @@ class Driver:
         assert real.leased_count == len(task.leased)
         assert real.dead_lettered_count == task.dead_lettered_count
         leased = {request_id: claim for request_id, claim in task.claims.items() if claim.left}
-        assert {lease.request_id: lease.left_count for lease in real.leases.values()} == {
+        assert {claim.request_id: claim.leased_count for claim in real.claims.values() if claim.leased_count} == {
             request_id: len(claim.left) for request_id, claim in leased.items()
         }
         assert all(claim.deadline > self.now() - MOMENT for claim in leased.values()), "a lease that does not run out"
@@ -476,6 +479,6 @@ class Driver:
         assert {key: claim.rows.tolist() for key, claim in real.claims.items()} == {
             key: claim.rows for key, claim in task.claims.items()
         }
-        assert len(list(real.records())) == len(with_rows) + len(task.claims)
+        assert sum(batch.remaining > 0 for batch in real.batches.values()) == len(with_rows)
         for request_id in task.claims:
             assert self.receivers[self.life, name, request_id], "nobody has this claim"

@@ -79,24 +79,29 @@ def _slot_values(table):
 def _task(task):
     return {
         "facts": facts_of(task.facts),
-        "records": {record.serial: record_of(record) for record in task.records()},
-        "batches": {index: record_of(batch) for index, batch in task.batches.items()},
-        "without rows": list(task.batches_without_rows),
-        "claims": {name: claim.serial for name, claim in task.claims.items()},
-        "leases": {serial: record_of(lease) for serial, lease in task.leases.items()},
+        "batches": [record_of(batch) for batch in task.batches.values()],
+        "claims": [record_of(claim) for claim in task.claims.values()],
+        "by": {name: [record.serial for record in known.values()] for name, known in _found_by(task)},
         "leased": task.leased_count,
-        "released": list(task.released.items()),
-        "expired": list(task.expired.items()),
+        "ended": list(task.ended.items()),
     }
 
 
+def _found_by(task):
+    by_index = {index: batch for index, batch in task.batches.items() if index == batch.batch_index}
+    by_id = {request_id: claim for request_id, claim in task.claims.items() if request_id == claim.request_id}
+    by_serial = {serial: record for serial, record in sorted(task._by_serial.items()) if serial == record.serial}
+    without_rows = {index: task.batches[index] for index in task._without_rows}
+    assert list(without_rows) == [index for index, batch in by_index.items() if not batch.remaining]
+    assert len(by_serial) == len(by_index) + len(by_id)
+    return {"index": by_index, "request_id": by_id, "serial": by_serial}.items()
+
+
 def record_of(record):
-    """Return a record of a claim, or a lease, as plain values."""
-    names = {name.removeprefix("kept_") for name in type(record).__slots__} - OF_ONE_RUN
+    """Return a record of a claim as plain values."""
+    names = {each.name for each in dataclasses.fields(record)} - OF_ONE_RUN
     return {name: _plain(getattr(record, name)) for name in sorted(names)}
 
 
 def _plain(value):
-    if dataclasses.is_dataclass(value) and hasattr(value, "left_count"):
-        return record_of(value)
     return codec.encode(value) if dataclasses.is_dataclass(value) or isinstance(value, np.ndarray) else value

@@ -18,9 +18,10 @@ from tq_service.domain.changes.claims import (
 from tq_service.domain.changes.partitions import PartitionSealed
 from tq_service.domain.changes.samples import GroupsClosed, MetaSet, SamplesCleared, SamplesWritten, SampleWrite
 from tq_service.domain.changes.state_machine import State, StateMachine
+from tq_service.domain.claims.ledger import RecordedPlan
 from tq_service.domain.claims.request import BatchSpec, ClaimRequest, ClaimSpec, Rank
 from tq_service.domain.partition import Partition, PartitionSettings
-from tq_service.domain.plan import RankPlan
+from tq_service.domain.plan import Plan
 from tq_service.domain.tables.cells import ColumnWrite, Put
 from tq_service.samplers import Sampler, SequentialSampler
 from tq_service.schema import FieldSpec, Layout, MetaColumn, SampleState
@@ -150,10 +151,15 @@ def _of_task(target, task, kind, **facts):
     return commit(target, kind(partition_id=_name(target), task_name=task.name, **facts))[0]
 
 
+def plan_of(*parts):
+    """Return the recorded plan that gives each rank its part, as plain micro-batches."""
+    return RecordedPlan.of(Plan.of(parts))
+
+
 def claim_rows(target, task, indexes, request_id=None, lease=None):
     """Have a queue worker get rows; return the claim."""
-    part = RankPlan(rows=np.array(indexes, np.int64))
-    return _of_task(target, task, QueueClaimed, request_id=request_id or new_id(), part=part, lease=lease)
+    plan = plan_of(indexes)
+    return _of_task(target, task, QueueClaimed, request_id=request_id or new_id(), plan=plan, lease=lease)
 
 
 def release(target, task, request_id, rows=None):

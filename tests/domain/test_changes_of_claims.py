@@ -13,6 +13,7 @@ from domain_support import (
     insert,
     new_id,
     partition,
+    plan_of,
     release,
     reset,
     task_of,
@@ -21,7 +22,6 @@ from domain_support import (
 from tq_service.domain.changes.claims import ClaimReleased, ConsumptionReset, LeaseExpired, QueueClaimed, TaskSeen
 from tq_service.domain.changes.state_machine import State, StateMachine
 from tq_service.domain.claims.request import LeaseTerms
-from tq_service.domain.plan import RankPlan
 from tq_service.errors import (
     ClaimReleasedError,
     InvalidArgumentError,
@@ -104,12 +104,11 @@ def test_tombstones_are_as_old_as_the_changes_that_set_them(train):
     machine.replay(TaskSeen(**facts), 1000.0)
     ids = [new_id() for _ in range(3)]
     for number, (request_id, at_seconds) in enumerate(zip(ids, (1000.0, 1500.0, 1950.0), strict=True)):
-        part = RankPlan(rows=np.array([number]))
-        machine.replay(QueueClaimed(**facts, request_id=request_id, part=part, lease=TERMS), at_seconds)
+        machine.replay(QueueClaimed(**facts, request_id=request_id, plan=plan_of([number]), lease=TERMS), at_seconds)
         kind = LeaseExpired if number == 1 else ClaimReleased
         machine.replay(kind(**facts, request_id=request_id), at_seconds)
     task = train.tasks["t"]
-    assert task.expired[ids[1]] == 1500.0
+    assert task.ended[ids[1]] == (1500.0, True)
     assert task.recorded(asks(request_id=ids[0])) is None  # forgotten after 900 seconds
     with pytest.raises(ClaimReleasedError):
         task.recorded(asks(request_id=ids[2]))
@@ -127,3 +126,15 @@ def test_an_expired_lease_is_not_acknowledged_though_its_samples_were_cleared(tr
     clear(train, np.array([2]))
     with pytest.raises(LeaseExpiredError):
         ack(train, task, other, np.array([2]))
+
+
+def test_an_expired_claim_stays_expired_though_its_worker_releases_it(train):
+    task, request = task_of(train, "t"), asks()
+    claim_rows(train, task, [0, 1], request.request_id, lease=TERMS)
+    expire(train, task, request.request_id)
+    release(train, task, request.request_id)
+    clear(train, np.array([0, 1]))
+    with pytest.raises(LeaseExpiredError):
+        ack(train, task, request.request_id, np.array([0, 1]))
+    with pytest.raises(LeaseExpiredError):
+        task.recorded(request)

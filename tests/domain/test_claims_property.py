@@ -400,10 +400,11 @@ class Interleaving:
         assert partition.state_counts == [0, 0, 0, 0]
         assert partition.groups.members.data.sum() == 0
         for task in partition.tasks.values():
-            assert not (list(task.records()) or task.claims)
-            assert all(any(not part.rows.size for part in batch.plan.ranks) for batch in task.batches.values())
+            assert not task.claims
+            assert all(0 in batch.plan.sizes and not batch.remaining for batch in task.batches.values())
+            assert len(task._by_serial) == len(task.batches)
             assert task.backlog == 0
-            assert not (task.leases or task.leased_count)
+            assert not task.leased_count
         for planner in self.driver.catalog._serving[partition].planners.values():
             assert planner.waiting_count == 0
 

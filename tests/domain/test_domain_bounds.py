@@ -294,9 +294,9 @@ def test_limits_that_bound_nothing_or_make_no_sense_are_refused(arguments):
 
 
 def test_ids_of_released_claims_are_bounded_in_number(monkeypatch):
-    monkeypatch.setattr("tq_service.domain.claims.ledger._MOST_TOMBSTONES", 3)
-    released = task_of(bounded(max_bytes=1), "t").released
+    monkeypatch.setattr("tq_service.domain.claims.ledger._MOST_ENDED", 3)
+    released = task_of(bounded(max_bytes=1), "t").ended
     ids = [new_id() for _ in range(5)]
     for request_id in ids:
-        released.add(request_id, 0.0)
+        released.add(request_id, 0.0, is_expired=False)
     assert [request_id in released for request_id in ids] == [False, False, True, True, True]

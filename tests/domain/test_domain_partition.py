@@ -10,6 +10,7 @@ from domain_support import (
     new_id,
     new_write,
     partition,
+    plan_of,
     release,
     reset,
     seal,
@@ -18,7 +19,6 @@ from domain_support import (
     update,
 )
 
-from tq_service.domain.plan import Plan, RankPlan
 from tq_service.domain.states import CLEARED, FAILED, HELD, LIVE, UNCLAIMED
 from tq_service.errors import (
     InvalidArgumentError,
@@ -43,7 +43,7 @@ def open_rows(train, task):
 def claim(train, task, indexes, request_id=None):
     rows = np.array(indexes, np.int64)
     request_id = request_id or new_id()
-    task.claim_samples(request_id, RankPlan(rows=rows), train.table.find(rows))
+    task.claim_samples(request_id, plan_of(rows), train.table.find(rows))
     return request_id
 
 
@@ -114,7 +114,7 @@ def test_releasing_counts_the_samples_that_are_claimable_again():
     clear(train, np.array([3]))
     assert release(train, task, request_id) == 1
     assert (task.consumed_count, task.backlog) == (0, 2)
-    assert request_id in task.released
+    assert request_id in task.ended
 
 
 @pytest.mark.parametrize("expected", [0, 3])
@@ -233,11 +233,11 @@ def test_a_partition_that_lives_for_weeks_stays_small():
         rows = np.array(fresh)
         claim(train, reward, fresh)
         request = asks((0, 1, step), task="trainer")
-        trainer.claim_batch(request.batch_spec, Plan.of([rows]), train.table.find(rows))
+        trainer.claim_batch(request.batch_spec, plan_of(rows), train.table.find(rows))
         clear(train, rows)
     assert train.inserted_count == 4800
     assert train.table.index.data.size <= 2400
     assert (keys_of(train), len(train.groups), list(train.cells.puts.all())) == ({}, 0, [])
     for task in (trainer, reward):
-        assert not (list(task.records()) or task.batches or task.claims)
+        assert not (task._by_serial or task.batches or task.claims)
         assert (task.consumed_count, task.backlog) == (4800, 0)

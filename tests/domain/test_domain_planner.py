@@ -4,12 +4,12 @@ import asyncio
 
 import numpy as np
 import pytest
-from domain_support import SlowSampler, asks, clear, new_id, reset, seal, turns, update
+from domain_support import SlowSampler, asks, clear, new_id, plan_of, reset, seal, turns, update
 from planner_bench import Bench, Whenever, finished, rows
 
-from tq_service.domain.claims.planner import cut_micro_batches
+from tq_service.domain.claims.ledger import RecordedPlan
 from tq_service.domain.claims.wait_queue import NotYet
-from tq_service.domain.plan import Plan, RankPlan
+from tq_service.domain.plan import Plan
 from tq_service.domain.tables.meta import Condition
 from tq_service.errors import (
     InvalidArgumentError,
@@ -161,7 +161,7 @@ async def test_a_call_that_got_not_yet_takes_nothing_back_when_it_leaves(bench):
     waiter.expire()
     bench.insert(2)
     second = asks(request_id=request_id)
-    bench.task.claim_samples(request_id, RankPlan(rows=np.array([0, 1])), np.array([0, 1]))
+    bench.task.claim_samples(request_id, plan_of([0, 1]), np.array([0, 1]))
     first.cancel()
     await asyncio.wait([first])
     assert bench.task.recorded(second).rows.tolist() == [0, 1]
@@ -419,9 +419,11 @@ async def test_blocks_are_refused_where_puts_do_not_fit_them(bench):
 
 
 def test_micro_batches_are_as_many_on_every_rank():
-    plan = cut_micro_batches(Plan.of([np.arange(5), np.arange(5, 7), np.zeros(0, np.int64)]), 2)
+    recorded = RecordedPlan.of(Plan.of([np.arange(5), np.arange(5, 7), np.zeros(0, np.int64)]), 2)
+    plan = Plan(ranks=tuple(map(recorded.part, range(3))))
+    assert [part.rows.tolist() for part in plan.ranks] == [[0, 1, 2, 3, 4], [5, 6], []]
     packs = [[pack.positions.tolist() for pack in part.steps[0]] for part in plan.ranks]
     assert packs == [[[0, 1], [2, 3], [4]], [[0, 1], [], []], [[], [], []]]
-    assert cut_micro_batches(plan, 1) is plan
-    whole = cut_micro_batches(Plan.of([np.arange(3)]), None)
-    assert [pack.positions.tolist() for pack in whole.ranks[0].steps[0]] == [[0, 1, 2]]
+    again = RecordedPlan.of(plan, 1)
+    assert [again.part(rank).steps for rank in range(3)] == [part.steps for part in plan.ranks]
+    assert [pack.positions.tolist() for pack in plan_of(range(3)).part().steps[0]] == [[0, 1, 2]]

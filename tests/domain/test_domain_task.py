@@ -11,6 +11,7 @@ from domain_support import (
     new_id,
     new_write,
     partition,
+    plan_of,
     release,
     reset,
     task_of,
@@ -18,9 +19,9 @@ from domain_support import (
 )
 from planner_bench import Bench
 
-from tq_service.domain.claims.ledger import Tombstones
+from tq_service.domain.claims.ledger import EndedClaims
 from tq_service.domain.claims.request import LeaseTerms
-from tq_service.domain.plan import Plan, RankPlan
+from tq_service.domain.plan import RankPlan
 from tq_service.domain.tables.meta import Order
 from tq_service.domain.tables.table import Column
 from tq_service.errors import (
@@ -43,7 +44,7 @@ def record(train, *parts, index=None, **bound):
     task = task_of(train, "t")
     request = asks((0, len(parts), task.next_batch_index), **bound)
     rows = np.array([row for part in parts for row in part], np.int64)
-    task.claim_batch(request.batch_spec, Plan.of(parts), train.table.find(rows))
+    task.claim_batch(request.batch_spec, plan_of(*parts), train.table.find(rows))
     return task
 
 
@@ -115,7 +116,7 @@ def test_a_batch_with_cleared_samples_is_not_given_as_if_whole(train):
 
 def test_a_queue_claim_with_cleared_samples_is_not_given_as_if_whole(train):
     task, request = task_of(train, "t"), asks()
-    task.claim_samples(request.request_id, RankPlan(rows=np.array([0, 1])), np.array([0, 1]))
+    task.claim_samples(request.request_id, plan_of([0, 1]), np.array([0, 1]))
     assert task.recorded(request).rows.tolist() == [0, 1]
     clear(train, np.array([1]))
     with pytest.raises(SamplesClearedError):
@@ -132,14 +133,14 @@ def test_records_go_with_the_last_of_their_rows(train):
     task = record(train, [0, 1], [2, 3])
     record(train, [4], [5])
     request_id = new_id()
-    task.claim_samples(request_id, RankPlan(rows=np.array([6, 7])), np.array([6, 7]))
-    assert len(list(task.records())) == 3
+    task.claim_samples(request_id, plan_of([6, 7]), np.array([6, 7]))
+    assert len(task._by_serial) == 3
     clear(train, np.array([0, 1, 2, 4, 6]))
-    assert len(list(task.records())) == 3
+    assert len(task._by_serial) == 3
     clear(train, np.array([3, 5]))
-    assert len(list(task.records())) == 1
+    assert len(task._by_serial) == 1
     clear(train, np.array([7]))
-    assert not list(task.records())
+    assert not task._by_serial
     assert not (task.batches or task.claims)
     assert release(train, task, request_id) == 0
     assert task.consumed_count == 8
@@ -148,7 +149,7 @@ def test_records_go_with_the_last_of_their_rows(train):
 @pytest.mark.parametrize("keep_consumed", [False, True])
 def test_a_reset_starts_an_epoch(train, keep_consumed):
     task = record(train, [0, 1], [2, 3])
-    task.claim_samples(new_id(), RankPlan(rows=np.array([4])), np.array([4]))
+    task.claim_samples(new_id(), plan_of([4]), np.array([4]))
     task.reach_end(2, EndCounts(consumed=5, cleared=7))
     assert reset(train, task, keep_consumed=keep_consumed) == 1
     task.check_epoch(1)
@@ -157,7 +158,7 @@ def test_a_reset_starts_an_epoch(train, keep_consumed):
         task.check_epoch(0)
     assert caught.value.metadata == {"got": "0", "expected": "1"}
     assert replay(task, 0, 4, 0) is None
-    assert not list(task.records())
+    assert not task._by_serial
     assert (task.consumed_count, task.backlog) == ((5, 7) if keep_consumed else (0, 12))
     clear(train, np.array([0, 5]))
     assert task.backlog == (6 if keep_consumed else 10)
@@ -165,7 +166,7 @@ def test_a_reset_starts_an_epoch(train, keep_consumed):
 
 def test_a_released_claim_is_claimable_again_and_refused(train):
     task, request = task_of(train, "t"), asks()
-    task.claim_samples(request.request_id, RankPlan(rows=np.array([3, 4])), np.array([3, 4]))
+    task.claim_samples(request.request_id, plan_of([3, 4]), np.array([3, 4]))
     assert release(train, task, request.request_id) == 2
     assert (task.consumed_count, task.backlog) == (0, 12)
     with pytest.raises(ClaimReleasedError):
@@ -216,11 +217,11 @@ def test_a_claim_writes_what_became_of_its_rows_once(train, monkeypatch, lease):
 
 
 def test_ids_of_released_claims_are_forgotten_in_time():
-    released, old, young = Tombstones(), new_id(), new_id()
-    released.add(old, 0.0)
-    released.add(young, 800.0)
+    released, old, young = EndedClaims(), new_id(), new_id()
+    released.add(old, 0.0, is_expired=False)
+    released.add(young, 800.0, is_expired=False)
     assert old in released
-    released.add(new_id(), 1000.0)
+    released.add(new_id(), 1000.0, is_expired=False)
     assert old not in released
     assert young in released
 
@@ -245,7 +246,25 @@ def test_few_batches_are_kept_without_rows(train):
     for step in range(40):
         rows = np.array(insert(train, 1))
         batch_spec = asks((0, 2, step), task="trainer").batch_spec
-        task.claim_batch(batch_spec, Plan.of([rows, rows[:0]]), train.table.find(rows))
+        task.claim_batch(batch_spec, plan_of(rows, rows[:0]), train.table.find(rows))
         clear(train, rows)
     assert len(task.batches) == 16
     assert min(task.batches) == 24
+
+
+def test_of_batches_without_rows_those_of_the_latest_indexes_are_kept_whatever_went_first(train):
+    task = task_of(train, "trainer")
+    batches = [np.array(insert(train, 1)) for _ in range(40)]
+    for step, rows in enumerate(batches):
+        task.claim_batch(asks((0, 2, step), task="trainer").batch_spec, plan_of(rows, rows[:0]), train.table.find(rows))
+    for rows in reversed(batches):
+        clear(train, rows)
+    assert list(task.batches) == [*range(24, 40)]
+    assert len(task._by_serial) == 16
+
+
+def test_what_a_sampler_does_to_its_rows_once_they_are_recorded_changes_no_answer(train):
+    given = np.array([0, 1])
+    plan = plan_of(given)
+    given[:] = 7
+    assert plan.part().rows.tolist() == [0, 1]

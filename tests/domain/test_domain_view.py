@@ -11,6 +11,7 @@ from domain_support import (
     insert,
     jagged,
     partition,
+    plan_of,
     release,
     reset,
     seal,
@@ -20,7 +21,7 @@ from domain_support import (
 
 from tq_service.domain.claims.grouping import Grouping
 from tq_service.domain.claims.view import PartitionView, ReadyIndex
-from tq_service.domain.plan import LengthSource, Plan, RankPlan
+from tq_service.domain.plan import LengthSource, Plan
 from tq_service.domain.tables.meta import Condition, Order
 from tq_service.errors import InvalidArgumentError, MissingLengthError
 
@@ -51,7 +52,7 @@ def groups(train, limit=None, *, no_more=False, unit="sample", block_size=None, 
 def consume(train, *indexes):
     task = task_of(train, "t")
     rows = np.array(indexes, np.int64)
-    task.claim_samples(asks().request_id, RankPlan(rows=rows), train.table.find(rows))
+    task.claim_samples(asks().request_id, plan_of(rows), train.table.find(rows))
 
 
 # Ready rows
@@ -217,7 +218,7 @@ def test_the_start_is_lowered_when_an_early_row_becomes_ready(train):
 def test_a_released_claim_is_found_again(train):
     insert(train, 4)
     request, task = asks(), task_of(train, "t")
-    task.claim_samples(request.request_id, RankPlan(rows=np.array([0, 1])), np.array([0, 1]))
+    task.claim_samples(request.request_id, plan_of([0, 1]), np.array([0, 1]))
     assert ready(train, 1) == [2]
     release(train, task, request.request_id)
     assert ready(train) == [0, 1, 2, 3]

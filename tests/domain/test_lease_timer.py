@@ -3,12 +3,11 @@
 import asyncio
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
-from domain_support import ack, asks, expire, extend, insert, seal
+from domain_support import ack, asks, expire, extend, insert, plan_of, seal
 from planner_bench import Bench, finished, rows
 
-from tq_service.domain.claims.ledger import Lease, LeaseTimer
+from tq_service.domain.claims.ledger import LeaseTimer, QueueClaim
 from tq_service.domain.claims.request import LeaseTerms
 
 
@@ -133,17 +132,17 @@ async def test_leases_of_all_tasks_of_a_partition_have_one_timer():
 def test_a_lease_that_is_due_while_another_begins_on_uvloop():
     """A uvloop timer for a time that has come is a handle that cannot tell its time."""
 
-    def lease(serial, seconds):
-        return Lease(
-            request_id=bytes([serial]), serial=serial, terms=LeaseTerms(seconds=seconds),
-            delivery_counts=np.zeros(0, np.int32), left_count=1,
+    def claim(serial, seconds):
+        return QueueClaim(
+            request_id=bytes([serial]), serial=serial, plan=plan_of([0]), lease=LeaseTerms(seconds=seconds),
+            leased_count=1,
         )  # fmt: skip
 
     async def lease_two():
-        leases = {each.serial: each for each in (lease(2, 0.0), lease(3, 100.0))}
+        claims = {each.request_id: each for each in (claim(2, 0.0), claim(3, 100.0))}
         ran_out = asyncio.get_running_loop().create_future()
-        timer = LeaseTimer({"t": SimpleNamespace(leases=leases)}, lambda *named: ran_out.set_result(named))
-        for each in leases.values():
+        timer = LeaseTimer({"t": SimpleNamespace(claims=claims)}, lambda *named: ran_out.set_result(named))
+        for each in claims.values():
             timer.start("t", each)
         return await ran_out
 

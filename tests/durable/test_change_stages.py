@@ -11,7 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "domain"))
 
 from digest import digest, facts_of
-from domain_support import BOOT, batch_spec, new_write
+from domain_support import BOOT, batch_spec, new_write, plan_of
 
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.changes.claims import (
@@ -30,7 +30,6 @@ from tq_service.domain.changes.samples import GroupsClosed, MetaSet, SamplesClea
 from tq_service.domain.changes.state_machine import Change, RequestAnswered
 from tq_service.domain.claims.request import LeaseTerms
 from tq_service.domain.partition import PartitionSettings
-from tq_service.domain.plan import Plan, RankPlan
 from tq_service.domain.tables.cells import Put
 from tq_service.durable import codec
 from tq_service.durable.state_store import StateStore
@@ -51,20 +50,20 @@ ROWS = replace(
     ),
     put=Put("s0", BOOT, bytes(15) + b"\1"),  # whatever was made before: kept files have it
 )
-LEASED = {"part": RankPlan(rows=np.arange(2, 6)), "lease": LeaseTerms(seconds=60.0, max_deliveries=1)}
+LEASED = {"plan": plan_of(range(2, 6)), "lease": LeaseTerms(seconds=60.0, max_deliveries=1)}
 STORY = [
     PartitionCreated(incarnation=b"i" * 16, settings=PartitionSettings(), **TRAIN),
     SamplesWritten(write=ROWS, **TRAIN),
     MetaSet(global_indexes=np.array([3, 1]), columns=new_write(2, meta=[{"v": 7}, {"w": "x"}]).meta, **TRAIN),
     GroupsClosed(names=["g1"], **TRAIN),
     TaskSeen(**TASK),
-    BatchPlanned(batch_spec=batch_spec(), plan=Plan.of([np.arange(2)]), **TASK),
+    BatchPlanned(batch_spec=batch_spec(), plan=plan_of(range(2)), **TASK),
     QueueClaimed(request_id=FIRST, **LEASED, **TASK),
     ClaimExtended(request_id=FIRST, lease_seconds=90.0, **TASK),
     ClaimAcked(request_id=FIRST, global_indexes=np.array([2]), **TASK),
     ClaimReleased(request_id=FIRST, global_indexes=np.array([3]), **TASK),
     LeaseExpired(request_id=FIRST, **TASK),
-    QueueClaimed(request_id=SECOND, part=RankPlan(rows=np.arange(6, 8)), **TASK),
+    QueueClaimed(request_id=SECOND, plan=plan_of(range(6, 8)), **TASK),
     SamplesCleared(global_indexes=np.array([0, 6]), **TRAIN),
     ConsumptionReset(keep_consumed=True, **TASK),
     PartitionSealed(**TRAIN),

@@ -17,7 +17,7 @@ from tq_service.domain.changes.claims import LeaseExpired, TaskSeen
 from tq_service.domain.changes.partitions import PartitionCleared, PartitionCreated
 from tq_service.domain.changes.samples import CheckedWrite, SamplesWritten, SampleWrite, Written, check_write
 from tq_service.domain.changes.state_machine import Change, RequestAnswered, State, StateMachine, Step
-from tq_service.domain.claims.ledger import Lease, LeaseTimer, TaskLedger
+from tq_service.domain.claims.ledger import LeaseTimer, QueueClaim, TaskLedger
 from tq_service.domain.claims.planner import Planner, RunsPlans
 from tq_service.domain.claims.request import ClaimRequest
 from tq_service.domain.claims.wait_queue import Answer, LoopYielder, NotYet
@@ -125,8 +125,8 @@ class Catalog:
             self._appear(partition)
         for partition in step.cleared:
             self._disappear(partition)
-        for partition, task_name, lease in step.leases:
-            self._start_lease(partition, task_name, lease)
+        for partition, task_name, claim in step.leases:
+            self._start_lease(partition, task_name, claim)
         for partition in step.changed:
             partition.changed()
         for partition in step.consumed:
@@ -349,16 +349,17 @@ class Catalog:
         """Have the leases expire that were recovered or restored, each after its full time."""
         for partition in self._partitions.values():
             for task in partition.tasks.values():
-                for lease in task.leases.values():
-                    self._start_lease(partition, task.name, lease)
+                for claim in task.claims.values():
+                    if claim.leased_count:
+                        self._start_lease(partition, task.name, claim)
 
-    def _start_lease(self, partition: Partition, task_name: str, lease: Lease) -> None:
+    def _start_lease(self, partition: Partition, task_name: str, claim: QueueClaim) -> None:
         if self._is_draining or self._partitions.get(partition.partition_id) is not partition:
             return
         serving = self._serving_of(partition)
         if serving.lease_timer is None:
             serving.lease_timer = LeaseTimer(partition.tasks, partial(self._expire, partition))
-        serving.lease_timer.start(task_name, lease)
+        serving.lease_timer.start(task_name, claim)
 
     def _expire(self, partition: Partition, task_name: str, request_id: bytes) -> None:
         self.commit(LeaseExpired(partition_id=partition.partition_id, task_name=task_name, request_id=request_id))

@@ -3,7 +3,7 @@
 A file is of records (`record_file`), each of which but the bytes of blocks is (kind, value):
 
     header, [block, bytes ...] ..., state
-    state: [partition, column ..., [task, (claims | ended) ...] ...] ..., answers ..., puts ...
+    state: [partition, column ..., [task, (batches | claims | ended) ...] ...] ..., answers ..., puts ...
 
 Values are dataclasses, in the encoding of `codec`; columns are in that of `column_codec`. Columns are found by name:
 one that the file does not have takes its fill (see `Partition.restore`), one that this version does not have was
@@ -14,18 +14,20 @@ damage: going on with an older snapshot would lose what came after it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from tq_service.domain.claims.ledger import Batch, Lease, QueueClaim, TaskFacts, TaskSnapshot
+from tq_service.domain.claims.ledger import Batch, QueueClaim, RecordedPlan, Steps, TaskFacts, TaskSnapshot
 from tq_service.domain.claims.request import BatchSpec
 from tq_service.domain.idempotency import Entry
 from tq_service.domain.partition import PartitionFacts, PartitionSnapshot
-from tq_service.domain.plan import Plan, RankPlan
+from tq_service.domain.plan import Indexes
 from tq_service.durable import codec
 from tq_service.durable.column_codec import ColumnPart, TableHeader, TableReader, encode_table
 from tq_service.durable.record_file import Found, RecordWriter, damaged, gathered, read_records
@@ -33,11 +35,10 @@ from tq_service.errors import NewerVersionError, SnapshotDamagedError, TqError
 from tq_service.wire.collection import no_collection
 from tq_service.wire.columns import ColumnShape
 
-FORMAT_VERSION: Final = 4
+FORMAT_VERSION: Final = 5
 _CLAIMS_A_RECORD: Final = 256  # what is encoded without giving way to others
 _IDS_A_RECORD: Final = 1024
 _PUT_BYTES_A_RECORD: Final = 1 << 18
-_SHARED: Final = tuple(each.name for each in fields(RankPlan) if each.name != "rows")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,70 +125,60 @@ class PartitionHeader:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClaimRecords:
-    """Some records of a task.
+class Batches:
+    """Batches of a task that were planned by one spec, in columns: to read a hundred thousand one by one takes long.
 
     Attributes:
-        name: what they are of its snapshot.
-        batch_specs: what batches were planned by; batches in a row mostly share it.
-        parts: what ranks and queue workers get but for the rows, each a RankPlan; many share it.
-        batches: of each (serial, batch_index, size, position in `batch_specs`, parts of its ranks), where the part of a
-            rank is (rows as bytes, position in `parts`); looking at the types of a hundred thousand would take long.
-        claims: of each (serial, request_id, rows as bytes, position in `parts`).
-        leases: of those claims that were made with one, by their serials.
+        serials: of each batch.
+        batch_indexes: of each batch.
+        rows: of the plans of all of them, one after the other.
+        sizes: of each plan.
+        steps: of each plan.
     """
 
-    name: str
-    batch_specs: list[BatchSpec]
-    parts: list[bytes]
-    batches: list[Any]
-    claims: list[Any]
-    leases: list[Lease]
+    batch_spec: BatchSpec
+    serials: list[int]
+    batch_indexes: list[int]
+    rows: Indexes
+    sizes: list[tuple[int, ...]]
+    steps: list[tuple[Steps, ...]]
 
     @classmethod
-    def of(cls, name: str, records: Iterable[Batch | QueueClaim]) -> ClaimRecords:
-        """Encode records."""
-        specs: dict[BatchSpec, int] = {}
-        parts = _Parts()
-        batches, claims, leases = [], [], []
-        for record in records:
-            if isinstance(record, Batch):
-                kept = record.kept_plan
-                ranks = list(map(parts.add, kept.parts() if isinstance(kept, EncodedPlan) else record.plan.ranks))
-                spec = specs.setdefault(record.batch_spec, len(specs))
-                batches.append((record.serial, record.batch_index, record.size, spec, ranks))
-            else:
-                claims.append((record.serial, record.request_id, *parts.add(record.kept_part)))
-                if record.lease is not None:
-                    leases.append(record.lease)
-        return cls(name=name, batch_specs=list(specs), parts=parts.all(), batches=batches, claims=claims, leases=leases)
+    def of(cls, batch_spec: BatchSpec, batches: Sequence[Batch]) -> Batches:
+        """Return the record of some batches."""
+        return cls(
+            batch_spec=batch_spec,
+            serials=[batch.serial for batch in batches],
+            batch_indexes=[batch.batch_index for batch in batches],
+            rows=np.concatenate([batch.plan.rows for batch in batches]),
+            sizes=[batch.plan.sizes for batch in batches],
+            steps=[batch.plan.steps for batch in batches],
+        )
 
-    def all(self) -> Iterator[Batch | QueueClaim]:
-        """Yield the records; how much is left of them follows from the rows."""
-        for serial, batch_index, size, spec, ranks in self.batches:
-            plan = EncodedPlan(ranks, self.parts)
-            yield Batch(
-                serial=serial, batch_spec=self.batch_specs[spec], kept_plan=plan, batch_index=batch_index,
-                size=size, remaining=0,
-            )  # fmt: skip
-        leases = {lease.serial: lease for lease in self.leases}
-        for serial, request_id, rows, number in self.claims:
-            part = EncodedPart(rows, self.parts[number])
-            yield QueueClaim(
-                request_id=request_id, serial=serial, kept_part=part, remaining=0, lease=leases.get(serial)
-            )
+    def all(self) -> Iterator[Batch]:
+        """Yield the batches."""
+        spec, end = self.batch_spec, 0
+        for serial, batch_index, sizes, steps in zip(
+            self.serials, self.batch_indexes, self.sizes, self.steps, strict=True
+        ):
+            start, end = end, end + sum(sizes)
+            rows = self.rows[start:end].copy()  # lest one batch keep the rows of all
+            plan = RecordedPlan(rows=rows, sizes=sizes, steps=steps, micro_batch_size=spec.micro_batch_size)
+            yield Batch(serial=serial, batch_spec=spec, plan=plan, batch_index=batch_index)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EndedClaims:
-    """Ids of claims that were released or have expired, and when."""
+class Claims:
+    """Claims of queue workers of a task."""
 
-    name: str
-    ids: list[tuple[bytes, float]]
+    claims: list[QueueClaim]
 
-    def all(self) -> list[tuple[bytes, float]]:
-        """Return them."""
-        return self.ids
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """Claims of queue workers that have ended, see `EndedClaims`."""
+
+    claims: list[tuple[bytes, tuple[float, bool]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,12 +201,12 @@ _KINDS: Final[dict[str, Any]] = {
     "partition": PartitionHeader,
     "column": ColumnPart,
     "task": TaskFacts,
-    "claims": ClaimRecords,
-    "ended": EndedClaims,
+    "batches": Batches,
+    "claims": Claims,
+    "ended": Ended,
     "answers": Answers,
     "puts": Puts,
 }
-_TASK_PARTS: Final = ("records", "batches_without_rows", "released", "expired")
 
 
 class SnapshotReader:
@@ -329,10 +320,10 @@ def _partition_records(partition: PartitionSnapshot) -> Iterator[tuple[str, Any]
             yield "column", part
     for task in partition.tasks:
         yield "task", task.facts
-        for name, records in (("records", task.records), ("batches_without_rows", task.batches_without_rows)):
-            yield from (("claims", ClaimRecords.of(name, some)) for some in gathered(records, _CLAIMS_A_RECORD))
-        for name, ids in (("released", task.released), ("expired", task.expired)):
-            yield from (("ended", EndedClaims(name=name, ids=some)) for some in gathered(ids, _IDS_A_RECORD))
+        for batch_spec, batches in groupby(task.batches, attrgetter("batch_spec")):
+            yield from (("batches", Batches.of(batch_spec, some)) for some in gathered(batches, _CLAIMS_A_RECORD))
+        yield from (("claims", Claims(claims=some)) for some in gathered(task.claims, _CLAIMS_A_RECORD))
+        yield from (("ended", Ended(claims=some)) for some in gathered(task.ended, _IDS_A_RECORD))
 
 
 class _Partition:
@@ -341,79 +332,21 @@ class _Partition:
     def __init__(self, header: PartitionHeader) -> None:
         self._header = header
         self._tables = {name: TableReader(table) for name, table in header.tables.items()}
-        self._tasks: list[tuple[TaskFacts, dict[str, list[Any]]]] = []
+        self._tasks: list[TaskSnapshot] = []
 
     def add(self, value: Any) -> None:
         match value:
             case ColumnPart():
                 self._tables[value.table].add(value)
             case TaskFacts():
-                self._tasks.append((value, {name: [] for name in _TASK_PARTS}))
+                self._tasks.append(TaskSnapshot(facts=value))
+            case Batches():
+                self._tasks[-1].batches.extend(value.all())
+            case Claims():
+                self._tasks[-1].claims.extend(value.claims)
             case _:
-                self._tasks[-1][1][value.name].extend(value.all())
+                self._tasks[-1].ended.extend(value.claims)
 
     def snapshot(self) -> PartitionSnapshot:
         tables = {name: table.snapshot() for name, table in self._tables.items()}
-        tasks = [TaskSnapshot(facts=facts, **parts) for facts, parts in self._tasks]
-        return PartitionSnapshot(facts=self._header.facts, tables=tables, tasks=tasks)
-
-
-# Claims
-
-
-class EncodedPart:
-    """One rank's part of a plan as it was read, which decodes it when it is called."""
-
-    __slots__ = ("rest", "rows")
-
-    def __init__(self, rows: bytes, rest: bytes) -> None:
-        self.rows = rows
-        self.rest = rest
-
-    def __call__(self) -> RankPlan:
-        """Return the part."""
-        return replace(codec.decode(RankPlan, self.rest), rows=np.frombuffer(self.rows, "<i8"))
-
-
-class EncodedPlan:
-    """The plan of a batch as it was read, which decodes it when it is called."""
-
-    __slots__ = ("_plan", "_rests")
-
-    def __init__(self, plan: Sequence[tuple[bytes, int]], rests: Sequence[bytes]) -> None:
-        self._plan = plan
-        self._rests = rests
-
-    def parts(self) -> list[EncodedPart]:
-        """Return the parts, by rank."""
-        return [EncodedPart(rows, self._rests[number]) for rows, number in self._plan]
-
-    def __call__(self) -> Plan:
-        """Return the plan."""
-        return Plan(ranks=tuple(part() for part in self.parts()))
-
-
-class _Parts:
-    """The parts of plans in one record; what several share but for their rows, as plain batches do, is in it once."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, ...], tuple[RankPlan, int]] = {}  # by identity, which is theirs while in here
-        self._numbers: dict[bytes, int] = {}
-
-    def add(self, part: RankPlan | Callable[[], RankPlan]) -> tuple[bytes, int]:
-        """Return the rows of a part, and the position of all else."""
-        if isinstance(part, EncodedPart):
-            return part.rows, self._number_of(part.rest)
-        part = part if isinstance(part, RankPlan) else part()
-        key = tuple(id(getattr(part, name)) for name in _SHARED)
-        known = self._known.get(key)
-        if known is None:
-            known = self._known[key] = (part, self._number_of(codec.encode(replace(part, rows=np.zeros(0, np.int64)))))
-        return part.rows.astype("<i8", copy=False).tobytes(), known[1]
-
-    def all(self) -> list[bytes]:
-        """Return what the parts are but for their rows."""
-        return list(self._numbers)
-
-    def _number_of(self, rest: bytes) -> int:
-        return self._numbers.setdefault(rest, len(self._numbers))
+        return PartitionSnapshot(facts=self._header.facts, tables=tables, tasks=self._tasks)

@@ -8,7 +8,7 @@ import numpy as np
 
 from tq_service.domain.catalog import Catalog, Claimed
 from tq_service.domain.changes.samples import Written
-from tq_service.domain.claims.ledger import Lease, QueueClaim, TaskLedger
+from tq_service.domain.claims.ledger import QueueClaim, TaskLedger
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes, RankPlan
 from tq_service.domain.states import FAILED, HELD, LIVE
@@ -50,12 +50,14 @@ def claim_meta(
         return metadata_pb2.BatchMeta(status=metadata_pb2.BATCH_STATUS_NOT_YET, partition_id=partition_id)
     epoch = partition.tasks[task_name].epoch
     if isinstance(answer, RankPlan | QueueClaim):
-        part = answer if isinstance(answer, RankPlan) else answer.part
+        part = answer if isinstance(answer, RankPlan) else answer.plan.part()
         meta = samples_meta(partition, part.rows, data_fields, addresses)
         meta.epoch = epoch
         _add_steps(meta, part)
-        if isinstance(answer, QueueClaim) and answer.lease is not None:
-            _add_lease(meta, answer.lease, now)
+        if isinstance(answer, QueueClaim) and answer.delivery_counts is not None:
+            meta.claim_request_id = answer.request_id
+            meta.lease_seconds = answer.leased_seconds(now)
+            meta.delivery_counts.extend(answer.delivery_counts.tolist())
         return meta
     end = answer if isinstance(answer, EndCounts) else None
     return metadata_pb2.BatchMeta(
@@ -66,12 +68,6 @@ def claim_meta(
         skipped=0 if end is None else end.skipped,
         end=None if end is None else encode_end(end),
     )
-
-
-def _add_lease(meta: metadata_pb2.BatchMeta, lease: Lease, now: float) -> None:
-    meta.claim_request_id = lease.request_id
-    meta.lease_seconds = lease.remaining_seconds(now)
-    meta.delivery_counts.extend(lease.delivery_counts.tolist())
 
 
 def samples_meta(

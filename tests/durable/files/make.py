@@ -19,7 +19,7 @@ sys.path.append(str(Path(__file__).parent.parent.parent / "storage"))
 sys.path.append(str(Path(__file__).parent.parent.parent / "domain"))
 
 import numpy as np
-from domain_support import batch_spec
+from domain_support import batch_spec, plan_of
 from durable_driver import put
 from engine_driver import cells
 from live_server import LiveServer, LoopThread
@@ -29,7 +29,6 @@ from tq_service.domain.catalog import Catalog
 from tq_service.domain.changes.claims import BatchPlanned, QueueClaimed, TaskSeen
 from tq_service.domain.changes.partitions import PartitionCleared
 from tq_service.domain.claims.request import LeaseTerms
-from tq_service.domain.plan import Plan, RankPlan
 from tq_service.durable.log import segment
 from tq_service.durable.state_store import StateStore
 from tq_service.samplers import PlanRunner
@@ -37,12 +36,12 @@ from tq_service.storage.engine import StorageEngine
 from tq_service.storage.segments import SegmentFiles
 
 HERE = Path(__file__).parent
-LEASED_LATER = {"part": RankPlan(rows=np.arange(4, 6)), "lease": LeaseTerms(seconds=60.0, max_deliveries=3)}
+LEASED_LATER = {"plan": plan_of(range(4, 6)), "lease": LeaseTerms(seconds=60.0, max_deliveries=3)}
 OTHER_TASK = {"partition_id": "train", "task_name": "other"}
 CHANGES = [
     *(change for change in STORY if not isinstance(change, PartitionCleared)),
     TaskSeen(**OTHER_TASK),
-    BatchPlanned(batch_spec=batch_spec(), plan=Plan.of([np.array([1, 2]), np.array([3])]), **OTHER_TASK),
+    BatchPlanned(batch_spec=batch_spec(), plan=plan_of([1, 2], [3]), **OTHER_TASK),
     QueueClaimed(request_id=b"3" * 16, **LEASED_LATER, **OTHER_TASK),
 ]
 BOOT_ID = bytes(range(16))

@@ -6,7 +6,7 @@ and says what follows from it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -14,20 +14,20 @@ from numpy.typing import NDArray
 
 from tq_service.domain.changes.state_machine import Change, State, Step
 from tq_service.domain.claims.grouping import Grouping
-from tq_service.domain.claims.ledger import Lease, QueueClaim, TaskLedger
+from tq_service.domain.claims.ledger import QueueClaim, RecordedPlan, TaskLedger
 from tq_service.domain.claims.request import BatchSpec, LeaseTerms
 from tq_service.domain.partition import Partition
-from tq_service.domain.plan import Indexes, Plan, RankPlan
+from tq_service.domain.plan import Indexes
 from tq_service.domain.states import LIVE
 from tq_service.errors import InvalidArgumentError, LeaseExpiredError, PreconditionError
 from tq_service.schema import EndCounts
 
 _MOST_NAMED = 20
 
-# What changes look up: the partition, the task, its claim or lease, and the positions of rows.
+# What changes look up: the partition, the task, its claim, and the positions of rows.
 TaskRows: TypeAlias = tuple[Partition, TaskLedger, Indexes]
-ClaimedRows: TypeAlias = tuple[Partition, TaskLedger, QueueClaim | None, Indexes]
-LeasedRows: TypeAlias = tuple[Partition, TaskLedger, Lease, Indexes]
+ClaimRows: TypeAlias = tuple[Partition, TaskLedger, QueueClaim, Indexes]
+ReleasedRows: TypeAlias = tuple[Partition, TaskLedger, QueueClaim | None, Indexes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,12 +79,12 @@ class BatchPlanned(TaskChange):
     """The next batch_index of a task was planned, for all ranks."""
 
     batch_spec: BatchSpec
-    plan: Plan
+    plan: RecordedPlan
 
     def prepare(self, state: State) -> TaskRows:
         """Find the positions of all rows of the plan; raises TqError where one is gone."""
         partition, task = self.find(state)
-        return partition, task, partition.positions_of(np.concatenate([part.rows for part in self.plan.ranks]))
+        return partition, task, partition.positions_of(self.plan.rows)
 
     def apply(self, state: State, prepared: TaskRows, step: Step) -> None:
         """Record the plan, which consumes its rows."""
@@ -114,20 +114,20 @@ class QueueClaimed(TaskChange):
     """A queue worker was given samples; without a `lease` they are done."""
 
     request_id: bytes
-    part: RankPlan
+    plan: RecordedPlan
     lease: LeaseTerms | None = None
 
     def prepare(self, state: State) -> TaskRows:
         """Find the positions of the samples; raises TqError where one is gone."""
         partition, task = self.find(state)
-        return partition, task, partition.positions_of(self.part.rows)
+        return partition, task, partition.positions_of(self.plan.rows)
 
     def apply(self, state: State, prepared: TaskRows, step: Step) -> QueueClaim:
         """Record the claim and return it."""
         partition, task, positions = prepared
-        claim = task.claim_samples(self.request_id, self.part, positions, self.lease)
-        if claim.lease is not None:
-            step.leases.append((partition, task.name, claim.lease))
+        claim = task.claim_samples(self.request_id, self.plan, positions, self.lease)
+        if self.lease is not None:
+            step.leases.append((partition, task.name, claim))
         step.consumed[partition] = None
         return claim
 
@@ -150,7 +150,7 @@ class ClaimReleased(ClaimChange):
     global_indexes: Indexes | None = None
     is_final: bool = True
 
-    def prepare(self, state: State) -> ClaimedRows | None:
+    def prepare(self, state: State) -> ReleasedRows | None:
         """Find what is released; None where nothing is, and the request_id stays as it is.
 
         Raises:
@@ -163,11 +163,11 @@ class ClaimReleased(ClaimChange):
         is_nothing = self.global_indexes is not None and claim.lease is not None and not positions.size
         return None if is_nothing else (partition, task, claim, positions)
 
-    def apply(self, state: State, prepared: ClaimedRows, step: Step) -> int:
+    def apply(self, state: State, prepared: ReleasedRows, step: Step) -> int:
         """Release the samples; return how many can be claimed again at once."""
         partition, task, claim, positions = prepared
         if self.is_final:
-            task.released.add(self.request_id, step.at_seconds)
+            task.ended.add(self.request_id, step.at_seconds, is_expired=False)
         if claim is None:
             return 0
         task.nack(claim, positions)
@@ -184,7 +184,7 @@ class ClaimAcked(ClaimChange):
 
     global_indexes: Indexes | None = None
 
-    def prepare(self, state: State) -> LeasedRows | None:
+    def prepare(self, state: State) -> ClaimRows | None:
         """Find the samples that are leased; None where none of them is.
 
         Raises:
@@ -196,18 +196,18 @@ class ClaimAcked(ClaimChange):
         if claim is None:
             _check_cleared(partition, task, self.request_id, self.global_indexes)
             return None
-        lease = _lease_of(task, claim)
+        _lease_of(task, claim)
         if self.global_indexes is not None:
             _check_held(partition, task, claim, self.global_indexes)
-        elif self.request_id in task.expired:
+        elif task.ended.has_expired(self.request_id):
             raise _is_over(task)
         positions = _left(partition, task, claim, self.global_indexes)
-        return (partition, task, lease, positions) if positions.size else None
+        return (partition, task, claim, positions) if positions.size else None
 
-    def apply(self, state: State, prepared: LeasedRows, step: Step) -> int:
+    def apply(self, state: State, prepared: ClaimRows, step: Step) -> int:
         """Consume the samples for good; return how many they are."""
-        partition, task, lease, positions = prepared
-        task.ack(lease, positions)
+        partition, task, claim, positions = prepared
+        task.ack(claim, positions)
         step.changed[partition] = None  # the end may have come with the last that was leased
         return int(positions.size)
 
@@ -218,48 +218,48 @@ class ClaimExtended(ClaimChange):
 
     lease_seconds: float
 
-    def prepare(self, state: State) -> tuple[Partition, Lease]:
-        """Find the lease.
+    def prepare(self, state: State) -> tuple[Partition, TaskLedger, QueueClaim, LeaseTerms]:
+        """Find the claim, and say how long it lasts.
 
         Raises:
             LeaseExpiredError: the lease ran out, or its samples were released.
             PreconditionError: nothing is left to be acknowledged, or the claim was made without a lease.
         """
         partition, task, claim = self.find_claim(state)
-        if claim is None or self.request_id in task.expired:
+        if claim is None or task.ended.has_expired(self.request_id):
             raise _is_over(task)
-        lease = _lease_of(task, claim)
-        if lease.left_count == 0:
+        lease = replace(_lease_of(task, claim), seconds=self.lease_seconds)
+        if claim.leased_count == 0:
             raise PreconditionError(
                 f"nothing is left of this claim of task {task.name!r}: its samples are acknowledged, failed, cleared "
                 f"or released; no more time is needed"
             )
-        return partition, lease
+        return partition, task, claim, lease
 
-    def apply(self, state: State, prepared: tuple[Partition, Lease], step: Step) -> int:
+    def apply(self, state: State, prepared: tuple[Partition, TaskLedger, QueueClaim, LeaseTerms], step: Step) -> int:
         """Change how long the lease lasts; return how many samples are left of it."""
-        partition, lease = prepared
-        lease.extend(self.lease_seconds)
-        step.leases.append((partition, self.task_name, lease))
-        return lease.left_count
+        partition, task, claim, lease = prepared
+        task.extend(claim, lease)
+        step.leases.append((partition, task.name, claim))
+        return claim.leased_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseExpired(ClaimChange):
     """What was left of a leased claim can be claimed again, or is dead-lettered."""
 
-    def prepare(self, state: State) -> LeasedRows:
+    def prepare(self, state: State) -> ClaimRows:
         """Find what is left; raises LookupError where that is nothing."""
         partition, task, claim = self.find_claim(state)
-        if claim is None or claim.lease is None or claim.lease.left_count == 0:
+        if claim is None or claim.leased_count == 0:
             raise LookupError(f"task {task.name!r} has leased nothing under request_id {self.request_id.hex()}")
-        return partition, task, claim.lease, task.left(claim)
+        return partition, task, claim, task.left(claim)
 
-    def apply(self, state: State, prepared: LeasedRows, step: Step) -> None:
+    def apply(self, state: State, prepared: ClaimRows, step: Step) -> None:
         """Take the samples from the worker."""
-        partition, task, lease, positions = prepared
+        partition, task, claim, positions = prepared
         step.note_change(partition)  # what is dead-lettered may bring the end, or let the rest of its group go
-        _reopened(partition, task.expire(lease, positions, step.at_seconds), step)
+        _reopened(partition, task.expire(claim, positions, step.at_seconds), step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,7 +322,7 @@ def _left(partition: Partition, task: TaskLedger, claim: QueueClaim, rows: Index
     left = partition.table.index.data[positions]
     is_named = np.isin(left, rows)
     if claim.lease is not None:
-        _check_whole_groups(partition, task, claim.lease, positions, is_named)
+        _check_whole_groups(partition, task, claim.lease.group_block_size, positions, is_named)
     elif not is_named.all():
         raise InvalidArgumentError(
             f"got {rows.size} of the {left.size} samples of a claim without a lease, which is released whole; ask "
@@ -332,7 +332,7 @@ def _left(partition: Partition, task: TaskLedger, claim: QueueClaim, rows: Index
     return positions[is_named]
 
 
-def _lease_of(task: TaskLedger, claim: QueueClaim) -> Lease:
+def _lease_of(task: TaskLedger, claim: QueueClaim) -> LeaseTerms:
     if claim.lease is None:
         raise PreconditionError(
             f"this claim of task {task.name!r} has no lease, so its samples were done when they were delivered; ask "
@@ -343,7 +343,7 @@ def _lease_of(task: TaskLedger, claim: QueueClaim) -> Lease:
 
 def _check_cleared(partition: Partition, task: TaskLedger, request_id: bytes, rows: Indexes | None) -> None:
     """Refuse to acknowledge for a claim that is gone, unless it went with its samples when they were cleared."""
-    if rows is None or rows.size == 0 or request_id in task.expired:
+    if rows is None or rows.size == 0 or task.ended.has_expired(request_id):
         raise _is_over(task, rows)
     there = rows[(partition.table.find(rows) >= 0) | (rows < 0) | (rows >= partition.inserted_count)]
     if there.size:
@@ -366,10 +366,9 @@ def _check_held(partition: Partition, task: TaskLedger, claim: QueueClaim, rows:
 
 
 def _check_whole_groups(
-    partition: Partition, task: TaskLedger, lease: Lease, positions: Indexes, is_named: NDArray[np.bool_]
+    partition: Partition, task: TaskLedger, block_size: int | None, positions: Indexes, is_named: NDArray[np.bool_]
 ) -> None:
     """Refuse a part of a group, of which the rest could never be delivered again as a whole one."""
-    block_size = lease.terms.group_block_size
     if block_size is None or is_named.all() or not is_named.any():
         return
     ids = Grouping(partition, task, block_size or None).ids(positions)

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, ClassVar, Protocol
 
-from tq_service.domain.claims.ledger import Lease
+from tq_service.domain.claims.ledger import QueueClaim
 from tq_service.domain.idempotency import IdempotencyCache
 from tq_service.domain.partition import Partition
 from tq_service.domain.tables.cells import CellSet
@@ -63,7 +63,7 @@ class Step:
     Attributes:
         at_seconds: when, in seconds (see `StateMachine.now_seconds`); the same when the change is applied again.
         freed: cells that no sample has any more.
-        leases: those that began, or got more time, with the partition and the name of their task.
+        leases: claims of which the lease began, or got more time, with the partition and the name of their task.
         changed: partitions in which those who wait for samples may find more.
         consumed: partitions of which a task has fewer samples left, so that writes may have capacity.
         created: partitions that are there from now on.
@@ -72,7 +72,7 @@ class Step:
 
     at_seconds: float
     freed: list[CellSet] = field(default_factory=list)
-    leases: list[tuple[Partition, str, Lease]] = field(default_factory=list)
+    leases: list[tuple[Partition, str, QueueClaim]] = field(default_factory=list)
     changed: dict[Partition, None] = field(default_factory=dict)
     consumed: dict[Partition, None] = field(default_factory=dict)
     created: list[Partition] = field(default_factory=list)

@@ -23,16 +23,18 @@ from __future__ import annotations
 import asyncio
 import heapq
 import math
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from bisect import insort
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.domain.claims.request import BatchSpec, ClaimRequest, LeaseTerms
-from tq_service.domain.plan import Indexes, Plan, RankPlan
+from tq_service.domain.plan import Indexes, Pack, Plan, RankPlan
 from tq_service.domain.states import CONSUMED_EARLIER, DEAD_LETTERED, UNCLAIMED, is_open
 from tq_service.domain.tables.table import Column, RowTable, count_values
 from tq_service.errors import (
@@ -45,67 +47,72 @@ from tq_service.errors import (
 )
 from tq_service.schema import EndCounts
 
-_TOMBSTONE_SECONDS = 900.0
-_MOST_TOMBSTONES = 65_536
+_ENDED_SECONDS = 900.0
+_MOST_ENDED = 131_072
 _MOST_EXPIRED_A_TURN = 64
 _LEAST_STALE_DEADLINES = 64
+_DERIVED = {"is_encoded": False}  # found anew from the columns, or of this instance of the service alone
 _MOST_BATCHES_WITHOUT_ROWS = 16  # short batches come at the end of an epoch, so there is rarely more than one
 
-Decode: TypeAlias = Callable[[], Plan]
-DecodePart: TypeAlias = Callable[[], RankPlan]
+Steps: TypeAlias = tuple[tuple[Pack, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedPlan:
+    """A plan as it is recorded, by the hundred thousand: in few objects, and without what follows from the rest.
+
+    Attributes:
+        rows: global indexes of all ranks `(sum(sizes),)`, those of rank 0 first.
+        sizes: number of rows of each rank.
+        steps: of each rank, see `RankPlan`; empty where the sampler made none.
+        micro_batch_size: samples a micro-batch, or None; for a plan without steps.
+    """
+
+    rows: Indexes
+    sizes: tuple[int, ...]
+    steps: tuple[Steps, ...] = ()
+    micro_batch_size: int | None = None
+
+    @classmethod
+    def of(cls, plan: Plan, micro_batch_size: int | None = None) -> RecordedPlan:
+        """Return what is recorded of a plan."""
+        steps = tuple(part.steps for part in plan.ranks)
+        return cls(
+            rows=np.concatenate([part.rows for part in plan.ranks]),
+            sizes=tuple(part.rows.size for part in plan.ranks),
+            steps=steps if any(steps) else (),
+            micro_batch_size=micro_batch_size,
+        )
+
+    def part(self, dp_rank: int = 0) -> RankPlan:
+        """Return the part of a rank; without steps it has micro-batches, as many on every rank, empty ones included."""
+        start, size = sum(self.sizes[:dp_rank]), self.sizes[dp_rank]
+        steps = self.steps[dp_rank] if self.steps else _one_step(size, max(self.sizes), self.micro_batch_size)
+        return RankPlan(rows=self.rows[start : start + size], steps=steps)
+
+
+@lru_cache(maxsize=256)
+def _one_step(count: int, largest: int, micro_batch_size: int | None) -> Steps:
+    """Return the micro-batches of a rank with `count` rows, where some rank has `largest`; most claims are alike."""
+    positions = np.arange(count)
+    positions.flags.writeable = False
+    size = micro_batch_size or max(1, largest)
+    return (tuple(Pack(positions=positions[start : start + size]) for start in range(0, max(1, largest), size)),)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Batch:
-    """A recorded plan of `size` samples.
+    """A recorded plan for all ranks.
 
     Attributes:
-        kept_plan: the plan, or what decodes it when somebody asks for it: of a hundred thousand batches that are read
-            from a file, few are ever asked for again.
         remaining: its samples that are not cleared.
     """
 
     serial: int
     batch_spec: BatchSpec
-    kept_plan: Plan | Decode
+    plan: RecordedPlan
     batch_index: int
-    size: int
-    remaining: int
-
-    @property
-    def plan(self) -> Plan:
-        """The parts of all ranks."""
-        if not isinstance(self.kept_plan, Plan):
-            self.kept_plan = self.kept_plan()
-        return self.kept_plan
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Lease:
-    """The lease of a claim, also once nothing is left of it.
-
-    Attributes:
-        request_id: names the claim.
-        serial: its number in the task.
-        delivery_counts: for each sample of the claim how often it was delivered, this time included.
-        left_count: samples that are leased: neither acknowledged, failed, cleared nor released.
-        deadline: when it expires, by the clock of the event loop; set by the lease timer, which no replay has.
-    """
-
-    request_id: bytes
-    serial: int
-    terms: LeaseTerms
-    delivery_counts: NDArray[np.int32]
-    left_count: int
-    deadline: float = math.inf
-
-    def extend(self, seconds: float) -> None:
-        """Change how long it lasts, also where it starts anew after a restart."""
-        self.terms = replace(self.terms, seconds=seconds)
-
-    def remaining_seconds(self, now: float) -> float:
-        """Return how long what is left of it stays with the worker; 0 where nothing is left."""
-        return max(0.0, self.deadline - now) if self.left_count else 0.0
+    remaining: int = 0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -114,47 +121,57 @@ class QueueClaim:
 
     Attributes:
         serial: its number in the task.
-        kept_part: the samples, and how they are used, or what decodes that; see `Batch`.
+        plan: the samples, and how they are used.
+        lease: the terms, also once nothing is leased any more; None: its samples were done when they were delivered.
+        delivery_counts: for each sample of a claim with a lease how often it was delivered, this time included.
         remaining: its samples that are neither cleared nor released.
-        lease: None: its samples are done.
+        leased_count: its samples that are leased: neither acknowledged, failed, cleared nor released.
+        deadline: when these expire, by the clock of the event loop; set by the lease timer, which no replay has.
         answer_count: calls that were answered with it by this instance of the service: a call that disconnects before
             its answer was sent releases the claim only if no retry was given the same.
     """
 
     request_id: bytes
     serial: int
-    kept_part: RankPlan | DecodePart
-    remaining: int
-    lease: Lease | None = None
-    answer_count: int = 0
-
-    @property
-    def part(self) -> RankPlan:
-        """Its samples, and how they are used."""
-        if not isinstance(self.kept_part, RankPlan):
-            self.kept_part = self.kept_part()
-        return self.kept_part
+    plan: RecordedPlan
+    lease: LeaseTerms | None = None
+    delivery_counts: NDArray[np.int32] | None = None
+    remaining: int = field(default=0, metadata=_DERIVED)
+    leased_count: int = field(default=0, metadata=_DERIVED)
+    deadline: float = field(default=math.inf, metadata=_DERIVED)
+    answer_count: int = field(default=0, metadata=_DERIVED)
 
     @property
     def rows(self) -> Indexes:
         """Global indexes of its samples."""
-        return self.part.rows
+        return self.plan.rows
 
     @property
     def mark(self) -> int:
         """What stands in the `claim` column for the samples it has been given and holds."""
         return self.serial if self.lease is None else -self.serial
 
+    def leased_seconds(self, now: float) -> float:
+        """Return how long what is leased stays with the worker; 0 where nothing is."""
+        return max(0.0, self.deadline - now) if self.leased_count else 0.0
 
-class Tombstones(OrderedDict[bytes, float]):
-    """Request ids of claims that are no more, the oldest first, and since when: for a late GetMeta to be refused."""
 
-    def add(self, request_id: bytes, at_seconds: float) -> None:
+class EndedClaims(OrderedDict[bytes, tuple[float, bool]]):
+    """Request ids of claims that were released or have expired, the oldest first: for a late GetMeta to be refused.
+
+    Of each it is known since when, and whether it has expired, be it that it was released as well.
+    """
+
+    def add(self, request_id: bytes, at_seconds: float, *, is_expired: bool) -> None:
         """Remember one from a time that is not before that of any other; forget those that are too old to matter."""
-        self[request_id] = at_seconds
+        self[request_id] = (at_seconds, is_expired or self.has_expired(request_id))
         self.move_to_end(request_id)
-        while len(self) > _MOST_TOMBSTONES or next(iter(self.values())) < at_seconds - _TOMBSTONE_SECONDS:
+        while len(self) > _MOST_ENDED or next(iter(self.values()))[0] < at_seconds - _ENDED_SECONDS:
             self.popitem(last=False)
+
+    def has_expired(self, request_id: bytes) -> bool:
+        """Whether samples of the claim were not acknowledged in time."""
+        return request_id in self and self[request_id][1]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -182,20 +199,12 @@ class TaskFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskSnapshot:
-    """A task at one moment, but for its columns.
-
-    Attributes:
-        records: the claims that still have rows.
-        batches_without_rows: batches kept though their rows are gone, the oldest first.
-        released: ids of claims that were released.
-        expired: ids of claims of which samples were not acknowledged in time.
-    """
+    """A task at one moment, but for its columns, from which follows how many rows are left of each record."""
 
     facts: TaskFacts
-    records: Sequence[Batch | QueueClaim] = ()
-    batches_without_rows: Sequence[Batch] = ()
-    released: Sequence[tuple[bytes, float]] = ()
-    expired: Sequence[tuple[bytes, float]] = ()
+    batches: list[Batch] = field(default_factory=list)
+    claims: list[QueueClaim] = field(default_factory=list)
+    ended: list[tuple[bytes, tuple[float, bool]]] = field(default_factory=list)
 
 
 class TaskLedger(TaskFacts):
@@ -208,12 +217,9 @@ class TaskLedger(TaskFacts):
         claim: what became of each row, see the module.
         deliveries: how often each row was delivered under a lease in this epoch.
         leased_count: rows that are leased.
-        batches: recorded batches by batch_index, also those kept without rows.
+        batches: recorded batches by batch_index, in the order of these; also the few kept without rows.
         claims: claims of queue workers by their request_id.
-        leases: those of them that have rows left, by the serial of their claim.
-        batches_without_rows: batch indexes kept though their rows are gone, the oldest first.
-        released: ids of claims that were released.
-        expired: ids of claims of which samples were not acknowledged in time.
+        ended: ids of claims that were released or have expired.
     """
 
     def __init__(self, name: str, table: RowTable, state: Column, *, backlog: int) -> None:
@@ -223,10 +229,8 @@ class TaskLedger(TaskFacts):
         self.deliveries = table.column(f"deliveries/{name}", np.int32, 0)
         self.batches: dict[int, Batch] = {}
         self.claims: dict[bytes, QueueClaim] = {}
-        self.leases: dict[int, Lease] = {}
-        self.batches_without_rows: deque[int] = deque()
-        self.released = Tombstones()
-        self.expired = Tombstones()
+        self.ended = EndedClaims()
+        self._without_rows: list[int] = []  # batch indexes, the lowest first
         self._table = table
         self._state = state
         self._by_serial: dict[int, Batch | QueueClaim] = {}
@@ -245,40 +249,27 @@ class TaskLedger(TaskFacts):
         """
         return TaskSnapshot(
             facts=self.facts,
-            records=list(self._by_serial.values()),
-            batches_without_rows=[self.batches[batch_index] for batch_index in self.batches_without_rows],
-            released=list(self.released.items()),
-            expired=list(self.expired.items()),
+            batches=list(self.batches.values()),
+            claims=list(self.claims.values()),
+            ended=list(self.ended.items()),
         )
 
     def restore(self, snapshot: TaskSnapshot) -> None:
         """Have the facts and records of a snapshot for its own; for a new task whose columns are restored."""
         for each in fields(TaskFacts):
             setattr(self, each.name, getattr(snapshot.facts, each.name))
-        self.released.update(snapshot.released)
-        self.expired.update(snapshot.expired)
-        self._rebuild(snapshot.records)
-        for batch in snapshot.batches_without_rows:
-            self.batches[batch.batch_index] = batch
-            self.batches_without_rows.append(batch.batch_index)
-
-    def _rebuild(self, records: Sequence[Batch | QueueClaim]) -> None:
-        """Have records of which how many rows are left follows from the `claim` column; leases begin anew."""
+        self.ended.update(snapshot.ended)
         serials, counts = count_values(self.claim[: self._table.count])
         rows_of = dict(zip(serials.tolist(), counts.tolist(), strict=True))
-        for record in records:
-            serial = record.serial
-            self._by_serial[serial] = record
-            record.remaining = rows_of.get(serial, 0) + rows_of.get(-serial, 0)
-            if isinstance(record, Batch):
-                self.batches[record.batch_index] = record
-                continue
-            self.claims[record.request_id] = record
-            if record.lease is not None:
-                record.lease.left_count = rows_of.get(-serial, 0)
-                if record.lease.left_count:
-                    self.leases[serial] = record.lease
-                    self.leased_count += record.lease.left_count
+        for batch in snapshot.batches:
+            batch.remaining = rows_of.get(batch.serial, 0)
+            self.batches[batch.batch_index] = self._by_serial[batch.serial] = batch
+        self._without_rows = [index for index, batch in self.batches.items() if not batch.remaining]
+        for claim in snapshot.claims:
+            claim.leased_count = rows_of.get(-claim.serial, 0)
+            claim.remaining = rows_of.get(claim.serial, 0) + claim.leased_count
+            self.claims[claim.request_id] = self._by_serial[claim.serial] = claim
+            self.leased_count += claim.leased_count
 
     # Recorded answers
 
@@ -306,19 +297,19 @@ class TaskLedger(TaskFacts):
         differs = request.batch_spec.disagreement(batch.batch_spec)
         if differs is not None:
             raise _disagreement(*differs, f"batch_index {rank.batch_index} of task {self.name!r}")
-        part = batch.plan.ranks[rank.dp_rank]
-        if batch.remaining < batch.size:
+        part = batch.plan.part(rank.dp_rank)
+        if batch.remaining < batch.plan.rows.size:
             self.check_present(part.rows)
         return part
 
     def _recorded_claim(self, request_id: bytes) -> QueueClaim | None:
-        if request_id in self.released:
-            raise ClaimReleasedError(f"this claim of task {self.name!r} was released; ask again under a new request_id")
-        if request_id in self.expired:
+        if self.ended.has_expired(request_id):
             raise LeaseExpiredError(
                 f"the lease of this claim of task {self.name!r} ran out, and others may have its samples; ask again "
                 f"under a new request_id"
             )
+        if request_id in self.ended:
+            raise ClaimReleasedError(f"this claim of task {self.name!r} was released; ask again under a new request_id")
         claim = self.claims.get(request_id)
         if claim is not None and claim.remaining < claim.rows.size:
             self.check_present(claim.rows)
@@ -339,19 +330,18 @@ class TaskLedger(TaskFacts):
 
     # Claims
 
-    def claim_batch(self, batch_spec: BatchSpec, plan: Plan, positions: Indexes) -> None:
+    def claim_batch(self, batch_spec: BatchSpec, plan: RecordedPlan, positions: Indexes) -> None:
         """Record the plan of the next batch_index and mark its rows at `positions` consumed."""
         self.serial += 1
         batch = self.batches[self.next_batch_index] = Batch(
             serial=self.serial,
             batch_spec=batch_spec,
-            kept_plan=plan,
+            plan=plan,
             batch_index=self.next_batch_index,
-            size=positions.size,
             remaining=positions.size,
         )
         self.next_batch_index += 1
-        self.dp_size = len(plan.ranks)
+        self.dp_size = len(plan.sizes)
         self._consume(batch, positions, batch.serial)
 
     def reach_end(self, dp_size: int, end: EndCounts) -> None:
@@ -360,21 +350,17 @@ class TaskLedger(TaskFacts):
         self.end = end
 
     def claim_samples(
-        self, request_id: bytes, part: RankPlan, positions: Indexes, terms: LeaseTerms | None = None
+        self, request_id: bytes, plan: RecordedPlan, positions: Indexes, lease: LeaseTerms | None = None
     ) -> QueueClaim:
-        """Record what a queue worker gets, leased where `terms` are given."""
+        """Record what a queue worker gets, leased where terms are given."""
         self.serial += 1
         claim = self.claims[request_id] = QueueClaim(
-            request_id=request_id, serial=self.serial, kept_part=part, remaining=positions.size
+            request_id=request_id, serial=self.serial, plan=plan, lease=lease, remaining=positions.size
         )
-        if terms is not None:
-            counts = self.deliveries.data[positions] + np.int32(1)
-            self.deliveries.write(positions, counts)
-            claim.lease = self.leases[claim.serial] = Lease(
-                request_id=request_id, serial=claim.serial, terms=terms, delivery_counts=counts,
-                left_count=positions.size,
-            )  # fmt: skip
-            self.leased_count += positions.size
+        if lease is not None:
+            claim.delivery_counts = self.deliveries.data[positions] + np.int32(1)
+            self.deliveries.write(positions, claim.delivery_counts)
+            self._count_leased(claim, positions.size)
         self._consume(claim, positions, claim.mark)
         return claim
 
@@ -393,10 +379,10 @@ class TaskLedger(TaskFacts):
         held: Indexes = positions[self.claim.data[positions] == claim.mark]
         return held
 
-    def ack(self, lease: Lease, positions: Indexes) -> None:
+    def ack(self, claim: QueueClaim, positions: Indexes) -> None:
         """Have leased rows consumed for good."""
-        self.claim.write(positions, lease.serial)
-        self._end_lease(lease, positions.size)
+        self.claim.write(positions, claim.serial)
+        self._count_leased(claim, -positions.size)
 
     def nack(self, claim: QueueClaim, positions: Indexes) -> None:
         """Release rows of a claim as if they had not been delivered; all that are left where it has no lease."""
@@ -408,16 +394,20 @@ class TaskLedger(TaskFacts):
         self._reopen(positions)
         self._lose(claim, count)
 
-    def expire(self, lease: Lease, positions: Indexes, at_seconds: float) -> Indexes:
-        """Take all that is left of a lease; return the positions that can be claimed again, not the dead-lettered."""
-        most = lease.terms.max_deliveries
+    def extend(self, claim: QueueClaim, lease: LeaseTerms) -> None:
+        """Change for how long rows are leased, also where that starts anew after a restart."""
+        claim.lease = lease
+
+    def expire(self, claim: QueueClaim, positions: Indexes, at_seconds: float) -> Indexes:
+        """Take all that is leased; return the positions that can be claimed again, not the dead-lettered."""
+        most = None if claim.lease is None else claim.lease.max_deliveries
         is_spent = self.deliveries.data[positions] >= (np.iinfo(np.int32).max if most is None else most)
         reopened, spent = positions[~is_spent], positions[is_spent]
         self._reopen(reopened)
         self.claim.write(spent, DEAD_LETTERED)
         self.dead_lettered_count += spent.size
-        self._lose(self.claims[lease.request_id], positions.size)
-        self.expired.add(lease.request_id, at_seconds)
+        self._lose(claim, positions.size)
+        self.ended.add(claim.request_id, at_seconds, is_expired=True)
         return reopened
 
     def _reopen(self, positions: Indexes) -> None:
@@ -425,17 +415,15 @@ class TaskLedger(TaskFacts):
         states = self._state.data[positions]
         self.backlog += int(np.count_nonzero(is_open(states)))
 
-    def _end_lease(self, lease: Lease, count: int) -> None:
-        """Count off rows that are no longer leased."""
-        self.leased_count -= count
-        lease.left_count -= count
-        if lease.left_count == 0:
-            self.leases.pop(lease.serial, None)
+    def _count_leased(self, claim: QueueClaim, count: int) -> None:
+        """Count rows that are leased from now on; fewer than 0: not any more."""
+        self.leased_count += count
+        claim.leased_count += count
 
     def _lose(self, claim: QueueClaim, count: int) -> None:
         """Count off rows that are no longer consumed by a claim, nor leased to it."""
         if claim.lease is not None:
-            self._end_lease(claim.lease, count)
+            self._count_leased(claim, -count)
         self.consumed_count -= count
         claim.remaining -= count
         if claim.remaining == 0:
@@ -468,9 +456,8 @@ class TaskLedger(TaskFacts):
             self.deliveries.write(slice(0, self._table.count), 0)
         self.leased_count = self.dead_lettered_count = 0
         self.batches.clear()
-        self.batches_without_rows.clear()
+        self._without_rows.clear()
         self.claims.clear()
-        self.leases.clear()
         self._by_serial.clear()
         if keep_consumed:
             claims = self.claim.data[: self._table.count]
@@ -493,13 +480,14 @@ class TaskLedger(TaskFacts):
         """
         claims = self.claim.data[positions]
         self.backlog -= int(np.count_nonzero(claims == UNCLAIMED))
-        if not self.leases:
+        if not self.leased_count:
             return
         is_leased = claims < DEAD_LETTERED
         serials, counts = count_values(-claims[is_leased])
         self.claim.write(positions[is_leased], -claims[is_leased])
         for serial, count in zip(serials.tolist(), counts.tolist(), strict=True):
-            self._end_lease(self.leases[serial], count)
+            if isinstance(claim := self._by_serial[serial], QueueClaim):  # as all are that have leased rows
+                self._count_leased(claim, -count)
 
     def on_rows_cleared(self, positions: Indexes) -> None:
         """Drop the records whose last rows are being cleared."""
@@ -517,18 +505,12 @@ class TaskLedger(TaskFacts):
 
     def _drop_batch(self, batch: Batch) -> None:
         """Drop a batch whose rows are gone, but for the last few in which a rank had none: it still gets its answer."""
-        del self._by_serial[batch.serial]
-        if any(part.rows.size == 0 for part in batch.plan.ranks):
-            self.batches_without_rows.append(batch.batch_index)
-            if len(self.batches_without_rows) <= _MOST_BATCHES_WITHOUT_ROWS:
+        if 0 in batch.plan.sizes:
+            insort(self._without_rows, batch.batch_index)
+            if len(self._without_rows) <= _MOST_BATCHES_WITHOUT_ROWS:
                 return
-            del self.batches[self.batches_without_rows.popleft()]
-        else:
-            del self.batches[batch.batch_index]
-
-    def records(self) -> Iterator[Batch | QueueClaim]:
-        """Return the records of claims that have rows."""
-        return iter(self._by_serial.values())
+            batch = self.batches[self._without_rows.pop(0)]
+        del self._by_serial[batch.serial], self.batches[batch.batch_index]
 
 
 class LeaseTimer:
@@ -548,19 +530,21 @@ class LeaseTimer:
         """
         self._tasks = tasks
         self._expire = expire
-        self._deadlines: list[tuple[float, str, int]] = []  # a heap, with the task and the serial of the lease
+        self._deadlines: list[tuple[float, str, bytes]] = []  # a heap, with the task and the request_id of the claim
         self._most_deadlines = _LEAST_STALE_DEADLINES
         self._timer: asyncio.Handle | None = None
 
-    def start(self, task_name: str, lease: Lease) -> None:
-        """Have a lease expire after its full time from now on."""
-        lease.deadline = asyncio.get_running_loop().time() + lease.terms.seconds
+    def start(self, task_name: str, claim: QueueClaim) -> None:
+        """Have what a claim has leased expire after its full time from now on."""
+        if claim.lease is None:
+            return
+        claim.deadline = asyncio.get_running_loop().time() + claim.lease.seconds
         if len(self._deadlines) > self._most_deadlines:
-            self._deadlines = [entry for entry in self._deadlines if self._lease_of(*entry) is not None]
+            self._deadlines = [entry for entry in self._deadlines if self._is_leased(*entry)]
             heapq.heapify(self._deadlines)
             self._most_deadlines = 2 * len(self._deadlines) + _LEAST_STALE_DEADLINES
-        heapq.heappush(self._deadlines, (lease.deadline, task_name, lease.serial))
-        if self._deadlines[0][0] == lease.deadline:  # else the timer rings before, and sets itself again
+        heapq.heappush(self._deadlines, (claim.deadline, task_name, claim.request_id))
+        if self._deadlines[0][0] == claim.deadline:  # else the timer rings before, and sets itself again
             self._set_timer()
 
     def stop(self) -> None:
@@ -568,10 +552,10 @@ class LeaseTimer:
         self._deadlines.clear()
         self._set_timer()
 
-    def _lease_of(self, deadline: float, task_name: str, serial: int) -> Lease | None:
-        """Return the lease of an entry, None where it has ended or got another deadline."""
-        lease = self._tasks[task_name].leases.get(serial)
-        return lease if lease is not None and lease.deadline == deadline else None
+    def _is_leased(self, deadline: float, task_name: str, request_id: bytes) -> bool:
+        """Whether the claim of an entry has leased rows, and no other deadline."""
+        claim = self._tasks[task_name].claims.get(request_id)
+        return claim is not None and claim.leased_count > 0 and claim.deadline == deadline
 
     def _set_timer(self) -> None:
         if self._timer is not None:
@@ -587,10 +571,9 @@ class LeaseTimer:
             for _ in range(_MOST_EXPIRED_A_TURN):
                 if not self._deadlines or self._deadlines[0][0] > now:
                     break
-                deadline, task_name, serial = heapq.heappop(self._deadlines)
-                lease = self._lease_of(deadline, task_name, serial)
-                if lease is not None:
-                    self._expire(task_name, lease.request_id)
+                due = heapq.heappop(self._deadlines)
+                if self._is_leased(*due):
+                    self._expire(*due[1:])
         finally:
             self._set_timer()
 

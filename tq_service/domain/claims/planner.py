@@ -20,14 +20,11 @@ import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, Protocol, TypeAlias
-
-import numpy as np
 
 from tq_service.domain.changes.claims import BatchPlanned, ClaimReleased, EndReached, QueueClaimed
 from tq_service.domain.changes.state_machine import Change
-from tq_service.domain.claims.ledger import QueueClaim, TaskLedger
+from tq_service.domain.claims.ledger import QueueClaim, RecordedPlan, TaskLedger
 from tq_service.domain.claims.request import ClaimRequest, ClaimSpec
 from tq_service.domain.claims.view import PartitionView, ReadyIndex
 from tq_service.domain.claims.wait_queue import Answer, FailedPlan, Line, LoopYielder, Waiter, WaitQueue
@@ -36,7 +33,6 @@ from tq_service.domain.plan import (
     Indexes,
     LengthSource,
     MustBeAwaited,
-    Pack,
     Plan,
     PlanRequest,
     RankPlan,
@@ -81,12 +77,12 @@ class Planned:
     """A plan that may be recorded in the step of the event loop in which it is returned.
 
     Attributes:
-        plan: with the micro-batches that were asked for.
+        plan: as it is recorded.
         positions: of all its rows, in the table of this moment.
         group_block_size: what keeps its groups together, see `LeaseTerms`; None where its sampler took no whole ones.
     """
 
-    plan: Plan
+    plan: RecordedPlan
     positions: Indexes
     group_block_size: int | None
 
@@ -201,7 +197,7 @@ class Planner:
         if isinstance(found, EndCounts):
             answer = found
         elif request.rank is not None:
-            answer = found.plan.ranks[request.rank.dp_rank]
+            answer = found.plan.part(request.rank.dp_rank)
         else:
             answer = self._record_queue_claim(request, found)
         self._start_dispatch()
@@ -470,10 +466,10 @@ class Planner:
             waiter.resolve(self._record_queue_claim(waiter.request, found))
 
     def _record_queue_claim(self, request: ClaimRequest, planned: Planned) -> QueueClaim:
-        terms, part = request.lease, planned.plan.ranks[0]
+        terms = request.lease
         if terms is not None:
             terms = replace(terms, group_block_size=planned.group_block_size)
-        change = QueueClaimed(**self._names, request_id=request.request_id, part=part, lease=terms)
+        change = QueueClaimed(**self._names, request_id=request.request_id, plan=planned.plan, lease=terms)
         claim: QueueClaim = self._commit(change, (self._partition, self._task, planned.positions))
         claim.answer_count = 1
         self._has_changed |= self._may_bring_end
@@ -690,12 +686,12 @@ class PlanSearch:
 
     def _checked(self, request: ClaimRequest, view: PartitionView, plan: Plan) -> Planned | None:
         """Return the plan with its positions, None where its rows have been changed while it was made."""
-        parts = [part.rows for part in plan.ranks]
-        positions = view.still_ready(parts[0] if len(parts) == 1 else np.concatenate(parts))
+        recorded = RecordedPlan.of(plan, request.batch_spec.micro_batch_size)
+        positions = view.still_ready(recorded.rows)
         if positions is None:
             return None
         block_size = None if view.grouping is None else view.grouping.block_size or 0
-        return Planned(cut_micro_batches(plan, request.batch_spec.micro_batch_size), positions, block_size)
+        return Planned(recorded, positions, block_size)
 
     async def _run_off_loop(
         self, request: ClaimRequest, wanted: PlanRequest, *, no_more: bool
@@ -724,25 +720,3 @@ class PlanSearch:
             was_heavy = True
             await asyncio.sleep(0)
         return was_heavy
-
-
-def cut_micro_batches(plan: Plan, micro_batch_size: int | None) -> Plan:
-    """Give plain batches their micro-batches: one step, of as many packs on every rank, empty ones included."""
-    if any(part.steps for part in plan.ranks):
-        return plan
-    largest = max(part.rows.size for part in plan.ranks)
-    size = micro_batch_size or max(1, largest)
-    return Plan(
-        ranks=tuple(RankPlan(rows=part.rows, steps=_one_step(part.rows.size, largest, size)) for part in plan.ranks)
-    )
-
-
-@lru_cache(maxsize=256)
-def _one_step(count: int, largest: int, size: int) -> tuple[tuple[Pack, ...], ...]:
-    """Return the micro-batches of a rank with `count` rows, where some rank has `largest`.
-
-    Most claims are alike in this. Those that are recorded by the hundred thousand share one.
-    """
-    positions = np.arange(count)
-    positions.flags.writeable = False
-    return (tuple(Pack(positions=positions[start : start + size]) for start in range(0, max(1, largest), size)),)
