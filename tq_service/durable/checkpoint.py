@@ -366,11 +366,11 @@ def read_checkpoint(path: Path) -> Checkpoint:
         ) from error
 
 
-def _beyond_blocks(reader: SnapshotReader, blocks: list[StoredBlock]) -> Iterator[Any]:
+def _beyond_blocks(reader: SnapshotReader, blocks: list[StoredBlock]) -> Iterator[tuple[str, Any]]:
     """Yield what is not of a block; note the blocks, and check their bytes."""
-    for value in reader.values():
-        if not isinstance(value, StoredBlock):
-            yield value
+    for kind, value in reader.values():
+        if kind != "block":
+            yield kind, value
             continue
         for column in value.columns:
             column.validate()

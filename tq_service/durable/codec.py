@@ -249,17 +249,14 @@ def encode_group(at_seconds: float, changes: Sequence[bytes]) -> list[bytes]:
 
     So that any log takes them; whoever appends them has the log keep them together.
     """
-    if sum(map(len, changes)) <= _MOST_GROUP_BYTES:
-        parts = [list(changes)]
-    else:
-        parts = [[]]
-        size = _AT_SECONDS.size
-        for change in changes:
-            if parts[-1] and size + len(change) > _MOST_GROUP_BYTES:
-                parts.append([])
-                size = _AT_SECONDS.size
-            parts[-1].append(change)
-            size += len(change)
+    parts: list[list[bytes]] = [[]]
+    size = _AT_SECONDS.size
+    for change in changes:
+        if parts[-1] and size + len(change) > _MOST_GROUP_BYTES:
+            parts.append([])
+            size = _AT_SECONDS.size
+        parts[-1].append(change)
+        size += len(change)
     return [b"".join((_AT_SECONDS.pack(at_seconds), *part)) for part in parts]
 
 

@@ -5,10 +5,10 @@ A file is of records (`record_file`), each of which but the bytes of blocks is (
     header, [block, bytes ...] ..., state
     state: [partition, column ..., [task, (batches | claims | ended) ...] ...] ..., answers ..., puts ...
 
-Values are dataclasses, in the encoding of `codec`; columns are in that of `column_codec`. Columns are found by name:
-one that the file does not have takes its fill (see `Partition.restore`), one that this version does not have was
-written by a newer one, as was a kind or a field that is unknown. That is an error of its own and never taken for
-damage: going on with an older snapshot would lose what came after it.
+Values are in the encoding of `codec`, columns in that of `column_codec`. Columns are found by name: one that the file
+does not have takes its fill (see `Partition.restore`), one that this version does not have was written by a newer one,
+as was a kind or a field that is unknown. That is an error of its own and never taken for damage: going on with an older
+snapshot would lose what came after it.
 """
 
 from __future__ import annotations
@@ -167,34 +167,6 @@ class Batches:
             yield Batch(serial=serial, batch_spec=spec, plan=plan, batch_index=batch_index)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Claims:
-    """Claims of queue workers of a task."""
-
-    claims: list[QueueClaim]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
-    """Claims of queue workers that have ended, see `EndedClaims`."""
-
-    claims: list[tuple[bytes, tuple[float, bool]]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answers:
-    """Answers for retries."""
-
-    entries: list[Entry]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Puts:
-    """Records of puts, as they are in the log."""
-
-    records: list[bytes]
-
-
 _KINDS: Final[dict[str, Any]] = {
     "header": Header,
     "block": StoredBlock,
@@ -202,10 +174,10 @@ _KINDS: Final[dict[str, Any]] = {
     "column": ColumnPart,
     "task": TaskFacts,
     "batches": Batches,
-    "claims": Claims,
-    "ended": Ended,
-    "answers": Answers,
-    "puts": Puts,
+    "claims": list[QueueClaim],
+    "ended": list[tuple[bytes, tuple[float, bool]]],  # see `EndedClaims`
+    "answers": list[Entry],
+    "puts": list[bytes],  # as they are in the log
 }
 
 
@@ -221,14 +193,15 @@ class SnapshotReader:
         self._records = read_records(path)
         self.last = Found(0, 0, b"")
 
-    def values(self) -> Iterator[Any]:
-        """Yield the values of the records that are left to read.
+    def values(self) -> Iterator[tuple[str, Any]]:
+        """Yield the kinds and values of the records that are left to read.
 
         Raises:
             NewerVersionError: it is of a kind, or has a field, that is unknown.
         """
         while (data := self.data()) is not None:
-            yield codec.decode_named(_KINDS, *codec.unpack(data))
+            kind, value = codec.unpack(data)
+            yield kind, codec.decode_named(_KINDS, kind, value)
 
     def data(self) -> bytes | None:
         """Return the bytes of the next record, None at the end of the file."""
@@ -262,9 +235,9 @@ def write_state(writer: RecordWriter, snapshot: ServiceSnapshot) -> None:
         for kind, value in _partition_records(partition):
             write_record(writer, kind, value)
     for answers in gathered(snapshot.answers, _IDS_A_RECORD):
-        write_record(writer, "answers", Answers(entries=answers))
+        write_record(writer, "answers", answers)
     for puts in gathered(snapshot.puts, _PUT_BYTES_A_RECORD, len):
-        write_record(writer, "puts", Puts(records=puts))
+        write_record(writer, "puts", puts)
 
 
 @contextlib.contextmanager
@@ -273,7 +246,7 @@ def reading(path: Path, *, is_checkpoint: bool) -> Iterator[SnapshotReader]:
     reader = SnapshotReader(path)
     try:
         with no_collection():  # a million new objects, none of them garbage
-            _check_header(next(reader.values()), is_checkpoint=is_checkpoint)
+            _check_header(next(reader.values())[1], is_checkpoint=is_checkpoint)
             yield reader
     except NewerVersionError as error:
         raise NewerVersionError(f"{path} at byte {reader.last.at}: {error}", metadata={"path": str(path)}) from error
@@ -291,21 +264,21 @@ def _check_header(header: Any, *, is_checkpoint: bool) -> None:
         raise ValueError(f"it is {kinds[header.is_checkpoint]}, expected {kinds[is_checkpoint]}")
 
 
-def read_state(values: Iterable[Any]) -> ServiceSnapshot:
-    """Return the state that the values of records are of."""
+def read_state(records: Iterable[tuple[str, Any]]) -> ServiceSnapshot:
+    """Return the state that records are of, each as (kind, value)."""
     partitions: list[_Partition] = []
     answers: list[Entry] = []
     puts: list[bytes] = []
-    for value in values:
-        match value:
-            case PartitionHeader():
+    for kind, value in records:
+        match kind:
+            case "partition":
                 partitions.append(_Partition(value))
-            case Answers():
-                answers += value.entries
-            case Puts():
-                puts += value.records
+            case "answers":
+                answers += value
+            case "puts":
+                puts += value
             case _:
-                partitions[-1].add(value)
+                partitions[-1].add(kind, value)
     return ServiceSnapshot(partitions=[each.snapshot() for each in partitions], answers=answers, puts=puts)
 
 
@@ -322,8 +295,8 @@ def _partition_records(partition: PartitionSnapshot) -> Iterator[tuple[str, Any]
         yield "task", task.facts
         for batch_spec, batches in groupby(task.batches, attrgetter("batch_spec")):
             yield from (("batches", Batches.of(batch_spec, some)) for some in gathered(batches, _CLAIMS_A_RECORD))
-        yield from (("claims", Claims(claims=some)) for some in gathered(task.claims, _CLAIMS_A_RECORD))
-        yield from (("ended", Ended(claims=some)) for some in gathered(task.ended, _IDS_A_RECORD))
+        yield from (("claims", claims) for claims in gathered(task.claims, _CLAIMS_A_RECORD))
+        yield from (("ended", ended) for ended in gathered(task.ended, _IDS_A_RECORD))
 
 
 class _Partition:
@@ -334,18 +307,20 @@ class _Partition:
         self._tables = {name: TableReader(table) for name, table in header.tables.items()}
         self._tasks: list[TaskSnapshot] = []
 
-    def add(self, value: Any) -> None:
-        match value:
-            case ColumnPart():
+    def add(self, kind: str, value: Any) -> None:
+        match kind:
+            case "column":
                 self._tables[value.table].add(value)
-            case TaskFacts():
+            case "task":
                 self._tasks.append(TaskSnapshot(facts=value))
-            case Batches():
+            case "batches":
                 self._tasks[-1].batches.extend(value.all())
-            case Claims():
-                self._tasks[-1].claims.extend(value.claims)
+            case "claims":
+                self._tasks[-1].claims.extend(value)
+            case "ended":
+                self._tasks[-1].ended.extend(value)
             case _:
-                self._tasks[-1].ended.extend(value.claims)
+                raise ValueError(f"it has a {kind} within a partition")
 
     def snapshot(self) -> PartitionSnapshot:
         tables = {name: table.snapshot() for name, table in self._tables.items()}
