@@ -89,9 +89,9 @@ def commit(target, change):
     def follow(step):
         steps.append(step)
         for partition in step.changed:
-            partition.changed()
+            partition.on_change()
         for partition in step.consumed:
-            partition.consumed()
+            partition.on_consumed()
 
     def fail(reason, error):
         raise AssertionError(reason) from error

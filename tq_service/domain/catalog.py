@@ -128,9 +128,9 @@ class Catalog:
         for partition, task_name, claim in step.leases:
             self._start_lease(partition, task_name, claim)
         for partition in step.changed:
-            partition.changed()
+            partition.on_change()
         for partition in step.consumed:
-            partition.consumed()
+            partition.on_consumed()
         if step.freed:
             self.on_freed(step.freed)
 

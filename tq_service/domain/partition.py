@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -89,6 +90,15 @@ class PartitionSnapshot:
     tasks: Sequence[TaskSnapshot]
 
 
+class Listeners(list[Callable[..., object]]):
+    """Those who are called when something has happened, in the order in which they came."""
+
+    def __call__(self, *what: Any) -> None:
+        """Call all of them."""
+        for notify in self:
+            notify(*what)
+
+
 class Partition:
     """One incarnation of a named set of samples.
 
@@ -117,10 +127,10 @@ class Partition:
         self.insert_size_gcd = 0  # greatest common divisor of the sizes of all puts of new rows
         self.row_version = 0  # rows written so far, for those who wait for a number of them
         self.state_version = 0  # other changes that may matter to those who wait
-        self.on_change: list[Callable[[], None]] = []
-        self.on_consumed: list[Callable[[], None]] = []
-        self.on_rows: list[Callable[[Indexes | range], None]] = []
-        self.on_reset: list[Callable[[str], None]] = []
+        self.on_change = Listeners()
+        self.on_consumed = Listeners()
+        self.on_rows = Listeners()
+        self.on_reset = Listeners()
         for spec in settings.fields:
             self.cells.declare(spec)
 
@@ -277,18 +287,7 @@ class Partition:
     def touched(self, indexes: Indexes | range) -> None:
         """Take note of rows that were written, or are claimable again."""
         self.row_version += len(indexes)
-        for note in self.on_rows:
-            note(indexes)
-
-    def changed(self) -> None:
-        """Have those who wait look again."""
-        for notify in self.on_change:
-            notify()
-
-    def consumed(self) -> None:
-        """Have writes that wait for capacity look again."""
-        for notify in self.on_consumed:
-            notify()
+        self.on_rows(indexes)
 
     def forget_listeners(self) -> None:
         """Let go of those who listen, lest they and the partition hold each other until a full collection."""

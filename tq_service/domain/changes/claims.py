@@ -291,8 +291,7 @@ class ConsumptionReset(TaskChange):
         if self.keep_consumed:
             _reopened(partition, reopened, step)
         else:
-            for forget in partition.on_reset:
-                forget(task.name)
+            partition.on_reset(task.name)
         step.note_change(partition)
         return task.epoch
 
