@@ -11,10 +11,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "domain"))
 
 from digest import digest
-from domain_support import asks, new_write, release, task_of
+from domain_support import asks, new_write, task_of
 
 from tq_service.domain.catalog import Catalog
-from tq_service.domain.changes.claims import BatchPlanned, ClaimReleased, QueueClaimed
+from tq_service.domain.changes.claims import BatchPlanned, QueueClaimed
 from tq_service.domain.changes.samples import SamplesWritten
 from tq_service.domain.claims.ledger import TaskLedger
 from tq_service.domain.idempotency import IdempotencyCache
@@ -144,21 +144,6 @@ def test_a_first_write_that_cannot_be_encoded_leaves_no_partition(tmp_path, monk
 
     before, after = runs(tmp_path, write_in_vain, look)
     assert after == before
-
-
-def test_a_release_that_cannot_be_encoded_leaves_the_claim(tmp_path, monkeypatch):
-    async def release_in_vain(service):
-        service.catalog.write("train", b"", new_write(6, ("x",)))
-        await claim(service, None, request_id=b"q" * 16)
-        partition = service.catalog.get("train")
-        before = service.state()
-        with monkeypatch.context() as patch:
-            refuse_to_encode(patch, ClaimReleased)
-            with pytest.raises(TypeError):
-                release(service.catalog, partition.tasks["t"], b"q" * 16)
-        assert service.state() == before
-
-    runs(tmp_path, release_in_vain)
 
 
 @pytest.fixture(params=[False, True], ids=["process", "disk"])

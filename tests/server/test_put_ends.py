@@ -5,6 +5,7 @@ neither leave a put that nobody knows of, nor free one that samples have.
 """
 
 import asyncio
+import contextlib
 import os
 import random
 
@@ -337,12 +338,22 @@ async def test_whatever_happens_samples_have_their_puts_and_nothing_else_is_left
     monkeypatch.setattr("tq_service.server.known_puts._MOST_PUTS", 2)
     monkeypatch.setattr("tq_service.server.known_puts._MOST_RUNS", 2)
     monkeypatch.setattr("tq_service.storage.engine._MOST_WORK", 1)
+    calls = []
     async with split_service(monkeypatch, reconcile_seconds=3600.0 if seed % 2 else 0.0) as split:
-        await act_at_random(split, random.Random(seed))
+        async for _ in act_at_random(split, random.Random(seed), calls):
+            assert split.lost_puts() == []
+        for call in calls:
+            call.cancel()
+        for outcome in await asyncio.gather(*calls, return_exceptions=True):
+            assert not isinstance(outcome, Exception) or isinstance(outcome, TqError | grpc.aio.AioRpcError)
+        left = await split.settled()
+        assert split.lost_puts() == []
+        assert left == len({cells.put for cells in split.live()})
 
 
-async def act_at_random(split, rng):
-    requests, calls, held = [], [], []
+async def act_at_random(split, rng, calls):
+    """Do one thing after the other and yield after each; `calls` gets the commits. In the end no call is held up."""
+    requests, held = [], []
 
     async def step():
         match rng.randrange(12):
@@ -377,22 +388,13 @@ async def act_at_random(split, rng):
                 split.now += rng.uniform(0, TTL_SECONDS)
                 split.engine.expire()
         await split.turns(rng.choice([0, 1, 3, 30]))
-        assert split.lost_puts() == []
 
     for _ in range(150):
-        try:
+        with contextlib.suppress(InvalidArgumentError):  # put again while it is there for another partition
             await step()
-        except InvalidArgumentError:  # put again while it is there for another partition
-            continue
+        yield
     split.link.faults.clear()
     for fault in held:
         fault.request.set()
         fault.answer.set()
     await split.turns(100)
-    for call in calls:
-        call.cancel()
-    for outcome in await asyncio.gather(*calls, return_exceptions=True):
-        assert not isinstance(outcome, Exception) or isinstance(outcome, TqError | grpc.aio.AioRpcError)
-    left = await split.settled()
-    assert split.lost_puts() == []
-    assert left == len({cells.put for cells in split.live()})
