@@ -1,7 +1,9 @@
 """What a partition has room for, and what is counted for it."""
 
 import asyncio
+import gc
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from tq_service.domain.partition import Partition, PartitionSettings
 from tq_service.domain.tables.cells import ColumnWrite
 from tq_service.errors import (
     AlreadyExistsError,
+    CallCancelledError,
     FieldMismatchError,
     InvalidArgumentError,
     PartitionClearedError,
@@ -260,6 +263,31 @@ async def test_a_clear_of_the_partition_and_a_drain_end_the_waits():
             await waiting
     with pytest.raises(UnavailableError):
         await catalog.admission_queue("p").enter(new_id(), new_write(1, ["x"]), 4, None)
+
+
+async def test_a_partition_that_writes_waited_for_is_freed_without_the_garbage_collector():
+    catalog = Catalog(PlanRunner())
+    limit = StalenessLimit(task_name="t", max_samples=1, max_versions=1)
+    partition = catalog.create("p", PartitionSettings(staleness_limits=(limit,)))
+    insert(partition, 1)
+    line, retried, late = catalog.admission_queue("p"), new_id(), time.monotonic()
+    gc.disable()
+    try:
+        calls = []
+        for request_id, deadline in [(new_id(), late), (retried, None), (retried, None), (new_id(), None)]:
+            calls.append(asyncio.create_task(line.enter(request_id, new_write(1, ["x"]), 4, deadline)))
+            await turns()
+        calls.pop().cancel()
+        catalog.remove("p", b"")
+        await asyncio.wait(calls)
+        errors = [StalenessLimitError, CallCancelledError, PartitionClearedError]
+        assert [type(call.exception()) for call in calls] == errors
+        gone = weakref.ref(partition)
+        del partition, line, calls
+        await turns()
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 async def test_a_partition_without_bounds_has_no_line():

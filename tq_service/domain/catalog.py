@@ -180,7 +180,7 @@ class Catalog:
         """Return the partition with these settings, made if it is not there."""
         partition = self._partitions.get(partition_id)
         if partition is None:
-            created: Partition = self.commit(self._creation(partition_id, settings))
+            created: Partition = self.machine.commit(*self._creation(partition_id, settings))
             return created
         if partition.settings != settings:
             raise AlreadyExistsError(
@@ -189,13 +189,16 @@ class Catalog:
             )
         return partition
 
-    def _creation(self, partition_id: str, settings: PartitionSettings, incarnation: bytes = b"") -> PartitionCreated:
+    def _creation(
+        self, partition_id: str, settings: PartitionSettings, made: Partition | None = None
+    ) -> tuple[Change, Partition]:
         check_name("partition_id", partition_id)
         if self._is_closed:
             raise UnavailableError("a checkpoint is being restored; new partitions can be made once it is")
         self.limits.check_create(partition_id, settings, len(self._partitions))
-        incarnation = incarnation or os.urandom(16)
-        return PartitionCreated(partition_id=partition_id, incarnation=incarnation, settings=settings)
+        incarnation = os.urandom(16) if made is None else made.incarnation
+        creation = PartitionCreated(partition_id=partition_id, incarnation=incarnation, settings=settings)
+        return creation, made or creation.prepare(self._state)
 
     @contextlib.asynccontextmanager
     async def room(self, partition_id: str, incarnation: bytes, write: SampleWrite) -> AsyncIterator[Partition | None]:
@@ -207,7 +210,7 @@ class Catalog:
         """
         made: Partition | None = None
         while True:
-            _, checked = self._check_write(partition_id, incarnation, write, made)
+            checked: CheckedWrite = self._check_write(partition_id, incarnation, write, made)[-1][1]
             partition, there = checked.partition, self._partitions.get(partition_id)
             made = None if there is partition else partition
             try:
@@ -232,26 +235,23 @@ class Catalog:
             write: what is written.
             made: the partition to be, if there is none yet; see `room`.
         """
-        changes, _ = self._check_write(partition_id, incarnation, write, made)
-        written: Written = self.machine.commit_all(changes)
+        written: Written = self.machine.commit_all(self._check_write(partition_id, incarnation, write, made))
         return written
 
     def _check_write(
         self, partition_id: str, incarnation: bytes, write: SampleWrite, made: Partition | None
-    ) -> tuple[list[tuple[Change, Any]], CheckedWrite]:
-        """Check a write; return its changes, of which the first makes its partition where there is none."""
+    ) -> list[tuple[Change, Any]]:
+        """Check a write; return its change, behind the one that makes its partition where there is none."""
         changes: list[tuple[Change, Any]] = []
         if partition_id in self._partitions or incarnation or not write.may_add_samples:
             partition = self.get(partition_id, incarnation)
         else:
-            creation = self._creation(partition_id, PartitionSettings(), b"" if made is None else made.incarnation)
-            partition = made or creation.prepare(self._state)
+            creation, partition = self._creation(partition_id, PartitionSettings(), made)
             changes.append((creation, partition))
         self.limits.check_write(partition, write)
         checked = check_write(partition, write)
         self._check_samples(checked.new_count)
-        changes.append((SamplesWritten(partition_id=partition_id, write=write), checked))
-        return changes, checked
+        return [*changes, (SamplesWritten(partition_id=partition_id, write=write), checked)]
 
     def _check_samples(self, new_count: int) -> None:
         """Refuse new samples that would be too many.
