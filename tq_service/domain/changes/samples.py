@@ -121,10 +121,10 @@ class SamplesWritten(Change):
         indexes: Indexes | range = range(table.next_index - prepared.new_count, table.next_index)
         if positions is not None:
             if write.state is not None:
-                step.freed += _set_state(partition, STATE_CODES[write.state], positions[positions >= 0])
+                _set_state(partition, STATE_CODES[write.state], positions[positions >= 0], step)
             positions[positions < 0] = np.arange(added.start, added.stop)
             rows, indexes = positions, table.index.data[positions]
-        step.freed += _write_cells(partition, write, prepared.specs, rows)
+        _write_cells(partition, write, prepared.specs, rows, step)
         partition.meta.write(write.meta, rows)
         expected = partition.settings.expected_samples
         if expected is not None and partition.inserted_count >= expected and not partition.sealed:
@@ -238,36 +238,34 @@ def _add_rows(write: SampleWrite, checked: CheckedWrite) -> slice:
 
 
 def _write_cells(
-    partition: Partition, write: SampleWrite, specs: Sequence[FieldSpec], positions: slice | Indexes
-) -> list[CellSet]:
-    """Point the rows to the cells of the put, but for failed ones, whose bytes are not kept; return what that freed."""
+    partition: Partition, write: SampleWrite, specs: Sequence[FieldSpec], positions: slice | Indexes, step: Step
+) -> None:
+    """Point the rows to the cells of the put, but for failed ones, whose bytes are not kept."""
     if write.put is None:
-        return []
+        return
     if write.state is SampleState.FAILED:
-        return [CellSet(put=write.put)]
+        step.freed.append(CellSet(put=write.put))
+        return
     cells = partition.cells
-    freed = cells.write(write.put, write.columns, specs, positions, write.row_count)
+    step.freed += cells.write(write.put, write.columns, specs, positions, write.row_count)
     if partition.state_counts[FAILED] and not isinstance(positions, slice):
         failed = positions[partition.state.data[positions] == FAILED]
-        freed += cells.forget(failed, [cells.fields[spec.name] for spec in specs])
-    return freed
+        step.freed += cells.forget(failed, [cells.fields[spec.name] for spec in specs])
 
 
-def _set_state(partition: Partition, code: int, positions: Indexes) -> list[CellSet]:
-    """Give rows that have not failed a state; return the cells that this freed."""
+def _set_state(partition: Partition, code: int, positions: Indexes, step: Step) -> None:
+    """Give rows that have not failed a state."""
     changed = positions[partition.state.data[positions] != code]
     if changed.size == 0:
-        return []
-    freed = []
+        return
     if code == FAILED:
-        freed = partition.cells.forget(changed, partition.cells.fields.values())
+        step.freed += partition.cells.forget(changed, partition.cells.fields.values())
         for task in partition.tasks.values():
             task.on_rows_closed(changed)
     partition.count_states(changed, -1)
     partition.state.write(changed, code)
     partition.count_state(code, changed, 1)
     partition.state_version += 1
-    return freed
 
 
 # What a write means, and whether its rows take it
