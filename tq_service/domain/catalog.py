@@ -49,10 +49,10 @@ class Claimed:
 class _Serving:
     """What serves the calls of one partition, made on first use; unlike its state it does not outlive the process."""
 
-    def __init__(self, partition: Partition) -> None:
+    def __init__(self, partition: Partition, expire: Callable[[str, bytes], object]) -> None:
         self.planners: dict[str, Planner] = {}
         self.admission_queue = AdmissionQueue(partition) if partition.settings.is_bounded else None
-        self.lease_timer: LeaseTimer | None = None
+        self.lease_timer = LeaseTimer(partition.tasks, expire)
 
     def end(self, error: Callable[[], TqError]) -> None:
         """End all waiting calls, and those to come, with an error; no lease expires any more."""
@@ -60,8 +60,7 @@ class _Serving:
             planner.end(error)
         if self.admission_queue is not None:
             self.admission_queue.end(error)
-        if self.lease_timer is not None:
-            self.lease_timer.stop()
+        self.lease_timer.stop()
 
 
 class Catalog:
@@ -69,6 +68,7 @@ class Catalog:
 
     Attributes:
         machine: what makes all changes.
+        answers: of mutating requests, for retries.
         on_freed: called with cells that no sample has any more, once that was appended to the log.
     """
 
@@ -81,6 +81,7 @@ class Catalog:
         self.on_freed: Callable[[Sequence[CellSet]], None] = lambda freed: None
         self._state = self.machine.state
         self._partitions = self._state.partitions
+        self.answers = self._state.answers
         self._runner = runner
         self._serving: dict[Partition, _Serving] = {}  # that are there
         self._most_samples = math.inf  # there are no more than that
@@ -88,11 +89,6 @@ class Catalog:
         self._under_way: set[asyncio.Task[None]] = set()
         self._is_draining = False
         self._is_closed = False
-
-    @property
-    def answers(self) -> IdempotencyCache:
-        """The answers of mutating requests, for retries."""
-        return self._state.answers
 
     # Changes
 
@@ -112,12 +108,12 @@ class Catalog:
             return recorded
         with self.machine.group():
             answer = make()
-            self.commit(RequestAnswered(request_id=request_id, packed=self._state.answers.pack(answer)))
+            self.commit(RequestAnswered(request_id=request_id, packed=self.answers.pack(answer)))
         return answer
 
     def recorded(self, request_id: bytes, kind: type[object] = object) -> Any | None:
         """Return the recorded answer of a request, None where there is none; see `run_once`."""
-        return self._state.answers.recorded(request_id, kind, self.machine.now_seconds())
+        return self.answers.recorded(request_id, kind, self.machine.now_seconds())
 
     def _follow(self, step: Step) -> None:
         """Do what follows from changes that were made."""
@@ -153,7 +149,7 @@ class Catalog:
     def _serving_of(self, partition: Partition) -> _Serving:
         serving = self._serving.get(partition)
         if serving is None:
-            serving = self._serving[partition] = _Serving(partition)
+            serving = self._serving[partition] = _Serving(partition, partial(self._expire, partition))
             if self._is_draining:
                 serving.end(_is_draining)
         return serving
@@ -356,10 +352,7 @@ class Catalog:
     def _start_lease(self, partition: Partition, task_name: str, claim: QueueClaim) -> None:
         if self._is_draining or self._partitions.get(partition.partition_id) is not partition:
             return
-        serving = self._serving_of(partition)
-        if serving.lease_timer is None:
-            serving.lease_timer = LeaseTimer(partition.tasks, partial(self._expire, partition))
-        serving.lease_timer.start(task_name, claim)
+        self._serving_of(partition).lease_timer.start(task_name, claim)
 
     def _expire(self, partition: Partition, task_name: str, request_id: bytes) -> None:
         self.commit(LeaseExpired(partition_id=partition.partition_id, task_name=task_name, request_id=request_id))
