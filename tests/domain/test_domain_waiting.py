@@ -14,7 +14,7 @@ from planner_bench import Bench, Whenever, rows
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.claims import wait_queue as waiters
 from tq_service.domain.claims.ledger import QueueClaim
-from tq_service.domain.claims.wait_queue import LoopYielder, NotYet, Waiter, WaitQueue
+from tq_service.domain.claims.wait_queue import NOT_LOOKED, LoopYielder, NotYet, Waiter, WaitQueue
 from tq_service.domain.partition import PartitionSettings
 from tq_service.domain.tables.meta import Condition
 from tq_service.errors import InvalidArgumentError, PartitionClearedError, StaleEpochError
@@ -83,12 +83,12 @@ async def test_the_loop_turns_after_a_step_that_took_long(monkeypatch):
 async def test_a_line_skips_those_who_have_left():
     queue, loop = WaitQueue(), asyncio.get_running_loop()
     waiters = [Waiter(asks(), loop.create_future()) for _ in range(3)]
-    (line,) = {queue.join(waiter) for waiter in waiters}
+    (line,) = {queue.join(waiter, NOT_LOOKED) for waiter in waiters}
     waiters[0].expire()
     waiters[1].answer.cancel()
     assert line.first() is waiters[2]
     for waiter in waiters:
-        queue.leave(waiter)
+        queue.leave(line, waiter)
     assert line.first() is None
     assert not queue
 
@@ -259,6 +259,23 @@ async def test_a_claim_far_ahead_ends_with_its_time_and_the_next_one_goes_on(ben
         assert bench.task.next_batch_index > planned_count
         planned_count = bench.task.next_batch_index
     assert answer.rows.tolist() == [index]
+
+
+@pytest.mark.parametrize("slow", [True, False])
+@pytest.mark.parametrize("count", [0, 64, 128])
+async def test_a_poll_gets_what_is_found_just_before_others_have_their_turns(bench, count, slow):
+    def poll(index):
+        sampler = SlowSampler(SequentialSampler(), turns=1) if slow else SequentialSampler()
+        return bench.ask((0, 1, index), batch_size=1, sampler=sampler, wait=0.0)
+
+    if count:
+        bench.insert(count)
+    seal(bench.catalog)
+    if count > 64:
+        assert await poll(count - 1) == NotYet()
+    if count:
+        assert (await poll(count - 1)).rows.tolist() == [count - 1]
+    assert await poll(count) == EndCounts(consumed=count)
 
 
 async def test_a_claim_far_ahead_leaves_their_turn_to_others_of_its_task(bench):

@@ -30,7 +30,7 @@ from planner_bench import Bench, Whenever, rows
 
 from tq_service.domain.claims import ordered_rows, view
 from tq_service.domain.claims.readiness import Readiness
-from tq_service.domain.plan import Plan
+from tq_service.domain.plan import MustBeAwaited, Plan
 from tq_service.domain.tables.meta import Condition, Order
 from tq_service.samplers import GRPOGroupNSampler, SequentialSampler
 from tq_service.schema import MetaColumn
@@ -145,7 +145,7 @@ class Rows:
             del self.values[index]
 
     def claim(self):
-        ready = self.view().ready(self.rng.randint(1, 5))
+        ready = self.ready(self.rng.randint(1, 5))
         assert ready.tolist() == self.expected()[: ready.size]
         if ready.size:
             given = claim_rows(self.partition, self.task, ready)
@@ -163,6 +163,17 @@ class Rows:
         if self.rng.random() < 0.3:
             made.leave_loop()
         return made
+
+    def ready(self, limit):
+        """Return ready rows, read by another thread where the event loop has no time for that."""
+        try:
+            return self.view().ready(limit)
+        except MustBeAwaited:
+            made = self.view()
+            made.leave_loop()
+            found = made.ready(limit)
+            made.rejoin_loop()
+            return found
 
     def sort_some(self):
         """Do a step of what is left to others, between other changes."""
@@ -201,14 +212,7 @@ class Rows:
 
     def check(self):
         for limit in (None, 1, 3):
-            made = self.view()
-            found = made.ready(limit)
-            assert made.is_cut_short or found.tolist() == self.expected()[:limit]
-            if made.is_cut_short:
-                again = self.view()
-                again.leave_loop()
-                assert again.ready(limit).tolist() == self.expected()[:limit]
-                again.rejoin_loop()
+            assert self.ready(limit).tolist() == self.expected()[:limit]
 
 
 STEPS = ["insert", "insert", "set_meta", "set_meta", "show", "hold", "clear", "claim", "claim", "give_back", "check",
@@ -286,7 +290,6 @@ def test_groups_come_in_the_order_of_their_first_members_however_far_apart_they_
         if limit is None:
             made.leave_loop()
         found = made.ready_groups(limit, unit="group", block_size=None if named else size)
-        assert not made.is_cut_short
         groups = [found.rows[start : start + size].tolist() for start in found.starts.tolist()]
         assert groups == expected[:limit]
 

@@ -177,8 +177,12 @@ class View(Protocol):
         ...
 
 
-class MustBeAwaited(Exception):  # noqa: N818  (nothing has gone wrong)
-    """A plan cannot be had at once: its sampler is a coroutine function, or does not run on the event loop."""
+class MustBeAwaited(BaseException):
+    """A plan cannot be had at once: its sampler is a coroutine function, or does not run on the event loop.
+
+    A view raises it too, through the sampler that reads it, where more must be looked at than the event loop has time
+    for. Nothing has gone wrong, so it is none of the exceptions that samplers catch.
+    """
 
 
 class Sampler(ABC):

@@ -78,7 +78,7 @@ class PlanRunner:
         """Return the plan of a sampler that runs inline, well formed, or None where not enough is ready.
 
         Raises:
-            MustBeAwaited: it does not run inline, or its plan is a coroutine.
+            MustBeAwaited: it does not run inline, its plan is a coroutine, or the view says so.
             TqError: the sampler's own.
             SamplerError: it raised anything else, or returned what is no plan for this request.
         """
@@ -171,7 +171,7 @@ class PlanRunner:
 def _guarded(sampler: Sampler, call: Callable[[], T]) -> T:
     try:
         return call()
-    except (TqError, KeyboardInterrupt):
+    except (TqError, KeyboardInterrupt, MustBeAwaited):
         raise
     except BaseException as error:  # a sampler may raise anything, also SystemExit
         raise _failure(sampler, error) from error

@@ -16,9 +16,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
@@ -27,7 +26,16 @@ from tq_service.domain.changes.state_machine import Change
 from tq_service.domain.claims.ledger import QueueClaim, RecordedPlan, TaskLedger
 from tq_service.domain.claims.request import ClaimRequest, ClaimSpec
 from tq_service.domain.claims.view import PartitionView, ReadyIndex
-from tq_service.domain.claims.wait_queue import Answer, FailedPlan, Line, LoopYielder, Waiter, WaitQueue
+from tq_service.domain.claims.wait_queue import (
+    NOT_LOOKED,
+    Answer,
+    EndFound,
+    Line,
+    LoopYielder,
+    NoPlan,
+    Waiter,
+    WaitQueue,
+)
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import (
     Indexes,
@@ -87,15 +95,8 @@ class Planned:
     group_block_size: int | None
 
 
-Found: TypeAlias = Planned | EndCounts | FailedPlan
-
-
-@dataclass(slots=True)
-class _HeadStart:
-    """While it lasts, lines that come after this one have no turn; see `WaitQueue.before`."""
-
-    line: Line
-    timer: asyncio.TimerHandle
+Found: TypeAlias = Planned | NoPlan
+Run: TypeAlias = Callable[[Sampler, PartitionView, PlanRequest], Awaitable[Plan | None]]
 
 
 class Planner:
@@ -119,16 +120,13 @@ class Planner:
         self._names: dict[str, Any] = {"partition_id": partition.partition_id, "task_name": task.name}
         self._search = PlanSearch(partition, task, runner)
         self._queue = WaitQueue()
+        self._to_answer: deque[tuple[Waiter, TqError | None]] = deque()  # calls that may be over, and why
         self._dispatching: asyncio.Task[None] | None = None
         self._has_changed = False  # since the lines had their turns
         self._may_bring_end = False  # whether some line's end may come with what others of the task consume
         self._serves_left = 0  # as many as lines were to have a turn when all were last looked at
-        self._to_answer: deque[tuple[Line, int, TqError | None]] = deque()  # ranks by line and batch_index
-        self._free_plans = asyncio.Semaphore(_MOST_PLANS)
-        self._plans: dict[Line, asyncio.TimerHandle] = {}  # off the loop, those that are long under way apart
-        self._head_start: _HeadStart | None = None
+        self._free_plans = asyncio.Semaphore(_MOST_PLANS)  # off the loop; those that are long under way have none
         self._gone: Callable[[], TqError] | None = None
-        self._ending: asyncio.Task[None] | None = None
 
     @property
     def waiting_count(self) -> int:
@@ -137,27 +135,50 @@ class Planner:
 
     async def claim(self, request: ClaimRequest, max_wait_seconds: float) -> Answer:
         """Return the recorded answer, or wait for one; `NotYet` when the time is over."""
-        self._task.check_epoch(request.epoch)
         recorded = self._recorded(request)
         if recorded is not None:
             return recorded
         if self._gone is not None:
             raise self._gone()
-        found = self._look_at_once(request)
-        if isinstance(found, Planned | EndCounts):
-            return self._answer_at_once(request, found)
+        found: Found = NOT_LOOKED
+        if self._is_next(request):
+            with contextlib.suppress(MustBeAwaited):
+                found = self._search.plan_inline(request)
+        if isinstance(found, NoPlan) and not isinstance(found, EndFound):
+            return await self._wait(request, found, max_wait_seconds)
+        if request.rank is None:
+            answer: Answer = self._record_for_worker(request, found)
+        else:
+            self._record_for_ranks(request.spec, found)
+            answer = found.plan.part(request.rank.dp_rank) if isinstance(found, Planned) else found.end
+        self._start_dispatch()
+        return answer
+
+    def _is_next(self, request: ClaimRequest) -> bool:
+        """Whether a call may be served before it joins a line: others have no turn now, and none asks alike.
+
+        All who wait do so for a change then, so that no turn is taken away.
+        """
+        is_ahead = request.rank is not None and request.rank.batch_index > self._task.next_batch_index
+        return not (is_ahead or self._is_serving or request.spec in self._queue.by_spec)
+
+    async def _wait(self, request: ClaimRequest, found: NoPlan, max_wait_seconds: float) -> Answer:
+        """Wait for an answer, given why there is none yet."""
         loop = asyncio.get_running_loop()
         removed_count = self._partition.table.removed_count
         waiter = Waiter(request, loop.create_future(), is_poll=max_wait_seconds <= 0)
-        if not self._queue:  # changes of the partition are nothing to a planner for which no call waits
-            self._stop_listening()
-            self._partition.on_change.append(self.wake)
-        line = self._queue.join(waiter)
+        line = self._queue.join(waiter, found)
         timer = None
         try:
-            self._enter(line, found)
-            if waiter.is_waiting and not waiter.is_poll:
-                timer = loop.call_later(max_wait_seconds, waiter.expire)
+            if self._is_serving:
+                self._queue.put(line)
+            else:
+                self._plan(line)
+            self._start_dispatch()
+            if waiter.is_waiting:
+                self._listen()
+                if not waiter.is_poll:
+                    timer = loop.call_later(max_wait_seconds, waiter.expire)
             answer = await waiter.answer
             if isinstance(answer, RankPlan | QueueClaim) and self._partition.table.removed_count != removed_count:
                 self._task.check_present(answer.rows)
@@ -170,59 +191,22 @@ class Planner:
         finally:
             if timer is not None:
                 timer.cancel()
-            self._queue.leave(waiter)
-            if not self._queue:
-                self._stop_listening()
+            self._queue.leave(line, waiter)
+            self._listen()
             del waiter  # through which an error would hold this frame, and with it the partition
 
-    def _look_at_once(self, request: ClaimRequest) -> Found | MustBeAwaited | None:
-        """Return what a call finds, or that it must be awaited; None where others have their turns first.
-
-        While no line is being served all who wait do so for a change, so that no turn is taken away. Where others ask
-        alike it is for the first of them to look.
-        """
-        is_next = request.rank is None or request.rank.batch_index == self._task.next_batch_index
-        if not is_next or self._is_serving or request.spec in self._queue.by_spec:
-            return None
-        try:
-            return self._search.plan_inline(request)
-        except MustBeAwaited as needs:
-            return needs
-
-    def _answer_at_once(self, request: ClaimRequest, found: Planned | EndCounts) -> Answer:
-        """Record what a call has found, if that concerns others, and return its answer."""
-        answer: Answer
-        if request.rank is not None:
-            self._record_for_ranks(request.spec, found)
-        if isinstance(found, EndCounts):
-            answer = found
-        elif request.rank is not None:
-            answer = found.plan.part(request.rank.dp_rank)
-        else:
-            answer = self._record_queue_claim(request, found)
-        self._start_dispatch()
-        return answer
-
-    def _enter(self, line: Line, found: FailedPlan | MustBeAwaited | None) -> None:
-        """Let a call that has joined a line have its turn, or what is left to do of it."""
-        if found is not None:
-            line.seen = self._queue.last_arrival
-        if isinstance(found, FailedPlan):
-            self._conclude(line, found)
-        elif found is not None:
-            self._start_plan(line)
-        elif line.failed is not None and not self._is_serving:
-            self._look(line)
-        else:
-            self._queue.put(line)
-        self._start_dispatch()
-
-    def _stop_listening(self) -> None:
-        if self.wake in self._partition.on_change:
-            self._partition.on_change.remove(self.wake)
+    def _listen(self) -> None:
+        """Hear of changes of the partition while a call waits; else they are nothing to a planner."""
+        listeners = self._partition.on_change
+        is_listening = self.wake in listeners
+        if self._queue and not is_listening:
+            listeners.append(self.wake)
+        elif is_listening and not self._queue:
+            listeners.remove(self.wake)
 
     def _recorded(self, request: ClaimRequest) -> RankPlan | QueueClaim | EndCounts | None:
         """Return the recorded answer of a call, None where there is none; a queue claim counts the calls it answers."""
+        self._task.check_epoch(request.epoch)
         recorded = self._task.recorded(request)
         if isinstance(recorded, QueueClaim):
             recorded.answer_count += 1
@@ -238,25 +222,17 @@ class Planner:
 
     def wake(self) -> None:
         """Have all who wait looked at once more."""
-        if self._queue:
-            self._has_changed = True
-            self._start_dispatch()
+        self._has_changed = True
+        self._start_dispatch()
 
     def end(self, error: Callable[[], TqError]) -> None:
         """End all waiting calls, and those to come, with an error."""
         self._gone = error
-        self._end_head_start()
         for line in self._queue.lines:
             if line.planning is not None:
                 line.planning.cancel()
-        if self._queue:
-            self._ending = asyncio.get_running_loop().create_task(self._end_all(error))
-
-    async def _end_all(self, error: Callable[[], TqError]) -> None:
-        yielder = LoopYielder()
-        for waiter in self._queue:
-            waiter.fail(error())
-            await yielder.step()
+        self._review(self._queue)
+        self._start_dispatch()
 
     def _release_undelivered(self, waiter: Waiter) -> None:
         """Release the claim of a queue worker whose call ends without it."""
@@ -280,19 +256,24 @@ class Planner:
     # The dispatch loop
 
     def _start_dispatch(self) -> None:
-        has_turn = self._queue.by_spec and self._queue.has_turn
-        has_work = has_turn or self._to_answer or self._has_changed
-        if has_work and self._dispatching is None and self._gone is None:
+        has_work = self._queue.by_spec and (self._has_changed or self._to_answer or self._queue.has_turn)
+        if has_work and self._dispatching is None:
             self._dispatching = asyncio.get_running_loop().create_task(self._dispatch())
 
     async def _dispatch(self) -> None:
         yielder = LoopYielder()
         try:
-            while self._gone is None:
+            while True:
                 if self._is_behind_epoch:
-                    await self._end_stale(yielder)
-                elif self._to_answer:
-                    await self._answer_ranks(yielder)
+                    self._search.epoch = self._task.epoch
+                    self._review(self._queue)
+                if self._to_answer:
+                    waiter, error = self._to_answer.popleft()
+                    if error is not None:
+                        waiter.fail(error)
+                    elif waiter.is_waiting:
+                        self._answer_recorded(waiter)
+                    await yielder.step(has_answered=not waiter.is_waiting)
                 elif (line := self._next_line()) is not None:
                     first = line.first()
                     self._look(line)
@@ -326,46 +307,29 @@ class Planner:
         return line
 
     def _may_be_served(self, line: Line) -> bool:
-        """Whether a turn of a line is worth while, for a plan or for a refusal."""
-        failed = line.failed
-        is_refused = line.is_ranked and self._task.dp_size not in (None, line.spec.dp_size)
-        return failed is None or is_refused or not failed.cannot_succeed_yet(self._partition, self._task)
+        """Whether it is worth while to look for a plan."""
+        return not line.found.holds(self._partition, self._task)
 
     @property
     def _is_serving(self) -> bool:
         """Whether there are, or may be, lines whose turn it is."""
-        return self._dispatching is not None or self._head_start is not None or self._is_behind_epoch
+        return self._dispatching is not None or bool(self._queue.head_starts) or self._is_behind_epoch
 
     @property
     def _is_behind_epoch(self) -> bool:
         """Whether calls may wait that mean an epoch which is over."""
         return self._search.epoch != self._task.epoch
 
-    async def _end_stale(self, yielder: LoopYielder) -> None:
-        """End the calls that mean an epoch which is over."""
-        self._search.epoch = self._task.epoch
-        for waiter in self._queue:
-            try:
-                self._task.check_epoch(waiter.request.epoch)
-            except TqError as error:
-                waiter.fail(error)
-                await yielder.step()
-
-    async def _answer_ranks(self, yielder: LoopYielder) -> None:
-        """Answer ranks whose batch or end is recorded, each by its own request, or whose line has failed."""
-        while self._to_answer:
-            line, batch_index, error = self._to_answer.popleft()
-            while self._gone is None and (waiter := line.first(batch_index)) is not None:
-                if error is not None:
-                    waiter.fail(error)
-                elif not self._answer_recorded(waiter):
-                    break  # consumption was reset meanwhile
-                await yielder.step()
+    def _review(self, waiters: Iterable[Waiter], error: TqError | None = None) -> None:
+        """Have calls end, a few at a time: with an error, what is recorded for them, or why they can have nothing."""
+        self._to_answer.extend((waiter, error) for waiter in waiters)
 
     def _answer_recorded(self, waiter: Waiter) -> bool:
-        """Answer a call with what is recorded for it, or why it can have nothing; return whether there is either."""
+        """Answer a call with what is recorded for it, or why it can have nothing; return whether it is over."""
+        if self._gone is not None:
+            waiter.fail(self._gone())
+            return True
         try:
-            self._task.check_epoch(waiter.request.epoch)  # a reset may have come since it joined
             recorded = self._recorded(waiter.request)
         except TqError as error:
             waiter.fail(error)
@@ -377,25 +341,25 @@ class Planner:
     # A turn
 
     def _look(self, line: Line) -> None:
-        """Give a line its turn: plan for its first call here, or start a plan off the loop."""
+        """Give a line its turn, unless its first call is over."""
+        waiter = line.first()
+        if waiter is not None and self._answer_recorded(waiter):
+            self._queue.put(line)
+        else:
+            self._plan(line)
+
+    def _plan(self, line: Line) -> None:
+        """Plan for the first call of a line here, or start a plan off the loop."""
         waiter = line.first()
         if waiter is None or line.planning is not None:
             return
-        if self._answer_recorded(waiter):
-            self._queue.put(line)
-            return
-        is_ahead = line.is_ranked and line.lowest_batch_index > self._task.next_batch_index
-        if is_ahead and (earlier := self._queue.ranks_before(line)) is not None:
+        is_ahead = waiter.batch_index > self._task.next_batch_index
+        if is_ahead and (earlier := self._queue.first_ranks(line)) is not line:
             self._give_way(line, earlier)
             return
         line.seen = self._queue.last_arrival
         try:
-            if line.failed is not None and line.failed.cannot_succeed_yet(self._partition, self._task):
-                self._conclude(line, line.failed)
-            elif line.end is not None and line.end[0] == self._search.marks:
-                self._conclude(line, line.end[1])
-            else:
-                self._conclude(line, self._search.plan_inline(waiter.request))
+            self._conclude(line, self._search.plan_inline(waiter.request) if self._may_be_served(line) else line.found)
         except MustBeAwaited:
             self._start_plan(line)
         except TqError as error:
@@ -409,77 +373,71 @@ class Planner:
             self._queue.put(line)
 
     def _conclude(self, line: Line, found: Found) -> None:
-        """Record what was found in a turn, in the step in which it was found, and answer the first who waits for it."""
-        if isinstance(found, FailedPlan):
-            line.failed, line.turn_size = found, 0
-            if not line.expire_polls():
-                self._queue.put(line)  # for those that came while the plan was made
-            self._may_bring_end |= found.consumed is not None
-            # What has changed while the plan was made is for the next round: the others have their turns before.
-            self._has_changed |= not found.cannot_succeed_yet(self._partition, self._task)
+        """Serve a line with what was found in its turn, in the step in which it was found, or pass it over."""
+        if isinstance(found, NoPlan):
+            line.found = found
+        if isinstance(found, Planned | EndFound):
+            self._serve(line, found)
             return
-        if line.is_ranked:
-            self._serve_ranks(line, found)
-        else:
-            self._serve_worker(line, found)
-        self._queue.put(line)
+        if not line.expire_polls():
+            self._queue.put(line)  # for those that came while the plan was made
+        self._may_bring_end |= found.consumed is not None
+        # What has changed while the plan was made is for the next round: the others have their turns before.
+        self._has_changed |= self._may_be_served(line)
 
-    def _serve_ranks(self, line: Line, found: Planned | EndCounts) -> None:
-        """Record a batch, or the end, for all ranks; those that wait for it are answered one after the other.
+    def _serve(self, line: Line, found: Planned | EndFound) -> None:
+        """Record what was found for a line, and answer the queue worker whose turn it is.
 
         A rank may wait for a batch far ahead. So after many batches its line lets others have their turns, and those
         end that wait no longer than for theirs.
         """
-        self._record_for_ranks(line.spec, found)
-        line.turn_size += 1
-        if line.turn_size == _MOST_BATCHES_A_TURN:
-            line.turn_size = 0
-            line.expire_polls()
-            self._queue.defer(line)
+        if line.is_ranked:
+            self._record_for_ranks(line.spec, found)
+            next_index = self._task.next_batch_index
+            if isinstance(found, Planned) and next_index % _MOST_BATCHES_A_TURN == 0:
+                line.expire_polls(next_index)
+                self._queue.defer(line)
+        elif (waiter := line.first()) is not None:  # else all have left meanwhile, and nothing is consumed
+            waiter.resolve(self._record_for_worker(waiter.request, found))
+        self._queue.put(line)
 
-    def _record_for_ranks(self, spec: ClaimSpec, found: Planned | EndCounts) -> None:
-        lines, batch_index = self._queue.ranked_lines, self._task.next_batch_index
-        if isinstance(found, EndCounts):
-            end = EndReached(**self._names, dp_size=spec.plan_request.rank_count, end=found)
+    def _record_for_ranks(self, spec: ClaimSpec, found: Planned | EndFound) -> None:
+        """Record a batch, or the end, for all ranks; answer those who wait for it, and refuse those who disagree."""
+        batch_index, is_end = self._task.next_batch_index, isinstance(found, EndFound)
+        if isinstance(found, EndFound):
+            end = EndReached(**self._names, dp_size=spec.plan_request.rank_count, end=found.end)
             self._commit(end, self._task)
         else:
             batch = BatchPlanned(**self._names, batch_spec=spec.batch_spec, plan=found.plan)
             self._commit(batch, (self._partition, self._task, found.positions))
-            self._has_changed |= self._may_bring_end
-        self._serves_left -= 1
-        self._has_changed |= len(lines) > 1  # others may disagree with what holds for all ranks now
-        for line in lines:
-            indexes = line.batch_indexes if isinstance(found, EndCounts) else [batch_index]
-            self._to_answer.extend((line, index, None) for index in indexes if line.first(index) is not None)
+        self._count_serve()
+        for line in self._queue.ranked_lines:
+            disagrees = line.spec.dp_size != spec.dp_size
+            self._review(each for each in line.waiters if each.batch_index == batch_index or is_end or disagrees)
 
-    def _serve_worker(self, line: Line, found: Planned | EndCounts) -> None:
-        """Give the first of a line what was found; where all have left meanwhile, nothing is consumed."""
-        while (waiter := line.first()) is not None and self._answer_recorded(waiter):
-            pass  # it was released while the plan was made
-        if waiter is None:
-            return
-        self._serves_left -= 1
-        if isinstance(found, EndCounts):
-            line.end = self._search.marks, found  # which holds for those behind too
-            waiter.resolve(found)
-        else:
-            waiter.resolve(self._record_queue_claim(waiter.request, found))
-
-    def _record_queue_claim(self, request: ClaimRequest, planned: Planned) -> QueueClaim:
+    def _record_for_worker(self, request: ClaimRequest, found: Planned | EndFound) -> QueueClaim | EndCounts:
+        """Record what a queue worker gets; an end is of this one only."""
+        self._count_serve()
+        if isinstance(found, EndFound):
+            return found.end
         terms = request.lease
         if terms is not None:
-            terms = replace(terms, group_block_size=planned.group_block_size)
-        change = QueueClaimed(**self._names, request_id=request.request_id, plan=planned.plan, lease=terms)
-        claim: QueueClaim = self._commit(change, (self._partition, self._task, planned.positions))
+            terms = replace(terms, group_block_size=found.group_block_size)
+        change = QueueClaimed(**self._names, request_id=request.request_id, plan=found.plan, lease=terms)
+        claim: QueueClaim = self._commit(change, (self._partition, self._task, found.positions))
         claim.answer_count = 1
-        self._has_changed |= self._may_bring_end
         return claim
+
+    def _count_serve(self) -> None:
+        self._serves_left -= 1
+        self._has_changed |= self._may_bring_end
 
     def _fail(self, line: Line, error: TqError) -> None:
         """End the first queue worker of a line; of ranks all that wait for the same batch, which would fail alike."""
-        if line.is_ranked and line.batch_indexes:
-            self._to_answer.append((line, line.lowest_batch_index, error))
-        elif (waiter := line.first()) is not None:
+        waiter, batch_index = line.first(), line.batch_index
+        if line.is_ranked:
+            self._review((each for each in line.waiters if each.batch_index == batch_index), error)
+        elif waiter is not None:
             waiter.fail(error)
         self._queue.put(line)
 
@@ -497,14 +455,16 @@ class Planner:
     async def _plan_off_loop(self, line: Line) -> None:
         """Plan for a line and record the plan, in one step of the event loop, for whoever is the first of it then.
 
-        It waits until few others plan, and looks at the rows of the moment it starts.
+        It waits until few others plan, but for those that take long, which may hang; and looks at the rows of the
+        moment it starts.
         """
-        loop = asyncio.get_running_loop()
-        found = None
+        loop, found = asyncio.get_running_loop(), None
+        slot = contextlib.ExitStack()  # is closed when the plan is over, or has taken long
         try:
             try:
                 await self._free_plans.acquire()
-                self._plans[line] = loop.call_later(_LONG_PLAN_SECONDS, self._count_off, line)
+                slot.callback(self._free_plans.release)
+                slot.callback(loop.call_later(_LONG_PLAN_SECONDS, slot.close).cancel)
                 batch_index, waiter = self._task.next_batch_index, line.first()
                 if waiter is not None and not self._answer_recorded(waiter):
                     self._give_head_start(line)
@@ -514,6 +474,8 @@ class Planner:
                     line.head_start_seconds = max(2 * (loop.time() - started_at), _LEAST_HEAD_START_SECONDS)
             finally:
                 line.planning = None
+            while (waiter := line.first()) is not None and self._answer_recorded(waiter):
+                pass  # it was released while the plan was made
             if found is None or (line.is_ranked and self._task.next_batch_index != batch_index):
                 self._queue.put(line)  # it came too late
             else:
@@ -524,38 +486,30 @@ class Planner:
             _log.exception("planning for task %r failed", self._task.name)
             self._fail_all(line.waiters)
         finally:
+            slot.close()
             self._end_plan(line)
 
     def _end_plan(self, line: Line) -> None:
         """Have all go on that waited for a plan to be over."""
-        if self._head_start is not None and self._head_start.line is line:
-            self._end_head_start()
         if line.is_ranked:
             for each in self._queue.ranked_lines:
                 self._queue.put(each)
         self._queue.drop_if_unused(line)
-        self._count_off(line)
-        self._start_dispatch()
-
-    def _count_off(self, line: Line) -> None:
-        """Let another plan start: one is over, or has taken so long that it may hang."""
-        timer = self._plans.pop(line, None)
-        if timer is not None:
-            timer.cancel()
-            self._free_plans.release()
+        self._listen()
+        self._end_head_start(line)
 
     def _give_head_start(self, line: Line) -> None:
-        if line.head_start_seconds and line.order < self._queue.before:
-            self._end_head_start()
-            self._queue.before = line.order
-            timer = asyncio.get_running_loop().call_later(line.head_start_seconds, self._end_head_start)
-            self._head_start = _HeadStart(line, timer)
+        """Have lines that come after this one wait for its plan, for as long as it is likely to take."""
+        self._end_head_start(line)
+        if line.head_start_seconds:
+            timer = asyncio.get_running_loop().call_later(line.head_start_seconds, self._end_head_start, line)
+            self._queue.head_starts[line] = timer
 
-    def _end_head_start(self) -> None:
-        if self._head_start is not None:
-            self._head_start.timer.cancel()
-            self._head_start, self._queue.before = None, math.inf
-            self._start_dispatch()
+    def _end_head_start(self, line: Line) -> None:
+        timer = self._queue.head_starts.pop(line, None)
+        if timer is not None:
+            timer.cancel()
+        self._start_dispatch()
 
 
 class PlanSearch:
@@ -588,24 +542,12 @@ class PlanSearch:
             MustBeAwaited: the sampler, or what it needs, does not run on the event loop; `plan` finds the plan.
             TqError: the sampler's fault, or its own.
         """
-        steps = self._steps(request)
-        wanted, no_more = next(steps)
-        while True:
-            view = self._view(request, no_more=no_more)
-            if view.is_heavy:
-                raise MustBeAwaited
-            try:
-                plan = self._runner.run_inline(request.sampler, view, wanted)
-            except TqError:
-                if not view.is_cut_short:
-                    raise
-            if view.is_cut_short:
-                raise MustBeAwaited
-            try:
-                wanted, no_more = steps.send((view, plan))
-            except StopIteration as stop:
-                found: Found = stop.value  # never None: nothing has changed meanwhile
-                return found
+        try:
+            self._find(request, self._run_inline).send(None)  # never waits
+        except StopIteration as stop:
+            found: Found = stop.value  # never None: nothing has changed meanwhile
+            return found
+        raise AssertionError("a plan was awaited on the event loop")
 
     async def plan(self, request: ClaimRequest) -> Found | None:
         """Return a plan, the end, why there is none yet, or None where another claim was quicker or a reset came.
@@ -620,13 +562,7 @@ class PlanSearch:
             if was_heavy:
                 with contextlib.suppress(MustBeAwaited):
                     return self.plan_inline(request)
-            steps = self._steps(request)
-            wanted, no_more = next(steps)
-            try:
-                while True:
-                    wanted, no_more = steps.send(await self._run_off_loop(request, wanted, no_more=no_more))
-            except StopIteration as stop:
-                found: Found | None = stop.value
+            found = await self._find(request, self._run_off_loop)
             if found is not None or (self._task.serial, self._task.epoch) != begun_at:
                 return found
         raise SamplerError(
@@ -634,16 +570,12 @@ class PlanSearch:
             f"reset while they were planned; ask again"
         )
 
-    def _steps(
-        self, request: ClaimRequest
-    ) -> Generator[tuple[PlanRequest, bool], tuple[PartitionView, Plan | None], Found | None]:
-        """Yield each run of the sampler, and whether nothing more comes; return what its plans come to.
-
-        None is for a plan of rows that are not ready any more. How a run is made is up to the caller.
-        """
+    async def _find(self, request: ClaimRequest, run: Run) -> Found | None:
+        """Return what the sampler's plans come to, each made by `run`; None: of rows that are not ready any more."""
         wanted, begun_at = request.plan_request, self.marks
         consumed = self._task.consumed_count, self._task.leased_count
-        view, plan = yield wanted, False
+        view = self._view(request)
+        plan = await run(request.sampler, view, wanted)
         if plan is None:
             is_finished = request.batch_spec.finite and self._partition.inserted_count > 0
             is_closed = begun_at == self.marks and (self._partition.sealed or is_finished)
@@ -651,9 +583,12 @@ class PlanSearch:
                 view.check_lengths()
                 return self._failed(request, view, begun_at, consumed)
             least = wanted.total_size if request.batch_spec.drop_last else 1
-            view, plan = yield replace(wanted, min_size=least), True
+            view = self._view(request, no_more=True)
+            plan = await run(request.sampler, view, replace(wanted, min_size=least))
             if plan is None:
-                return view.end() if begun_at == self.marks else FailedPlan(begun_at[0], begun_at[1], consumed)
+                if begun_at != self.marks:
+                    return NOT_LOOKED
+                return EndFound(begun_at[0], begun_at[1] + 1, consumed, end=view.end())
         if self._is_over(begun_at[-1]):
             return None
         planned = self._checked(request, view, plan)
@@ -667,7 +602,7 @@ class PlanSearch:
 
     def _failed(
         self, request: ClaimRequest, view: PartitionView, begun_at: tuple[int, ...], consumed: tuple[int, int]
-    ) -> FailedPlan:
+    ) -> NoPlan:
         """Return how many rows must be written, after the view was made, before there can be more to find."""
         wanted = request.plan_request
         missing, is_closed = 1, self._partition.sealed or request.batch_spec.finite  # or soon closed, by a first sample
@@ -678,7 +613,7 @@ class PlanSearch:
             if is_closed:  # the last, short batch takes less
                 missing = min(missing, view.unready_count) if view.is_plain else 1
         state_version, row_version = begun_at[:2]
-        return FailedPlan(state_version, row_version + max(1, missing), consumed if is_closed else None)
+        return NoPlan(state_version, row_version + max(1, missing), consumed if is_closed else None)
 
     def _is_over(self, epoch: int) -> bool:
         """Whether plans that were begun in an epoch are of no use: what was left in it is not what there is now."""
@@ -693,20 +628,22 @@ class PlanSearch:
         block_size = None if view.grouping is None else view.grouping.block_size or 0
         return Planned(recorded, positions, block_size)
 
-    async def _run_off_loop(
-        self, request: ClaimRequest, wanted: PlanRequest, *, no_more: bool
-    ) -> tuple[PartitionView, Plan | None]:
+    async def _run_inline(self, sampler: Sampler, view: PartitionView, wanted: PlanRequest) -> Plan | None:
+        if view.is_heavy:
+            raise MustBeAwaited
+        return self._runner.run_inline(sampler, view, wanted)
+
+    async def _run_off_loop(self, sampler: Sampler, view: PartitionView, wanted: PlanRequest) -> Plan | None:
         """Run the sampler while the positions of rows stay as they are."""
-        view = self._view(request, no_more=no_more)
-        view.leave_loop()
         table = self._partition.table
+        view.leave_loop()
         table.pin_count += 1
         try:
-            plan = await self._runner.run(request.sampler, view, wanted)
+            plan = await self._runner.run(sampler, view, wanted)
         finally:
             table.pin_count -= 1
         view.rejoin_loop()
-        return view, plan
+        return plan
 
     def _view(self, request: ClaimRequest, *, no_more: bool = False) -> PartitionView:
         length = self._runner.length(request.sampler)

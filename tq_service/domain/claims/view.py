@@ -16,7 +16,7 @@ from tq_service.domain.claims.ordered_rows import OrderedRows
 from tq_service.domain.claims.readiness import Readiness, ScanKey
 from tq_service.domain.claims.request import BatchSpec
 from tq_service.domain.partition import Partition
-from tq_service.domain.plan import Groups, Indexes, LengthSource
+from tq_service.domain.plan import Groups, Indexes, LengthSource, MustBeAwaited
 from tq_service.domain.states import CLEARED, FAILED, STATE_NAMES, UNCLAIMED, is_open
 from tq_service.domain.tables.meta import Order
 from tq_service.errors import MissingLengthError
@@ -109,7 +109,6 @@ class PartitionView:
         seen_count: ready rows seen by the largest scan.
         exhausted: whether a scan went over all rows.
         grouping: the groups that were asked for last; None: none were.
-        is_cut_short: whether so much had to be looked at that it must be done again off the event loop.
     """
 
     def __init__(
@@ -137,7 +136,6 @@ class PartitionView:
         self.seen_count = 0
         self.exhausted = False
         self.grouping: Grouping | None = None
-        self.is_cut_short = False
 
     @property
     def is_heavy(self) -> bool:
@@ -224,14 +222,19 @@ class PartitionView:
             self._index.set_start(self._rows.key, index)
 
     def _scan_order(self, ordered: OrderedRows, least: int | None) -> Iterator[tuple[Indexes, bool]]:
-        """Look at more and more rows in their order, but not at many on the event loop."""
+        """Look at more and more rows in their order, but not at many on the event loop.
+
+        Raises:
+            MustBeAwaited: so much had to be looked at that it must be done again off the event loop.
+        """
         while True:
             found, looked_at, is_all = ordered.first(self._rows, least, self._loop_budget)
             if self._loop_budget is not None:
                 self._loop_budget -= looked_at
-            self.is_cut_short |= not is_all and (least is None or found.size < least)
-            yield found, is_all or self.is_cut_short
-            if is_all or self.is_cut_short or least is None:
+            if not is_all and (least is None or found.size < least):
+                raise MustBeAwaited
+            yield found, is_all
+            if is_all or least is None:
                 return
             least *= 2
 

@@ -57,28 +57,39 @@ class LoopYielder:
 
 
 @dataclass(frozen=True, slots=True)
-class FailedPlan:
-    """A plan that found too little, and what must change before another one can find more.
+class NoPlan:
+    """What was found where there is no plan, and what must change before something else can be found.
 
-    So a partition that fills row by row is not scanned for each of them.
+    So a partition that fills row by row is not scanned for each of them, nor at its end for each who waits for it.
 
     Attributes:
-        state_version: of the partition when the plan was begun.
+        state_version: of the partition when the search was begun.
         row_version: that the partition must reach.
-        consumed: rows consumed and leased by the task then, where a change of these may bring the end; else None.
+        consumed: rows consumed and leased by the task then, where a change of these may bring the end, or is after it;
+            else None.
     """
 
-    state_version: int
-    row_version: int
-    consumed: tuple[int, int] | None
+    state_version: int = -1
+    row_version: int = 0
+    consumed: tuple[int, int] | None = None
 
-    def cannot_succeed_yet(self, partition: Partition, task: TaskLedger) -> bool:
-        """Whether too little has changed for another attempt to be worth while."""
+    def holds(self, partition: Partition, task: TaskLedger) -> bool:
+        """Whether too little has changed for another search to be worth while."""
         return (
             partition.state_version == self.state_version
             and partition.row_version < self.row_version
             and self.consumed in (None, (task.consumed_count, task.leased_count))
         )
+
+
+NOT_LOOKED = NoPlan()  # which never holds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndFound(NoPlan):
+    """No plan follows, unless something changes."""
+
+    end: EndCounts
 
 
 @dataclass(slots=True, eq=False)
@@ -100,6 +111,11 @@ class Waiter:
         """Whether the call has no answer yet and has not been cancelled."""
         return not self.answer.done()
 
+    @property
+    def batch_index(self) -> int:
+        """What a rank waits for; -1: it is a queue worker."""
+        return -1 if self.request.rank is None else self.request.rank.batch_index
+
     def resolve(self, answer: Answer) -> None:
         """Answer the call, unless it has left."""
         if not self.answer.done():
@@ -119,31 +135,24 @@ class Waiter:
 class Line:
     """The calls that ask with one spec, in order of arrival: a plan for one is a plan for any of them.
 
-    It lasts as long as a call waits in it or a plan is made for it. So what is kept of failed plans needs no limit of
-    its own: the calls that wait hold their requests anyway, and are counted.
+    It lasts as long as a call waits in it or a plan is made for it. So what is kept of searches in vain needs no limit
+    of its own: the calls that wait hold their requests anyway, and are counted.
 
     Attributes:
+        found: why there was no plan when one was last looked for.
         is_queued: whether the line is to have a turn.
-        deferred_to: it has none before the calls with lower numbers.
-        turn_size: batches planned in the turn it has.
         seen: number of the last call that had come when it last had a turn.
-        failed: why there was no plan then.
-        end: the end that was found, and the marks at which it holds.
         planning: makes a plan off the event loop.
         head_start_seconds: for how long such a plan goes before claims of calls that came later.
     """
 
     spec: ClaimSpec
+    found: NoPlan
     is_queued: bool = False
-    deferred_to: int = 0
-    turn_size: int = 0
     seen: int = 0
-    failed: FailedPlan | None = None
-    end: tuple[tuple[int, ...], EndCounts] | None = None
     planning: asyncio.Task[None] | None = None
     head_start_seconds: float = 0.0
     _waiters: OrderedDict[Waiter, None] = field(default_factory=OrderedDict)
-    _by_batch: dict[int, OrderedDict[Waiter, None]] = field(default_factory=dict)  # ranks only
     _polls: dict[Waiter, None] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -155,10 +164,10 @@ class Line:
         return self.spec.dp_size is not None
 
     @property
-    def order(self) -> int:
-        """Place among the lines: the arrival of its first call, unless it is deferred."""
+    def order(self) -> float:
+        """Place among the lines: the arrival of its first call."""
         first = self.first()
-        return self.deferred_to if first is None else max(first.arrival, self.deferred_to)
+        return math.inf if first is None else first.arrival
 
     @property
     def waiters(self) -> list[Waiter]:
@@ -166,20 +175,15 @@ class Line:
         return list(self._waiters)
 
     @property
-    def batch_indexes(self) -> list[int]:
-        """What its ranks wait for."""
-        return list(self._by_batch)
+    def batch_index(self) -> int:
+        """The lowest that its ranks wait for."""
+        return min((waiter.batch_index for waiter in self._waiters), default=-1)
 
-    @property
-    def lowest_batch_index(self) -> int:
-        """The first of these."""
-        return min(self._by_batch)
-
-    def first(self, batch_index: int | None = None) -> Waiter | None:
-        """Return the first that still waits, of those that wait for a `batch_index` where one is given."""
-        while waiters := self._waiters if batch_index is None else self._by_batch.get(batch_index):
-            waiter = next(iter(waiters))
-            if waiter.is_waiting:
+    def first(self) -> Waiter | None:
+        """Return the first that still waits."""
+        while self._waiters:
+            waiter = next(iter(self._waiters))
+            if not waiter.answer.done():
                 return waiter
             self.remove(waiter)
         return None
@@ -187,26 +191,21 @@ class Line:
     def add(self, waiter: Waiter) -> None:
         """Add a waiter at the end."""
         self._waiters[waiter] = None
-        if waiter.request.rank is not None:
-            self._by_batch.setdefault(waiter.request.rank.batch_index, OrderedDict())[waiter] = None
         if waiter.is_poll:
             self._polls[waiter] = None
 
     def remove(self, waiter: Waiter) -> None:
         """Remove a waiter, if it is there."""
-        if waiter not in self._waiters:
-            return
-        del self._waiters[waiter]
+        self._waiters.pop(waiter, None)
         self._polls.pop(waiter, None)
-        rank = waiter.request.rank
-        if rank is not None:
-            del self._by_batch[rank.batch_index][waiter]
-            if not self._by_batch[rank.batch_index]:
-                del self._by_batch[rank.batch_index]
 
-    def expire_polls(self) -> bool:
-        """End the wait of the polls that had come when the line had its turn; return whether these were all."""
-        for poll in [each for each in self._polls if each.arrival <= self.seen]:
+    def expire_polls(self, batch_index: int = -1) -> bool:
+        """End the wait of the polls that had come when the line had its turn; return whether these were all.
+
+        Args:
+            batch_index: of ranks, only those that wait for this one or a later one.
+        """
+        for poll in [each for each in self._polls if each.arrival <= self.seen and each.batch_index >= batch_index]:
             poll.expire()
             self.remove(poll)
         return not self._polls
@@ -219,16 +218,15 @@ class WaitQueue:
 
     Attributes:
         by_spec: the lines; a call that is answered at once joins none.
-        last_arrival: number of the last call that joined one.
-        before: lines with an order from this on have no turn now.
+        last_arrival: the last number that was given to a call.
+        head_starts: lines whose plans off the loop go before those of lines that come after them, and what ends that.
     """
 
     def __init__(self) -> None:
         self.by_spec: dict[ClaimSpec, Line] = {}
-        self._turns: list[tuple[int, int, Line]] = []  # a heap: order, a number that no two have, and whose turn it is
-        self._turn_count = 0
+        self._turns: list[tuple[float, Line]] = []  # a heap; no two lines have the same order
         self.last_arrival = 0
-        self.before = math.inf
+        self.head_starts: dict[Line, asyncio.TimerHandle] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self.by_spec.values()))
@@ -250,23 +248,24 @@ class WaitQueue:
         """The lines of ranks."""
         return [line for line in self.by_spec.values() if line.is_ranked]
 
-    def join(self, waiter: Waiter) -> Line:
-        """Add a waiter and return its line; `leave` is called once for it."""
-        self.last_arrival += 1
-        waiter.arrival = self.last_arrival
+    def join(self, waiter: Waiter, found: NoPlan) -> Line:
+        """Add a waiter, for which this was found, and return its line; `leave` is called once for it."""
+        self._give_number(waiter)
         spec = waiter.request.spec
         line = self.by_spec.get(spec)
         if line is None:
-            line = self.by_spec[spec] = Line(spec)
+            line = self.by_spec[spec] = Line(spec, found)
         line.add(waiter)
         return line
 
-    def leave(self, waiter: Waiter) -> None:
-        """Remove a waiter."""
-        line = self.by_spec.get(waiter.request.spec)
-        if line is not None:  # else it went with the others, those that are answered apart
-            line.remove(waiter)
-            self.drop_if_unused(line)
+    def _give_number(self, waiter: Waiter) -> None:
+        self.last_arrival += 1
+        waiter.arrival = self.last_arrival
+
+    def leave(self, line: Line, waiter: Waiter) -> None:
+        """Remove a waiter from its line."""
+        line.remove(waiter)
+        self.drop_if_unused(line)
 
     def drop_if_unused(self, line: Line) -> None:
         """Forget a line in which nobody waits and for which no plan is made."""
@@ -277,9 +276,10 @@ class WaitQueue:
 
     def put(self, line: Line) -> None:
         """Let a line have a turn, unless nobody waits in it or a plan is made for it."""
-        if not line.is_queued and line.planning is None and line.first() is not None:
+        order = line.order
+        if not line.is_queued and line.planning is None and order < math.inf:
             line.is_queued = True
-            heapq.heappush(self._turns, self._turn(line))
+            heapq.heappush(self._turns, (order, line))
 
     @property
     def turn_count(self) -> int:
@@ -289,34 +289,28 @@ class WaitQueue:
     @property
     def has_turn(self) -> bool:
         """Whether a line may have a turn now."""
-        return bool(self._turns) and self._turns[0][0] < self.before
+        if not self._turns:
+            return False
+        return self._turns[0][0] < min((line.order for line in self.head_starts), default=math.inf)
 
     def pop(self) -> Line | None:
         """Return the line whose turn it is, None where no line has one."""
         while self.has_turn:
-            order, _, line = heapq.heappop(self._turns)
-            if not line.is_queued or line.first() is None:
+            order, line = heapq.heappop(self._turns)
+            if line.is_queued:
                 line.is_queued = False
-            elif line.order > order:  # those before it have left; who waits in other lines may have come first
-                heapq.heappush(self._turns, self._turn(line))
-            else:
-                line.is_queued = False
-                return line
+                if line.order <= order:
+                    return line
+                self.put(line)  # those before it have left; who waits in other lines may have come first
         return None
 
     def defer(self, line: Line) -> None:
-        """Let all who wait now have their turn before the line."""
-        self.last_arrival += 1
-        line.deferred_to = self.last_arrival
+        """Let all who wait now have their turn before a line."""
+        first = line.first()
+        if first is not None:
+            self._give_number(first)
 
-    def ranks_before(self, line: Line) -> Line | None:
-        """Return a line of ranks that wait for an earlier batch_index, and may be served; see `Planner`."""
-        others = [other for other in self.ranked_lines if other.is_queued or other.planning is not None]
-        first = min(
-            (other for other in others if other.first()), key=lambda other: other.lowest_batch_index, default=line
-        )
-        return first if first.lowest_batch_index < line.lowest_batch_index else None
-
-    def _turn(self, line: Line) -> tuple[int, int, Line]:
-        self._turn_count += 1
-        return line.order, self._turn_count, line
+    def first_ranks(self, line: Line) -> Line:
+        """Return the line of the ranks that wait for the lowest batch_index, of this one and those to be served."""
+        others = [each for each in self.ranked_lines if each.first() and (each.is_queued or each.planning)]
+        return min([line, *others], key=lambda each: each.batch_index)
