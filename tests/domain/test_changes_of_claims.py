@@ -97,7 +97,7 @@ def test_an_epoch_is_ended_by_who_means_it(train):
     assert task.epoch == 1
 
 
-def test_tombstones_are_as_old_as_the_changes_that_set_them(train):
+def test_ids_of_ended_claims_are_as_old_as_the_changes_that_ended_them(train):
     """Also where these are applied again much later: the time of a change is written down with it."""
     machine, facts = StateMachine(State()), {"partition_id": "train", "task_name": "t"}
     machine.state.partitions["train"] = train

@@ -12,7 +12,7 @@ A part says in which form its values are, the one that takes the fewest bytes of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -124,32 +124,29 @@ def _encode_objects(values: NDArray[Any]) -> tuple[str, tuple[Any, ...]]:
 
 
 def _decode(part: ColumnPart, dtype: np.dtype[Any]) -> NDArray[Any]:
-    if part.form not in _DECODERS:
-        raise NewerVersionError(
-            f"column {part.column!r} is in the unknown form {part.form!r}, which a newer version wrote: install that "
-            f"one"
-        )
-    values = _DECODERS[part.form](*part.values)
+    values: NDArray[Any]
+    match part.form:
+        case "same":
+            count, value = part.values
+            values = np.full(count, value, np.int64)
+        case "integers":
+            base, distances = part.values
+            values = (distances + np.array([base % (1 << 64)], np.uint64)).astype(np.int64, copy=False)
+        case "runs":
+            firsts, lengths = part.values
+            ends = np.cumsum(lengths, dtype=np.int64)
+            values = np.repeat(firsts - (ends - lengths), lengths) + np.arange(ends[-1], dtype=np.int64)
+        case "values":
+            (values,) = part.values
+        case "puts":
+            values = _decode_puts(*part.values)
+        case _:
+            raise NewerVersionError(
+                f"column {part.column!r} is in the unknown form {part.form!r}, which a newer version wrote: install "
+                f"that one"
+            )
     if values.dtype.kind != ("i" if dtype.kind in "iub" else dtype.kind):
         raise ValueError(f"column {part.column!r} has {part.form}, which are no values of type {dtype}")
-    return values
-
-
-def _decode_same(count: int, value: int) -> NDArray[Any]:
-    return np.full(count, value, np.int64)
-
-
-def _decode_integers(base: int, distances: NDArray[Any]) -> NDArray[Any]:
-    return (distances + np.array([base % (1 << 64)], np.uint64)).astype(np.int64, copy=False)
-
-
-def _decode_runs(firsts: NDArray[Any], lengths: NDArray[Any]) -> NDArray[Any]:
-    lengths = lengths.astype(np.int64)
-    ends = np.cumsum(lengths)
-    return np.repeat(firsts - (ends - lengths), lengths) + np.arange(ends[-1], dtype=np.int64)
-
-
-def _decode_values(values: NDArray[Any]) -> NDArray[Any]:
     return values
 
 
@@ -159,12 +156,3 @@ def _decode_puts(storages: list[tuple[str, bytes]], numbers: NDArray[Any], put_i
     for position, number, put_id in zip(where.tolist(), numbers[where].tolist(), put_ids, strict=True):
         puts[position] = Put._make((*storages[number - 1], put_id))  # one by one: numpy would take tuples for rows
     return puts
-
-
-_DECODERS: Final[dict[str, Callable[..., NDArray[Any]]]] = {
-    "same": _decode_same,
-    "integers": _decode_integers,
-    "runs": _decode_runs,
-    "values": _decode_values,
-    "puts": _decode_puts,
-}
