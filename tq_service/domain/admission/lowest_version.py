@@ -23,6 +23,8 @@ class LowestVersion:
     Rows that leave keep that true, so only those that come, come back or change are noted. A search looks at the block
     with the lowest bound, and at the next one only where the bound turned out to be too low: once for each version that
     a block runs out of, however many rows there are.
+
+    Bounds are doubles, by which blocks are compared: integers beyond 2**53 may be taken for their neighbours there.
     """
 
     def __init__(self, partition: Partition, task_name: str, column: str) -> None:
