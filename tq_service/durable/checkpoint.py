@@ -186,14 +186,15 @@ class PartitionPlan:
         if not produced.size:
             return
         slots, _ = slots_and_rows(cells[produced])
-        order = np.argsort(self._storage_of[slots], kind="stable")
+        storages = self._storage_of[slots]
+        order = np.argsort(storages, kind="stable")
         produced, slots = produced[order], slots[order]
         # None of these ever falls, so that their sum differs wherever one of them does.
         numbers = (
-            self._storage_of[slots]
+            storages[order]
             + np.cumsum(self._cell_bytes[slots] * len(names)) // BLOCK_BYTES
             + np.arange(slots.size) // _MOST_ROWS
-            + np.cumsum(np.diff(slots, prepend=-1) != 0) // _MOST_PUTS
+            + np.cumsum(np.diff(slots, prepend=slots[0]) != 0) // _MOST_PUTS
         )
         for positions in np.split(produced, np.flatnonzero(np.diff(numbers)) + 1):
             renamed[positions] = cells_of(len(self.blocks), np.arange(positions.size))

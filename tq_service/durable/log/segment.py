@@ -137,7 +137,8 @@ class SegmentWriter:
         segment = cls(path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), 0)
         opening = (_NO_STREAM, (bytes([is_synced]), machine_boot_id().encode()))
         try:
-            segment._write(_MAGIC, *frame(number, _body([opening])))
+            head, body = frame(number, _body([opening]))
+            segment._write(_MAGIC + head, body)
         except BaseException:
             path.unlink(missing_ok=True)
             segment.close(sync=False)
@@ -172,12 +173,12 @@ class SegmentWriter:
         finally:
             os.close(self._descriptor)
 
-    def _write(self, *parts: bytes) -> None:
-        size = sum(map(len, parts))
+    def _write(self, head: bytes, body: bytes) -> None:
+        size = len(head) + len(body)
         try:
-            written = os.pwritev(self._descriptor, parts, self._end)
+            written = os.pwritev(self._descriptor, [head, body], self._end)
             if written < size:  # the disk is full, or the system takes no more in one call; the next one says which
-                rest = memoryview(b"".join(parts))
+                rest = memoryview(head + body)
                 while written < size:
                     written += os.pwrite(self._descriptor, rest[written:], self._end + written)
         except BaseException:
@@ -256,15 +257,14 @@ class FoundSegment:
         """Whether a whole frame that comes later follows the flaw: one that was synced when that was written."""
         data = self.path.read_bytes()[self.end + 1 :]
         file = io.BytesIO(data)
+        # What would be the number of a frame that begins at each byte; such a view needs some bytes after the last one.
+        numbers = np.ndarray(len(data), "<u8", data + bytes(HEADER_BYTES), _NUMBER_OFFSET, (1,))
         most = self.last_number + 2 + len(data) // _RECORD.size
-        for shift in range(_NUMBER_OFFSET, _NUMBER_OFFSET + 8):
-            count = max(0, len(data) - shift) // 8
-            numbers = np.frombuffer(data, "<u8", count, shift) if count else np.zeros(0, np.uint64)
-            for place in np.flatnonzero((numbers > self.last_number) & (numbers < most)):
-                file.seek(8 * int(place) + shift - _NUMBER_OFFSET)
-                with contextlib.suppress(Break):
-                    read_frame(file, int(numbers[place]))
-                    return True
+        for at in np.flatnonzero((numbers > self.last_number) & (numbers < most)).tolist():
+            file.seek(at)
+            with contextlib.suppress(Break):
+                read_frame(file, int(numbers[at]))
+                return True
         return False
 
     @contextlib.contextmanager

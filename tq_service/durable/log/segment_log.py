@@ -268,7 +268,7 @@ class SegmentLog:
         self._waiters.append((number, done))
         await done
 
-    def _settle(self, error: Exception | None = None) -> None:
+    def _settle(self, error: BaseException | None = None) -> None:
         """Notify those who wait, on the loop, of what was committed, or why nothing was."""
         self._durable = self._committed
         while self._waiters and (error is not None or self._waiters[0][0] <= self._durable):
@@ -301,26 +301,37 @@ class SegmentLog:
         return job
 
     def _commit_queue(self) -> None:
-        try:
-            while self._queue:
-                self._commit_next()
-                self._notify()
-        except Exception as error:
-            self._notify(error)
-            raise
+        while self._queue:
+            taken = self._take_groups()
+            try:
+                self._commit_next(taken[0])
+            except BaseException as error:
+                self._queue.appendleft(taken)  # in its place, to be tried again
+                self._notify(error)
+                raise
+            self._committed += len(taken[0]) or 1
+            self._notify()
 
-    def _notify(self, error: Exception | None = None) -> None:
+    def _notify(self, error: BaseException | None = None) -> None:
         if not self._sync:
             self._settle(error)
         elif self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._settle, error)
 
-    def _commit_next(self) -> None:
-        """Write the next frame, or enter the next segment; what could not be written stays in the queue."""
+    def _take_groups(self) -> tuple[list[Parts], int]:
+        """Take the groups that are to be one frame, as one, or the empty one that begins a segment."""
+        records, size = self._queue.popleft()
+        while records and size < _FRAME_BYTES and self._queue and self._queue[0][0]:
+            group, group_bytes = self._queue.popleft()
+            records += group
+            size += group_bytes
+        return records, size
+
+    def _commit_next(self, records: list[Parts]) -> None:
+        """Write a frame, or for none enter the next segment."""
         if self._failure is not None:
             raise self._failure
         segment, number = self._check_open(), self._committed + 1
-        group_count, records = self._next_groups()
         try:
             if records:
                 self._with_reserve(lambda: segment.append(number, records))
@@ -331,21 +342,6 @@ class SegmentLog:
             raise self._write_error(error, segment.path) from error
         if self._sync and records:
             self._sync_or_fail(segment)
-        for _ in range(group_count):
-            self._queue.popleft()
-        self._committed += len(records) or 1
-
-    def _next_groups(self) -> tuple[int, list[Parts]]:
-        """Return how many groups are to be one frame, and their records; none for the one that begins a segment."""
-        records: list[Parts] = []
-        count = size = 0
-        for group, group_bytes in list(self._queue):  # a copy: the loop may add to it meanwhile
-            if count and not (records and group and size < _FRAME_BYTES):
-                break
-            records += group
-            count += 1
-            size += group_bytes
-        return count, records
 
     def _create(self, number: int, before: SegmentWriter | None, *, sync: bool) -> SegmentWriter:
         """Begin a segment and end the one before it, or neither."""
