@@ -23,7 +23,7 @@ def hash_of(request, monkeypatch):
     """Make small indexes do what large ones do, with hashes as they may be."""
     for name, value in {"_FIRST_NAMES": 16, "_GAPS_FROM_BYTES": 0}.items():
         monkeypatch.setattr(table_module, name, value)
-    for name, value in {"_AT_ONCE": 64, "_LEAST_GAPS": 16, "_LEAST_CLOSED": 8}.items():
+    for name, value in {"_LEAST_GAPS": 16, "_LEAST_CLOSED": 8}.items():
         monkeypatch.setattr(table_module, name, value)
     monkeypatch.setattr(table_module, "hash", HASHES[request.param], raising=False)
     return request.param

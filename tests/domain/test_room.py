@@ -14,6 +14,7 @@ from tq_service.domain.catalog import Catalog
 from tq_service.domain.changes.partitions import PartitionSealed
 from tq_service.domain.changes.samples import SamplesCleared
 from tq_service.domain.partition import PartitionSettings
+from tq_service.domain.tables import column_memory
 from tq_service.domain.tables import table as table_module
 from tq_service.errors import PartitionSealedError
 
@@ -23,8 +24,10 @@ INCARNATION = bytes(16)
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch):
+    """Have small tables grow as large ones do."""
+    monkeypatch.setattr(table_module, "RESERVED_FROM", 1)
+    monkeypatch.setattr(table_module, "_GROWTH", 64)
     monkeypatch.setattr(table_module, "_ROOM_STEP", 256)
-    monkeypatch.setattr(table_module, "_AT_ONCE", 512)
     monkeypatch.setattr(table_module, "_LEAST_GAPS", 64)
     monkeypatch.setattr(table_module, "_LEAST_CLOSED", 64)
 
@@ -72,8 +75,7 @@ def test_whatever_is_done_between_the_steps_rows_come_out_as_without_them(change
         change(stepped, what, number, snapshots)
     for _ in stepped.table.make_room(count):
         pass
-    numbered = stepped.table._numbered
-    assert numbered >= stepped.table.count + count
+    assert stepped.table._capacity >= stepped.table.count + count
     write_to(stepped, new_write(count))
     plain.incarnation = stepped.incarnation
     assert digest(plain) == digest(stepped)
@@ -87,9 +89,9 @@ def test_whatever_is_done_between_the_steps_rows_come_out_as_without_them(change
 
 
 def test_a_step_makes_room_for_few_rows_and_the_last_one_leaves_little_to_do(monkeypatch):
+    monkeypatch.setattr(column_memory, "RESERVED_FROM", 1)  # so that columns grow where they are
     target, written = partition(), []
     insert(target, 10, ())
-    target.table._resize(2 * COUNT)  # as large columns grow: where they are
     monkeypatch.setattr(
         table_module.Column,
         "write",
@@ -215,17 +217,15 @@ def test_a_write_that_is_given_up_changes_nothing(is_there):
 
 
 def test_two_writes_that_make_room_at_the_same_time_both_have_it(monkeypatch):
-    catalog, missing = Catalog(None), []
-    number = table_module.RowTable._number
-    monkeypatch.setattr(
-        table_module.RowTable, "_number", lambda self, end: (missing.append(end - self._numbered), number(self, end))
-    )
+    catalog, grown = Catalog(None), []
+    grow = table_module.RowTable._grow
+    monkeypatch.setattr(table_module.RowTable, "_grow", lambda self, least: (grown.append(least), grow(self, least)))
 
     async def write(count):
         async with catalog.room("train", b"", new_write(count)) as made:
-            missing.clear()
+            grown.clear()
             written = catalog.write("train", b"", new_write(count), made)
-            assert max(missing) <= 0
+            assert not grown
             return written.global_indexes
 
     async def both():

@@ -345,7 +345,7 @@ class PutTable(SlotTable):
     def add(self, put: Put, cells: int, value_bytes: int) -> int:
         """Enter a put with so many cells of so many bytes together, and return its slot."""
         self.used_bytes += value_bytes
-        slot = self.take()
+        (slot,) = self.take(1)
         self.occupants.write(slot, put)
         self._cells.write(slot, cells)
         self._made.write(slot, cells)
@@ -368,7 +368,7 @@ class PutTable(SlotTable):
             self._cells.write(slot, cells_left - cells)
             self._bytes.write(slot, bytes_left - gone_bytes)
             return False
-        self.give_up(slot)
+        self.give_up(np.array([slot]))
         return True
 
     def all(self) -> Iterable[Put]:

@@ -122,15 +122,14 @@ def _parts_of_positions(positions: Indexes) -> Iterator[tuple[int, Any, Indexes]
         yield int(numbers[here[0]]), here, positions[here] & _CHUNK_MASK
 
 
-def zeros(room: int, dtype: np.dtype[Any], fill: Any) -> NDArray[Any] | ObjectChunks:
-    """Return zeros, or for objects None or the fill, of memory that is not touched yet."""
+def zeros(count: int, dtype: np.dtype[Any], fill: Any) -> NDArray[Any] | ObjectChunks:
+    """Return zeros, or for objects None or the fill, of memory that is not touched yet; more than `count` if many."""
+    if count < RESERVED_FROM:
+        return np.zeros(count, dtype) if dtype.kind != "O" else np.empty(count, dtype)
     if dtype.kind == "O":
-        return ObjectChunks(room, fill) if room >= RESERVED_FROM else np.empty(room, dtype)
-    if room >= RESERVED_FROM:
-        reserved = reserved_zeros(_RESERVED if room <= _RESERVED else 4 * room, dtype)
-        if reserved is not None:
-            return reserved
-    return np.zeros(room, dtype)
+        return ObjectChunks(count, fill)
+    reserved = reserved_zeros(_RESERVED if count <= _RESERVED else 4 * count, dtype)
+    return np.zeros(2 * count, dtype) if reserved is None else reserved
 
 
 def reserved_zeros(count: int, dtype: DTypeLike) -> NDArray[Any] | None:
@@ -155,9 +154,9 @@ def reserved_zeros(count: int, dtype: DTypeLike) -> NDArray[Any] | None:
     return np.frombuffer(memory, dtype, count, offset)
 
 
-def reserved_memory(values: NDArray[Any]) -> mmap.mmap | None:
+def reserved_memory(values: NDArray[Any] | ObjectChunks) -> mmap.mmap | None:
     """Return the memory that values were reserved in, None for others."""
-    base: Any = values.base
+    base: Any = getattr(values, "base", None)
     base = base.obj if isinstance(base, memoryview) else base
     return base if isinstance(base, mmap.mmap) else None
 

@@ -93,9 +93,9 @@ class GroupTable:
         new = np.flatnonzero((slots < 0) & (counts > 0))
         if new.size:
             names = list(map(groups.names.__getitem__, new.tolist()))
-            slots[new] = taken = self.slots.take_all(new.size)
-            self._names.write(taken, names)
-            self.slot_of.add(names, taken.tolist())
+            slots[new] = taken = self.slots.take(new.size)
+            self._names.write(slots[new], names)
+            self.slot_of.add(names, taken)
             self.in_use = True
         of_rows = slots[groups.codes] if slots.size else np.full(groups.codes.size, NO_GROUP, np.int64)
         of_rows[groups.codes < 0] = NO_GROUP
@@ -145,7 +145,7 @@ class GroupTable:
         slots = distinct(slots[slots >= 0], self.slots.count)
         empty = slots[(self.cleared[slots] >= self.members[slots]) & (self._names[slots] != None)]  # noqa: E711  (of each)
         self.slot_of.remove(self._names[empty].tolist())
-        self.slots.give_up_all(empty)
+        self.slots.give_up(empty)
 
     def rebuild(self, *, in_use: bool) -> None:
         """Find out what follows from restored columns."""

@@ -12,16 +12,15 @@ A snapshot of a column copies nothing. A change of the column afterwards first k
 costs a copy of a few thousand values at most, however long the column is, and only while a snapshot is still read.
 
 `RowTable`: rows in order of their global index. A removed row stays as a gap until gaps outnumber rows; then they are
-closed. In a small table that is done at once, into new arrays. In a large one rows are moved to the front where they
-are, some with each step that adds or removes others, about twice as many as these: no step takes long, and the end is
-reached before the table has grown by much. A gap keeps its index, by which the rows around it are found; only what
-moved rows have left behind has none. No row is moved while a reader on another thread needs positions to stay
-(`pin_count`).
+closed: rows are moved to the front, some thousands with each step that adds or removes others, and about twice as many
+as these. So no step takes long, and the end is reached before the table has grown by much. A gap keeps its index, by
+which the rows around it are found; only what moved rows have left behind has none. No row is moved while a reader on
+another thread needs positions to stay (`pin_count`).
 
 Many rows at once are added in two parts: room for them is made in steps, between which everything else goes on, and
 the step that adds them has no more to write than what they have (`make_room`).
 
-`KeyIndex`: finds rows by their keys.
+`NameIndex`, `KeyIndex`: numbers by names, and rows by their keys.
 
 `SlotTable`: slots of things that come and go; a slot that is no longer used is used again.
 """
@@ -61,8 +60,7 @@ _LEAST_GAPS = 1024
 _FEW = 64
 _MARKED_SHARE = 16
 _NO_INDEX = -1  # of what rows have left behind as gaps are closed
-_AT_ONCE = 1 << 16  # rows up to which gaps are closed in one step
-_LEAST_CLOSED = 1 << 13  # rows that are looked at in a step, at least
+_LEAST_CLOSED = 1 << 14  # rows that are looked at in a step, at least
 _CLOSED_SHARE = 2  # and as many for each row that the step adds or removes
 _FIRST_NAMES: Final = 1 << 19  # names in one dict: to move them takes some 15 ms
 _PART_COUNT: Final = 256
@@ -139,12 +137,12 @@ class Column:
         is_blank: whether nothing was ever written, so that it has nothing but the fill.
     """
 
-    __slots__ = ("_array", "_memory", "_room", "_snapshots", "data", "fill", "is_blank")
+    __slots__ = ("_array", "_memory", "_snapshots", "data", "fill", "is_blank")
 
     def __init__(self, dtype: DTypeLike, fill: Any, capacity: int) -> None:
         self.fill = fill
         self._snapshots: list[weakref.ref[ColumnSnapshot]] = []
-        self._move(capacity, capacity, np.dtype(dtype))
+        self._move(capacity, np.dtype(dtype))
 
     def __getitem__(self, where: Any) -> Any:
         return self.data[where]
@@ -171,40 +169,29 @@ class Column:
         np.add.at(self._array, where, by)
         self.is_blank = False
 
-    def resize(self, capacity: int, kept: Any = None) -> None:
-        """Have room for `capacity` values, of which those `kept` stay, or all.
+    def resize(self, capacity: int) -> None:
+        """Have room for `capacity` values; those that there is none for had the fill, as have those that are new.
 
-        Growing copies nothing where the memory has room behind the column.
+        It copies nothing where the memory has room behind the column, or can be given back.
         """
-        if kept is None and self._array.size <= capacity <= self._room:
-            self._use(self._array.size, capacity)
-            return
-        old, is_blank = self.data, self.is_blank
-        self._move(capacity, capacity if kept is not None else max(capacity, 2 * self._array.size), old.dtype)
-        if not is_blank:
-            values = old if kept is None else old[kept]
-            self.write(slice(0, values.size), values)
-
-    def shrink(self, capacity: int, used: int) -> None:
-        """Have room for `capacity` values only, of which the first `used` stay; there is the fill beyond these.
-
-        It copies nothing where the memory behind can be given back.
-        """
-        memory = self._memory
-        if isinstance(memory, ObjectChunks):
-            memory.size = capacity
-        elif (reserved := reserved_memory(memory)) is not None:
+        memory, size = self._memory, self.data.size
+        reserved = reserved_memory(memory)
+        if capacity < size and reserved is not None:
             if self._snapshots:
                 self._keep(slice(capacity, None))
-            give_back(memory, reserved, capacity, self._array.size)
-            self._use(capacity, capacity)
-        else:
-            self.resize(capacity, slice(0, used))
+            give_back(self._array, reserved, capacity, size)
+        elif not isinstance(memory, ObjectChunks) and not size <= capacity <= memory.size:
+            old, is_blank = self.data[:capacity], self.is_blank
+            self._move(capacity, old.dtype)
+            if not is_blank:
+                self.write(slice(0, old.size), old)
+            return
+        self._use(min(size, capacity), capacity)
 
     def convert(self, dtype: DTypeLike) -> None:
         """Change the type of all values."""
         old = self.data
-        self._move(old.size, self._memory.size, np.dtype(dtype))
+        self._move(old.size, np.dtype(dtype))
         self.write(slice(0, old.size), old)
 
     def snapshot(self, size: int) -> ColumnSnapshot:
@@ -214,10 +201,10 @@ class Column:
         return snapshot
 
     def restore(self, snapshot: ColumnSnapshot) -> None:
-        """Take over the values of a snapshot; memory for blocks of nothing but the fill is left untouched."""
-        start = 0
+        """Take over the values of a snapshot; new memory for blocks of nothing but the fill is left untouched."""
+        start, is_new = 0, self.is_blank
         for block in snapshot.blocks():
-            if block.dtype.kind in "fO" or not bool((block == self.fill).all()):  # -0.0 is equal to 0.0
+            if not is_new or block.dtype.kind in "fO" or not bool((block == self.fill).all()):  # -0.0 is equal to 0.0
                 self.write(slice(start, start + block.size), block)
             start += block.size
 
@@ -228,10 +215,9 @@ class Column:
         if len(readers) < len(self._snapshots):
             self._snapshots = [weakref.ref(snapshot) for snapshot in readers]
 
-    def _move(self, capacity: int, room: int, dtype: np.dtype[Any]) -> None:
+    def _move(self, capacity: int, dtype: np.dtype[Any]) -> None:
         """Go on in other memory that has room for so many values; snapshots have the old one for themselves."""
-        self._memory = zeros(room, dtype, self.fill)
-        self._room = sys.maxsize if isinstance(self._memory, ObjectChunks) else self._memory.size
+        self._memory = zeros(capacity, dtype, self.fill)
         self._snapshots = []
         self.is_blank = True
         self._use(0, capacity)
@@ -253,7 +239,7 @@ class Column:
 def grown(capacity: int, least: int) -> int:
     """Return the capacity for at least so many values; large columns grow where they are, and so by little."""
     if least < RESERVED_FROM:
-        return max(least, 2 * capacity)
+        return max(least, 2 * capacity, _FIRST_CAPACITY)
     return -(-least // _GROWTH) * _GROWTH
 
 
@@ -307,7 +293,7 @@ class Table:
         unknown = snapshot.columns.keys() - self.columns.keys()
         if unknown:
             raise NewerVersionError(f"unknown columns {', '.join(map(repr, sorted(unknown)))}")
-        self._resize(max(_FIRST_CAPACITY, snapshot.size + snapshot.size // 4))
+        self._resize(grown(0, snapshot.size))
         self.count = snapshot.size
         for name, values in snapshot.columns.items():
             column = self.columns[name]
@@ -324,14 +310,9 @@ class Table:
                     column.clear(slice(start, min(start + _ROOM_STEP, self.count)))
                     yield
 
-    def _resize(self, capacity: int, kept: Where | None = None) -> None:
+    def _resize(self, capacity: int) -> None:
         for column in self.columns.values():
-            column.resize(capacity, kept)
-        self._capacity = capacity
-
-    def _shrink(self, capacity: int) -> None:
-        for column in self.columns.values():
-            column.shrink(capacity, self.count)
+            column.resize(capacity)
         self._capacity = capacity
 
 
@@ -339,12 +320,12 @@ class RowTable(Table):
     """Rows in order of insertion, looked up by global index.
 
     Attributes:
-        index: the global index of each row.
+        index: the global index of each row, also of those that there is room for.
         state: the state of each row, `CLEARED` where there is a gap.
         readable: columns that samplers, `where` and `order_by` find by name, as they find custom_meta.
     """
 
-    __slots__ = ("_closing", "_numbered", "index", "next_index", "pin_count", "present_count", "readable", "state")
+    __slots__ = ("_closing", "index", "next_index", "pin_count", "present_count", "readable", "state")
 
     def __init__(self) -> None:
         super().__init__()
@@ -353,9 +334,9 @@ class RowTable(Table):
         self.pin_count = 0  # readers on other threads that need positions to stay
         self.readable: dict[str, Column] = {}
         self._closing: tuple[int, int] | None = None  # where the next row goes, and where it is looked for
-        self._numbered = 0  # positions up to which rows that are still to come have their indexes
         self.index = self.column("index", np.int64, _NO_INDEX)
         self.state = self.column("state", np.uint8, CLEARED)
+        self._number(0)
 
     def column(self, name: str, dtype: DTypeLike, fill: Any, *, is_readable: bool = False) -> Column:
         """Declare a column, see `Table.column`.
@@ -379,13 +360,13 @@ class RowTable(Table):
         left = np.flatnonzero(self.index.data[: self.count] == _NO_INDEX)
         if left.size:
             self._closing = (int(left[0]), int(left[-1]) + 1)
+        self._number(self.count)
 
     def append(self, count: int, state: int = LIVE) -> slice:
         """Add rows and return their positions."""
         end = self.count + count
         if end > self._capacity:
-            self._resize(grown(self._capacity, end))
-        self._number(end)
+            self._grow(end)
         added = slice(self.count, end)
         self.state.write(added, state)
         self.count = end
@@ -396,31 +377,26 @@ class RowTable(Table):
     def make_room(self, count: int) -> Iterator[None]:
         """Make room for so many more rows in steps; other changes may be made between these.
 
-        At the end `append` finds the memory for what every row has, touched before, and the indexes in it: where memory
-        is touched for the first time the machine may have to find it.
+        At the end `append` finds the indexes of these rows written.
         """
-        while (end := self.count + count) > self._numbered:
-            start = max(self.count, self._numbered)
-            end = min(end, start + _ROOM_STEP)
-            if end > self._capacity:
-                self._resize(grown(self._capacity, end))
-            self._number(end)
-            self.state.write(slice(start, end), CLEARED)
+        while (end := self.count + count) > self._capacity:
+            self._grow(min(end, self._capacity + _ROOM_STEP))
             yield
 
     def return_room(self) -> None:
         """Give memory back that was made for rows which did not come."""
         if self._capacity > 2 * self.count + _ROOM_STEP:
-            self._shrink(max(_FIRST_CAPACITY, self.count))
-            self._numbered = 0
+            self._resize(grown(0, self.count))
 
-    def _number(self, end: int) -> None:
-        """Write the indexes of rows up to a position, as far as those that are still to come do not have them."""
-        start = max(self.count, self._numbered)
-        if start < end:
-            first = self.next_index + start - self.count
-            self.index.write(slice(start, end), np.arange(first, first + end - start))
-            self._numbered = end
+    def _grow(self, least: int) -> None:
+        start = self._capacity
+        self._resize(grown(start, least))
+        self._number(start)
+
+    def _number(self, start: int) -> None:
+        """Write the indexes of rows that are still to come, from a position on as far as there is room for them."""
+        first = self.next_index - self.count
+        self.index.write(slice(start, self._capacity), np.arange(first + start, first + self._capacity))
 
     def remove(self, positions: Indexes) -> None:
         """Remove rows, each given once. Positions of other rows change when the gaps are closed."""
@@ -441,18 +417,17 @@ class RowTable(Table):
         gaps = self.count - self.present_count
         if self._closing is None and (gaps < _LEAST_GAPS or gaps <= self.present_count):
             return
-        if self.count <= _AT_ONCE or not self.present_count:
-            kept = as_slice(self.present_positions()) if self.present_count else slice(0)
-            self._resize(max(_FIRST_CAPACITY, self.present_count * 3 // 2), kept)
-            self._closing, self._numbered, self.count = None, 0, self.present_count
-            return
         to, start = self._closing or (0, 0)
         end = min(self.count, start + max(_LEAST_CLOSED, _CLOSED_SHARE * changed_count))
-        to = self._move_rows(start, end, to)
+        if self.present_count:
+            to = self._move_rows(start, end, to)
+        else:
+            to, end = 0, self.count
         self._closing = (to, end)
         if end == self.count:
-            self._closing, self._numbered, self.count = None, 0, to
-            self._shrink(max(_FIRST_CAPACITY, to * 3 // 2))
+            self._closing, self.count = None, to
+            self._resize(grown(0, to))
+            self._number(to)
 
     def _move_rows(self, start: int, end: int, to: int) -> int:
         """Move the rows between two positions to positions from `to` on; return where they end."""
@@ -641,40 +616,21 @@ class SlotTable(Table):
         self.occupants = self.column(occupants, np.object_, None)
         self._free: list[int] = []
 
-    def take(self) -> int:
-        """Return a slot that is not in use."""
-        if self._free:
-            return self._free.pop()
-        if self.count == self._capacity:
-            self._resize(grown(self._capacity, self.count + 1))
-        self.count += 1
-        return self.count - 1
-
-    def take_all(self, count: int) -> Indexes:
-        """Return so many slots that are not in use."""
-        reused = min(count, len(self._free))
-        slots = np.empty(count, np.int64)
-        if reused:
-            slots[:reused] = self._free[-reused:]
-            del self._free[-reused:]
-        end = self.count + count - reused
-        if end > self._capacity:
-            self._resize(grown(self._capacity, end))
-        slots[reused:] = np.arange(self.count, end)
-        self.count = end
+    def take(self, count: int) -> list[int]:
+        """Return so many slots that are not in use, at least one."""
+        slots = self._free[-count:]
+        del self._free[-count:]
+        first, self.count = self.count, self.count + count - len(slots)
+        if self.count > self._capacity:
+            self._resize(grown(self._capacity, self.count))
+        slots += range(first, self.count)
         return slots
 
-    def give_up_all(self, slots: Indexes) -> None:
+    def give_up(self, slots: Indexes) -> None:
         """Give slots up, each named once, and what the columns have of them."""
         for column in self.columns.values():
             column.clear(slots)
         self._free += slots.tolist()
-
-    def give_up(self, slot: int) -> None:
-        """Give a slot up, and what the columns have of it."""
-        for column in self.columns.values():
-            column.write(slot, column.fill)
-        self._free.append(slot)
 
     def rebuild(self) -> None:
         """Find out which restored slots are free."""
