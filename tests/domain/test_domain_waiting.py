@@ -93,6 +93,20 @@ async def test_a_line_skips_those_who_have_left():
     assert not queue
 
 
+async def test_a_line_has_its_turn_once_no_line_before_it_has_a_head_start():
+    queue, loop = WaitQueue(), asyncio.get_running_loop()
+    waiters = [Waiter(asks(batch_size=size), loop.create_future()) for size in (1, 2, 3)]
+    first, second, third = (queue.join(waiter, NOT_LOOKED) for waiter in waiters)
+    queue.head_starts = {line: loop.call_soon(int) for line in (second, first)}
+    for line in (third, first):
+        queue.put(line)
+    assert queue.pop() is None  # also the first has its plan under way, not its turn
+    del queue.head_starts[first]
+    assert (queue.pop(), queue.pop()) == (first, None)
+    waiters[1].expire()  # nobody is there any more whom the plan could serve
+    assert queue.pop() is third
+
+
 async def test_ranks_of_one_plan_are_answered_a_few_a_turn(bench):
     calls = [bench.ask((rank, MANY, 0), batch_size=1) for rank in range(MANY)]
     await turns()

@@ -140,10 +140,10 @@ class Planner:
             return recorded
         if self._gone is not None:
             raise self._gone()
-        found: Found = NOT_LOOKED
-        if self._is_next(request):
-            with contextlib.suppress(MustBeAwaited):
-                found = self._search.plan_inline(request)
+        try:
+            found = self._search.plan_inline(request) if self._is_next(request) else NOT_LOOKED
+        except MustBeAwaited:
+            found = NOT_LOOKED
         if isinstance(found, NoPlan) and not isinstance(found, EndFound):
             return await self._wait(request, found, max_wait_seconds)
         if request.rank is None:
