@@ -165,6 +165,22 @@ def test_what_names_took_that_are_gone_is_given_back_step_by_step(monkeypatch):
     assert index.find(names[-11:]).tolist() == [-1, *range((1 << 16) - 10, 1 << 16)]
 
 
+def test_a_start_has_one_dict_that_grows_no_more_and_is_not_copied_while_it_is_large(monkeypatch):
+    monkeypatch.setattr(table_module, "_FIRST_NAMES", 1 << 10)
+    index, names = NameIndex(), [f"name {number}" for number in range(1 << 16)]
+    index.fill(names, range(1 << 16))
+    first = index._dicts[0]
+    index.add(["one more"], [1 << 16])
+    assert (len(first), len(index)) == (1 << 16, (1 << 16) + 1)
+    assert index.find(["one more", names[-1], "none"]).tolist() == [1 << 16, (1 << 16) - 1, -1]
+    index.remove(names[: -2 << 10])
+    for name in names[-2 << 10 :]:
+        assert index._dicts[0] is first or len(first) <= 1 << 10
+        index.remove([name])
+    assert index._dicts[0] is not first
+    assert list(index) == ["one more"]
+
+
 def test_a_name_more_makes_one_small_dict_of_many_larger(monkeypatch):
     """What is moved at once, as dicts grow, is a small share of all names."""
     monkeypatch.setattr(table_module, "_FIRST_NAMES", 1 << 10)

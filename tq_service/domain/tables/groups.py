@@ -153,7 +153,7 @@ class GroupTable:
         self.slots.rebuild()
         names = self._names[: self.slots.count]
         slots = np.flatnonzero(names != None)  # noqa: E711  (of each)
-        self.slot_of.add(names[slots].tolist(), slots.tolist())
+        self.slot_of.fill(names[slots].tolist(), slots.tolist())
 
 
 def _too_many(name: str, have: int, limit: int, count: int) -> PreconditionError:

@@ -537,6 +537,10 @@ class NameIndex(Collection[str]):
             map(dict.__setitem__, self._parts_of(names), names, numbers), maxlen=0
         )  # without a step in Python for each
 
+    def fill(self, names: Sequence[str], numbers: Iterable[int]) -> None:
+        """Enter all names of a start: one dict takes them the soonest, and one that is large then grows no more."""
+        self._dicts[0].update(zip(names, numbers, strict=True))
+
     def remove(self, names: Sequence[str]) -> None:
         """Forget names."""
         self._ask(dict.pop, names)
@@ -544,7 +548,8 @@ class NameIndex(Collection[str]):
             self._dicts = [{}]
         self._looked_at = number = (self._looked_at + 1) % len(self._dicts)
         some = self._dicts[number]
-        if sys.getsizeof(some) > _GAPS_FROM_BYTES + _MOST_BYTES_A_NAME * len(some):
+        is_mostly_gaps = sys.getsizeof(some) > _GAPS_FROM_BYTES + _MOST_BYTES_A_NAME * len(some)
+        if is_mostly_gaps and len(some) <= _FIRST_NAMES:
             self._dicts[number] = dict(some)  # what was taken out of a dict leaves a gap there, but not in a copy
 
     def free(self) -> Iterator[None]:
@@ -599,7 +604,7 @@ class KeyIndex(NameIndex):
         """Enter the keys of restored rows."""
         keys = self.column.data[: self._table.count]
         rows = np.flatnonzero(keys != None)  # noqa: E711  (of each)
-        self.add(keys[rows].tolist(), self._table.index.data[rows].tolist())
+        self.fill(keys[rows].tolist(), self._table.index.data[rows].tolist())
 
 
 class SlotTable(Table):
