@@ -3,7 +3,7 @@
 The service runs in this process, and so does what watches its event loop: a short sleep, again and again. The client is
 another process, lest its own work is measured. A stop is how long the loop did something else, by the clock and by the
 processor that its thread took, which other processes of the machine do not add to. With keys the partition is filled by
-writes of 16,384 keyed samples, over which all tables and the index of keys grow.
+writes of 8,192 keyed samples, over which all tables and the index of keys grow.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.controller_service_pb2_grpc import ControllerServiceStub
 
 _STEP: Final = 1 << 16
-_KEYED_STEP: Final = 1 << 14
+_KEYED_STEP: Final = 1 << 13
 _ROWS, _QUICK_ROWS = 1 << 24, 1 << 18
 _FEWER_ROWS: Final = 1_000_000
 _WRITES_BESIDE: Final = 8
@@ -121,9 +121,9 @@ async def _with_keys(watch: _Watch, rows: int) -> None:
     inserts = [partial(_insert, row_count=_KEYED_STEP, keys_from=start) for start in range(0, rows, _KEYED_STEP)]
     await watch.call(f"inserts of {_KEYED_STEP:,} with keys, from none to {rows:,}", *inserts)
     middle = rows // 2  # the first keys are found sooner than others
-    starts = range(middle, middle + _WRITES_BESIDE * _STEP, _STEP)
-    clears = [partial(_clear_samples, start=start, row_count=_STEP) for start in starts]
-    await watch.call(f"clear_samples of {_STEP:,} of {rows:,} with keys", *clears)
+    starts = range(middle, middle + _WRITES_BESIDE * _KEYED_STEP, _KEYED_STEP)
+    clears = [partial(_clear_samples, start=start, row_count=_KEYED_STEP) for start in starts]
+    await watch.call(f"clear_samples of {_KEYED_STEP:,} of {rows:,} with keys", *clears)
     await watch.call(f"clear_partition of {rows:,} with keys", _clear_partition)
 
 
