@@ -231,7 +231,7 @@ def test_room_set_aside_is_given_up_first(
             commit_each(journal, [b"a clear"])
             assert not reserve.exists()
             assert journal.is_disk_low
-            assert "4 MiB that were set aside are given up" in caplog.text
+            assert "4 MiB that were reserved are released" in caplog.text
         assert journal.is_disk_low  # this has a thread look
         wait_for_worker(journal)
         assert not journal.is_disk_low

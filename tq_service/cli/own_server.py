@@ -24,7 +24,7 @@ _DOOR_VARIABLES = [
 def own_server(*flags: str) -> Iterator[str]:
     """Run `tq-service serve` as a process of its own on a free port; yield its address, stop it at the end.
 
-    What the environment says about TLS and tokens is set aside meanwhile.
+    What the environment says about TLS and tokens is not used meanwhile.
     """
     with door_set_aside(), _running(*flags) as address:
         yield address

@@ -19,7 +19,7 @@ from tq_service.errors import SnapshotDamagedError
 _MAGIC: Final = b"tqrecs02"
 _BUFFER_BYTES: Final = 1 << 20
 _SPARE_BYTES: Final = 2 * RESERVE_BYTES
-"""What is left free of the disk, so that changes can be written down beside it, and room be set aside for them."""
+"""What is left free of the disk, so that changes can be written down beside it, and space be reserved for them."""
 Each = TypeVar("Each")
 
 

@@ -375,7 +375,7 @@ class SegmentLog:
             raise self._failure from error
 
     def _with_reserve(self, write: Callable[[], T]) -> T:
-        """Write, and once more where that fails and there was space set aside."""
+        """Write, and once more where that fails and there was reserved space."""
         try:
             return write()
         except OSError:
@@ -398,11 +398,11 @@ class EmergencyDiskReserve:
     May be used by any thread.
 
     Attributes:
-        is_there: whether there is space set aside.
+        is_there: whether the space is reserved.
     """
 
     def __init__(self, path: Path) -> None:
-        """Nothing is set aside yet; see `fill`."""
+        """Nothing is reserved yet; see `fill`."""
         self._path = path
         self._lock = threading.Lock()
         self.is_there = path.exists() and path.stat().st_size == RESERVE_BYTES
@@ -416,7 +416,7 @@ class EmergencyDiskReserve:
                 with self._path.open("wb") as file:
                     os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
             except OSError as error:
-                _log.warning("no space can be set aside in the data dir: %s", error)
+                _log.warning("no space can be reserved in the data dir: %s", error)
                 self._path.unlink(missing_ok=True)
             else:
                 self.is_there = True
@@ -428,7 +428,7 @@ class EmergencyDiskReserve:
             self._path.unlink(missing_ok=True)
         if was_there:
             _log.error(
-                "the disk of the data dir is full; %d MiB that were set aside are given up, so that clears can still "
+                "the disk of the data dir is full; %d MiB that were reserved are released, so that clears can still "
                 "be written down: free space",
                 RESERVE_BYTES >> 20,
             )
