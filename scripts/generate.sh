@@ -16,6 +16,9 @@ PATH="$PWD/$tools/bin:$PATH" "$tools/bin/python" -m grpc_tools.protoc -I protos 
 echo '"""Generated from protos/ by scripts/generate.sh; not written by hand."""' > "$out/tq_service/v1/__init__.py"
 if [ "${1:-}" = --check ]; then
   diff -r -x __pycache__ "$out/tq_service/v1" tq_service/v1 || { echo "tq_service/v1 is stale: run 'make generate'" >&2; exit 1; }
+  # The rules of methods can be read with the oldest protobuf, too.
+  "$tools/bin/python" -c 'from tq_service.server.rpc.method_table import METHODS
+assert METHODS and not [name for name, method in METHODS.items() if not method.roles and not method.is_open]'
 else
   mkdir -p tq_service/v1
   find tq_service/v1 -type f -delete
