@@ -8,13 +8,10 @@ import pytest
 
 import tq_service as tq
 from tq_service import errors
-from tq_service.v1 import controller_service_pb2, storage_service_pb2
+from tq_service.server.rpc.method_table import METHODS
 from tq_service.wire.error_table import ERROR_TABLE
 
 ROOT = Path(__file__).parents[2]
-
-# Between services only.
-INTERNAL_CALLS = {"RegisterStorage", "ConfirmPut", "KeepPuts", "FreeCells"}
 
 
 def public_methods(kind):
@@ -43,11 +40,8 @@ def test_every_method_takes_a_timeout_and_says_what_it_does(kind):
 
 
 def test_every_call_of_the_service_has_a_method():
-    services = [
-        controller_service_pb2.DESCRIPTOR.services_by_name["ControllerService"],
-        storage_service_pb2.DESCRIPTOR.services_by_name["StorageService"],
-    ]
-    calls = {method.name for service in services for method in service.methods} - INTERNAL_CALLS
+    calls = {method.short_name for method in METHODS.values() if method.name.startswith("/tq_service.")}
+    calls -= {method.short_name for method in METHODS.values() if method.is_internal}
     source = "".join(path.read_text() for path in (ROOT / "tq_service/client/_sync").glob("*.py"))
     unary = set(re.findall(r"(?:to|endpoint)\.(?:controller|storage)\.(\w+)", source))
     streamed = {name.title() for name in re.findall(r"endpoint\.(put|get)\b", source)}

@@ -22,7 +22,7 @@ from recording_proxy import RecordingProxy
 
 import tq_service as tq
 from tq_service.server.internal_secret import INTERNAL_KEY, InternalSecret, own_secret_path
-from tq_service.server.permissions import rules
+from tq_service.server.rpc.method_table import METHODS as TABLE
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import storage_service_pb2 as storage_pb
 from tq_service.v1.controller_service_pb2_grpc import ControllerServiceStub
@@ -35,12 +35,16 @@ SERVICES: list[ServiceDescriptor] = [
     pb.DESCRIPTOR.services_by_name["ControllerService"],
     storage_pb.DESCRIPTOR.services_by_name["StorageService"],
 ]
-RULES = rules(lambda _put_id: None)
 
 
 def is_internal(method: MethodDescriptor) -> bool:
     """Whether it is for other services alone."""
-    return RULES[path_of(method)].is_internal
+    return TABLE[path_of(method)].is_internal
+
+
+def changes_state(method: MethodDescriptor) -> bool:
+    """Whether it may change what others see."""
+    return TABLE[path_of(method)].changes_state
 
 
 def path_of(method: MethodDescriptor) -> str:

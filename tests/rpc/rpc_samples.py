@@ -11,6 +11,7 @@ import torch
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 from live_server import AnyClient, LiveServer
+from rpc_methods import DESCRIBED, shape_of
 
 import tq_service as tq
 from tq_service.wire.error_table import code_of, status_from_trailers
@@ -99,13 +100,12 @@ def call_raw(
     server: LiveServer, method: str, messages: Iterable[bytes], timeout: float = 20.0, metadata: Any = None
 ) -> bytes:
     """Send bytes as the messages of a call."""
-    channel = server.channel
-    if method == "/tq_service.v1.StorageService/Put":
-        return channel.stream_unary(method)(iter(messages), timeout=timeout)
-    (message,) = messages
-    if method == "/tq_service.v1.StorageService/Get":
-        return b"".join(channel.unary_stream(method)(message, timeout=timeout))
-    return channel.unary_unary(method)(message, timeout=timeout, metadata=metadata)
+    described = DESCRIBED[method]
+    make = getattr(server.channel, shape_of(described))(method)
+    answer = make(
+        iter(messages) if described.client_streaming else next(iter(messages)), timeout=timeout, metadata=metadata
+    )
+    return b"".join(answer) if described.server_streaming else answer
 
 
 def still_works(client: AnyClient) -> None:

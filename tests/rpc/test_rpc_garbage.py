@@ -10,19 +10,15 @@ import grpc
 import pytest
 from google.protobuf.message import Message
 from live_server import LiveServer, StartServer
+from rpc_methods import CONTROLLER, DESCRIBED, INTERNAL, STORAGE
 from rpc_samples import call_raw, new_id, put_train, reason_of, snapshot, still_works
 
 import tq_service as tq
-from tq_service.server.permissions import rules
 from tq_service.v1 import controller_service_pb2 as controller_pb
 from tq_service.v1 import metadata_pb2, storage_service_pb2
 
 CODE = grpc.StatusCode
-CONTROLLER = controller_pb.DESCRIPTOR.services_by_name["ControllerService"]
-STORAGE = storage_service_pb2.DESCRIPTOR.services_by_name["StorageService"]
-METHODS = [f"/{service.full_name}/{method.name}" for service in (CONTROLLER, STORAGE) for method in service.methods]
-INTERNAL = [name for name, rule in rules(lambda _put_id: None).items() if rule.is_internal]
-PUBLIC = [name for name in METHODS if name not in INTERNAL]
+PUBLIC = [name for name in DESCRIBED if name not in INTERNAL]
 GARBAGE = [
     b"\xff" * 40,
     b"\x0a\xff\xff\xff\xff\x0f",
@@ -40,7 +36,7 @@ def internal_server(start_server: StartServer) -> Callable[[str], LiveServer]:
     """Returns a server that has an internal method."""
 
     def start(method: str) -> LiveServer:
-        if CONTROLLER.full_name in method:
+        if method.startswith(CONTROLLER):
             return start_server(role="controller")
         return start_server(role="storage", controller="127.0.0.1:1")
 
@@ -63,8 +59,7 @@ def test_garbled_calls_between_services_never_end_in_an_internal_error(
     internal_server: Callable[[str], LiveServer],
 ) -> None:
     random_ = random.Random(7)
-    storage = f"/{STORAGE.full_name}/"
-    server = internal_server(storage)
+    server = internal_server(STORAGE)
     cells = storage_service_pb2.PutCells(put_id=new_id(), field_names=["x"], first_rows=[0], row_counts=[2])
     boot_id = server.app._engine.boot_id
     for name, request in {
@@ -75,7 +70,7 @@ def test_garbled_calls_between_services_never_end_in_an_internal_error(
         for _ in range(25):
             try:
                 call_raw(
-                    server, storage + name, [garbled(random_, request.SerializeToString())], metadata=server.as_service
+                    server, STORAGE + name, [garbled(random_, request.SerializeToString())], metadata=server.as_service
                 )
             except grpc.RpcError as error:
                 call: Any = error
@@ -178,12 +173,12 @@ def test_garbled_requests_never_end_in_an_internal_error(server: LiveServer) -> 
     client = server.client()
     random_ = random.Random(7)
     for name in requests_of_all_methods(put_train(client)):
-        service = STORAGE if name in STORAGE.methods_by_name else CONTROLLER
+        (method,) = (full for full in PUBLIC if DESCRIBED[full].name == name)
         for _ in range(25):
             meta = client.lookup_samples("train", ["k0"])[0] if client.list_partitions("train") else put_train(client)
             message = garbled(random_, requests_of_all_methods(meta)[name].SerializeToString())
             try:
-                call_raw(server, f"/{service.full_name}/{name}", [message])
+                call_raw(server, method, [message])
             except grpc.RpcError as error:
                 call: Any = error
                 # A garbled name may be that of a storage service which has yet to announce itself.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
 import logging
@@ -17,26 +18,20 @@ import pytest
 from certificates import add_token, bearer, replace
 from google.protobuf.message import Message
 from live_server import LiveServer, StartServer
+from rpc_methods import CONTROLLER, DESCRIBED, INTERNAL, STORAGE, call
 from rpc_samples import new_id, reason_of
 
 import tq_service as tq
 from tq_service.errors import InvalidArgumentError
 from tq_service.server.audit import LOGGER_NAME, AuditLine
-from tq_service.server.permissions import OPEN_METHODS, rules
+from tq_service.server.rpc.adapter import Services
+from tq_service.server.rpc.method_table import METHODS
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import metadata_pb2
 from tq_service.v1 import storage_service_pb2 as storage_pb
 
 KEY = "tq-internal"
 SECRET = b"0123456789abcdef0123456789abcdef"
-RULES = rules(lambda _put_id: None)
-METHODS = {
-    f"/{service.full_name}/{method.name}": method
-    for file in (pb.DESCRIPTOR, storage_pb.DESCRIPTOR)
-    for service in file.services_by_name.values()
-    for method in service.methods
-}
-INTERNAL = [name for name in METHODS if RULES[name].is_internal]
 TOPOLOGIES = ("all", "all tokens", "all tokens service", "split", "split tokens", "split file", "split file tokens")
 CODE = grpc.StatusCode
 
@@ -59,11 +54,11 @@ class Topology:
     tokens: list[str]
 
     def server_of(self, method: str) -> LiveServer:
-        return self.controller if "/tq_service.v1.ControllerService/" in method else self.storage
+        return self.controller if method.startswith(CONTROLLER) else self.storage
 
     def is_served(self, method: str) -> bool:
         """Whether somebody could need it: the embedded storage is used without calls."""
-        return self.controller is not self.storage or "/tq_service.v1.ControllerService/" in method
+        return self.controller is not self.storage or method.startswith(CONTROLLER)
 
     def state(self) -> tuple[object, ...]:
         """Return all that clients see, and which storage services a put may go to."""
@@ -81,7 +76,7 @@ class Topology:
 
     def request_of(self, method: str) -> Message:
         """Return a request that would do harm, if it were let in."""
-        kind = METHODS[method].input_type
+        kind = DESCRIBED[method].input_type
         message = kind._concrete_class()
         for field, value in {
             "boot_id": self.storage.app._engine.boot_id,
@@ -100,22 +95,10 @@ class Topology:
         return message
 
 
-def call(server: LiveServer, name: str, request: Message, metadata: Any = None) -> Any:
-    method = METHODS[name]
-    kind = ("stream" if method.client_streaming else "unary") + "_" + ("stream" if method.server_streaming else "unary")
-    make = getattr(server.channel, kind)(
-        name,
-        request_serializer=lambda message: message.SerializeToString(),
-        response_deserializer=method.output_type._concrete_class.FromString,
-    )
-    answer = make(iter([request]) if method.client_streaming else request, timeout=20, metadata=metadata)
-    return list(answer) if method.server_streaming else answer
-
-
 def code_of(server: LiveServer, name: str, request: Message, metadata: Any = None) -> Any:
     """Return how a call ends: the error, None where it is answered."""
     try:
-        call(server, name, request, metadata)
+        call(server.channel, name, request, metadata)
     except grpc.RpcError as error:
         return error
     return None
@@ -184,11 +167,9 @@ def test_no_client_gets_through_and_nothing_changes(topology: Topology) -> None:
 
 def test_services_get_through(topology: Topology) -> None:
     request = storage_pb.FreeCellsRequest(boot_id=new_id())
-    error = code_of(
-        topology.storage, "/tq_service.v1.StorageService/FreeCells", request, topology.controller.as_service
-    )
+    error = code_of(topology.storage, STORAGE + "FreeCells", request, topology.controller.as_service)
     assert (error is None) == (topology.storage is not topology.controller)
-    name = "/tq_service.v1.ControllerService/RegisterStorage"
+    name = CONTROLLER + "RegisterStorage"
     error = code_of(topology.controller, name, pb.RegisterStorageRequest(), topology.storage.as_service)
     assert (error.code(), reason_of(error)) == (CODE.INVALID_ARGUMENT, "INVALID_ARGUMENT")  # it was read
 
@@ -196,8 +177,8 @@ def test_services_get_through(topology: Topology) -> None:
 def test_an_embedded_storage_serves_no_internal_methods_to_services_either(start_server: StartServer) -> None:
     server = start_server()
     for method in INTERNAL:
-        if "/tq_service.v1.StorageService/" in method:
-            error = code_of(server, method, METHODS[method].input_type._concrete_class(), server.as_service)
+        if method.startswith(STORAGE):
+            error = code_of(server, method, DESCRIBED[method].input_type._concrete_class(), server.as_service)
             assert error.code() is CODE.UNIMPLEMENTED
 
 
@@ -205,7 +186,7 @@ def test_a_service_for_all_without_a_secret_takes_no_others(
     start_server: StartServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = start_server(host="0.0.0.0", insecure=True)
-    name = "/tq_service.v1.ControllerService/RegisterStorage"
+    name = CONTROLLER + "RegisterStorage"
     assert code_of(server, name, pb.RegisterStorageRequest()).code() is CODE.UNIMPLEMENTED
     replace(tmp_path / "secret", SECRET)
     start_server(role="storage", controller=server.address, internal_secret_file=str(tmp_path / "secret"))
@@ -224,7 +205,7 @@ def test_refusals_are_in_the_audit_log(
         add_token(tmp_path / "tokens.toml", "boss", ["admin"])
         settings["tokens_file"] = str(tmp_path / "tokens.toml")
     server = start_server(role="controller", **settings)
-    name = "/tq_service.v1.ControllerService/RegisterStorage"
+    name = CONTROLLER + "RegisterStorage"
     error = code_of(server, name, pb.RegisterStorageRequest(), None if proof is None else ((KEY, proof),))
     assert error.code() is CODE.UNAUTHENTICATED
     (line,) = [vars(record)["audit"] for record in caplog.records if record.name == LOGGER_NAME]
@@ -242,12 +223,10 @@ def test_refusals_are_in_the_audit_log(
 
 
 def test_a_method_without_a_rule_is_refused_without_tokens_too(start_server: StartServer, monkeypatch: Any) -> None:
+    method = CONTROLLER + "Insert"
+    without = {name: known for name, known in METHODS.items() if name != method}
+    monkeypatch.setattr("tq_service.server.app.Services", functools.partial(Services, methods=without))
     server = start_server()
-    door = server.app._boundary.door
-    method = "/tq_service.v1.ControllerService/Insert"
-    assert method not in OPEN_METHODS
-    monkeypatch.delitem(door._rules, method)
-    monkeypatch.setattr(door, "_for_clients", door._for_clients - {method})
     assert code_of(server, method, pb.InsertRequest()).code() is CODE.UNAUTHENTICATED
     error = code_of(server, method, pb.InsertRequest(), server.as_service)
     assert error.code() is CODE.PERMISSION_DENIED
@@ -274,7 +253,7 @@ def test_a_storage_service_with_another_secret_says_so_once(
 def test_a_secret_that_is_replaced_is_followed_while_puts_go_on(
     start_server: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tq_service.server.entrance._LOOK_SECONDS", 0.02)
+    monkeypatch.setattr("tq_service.server.listener._LOOK_SECONDS", 0.02)
     monkeypatch.setattr("tq_service.server.internal_secret._SEND_OLD_SECONDS", 0.3)
     secret = tmp_path / "secret"
     replace(secret, SECRET)
@@ -316,6 +295,6 @@ def test_a_refusal_of_the_storage_service_is_no_fault_of_the_client(
     until(lambda: controller.app._storages.count == 1)
     client = controller.client(timeout=1.0)
     client.put({"x": np.arange(4)}, partition_id="train")
-    monkeypatch.setattr(storage.app._entrance.credentials.secret, "_proof", "0" * 64)
+    monkeypatch.setattr(storage.app._listener.credentials.secret, "_proof", "0" * 64)
     with pytest.raises(tq.UnavailableError, match="does not let its controller in"):
         client.put({"x": np.arange(4)}, partition_id="train")

@@ -13,9 +13,9 @@ from tq_service.domain.catalog import Catalog
 from tq_service.domain.tables.cells import live_cells
 from tq_service.errors import PutNotFoundError
 from tq_service.server import heartbeat
-from tq_service.server.call_limits import WaitingCalls
 from tq_service.server.commits import Commits
 from tq_service.server.controller_servicer import ControllerServicer
+from tq_service.server.rpc.limits import WaitingCalls
 from tq_service.server.storage_servicer import StorageServicer
 from tq_service.server.storages import StorageDirectory
 from tq_service.storage.cells import ReadRuns

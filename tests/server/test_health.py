@@ -10,20 +10,26 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tq_service.config import ServeSettings
 from tq_service.errors import DiskFullError
 from tq_service.server.app import App
-from tq_service.server.call_limits import RunningCalls
-from tq_service.server.error_boundary import ErrorBoundary
 from tq_service.server.health import Health
+from tq_service.server.rpc.adapter import Services
+from tq_service.server.rpc.durability import DurableAnswers
+from tq_service.server.rpc.errors import ErrorStatuses
+from tq_service.server.rpc.limits import RunningCalls
+from tq_service.server.rpc.method_table import Method
 
 Status = health_pb2.HealthCheckResponse
 NAMES = ["", "one", "two"]
 
 
+class WholeDisk:
+    has_unflushed = is_failing = is_disk_low = False
+
+
 @contextlib.asynccontextmanager
 async def serving(health, calls=None, state=None):
     server = grpc.aio.server()
-    boundary = ErrorBoundary(server, calls)
-    boundary.state = state
-    health_pb2_grpc.add_HealthServicer_to_server(health, boundary)
+    middleware = [ErrorStatuses(), calls or RunningCalls(), DurableAnswers(state or WholeDisk())]
+    health_pb2_grpc.add_HealthServicer_to_server(health, Services(server, middleware))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -49,9 +55,9 @@ async def test_services_do_not_serve_before_they_say_so_nor_after_the_drain():
 
 
 class FullDisk:
-    is_behind = is_stuck = is_short = True
+    has_unflushed = is_failing = is_disk_low = True
 
-    async def durable(self):
+    async def wait_durable(self):
         raise DiskFullError("the disk is full: free space")
 
 
@@ -133,7 +139,7 @@ async def test_watches_do_not_count_as_calls_of_others():
         watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(2)]
         assert [(await watch.read()).status for watch in watches] == [Status.NOT_SERVING] * 2
         assert calls.count == 0
-        assert not calls.is_full
+        assert calls.admit(Method(name="/test/Other"), None) is None
         for watch in watches:
             watch.cancel()
 

@@ -22,17 +22,20 @@ from tq_service.errors import ServiceFailedError, TqError
 from tq_service.samplers import PlanRunner, SamplerRegistry
 from tq_service.server import answers
 from tq_service.server.background import regularly
-from tq_service.server.call_limits import RunningCalls, WaitingCalls
 from tq_service.server.checkpoints import Checkpoints
 from tq_service.server.commits import Commits
 from tq_service.server.controller_servicer import ControllerServicer
 from tq_service.server.embedded_storage import EmbeddedStorage
-from tq_service.server.entrance import Entrance
-from tq_service.server.error_boundary import ErrorBoundary
 from tq_service.server.handover import HandoverServer, make_private
 from tq_service.server.health import Health
 from tq_service.server.heartbeat import announce_storage
-from tq_service.server.permissions import unserved_methods
+from tq_service.server.listener import Listener
+from tq_service.server.rpc.adapter import Services
+from tq_service.server.rpc.durability import DurableAnswers
+from tq_service.server.rpc.errors import ErrorStatuses
+from tq_service.server.rpc.limits import RunningCalls, WaitingCalls
+from tq_service.server.rpc.method_table import unserved_methods
+from tq_service.server.rpc.middleware import Middleware
 from tq_service.server.storage_servicer import SERVICE as STORAGE_SERVICE
 from tq_service.server.storage_servicer import StorageServicer
 from tq_service.server.storages import StorageDirectory
@@ -60,7 +63,7 @@ class App:
 
     def __init__(self, settings: ServeSettings) -> None:
         self._settings = settings
-        self._entrance = Entrance(settings)
+        self._listener = Listener(settings)
         self._health = Health()
         self._waiting = WaitingCalls(settings.max_waiting_calls, settings.max_waiting_calls_per_client)
         self.supervisor = Supervisor()
@@ -88,7 +91,11 @@ class App:
             ],
         )
         self._calls = RunningCalls(settings.max_calls)
-        self._boundary: Any = ErrorBoundary(self._server, self._calls)  # what generated code takes for a server
+        self._middleware: list[Middleware] = [
+            ErrorStatuses(),
+            self._calls,
+            self._listener.access_control(self._partition_of),
+        ]
         self.port = 0
 
     async def start(self) -> None:
@@ -103,14 +110,8 @@ class App:
         """
         settings = self._settings
         if settings.controller is not None:
-            self._entrance.credentials.check_target(settings.controller)
-        self.port = self._entrance.listen(self._server)
-        self._boundary.door = self._entrance.door(self._partition_of)
-        self._boundary.unserved = unserved_methods(
-            has_controller=settings.role != "storage",
-            has_storage=settings.role != "controller",
-            takes_services=self._entrance.takes_services,
-        )
+            self._listener.credentials.check_target(settings.controller)
+        self.port = self._listener.listen(self._server)
         if settings.data_dir is not None:
             self._state_store = StateStore.open(
                 settings.data_dir,
@@ -118,26 +119,29 @@ class App:
                 accept_loss=settings.accept_journal_loss,
             )
             self._state_store.fatal = self.supervisor.fatal
-            self._boundary.state = self._state_store
-        services = self._add_services()
+            # The last, so that who is not let in neither waits for a disk nor learns how it is.
+            self._middleware.append(DurableAnswers(self._state_store))
+        unserved = unserved_methods(role=settings.role, takes_services=self._listener.takes_services)
+        server: Any = Services(self._server, self._middleware, unserved=unserved)  # what generated code takes for one
+        services = self._add_services(server)
         if self._state_store is not None:
             self._recover(self._state_store)
         self._health.add(("", *services))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._boundary)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         if settings.reflection:
             # These take a twentieth of the start and are rarely used.
             from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc  # noqa: PLC0415
 
             names = (*services, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
             servicer = reflection.aio.ReflectionServicer(names)
-            reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, self._boundary)
+            reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)
         await self._server.start()
         # One bad round of either is logged, and the next one comes: rounds do not depend on each other.
-        self.supervisor.start("following the files of certificate and tokens", self._entrance.watch())
+        self.supervisor.start("following the files of certificate and tokens", self._listener.watch())
         self.supervisor.start("housekeeping", regularly(_HOUSEKEEPING_SECONDS, self._keep_house))
         self._health.serve()
 
-    def _add_services(self) -> list[str]:
+    def _add_services(self, server: Any) -> list[str]:
         settings = self._settings
         services = []
         address = settings.advertised_address(self.port)
@@ -148,7 +152,7 @@ class App:
         controller = None
         if settings.role != "storage":
             controller = self._controller(address)
-            add_ControllerServiceServicer_to_server(controller, self._boundary)
+            add_ControllerServiceServicer_to_server(controller, server)
             services.append(CONTROLLER_SERVICE)
         if self._engine is not None:
             storage = StorageServicer(
@@ -161,9 +165,9 @@ class App:
                 max_puts=settings.max_puts,
                 max_uncommitted_puts=settings.max_uncommitted_puts,
             )
-            self._boundary.add_generic_rpc_handlers((storage.handler(),))
+            server.add_generic_rpc_handlers((storage.handler(),))
             if settings.controller is not None:
-                announcing = announce_storage(self._engine, address, settings.controller, self._entrance.credentials)
+                announcing = announce_storage(self._engine, address, settings.controller, self._listener.credentials)
                 self.supervisor.start("announcing this storage service to its controller", announcing)
         return services
 
@@ -245,7 +249,7 @@ class App:
         self._storages = StorageDirectory(
             embedded,
             HEARTBEAT_SECONDS,
-            self._entrance.credentials,
+            self._listener.credentials,
             snapshot_cells=self._catalog.snapshot_cells,
             boot_id=None if self._state_store is None else self._state_store.data_dir.identity.controller_boot_id,
             after_durable=_at_once if self._state_store is None else self._state_store.after_durable,
@@ -295,7 +299,7 @@ class App:
         await asyncio.wait((self._stop_server(None),), timeout=_ABORT_SECONDS)
         if self._handover is not None:
             self._handover.close()
-        self._entrance.close()
+        self._listener.close()
 
     async def stop(self, grace_seconds: float) -> None:
         """Drain: say so to health checks, end the waits, let running calls finish, then stop."""
@@ -310,7 +314,7 @@ class App:
         if self._handover is not None:
             self._handover.close()
         await self.supervisor.stop()
-        self._entrance.close()
+        self._listener.close()
         if self._storages is not None:
             await self._storages.close()
         if self._state_store is not None:

@@ -28,8 +28,8 @@ from tq_service.errors import (
     TqError,
 )
 from tq_service.server import from_proto, to_proto
-from tq_service.server.call_limits import WaitingCalls
 from tq_service.server.progress import wait_until
+from tq_service.server.rpc.limits import WaitingCalls
 from tq_service.server.storages import StorageDirectory
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import metadata_pb2

@@ -27,10 +27,10 @@ from tq_service.errors import (
 )
 from tq_service.samplers import PlanRunner, SamplerRegistry
 from tq_service.server import from_proto, pages, to_proto
-from tq_service.server.call_limits import WaitingCalls
 from tq_service.server.checkpoints import Checkpoints
 from tq_service.server.commits import Commits
 from tq_service.server.remote_storage import Announced, Room
+from tq_service.server.rpc.limits import WaitingCalls
 from tq_service.server.storage_messages import MOST_VERIFIED_PUTS
 from tq_service.server.storages import StorageDirectory
 from tq_service.v1 import controller_service_pb2 as pb

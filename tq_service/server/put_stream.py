@@ -1,6 +1,6 @@
 """The parts of a Put stream in the order in which they must come: a header, then frames or the note of a deposit.
 
-What is out of order, or no message at all, raises InvalidArgumentError.
+What is out of order raises InvalidArgumentError.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from typing import TypeAlias
 from tq_service.errors import InvalidArgumentError
 from tq_service.server.progress import LEAST_PROGRESS_BYTES
 from tq_service.v1 import storage_service_pb2 as pb
-from tq_service.wire.frames import Garbled
 
-Part: TypeAlias = pb.PutHeader | pb.PutDeposited | memoryview | Garbled
+Part: TypeAlias = pb.PutHeader | pb.PutDeposited | memoryview
 
 
 async def read_header(parts: AsyncIterator[Part]) -> pb.PutHeader:
@@ -48,8 +47,6 @@ def frame_of(part: Part) -> memoryview:
 
 def _name(part: Part) -> str:
     match part:
-        case Garbled():
-            return part.reason
         case pb.PutHeader():
             return "a second header"
         case pb.PutDeposited():

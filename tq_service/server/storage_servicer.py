@@ -22,12 +22,12 @@ from tq_service.errors import (
     UnavailableError,
 )
 from tq_service.server import from_proto
-from tq_service.server.call_limits import RETRY_AFTER_SECONDS, WaitingCalls
 from tq_service.server.commits import Commits
 from tq_service.server.handover import HandoverServer
 from tq_service.server.handover_session import Session
 from tq_service.server.progress import LEAST_PROGRESS_BYTES, Progress, received, wait_until
 from tq_service.server.put_stream import Part, frame_of, progress_bytes, read_deposited, read_header
+from tq_service.server.rpc.limits import RETRY_AFTER_SECONDS, WaitingCalls
 from tq_service.server.storage_messages import get_header, put_cells, read_runs, shared_columns
 from tq_service.storage.engine import StorageEngine
 from tq_service.storage.pending_put import PendingPut
@@ -44,7 +44,6 @@ from tq_service.wire.frames import (
     SMALL_GET_BYTES,
     SMALL_PUT_BYTES,
     FrameParts,
-    Garbled,
     decode_put_request,
     encode_get_response,
     iter_frames,
@@ -329,14 +328,10 @@ class StorageServicer:
         self._engine.confirm(request.put_id, request.partition_id, is_committed=False)
         return pb.ConfirmPutResponse(for_existing_rows=self._engine.is_for_existing_rows(request.put_id))
 
-    async def KeepPuts(
-        self, parts: AsyncIterator[pb.KeepPutsRequest | Garbled], context: Context
-    ) -> pb.KeepPutsResponse:
+    async def KeepPuts(self, parts: AsyncIterator[pb.KeepPutsRequest], context: Context) -> pb.KeepPutsResponse:
         state = None
         try:
             async for part in received(parts, self._stall_seconds, lambda _: LEAST_PROGRESS_BYTES):
-                if isinstance(part, Garbled):
-                    raise InvalidArgumentError(f"the request cannot be read: {part.reason}; send what the protos say")
                 if state is None:
                     self._check_boot(part.boot_id)
                     state = self._engine.begin_reconciliation()

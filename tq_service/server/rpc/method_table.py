@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor
 from google.protobuf.descriptor_pb2 import MethodOptions
+from google.protobuf.message_factory import GetMessageClass
 
 from tq_service.server.tokens import ROLES, Role
 from tq_service.v1 import controller_service_pb2, method_rule_pb2, storage_service_pb2
@@ -25,7 +27,7 @@ def _nothing(_request: Any) -> Sequence[Any]:
     return ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Method:
     """A method of a service.
 
@@ -34,8 +36,9 @@ class Method:
         roles: one of these is needed, or admin; none: nobody may call it.
         is_open: whether everybody may call it, without a token, as probes do.
         has_request_stream: whether its requests are a stream.
+        has_response_stream: whether its answers are one.
         partitions: returns the names of partitions in a request, or in the first message of a stream of them.
-        put_ids: returns the puts that are named there.
+        put_ids: returns the puts that are named there instead; None: there are none.
         concerns_all: whether a call concerns all partitions, so that the token must be for all.
         lists_partitions: whether the answer lists partitions, of which only those that the token is for are shown.
         is_audited: whether a call that is let in has its line in the audit log.
@@ -50,8 +53,9 @@ class Method:
     roles: frozenset[Role] = frozenset()
     is_open: bool = False
     has_request_stream: bool = False
+    has_response_stream: bool = False
     partitions: Read = _nothing
-    put_ids: Read = _nothing
+    put_ids: Read | None = None
     concerns_all: bool = False
     lists_partitions: bool = False
     is_audited: bool = False
@@ -70,6 +74,11 @@ class Method:
     def is_internal(self) -> bool:
         """Whether services alone may call it, with tokens or without."""
         return self.roles == {"service"}
+
+    @cached_property
+    def is_for_clients(self) -> bool:
+        """Whether somebody else than services may call it."""
+        return bool(self.roles - {"service"})
 
     @property
     def allowed_roles(self) -> frozenset[Role]:
@@ -90,6 +99,7 @@ def method_of(described: MethodDescriptor) -> Method:
         name=f"/{described.containing_service.full_name}/{described.name}",
         roles=frozenset(map(_role, rule.roles)) if is_complete else frozenset(),
         has_request_stream=described.client_streaming,
+        has_response_stream=described.server_streaming,
         partitions=_partitions_in(rule.partition_fields, described.input_type),
         put_ids=_put_ids_in(rule.put_ids_field, described.input_type),
         concerns_all=rule.partitions == PARTITIONS_ALL,
@@ -117,14 +127,15 @@ def _partitions_in(paths: Sequence[str], request: Descriptor) -> Read:
     fields = [_FieldPath(path, request, FieldDescriptor.TYPE_STRING) for path in paths]
 
     def read(message: Any) -> Sequence[str]:
-        return [name for name in (field.read(message) for field in fields) if name is not None] or [""]
+        names = [field.read(message) for field in fields]
+        return [name for name in names if name is not None] or [""] if None in names else names
 
     return read
 
 
-def _put_ids_in(path: str, request: Descriptor) -> Read:
+def _put_ids_in(path: str, request: Descriptor) -> Read | None:
     if not path:
-        return _nothing
+        return None
     field = _FieldPath(path, request, FieldDescriptor.TYPE_BYTES)
     return lambda message: field.read(message) or ()
 
@@ -137,30 +148,30 @@ class _FieldPath:
     """
 
     def __init__(self, path: str, message: Descriptor, kind: int) -> None:
-        names = path.split(".")
-        self._names = {message.full_name: names}
-        for depth, name in enumerate(names):
+        *parents, last = path.split(".")
+        self._last = last
+        self._parents = {GetMessageClass(message): parents}
+        for depth, name in enumerate(parents):
             field = message.fields_by_name.get(name)
-            is_last = depth == len(names) - 1
-            part = None if field is None else field.message_type
-            if field is None or (field.type != kind if is_last else part is None):
-                raise ValueError(f"{message.full_name} has no such field as {name!r} of {path!r}; correct the rule")
-            if part is not None:
-                message = part
-                if depth == 0:
-                    self._names[message.full_name] = names[1:]
+            if field is None or field.message_type is None:
+                raise ValueError(f"{message.full_name} has no message {name!r}; correct {path!r} in its rule")
+            message = field.message_type
+            if depth == 0:
+                self._parents[GetMessageClass(message)] = parents[1:]
+        field = message.fields_by_name.get(last)
+        if field is None or field.type != kind:
+            raise ValueError(f"{message.full_name} has no such field as {last!r}; correct {path!r} in its rule")
 
     def read(self, message: Any) -> Any:
         """Return the value, None where a message on the way to it is absent, or this is another message."""
-        descriptor = getattr(message, "DESCRIPTOR", None)
-        *parents, last = self._names.get(descriptor.full_name if descriptor is not None else "") or (None,)
-        if last is None:
+        parents = self._parents.get(type(message))
+        if parents is None:
             return None
         for name in parents:
             if not message.HasField(name):
                 return None
             message = getattr(message, name)
-        return getattr(message, last)
+        return getattr(message, self._last)
 
 
 def _standard_methods() -> Iterator[Method]:
@@ -169,6 +180,7 @@ def _standard_methods() -> Iterator[Method]:
         yield Method(
             name=f"/grpc.health.v1.Health/{name}",
             is_open=True,
+            has_response_stream=name == "Watch",
             changes_state=False,
             is_idempotent=True,
             is_answer_durable=True,
@@ -177,6 +189,7 @@ def _standard_methods() -> Iterator[Method]:
         name="/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
         roles=frozenset(ROLES),
         has_request_stream=True,
+        has_response_stream=True,
         changes_state=False,
         is_idempotent=True,
         is_answer_durable=True,
@@ -193,3 +206,15 @@ METHODS: Final[Mapping[str, Method]] = MappingProxyType(
     {method.name: method for method in (*_own_methods(), *_standard_methods())}
 )
 """All methods that a process of the service may have, by their full names."""
+
+
+def unserved_methods(*, role: str, takes_services: bool) -> frozenset[str]:
+    """Return the internal methods that a service has not, so that nobody can call them.
+
+    Args:
+        role: of the service; a controller in the same process uses its storage without calls.
+        takes_services: whether it can tell other services from clients.
+    """
+    served = "/tq_service.v1.StorageService/" if role == "storage" else "/tq_service.v1.ControllerService/"
+    internal = [name for name, method in METHODS.items() if method.is_internal]
+    return frozenset(name for name in internal if not (takes_services and name.startswith(served)))

@@ -7,19 +7,20 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, TypeAlias
+from typing import Any
 
 import grpc
 
 from tq_service.errors import LimitExceededError, ResourceExhaustedError
+from tq_service.server.rpc.method_table import Method
+from tq_service.server.rpc.middleware import Behavior, Caller, Context, Middleware, Refusal
 
 _log = logging.getLogger(__name__)
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 RETRY_AFTER_SECONDS = 1.0
 
 
 class WaitingCalls:
-    """Counts the calls that wait for samples or room, and refuses those beyond a limit; a client is a connection.
+    """Counts the calls that wait for samples or capacity, and refuses those beyond a limit; a client is a connection.
 
     Args:
         most: calls that may wait.
@@ -58,8 +59,10 @@ class WaitingCalls:
                 del counts[client]
 
 
-class RunningCalls:
+class RunningCalls(Middleware):
     """Counts the calls that are being answered, and refuses those beyond a limit before anything of them is read.
+
+    Probes are not counted: they need no token, so they must not be able to take the place of others.
 
     Args:
         most: calls there may be.
@@ -71,21 +74,31 @@ class RunningCalls:
 
     def __init__(self, most: int = sys.maxsize) -> None:
         self._most = most
+        self._one_too_many = Caller(
+            refusal=Refusal(make_error=lambda: _too_many("max_calls", self.count + 1, self._most, ""))
+        )
         self.count = 0
         self.refused: Counter[str] = Counter()
 
-    @property
-    def is_full(self) -> bool:
-        """Whether one more is too many."""
-        return self.count >= self._most
+    def admit(self, method: Method, details: grpc.HandlerCallDetails) -> Caller | None:
+        """Refuse a call that is one too many."""
+        return self._one_too_many if self.count >= self._most and not method.is_open else None
 
-    def refusal(self) -> LimitExceededError:
-        """Return the error of a call that is one too many."""
-        return _too_many("max_calls", self.count + 1, self._most, "")
+    def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
+        """Return what counts the calls of a method, and those that are refused for a limit or a quota."""
+        weight = 0 if method.is_open or caller is self._one_too_many else 1
 
-    def count_refusal(self, error: ResourceExhaustedError) -> None:
-        """Count a call that was refused for a limit or a quota."""
-        self.refused[error.metadata.get("limit_name") or error.metadata.get("bound") or error.reason] += 1
+        async def call(request: Any, context: Context) -> Any:
+            self.count += weight
+            try:
+                return await behavior(request, context)
+            except ResourceExhaustedError as error:
+                self.refused[error.metadata.get("limit_name") or error.metadata.get("bound") or error.reason] += 1
+                raise
+            finally:
+                self.count -= weight
+
+        return call
 
     def report(self) -> None:
         """Log what was refused since the last report."""

@@ -1,4 +1,4 @@
-"""The door, at every method of every service: who is not let in learns nothing and changes nothing."""
+"""Who may call what, at every method of every service: who is not let in learns nothing and changes nothing."""
 
 from __future__ import annotations
 
@@ -18,31 +18,22 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from live_server import LiveServer, LoopThread, StartServer
+from rpc_methods import CONTROLLER, DESCRIBED, SERVED, STORAGE, call
 
 import tq_service as tq
 from tq_service.server.audit import LOGGER_NAME, AuditLine
-from tq_service.server.permissions import Rule, rules
+from tq_service.server.rpc.method_table import METHODS
 from tq_service.server.tokens import ROLES
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import storage_service_pb2 as storage_pb
 from tq_service.wire.columns import encode_header
 from tq_service.wire.encoding import encode_columns
 
-_FILES = (pb.DESCRIPTOR, storage_pb.DESCRIPTOR)
-_METHODS = {
-    f"/{service.full_name}/{method.name}": method
-    for file in _FILES
-    for service in file.services_by_name.values()
-    for method in service.methods
-}
-_RULES = rules(lambda _put_id: None)
-_SERVED = [name for name in _METHODS if not (_RULES[name].is_internal and "/tq_service.v1.StorageService/" in name)]
-"""What the service has, its storage service being embedded; tests/rpc/test_rpc_internal.py has the rest."""
-_FOR_ANY_TOKEN = [name for name in _SERVED if _RULES[name].roles == frozenset(ROLES)]
-_GUARDED = [name for name in _SERVED if name not in _FOR_ANY_TOKEN]
-_BY_PREFIX = [name for name in _GUARDED if not name.endswith("/ListPartitions")]
+_FOR_ANY_TOKEN = [name for name in SERVED if METHODS[name].roles == frozenset(ROLES)]
+_GUARDED = [name for name in SERVED if name not in _FOR_ANY_TOKEN]
+_BY_PREFIX = [name for name in _GUARDED if not METHODS[name].lists_partitions]
 _SECRET = "secret/train"
-_NOT_OF_THE_DOOR = {
+_NOT_REFUSALS = {
     grpc.StatusCode.DATA_LOSS,
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -50,16 +41,12 @@ _NOT_OF_THE_DOOR = {
 }
 
 
-def test_every_method_of_the_protos_has_a_rule() -> None:
-    assert {name for name in _RULES if "reflection" not in name} == set(_METHODS)
-
-
 def test_no_role_but_those_of_admin_and_service_is_for_the_service_itself() -> None:
-    whole = {name.rpartition("/")[2] for name, rule in _RULES.items() if rule.is_whole}
+    whole = {method.short_name for method in METHODS.values() if method.concerns_all}
     assert whole == {"Checkpoint", "Restore", "RegisterStorage", "ConfirmPut", "KeepPuts", "FreeCells"}
-    for name, rule in _RULES.items():
-        if rule.is_whole:
-            assert rule.roles <= {"admin", "service"}, name
+    for method in METHODS.values():
+        if method.concerns_all:
+            assert method.roles <= {"admin", "service"}, method
 
 
 @dataclass
@@ -71,17 +58,17 @@ class Guarded:
     admin: str
     put_id: bytes
 
-    def token(self, rule: Rule, prefixes: tuple[str, ...] = ("",), *, is_right: bool = True) -> str:
-        """Return a new token with the roles of a rule, or with all others but admin."""
-        wrong = frozenset(ROLES) - rule.roles - {"admin"}
-        secret = add_token(self.tokens, f"t{request_id().hex()}", rule.roles if is_right else wrong, prefixes)
+    def token(self, name: str, prefixes: tuple[str, ...] = ("",), *, is_right: bool = True) -> str:
+        """Return a new token with the roles of a method, or with all others but admin."""
+        roles = METHODS[name].roles if is_right else frozenset(ROLES) - METHODS[name].roles - {"admin"}
+        secret = add_token(self.tokens, f"t{request_id().hex()}", roles, prefixes)
         self.read_tokens()
         return secret
 
     def read_tokens(self) -> None:
         """Have the service read the tokens' file now, which takes two looks at it."""
-        self.live.app._entrance._tokens.reload()
-        self.live.app._entrance._tokens.reload()
+        self.live.app._listener._tokens.reload()
+        self.live.app._listener._tokens.reload()
 
     def state(self) -> list[bytes]:
         """Return all that can be seen of the service."""
@@ -99,7 +86,7 @@ class Guarded:
 
 @pytest.fixture(scope="module")
 def guarded(loop_thread: LoopThread, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
-    tokens = tmp_path_factory.mktemp("door") / "tokens.toml"
+    tokens = tmp_path_factory.mktemp("auth") / "tokens.toml"
     admin = add_token(tokens, "boss", ["admin"])
     with LiveServer(loop_thread, tokens_file=str(tokens)) as live:
         client = live.client(token=admin)
@@ -125,7 +112,7 @@ def audit(caplog: pytest.LogCaptureFixture) -> Callable[[], list[AuditLine]]:
 
 def request_of(name: str, live: LiveServer, partition_id: str, put_id: bytes) -> Message:
     """Return a request that would do something, if it were let in."""
-    kind = _METHODS[name].input_type
+    kind = DESCRIBED[name].input_type
     boot_id = live.app._engine.boot_id
     header = storage_pb.PutHeader(put_id=request_id(), partition_id=partition_id)
     header.commit.write.partition_id = partition_id
@@ -159,26 +146,13 @@ def request_of(name: str, live: LiveServer, partition_id: str, put_id: bytes) ->
     return message
 
 
-def call(live: LiveServer, name: str, request: Message, metadata: Any = None, channel: Any = None) -> Any:
-    """Make a call and return its answer, or the list of them."""
-    method = _METHODS[name]
-    kind = ("stream" if method.client_streaming else "unary") + "_" + ("stream" if method.server_streaming else "unary")
-    make = getattr(channel or live.channel, kind)(
-        name,
-        request_serializer=lambda message: message.SerializeToString(),
-        response_deserializer=method.output_type._concrete_class.FromString,
-    )
-    answer = make(iter([request]) if method.client_streaming else request, timeout=20, metadata=metadata)
-    return list(answer) if method.server_streaming else answer
-
-
 def refused(live: LiveServer, name: str, request: Message, metadata: Any) -> grpc.RpcError:
     with pytest.raises(grpc.RpcError) as caught:
-        call(live, name, request, metadata)
+        call(live.channel, name, request, metadata)
     return caught.value
 
 
-@pytest.mark.parametrize("name", _SERVED)
+@pytest.mark.parametrize("name", SERVED)
 def test_without_a_valid_token_nothing_is_answered(
     guarded: Guarded, name: str, audit: Callable[[], list[AuditLine]]
 ) -> None:
@@ -209,7 +183,7 @@ def test_without_a_valid_token_nothing_is_answered(
 
 @pytest.mark.parametrize("name", _GUARDED)
 def test_a_token_of_another_role_is_refused(guarded: Guarded, name: str, audit: Callable[[], list[AuditLine]]) -> None:
-    secret = guarded.token(_RULES[name], is_right=False)
+    secret = guarded.token(name, is_right=False)
     before = guarded.state()
     audit()
     error = refused(guarded.live, name, request_of(name, guarded.live, _SECRET, guarded.put_id), bearer(secret))
@@ -227,7 +201,7 @@ def test_a_token_of_another_role_is_refused(guarded: Guarded, name: str, audit: 
 def test_a_token_for_other_partitions_is_refused(
     guarded: Guarded, name: str, audit: Callable[[], list[AuditLine]]
 ) -> None:
-    secret = guarded.token(_RULES[name], ("mine/", "secret/trail"))
+    secret = guarded.token(name, ("mine/", "secret/trail"))
     before = guarded.state()
     audit()
     error = refused(guarded.live, name, request_of(name, guarded.live, _SECRET, guarded.put_id), bearer(secret))
@@ -238,25 +212,25 @@ def test_a_token_for_other_partitions_is_refused(
     assert guarded.state() == before
 
 
-@pytest.mark.parametrize("name", _SERVED)
+@pytest.mark.parametrize("name", SERVED)
 def test_a_token_of_the_right_role_and_prefix_gets_through(guarded: Guarded, name: str) -> None:
-    rule = _RULES[name]
-    secret = guarded.token(rule, ("",) if rule.is_whole else ("open/",))
+    secret = guarded.token(name, ("",) if METHODS[name].concerns_all else ("open/",))
     request = request_of(name, guarded.live, "open/train", request_id())
     try:
-        call(guarded.live, name, request, bearer(secret))
-    except grpc.RpcError as error:  # what it asks for may not be there, but the door is not why
-        assert error.code() in _NOT_OF_THE_DOOR
+        call(guarded.live.channel, name, request, bearer(secret))
+    except grpc.RpcError as error:  # what it asks for may not be there, but nobody was refused
+        assert error.code() in _NOT_REFUSALS
 
 
 def test_a_put_is_refused_for_the_partition_of_its_commit_too(guarded: Guarded) -> None:
-    secret = guarded.token(Rule(roles=frozenset({"produce"}), partitions=lambda _: ()), ("mine/",))
+    secret = add_token(guarded.tokens, "other", ["produce"], ("mine/",))
+    guarded.read_tokens()
     before = guarded.state()
     header = storage_pb.PutHeader(put_id=request_id(), partition_id="mine/a")
     header.commit.CopyFrom(pb.CommitRequest(request_id=request_id(), write=pb.SampleWrite(partition_id=_SECRET)))
     put, small = storage_pb.PutRequest(header=header), storage_pb.PutSmallRequest(header=header)
     for name, request in (("Put", put), ("PutSmall", small)):
-        error = refused(guarded.live, f"/tq_service.v1.StorageService/{name}", request, bearer(secret))
+        error = refused(guarded.live, STORAGE + name, request, bearer(secret))
         assert error.code() is grpc.StatusCode.PERMISSION_DENIED
     assert guarded.state() == before
 
@@ -264,7 +238,7 @@ def test_a_put_is_refused_for_the_partition_of_its_commit_too(guarded: Guarded) 
 def test_lists_show_only_what_a_token_is_for(guarded: Guarded) -> None:
     boss = guarded.live.client(token=guarded.admin)
     boss.create_partition("mine/a")
-    secret = guarded.token(_RULES["/tq_service.v1.ControllerService/ListPartitions"], ("mine/",))
+    secret = guarded.token(CONTROLLER + "ListPartitions", ("mine/",))
     mine = guarded.live.client(token=secret)
     assert [each.partition_id for each in mine.list_partitions()] == ["mine/a"]
     assert mine.list_partitions("secret/") == []
@@ -273,9 +247,8 @@ def test_lists_show_only_what_a_token_is_for(guarded: Guarded) -> None:
 
 
 def test_errors_name_no_partitions_of_others(guarded: Guarded) -> None:
-    rule = _RULES["/tq_service.v1.ControllerService/DescribePartition"]
     for prefixes, is_named in ((("secret/",), False), (("",), True)):
-        client = guarded.live.client(token=guarded.token(rule, prefixes))
+        client = guarded.live.client(token=guarded.token(CONTROLLER + "DescribePartition", prefixes))
         with pytest.raises(tq.PartitionNotFoundError) as caught:
             client.describe_partition("secret/trai")
         assert (_SECRET in str(caught.value)) is is_named
@@ -284,7 +257,6 @@ def test_errors_name_no_partitions_of_others(guarded: Guarded) -> None:
 @pytest.mark.parametrize("name", ["Put", "PutSmall"])
 @pytest.mark.parametrize(("prefix", "is_named"), [("secret/", False), ("", True)])
 def test_errors_of_puts_name_no_partitions_of_others(guarded: Guarded, name: str, prefix: str, is_named: bool) -> None:
-    rule = _RULES[f"/tq_service.v1.StorageService/{name}"]
     column = encode_columns({"x": np.zeros(1)})[0]
     header = storage_pb.PutHeader(
         put_id=request_id(), row_count=1, partition_id="secret/trai", columns=[encode_header(column)], size_bytes=8
@@ -293,7 +265,7 @@ def test_errors_of_puts_name_no_partitions_of_others(guarded: Guarded, name: str
     header.commit.CopyFrom(pb.CommitRequest(request_id=request_id(), write=write))
     small = storage_pb.PutSmallRequest(header=header, values=bytes(8))
     parts = [storage_pb.PutRequest(header=header), storage_pb.PutRequest(frame=bytes(8))]
-    metadata = bearer(guarded.token(rule, (prefix,)))
+    metadata = bearer(guarded.token(STORAGE + name, (prefix,)))
     with pytest.raises(grpc.RpcError) as caught:
         if name == "Put":
             guarded.live.storage.Put(iter(parts), metadata=metadata, timeout=20)
@@ -323,7 +295,7 @@ def test_a_stream_that_does_not_begin_is_ended(start_server: StartServer, tmp_pa
 
 
 def test_names_cannot_forge_lines(guarded: Guarded, audit: Callable[[], list[AuditLine]]) -> None:
-    secret = guarded.token(_RULES["/tq_service.v1.ControllerService/DescribePartition"], ("mine/",))
+    secret = guarded.token(CONTROLLER + "DescribePartition", ("mine/",))
     audit()
     evil = "x\nrefused method=\u202e\x1b[2J" + "y" * 5000
     with pytest.raises(grpc.RpcError):
@@ -347,7 +319,7 @@ def test_administrative_calls_are_in_the_audit_log(guarded: Guarded, audit: Call
     assert line.method.endswith("/ClearPartition")
 
 
-def test_the_door_stands_before_a_disk_that_is_full(
+def test_who_is_not_let_in_does_not_learn_of_a_disk_that_is_full(
     start_server: StartServer,
     tmp_path: Path,
     audit: Callable[[], list[AuditLine]],
@@ -361,7 +333,7 @@ def test_the_door_stands_before_a_disk_that_is_full(
     live = start_server(tokens_file=str(tokens), data_dir=str(tmp_path / "data"))
     monkeypatch.setattr(live.app._state_store, "is_failing", True)
     monkeypatch.setattr(live.app._state_store, "wait_durable", never_durable)
-    name = "/tq_service.v1.ControllerService/Insert"
+    name = CONTROLLER + "Insert"
     for metadata, code, line_count in (
         (None, grpc.StatusCode.UNAUTHENTICATED, 1),
         (bearer(reader), grpc.StatusCode.PERMISSION_DENIED, 1),
@@ -374,7 +346,7 @@ def test_the_door_stands_before_a_disk_that_is_full(
 
 def test_a_stranger_is_refused_before_a_large_request_is_read(guarded: Guarded) -> None:
     request = pb.InsertRequest(request_id=b"x" * (32 << 20))
-    error = refused(guarded.live, "/tq_service.v1.ControllerService/Insert", request, None)
+    error = refused(guarded.live, CONTROLLER + "Insert", request, None)
     assert error.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
@@ -384,7 +356,7 @@ def test_clients_raise_at_once_and_do_not_try_again(
     large = {"x": np.zeros((64, 1 << 14), np.float32)}
     for token, error in (
         ("tq_wrong", tq.UnauthenticatedError),
-        (guarded.token(_RULES["/tq_service.v1.StorageService/Get"]), tq.PermissionDeniedError),
+        (guarded.token(STORAGE + "Get"), tq.PermissionDeniedError),
     ):
         client = guarded.live.client(client_kind, token=token)
         for attempt in (
@@ -445,9 +417,9 @@ def test_without_a_certificate_no_call_arrives(start_server: StartServer, tmp_pa
                 if credentials is None
                 else grpc.secure_channel(target, credentials, alone)
             ) as channel:
-                for name in _METHODS:
+                for name in DESCRIBED:
                     request = request_of(name, live, "mine/a", request_id())
                     with pytest.raises(grpc.RpcError) as caught:
-                        call(live, name, request, bearer(secret), channel)
+                        call(channel, name, request, bearer(secret))
                     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         assert (client.describe_partition("mine/a"), client.storage_stat()) == before

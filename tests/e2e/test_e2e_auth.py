@@ -17,14 +17,14 @@ from certificates import Authority, add_token, replace
 from live_server import AnyClient, ClientKind, LoopThread, StartServer, server_process
 
 import tq_service as tq
-from tq_service.server import entrance
+from tq_service.server import listener
 
 COMMAND = (sys.executable, "-m", "tq_service.cli")
 
 
 @pytest.fixture(autouse=True)
 def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entrance, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(listener, "_LOOK_SECONDS", 0.05)
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -1,8 +1,9 @@
-"""What the settings say about who comes in: TLS of the port, tokens, audit, and what the service shows to others."""
+"""The port and what the settings say of its security: TLS, tokens, the audit log, what the service shows to others."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Final
 
 import grpc
@@ -10,9 +11,8 @@ import grpc
 from tq_service.config import ServeSettings, is_loopback, join_address
 from tq_service.server.audit import Audit
 from tq_service.server.background import regularly
-from tq_service.server.door import Door
 from tq_service.server.internal_secret import ServiceCredentials, find_secret
-from tq_service.server.permissions import PartitionOf, rules
+from tq_service.server.rpc.auth import AccessControl
 from tq_service.server.tls import ServerCertificate, TlsFiles, check_authorities
 from tq_service.server.tokens import TokenFile
 from tq_service.wire.credentials import Tls
@@ -21,8 +21,8 @@ _log = logging.getLogger(__name__)
 _LOOK_SECONDS: Final = 1.0
 
 
-class Entrance:
-    """The port, and what guards it.
+class Listener:
+    """The port, and what secures it.
 
     Args:
         settings: how the service runs.
@@ -89,17 +89,17 @@ class Entrance:
             )
         return port
 
-    def door(self, partition_of: PartitionOf) -> Door:
+    def access_control(self, partition_of: Callable[[bytes], str | None]) -> AccessControl:
         """Return what lets calls in.
 
         Args:
             partition_of: returns the partition of a complete put of this storage service, None for one not here.
         """
-        return Door(
-            rules(partition_of),
+        return AccessControl(
             self._audit,
             self._tokens,
             secret=self.credentials.secret,
+            partition_of=partition_of,
             stall_seconds=self._settings.stall_seconds,
         )
 

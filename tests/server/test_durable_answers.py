@@ -5,7 +5,9 @@ import asyncio
 import pytest
 
 from tq_service.errors import DiskFullError, InvalidArgumentError, QuotaExceededError
-from tq_service.server.await_durable import await_durable
+from tq_service.server.rpc.durability import DurableAnswers
+from tq_service.server.rpc.method_table import Method
+from tq_service.server.rpc.middleware import Caller
 
 
 class Disk:
@@ -45,8 +47,12 @@ async def look(request, context):
     return "seen"
 
 
-def call(behavior, request, disk):
-    return asyncio.run(await_durable(behavior, disk)(request, disk))
+def wrapped(behavior, disk, **known):
+    return DurableAnswers(disk).wrap(Method(name="/test/Method", **known), Caller(), behavior)
+
+
+def call(behavior, request, disk, **known):
+    return asyncio.run(wrapped(behavior, disk, **known)(request, disk))
 
 
 def test_an_answer_waits_for_the_change():
@@ -75,6 +81,14 @@ def test_an_error_waits_too():
     assert disk.events == ["written", "durable"]
 
 
+def test_what_says_only_what_is_durable_waits_for_nothing():
+    disk = Disk()
+    disk.is_failing = disk.is_full = True
+    disk.write()
+    assert call(look, "x", disk, is_answer_durable=True) == "seen"
+    assert disk.events == ["written"]
+
+
 def test_a_change_that_cannot_be_written_is_not_acknowledged_but_is_there_for_the_retry():
     disk = Disk()
     disk.is_full = True
@@ -94,7 +108,7 @@ def test_what_fills_the_disk_is_refused_while_it_is_disk_low_and_what_makes_room
     disk = Disk()
     disk.is_disk_low = True
     with pytest.raises(DiskFullError, match="clear samples") as refused:
-        asyncio.run(await_durable(change, disk, fills_disk=True)("x", disk))
+        call(change, "x", disk, fills_disk=True)
     assert refused.value.retry_after_seconds > 0
     assert disk.written == 0
     assert call(change, "x", disk) == "done"
@@ -108,7 +122,7 @@ def test_a_call_that_leaves_waits_for_nothing():
         await asyncio.sleep(60)
 
     async def main():
-        task = asyncio.ensure_future(await_durable(leave, disk)("x", disk))
+        task = asyncio.ensure_future(wrapped(leave, disk)("x", disk))
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -1,0 +1,43 @@
+"""All methods of the service, and calls of them by name: tests that walk the table of methods need no lists."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.message import Message
+
+from tq_service.server.rpc.method_table import METHODS
+from tq_service.v1 import controller_service_pb2, storage_service_pb2
+
+CONTROLLER = "/tq_service.v1.ControllerService/"
+STORAGE = "/tq_service.v1.StorageService/"
+DESCRIBED: dict[str, MethodDescriptor] = {
+    f"/{service.full_name}/{method.name}": method
+    for file in (controller_service_pb2.DESCRIPTOR, storage_service_pb2.DESCRIPTOR)
+    for service in file.services_by_name.values()
+    for method in service.methods
+}
+"""The methods of our own protos, by their full names; read anew, so that none can be missing in the table."""
+INTERNAL = [name for name in DESCRIBED if METHODS[name].is_internal]
+SERVED = [name for name in DESCRIBED if name not in INTERNAL or name.startswith(CONTROLLER)]
+"""What a service for all has: its storage service is embedded, and needs no calls between services."""
+
+
+def shape_of(described: MethodDescriptor) -> str:
+    """Return the name of a method's shape, such as "stream_unary"."""
+    kinds = described.client_streaming, described.server_streaming
+    return "_".join("stream" if is_stream else "unary" for is_stream in kinds)
+
+
+def call(channel: grpc.Channel, name: str, request: Message, metadata: Any = None) -> Any:
+    """Make a call and return its answer, or the list of them."""
+    described = DESCRIBED[name]
+    make = getattr(channel, shape_of(described))(
+        name,
+        request_serializer=lambda message: message.SerializeToString(),
+        response_deserializer=described.output_type._concrete_class.FromString,
+    )
+    answer = make(iter([request]) if described.client_streaming else request, timeout=20, metadata=metadata)
+    return list(answer) if described.server_streaming else answer

@@ -1,0 +1,298 @@
+"""Who may call what: by the token of a call, or by the secret that services share, and by the rule of its method."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from typing import Any, Final, Literal
+
+import grpc
+
+from tq_service.errors import PartitionNotFoundError, PermissionDeniedError, UnauthenticatedError
+from tq_service.server.audit import Audit, AuditLine, shown_peer
+from tq_service.server.internal_secret import INTERNAL_KEY, InternalSecret
+from tq_service.server.progress import Progress
+from tq_service.server.rpc.method_table import Method
+from tq_service.server.rpc.middleware import (
+    Behavior,
+    Caller,
+    Context,
+    Middleware,
+    Refusal,
+    passing_answers,
+)
+from tq_service.server.tokens import ALL_PARTITIONS, Token, TokenFile, digest_of
+from tq_service.wire.credentials import TOKEN_KEY, TOKEN_SCHEME
+
+_NO_TOKEN: Final = "this service asks for a bearer token, and the call has none; set TQ_TOKEN or TQ_TOKEN_FILE"  # noqa: S105
+# The same for both: whether a token was valid once is nothing to tell to whoever found it.
+_BAD_TOKEN: Final = "the token of the call is not valid: unknown here, or expired; ask for a new one"  # noqa: S105
+_NO_PROOF: Final = (
+    "this call is between the services of a deployment, which show that they share a secret; clients have other calls. "
+    "A service needs the internal_secret_file of the one it calls"
+)
+_WRONG_PROOF: Final = (
+    "the internal secret of the caller is not that of this service; give all services of a deployment the same "
+    "internal_secret_file"
+)
+_SERVICE: Final = Token(name="internal-secret", digest=b"", roles=frozenset({"service"}))
+"""Stands for the secret that services share, which lets a call do what a token of role service does."""
+
+
+class AccessControl(Middleware):
+    """Lets calls in, or refuses them before anything of them is done.
+
+    A call without a valid token, or of an internal method without the secret, is refused before anything of it is read;
+    one whose token has not the role, or is not for a partition that the request names, once that has been read.
+
+    Args:
+        audit: where refusals and administrative calls are written.
+        tokens: the tokens that are valid; None: everybody may do everything but call what is internal.
+        secret: what the services of this deployment share; None: they know each other by tokens alone.
+        partition_of: returns the partition of a complete put of this storage service, None for one that is not here.
+        stall_seconds: how long the first message of a stream may take, by which it is let in or not.
+    """
+
+    def __init__(
+        self,
+        audit: Audit,
+        tokens: TokenFile | None = None,
+        *,
+        secret: InternalSecret | None = None,
+        partition_of: Callable[[bytes], str | None] = lambda _put_id: None,
+        stall_seconds: float = 60.0,
+    ) -> None:
+        self._audit = audit
+        self._tokens = tokens
+        self._secret = secret
+        self._partition_of = partition_of
+        self._stall_seconds = stall_seconds
+        self._anyone = Caller()
+        self._service = Caller(name=_SERVICE.name, token=_SERVICE)
+        self._no_proof = _stranger(_NO_PROOF, "no internal secret")
+        self._wrong_proof = _stranger(_WRONG_PROOF, "another internal secret")
+        self._no_token = _stranger(_NO_TOKEN, "no token")
+        self._unknown_token = _stranger(_BAD_TOKEN, "unknown token")
+        self._known: Mapping[bytes, Token] = {}
+        self._callers: dict[bytes, Caller] = {}
+
+    def admit(self, method: Method, details: grpc.HandlerCallDetails) -> Caller:
+        """Say by the metadata of a call who makes it."""
+        if method.is_open or (self._tokens is None and method.is_for_clients):
+            return self._anyone
+        bearer, proof = _credentials_in(details.invocation_metadata or ())
+        if self._secret is not None and proof is not None and self._secret.accepts(proof):
+            return self._service
+        if self._tokens is None:
+            return self._no_proof if proof is None else self._wrong_proof
+        if bearer is None and proof is not None:
+            return self._wrong_proof
+        return self._no_token if bearer is None else self._holder(self._tokens, bearer)
+
+    def _holder(self, tokens: TokenFile, secret: str) -> Caller:
+        if tokens.tokens is not self._known:  # the file was read again
+            self._known, self._callers = tokens.tokens, {}
+        digest = digest_of(secret)
+        token = self._known.get(digest)
+        if token is None:
+            return self._unknown_token
+        if token.is_expired():
+            return _stranger(_BAD_TOKEN, "token has expired", token.name)
+        caller = self._callers.get(digest)
+        if caller is None:
+            caller = self._callers[digest] = Caller(name=token.name, token=token)
+        return caller
+
+    def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
+        """Return what lets calls of a method by a caller in, or refuses them."""
+        token, refusal = caller.token, caller.refusal
+        if refusal is not None:
+            return self._noting(method, caller, refusal, behavior)
+        if method.is_open:
+            return behavior
+        if token is None:
+            # Where everybody may do everything, clearing partitions is daily work, and has no line.
+            is_noted = method.is_audited and method.concerns_all
+            return self._checking(method, caller, behavior, is_noted=is_noted) if is_noted else behavior
+        if ALL_PARTITIONS not in token.prefixes:
+            behavior = _showing_its_own(method, token, behavior)
+        return self._checking(method, caller, behavior, is_noted=method.is_audited)
+
+    def _noting(self, method: Method, caller: Caller, refusal: Refusal, behavior: Behavior) -> Behavior:
+        """Return what writes a line for each call of a caller whose calls are all refused."""
+
+        async def call(request: Any, context: Context) -> Any:
+            self._note("refused", method, caller, context, reason=refusal.reason)
+            return await behavior(request, context)
+
+        return call
+
+    def _checking(self, method: Method, caller: Caller, behavior: Behavior, *, is_noted: bool) -> Behavior:
+        """Return what looks at the request of a call, or at the first message of its stream, before it goes on."""
+        token = caller.token
+        refusal = None if token is None else _lack(method, token)
+        restricted = None if token is None or ALL_PARTITIONS in token.prefixes else token
+        has_request_stream, named = method.has_request_stream, self._partitions_named_by(method)
+
+        def check(request: Any, context: Context) -> None:
+            if refusal is not None:
+                self._note("refused", method, caller, context, named=named(request), reason=refusal.reason)
+                raise refusal.make_error()
+            if restricted is not None:
+                for partition_id in named(request):
+                    if not restricted.covers(partition_id):
+                        reason = "outside its prefixes"
+                        self._note("refused", method, caller, context, named=(partition_id,), reason=reason)
+                        raise _outside(restricted, partition_id)
+            if is_noted:
+                self._note("allowed", method, caller, context, named=named(request))
+
+        async def call(request: Any, context: Context) -> Any:
+            if has_request_stream:
+                request = _BegunStream(request)
+                check(await request.first(self._stall_seconds), context)
+            else:
+                check(request, context)
+            return await behavior(request, context)
+
+        return call
+
+    def _partitions_named_by(self, method: Method) -> Callable[[Any], Iterable[str]]:
+        """Return what finds the partitions that a request names, by itself or by their puts."""
+        put_ids, partition_of = method.put_ids, self._partition_of
+        if put_ids is None:
+            return method.partitions
+
+        def partitions_of_puts(request: Any) -> Iterator[str]:
+            for put_id in put_ids(request):
+                partition_id = partition_of(put_id)
+                if partition_id is not None:  # else there is nothing to protect, and the call fails by itself
+                    yield partition_id
+
+        return partitions_of_puts
+
+    def _note(
+        self,
+        decision: Literal["refused", "allowed"],
+        method: Method,
+        caller: Caller,
+        context: Context,
+        *,
+        named: Iterable[str] = (),
+        reason: str = "",
+    ) -> None:
+        certificate = next(iter(context.auth_context().get("x509_common_name", ())), b"")
+        self._audit.note(
+            AuditLine(
+                decision=decision,
+                method=method.name,
+                peer=shown_peer(context.peer()),
+                certificate=certificate.decode("utf-8", "replace"),
+                token=caller.name,
+                partition=next(iter(named), ""),
+                reason=reason,
+            )
+        )
+
+
+class _BegunStream:
+    """A stream whose first message was looked at; what comes after that reads it from there on."""
+
+    def __init__(self, messages: AsyncIterator[Any]) -> None:
+        self._messages = messages
+        self._first: Any = None
+
+    async def first(self, stall_seconds: float) -> Any:
+        """Return the first message, None for a stream without any.
+
+        Raises:
+            DeadlineError: it does not come.
+        """
+        waiting = Progress(stall_seconds, "the first message of the stream did not come")
+        self._first = await waiting.wait_for(anext(self._messages, None))
+        return self._first
+
+    def __aiter__(self) -> _BegunStream:
+        return self
+
+    async def __anext__(self) -> Any:
+        first, self._first = self._first, None
+        return await anext(self._messages) if first is None else first
+
+
+def _showing_its_own(method: Method, token: Token, behavior: Behavior) -> Behavior:
+    """Return a handler that names no partitions but those that a token is for, in its answers and in its errors."""
+
+    async def shown(answer: Any) -> Any:
+        covered = [summary for summary in answer.partitions if token.covers(summary.partition_id)]
+        del answer.partitions[:]
+        answer.partitions.extend(covered)
+        return answer
+
+    async def call(request: Any, context: Context) -> Any:
+        try:
+            return await behavior(request, context)
+        except PartitionNotFoundError:  # its text names partitions like the one that was asked for
+            raise PartitionNotFoundError(
+                "there is no such partition; list_partitions shows those this token is for"
+            ) from None
+
+    if method.lists_partitions:
+        behavior = passing_answers(method, behavior, shown)
+    return call
+
+
+def _stranger(message: str, reason: str, name: str = "") -> Caller:
+    return Caller(name=name, refusal=Refusal(make_error=lambda: UnauthenticatedError(message), reason=reason))
+
+
+def _lack(method: Method, token: Token) -> Refusal | None:
+    """Return why a token does not allow a method whatever is asked for, None where it may."""
+    if not method.roles:
+        return _denied("no rule for the method", f"{method.short_name} has no rule that says who may call it")
+    if not token.roles & method.allowed_roles:
+        needed = ", ".join(sorted(method.allowed_roles))
+        return _denied(
+            f"none of the roles {needed}",
+            f"{method.short_name} needs one of the roles {needed}; token {token.name!r} has "
+            f"{', '.join(sorted(token.roles))}",
+            token=token.name,
+            needed_roles=needed,
+        )
+    if method.concerns_all and ALL_PARTITIONS not in token.prefixes:
+        return _denied(
+            "not for all partitions",
+            f"{method.short_name} concerns all partitions and needs the prefix ''; token {token.name!r} is for "
+            f"{_listed(token.prefixes)}",
+            token=token.name,
+            needed_prefix=ALL_PARTITIONS,
+        )
+    return None
+
+
+def _denied(reason: str, message: str, **metadata: str) -> Refusal:
+    return Refusal(make_error=lambda: PermissionDeniedError(message, metadata=metadata), reason=reason)
+
+
+def _outside(token: Token, partition_id: str) -> PermissionDeniedError:
+    return PermissionDeniedError(
+        f"token {token.name!r} is for partitions whose names begin with {_listed(token.prefixes)}; got "
+        f"{partition_id[:64]!r}",
+        metadata={"token": token.name, "partition_id": partition_id[:64]},
+    )
+
+
+def _listed(prefixes: Iterable[str]) -> str:
+    return ", ".join(map(repr, prefixes))
+
+
+def _credentials_in(metadata: Iterable[Any]) -> tuple[str | None, str | None]:
+    """Return the bearer token and the proof of the internal secret that a call carries."""
+    bearer = proof = None
+    for key, value in metadata:
+        if key == TOKEN_KEY and bearer is None:
+            text = value if isinstance(value, str) else value.decode("utf-8", "replace")
+            scheme, _, secret = text.partition(" ")
+            bearer = secret if scheme.lower() == TOKEN_SCHEME.strip().lower() else None
+        elif key == INTERNAL_KEY:
+            proof = value if isinstance(value, str) else value.decode("utf-8", "replace")
+    return bearer, proof

@@ -1,0 +1,78 @@
+"""The one place where errors become statuses."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+from grpc_status import rpc_status
+
+from tq_service.errors import InternalError, InvalidArgumentError, TqError
+from tq_service.server.rpc.method_table import Method
+from tq_service.server.rpc.middleware import Behavior, Caller, Context, Middleware
+from tq_service.server.rpc.untaken_answers import log_untaken_answers_in_one_line
+from tq_service.wire.error_table import to_status
+from tq_service.wire.frames import Garbled
+
+_log = logging.getLogger(__name__)
+# The last is raised where a message cannot be written since nobody takes it any more.
+_NO_FAULTS = (asyncio.CancelledError, grpc.aio.AbortError, grpc.aio.InternalError)
+
+
+class ErrorStatuses(Middleware):
+    """Ends calls that fail with a `google.rpc.Status`.
+
+    Errors of the hierarchy travel with their text; anything else is a fault of ours, logged whole and sent as INTERNAL
+    without its text. Bytes that are no message become INVALID_ARGUMENT.
+    """
+
+    def __init__(self) -> None:
+        log_untaken_answers_in_one_line()
+
+    def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
+        """Return what ends failed calls of a method with their status."""
+        has_request_stream = method.has_request_stream
+
+        async def call(request: Any, context: Context) -> Any:
+            try:
+                if has_request_stream:
+                    request = _ReadableRequests(request)
+                elif isinstance(request, Garbled):
+                    raise _unreadable(request)
+                return await behavior(request, context)
+            except _NO_FAULTS:
+                raise
+            except Exception as error:
+                return await _end(context, error, method)
+
+        return call
+
+
+class _ReadableRequests:
+    """A stream of requests in which garbage is an error."""
+
+    def __init__(self, requests: AsyncIterator[Any]) -> None:
+        self._requests = requests
+
+    def __aiter__(self) -> _ReadableRequests:
+        return self
+
+    async def __anext__(self) -> Any:
+        request = await anext(self._requests)
+        if isinstance(request, Garbled):
+            raise _unreadable(request)
+        return request
+
+
+def _unreadable(request: Garbled) -> InvalidArgumentError:
+    return InvalidArgumentError(f"the request cannot be read: {request.reason}; send what the protos say")
+
+
+async def _end(context: Context, error: Exception, method: Method) -> None:
+    if not isinstance(error, TqError):
+        _log.error("%s failed", method.name, exc_info=error)
+        error = InternalError("the service failed; its log has the details")
+    await context.abort_with_status(rpc_status.to_status(to_status(error)))

@@ -1,0 +1,97 @@
+"""What a concern of all calls, such as who may make them, has to do with one: the same for methods of all shapes.
+
+A handler is one coroutine, whatever the shape of its method: it takes the request, or an iterator of them, and the
+context; it returns the answer, or writes each of a stream of them to the context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import grpc
+
+from tq_service.errors import TqError
+from tq_service.server.rpc.method_table import Method
+from tq_service.server.tokens import Token
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Behavior: TypeAlias = Callable[[Any, Context], Awaitable[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """Why calls are refused.
+
+    Attributes:
+        make_error: returns the error of one of them.
+        reason: for the audit log; "" where it does not concern that.
+    """
+
+    make_error: Callable[[], TqError]
+    reason: str = ""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Caller:
+    """Who makes calls, as far as their metadata says: one object for all calls that differ in nothing else.
+
+    Attributes:
+        name: of its token, "" where that is not known.
+        token: what it may do; None: everything that is not internal.
+        refusal: why all its calls are refused, before anything of a request is read.
+        handlers: those of its calls, by method, made when they are first needed; they go with the caller.
+    """
+
+    name: str = ""
+    token: Token | None = None
+    refusal: Refusal | None = None
+    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = field(default_factory=dict)
+
+
+class Middleware:
+    """One concern of all calls. Both methods may be left as they are here. Confined to one event loop."""
+
+    def admit(self, method: Method, details: grpc.HandlerCallDetails) -> Caller | None:
+        """Say by its metadata who makes a call, before anything of its request is read; None: others are to say it.
+
+        Runs for each call. One that is refused passes the middleware around this one, this one, and no other; there its
+        request is an iterator, which nobody is to read.
+        """
+        return None
+
+    def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
+        """Return what handles the calls of a method by a caller; `behavior` is what comes after this middleware.
+
+        Runs once for each method and caller, so that what has nothing to do for a method costs its calls nothing.
+        """
+        return behavior
+
+
+def passing_answers(method: Method, behavior: Behavior, each: Callable[[Any], Awaitable[Any]]) -> Behavior:
+    """Return a handler whose answers go out as a function returns them, each of a stream or the only one."""
+
+    async def stream(request: Any, context: Context) -> Any:
+        passing: Any = _PassingContext(context, each)
+        return await behavior(request, passing)
+
+    async def one(request: Any, context: Context) -> Any:
+        return await each(await behavior(request, context))
+
+    return stream if method.has_response_stream else one
+
+
+class _PassingContext:
+    """A context whose written answers pass a function first."""
+
+    def __init__(self, context: Context, each: Callable[[Any], Awaitable[Any]]) -> None:
+        self._context = context
+        self._each = each
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    async def write(self, answer: Any) -> None:
+        """Send an answer."""
+        await self._context.write(await self._each(answer))
