@@ -133,6 +133,8 @@ def requests_of_all_methods(meta: tq.BatchMeta) -> dict[str, Message]:
         "ClearPartition": controller_pb.ClearPartitionRequest(**ids),
         "ListPartitions": controller_pb.ListPartitionsRequest(prefix="t"),
         "DescribePartition": controller_pb.DescribePartitionRequest(partition_id="train"),
+        "Checkpoint": controller_pb.CheckpointRequest(name="one"),
+        "Restore": controller_pb.RestoreRequest(request_id=new_id(), name="one"),
         "ListSamplers": controller_pb.ListSamplersRequest(),
         "PlacePut": controller_pb.PlacePutRequest(size_bytes=100, partition_id="train"),
         "Stat": storage_service_pb2.StatRequest(),
@@ -152,6 +154,11 @@ def requests_of_all_methods(meta: tq.BatchMeta) -> dict[str, Message]:
             get=storage_service_pb2.GetRequest(boot_id=new_id(), put_ids=[new_id()], runs=[runs])
         ),
     }
+
+
+def test_every_method_whose_requests_can_be_garbled_is_here(server: LiveServer) -> None:
+    names = {DESCRIBED[name].name for name in PUBLIC if not DESCRIBED[name].client_streaming}
+    assert requests_of_all_methods(put_train(server.client())).keys() == names
 
 
 def garbled(random_: random.Random, data: bytes) -> bytes:

@@ -10,9 +10,11 @@ import pytest
 import torch
 from google.protobuf.message import Message
 from live_server import LiveServer, StartServer
+from rpc_methods import DESCRIBED
 from rpc_samples import new_id, put_train, reason_of, snapshot
 
 import tq_service as tq
+from tq_service.server.rpc.method_table import METHODS
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import metadata_pb2, storage_service_pb2
 from tq_service.wire.columns import encode_header
@@ -35,6 +37,10 @@ def mutating_requests(meta: tq.BatchMeta, request_id: bytes) -> dict[str, Messag
         "Commit": pb.CommitRequest(request_id=request_id, write=WRITE),
         "GetMeta": pb.GetMetaRequest(**CLAIM, request_id=request_id, batch_size=2),
         "ReleaseClaim": pb.ReleaseClaimRequest(**ids(request_id, task_name="held", claim_request_id=bytes(16))),
+        "AckClaim": pb.AckClaimRequest(**ids(request_id, task_name="leased", claim_request_id=bytes(16))),
+        "ExtendClaim": pb.ExtendClaimRequest(
+            **ids(request_id, task_name="leased", claim_request_id=bytes(16), lease_seconds=90.0)
+        ),
         "ResetConsumption": pb.ResetConsumptionRequest(**ids(request_id, task_name="held", epoch=0)),
         "SetCustomMeta": pb.SetCustomMetaRequest(**ids(request_id, global_indexes=[0, 2], custom_meta=[column])),
         "CloseGroups": pb.CloseGroupsRequest(**ids(request_id, groups=["g0"])),
@@ -43,15 +49,31 @@ def mutating_requests(meta: tq.BatchMeta, request_id: bytes) -> dict[str, Messag
     }
 
 
-CHANGED_NOTHING_SEEN = {"SetCustomMeta", "CloseGroups"}  # by what DescribePartition tells
+CHANGED_NOTHING_SEEN = {"SetCustomMeta", "CloseGroups", "AckClaim", "ExtendClaim"}  # by what DescribePartition tells
+
+
+def test_every_request_with_an_id_is_here() -> None:
+    with_id = {
+        method.name
+        for name, method in DESCRIBED.items()
+        if METHODS[name].changes_state and "request_id" in method.input_type.fields_by_name
+    }
+    # Restore takes a service without partitions.
+    assert mutating_requests(tq.BatchMeta(), b"").keys() == with_id - {"Restore"}
+
+
+def make_claims(server: LiveServer) -> None:
+    """Claim samples for two tasks, one of them with a lease."""
+    for task_name, lease_seconds in (("held", 0.0), ("leased", 60.0)):
+        asked = {**CLAIM, "task_name": task_name, "lease_seconds": lease_seconds}
+        server.controller.GetMeta(pb.GetMetaRequest(**asked, request_id=bytes(16), batch_size=2))
 
 
 @pytest.mark.parametrize("name", mutating_requests(tq.BatchMeta(), b""))
 def test_a_repeat_has_one_effect_and_the_same_answer(server: LiveServer, name: str) -> None:
     client = server.client()
     meta = put_train(client)
-    held = pb.GetMetaRequest(**{**CLAIM, "task_name": "held"}, request_id=bytes(16), batch_size=2)
-    server.controller.GetMeta(held)
+    make_claims(server)
     before = snapshot(client)
     request = mutating_requests(meta, new_id())[name]
     call = getattr(server.controller, name)
@@ -67,7 +89,7 @@ def test_a_repeat_has_one_effect_and_the_same_answer(server: LiveServer, name: s
 def test_a_repeat_under_another_id_is_another_request(server: LiveServer, name: str) -> None:
     client = server.client()
     meta = put_train(client)
-    server.controller.GetMeta(pb.GetMetaRequest(**{**CLAIM, "task_name": "held"}, request_id=bytes(16), batch_size=2))
+    make_claims(server)
     call = getattr(server.controller, name)
     call(mutating_requests(meta, new_id())[name])
     after = snapshot(client)
@@ -83,17 +105,17 @@ def test_a_repeat_under_another_id_is_another_request(server: LiveServer, name: 
 def test_an_id_of_another_call_is_refused_and_nothing_changes(server: LiveServer, name: str) -> None:
     client = server.client()
     meta, request_id = put_train(client), new_id()
-    other = pb.AckClaimRequest(request_id=request_id, partition_id="train", task_name="t")
-    server.app._catalog.run_once(request_id, pb.AckClaimResponse)
+    other = "ExtendClaim" if name == "AckClaim" else "AckClaim"
+    answer = getattr(pb, f"{other}Response")
+    server.app._catalog.run_once(request_id, answer)
     before = snapshot(client)
     request = mutating_requests(meta, request_id)[name]
     with pytest.raises(grpc.RpcError) as caught:
         getattr(server.controller, name)(request)
     assert reason_of(caught.value) == "INVALID_ARGUMENT"
-    assert "AckClaimResponse" in caught.value.details()
+    assert f"{other}Response" in caught.value.details()
     assert snapshot(client) == before
-    other.claim_request_id = bytes(16)
-    assert server.controller.AckClaim(other) == pb.AckClaimResponse()
+    assert getattr(server.controller, other)(mutating_requests(meta, request_id)[other]) == answer()
 
 
 def test_a_refused_request_is_not_recorded(server: LiveServer) -> None:
