@@ -1,4 +1,4 @@
-"""Authorities, certificates and tokens for tests of the door."""
+"""Authorities, certificates and tokens for tests of access."""
 
 from __future__ import annotations
 

@@ -124,20 +124,20 @@ def test_the_script_makes_what_the_service_takes(tmp_path: Path) -> None:
 
 def test_the_script_makes_what_the_compose_file_mounts(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
-    door = tmp_path / "door"
-    arguments = ["sh", root / "docker" / "make_door.sh", door, "tq.example", "10.0.0.7"]
+    credentials = tmp_path / "credentials"
+    arguments = ["sh", root / "docker" / "make_credentials.sh", credentials, "tq.example", "10.0.0.7"]
     environment = {**os.environ, "TQ_SERVICE": f"{sys.executable} -m tq_service.cli"}
     subprocess.run(arguments, check=True, capture_output=True, timeout=60, env=environment)
     compose = (root / "compose.secure.yaml").read_text()
     services, clients = compose.split("\n  load:\n")
     for folder, part in (("services", services), ("clients", clients)):
-        named = set(re.findall(r"/door/([\w.]+)", part))
+        named = set(re.findall(r"/credentials/([\w.]+)", part))
         assert len(named) >= 4
-        assert [name for name in named if not (door / folder / name).exists()] == []
+        assert [name for name in named if not (credentials / folder / name).exists()] == []
     files = TlsFiles(
-        cert=door / "services" / "storage.pem",
-        key=door / "services" / "storage.key",
-        client_ca=door / "services" / "ca.pem",
+        cert=credentials / "services" / "storage.pem",
+        key=credentials / "services" / "storage.key",
+        client_ca=credentials / "services" / "ca.pem",
     )
     assert ServerCertificate(files).credentials() is not None
     names = load_pem_x509_certificate(files.cert.read_bytes()).extensions.get_extension_for_class(
@@ -145,9 +145,9 @@ def test_the_script_makes_what_the_compose_file_mounts(tmp_path: Path) -> None:
     )
     assert names.value.get_values_for_type(DNSName) == ["localhost", "storage", "tq.example"]
     assert [str(address) for address in names.value.get_values_for_type(IPAddress)] == ["127.0.0.1", "10.0.0.7"]
-    tokens = read_tokens(door / "services" / "tokens.toml")
+    tokens = read_tokens(credentials / "services" / "tokens.toml")
     assert [token.name for token in tokens.values()] == ["services", "load", "produce", "consume"]
     first = files.cert.read_bytes()
     subprocess.run(arguments, check=True, capture_output=True, timeout=60, env=environment)
     assert files.cert.read_bytes() != first
-    assert read_tokens(door / "services" / "tokens.toml") == tokens
+    assert read_tokens(credentials / "services" / "tokens.toml") == tokens

@@ -2,7 +2,7 @@
 # Makes what compose.secure.yaml needs, in DIR; run again with the same names, it renews the certificates and keeps
 # the tokens.
 #
-#   docker/make_door.sh DIR [NAME...]
+#   docker/make_credentials.sh DIR [NAME...]
 #
 # NAME            a further name or address under which clients reach this machine, such as tq.example or 10.0.0.7
 # DIR/authority   the key that signs certificates: for no container
@@ -55,4 +55,4 @@ token load "$directory/clients/load.token" --role produce --role consume --prefi
 token produce "$directory/clients/produce.token" --role produce
 token consume "$directory/clients/consume.token" --role consume
 
-echo "TQ_DOOR_GROUP=$(id -g)" > "$directory/compose.env"
+echo "TQ_CREDENTIALS_GROUP=$(id -g)" > "$directory/compose.env"
