@@ -150,7 +150,7 @@ class Ends(Middleware):
 
 
 class Served:
-    """Methods of one shape behind the middleware: `Ruled` and `Listed` have a rule, `Unruled` has none."""
+    """Methods of one shape behind the middleware: `Ruled`, `Listed` and `Puts` have a rule, `Unruled` has none."""
 
     def __init__(self, shape, path):
         self._shape = shape
@@ -160,7 +160,7 @@ class Served:
             self.ends,
             ErrorStatuses(),
             self.calls,
-            AccessControl(Audit(), TokenFile(path), stall_seconds=60.0),
+            AccessControl(Audit(), TokenFile(path), partition_of={b"p": "mine/a", b"q": "yours/a"}.get),
             DurableAnswers(self.disk),
         ]
 
@@ -172,6 +172,12 @@ class Served:
         methods = [
             Method(name=f"/{SERVICE}/Ruled", partitions=lambda first: (first.decode(),), fills_disk=True, **about),
             Method(name=f"/{SERVICE}/Listed", lists_partitions=True, **about),
+            Method(
+                name=f"/{SERVICE}/Puts",
+                partitions=lambda first: (first.decode().partition(" ")[0],),
+                put_ids=lambda first: first.split(b" ")[1:],
+                **about,
+            ),
         ]
         make = getattr(grpc, f"{shape}_rpc_method_handler")
         handlers = {
@@ -179,6 +185,7 @@ class Served:
             for name, behavior in (
                 ("Ruled", _behavior(self._shape, self.entered)),
                 ("Unruled", _behavior(self._shape, self.entered)),
+                ("Puts", _behavior(self._shape, self.entered)),
                 ("Listed", _listing(self._shape)),
             )
         }
@@ -258,6 +265,17 @@ async def test_who_may_not_never_reaches_the_handler(served, token, partition, c
         assert await served.code("Ruled", token=token, partition=partition) is code
     assert not served.entered
     assert len([record for record in caplog.records if record.name == LOGGER_NAME]) == 1
+
+
+@pytest.mark.parametrize(
+    ("named", "is_let_in"),
+    [("mine/a", True), ("mine/a p", True), ("mine/a p gone", True), ("mine/a p q", False), ("yours/a p", False)],
+)
+async def test_partitions_of_puts_count_as_named(served, named, is_let_in):
+    answer = await served.call("Puts", token="may", partition=named)
+    assert isinstance(answer, list) == is_let_in
+    assert is_let_in or answer.code() is CODE.PERMISSION_DENIED
+    assert await served.call("Puts", token="anything", partition=named) == served.answers(named, "more")
 
 
 @pytest.mark.parametrize("token", TOKENS)

@@ -157,18 +157,19 @@ class AccessControl(Middleware):
         return call
 
     def _partitions_named_by(self, method: Method) -> Callable[[Any], Iterable[str]]:
-        """Return what finds the partitions that a request names, by itself or by their puts."""
+        """Return what finds the partitions that a request names, by themselves and by their puts."""
         put_ids, partition_of = method.put_ids, self._partition_of
         if put_ids is None:
             return method.partitions
 
-        def partitions_of_puts(request: Any) -> Iterator[str]:
+        def with_those_of_puts(request: Any) -> Iterator[str]:
+            yield from method.partitions(request)
             for put_id in put_ids(request):
                 partition_id = partition_of(put_id)
                 if partition_id is not None:  # else there is nothing to protect, and the call fails by itself
                     yield partition_id
 
-        return partitions_of_puts
+        return with_those_of_puts
 
     def _note(
         self,

@@ -38,7 +38,7 @@ class Method:
         has_request_stream: whether its requests are a stream.
         has_response_stream: whether its answers are one.
         partitions: returns the names of partitions in a request, or in the first message of a stream of them.
-        put_ids: returns the puts that are named there instead; None: there are none.
+        put_ids: returns the puts that are named there, whose partitions count as named; None: no request names any.
         concerns_all: whether a call concerns all partitions, so that the token must be for all.
         lists_partitions: whether the answer lists partitions, of which only those that the token is for are shown.
         is_audited: whether a call that is let in has its line in the audit log.
