@@ -16,8 +16,9 @@ import numpy as np
 import psutil
 
 import tq_service as tq
-from benchmarks.harness import Options, main, median, run_async, service
+from benchmarks.harness import Options, main, median, run_async
 from benchmarks.report import Aim, Cell, Report
+from tq_service.testing import ServiceProcess
 
 _MIB = 2**20
 _PARTITION = "train"
@@ -112,7 +113,7 @@ async def _overload(case: _Case, address: str, pid: int, put_count: int) -> _See
 
 
 def _measured(case: _Case, put_count: int) -> _Seen:
-    with service("--max-bytes", str(_QUOTA_BYTES), *case.flags) as server:
+    with ServiceProcess("--max-bytes", str(_QUOTA_BYTES), *case.flags) as server:
         return run_async(_overload(case, server.address, server.pid, put_count))
 
 

@@ -20,8 +20,9 @@ import torch
 
 import tq_service as tq
 from benchmarks import tcp_sink
-from benchmarks.harness import Options, interleave, main, median, median_ratio, running, service
+from benchmarks.harness import Options, interleave, main, median, median_ratio, running
 from benchmarks.report import Cell, Plot, Report
+from tq_service.testing import ServiceProcess
 
 CLIENT_COUNTS = (1, 2, 4, 8, 16)
 CLIENT_COUNTS_QUICK = (1, 2)
@@ -151,7 +152,7 @@ def _report(rows: list[list[Cell]]) -> Report:
 
 def run(options: Options) -> Report:
     """Measure."""
-    with service("--shared-memory", "off") as server, running("benchmarks.tcp_sink") as sink:
+    with ServiceProcess("--shared-memory", "off") as server, running("benchmarks.tcp_sink") as sink:
         return _measure(options, server.address, sink.address)
 
 

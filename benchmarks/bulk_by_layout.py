@@ -17,8 +17,9 @@ import torch
 
 import tq_service as tq
 from benchmarks import tcp_sink
-from benchmarks.harness import Options, interleave, main, median, median_ratio, running, service
+from benchmarks.harness import Options, interleave, main, median, median_ratio, running
 from benchmarks.report import Aim, Cell, Plot, Report
+from tq_service.testing import ServiceProcess
 from tq_service.wire.layouts import encode_columns
 
 TOTAL_BYTES = 16 << 20
@@ -138,7 +139,7 @@ def _report(rows: list[list[Cell]]) -> Report:
 
 def run(options: Options) -> Report:
     """Measure."""
-    with service("--shared-memory", "off") as server, running("benchmarks.tcp_sink") as sink:
+    with ServiceProcess("--shared-memory", "off") as server, running("benchmarks.tcp_sink") as sink:
         return _measure(options, server.address, sink.address)
 
 

@@ -18,8 +18,9 @@ import torch
 
 import tq_service as tq
 from benchmarks import tcp_sink
-from benchmarks.harness import Options, interleave, main, median, median_ratio, running, service
+from benchmarks.harness import Options, interleave, main, median, median_ratio, running
 from benchmarks.report import Cell, Plot, Report
+from tq_service.testing import ServiceProcess
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 SIZES = (KIB, 16 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB, GIB)
@@ -118,7 +119,7 @@ def _report(rows: list[list[Cell]]) -> Report:
 
 def run(options: Options) -> Report:
     """Measure."""
-    with service("--shared-memory", "off") as server, running("benchmarks.tcp_sink") as sink:
+    with ServiceProcess("--shared-memory", "off") as server, running("benchmarks.tcp_sink") as sink:
         return _measure(options, server.address, sink.address)
 
 

@@ -18,8 +18,9 @@ import numpy as np
 import torch
 
 import tq_service as tq
-from benchmarks.harness import Options, interleave, main, median, median_ratio, service
+from benchmarks.harness import Options, interleave, main, median, median_ratio
 from benchmarks.report import Cell, Report
+from tq_service.testing import ServiceProcess
 
 STORAGE_COUNTS = (1, 2, 4)
 STORAGE_COUNTS_QUICK = (1, 2)
@@ -76,10 +77,10 @@ def _owners(batch: tq.BatchMeta) -> set[str]:
 @contextmanager
 def _running_cluster(storage_count: int) -> Iterator[_Cluster]:
     with ExitStack() as stack:
-        controller = stack.enter_context(service("--role", "controller"))
+        controller = stack.enter_context(ServiceProcess("--role", "controller"))
         flags = ("--role", "storage", "--controller", controller.address, "--shared-memory", "off")
         for number in range(storage_count):
-            stack.enter_context(service(*flags, "--storage-id", f"storage-{number}"))
+            stack.enter_context(ServiceProcess(*flags, "--storage-id", f"storage-{number}"))
         cluster = _Cluster(controller.address, storage_count)
         stack.enter_context(cluster.client)
         yield cluster

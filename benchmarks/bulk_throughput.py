@@ -22,10 +22,11 @@ import torch
 
 import tq_service as tq
 from benchmarks import tcp_sink
-from benchmarks.harness import Options, interleave, main, median, median_ratio, running, service
+from benchmarks.harness import Options, interleave, main, median, median_ratio, running
 from benchmarks.peer import Peer, peer
 from benchmarks.peer_environment import TRANSFER_QUEUE
 from benchmarks.report import Aim, Cell, Plot, Report
+from tq_service.testing import ServiceProcess
 
 DENSE_BYTES = 256 << 20
 JAGGED_BYTES = 16 << 20
@@ -229,7 +230,7 @@ def _report(rows: list[list[Cell]], transfer_queue: Peer) -> Report:
 def run(options: Options) -> Report:
     """Measure."""
     with (
-        service("--shared-memory", "off") as server,
+        ServiceProcess("--shared-memory", "off") as server,
         running("benchmarks.tcp_sink") as sink,
         peer(TRANSFER_QUEUE, "benchmarks.transfer_queue_peer", options) as transfer_queue,
     ):

@@ -19,8 +19,9 @@ from pathlib import Path
 import numpy as np
 
 import tq_service as tq
-from benchmarks.harness import Options, interleave_async, main, median, median_ratio, p50_p99, run_async, service
+from benchmarks.harness import Options, interleave_async, main, median, median_ratio, p50_p99, run_async
 from benchmarks.report import Aim, Report
+from tq_service.testing import ServiceProcess
 
 _SAMPLE_COUNT = 1_000_000
 _QUICK_COUNT = 50_000
@@ -133,7 +134,7 @@ def run(options: Options) -> Report:
     """Measure."""
     directory = Path(tempfile.mkdtemp(prefix="tq-checkpoint-"))
     try:
-        with service("--checkpoint-dir", str(directory)) as server:
+        with ServiceProcess("--checkpoint-dir", str(directory)) as server:
             return run_async(_measure(options, server.address))
     finally:
         shutil.rmtree(directory, ignore_errors=True)

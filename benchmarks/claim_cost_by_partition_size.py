@@ -17,8 +17,9 @@ from functools import partial
 import numpy as np
 
 import tq_service as tq
-from benchmarks.harness import Options, interleave_async, main, median, p50_p99, run_async, service
+from benchmarks.harness import Options, interleave_async, main, median, p50_p99, run_async
 from benchmarks.report import Aim, Plot, Report
+from tq_service.testing import ServiceProcess
 
 SAMPLE_COUNTS = (1_024, 65_536, 1_000_000)
 BATCH_SIZE = 8
@@ -209,7 +210,7 @@ def _report(rows: list[list[str | float | None]], counts: tuple[int, ...]) -> Re
 
 def run(options: Options) -> Report:
     """Measure."""
-    with service() as server:
+    with ServiceProcess() as server:
         return run_async(_measure(options, server.address))
 
 

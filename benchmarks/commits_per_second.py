@@ -18,8 +18,9 @@ import numpy as np
 
 import tq_service as tq
 from benchmarks.echo_server import echo_call, request_of
-from benchmarks.harness import Options, echo_server, interleave_async, main, median, run_async, service
+from benchmarks.harness import Options, interleave_async, main, median, run_async, running
 from benchmarks.report import Cell, Plot, Report
+from tq_service.testing import ServiceProcess
 
 WORKER_COUNTS = (1, 8, 64, 256)
 _CALLS_A_WORKER_LEAST, _CALLS = 4, 1_024
@@ -96,7 +97,7 @@ async def _measure(options: Options, address: str, echo_address: str) -> Report:
 
 def run(options: Options) -> Report:
     """Measure."""
-    with service() as server, echo_server() as echo:
+    with ServiceProcess() as server, running("benchmarks.echo_server") as echo:
         return run_async(_measure(options, server.address, echo.address))
 
 

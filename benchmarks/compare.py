@@ -150,7 +150,7 @@ def compare(figure: Figure, rounds: Iterable[Round]) -> Comparison:
 
 
 def lay_out(base: str, folder: Path) -> dict[str, Path]:
-    """Write the trees below a folder: each has its own package, and the benchmarks of this one.
+    """Write the trees below a folder: each has its own package, and this one's benchmarks and launcher.
 
     Raises:
         RuntimeError: git knows no such commit, or it has no package.
@@ -168,6 +168,7 @@ def lay_out(base: str, folder: Path) -> dict[str, Path]:
         else:
             zipfile.ZipFile(io.BytesIO(archive.stdout)).extractall(path)
         shutil.copytree(ROOT / "benchmarks", path / "benchmarks", ignore=unwanted)
+        shutil.copy(ROOT / "tq_service" / "testing.py", path / "tq_service")
     return trees
 
 

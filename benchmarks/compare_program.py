@@ -7,6 +7,7 @@ have: `tq.Client` and `tq.AsyncClient`. A unit returns its figures; a run return
 from __future__ import annotations
 
 import asyncio
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,10 +16,11 @@ from contextlib import ExitStack, contextmanager
 import tq_service as tq
 from benchmarks import durability_cost
 from benchmarks.compare_service import checked_package
-from benchmarks.harness import median, service
+from benchmarks.harness import median
 from benchmarks.insert_rate import LARGE_COUNT, put_rate
 from benchmarks.peer_program import Commands, serve
 from benchmarks.wake_latency import Handover
+from tq_service.testing import ServiceProcess
 
 _FLAGS = {"wire": ("--shared-memory", "off"), "shared": (), "process": ("--shared-memory", "off")}
 _PART = 4
@@ -26,6 +28,7 @@ _WAITS = 8
 _SMALL_BYTES, _LARGE_BYTES = 4 << 10, 64 << 20
 _ROW_COUNT = 64
 _TIMEOUT_SECONDS = 60.0
+_SERVICE = (sys.executable, "-m", "benchmarks.compare_service")
 
 Unit = Callable[[], dict[str, float]]
 
@@ -66,7 +69,7 @@ class _Loads:
             if kind == "process":
                 folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tq-compare-data-"))
                 flags += ["--data-dir", folder, "--durability", "process"]
-            started = service(*flags, module="benchmarks.compare_service")
+            started = ServiceProcess(*flags, command=_SERVICE)
             self._addresses[kind] = self._stack.enter_context(started).address
         return self._addresses[kind]
 

@@ -21,10 +21,11 @@ import numpy as np
 import torch
 
 import tq_service as tq
-from benchmarks.harness import Options, interleave, main, median, service
+from benchmarks.harness import Options, interleave, main, median
 from benchmarks.lengths import lognormal_lengths
 from benchmarks.report import Aim, Plot, Report
 from tq_service.data import StreamingDataLoader, StreamingDataset, split_micro_batches
+from tq_service.testing import ServiceProcess
 
 BATCH_SIZE = 64
 MICRO_BATCH_SIZE = 8
@@ -246,7 +247,7 @@ def _report(rows: list[list[str | float | None]], waiting: dict[tuple[str, float
 
 def run(options: Options) -> Report:
     """Measure."""
-    with service() as server:
+    with ServiceProcess() as server:
         return _measure(options, server.address)
 
 

@@ -18,8 +18,9 @@ from contextlib import AsyncExitStack, ExitStack
 import numpy as np
 
 import tq_service as tq
-from benchmarks.harness import Options, interleave_async, main, median, median_ratio, run_async, service
+from benchmarks.harness import Options, interleave_async, main, median, median_ratio, run_async
 from benchmarks.report import Aim, Cell, Plot, Report
+from tq_service.testing import ServiceProcess
 
 MODES = ("memory", "process", "disk")
 PRODUCER_COUNT = 8
@@ -210,7 +211,7 @@ def run(options: Options) -> Report:
                 if mode != "memory":
                     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tq-durability-"))
                     flags += ["--data-dir", folder, "--durability", mode]
-                pair.append(stack.enter_context(service(*flags)).address)
+                pair.append(stack.enter_context(ServiceProcess(*flags)).address)
             addresses[mode] = (pair[0], pair[1])
         return run_async(_measure(options, addresses))
 

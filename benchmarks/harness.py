@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import re
-import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,12 +14,11 @@ import numpy as np
 
 from benchmarks.peer_environment import PEER_NAMES
 from benchmarks.report import Report
+from tq_service.testing import ListeningProcess
 
 T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parent.parent
-_LISTENING = re.compile(r"listening on (\S+)")
-_STOP_SECONDS = 10.0
 _LEAST_REPEATS = 5
 
 
@@ -41,55 +37,9 @@ class Options:
     without: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunningProcess:
-    """A server in a process of its own.
-
-    Attributes:
-        address: where it listens, "host:port".
-        pid: its process.
-    """
-
-    address: str
-    pid: int
-
-    @property
-    def port(self) -> int:
-        """The port it listens on."""
-        return int(self.address.rpartition(":")[2])
-
-
-@contextmanager
-def running(module: str, *arguments: str) -> Iterator[RunningProcess]:
-    """Run `python -m module` until the block ends; it must print a line with "listening on host:port"."""
-    command = [sys.executable, "-m", module, *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
-        try:
-            yield RunningProcess(address=_address(process), pid=process.pid)
-        finally:
-            process.terminate()
-            try:
-                process.wait(_STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-
-
-def _address(process: subprocess.Popen[str]) -> str:
-    for line in process.stdout or ():
-        if match := _LISTENING.search(line):
-            return match[1]
-    raise RuntimeError(f"{process.args} ended with exit code {process.wait()} before it listened; its log is above")
-
-
-def service(*flags: str, module: str = "tq_service.cli") -> Any:
-    """Run the service, controller and storage in one process; see `running`."""
-    listen = ("--host", "127.0.0.1", "--port", "0", "--log-level", "warning")
-    return running(module, "serve", *listen, *flags)
-
-
-def echo_server() -> Any:
-    """Run the gRPC echo; see `running` and `benchmarks.echo_server`."""
-    return running("benchmarks.echo_server")
+def running(module: str) -> ListeningProcess:
+    """Return `python -m module`, which a `with` block runs; it must print a line with "listening on host:port"."""
+    return ListeningProcess([sys.executable, "-m", module], cwd=ROOT)
 
 
 def interleave(cases: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, list[T]]:

@@ -14,8 +14,9 @@ import grpc
 import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from benchmarks.harness import Options, interleave, main, median, service
+from benchmarks.harness import Options, interleave, main, median
 from benchmarks.report import Aim, Report
+from tq_service.testing import ServiceProcess
 
 _BARE = "import grpc.aio, numpy, sys; print('there', flush=True); sys.stdin.read()"
 _SETTLED_SECONDS = 0.5
@@ -31,7 +32,7 @@ class _Started:
 
 def _server() -> _Started:
     started = time.perf_counter()
-    with service() as process, grpc.insecure_channel(process.address) as channel:
+    with ServiceProcess() as process, grpc.insecure_channel(process.address) as channel:
         health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=30)
         seconds = time.perf_counter() - started
         time.sleep(_SETTLED_SECONDS)

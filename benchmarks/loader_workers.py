@@ -23,9 +23,10 @@ import numpy as np
 import torch
 
 import tq_service as tq
-from benchmarks.harness import Options, interleave, main, median, median_ratio, service
+from benchmarks.harness import Options, interleave, main, median, median_ratio
 from benchmarks.report import Aim, Report
 from tq_service.data import StreamingDataLoader, StreamingDataset, split_micro_batches
+from tq_service.testing import ServiceProcess
 
 STEP_SECONDS = 0.020
 BATCH_COUNT, BATCH_COUNT_QUICK = 8, 2
@@ -238,7 +239,7 @@ def run(options: Options) -> Report:
     batch_count, turns = BATCH_COUNT_QUICK if options.quick else BATCH_COUNT, _turns(STEP_SECONDS)
     found: dict[str, dict[str, list[Run]]] = {}
     for transport, flags in TRANSPORTS.items():
-        with service(*flags) as server:
+        with ServiceProcess(*flags) as server:
             for content in CONTENTS:
                 runs = _measure(server.address, content, batch_count, turns, options.repeats)
                 found[f"{content.name}, {transport}"] = runs

@@ -15,8 +15,9 @@ import numpy as np
 import psutil
 
 import tq_service as tq
-from benchmarks.harness import Options, main, median, run_async, service
+from benchmarks.harness import Options, main, median, run_async
 from benchmarks.report import Cell, Report
+from tq_service.testing import ServiceProcess
 
 SAMPLE_COUNT = 131_072
 _GROUP_SIZE = 8
@@ -106,7 +107,7 @@ async def _grow(case: _Case, address: str, pid: int) -> _Growth:
 
 
 def _measured(case: _Case) -> _Growth:
-    with service("--shared-memory", "off") as server:
+    with ServiceProcess("--shared-memory", "off") as server:
         return run_async(_grow(case, server.address, server.pid))
 
 

@@ -14,9 +14,10 @@ from typing import Any
 
 import psutil
 
-from benchmarks.harness import ROOT, Options, echo_server, run_async, service
+from benchmarks.harness import ROOT, Options, run_async, running
 from benchmarks.peer_environment import TRANSFER_QUEUE, PeerEnvironment
 from benchmarks.report import Report
+from tq_service.testing import ServiceProcess
 
 _STOP_SECONDS = 30.0
 _IDLE_SECONDS = 2.0
@@ -147,8 +148,8 @@ def run_beside_transfer_queue(
 ) -> Report:
     """Measure with a service, an echo server and TransferQueue; `measure` gets the addresses of the first two."""
     with (
-        service() as server,
-        echo_server() as echo,
+        ServiceProcess() as server,
+        running("benchmarks.echo_server") as echo,
         peer(TRANSFER_QUEUE, "benchmarks.transfer_queue_peer", options) as transfer_queue,
     ):
         return run_async(measure(options, server.address, echo.address, transfer_queue))

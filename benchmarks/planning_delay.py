@@ -18,9 +18,10 @@ from functools import partial
 import numpy as np
 
 import tq_service as tq
-from benchmarks.harness import ROOT, Options, interleave_async, main, median, p50_p99, run_async, service
+from benchmarks.harness import ROOT, Options, interleave_async, main, median, p50_p99, run_async
 from benchmarks.lengths import lognormal_lengths
 from benchmarks.report import Aim, Cell, Report
+from tq_service.testing import ServiceProcess
 
 _SAMPLES, _RANKS, _CAP = 16_384, 8, 32_768
 _CLAIMS_A_REPEAT = 400
@@ -98,7 +99,7 @@ async def _measure(options: Options, address: str) -> Report:
 
 def run(options: Options) -> Report:
     """Measure."""
-    with service() as server:
+    with ServiceProcess() as server:
         return run_async(_measure(options, server.address))
 
 

@@ -19,8 +19,9 @@ import grpc
 import numpy as np
 
 import tq_service as tq
-from benchmarks.harness import ROOT, Options, interleave, main, median, run_async, service
+from benchmarks.harness import ROOT, Options, interleave, main, median, run_async
 from benchmarks.report import Cell, Report
+from tq_service.testing import ServiceProcess
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.controller_service_pb2_grpc import ControllerServiceStub
 
@@ -127,7 +128,7 @@ def _measured(address: str, rate: int, count: int) -> _Claims:
 def run(options: Options) -> Report:
     """Measure."""
     count, repeats = (400, 1) if options.quick else (2_000, options.repeats)
-    with service(
+    with ServiceProcess(
         "--max-waiting-calls-per-client", str(_MOST_WAITING), "--max-streams", str(2 * _MOST_WAITING)
     ) as server:
         cases = {

@@ -18,10 +18,11 @@ import numpy as np
 import torch
 
 import tq_service as tq
-from benchmarks.harness import Options, interleave, main, median, median_ratio, service
+from benchmarks.harness import Options, interleave, main, median, median_ratio
 from benchmarks.peer import Peer, Program, peer, program
 from benchmarks.peer_environment import RAY
 from benchmarks.report import Aim, Cell, Plot, Report
+from tq_service.testing import ServiceProcess
 
 ROW_COUNT, ROW_LENGTH = 256, 1 << 18
 SIZE_BYTES = ROW_COUNT * ROW_LENGTH * 4
@@ -130,7 +131,7 @@ def _bars(rows: list[list[Cell]], column: int) -> list[tuple[str, float]]:
 def run(options: Options) -> Report:
     """Measure."""
     with (
-        service() as server,
+        ServiceProcess() as server,
         program("benchmarks.same_host_reader") as reader,
         peer(RAY, "benchmarks.ray_peer", options) as ray,
     ):

@@ -24,10 +24,11 @@ import psutil
 
 import tq_service as tq
 from benchmarks import soak_load
-from benchmarks.harness import RunningProcess, run_async, service
+from benchmarks.harness import run_async
 from benchmarks.machine import describe_machine
 from benchmarks.plots import draw
 from benchmarks.report import Aim, Cell, Plot, Report
+from tq_service.testing import ServiceProcess
 
 MODES = ("memory", "process", "disk")
 RESULTS = Path(__file__).parent / "results"
@@ -109,7 +110,7 @@ async def _sample(process: psutil.Process, folder: Path, seconds: float, samples
 
 
 @contextmanager
-def _server(mode: str, folder: Path, seconds: float) -> Iterator[RunningProcess]:
+def _server(mode: str, folder: Path, seconds: float) -> Iterator[ServiceProcess]:
     shorter = min(1.0, seconds / _HOUR_SECONDS)
     times = (
         "--request-record-seconds",
@@ -118,7 +119,7 @@ def _server(mode: str, folder: Path, seconds: float) -> Iterator[RunningProcess]
         str(_PUT_TTL_SECONDS * shorter),
     )
     kept = () if mode == "memory" else ("--data-dir", str(folder), "--durability", mode)
-    with service(*times, *kept) as process:
+    with ServiceProcess(*times, *kept) as process:
         yield process
 
 

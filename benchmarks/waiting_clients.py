@@ -18,9 +18,10 @@ import psutil
 
 import tq_service as tq
 from benchmarks.crowd_processes import CONNECTIONS_A_PROCESS, PROCESS_COUNT, CrowdProcesses, running_crowd
-from benchmarks.harness import Options, RunningProcess, interleave, main, median, p50_p99, service
+from benchmarks.harness import Options, interleave, main, median, p50_p99
 from benchmarks.health_probe import HealthProbe
 from benchmarks.report import Aim, Cell, Plot, Report
+from tq_service.testing import ServiceProcess
 
 CLIENT_COUNTS = (1_024, 4_096, 8_192)
 CLIENT_COUNTS_QUICK = (128,)
@@ -48,7 +49,7 @@ class _Served:
 class _Line:
     """Clients that wait for the samples of a partition of their own."""
 
-    def __init__(self, server: RunningProcess, crowd: CrowdProcesses, name: str, count: int, *, ranked: bool) -> None:
+    def __init__(self, server: ServiceProcess, crowd: CrowdProcesses, name: str, count: int, *, ranked: bool) -> None:
         self._crowd = crowd
         self._name = name
         self._producer = tq.Client(server.address)
@@ -126,7 +127,7 @@ def _loads(few: _Line, beside: _Line, many: _Line, *, ranked: bool) -> dict[str,
 def _measure(kind: str, count: int, options: Options) -> list[list[Cell]]:
     """Return the rows of one crowd: `kind` of client, so many of them."""
     ranked = kind == _RANKS
-    with service() as calm, service() as crowded, running_crowd() as crowd:
+    with ServiceProcess() as calm, ServiceProcess() as crowded, running_crowd() as crowd:
         few = _Line(calm, crowd, "few", FEW, ranked=ranked)
         beside = _Line(crowded, crowd, "beside", FEW, ranked=ranked)
         servers, clients = _resident_bytes([crowded.pid]), _resident_bytes(crowd.pids)

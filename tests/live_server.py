@@ -1,19 +1,12 @@
-"""Real servers for tests: in this process on a thread, or as processes of their own; and one face for both clients."""
+"""A real server for tests, in this process on a thread; and one face for both clients."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
-import os
-import re
-import signal
-import subprocess
-import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager
-from pathlib import Path
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Literal, TypeVar
 
 import grpc
@@ -130,63 +123,3 @@ class LiveServer:
 
 
 StartServer = Callable[..., LiveServer]
-
-
-class ServerProcess:
-    """`tq-service serve` as a process of its own; its log is appended to a file where one is given."""
-
-    def __init__(self, *flags: str, log: Path | None = None) -> None:
-        self._flags = flags
-        self._log = log
-        self.process, self.address = self._start("0")
-
-    def _start(self, port: str) -> tuple[subprocess.Popen[str], str]:
-        command = [
-            sys.executable,
-            "-m",
-            "tq_service.cli",
-            "serve",
-            "--port",
-            port,
-            "--log-level",
-            "error",
-            *self._flags,
-        ]
-        with contextlib.nullcontext() if self._log is None else self._log.open("a") as log:
-            process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=log, text=True, env={**os.environ, "TQ_CONFIG": ""}
-            )
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        match = re.match(r"listening on (\S+:\d+) ", line)
-        if match is None:
-            process.kill()
-            process.wait()
-            raise AssertionError(f"the server said {line!r} instead of where it listens")
-        return process, match[1]
-
-    def restart(self) -> None:
-        """Start it again at the same port, after it has ended."""
-        self.end()
-        self.process, self.address = self._start(self.address.rsplit(":", 1)[1])
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send a signal."""
-        self.process.send_signal(number)
-
-    def end(self) -> None:
-        """Kill it, if it still runs."""
-        self.process.kill()
-        self.process.wait()
-        if self.process.stdout is not None:
-            self.process.stdout.close()
-
-
-@contextmanager
-def server_process(*flags: str, log: Path | None = None) -> Iterator[ServerProcess]:
-    """Run a server as a process for the time of a `with` block."""
-    server = ServerProcess(*flags, log=log)
-    try:
-        yield server
-    finally:
-        server.end()

@@ -30,7 +30,8 @@ ARROWS: dict[str, set[str]] = {
     "server": {"durable", "samplers", "storage", "wire", "domain", "v1", "config"},
     "client": {"wire", "v1"},
     "data": {"client", "balancing", "wire"},
-    "cli": {"server", "client", "balancing", "config", "demo"},
+    "testing": set(),
+    "cli": {"server", "client", "balancing", "config", "demo", "testing"},
     "demo": {"client", "data", "config"},
 }
 WIRE_FORMATS = {"grpc", "grpc_status", "grpc_health", "grpc_reflection", "google"}

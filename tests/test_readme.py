@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from live_server import server_process
+
+from tq_service.testing import ServiceProcess
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -21,7 +22,7 @@ def test_the_programs_run() -> None:
     """Blocks marked `python` are programs; those marked `py` are parts of one."""
     programs = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
     assert programs
-    with server_process() as server:
+    with ServiceProcess() as server:
         for program in programs:
             run = subprocess.run(
                 [sys.executable, "-c", program.replace(DEFAULT_ADDRESS, server.address)],

@@ -1,26 +1,28 @@
 """`status`, `samplers` and `bench` against a service that runs as a process of its own."""
 
+import contextlib
 import json
 import os
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from service_process import COMMAND, running_service
 from typer.testing import CliRunner
 
 import tq_service as tq
 from tq_service.cli import app
-from tq_service.cli.own_server import own_server
 from tq_service.cli.status_view import render
 from tq_service.errors import PartitionNotFoundError
+from tq_service.testing import COMMAND, ServiceProcess
 
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    with running_service("--log-level", "warning") as (_, address):
-        yield address
+    with ServiceProcess() as service:
+        yield service.address
 
 
 @pytest.fixture
@@ -164,15 +166,43 @@ def test_nobody_there_is_one_line_and_exit_code_1_long_before_the_timeout(argume
     assert result.stderr == "error: cannot reach 127.0.0.1:1: connection refused; is the service running there?\n"
 
 
-def test_a_service_of_its_own_has_no_use_for_the_door_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TQ_TLS_CA", "/there/is/no/such.pem")
-    monkeypatch.setenv("TQ_TOKENS_FILE", "/there/is/no/such.toml")
-    monkeypatch.setenv("TQ_TOKEN", "tq_elsewhere")
+def test_bench_shows_its_own_service_nothing_that_is_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TQ_TLS_CA", "TQ_TOKENS_FILE", "TQ_TOKEN_FILE"):
+        monkeypatch.setenv(name, "/there/is/no/such")
     monkeypatch.setenv("TQ_HOST", "0.0.0.0")
-    with own_server() as address, tq.Client(address) as client:
-        assert client.list_partitions() == []
-        assert "TQ_TOKEN" not in os.environ
-    assert os.environ["TQ_TOKEN"] == "tq_elsewhere"
+    monkeypatch.delenv("TQ_ADDRESS", raising=False)
+    assert "claims/s" in invoke("bench", "--seconds", "0.5", "--ranks", "2", "--size", "64KiB")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "token", "tls"),
+    [
+        ((), {}, None, None),
+        (("--token-file", "t"), {"TQ_TOKEN_FILE": "other"}, Path("t"), None),
+        (("--tls-ca", "ca"), {"TQ_TLS_CA": "other"}, None, tq.Tls(ca="ca")),
+        ((), {"TQ_TLS_CA": "ca", "TQ_TLS_CERT": "c", "TQ_TLS_KEY": "k"}, None, tq.Tls(ca="ca", cert="c", key="k")),
+        (("--tls-cert", "mine"), {"TQ_TLS_CERT": "cert", "TQ_TLS_KEY": "key"}, None, tq.Tls(cert="mine", key="key")),
+    ],
+)  # fmt: skip
+def test_files_of_token_and_tls_go_to_the_client_and_the_environment_stays(
+    monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], environment: dict[str, str], token: Any, tls: Any
+) -> None:
+    for name in ("TQ_TLS_CA", "TQ_TLS_CERT", "TQ_TLS_KEY", "TQ_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    before, seen = dict(os.environ), []
+
+    @contextlib.contextmanager
+    def open_client(*_: object, **credentials: object) -> Iterator[None]:
+        seen.append(credentials)
+        raise tq.UnavailableError("seen")
+        yield
+
+    monkeypatch.setattr("tq_service.cli.status.open_client", open_client)
+    CliRunner().invoke(app, ["status", *arguments])
+    assert seen == [{"token": token, "tls": tls}]
+    assert dict(os.environ) == before
 
 
 @pytest.mark.parametrize(("arguments", "token"), [([], None), (["--address", "tq:50051"], "tq_elsewhere")])

@@ -5,10 +5,10 @@ import subprocess
 import sys
 
 import pytest
-from service_process import COMMAND
 from typer.testing import CliRunner
 
 from tq_service.cli import _COMMANDS, app
+from tq_service.testing import COMMAND
 
 
 @pytest.mark.parametrize("name", _COMMANDS)

@@ -10,8 +10,8 @@ import grpc
 import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from service_process import COMMAND, running_service
 
+from tq_service.testing import COMMAND, ServiceProcess
 from tq_service.v1 import controller_service_pb2 as controller_pb
 from tq_service.v1 import metadata_pb2 as metadata_pb
 from tq_service.v1.controller_service_pb2_grpc import ControllerServiceStub
@@ -25,16 +25,16 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_it_with_exit_code_0(signal_number: signal.Signals) -> None:
-    with running_service() as (process, address):
-        assert int(address.rsplit(":", 1)[1]) > 0
-        assert run("health", address).stdout == "SERVING\n"
-        process.send_signal(signal_number)
-        assert process.wait(20) == 0
+    with ServiceProcess() as service:
+        assert service.port > 0
+        assert run("health", service.address).stdout == "SERVING\n"
+        service.send_signal(signal_number)
+        assert service.wait(20) == 0
 
 
 def test_sigterm_tells_health_and_ends_waits() -> None:
     # A watched health stream lasts as long as the grace does.
-    with running_service("--grace-seconds", "1") as (process, address), grpc.insecure_channel(address) as channel:
+    with ServiceProcess("--grace-seconds", "1") as service, grpc.insecure_channel(service.address) as channel:
         seen: list[int] = []
         not_serving = threading.Event()
 
@@ -70,12 +70,12 @@ def test_sigterm_tells_health_and_ends_waits() -> None:
             described = controller_pb.DescribePartitionRequest(partition_id="train")
             while not any(task.waiting_count for task in controller.DescribePartition(described).tasks):
                 assert not waiting.done(), waiting.result()
-            process.terminate()
+            service.send_signal(signal.SIGTERM)
             assert waiting.result(30) in {"UNAVAILABLE", "BATCH_STATUS_NOT_YET"}
             assert not_serving.wait(30)
             watching.result(30)
         assert seen == [ServingStatus.SERVING, ServingStatus.NOT_SERVING]
-        assert process.wait(20) == 0
+        assert service.wait(20) == 0
 
 
 def test_a_taken_port_is_one_line_and_exit_code_1() -> None:
@@ -94,15 +94,15 @@ def test_wrong_settings_are_one_line_and_exit_code_1() -> None:
 
 
 def test_an_idle_server_is_small() -> None:
-    with running_service() as (process, _):
-        assert psutil.Process(process.pid).memory_info().rss < 100 * 2**20
+    with ServiceProcess() as service:
+        assert psutil.Process(service.pid).memory_info().rss < 100 * 2**20
 
 
 def test_roles_can_be_processes_of_their_own() -> None:
     with (
-        running_service("--role", "controller") as (controller, address),
-        running_service("--role", "storage", "--controller", address, "--storage-id", "s1") as (storage, _),
-        grpc.insecure_channel(address) as channel,
+        ServiceProcess("--role", "controller") as controller,
+        ServiceProcess("--role", "storage", "--controller", controller.address, "--storage-id", "s1") as storage,
+        grpc.insecure_channel(controller.address) as channel,
     ):
         stub = ControllerServiceStub(channel)
         while True:  # until the storage service has announced itself
@@ -114,5 +114,4 @@ def test_roles_can_be_processes_of_their_own() -> None:
         assert placed.storage.storage_id == "s1"
         assert not placed.embedded
         for process in (storage, controller):
-            process.terminate()
-            assert process.wait(20) == 0
+            assert process.stop() == 0

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from service_rows import dataset_of, fill, taken
 
 import tq_service as tq
 from tq_service.data import StreamingDataLoader
+from tq_service.testing import ServiceProcess
 
 
 @pytest.fixture
@@ -210,16 +210,6 @@ def test_a_first_program_prints_nothing_of_its_own(address: str, partition: str,
     assert lines[0].endswith("what the program logs itself")
 
 
-@contextmanager
-def server_on(port: int) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "tq_service.cli", "serve", "--port", str(port)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
 def test_a_server_that_comes_back_is_waited_for() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
@@ -229,12 +219,9 @@ def test_a_server_that_comes_back_is_waited_for() -> None:
     consumer = threading.Thread(target=lambda: results.extend(loader))
     consumer.start()
     for _ in range(2):
-        with server_on(port) as server:
-            assert server.stdout is not None
-            server.stdout.readline()
-    with server_on(port) as server:
-        assert server.stdout is not None
-        server.stdout.readline()
+        with ServiceProcess("--port", str(port)) as server:
+            server.kill()
+    with ServiceProcess("--port", str(port)):
         fill(address, "train@0", 10)
         consumer.join(60)
     assert taken(results) == list(range(10))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 from certificates import Authority, add_token, replace
-from live_server import AnyClient, ClientKind, LoopThread, StartServer, server_process
+from live_server import AnyClient, ClientKind, LoopThread, StartServer
 
 import tq_service as tq
 from tq_service.server import listener
-
-COMMAND = (sys.executable, "-m", "tq_service.cli")
+from tq_service.testing import COMMAND, ServiceProcess
 
 
 @pytest.fixture(autouse=True)
@@ -214,8 +211,8 @@ def test_the_command_line(tmp_path: Path) -> None:
         "--log-format": "json",
     }
     arguments = [str(part) for pair in flags.items() for part in pair]
-    with server_process("--host", "0.0.0.0", *arguments) as server:
-        target = f"localhost:{server.address.rpartition(':')[2]}"
+    with ServiceProcess("--host", "0.0.0.0", *arguments) as server:
+        target = f"localhost:{server.port}"
         door = ["--tls-ca", client.ca, "--tls-cert", client.cert, "--tls-key", client.key]
 
         def run(*command: object) -> subprocess.CompletedProcess[str]:
@@ -236,19 +233,10 @@ def test_the_command_line(tmp_path: Path) -> None:
 
 
 def test_an_open_port_is_refused_or_said_loudly(tmp_path: Path) -> None:
-    def serve(*flags: str) -> subprocess.Popen[str]:
-        command = [*COMMAND, "serve", "--host", "0.0.0.0", "--port", "0", "--log-level", "error", *flags]
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("TQ_")}
-        return subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=tmp_path
-        )
-
-    with serve() as refused:
-        output, error = refused.communicate(timeout=60)
-        assert (refused.returncode, output) == (1, "")
-        assert "no tls_cert and no tokens_file" in error
-    with serve("--insecure") as warned:
-        assert warned.stdout is not None
-        assert warned.stdout.readline().startswith("listening on 0.0.0.0:")
-        warned.terminate()
-        assert "INSECURE: every machine that reaches 0.0.0.0:" in warned.communicate(timeout=60)[1]
+    everywhere = ("--host", "0.0.0.0", "--log-level", "error")
+    with pytest.raises(tq.UnavailableError, match="ended with exit code 1 before it listened") as refused:
+        ServiceProcess(*everywhere, cwd=tmp_path, log=tmp_path / "refused").start()
+    assert "no tls_cert and no tokens_file" in str(refused.value)
+    with ServiceProcess(*everywhere, "--insecure", cwd=tmp_path, log=tmp_path / "warned") as warned:
+        assert warned.address.startswith("0.0.0.0:")
+        assert "INSECURE: every machine that reaches 0.0.0.0:" in warned.read_log()

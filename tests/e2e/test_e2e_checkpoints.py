@@ -12,11 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from live_server import LiveServer, server_process
+from live_server import LiveServer
 
 import tq_service as tq
 from tq_service.durable import codec
 from tq_service.durable.record_file import RecordWriter, read_records
+from tq_service.testing import ServiceProcess
 
 PARTITION = "train@0"
 FIELDS = ["ids", "image", "text"]
@@ -421,7 +422,7 @@ def test_lost_bytes_are_named_and_the_checkpoint_before_them_stays(cluster, loop
 def test_a_killed_checkpoint_leaves_the_one_before_it(tmp_path):
     directory = tmp_path / "one"
     flags = ("--checkpoint-dir", str(tmp_path))
-    with server_process(*flags) as server, tq.Client(server.address, timeout=60) as client:
+    with ServiceProcess(*flags) as server, tq.Client(server.address, timeout=60) as client:
         client.put({"x": torch.arange(8)}, partition_id="small")
         client.checkpoint("one")
         for number in range(4):
@@ -434,7 +435,7 @@ def test_a_killed_checkpoint_leaves_the_one_before_it(tmp_path):
             finally:
                 killer.join()
     assert {path.name for path in directory.iterdir()} == {"checkpoint.tqc", "checkpoint.tqc.partial"}
-    with server_process(*flags) as server, tq.Client(server.address, timeout=60) as client:
+    with ServiceProcess(*flags) as server, tq.Client(server.address, timeout=60) as client:
         assert client.restore("one").sample_count == 8
         client.checkpoint("one")
     assert {path.name for path in directory.iterdir()} == {"checkpoint.tqc"}
@@ -443,22 +444,19 @@ def test_a_killed_checkpoint_leaves_the_one_before_it(tmp_path):
 def _kill_when_under_way(server, directory: Path, client: tq.Client) -> None:
     partial = directory / "checkpoint.tqc.partial"
     wait_for(lambda: partial.exists() and partial.stat().st_size > 1 << 20)
-    server.process.kill()
-    server.process.wait()
+    server.kill()
     client.close()  # else its call asks again and again until its time is over
 
 
 def test_what_a_durable_service_restored_outlives_it(tmp_path):
     where = ("--checkpoint-dir", str(tmp_path / "checkpoints"))
-    with server_process(*where) as server, tq.Client(server.address, timeout=60) as client:
+    with ServiceProcess(*where) as server, tq.Client(server.address, timeout=60) as client:
         lived_in(client)
         client.checkpoint("one")
         expected = facts(client)
     flags = (*where, "--data-dir", str(tmp_path / "data"), "--durability", "process")
-    with server_process(*flags) as server, tq.Client(server.address, timeout=60) as client:
+    with ServiceProcess(*flags) as server, tq.Client(server.address, timeout=60) as client:
         client.restore("one")
-        server.process.kill()
-        server.process.wait()
         server.restart()
         assert facts(client) == expected
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import torch
-from live_server import server_process
 
 import tq_service as tq
+from tq_service.testing import ServiceProcess
 
 
 def test_a_storage_service_drops_what_a_former_controller_committed() -> None:
     with (
-        server_process("--role", "controller") as controller,
-        server_process("--role", "storage", "--controller", controller.address) as storage,
+        ServiceProcess("--role", "controller") as controller,
+        ServiceProcess("--role", "storage", "--controller", controller.address) as storage,
         tq.Client(controller.address, timeout=30.0) as client,
     ):
         client.put({"x": torch.zeros(1000)}, partition_id="train")

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from live_server import ServerProcess, server_process
 
 import tq_service as tq
+from tq_service.testing import ServiceProcess
 
 MIB = 1 << 20
 # The service leaves 256 MiB free for what frees room.
@@ -38,9 +38,9 @@ def durability() -> str:
 
 
 @pytest.fixture
-def server(small_disk: Path, durability: str) -> Iterator[ServerProcess]:
+def server(small_disk: Path, durability: str) -> Iterator[ServiceProcess]:
     flags = ["--data-dir", str(small_disk / "data"), "--durability", durability, "--max-bytes", "1GiB"]
-    with server_process(*flags) as server:
+    with ServiceProcess(*flags) as server:
         yield server
 
 
@@ -68,7 +68,7 @@ def put_until_full(client: tq.Client) -> int:
     raise AssertionError("more was put than the disk has")
 
 
-def test_consumers_go_on_and_what_they_clear_makes_room(server: ServerProcess) -> None:
+def test_consumers_go_on_and_what_they_clear_makes_room(server: ServiceProcess) -> None:
     with tq.Client(server.address, timeout=30.0) as client:
         count = put_until_full(client)
         assert count >= 4
@@ -84,7 +84,7 @@ def test_consumers_go_on_and_what_they_clear_makes_room(server: ServerProcess) -
 
 
 @pytest.mark.parametrize("durability", ["process", "disk"])
-def test_it_goes_on_by_itself_once_there_is_room(server: ServerProcess, small_disk: Path) -> None:
+def test_it_goes_on_by_itself_once_there_is_room(server: ServiceProcess, small_disk: Path) -> None:
     with tq.Client(server.address, timeout=30.0) as client:
         first = client.put({"x": torch.arange(4)}, partition_id="train")
         somebody_elses = fill(small_disk)

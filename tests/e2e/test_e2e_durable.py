@@ -1,15 +1,14 @@
 """A service that keeps its state: killed at any moment, it comes back with all that it had acknowledged."""
 
 import os
-import signal
 import subprocess
 import sys
 
 import grpc
 import pytest
-from live_server import ServerProcess, server_process
 
 import tq_service as tq
+from tq_service.testing import ServiceProcess
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.controller_service_pb2_grpc import ControllerServiceStub
 
@@ -18,13 +17,11 @@ torch = pytest.importorskip("torch")
 
 @pytest.fixture(params=["process", "disk"])
 def server(request, tmp_path):
-    with server_process("--data-dir", str(tmp_path / "data"), "--durability", request.param) as server:
+    with ServiceProcess("--data-dir", str(tmp_path / "data"), "--durability", request.param) as server:
         yield server
 
 
-def kill(server: ServerProcess) -> None:
-    server.signal(signal.SIGKILL)
-    server.process.wait()
+def kill(server: ServiceProcess) -> None:
     server.restart()
 
 
@@ -164,6 +161,6 @@ def test_a_second_service_cannot_use_the_folder(server, tmp_path):
     command = [sys.executable, "-m", "tq_service.cli", "serve", "--port", "0", "--data-dir", str(tmp_path / "data")]
     second = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert second.returncode == 1
-    assert f"in use by process {server.process.pid}" in second.stderr
+    assert f"in use by process {server.pid}" in second.stderr
     with tq.Client(server.address, timeout=30.0) as client:  # the first one has not noticed
         assert client.insert("train", 2).global_indexes == [0, 1]

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from live_server import server_process
 
 import tq_service as tq
 from tq_service.server.supervisor import FAILED_EXIT_CODE
+from tq_service.testing import ServiceProcess
 
 
 @pytest.fixture
 def server(request, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     flags = ("--data-dir", str(tmp_path / "data"), "--durability", request.param, "--grace-seconds", "600")
-    with server_process(*flags, "--allow-sampler-import", log=tmp_path / "log") as server:
+    with ServiceProcess(*flags, "--allow-sampler-import", log=tmp_path / "log") as server:
         yield server
 
 
@@ -39,8 +39,8 @@ def test_a_fault_ends_the_process_and_the_next_one_has_what_was_answered(server,
             client.put({"x": np.full((3, 1), 9.0)}, partition_id="train")
         else:
             client.get_meta(**asks, max_wait=1.0)
-    assert server.process.wait(timeout=60) == FAILED_EXIT_CODE
-    lines = [line for line in (tmp_path / "log").read_text().splitlines() if "CRITICAL" in line]
+    assert server.wait(timeout=60) == FAILED_EXIT_CODE
+    lines = [line for line in server.read_log().splitlines() if "CRITICAL" in line]
     assert len(lines) == 1
     assert "the service cannot go on" in lines[0]
     server.restart()

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from live_server import server_process
 
 import tq_service as tq
+from tq_service.testing import ServiceProcess
 
 ASKS: dict[str, Any] = {"partition_id": "train", "task_name": "t", "data_fields": ["x"], "min_batch_size": 1}
 
 
 def test_leases_outlive_a_crash_of_the_service(tmp_path: Path) -> None:
     flags = ("--data-dir", str(tmp_path), "--durability", "process")
-    with server_process(*flags) as server, tq.Client(server.address, timeout=60.0) as client:
+    with ServiceProcess(*flags) as server, tq.Client(server.address, timeout=60.0) as client:
         client.put({"x": torch.arange(8)}, partition_id="train")
         client.seal_partition("train")
         kept = client.get_meta(**ASKS, batch_size=4, lease=600.0)

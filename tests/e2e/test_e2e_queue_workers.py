@@ -13,9 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import numpy as np
 import torch
-from live_server import AnyClient, LiveServer, server_process
+from live_server import AnyClient, LiveServer
 
 import tq_service as tq
+from tq_service.testing import ServiceProcess
 from tq_service.v1 import controller_service_pb2 as pb
 
 ASKS = {"partition_id": "train", "task_name": "reward", "data_fields": ["x"]}
@@ -53,7 +54,7 @@ def test_32_workers_on_20000_samples_take_each_once() -> None:
                 client.put({"x": torch.arange(start, start + 400) * 3}, partition_id="train")
             client.seal_partition("train")
 
-    with server_process() as server, ThreadPoolExecutor(33) as pool:
+    with ServiceProcess() as server, ThreadPoolExecutor(33) as pool:
         workers = [pool.submit(work, server.address) for _ in range(32)]
         pool.submit(produce, server.address).result()
         taken = np.concatenate([np.array(worker.result(), np.int64) for worker in workers])

@@ -14,18 +14,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from live_server import AnyClient, ClientKind, LoopThread, ServerProcess, server_process
+from live_server import AnyClient, ClientKind, LoopThread
 
 import tq_service as tq
 from tq_service.data import StreamingDataLoader, StreamingDataset
+from tq_service.testing import ServiceProcess
 
 TIMEOUT_SECONDS = 100.0
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[ServerProcess]:
+def server(tmp_path: Path) -> Iterator[ServiceProcess]:
     """Controller and storage in one process that keeps its state."""
-    with server_process("--data-dir", str(tmp_path)) as server:
+    with ServiceProcess("--data-dir", str(tmp_path)) as server:
         yield server
 
 
@@ -35,15 +36,15 @@ def threads() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def kill_and_restart(server: ServerProcess) -> None:
+def kill_and_restart(server: ServiceProcess) -> None:
     """What `kill -9` and a supervisor do."""
     server.restart()
 
 
-def replace(server: ServerProcess) -> None:
+def replace(server: ServiceProcess) -> None:
     """What a rolling restart does: SIGTERM, wait for the end, start again."""
-    server.signal(signal.SIGTERM)
-    assert server.process.wait(60) == 0
+    server.send_signal(signal.SIGTERM)
+    assert server.wait(60) == 0
     server.restart()
 
 
@@ -52,7 +53,7 @@ def test_a_long_poll_goes_on_over_a_restart(
     client_kind: ClientKind, is_kept: bool, tmp_path: Path, loop_thread: LoopThread, threads: ThreadPoolExecutor
 ) -> None:
     flags = ["--data-dir", str(tmp_path)] if is_kept else []
-    with server_process(*flags) as server, ExitStack() as stack:
+    with ServiceProcess(*flags) as server, ExitStack() as stack:
         client = AnyClient(client_kind, server.address, loop_thread, timeout=TIMEOUT_SECONDS)
         stack.callback(client.close)
         client.create_partition("train")
@@ -71,7 +72,7 @@ def test_a_long_poll_goes_on_over_a_restart(
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_data_loader_neither_loses_nor_repeats_a_batch(
-    server: ServerProcess, threads: ThreadPoolExecutor, num_workers: int
+    server: ServiceProcess, threads: ThreadPoolExecutor, num_workers: int
 ) -> None:
     sample_count, batch_size = 128, 4
     with tq.Client(server.address, timeout=TIMEOUT_SECONDS) as client:
@@ -98,19 +99,19 @@ def test_a_data_loader_neither_loses_nor_repeats_a_batch(
 class Fleet:
     """A controller and two storage services, each a process that keeps its state."""
 
-    controller: ServerProcess
-    storages: dict[str, ServerProcess]
+    controller: ServiceProcess
+    storages: dict[str, ServiceProcess]
 
 
 @pytest.fixture
 def fleet(tmp_path: Path) -> Iterator[Fleet]:
     with ExitStack() as stack:
         controller = stack.enter_context(
-            server_process("--role", "controller", "--data-dir", str(tmp_path / "controller"))
+            ServiceProcess("--role", "controller", "--data-dir", str(tmp_path / "controller"))
         )
         storages = {
             name: stack.enter_context(
-                server_process("--role", "storage", "--controller", controller.address, "--storage-id", name,
+                ServiceProcess("--role", "storage", "--controller", controller.address, "--storage-id", name,
                                "--data-dir", str(tmp_path / name))
             )
             for name in ("one", "two")
@@ -137,7 +138,7 @@ def test_reads_resume_when_their_storage_service_returns(fleet: Fleet, threads: 
     with tq.Client(fleet.controller.address, timeout=TIMEOUT_SECONDS) as client:
         everything, values = put_in_both(fleet, client)
         assert torch.equal(client.get_data(everything)["x"], values)
-        fleet.storages["two"].process.kill()
+        fleet.storages["two"].kill()
         with pytest.raises(tq.UnavailableError, match=r"storage service 'two' at .* it holds 'x' of") as caught:
             client.get_data(everything, timeout=1.0)
         assert caught.value.metadata["address"] == fleet.storages["two"].address
@@ -258,7 +259,7 @@ def test_a_rolling_restart_under_load_loses_nothing_and_fails_no_call(
 
 
 def test_shared_memory_is_used_again_after_a_restart(
-    server: ServerProcess, client_kind: ClientKind, loop_thread: LoopThread
+    server: ServiceProcess, client_kind: ClientKind, loop_thread: LoopThread
 ) -> None:
     client = AnyClient(client_kind, server.address, loop_thread, timeout=TIMEOUT_SECONDS)
     try:

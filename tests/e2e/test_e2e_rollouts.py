@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from e2e_rollouts import GROUP_SIZE, PROMPT_COUNT, RECORDED, Rollout, made_rollouts, recorded_rollouts
-from live_server import server_process
 
 import tq_service as tq
+from tq_service.testing import ServiceProcess
 
 PARTITION = "train@0"
 TASK = "update_actor"
@@ -98,7 +98,7 @@ def test_every_rollout_is_consumed_once(source: Callable[[], list[Rollout]]) -> 
     assert len(rollouts) == PROMPT_COUNT * GROUP_SIZE == 5120
     expected = {one.key: one for one in rollouts}
     random.Random(5).shuffle(rollouts)
-    with server_process() as server, ThreadPoolExecutor(8) as pool:
+    with ServiceProcess() as server, ThreadPoolExecutor(8) as pool:
         ranks = [pool.submit(consume, server.address, rank, expected) for rank in range(RANKS)]
         rewards = pool.submit(reward, server.address)
         with tq.Client(server.address) as client:

@@ -11,10 +11,11 @@ import grpc
 import psutil
 import pytest
 import torch
-from live_server import AnyClient, ClientKind, LoopThread, ServerProcess, server_process
+from live_server import AnyClient, ClientKind, LoopThread
 from padded_rows import assert_pads_like
 
 import tq_service as tq
+from tq_service.testing import ServiceProcess
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.controller_service_pb2_grpc import ControllerServiceStub
 
@@ -25,8 +26,8 @@ MIB = 1 << 20
 class Cluster:
     """A controller and two storage services, each a process."""
 
-    controller: ServerProcess
-    storages: dict[str, ServerProcess]
+    controller: ServiceProcess
+    storages: dict[str, ServiceProcess]
     client: AnyClient
 
 
@@ -39,10 +40,10 @@ def place(controller: str, size_bytes: int) -> str:
 @pytest.fixture
 def cluster(client_kind: ClientKind, loop_thread: LoopThread) -> Iterator[Cluster]:
     with ExitStack() as stack:
-        controller = stack.enter_context(server_process("--role", "controller"))
+        controller = stack.enter_context(ServiceProcess("--role", "controller"))
         storages = {
             name: stack.enter_context(
-                server_process("--role", "storage", "--controller", controller.address, "--storage-id", name,
+                ServiceProcess("--role", "storage", "--controller", controller.address, "--storage-id", name,
                                "--max-bytes", "64MiB")
             )
             for name in ("one", "two")
@@ -161,8 +162,8 @@ def test_a_put_larger_than_any_quota_is_refused_at_once(cluster: Cluster) -> Non
 def test_a_loop_of_put_and_clear_keeps_memory_flat(layout: str) -> None:
     rows = torch.zeros(64, 32_768)  # 8 MiB
     data = {"x": rows if layout == "dense" else [row[: 30_000 + index] for index, row in enumerate(rows)]}
-    with server_process("--max-bytes", "256MiB") as server, tq.Client(server.address) as client:
-        process = psutil.Process(server.process.pid)
+    with ServiceProcess("--max-bytes", "256MiB") as server, tq.Client(server.address) as client:
+        process = psutil.Process(server.pid)
 
         def loop(count: int) -> int:
             for _ in range(count):
@@ -179,8 +180,8 @@ def test_a_loop_of_put_and_clear_keeps_memory_flat(layout: str) -> None:
 
 def test_a_partition_that_lives_on_keeps_memory_flat() -> None:
     """One long-lived partition: put, claim, clear what was consumed, again and again."""
-    with server_process() as server, tq.Client(server.address) as client:
-        process = psutil.Process(server.process.pid)
+    with ServiceProcess() as server, tq.Client(server.address) as client:
+        process = psutil.Process(server.pid)
 
         def loop(count: int) -> int:
             for _ in range(count):
@@ -201,11 +202,11 @@ def test_services_started_at_once_on_one_machine_know_each_other(tmp_path, monke
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     with ThreadPoolExecutor(4) as threads, ExitStack() as stack:
         roles = ["controller"] * 3 + ["all"]
-        controllers = list(threads.map(lambda role: stack.enter_context(server_process("--role", role)), roles))
+        controllers = list(threads.map(lambda role: stack.enter_context(ServiceProcess("--role", role)), roles))
         assert len(list(tmp_path.glob("tq_service-internal-*/*"))) == 1
         for number, controller in enumerate(controllers[:2]):
             flags = ("--controller", controller.address.replace("127.0.0.1", "localhost"), "--storage-id", f"s{number}")
-            stack.enter_context(server_process("--role", "storage", *flags))
+            stack.enter_context(ServiceProcess("--role", "storage", *flags))
             with tq.Client(controller.address, timeout=60) as client:
                 meta = client.put({"x": torch.arange(4)}, partition_id="train")
                 assert client.get_data(meta)["x"].tolist() == [0, 1, 2, 3]

@@ -12,10 +12,11 @@ import grpc
 import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from live_server import AnyClient, ClientKind, LiveServer, LoopThread, server_process
+from live_server import AnyClient, ClientKind, LiveServer, LoopThread
 
 import tq_service as tq
 from tq_service.server.controller_servicer import ControllerServicer
+from tq_service.testing import ServiceProcess
 from tq_service.v1 import storage_service_pb2
 from tq_service.v1.storage_service_pb2_grpc import StorageServiceStub
 from tq_service.wire.columns import encode_header
@@ -72,7 +73,7 @@ def test_a_wait_longer_than_the_servers_takes_few_calls(
 
 
 def test_sigterm_ends_waits_and_clients_go_on_with_the_next_server(loop_thread: LoopThread) -> None:
-    with server_process("--grace-seconds", "10") as server, ThreadPoolExecutor(3) as pool:
+    with ServiceProcess("--grace-seconds", "10") as server, ThreadPoolExecutor(3) as pool:
         clients = [AnyClient(kind, server.address, loop_thread, timeout=60.0) for kind in ("sync", "async")]
         clients[0].create_partition("train")
         waiting = [pool.submit(client.get_meta, **ASKS, batch_size=3, max_wait=60.0) for client in clients]
@@ -82,14 +83,14 @@ def test_sigterm_ends_waits_and_clients_go_on_with_the_next_server(loop_thread: 
             with grpc.insecure_channel(server.address) as channel:
                 health = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
                 seen = [next(health).status]
-                server.signal(signal.SIGTERM)
+                server.send_signal(signal.SIGTERM)
                 seen.append(next(health).status)
                 health.cancel()
                 return seen
 
         serving = health_pb2.HealthCheckResponse
         assert pool.submit(watch).result(30) == [serving.SERVING, serving.NOT_SERVING]
-        assert server.process.wait(30) == 0  # the waits have been answered, or it would take the whole grace
+        assert server.wait(30) == 0  # the waits have been answered, or it would take the whole grace
         assert not any(one.done() for one in waiting)  # UNAVAILABLE: they try again
         server.restart()
         clients[0].put({"x": torch.arange(6)}, partition_id="train")
@@ -108,19 +109,19 @@ def test_sigterm_lets_a_running_put_finish() -> None:
         size_bytes=column.value_bytes,
         partition_id="train",
     )
-    with server_process("--grace-seconds", "30") as server, grpc.insecure_channel(server.address) as channel:
+    with ServiceProcess("--grace-seconds", "30") as server, grpc.insecure_channel(server.address) as channel:
         health = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         next(health)
 
         def messages() -> Any:
             yield storage_service_pb2.PutRequest(header=header)
-            server.signal(signal.SIGTERM)
+            server.send_signal(signal.SIGTERM)
             assert next(health).status == health_pb2.HealthCheckResponse.NOT_SERVING
             health.cancel()
             yield storage_service_pb2.PutRequest(frame=b"".join(map(bytes, column.chunks)))
 
         assert StorageServiceStub(channel).Put(messages(), timeout=60).storage.boot_id
-        assert server.process.wait(30) == 0
+        assert server.wait(30) == 0
 
 
 def test_many_waiting_calls_are_served_in_the_order_of_their_arrival(server: LiveServer) -> None:

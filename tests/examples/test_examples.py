@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from live_server import ServerProcess, server_process
 
 import tq_service as tq
+from tq_service.testing import ServiceProcess
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -34,11 +34,9 @@ EXPECTED = {
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(EXAMPLES))  # where the service imports the custom sampler from
-        with server_process() as process:
-            yield process
+def server() -> Iterator[ServiceProcess]:
+    with ServiceProcess(env={"PYTHONPATH": str(EXAMPLES)}) as process:  # where it imports the custom sampler from
+        yield process
 
 
 def test_every_example_is_tested() -> None:
@@ -46,7 +44,7 @@ def test_every_example_is_tested() -> None:
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_the_example_runs(server: ServerProcess, name: str) -> None:
+def test_the_example_runs(server: ServiceProcess, name: str) -> None:
     run = subprocess.run(
         [sys.executable, str(EXAMPLES / name)],
         env={**os.environ, "TQ_ADDRESS": server.address},
@@ -63,7 +61,7 @@ def test_the_example_runs(server: ServerProcess, name: str) -> None:
         assert client.list_partitions() == []
 
 
-def test_the_code_of_the_concepts_runs(server: ServerProcess) -> None:
+def test_the_code_of_the_concepts_runs(server: ServiceProcess) -> None:
     page = (EXAMPLES.parent / "docs" / "concepts.md").read_text()
     programs = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     with tq.Client(server.address) as client:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,6 +21,7 @@ from recording_proxy import RecordingProxy
 import tq_service as tq
 from tq_service.server.internal_secret import INTERNAL_KEY, InternalSecret, own_secret_path
 from tq_service.server.rpc.method_table import METHODS as TABLE
+from tq_service.testing import ServiceProcess
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import storage_service_pb2 as storage_pb
 from tq_service.v1.controller_service_pb2_grpc import ControllerServiceStub
@@ -68,17 +67,12 @@ class FuzzedService:
     def __init__(self, folder: Path, *more_flags: str) -> None:
         self.folder = folder
         self.log = folder / "service.log"
-        command = [sys.executable, "-m", "tq_service.cli", "serve", "--port", "0", "--log-level", "warning"]
         flags = ["--max-bytes", "1GiB", "--max-wait-cap-seconds", "0.01", "--shared-memory", "off"]
         flags += ["--put-ttl-seconds", "86400"]  # what expires by itself would be taken for the work of a refused call
         flags += ["--storage-id", "fuzzed", "--no-allow-sampler-import", *more_flags]
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [*command, *flags], stdout=subprocess.PIPE, stderr=log, text=True, cwd=folder,
-                env={**os.environ, "TQ_CONFIG": ""},
-            )  # fmt: skip
-        assert self.process.stdout is not None
-        self.address = self.process.stdout.readline().split()[2]
+        self.process = ServiceProcess(*flags, log=self.log, cwd=folder)
+        self.process.start()
+        self.address = self.process.address
         self.channel = grpc.insecure_channel(self.address, options=[("grpc.use_local_subchannel_pool", 1)])
         self.controller = ControllerServiceStub(self.channel)
         self.storage = StorageServiceStub(self.channel)
@@ -89,7 +83,6 @@ class FuzzedService:
         """End it."""
         self.channel.close()
         self.process.kill()
-        self.process.communicate()
 
     def faults(self) -> str:
         """Return what the service has logged since this was asked last, where it tells of faults of its own."""

@@ -117,7 +117,7 @@ def test_odd_calls(service: FuzzedService, traffic: dict[str, list[Call]], metho
         attack()
     assert health.failures == []
     assert health.answer_count
-    assert service.process.poll() is None
+    assert service.process.exit_code is None
     assert service.faults() == ""
 
 
@@ -131,7 +131,7 @@ def test_odd_calls_between_services(storage: FuzzedService, method: MethodDescri
     with HealthWatch(storage.address) as health:
         attack()
     assert health.failures == []
-    assert storage.process.poll() is None
+    assert storage.process.exit_code is None
     assert storage.faults() == ""
 
 

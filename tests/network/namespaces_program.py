@@ -12,6 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from tq_service.testing import COMMAND, ServiceProcess
+
 SERVICE_IP, CLIENT_IP, PORT = "10.99.0.1", "10.99.0.2", 7001
 ADDRESS = f"{SERVICE_IP}:{PORT}"
 ASKS = {"partition_id": "train", "task_name": "t", "data_fields": ["x"], "batch_size": 4}
@@ -73,21 +75,11 @@ def scenarios() -> None:
 
 def main() -> None:
     sys.modules["torch"] = None  # type: ignore[assignment]
-    service = subprocess.Popen(
-        ["unshare", "-n", sys.executable, "-m", "tq_service.cli", "serve", "--host", "0.0.0.0", "--port", str(PORT),
-         "--insecure", "--shared-memory", "off"],
-        stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    try:
-        assert service.stdout is not None
-        while "listening on" not in service.stdout.readline():
-            assert service.poll() is None, "the service has ended"
+    flags = ("--host", "0.0.0.0", "--port", str(PORT), "--insecure", "--shared-memory", "off")
+    with ServiceProcess(*flags, command=("unshare", "-n", *COMMAND)) as service:
         connect(service.pid)
         scenarios()
         print("done")
-    finally:
-        service.kill()
-        service.wait()
 
 
 if __name__ == "__main__":

@@ -11,10 +11,11 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from live_server import AnyClient, LiveServer, StartServer, server_process
+from live_server import AnyClient, LiveServer, StartServer
 from rpc_samples import new_id
 
 import tq_service as tq
+from tq_service.testing import ServiceProcess
 from tq_service.v1 import controller_service_pb2 as pb
 
 ROW = np.zeros((1, 1000), np.uint8)
@@ -173,8 +174,8 @@ def test_a_retry_takes_the_place_of_the_call_that_it_repeats(server: LiveServer,
 
 def test_a_put_at_a_storage_service_of_its_own_waits_with_its_commit(threads: ThreadPoolExecutor) -> None:
     with (
-        server_process("--role", "controller") as controller,
-        server_process("--role", "storage", "--controller", controller.address) as storage,
+        ServiceProcess("--role", "controller") as controller,
+        ServiceProcess("--role", "storage", "--controller", controller.address) as storage,
         tq.Client(controller.address, timeout=30.0) as client,
     ):
         client.create_partition("p", staleness_limits=[tq.StalenessLimit(task_name="t", max_samples=1)])

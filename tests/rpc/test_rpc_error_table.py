@@ -13,7 +13,7 @@ import grpc
 import pytest
 import rpc_faulty_samplers
 import torch
-from live_server import AnyClient, ClientKind, LiveServer, LoopThread, StartServer, server_process
+from live_server import AnyClient, ClientKind, LiveServer, LoopThread, StartServer
 from rpc_samples import (
     TRAIN,
     has_retry_info,
@@ -26,6 +26,7 @@ from rpc_samples import (
 )
 
 import tq_service as tq
+from tq_service.testing import ServiceProcess
 from tq_service.v1.controller_service_pb2 import PlacePutRequest
 from tq_service.v1.storage_service_pb2 import StatRequest
 
@@ -391,7 +392,7 @@ def test_a_large_put_that_finds_no_room_is_refused_as_a_small_one(
     client_kind: ClientKind, loop_thread: LoopThread
 ) -> None:
     """Its frames do not fit into what the network takes unread, in a process of its own."""
-    with server_process("--max-bytes", "24MiB") as server:
+    with ServiceProcess("--max-bytes", "24MiB") as server:
         client = AnyClient(client_kind, server.address, loop_thread)
         half = torch.zeros(1, 15 << 20, dtype=torch.uint8)
         client.put({"x": half}, partition_id="full")

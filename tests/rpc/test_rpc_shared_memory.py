@@ -16,12 +16,13 @@ import grpc
 import numpy as np
 import pytest
 import torch
-from live_server import AnyClient, LiveServer, StartServer, server_process
+from live_server import AnyClient, LiveServer, StartServer
 
 import tq_service as tq
 from tq_service.client import sent_sizes
 from tq_service.client.channel import put_call
 from tq_service.client.handover import Handover
+from tq_service.testing import ServiceProcess
 from tq_service.v1.storage_service_pb2 import PutDeposited, PutHeader, PutResponse
 from tq_service.wire import shared_memory
 from tq_service.wire.columns import Column, encode_header
@@ -269,7 +270,7 @@ def test_file_descriptors_are_bounded(client: AnyClient, server: LiveServer) -> 
 
 
 def test_a_service_that_was_killed_and_started_again(client_kind: Any, loop_thread: Any) -> None:
-    with server_process("--shared-memory", "on") as server:
+    with ServiceProcess("--shared-memory", "on") as server:
         client = AnyClient(client_kind, server.address, loop_thread, timeout=30.0)
         kept = client.get_data(client.put(DATA, partition_id="p"))
         server.restart()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 import tq_service as tq
 from tq_service.wire import credentials as module
-from tq_service.wire.credentials import DOOR_VARIABLES, Credentials, Tls, is_loopback_target
+from tq_service.wire.credentials import Credentials, Tls, is_loopback_target
 
 SECRET = "tq_secret"
 SHOWN = (("authorization", f"Bearer {SECRET}"),)
@@ -17,7 +18,7 @@ SHOWN = (("authorization", f"Bearer {SECRET}"),)
 
 @pytest.fixture(autouse=True)
 def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in DOOR_VARIABLES:
+    for name in [name for name in os.environ if name.startswith("TQ_")]:
         monkeypatch.delenv(name, raising=False)
 
 
@@ -43,6 +44,15 @@ def test_a_token_comes_from_the_argument_then_its_variable_then_its_file(
     assert Credentials().metadata() == (("authorization", "Bearer tq_variable"),)
     assert Credentials("tq_argument").metadata() == (("authorization", "Bearer tq_argument"),)
     assert Credentials(token_file).metadata() == SHOWN
+
+
+def test_none_at_all_is_said_by_false(monkeypatch: pytest.MonkeyPatch, token_file: Path) -> None:
+    monkeypatch.setenv("TQ_TOKEN", "tq_variable")
+    monkeypatch.setenv("TQ_TOKEN_FILE", str(token_file))
+    monkeypatch.setenv("TQ_TLS_CA", "/ca")
+    client = tq.Client("localhost:1", token=False, tls=False)
+    for credentials in (client._credentials, pickle.loads(pickle.dumps(client))._credentials):
+        assert (credentials.metadata(), credentials.tls) == (None, None)
 
 
 def test_a_token_file_is_read_again_when_it_changes(monkeypatch: pytest.MonkeyPatch, token_file: Path) -> None:

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -32,12 +32,13 @@ _ASK_AGAIN_SECONDS: Final = 0.1
 
 
 @contextmanager
-def open_client(address: str | None, timeout: float) -> Iterator[Client]:
+def open_client(address: str | None, timeout: float, **credentials: Any) -> Iterator[Client]:
     """Give a client of a service that answers; one that refuses connections is waited for a second at most.
 
     Args:
         address: the one given, None for the default.
         timeout: seconds that the first answer may take.
+        **credentials: of the client.
 
     Raises:
         InvalidArgumentError: nothing can be reached at such an address.
@@ -46,7 +47,7 @@ def open_client(address: str | None, timeout: float) -> Iterator[Client]:
     """
     from tq_service.client import Client  # noqa: PLC0415  (--help does without grpc)
 
-    with Client(address) as client:
+    with Client(address, **credentials) as client:
         given_up_at = time.monotonic() + min(timeout, _START_SECONDS)
         while True:
             try:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from tq_service.cli.addresses import open_client
-from tq_service.cli.door_options import with_door_options
+from tq_service.cli.options import with_client_options
 from tq_service.config import parse_size
 from tq_service.errors import InvalidArgumentError
 
@@ -22,7 +22,7 @@ EXAMPLES = """\
   tq-service bench --size 256MiB --json"""
 
 
-@with_door_options
+@with_client_options
 def command(
     address: Annotated[
         str | None,
@@ -37,6 +37,7 @@ def command(
     ranks: Annotated[int, typer.Option(min=1, max=512, help="Trainer ranks that claim at once.")] = 16,
     size: Annotated[str, typer.Option(metavar="SIZE", help="Size of a bulk put, such as 64MiB.")] = "64MiB",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    **credentials: Any,
 ) -> None:
     """Measure claims, puts and gets of one client process against a service.
 
@@ -44,18 +45,20 @@ def command(
     """
     size_bytes = _positive_bytes(size)
     from tq_service.cli.load import Figure, measure  # noqa: PLC0415  (--help does without grpc and numpy)
-    from tq_service.cli.own_server import own_server  # noqa: PLC0415  (as above)
+    from tq_service.client import AsyncClient  # noqa: PLC0415  (as above)
+    from tq_service.testing import ServiceProcess  # noqa: PLC0415  (as above)
 
-    def run(target: str) -> list[Figure]:
-        return asyncio.run(measure(target, seconds=seconds, ranks=ranks, size_bytes=size_bytes))
+    async def run(target: str, **credentials: Any) -> list[Figure]:
+        async with AsyncClient(target, **credentials) as client:
+            return await measure(client, seconds=seconds, ranks=ranks, size_bytes=size_bytes)
 
     if address:
-        with open_client(address, _ANSWER_SECONDS):  # else a wrong address would be tried for a minute
+        with open_client(address, _ANSWER_SECONDS, **credentials):  # else a wrong address would be tried for a minute
             pass
-        figures = run(address)
+        figures = asyncio.run(run(address, **credentials))
     else:
-        with own_server() as own_address:
-            figures = run(own_address)
+        with ServiceProcess() as service:
+            figures = asyncio.run(run(service.address, token=False, tls=False))
     if as_json:
         typer.echo(json.dumps([asdict(figure) for figure in figures], indent=2))
         return

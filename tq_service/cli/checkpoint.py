@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from tq_service.cli.addresses import Address, open_client
-from tq_service.cli.door_options import with_door_options
+from tq_service.cli.options import with_client_options
 
 EXAMPLES = """\
   tq-service checkpoint nightly
@@ -18,18 +18,19 @@ EXAMPLES = """\
 Name = Annotated[str, typer.Argument(help="Name of the checkpoint: a place below the controller's checkpoint_dir.")]
 
 
-@with_door_options
+@with_client_options
 def command(
     name: Name,
     address: Address = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a sentence.")] = False,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds until it is given up.")] = 3600.0,
+    **credentials: Any,
 ) -> None:
     """Write a consistent copy of everything to the controller's disk, while the service goes on.
 
     The name has the new checkpoint whole, or the one before it.
     """
-    with open_client(address, min(timeout, 5.0)) as client:
+    with open_client(address, min(timeout, 5.0), **credentials) as client:
         copy = client.checkpoint(name, timeout=timeout)
     if as_json:
         typer.echo(json.dumps(asdict(copy), indent=2))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from tq_service.addresses import cause_of
 from tq_service.cli.addresses import probed_address
-from tq_service.cli.door_options import with_door_options
+from tq_service.cli.options import with_client_options
 
 EXAMPLES = """\
   tq-service health
@@ -16,7 +16,7 @@ EXAMPLES = """\
   tq-service health controller:50051 --tls-ca ca.pem"""
 
 
-@with_door_options
+@with_client_options
 def command(
     address: Annotated[
         str | None,
@@ -31,15 +31,14 @@ def command(
         str, typer.Option(help="One service, such as tq_service.v1.StorageService, instead of all.", show_default=False)
     ] = "",
     timeout: Annotated[float, typer.Option(min=0.01, help="Seconds to wait for the answer.")] = 5.0,
+    **credentials: Any,
 ) -> None:
     """Print the health of the service; exit code 0 when it is SERVING, else 1."""
     import grpc  # noqa: PLC0415  (`--help` does without)
     from grpc_health.v1 import health_pb2, health_pb2_grpc  # noqa: PLC0415  (`--help` does without)
 
-    from tq_service import Tls  # noqa: PLC0415  (`--help` does without)
-
     target = probed_address(address)
-    tls = Tls.of_environment()  # no token: health is open
+    tls = credentials["tls"]  # no token: health is open
     with (
         grpc.insecure_channel(target) if tls is None else grpc.secure_channel(target, tls.channel_credentials())
     ) as channel:

@@ -101,7 +101,7 @@ async def measure_claims(client: AsyncClient, seconds: float, ranks: int) -> lis
     return [_figure(f"claim, {ranks} ranks at once", latencies, rate=len(latencies) / elapsed, unit="claims/s")]
 
 
-async def measure_handover(client: AsyncClient, seconds: float) -> list[Figure]:
+async def measure_wake_up(client: AsyncClient, seconds: float) -> list[Figure]:
     """Measure from the put of a sample until a worker that waits for it has it."""
     latencies: list[float] = []
     async with _partition(client) as partition_id:
@@ -145,12 +145,11 @@ async def measure_bulk(client: AsyncClient, seconds: float, size_bytes: int) -> 
     ]
 
 
-async def measure(address: str, *, seconds: float, ranks: int, size_bytes: int) -> list[Figure]:
+async def measure(client: AsyncClient, *, seconds: float, ranks: int, size_bytes: int) -> list[Figure]:
     """Run all measurements, in about `seconds` seconds together."""
-    async with AsyncClient(address) as client:
-        return [
-            *await measure_round_trip(client, seconds * 0.15),
-            *await measure_handover(client, seconds * 0.15),
-            *await measure_claims(client, seconds * 0.3, ranks),
-            *await measure_bulk(client, seconds * 0.4, size_bytes),
-        ]
+    return [
+        *await measure_round_trip(client, seconds * 0.15),
+        *await measure_wake_up(client, seconds * 0.15),
+        *await measure_claims(client, seconds * 0.3, ranks),
+        *await measure_bulk(client, seconds * 0.4, size_bytes),
+    ]

@@ -4,31 +4,32 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from tq_service.cli.addresses import Address, open_client
 from tq_service.cli.checkpoint import Name
-from tq_service.cli.door_options import with_door_options
+from tq_service.cli.options import with_client_options
 
 EXAMPLES = """\
   tq-service restore nightly
   tq-service restore nightly/2026-11-21 controller:50051 --json"""
 
 
-@with_door_options
+@with_client_options
 def command(
     name: Name,
     address: Address = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a sentence.")] = False,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds until it is given up.")] = 3600.0,
+    **credentials: Any,
 ) -> None:
     """Bring back what a checkpoint holds, into a service that has no partitions.
 
     The checkpoint is checked whole before anything is done, and appears in one step.
     """
-    with open_client(address, min(timeout, 5.0)) as client:
+    with open_client(address, min(timeout, 5.0), **credentials) as client:
         restored = client.restore(name, timeout=timeout)
     if as_json:
         typer.echo(json.dumps(asdict(restored), indent=2))

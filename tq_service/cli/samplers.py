@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from tq_service.cli.addresses import TIMEOUT_HELP, Address, open_client
-from tq_service.cli.door_options import with_door_options
+from tq_service.cli.options import with_client_options
 
 EXAMPLES = """\
   tq-service samplers
   tq-service samplers controller:50051 --json"""
 
 
-@with_door_options
+@with_client_options
 def command(
     address: Address = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     timeout: Annotated[float, typer.Option(min=0.1, help=TIMEOUT_HELP)] = 5.0,
+    **credentials: Any,
 ) -> None:
     """List the samplers that get_meta may name, with their options."""
-    with open_client(address, timeout) as client:
+    with open_client(address, timeout, **credentials) as client:
         samplers = client.list_samplers(timeout=timeout)
     if as_json:
         typer.echo(json.dumps([asdict(sampler) for sampler in samplers], indent=2))

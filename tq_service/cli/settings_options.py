@@ -5,30 +5,17 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable
-from typing import Annotated, Any, get_args
+from typing import Any, get_args
 
 import typer
 
+from tq_service.cli.options import option, with_options
 from tq_service.config import ENV_PREFIX, LoadedSettings, ServeSettings, format_setting
 
 
 def with_setting_flags(function: Callable[..., None]) -> Callable[..., None]:
     """Give `function` one option for each setting, after the parameters it names itself and in place of **settings."""
-    own = [
-        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-        for parameter in inspect.signature(function, eval_str=True).parameters.values()
-        if parameter.kind is not parameter.VAR_KEYWORD
-    ]
-    flags = [_flag(name) for name in ServeSettings.model_fields]
-    parameters = [*own, *flags]
-
-    def command(**values: object) -> None:
-        function(**values)
-
-    command.__doc__ = function.__doc__
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    vars(command)["__signature__"] = inspect.Signature(parameters)
-    return command
+    return with_options(function, [_flag(name) for name in ServeSettings.model_fields])
 
 
 def _flag(name: str) -> inspect.Parameter:
@@ -44,10 +31,7 @@ def _flag(name: str) -> inspect.Parameter:
     kind = kind if kind in (int, float, bool) and metavar is None else str
     is_told = field.default_factory is not None or field.default is None or "Default:" in (field.description or "")
     default = "" if is_told else f" [default: {format_setting(name, field.default)}]"
-    option = typer.Option(help=f"{field.description}{default}", metavar=metavar, show_default=False)
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
-    )
+    return option(name, kind, typer.Option(help=f"{field.description}{default}", metavar=metavar, show_default=False))
 
 
 def show_settings(loaded: LoadedSettings, *, as_json: bool) -> None:

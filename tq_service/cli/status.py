@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from tq_service.cli.addresses import TIMEOUT_HELP, Address, open_client
-from tq_service.cli.door_options import with_door_options
+from tq_service.cli.options import with_client_options
 
 EXAMPLES = """\
   tq-service status
@@ -19,7 +19,7 @@ EXAMPLES = """\
   tq-service status --json | jq '.partitions[].tasks'"""
 
 
-@with_door_options
+@with_client_options
 def command(
     address: Address = None,
     partition: Annotated[str | None, typer.Option(help="Show this partition only.", show_default=False)] = None,
@@ -29,12 +29,13 @@ def command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; with --watch one line each time.")] = False,
     timeout: Annotated[float, typer.Option(min=0.1, help=TIMEOUT_HELP)] = 5.0,
+    **credentials: Any,
 ) -> None:
     """Show partitions, their fields, and how far each task has come."""
     from tq_service.cli.output import console  # noqa: PLC0415  (--help does without grpc and rich)
     from tq_service.cli.status_view import read_partitions, render  # noqa: PLC0415  (as above)
 
-    with open_client(address, timeout) as client:
+    with open_client(address, timeout, **credentials) as client:
         states = (read_partitions(client, partition, timeout) for _ in _moments(watch))
         if as_json:
             for state in states:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import grpc
 
@@ -24,14 +24,6 @@ CA_VARIABLE: Final = "TQ_TLS_CA"
 CERT_VARIABLE: Final = "TQ_TLS_CERT"
 KEY_VARIABLE: Final = "TQ_TLS_KEY"
 INSECURE_VARIABLE: Final = "TQ_INSECURE"
-DOOR_VARIABLES: Final = (
-    TOKEN_VARIABLE,
-    TOKEN_FILE_VARIABLE,
-    CA_VARIABLE,
-    CERT_VARIABLE,
-    KEY_VARIABLE,
-    INSECURE_VARIABLE,
-)
 TOKEN_KEY: Final = "authorization"  # noqa: S105  (a name)
 TOKEN_SCHEME: Final = "Bearer "  # noqa: S105  (a name)
 
@@ -87,15 +79,20 @@ class Credentials:
 
     Args:
         token: the bearer token, or the path of a file that holds it and is read again when it changes; None:
-            `TQ_TOKEN`, else the file that `TQ_TOKEN_FILE` names, else no token.
+            `TQ_TOKEN`, else the file that `TQ_TOKEN_FILE` names, else no token; False: no token, whatever they say.
         tls: how to reach the service over TLS; None: as `TQ_TLS_CA`, `TQ_TLS_CERT` and `TQ_TLS_KEY` say, else in
-            plaintext.
+            plaintext; False: in plaintext, whatever they say.
         insecure: whether the token may be sent in plaintext to other machines; None: whether `TQ_INSECURE` is true.
     """
 
-    def __init__(self, token: str | Path | None = None, tls: Tls | None = None, insecure: bool | None = None) -> None:
+    def __init__(
+        self,
+        token: str | Path | Literal[False] | None = None,
+        tls: Tls | Literal[False] | None = None,
+        insecure: bool | None = None,
+    ) -> None:
         self._arguments = {
-            "token": token if isinstance(token, Path) else None,
+            "token": None if isinstance(token, str) else token,
             "tls": tls,
             "insecure": insecure,
         }
@@ -107,7 +104,7 @@ class Credentials:
         self._metadata: Metadata | None = _bearer(token, "token") if isinstance(token, str) else None
         self._file_signature: tuple[int, int, int] | None = None
         self._reread_at = 0.0
-        self.tls = Tls.of_environment() if tls is None else tls
+        self.tls = Tls.of_environment() if tls is None else tls or None
         self._insecure = _is_set(INSECURE_VARIABLE) if insecure is None else insecure
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 from tq_service.client._async.calls import AsyncCalls
 from tq_service.client.channel import resolve_address
@@ -25,8 +25,8 @@ class AsyncBase:
         address: str | None = None,
         timeout: float = DEFAULT_TIMEOUT_SECONDS,
         *,
-        token: str | Path | None = None,
-        tls: Tls | None = None,
+        token: str | Path | Literal[False] | None = None,
+        tls: Tls | Literal[False] | None = None,
         insecure: bool | None = None,
     ) -> None:
         self.address = resolve_address(address)

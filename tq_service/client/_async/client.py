@@ -29,9 +29,9 @@ class AsyncClient(
             localhost:50051. What cannot be an address raises InvalidArgumentError.
         timeout: default deadline of the calls, in seconds.
         token: the bearer token, or the path of a file that holds it and is read again when it changes; None:
-            `TQ_TOKEN`, else the file that `TQ_TOKEN_FILE` names, else none.
+            `TQ_TOKEN`, else the file that `TQ_TOKEN_FILE` names, else none; False: none, whatever they say.
         tls: how to reach the service over TLS; None: as `TQ_TLS_CA`, `TQ_TLS_CERT` and `TQ_TLS_KEY` say, else in
-            plaintext.
+            plaintext; False: in plaintext, whatever they say.
         insecure: whether the token may be sent in plaintext to other machines, which raises InvalidArgumentError
             otherwise; None: whether `TQ_INSECURE` is true.
     """

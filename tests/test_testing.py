@@ -1,0 +1,129 @@
+"""A service as a process of its own: it is there when the block begins, gone at its end, and says why it is not."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+import tq_service as tq
+from tq_service.testing import ListeningProcess, ServiceProcess
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "testing.md"
+
+
+def program(text: str) -> list[str]:
+    return [sys.executable, "-u", "-c", text]
+
+
+SLEEPS = "print('listening on here:7', flush=True); import time; time.sleep(600)"
+
+
+def test_it_listens_in_the_block_and_is_gone_after_it() -> None:
+    with ServiceProcess() as service:
+        assert service.address == f"127.0.0.1:{service.port}"
+        assert service.exit_code is None
+        with tq.Client(service.address) as client:
+            assert client.health()
+    assert service.exit_code == 0
+    assert not psutil.pid_exists(service.pid)
+
+
+def test_the_environment_is_for_other_services(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TQ_TLS_CA", "TQ_TOKENS_FILE", "TQ_CONFIG", "TQ_DATA_DIR"):
+        monkeypatch.setenv(name, "/there/is/no/such")
+    monkeypatch.setenv("TQ_HOST", "0.0.0.0")
+    with ServiceProcess(env={"TQ_ROLE": "controller"}) as service:
+        assert service.address.startswith("127.0.0.1:")
+        with tq.Client(service.address, tls=False) as client:
+            assert client.list_partitions() == []
+            with pytest.raises(tq.UnavailableError, match="no storage service"):
+                client.put({"x": np.zeros(1)}, partition_id="train", timeout=0.1)
+
+
+def test_it_is_started_again_on_its_port_with_what_it_kept(tmp_path: Path) -> None:
+    with (
+        ServiceProcess("--durability", "process", data_dir=tmp_path / "data") as service,
+        tq.Client(service.address, timeout=60.0) as client,
+    ):
+        address, pid = service.address, service.pid
+        client.put({"x": np.arange(3)}, partition_id="train")
+        assert service.kill() == -signal.SIGKILL
+        assert service.exit_code == -signal.SIGKILL
+        service.restart()
+        assert (service.address, service.pid != pid) == (address, True)
+        assert client.describe_partition("train").live_count == 3
+        service.restart()  # while it runs
+        assert client.describe_partition("train").live_count == 3
+
+
+def test_its_log_is_a_file_that_is_appended_to(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("before\n")
+    with ServiceProcess("--host", "0.0.0.0", "--insecure", log=log) as service:
+        assert service.read_log().startswith("before\n")
+        assert "INSECURE" in service.read_log()
+    with ServiceProcess() as silent, pytest.raises(ValueError, match="give log="):
+        silent.read_log()
+
+
+def test_why_it_did_not_start_is_said(tmp_path: Path) -> None:
+    service = ServiceProcess("--role", "storage", log=tmp_path / "log")
+    with pytest.raises(
+        tq.UnavailableError, match=r"exit code 1 before it listened; .*log ends with:\n  \| error: role"
+    ):
+        service.start()
+    assert service.exit_code == 1
+    with pytest.raises(tq.UnavailableError, match="its log is above"):
+        ServiceProcess("--nonsense").start()
+
+
+def test_what_does_not_listen_in_time_is_not_left_behind() -> None:
+    silent = ListeningProcess(program("print('listening on'); import time; time.sleep(600)"), start_seconds=0.5)
+    with pytest.raises(tq.UnavailableError, match="does not listen after"):
+        silent.start()
+    assert not psutil.pid_exists(silent.pid)
+
+
+def test_an_address_that_comes_in_parts_is_read_whole() -> None:
+    parts = "('warm\\nlisten', 'ing on he', 're:7', '1 (all)\\n')"
+    text = f"import sys, time\nfor part in {parts}: sys.stdout.write(part)\ntime.sleep(600)"
+    with ListeningProcess(program(text)) as listening:
+        assert (listening.address, listening.port) == ("here:71", 71)
+
+
+def test_what_does_not_end_is_killed() -> None:
+    ignores = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    with ListeningProcess(program(ignores + SLEEPS), stop_seconds=0.1) as listening:
+        assert listening.stop() == -signal.SIGKILL
+
+
+def test_a_second_start_and_a_process_that_never_was_are_refused() -> None:
+    listening = ListeningProcess(program(SLEEPS))
+    with pytest.raises(RuntimeError, match="has not been started"):
+        listening.kill()
+    with listening, pytest.raises(RuntimeError, match="runs already"):
+        listening.start()
+
+
+@pytest.mark.parametrize("start_new_session", [False, True])
+def test_a_session_of_its_own_has_no_signals_of_the_terminal(start_new_session: bool) -> None:
+    with ListeningProcess(program(SLEEPS), start_new_session=start_new_session) as listening:
+        assert (os.getsid(listening.pid) == listening.pid) is start_new_session
+
+
+def test_the_code_of_the_document_runs(tmp_path: Path) -> None:
+    program, *tests = re.findall(r"^```python\n(.*?)^```$", DOCUMENT.read_text(), re.DOTALL | re.MULTILINE)
+    assert len(tests) == 1
+    names: dict[str, object] = {}
+    exec(compile(program, str(DOCUMENT), "exec"), names)
+    file = tmp_path / "test_documented.py"
+    file.write_text(tests[0])
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", tmp_path, file]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
