@@ -40,7 +40,7 @@ $(INSTALLED): pyproject.toml
 	$(BIN)/python -c '' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --editable '.[data,uvloop,demo]' --group dev
+	$(BIN)/python -m pip install --quiet --editable '.[data,uvloop,plots]' --group dev
 	@touch $@
 
 install: $(INSTALLED)
@@ -93,7 +93,7 @@ compare: $(INSTALLED)
 	$(BIN)/python -m benchmarks.compare $(BASE) $(COMPARE_FLAGS)
 
 demo: $(INSTALLED)
-	$(BIN)/tq-service demo
+	$(BIN)/python -m examples.demo
 
 clean:
 	rm -rf $(VENV) .venv-generate .venv-transferqueue .venv-ray .venv-stores build dist demo-output chaos-output .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -32,7 +32,6 @@ OF_ONE_PROGRAM = {
         "data/source.py",
         "data/worker_process.py",
         "data/workers.py",
-        "demo/processes.py",
     },
 }
 CALLS = {"eval", "exec", "compile", "__import__"}
@@ -105,7 +104,7 @@ def _name(node: ast.Attribute | ast.Name) -> str:
 
 def test_only_what_trainers_run_is_of_one_program() -> None:
     layers = {name.partition("/")[0] for names in OF_ONE_PROGRAM.values() for name in names}
-    assert layers == {"data", "demo"}
+    assert layers == {"data"}
 
 
 def test_the_lists_name_files_that_are_there() -> None:

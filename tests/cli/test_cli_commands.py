@@ -203,14 +203,3 @@ def test_files_of_token_and_tls_go_to_the_client_and_the_environment_stays(
     CliRunner().invoke(app, ["status", *arguments])
     assert seen == [{"token": token, "tls": tls}]
     assert dict(os.environ) == before
-
-
-@pytest.mark.parametrize(("arguments", "token"), [([], None), (["--address", "tq:50051"], "tq_elsewhere")])
-def test_the_demo_shows_a_token_to_a_running_service_only(
-    monkeypatch: pytest.MonkeyPatch, arguments: list[str], token: str | None
-) -> None:
-    shown = []
-    monkeypatch.setenv("TQ_TOKEN", "tq_elsewhere")
-    monkeypatch.setattr("tq_service.cli.demo.run_demo", lambda **_: shown.append(os.environ.get("TQ_TOKEN")) or 0)
-    assert CliRunner().invoke(app, ["demo", *arguments]).exit_code == 0
-    assert shown == [token]

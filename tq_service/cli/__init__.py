@@ -25,7 +25,6 @@ _COMMANDS = {
     "token": "Make bearer tokens, and list those of a file.",
     "plan": "Show what each sampler would do with the samples of a file of lengths.",
     "bench": "Measure claims, puts and gets against a service for a few seconds.",
-    "demo": "Train a tiny policy through a service of its own, about a minute.",
 }
 
 

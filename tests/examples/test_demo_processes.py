@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tq_service.demo.processes import Crew, ProcessFailedError
+from examples.demo.processes import Crew, ProcessFailedError
 
 
 def test_a_failing_process_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tq_service.demo.grpo import group_advantages, grpo_loss
+from examples.demo.grpo import group_advantages, grpo_loss
 
 
 def test_advantages_are_relative_to_the_group() -> None:

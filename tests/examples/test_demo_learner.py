@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tq_service.demo.learner import Learner, join_ranks
-from tq_service.demo.policy import Policy, flat_weights
-from tq_service.demo.tally import StepTally
+from examples.demo.learner import Learner, join_ranks
+from examples.demo.policy import Policy, flat_weights
+from examples.demo.tally import StepTally
 
 
 @pytest.fixture
@@ -24,6 +24,14 @@ def _learner() -> Learner:
     return Learner(Policy(14, hidden_size=16), learning_rate=1e-2)
 
 
+def _accumulate(learner: Learner, rows: slice = slice(None)) -> None:
+    """Learn from responses as if the policy of now had sampled them."""
+    with torch.no_grad():
+        logprobs, mask = learner.policy.response_logprobs(PROMPTS[rows], RESPONSES[rows])
+    sampled = [row[is_token] for row, is_token in zip(logprobs, mask, strict=True)]
+    learner.accumulate(PROMPTS[rows], RESPONSES[rows], sampled, ADVANTAGES[rows])
+
+
 PROMPTS = [torch.tensor([1, 10, 2, 11]), torch.tensor([3, 10, 4, 11])] * 2
 RESPONSES = [torch.tensor([12, 13]), torch.tensor([12, 12, 12, 13]), torch.tensor([13]), torch.tensor([12] * 6)]
 ADVANTAGES = torch.tensor([1.0, -1.0, 0.5, -0.5])
@@ -32,9 +40,9 @@ ADVANTAGES = torch.tensor([1.0, -1.0, 0.5, -0.5])
 @pytest.mark.usefixtures("only_rank")
 def test_micro_batches_add_up_to_their_batch() -> None:
     whole, parts = _learner(), _learner()
-    whole.accumulate(PROMPTS, RESPONSES, None, ADVANTAGES)
+    _accumulate(whole)
     for half in (slice(0, 2), slice(2, 4)):
-        parts.accumulate(PROMPTS[half], RESPONSES[half], None, ADVANTAGES[half])
+        _accumulate(parts, half)
     assert whole.update(4) == pytest.approx(parts.update(4), abs=1e-6)
     assert torch.allclose(flat_weights(whole.policy), flat_weights(parts.policy), atol=1e-6)
 
@@ -44,7 +52,7 @@ def test_an_update_makes_good_responses_likelier() -> None:
     learner = _learner()
     before, mask = learner.policy.response_logprobs(PROMPTS, RESPONSES)
     for _ in range(5):
-        learner.accumulate(PROMPTS, RESPONSES, None, ADVANTAGES)
+        _accumulate(learner)
         learner.update(4)
     after, _ = learner.policy.response_logprobs(PROMPTS, RESPONSES)
     gain = ((after - before) * mask).sum(1) * ADVANTAGES

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,10 +17,3 @@ def rows_of(column: Tensor | Sequence[Tensor]) -> list[Tensor]:
 def padded(rows: Sequence[Tensor]) -> Tensor:
     """Return rows `(length,)` as one tensor `(n, longest)`, zero where a row has ended."""
     return pad_sequence(list(rows), batch_first=True) if rows else torch.zeros(0, 0)
-
-
-def chunks_of_like_length(rows: Sequence[Tensor], size: int) -> Iterator[list[int]]:
-    """Yield the positions of the rows in chunks of `size`, shortest first, so that padding a chunk wastes little."""
-    shortest_first = sorted(range(len(rows)), key=lambda position: rows[position].shape[0])
-    for start in range(0, len(rows), size):
-        yield shortest_first[start : start + size]

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tq_service.demo.task import VOCABULARY, decode, encode, make_prompts, score, sum_of
+from examples.demo.task import VOCABULARY, decode, encode, make_prompts, score, sum_of
 
 
 def test_text_survives_encoding() -> None:

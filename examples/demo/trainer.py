@@ -12,17 +12,17 @@ import torch
 import torch.distributed as dist
 
 import tq_service as tq
+from examples.demo.grpo import group_advantages
+from examples.demo.learner import Learner, join_ranks
+from examples.demo.policy import Policy, flat_weights
+from examples.demo.reports import Reporter
+from examples.demo.role import run_role
+from examples.demo.settings import TRAINER_RANKS, UPDATE_TASK, DemoSettings, step_partition
+from examples.demo.tally import StepTally, timed
+from examples.demo.task import VOCABULARY
+from examples.demo.tensors import rows_of
+from examples.demo.weights import WeightPublisher
 from tq_service.data import StreamingDataLoader, StreamingDataset
-from tq_service.demo.grpo import group_advantages
-from tq_service.demo.learner import Learner, join_ranks
-from tq_service.demo.policy import Policy, flat_weights
-from tq_service.demo.reports import Reporter
-from tq_service.demo.role import run_role
-from tq_service.demo.settings import TRAINER_RANKS, UPDATE_TASK, DemoSettings, step_partition
-from tq_service.demo.tally import StepTally, timed
-from tq_service.demo.task import VOCABULARY
-from tq_service.demo.tensors import rows_of
-from tq_service.demo.weights import WeightPublisher
 
 
 def train(settings: DemoSettings, rank: int) -> None:
@@ -66,7 +66,7 @@ class _Leader:
         """Hand the weights to the rollout workers."""
         self._publisher.publish(version, flat_weights(self._learner.policy))
 
-    def finish_step(self, step: int, summary: Mapping[str, Any], *, is_last: bool) -> None:
+    def finish_step(self, step: int, summary: dict[str, Any], *, is_last: bool) -> None:
         """Publish the next version, report, and clear what nobody needs any more.
 
         A step's partition goes one step late: by then the reward worker, which was needed for the samples of this
@@ -76,7 +76,7 @@ class _Leader:
             self._publisher.stop(step + 1, flat_weights(self._learner.policy))
         else:
             self.publish(step + 1)
-        self._reporter.send("step", **summary)
+        self._reporter.send(summary)
         if step:
             self._client.clear_partition(step_partition(step - 1))
 

@@ -1,8 +1,10 @@
-"""`tq-service demo`: starts the processes of a run, shows their progress, judges what came of it."""
+"""`python -m examples.demo`: starts the processes of a run, shows their progress, judges what came of it."""
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -10,65 +12,52 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 import tq_service as tq
-from tq_service.demo.history import outcome_of, write_history
-from tq_service.demo.plots import plot_history
-from tq_service.demo.processes import Crew
-from tq_service.demo.progress import Progress, make_progress
-from tq_service.demo.recorded import open_recording
-from tq_service.demo.reports import Report, ReportReader
-from tq_service.demo.settings import PARTITION_PREFIX, RENDEZVOUS_FILE, ROLLOUT_WORKERS, TRAINER_RANKS, DemoSettings
-from tq_service.demo.verdict import judge_replay, judge_training
+from examples.demo.history import outcome_of, write_history
+from examples.demo.plots import plot_history
+from examples.demo.processes import Crew
+from examples.demo.progress import Progress, make_progress
+from examples.demo.reports import Report, ReportReader
+from examples.demo.settings import PARTITION_PREFIX, RENDEZVOUS_FILE, ROLLOUT_WORKERS, TRAINER_RANKS, DemoSettings
+from examples.demo.verdict import judge_training
 from tq_service.errors import TqError
 
 READ_SECONDS = 0.5
 FINISH_SECONDS = 10.0
 CONNECT_SECONDS = 5.0
 INTERRUPTED_EXIT_CODE = 130
-TRAINING_ROLES = ("rollout_worker", "trainer")
-REPLAY_ROLES = ("replay_worker", "replay_trainer")
-NEEDED_MODULES = {"torch": "data", "tensordict": "data", "matplotlib": "demo"}  # and the extra that brings each
+NEEDED_MODULES = {"torch": "data", "tensordict": "data", "matplotlib": "plots"}  # and the extra that brings each
 
 
 def run_demo(
     *,
-    steps: Annotated[int, typer.Option(help="Optimizer steps of the training run.")] = 300,
-    seconds: Annotated[float, typer.Option(help="End the training after so many seconds, whatever the step.")] = 75.0,
-    output: Annotated[Path, typer.Option(help="Folder for the curves, the history and the logs.")] = Path(
-        "demo-output"
-    ),
-    input: Annotated[  # noqa: A002  (the name of the flag)
-        Path | None,
-        typer.Option(help="Recorded rollouts, .jsonl of solutions or .csv trace, instead of training on a task."),
-    ] = None,
-    speed: Annotated[
-        float, typer.Option(help="Replay a trace so many times faster than recorded; 0: as fast as it goes.")
-    ] = 100.0,
-    limit: Annotated[int | None, typer.Option(help="Replay so many groups at most.", show_default="all")] = None,
-    seed: Annotated[int, typer.Option(help="Of prompts, sampling and first weights.")] = 0,
-    plain: Annotated[bool, typer.Option("--plain", help="Print lines instead of a live table.")] = False,
-    address: Annotated[
-        str | None, typer.Option(help="A running service to use.", show_default="starts one of its own")
-    ] = None,
+    steps: int = 300,
+    seconds: float = 75.0,
+    output: Path = Path("demo-output"),
+    seed: int = 0,
+    plain: bool = False,
+    address: str | None = None,
 ) -> int:
-    """Train a tiny policy with GRPO through the service, or send recorded rollouts the same way.
+    """Train a tiny policy with GRPO through the service.
+
+    Args:
+        steps: optimizer steps of the run.
+        seconds: ends the training after so many seconds, whatever the step.
+        output: directory for the curves, the history and the logs.
+        seed: of prompts, sampling and first weights.
+        plain: whether to print lines instead of a live table.
+        address: a running service to use; None starts one of its own.
 
     Returns:
-        The exit code: 0 where the reward rose clearly (or every recorded sample came through whole), 1 where not or
-        where a process failed, 130 after Ctrl-C.
+        The exit code: 0 where the reward rose clearly, 1 where not or where a process failed, 130 after Ctrl-C.
     """
     try:
         _check_modules()
         settings = DemoSettings(
-            address=address or "", output=str(output), steps=steps, seconds=seconds, seed=seed,
-            input=None if input is None else str(input), speed=speed, limit=limit,
-        )  # fmt: skip
-        if input is not None:
-            open_recording(input, limit)  # before any process is started
+            address=address or "", output=str(output.resolve()), steps=steps, seconds=seconds, seed=seed
+        )
         with _termination_as_interrupt():
             return _Run(settings, plain=plain).run()
     except KeyboardInterrupt:
@@ -86,16 +75,20 @@ class _Run:
     settings: DemoSettings
     plain: bool
     steps: list[Report] = field(default_factory=list)
-    replayed: dict[str, Any] | None = None
 
     def run(self) -> int:
         output = Path(self.settings.output)
         output.mkdir(parents=True, exist_ok=True)
         (output / RENDEZVOUS_FILE).unlink(missing_ok=True)
-        with Crew(output / "logs") as crew:
+        env: dict[str, str] | None = None
+        credentials: dict[str, Any] = {}
+        if not self.settings.address:  # what the environment says about TLS and tokens is for other services
+            env = {name: value for name, value in os.environ.items() if not name.startswith("TQ_")}
+            credentials = {"token": False, "tls": False}
+        with Crew(output / "logs", env) as crew:
             if not self.settings.address:
                 self.settings = replace(self.settings, address=crew.start_service())
-            with tq.Client(self.settings.address) as client:
+            with tq.Client(self.settings.address, **credentials) as client:
                 _clear_partitions(client)
                 self._work(crew, client, output)
                 _clear_partitions(client)
@@ -105,13 +98,12 @@ class _Run:
         """Start the workers and show their reports until they have ended."""
         settings_file = output / "settings.json"
         self.settings.save(settings_file)
-        rollouts, trainer = TRAINING_ROLES if self.settings.input is None else REPLAY_ROLES
-        for role, count in ((trainer, TRAINER_RANKS), (rollouts, ROLLOUT_WORKERS), ("reward_worker", 1)):
+        for role, count in (("trainer", TRAINER_RANKS), ("rollout_worker", ROLLOUT_WORKERS), ("reward_worker", 1)):
             for index in range(count):
                 crew.start_role(role, index, settings_file)
         reader = ReportReader(client)
         with make_progress(self._title(), plain=self.plain) as progress:
-            while crew.running(trainer):
+            while crew.running("trainer"):
                 self._take(reader, progress, READ_SECONDS, crew)
             self._take(reader, progress, 0.0, crew)
         crew.wait_for_workers(FINISH_SECONDS)
@@ -123,23 +115,19 @@ class _Run:
         finally:
             crew.check()  # a service that is gone explains itself better than the error of calling it
         for report in reports:
-            if report["kind"] == "step":
-                self.steps.append(report)
-                progress.show(report)
-            else:
-                self.replayed = report
+            self.steps.append(report)
+            progress.show(report)
 
     def _title(self) -> str:
-        what = "training on additions" if self.settings.input is None else f"replaying {Path(self.settings.input).name}"
         return (
-            f"tq-service demo: {what}, service at {self.settings.address}, {ROLLOUT_WORKERS} rollout workers, "
-            f"1 reward worker, {TRAINER_RANKS} trainer ranks"
+            f"tq-service demo: training on additions, service at {self.settings.address}, "
+            f"{ROLLOUT_WORKERS} rollout workers, 1 reward worker, {TRAINER_RANKS} trainer ranks"
         )
 
     def _conclude(self, output: Path) -> int:
         """Write the files, print the verdict, return the exit code."""
         outcome = outcome_of(self.steps)
-        write_history(output / "history.json", self.settings, self.steps, outcome, self.replayed)
+        write_history(output / "history.json", self.settings, self.steps, outcome)
         plot_history(output / "curves.png", self._title(), self.steps)
         print(
             f"{outcome.samples:,} samples in {outcome.steps} steps and {outcome.seconds:.1f} s: "
@@ -147,7 +135,7 @@ class _Run:
             f"ranks waited {outcome.waiting:.0%} of their time, version lag {outcome.version_lag:.1f}"
         )
         print(f"curves: {output / 'curves.png'}   history: {output / 'history.json'}")
-        verdict = judge_training(outcome) if self.settings.input is None else judge_replay(self.replayed)
+        verdict = judge_training(outcome)
         print(verdict.text, file=sys.stdout if verdict.is_good else sys.stderr)
         return 0 if verdict.is_good else 1
 
@@ -177,3 +165,24 @@ def _termination_as_interrupt() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _arguments() -> dict[str, Any]:
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.demo",
+        description="Train a tiny policy with GRPO through the service.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--steps", type=int, default=300, help="optimizer steps")
+    parser.add_argument("--seconds", type=float, default=75.0, help="end the training then, whatever the step")
+    parser.add_argument(
+        "--output", type=Path, default=Path("demo-output"), help="directory for curves, history and logs"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of prompts, sampling and first weights")
+    parser.add_argument("--plain", action="store_true", help="print lines instead of a live table")
+    parser.add_argument("--address", help="a running service to use; without it the demo starts one of its own")
+    return vars(parser.parse_args())
+
+
+if __name__ == "__main__":
+    sys.exit(run_demo(**_arguments()))

@@ -12,9 +12,7 @@ UPDATE_TASK = "update_actor"
 REWARD_TASK = "reward"
 PARTITION_PREFIX = "demo/"
 RENDEZVOUS_FILE = "rendezvous"  # in the output folder, where the trainer ranks find each other
-REPLAY_PARTITION = f"{PARTITION_PREFIX}replay"
 REPORTS_PARTITION = f"{PARTITION_PREFIX}reports"
-START_PARTITION = f"{PARTITION_PREFIX}start"
 WEIGHTS_PARTITION = f"{PARTITION_PREFIX}weights"
 
 
@@ -33,9 +31,6 @@ class DemoSettings:
         micro_batch_groups: groups in one micro-batch of a rank.
         max_version_lag: how many versions behind the trainer the weights of a rollout may be.
         learning_rate: of Adam.
-        input: recorded rollouts to replay; None trains on generated ones.
-        speed: how many times faster than recorded the replay runs; 0 is as fast as it goes.
-        limit: replay so many groups at most.
     """
 
     address: str
@@ -48,9 +43,6 @@ class DemoSettings:
     micro_batch_groups: int = 4
     max_version_lag: int = 2
     learning_rate: float = 2e-3
-    input: str | None = None
-    speed: float = 0.0
-    limit: int | None = None
 
     def __post_init__(self) -> None:
         shares = ROLLOUT_WORKERS * TRAINER_RANKS
@@ -61,8 +53,6 @@ class DemoSettings:
             )
         if self.steps <= 0 or self.seconds <= 0:
             raise ValueError(f"got steps={self.steps}, seconds={self.seconds}; expected both above 0")
-        if self.speed < 0:
-            raise ValueError(f"got speed={self.speed}; expected 0 (as fast as it goes) or a factor above 0")
 
     @property
     def samples_per_step(self) -> int:

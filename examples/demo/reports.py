@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import tq_service as tq
-from tq_service.demo.settings import REPORTS_PARTITION
+from examples.demo.settings import REPORTS_PARTITION
 
 FIELD = "report"
 TASK = "display"
@@ -18,9 +18,9 @@ class Reporter:
     def __init__(self, client: tq.Client) -> None:
         self._client = client
 
-    def send(self, kind: str, **facts: Any) -> None:
-        """Send the facts as one row."""
-        self._client.put({FIELD: [{"kind": kind, **facts}]}, partition_id=REPORTS_PARTITION)
+    def send(self, report: Report) -> None:
+        """Send a report as one row."""
+        self._client.put({FIELD: [report]}, partition_id=REPORTS_PARTITION)
 
 
 class ReportReader:

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tq_service.demo.grpo import grpo_loss
-from tq_service.demo.policy import Policy
-from tq_service.demo.settings import RENDEZVOUS_FILE, TRAINER_RANKS
-from tq_service.demo.tensors import padded
+from examples.demo.grpo import grpo_loss
+from examples.demo.policy import Policy
+from examples.demo.settings import RENDEZVOUS_FILE, TRAINER_RANKS
+from examples.demo.tensors import padded
 
 TOKEN_SCALE = 16.0
 GRADIENT_NORM = 1.0
@@ -48,7 +48,7 @@ class Learner:
         self,
         prompts: Sequence[Tensor],
         responses: Sequence[Tensor],
-        sampled_logprobs: Sequence[Tensor] | None,
+        sampled_logprobs: Sequence[Tensor],
         advantages: Tensor,
     ) -> None:
         """Add the gradient of a micro-batch.
@@ -56,13 +56,11 @@ class Learner:
         Args:
             prompts: token rows.
             responses: token rows.
-            sampled_logprobs: of the policy that sampled the responses; None where another model did, then they count
-                as the policy's own.
+            sampled_logprobs: of the policy that sampled the responses.
             advantages: `(n,)`.
         """
         logprobs, mask = self.policy.response_logprobs(prompts, responses)
-        behaviour = logprobs.detach() if sampled_logprobs is None else padded(sampled_logprobs)
-        loss = grpo_loss(logprobs, behaviour, advantages, mask, token_scale=TOKEN_SCALE)
+        loss = grpo_loss(logprobs, padded(sampled_logprobs), advantages, mask, token_scale=TOKEN_SCALE)
         loss.backward()  # type: ignore[no-untyped-call]  # torch ships it untyped
         self._loss_sum += loss.item()
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 import tq_service as tq
-from tq_service.demo.settings import WEIGHTS_PARTITION
+from examples.demo.settings import WEIGHTS_PARTITION
 from tq_service.errors import NotFoundError
 
 FIELD = "parameters"

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tq_service.demo.history import outcome_of, write_history
-from tq_service.demo.plots import plot_history, smoothed
-from tq_service.demo.progress import LineProgress, TableProgress, curve, make_progress
-from tq_service.demo.settings import DemoSettings
-from tq_service.demo.tally import imbalance_of, timed
-from tq_service.demo.verdict import judge_replay, judge_training
+from examples.demo.history import outcome_of, write_history
+from examples.demo.plots import plot_history, smoothed
+from examples.demo.progress import LineProgress, TableProgress, curve, make_progress
+from examples.demo.settings import DemoSettings
+from examples.demo.tally import imbalance_of, timed
+from examples.demo.verdict import judge_training
 
 
 def _steps(count: int, rise: float) -> list[dict[str, Any]]:
@@ -70,33 +70,6 @@ def test_no_step_at_all_is_an_error() -> None:
         outcome_of([])
 
 
-def _replayed(**changes: int) -> dict[str, int]:
-    whole = {"expected": 36, "received": 36, "missing": 0, "repeated": 0, "corrupt": 0, "has_text": True, "groups": 12,
-             "whole_groups": 12, "reward_differences": 0}  # fmt: skip
-    return {**whole, **changes}
-
-
-def test_a_whole_replay_is_good() -> None:
-    verdict = judge_replay(_replayed())
-    assert verdict.is_good
-    assert "12 of 12 groups whole" in verdict.text
-
-
-def test_a_replayed_trace_claims_nothing_about_groups() -> None:
-    assert "groups" not in judge_replay(_replayed(has_text=False)).text
-
-
-@pytest.mark.parametrize(
-    "fault", [{"missing": 1}, {"repeated": 1}, {"corrupt": 1}, {"whole_groups": 11}, {"reward_differences": 1}]
-)
-def test_any_fault_of_a_replay_is_an_error(fault: dict[str, int]) -> None:
-    assert not judge_replay(_replayed(**fault)).is_good
-
-
-def test_a_replay_without_summary_is_an_error() -> None:
-    assert not judge_replay(None).is_good
-
-
 def test_lines_come_every_few_steps() -> None:
     out = io.StringIO()
     with LineProgress("title", Console(file=out, width=40)) as progress:
@@ -139,7 +112,7 @@ def test_smoothing_keeps_the_length() -> None:
 def test_history_and_plot_are_written(tmp_path: Path) -> None:
     steps = _steps(12, rise=0.8)
     settings = DemoSettings(address="localhost:1", output=str(tmp_path))
-    write_history(tmp_path / "history.json", settings, steps, outcome_of(steps), None)
+    write_history(tmp_path / "history.json", settings, steps, outcome_of(steps))
     history = json.loads((tmp_path / "history.json").read_text(encoding="utf-8"))
     assert [step["step"] for step in history["steps"]] == list(range(12))
     assert history["outcome"]["samples"] == 12 * 192
@@ -148,12 +121,12 @@ def test_history_and_plot_are_written(tmp_path: Path) -> None:
 
 
 def test_settings_survive_their_file(tmp_path: Path) -> None:
-    settings = DemoSettings(address="localhost:1", output="out", steps=3, input="file.csv", limit=7)
+    settings = DemoSettings(address="localhost:1", output="out", steps=3, seed=7)
     settings.save(tmp_path / "settings.json")
     assert DemoSettings.load(tmp_path / "settings.json") == settings
 
 
-@pytest.mark.parametrize("bad", [{"prompts_per_step": 6}, {"steps": 0}, {"seconds": 0.0}, {"speed": -1.0}])
+@pytest.mark.parametrize("bad", [{"prompts_per_step": 6}, {"steps": 0}, {"seconds": 0.0}])
 def test_bad_settings_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="expected"):
         DemoSettings(address="", output="", **bad)

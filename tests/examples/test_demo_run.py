@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tq_service.demo import run_demo
+from examples.demo.__main__ import run_demo
+from tq_service.testing import ServiceProcess
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +23,8 @@ def _no_process_is_left() -> Iterator[None]:
 
 
 def test_training(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TQ_HOST", "0.0.0.0")  # of another service, and refused without a door
+    monkeypatch.setenv("TQ_TLS_CA", "/there/is/no/such")  # of another service
+    monkeypatch.setenv("TQ_TOKEN", "tq_elsewhere")
     assert run_demo(steps=5, seconds=60.0, output=tmp_path, plain=True) == 0
     history = json.loads((tmp_path / "history.json").read_text(encoding="utf-8"))
     assert [step["step"] for step in history["steps"]] == [0, 1, 2, 3, 4]
@@ -32,26 +35,18 @@ def test_training(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatc
     assert "too few to judge" in capsys.readouterr().out
 
 
-def test_recorded_solutions(tmp_path: Path, solutions_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_demo(input=solutions_file, output=tmp_path, plain=True) == 0
-    replayed = json.loads((tmp_path / "history.json").read_text(encoding="utf-8"))["replayed"]
-    assert (replayed["expected"], replayed["received"], replayed["whole_groups"]) == (36, 36, 12)
-    assert "0 missing, 0 repeated, 0 with a wrong checksum" in capsys.readouterr().out
-
-
-def test_recorded_trace(tmp_path: Path, trace_file: Path) -> None:
-    assert run_demo(input=trace_file, speed=50.0, output=tmp_path, plain=True) == 0
-    history = json.loads((tmp_path / "history.json").read_text(encoding="utf-8"))
-    assert history["replayed"]["received"] == 40
-    assert sum(step["samples"] for step in history["steps"]) == 40
-    assert history["outcome"]["seconds"] > 9 / 50  # the last request came 9 s after the first, 50 times faster
-
-
-def test_a_service_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str], unused_address: str) -> None:
+def test_a_service_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        unused_address = f"127.0.0.1:{probe.getsockname()[1]}"
     assert run_demo(steps=1, output=tmp_path, address=unused_address) == 1
     assert capsys.readouterr().err.startswith("error: ")
 
 
-def test_an_input_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_demo(input=tmp_path / "absent.jsonl", output=tmp_path) == 1
-    assert "absent.jsonl" in capsys.readouterr().err
+def test_a_token_goes_to_a_running_service_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TQ_TLS_CA", "/there/is/no/such")
+    with ServiceProcess() as service:
+        assert run_demo(steps=1, output=tmp_path, address=service.address) == 1
+    assert "/there/is/no/such cannot be read" in capsys.readouterr().err

@@ -5,10 +5,10 @@ import random
 import pytest
 import torch
 
-from tq_service.demo.grpo import group_advantages, grpo_loss
-from tq_service.demo.policy import Policy, flat_weights, load_flat_weights
-from tq_service.demo.task import END_TOKEN, VOCABULARY, decode, encode, make_prompts, score
-from tq_service.demo.tensors import chunks_of_like_length, padded, rows_of
+from examples.demo.grpo import group_advantages, grpo_loss
+from examples.demo.policy import Policy, flat_weights, load_flat_weights
+from examples.demo.task import END_TOKEN, VOCABULARY, decode, encode, make_prompts, score
+from examples.demo.tensors import padded, rows_of
 
 
 def _policy(seed: int = 0) -> Policy:
@@ -91,9 +91,3 @@ def test_rewards_alone_teach_the_policy() -> None:
         (grpo_loss(logprobs, sampled, advantages, mask, token_scale=16.0) / 96).backward()
         optimizer.step()
     assert sum(means[-5:]) > 3 * sum(means[:5])
-
-
-def test_chunks_of_like_length_have_every_row_once() -> None:
-    rows = [torch.zeros(length) for length in (9, 1, 5, 7, 3)]
-    assert list(chunks_of_like_length(rows, 2)) == [[1, 4], [2, 3], [0]]
-    assert list(chunks_of_like_length([], 2)) == []

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from tq_service.demo.settings import DemoSettings
+from examples.demo.settings import DemoSettings
 
 Step = Mapping[str, Any]
 JUDGED_FROM_STEPS = 50
@@ -83,14 +83,11 @@ def outcome_of(steps: Sequence[Step]) -> Outcome:
     )
 
 
-def write_history(
-    path: Path, settings: DemoSettings, steps: Sequence[Step], outcome: Outcome, replayed: Mapping[str, Any] | None
-) -> None:
-    """Write settings, steps, outcome and, for recorded rollouts, what came of them, as JSON."""
+def write_history(path: Path, settings: DemoSettings, steps: Sequence[Step], outcome: Outcome) -> None:
+    """Write settings, steps and outcome as JSON."""
     history = {
         "settings": asdict(settings),
         "outcome": asdict(outcome),
-        "replayed": None if replayed is None else dict(replayed),
         "steps": [dict(step) for step in steps],
     }
     path.write_text(json.dumps(history, indent=2) + "\n", encoding="utf-8")

@@ -12,10 +12,10 @@ SMOOTHED_OVER_STEPS = 9
 
 def plot_history(path: Path, title: str, steps: Sequence[Mapping[str, Any]]) -> None:
     """Draw reward, tokens by rank, imbalance and waiting, and speed over the steps."""
-    import matplotlib as mpl  # noqa: PLC0415  (slow to import, and needed once, at the end)
+    import matplotlib as mpl
 
     mpl.use("Agg")
-    from matplotlib import pyplot as plt  # noqa: PLC0415  (after the backend is chosen)
+    from matplotlib import pyplot as plt
 
     figure, ((reward, tokens), (shares, speed)) = plt.subplots(2, 2, figsize=(11, 7), sharex=True, layout="constrained")
     figure.suptitle(title)

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 import torch
 
 import tq_service as tq
-from tq_service.demo.policy import Policy, load_flat_weights
-from tq_service.demo.role import run_role
-from tq_service.demo.settings import ROLLOUT_WORKERS, DemoSettings, step_partition
-from tq_service.demo.task import END_TOKEN, MAX_RESPONSE_TOKENS, VOCABULARY, encode, make_prompts
-from tq_service.demo.weights import WeightSubscriber
+from examples.demo.policy import Policy, load_flat_weights
+from examples.demo.role import run_role
+from examples.demo.settings import ROLLOUT_WORKERS, DemoSettings, step_partition
+from examples.demo.task import END_TOKEN, MAX_RESPONSE_TOKENS, VOCABULARY, encode, make_prompts
+from examples.demo.weights import WeightSubscriber
 
 GROUPS_PER_PUT = 4
 
@@ -37,7 +37,7 @@ class RolloutWorker:
         self._client = client
         self._settings = settings
         self._worker = worker
-        self._rng = random.Random(f"{settings.seed}/{worker}")  # noqa: S311  (prompts, not secrets)
+        self._rng = random.Random(f"{settings.seed}/{worker}")
         self._generator = torch.Generator().manual_seed(settings.seed * ROLLOUT_WORKERS + worker)
         self._policy = Policy(len(VOCABULARY))
         self._weights = WeightSubscriber(client, worker)

@@ -1,4 +1,4 @@
-"""How each process of the demo starts: `python -m tq_service.demo.<role> SETTINGS.json INDEX`.
+"""How each process of the demo starts: `python -m examples.demo.<role> SETTINGS.json INDEX`.
 
 A process watches its standard input, which the demo holds open: when that closes, the demo is gone, however it died,
 and the process ends too instead of waiting for samples for ever.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from tq_service.demo.settings import DemoSettings
+from examples.demo.settings import DemoSettings
 
 ORPHANED_EXIT_CODE = 3
 
@@ -23,7 +23,7 @@ ORPHANED_EXIT_CODE = 3
 def run_role(role: Callable[[DemoSettings, int], None]) -> None:
     """Run a role with the settings and the index that the command line names."""
     if len(sys.argv) != 3:
-        sys.exit(f"usage: python -m tq_service.demo.<role> SETTINGS.json INDEX; got {sys.argv[1:]}")
+        sys.exit(f"usage: python -m examples.demo.<role> SETTINGS.json INDEX; got {sys.argv[1:]}")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the demo, which ends its processes in order
     torch.set_num_threads(1)  # several processes share few cores
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -1,0 +1,126 @@
+"""The processes of a run: started together, watched together, ended together."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from tq_service.errors import TqError
+from tq_service.testing import ServiceProcess
+
+_ROOT = Path(__file__).parents[2]
+_STOP_SECONDS = 5.0
+_TAIL_LINES = 25
+
+
+class ProcessFailedError(TqError, RuntimeError):
+    """A process of the run ended with an error; the message has the end of its log."""
+
+    reason = "PROCESS_FAILED"
+
+
+class Crew:
+    """The processes of one run; leaving the context ends all that are left.
+
+    Each writes what it prints to `<logs>/<name>.log`. They are in sessions of their own, so that Ctrl-C reaches the
+    demo only, which ends them in order: workers first, the service last.
+
+    Args:
+        logs: directory of the logs.
+        env: environment of the workers; None: that of this process.
+    """
+
+    def __init__(self, logs: Path, env: Mapping[str, str] | None = None) -> None:
+        self._logs = logs
+        self._env = env
+        self._service: ServiceProcess | None = None
+        self._workers: dict[str, subprocess.Popen[bytes]] = {}
+        logs.mkdir(parents=True, exist_ok=True)
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start_service(self) -> str:
+        """Start a service on a free port of this host, and return its address.
+
+        Raises:
+            UnavailableError: it ended before it listened, or does not listen in time.
+        """
+        self._service = ServiceProcess(log=self._log("service"), start_new_session=True, stop_seconds=_STOP_SECONDS)
+        self._service.start()
+        return self._service.address
+
+    def start_role(self, role: str, index: int, settings_file: Path) -> None:
+        """Start `python -m examples.demo.<role>` under the name `<role>_<index>`."""
+        name = f"{role}_{index}"
+        with self._log(name).open("wb") as log:
+            self._workers[name] = subprocess.Popen(
+                [sys.executable, "-m", f"examples.demo.{role}", str(settings_file), str(index)],
+                cwd=_ROOT,
+                env=self._env,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def check(self) -> None:
+        """Raise ProcessFailedError for processes that failed, and for a service that is gone."""
+        codes = {name: worker.poll() for name, worker in self._workers.items()}
+        failed = {name: code for name, code in codes.items() if code}
+        if self._service is not None and self._service.exit_code is not None:
+            failed["service"] = self._service.exit_code
+        if failed:
+            raise ProcessFailedError("\n".join(self._describe(name, code) for name, code in failed.items()))
+
+    def running(self, role: str) -> bool:
+        """Whether a process of the role is still at work."""
+        return any(worker.poll() is None for name, worker in self._workers.items() if name.startswith(f"{role}_"))
+
+    def wait_for_workers(self, seconds: float) -> None:
+        """Let the workers end by themselves; stop waiting after `seconds`."""
+        give_up = time.monotonic() + seconds
+        for worker in self._workers.values():
+            try:
+                worker.wait(max(0.0, give_up - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                return
+
+    def stop(self) -> None:
+        """End all processes: workers first, the service last; those that do not end are killed."""
+        _end(list(self._workers.values()))
+        self._workers.clear()
+        if self._service is not None:
+            self._service.stop()
+            self._service = None
+
+    def _log(self, name: str) -> Path:
+        return self._logs / f"{name}.log"
+
+    def _describe(self, name: str, code: int) -> str:
+        lines = self._log(name).read_text(encoding="utf-8", errors="replace").splitlines()
+        end = "\n".join(f"  | {line}" for line in lines[-_TAIL_LINES:]) or "  | (it printed nothing)"
+        return f"{name} ended with exit code {code}; {self._log(name)} ends with:\n{end}"
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        process.terminate()
+    give_up = time.monotonic() + _STOP_SECONDS
+    for process in processes:
+        try:
+            process.wait(max(0.0, give_up - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if process.stdin:
+            process.stdin.close()
