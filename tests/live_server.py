@@ -98,7 +98,7 @@ class LiveServer:
     @property
     def as_service(self) -> Any:
         """Metadata with which another service of the deployment makes its calls."""
-        return self.app._listener.credentials.metadata()
+        return self.app.listener.credentials.metadata()
 
     def stop(self) -> None:
         """Stop the server; its clients stay."""

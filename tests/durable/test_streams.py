@@ -358,7 +358,7 @@ def put_count(storage: LiveServer) -> int:
 
 def records_now(server: LiveServer, image: Path, stream: Stream) -> list[bytes]:
     """Return what would be found if the process were killed now."""
-    store = server.app._state_store
+    store = server.app.state_store
     assert store is not None
     copy(store.data_dir.path, image)
     return [record.data for record in records_of(image) if record.stream is stream]
@@ -370,7 +370,7 @@ def test_a_change_that_names_a_put_comes_after_the_put_is_durable_elsewhere(
     controller, storage = split
     before = len(records_now(controller, tmp_path / "before", Stream.CHANGES))
     with monkeypatch.context() as failing:
-        failing.setattr(storage.app._state_store._log, "_commit_next", full)  # type: ignore[union-attr]
+        failing.setattr(storage.app.state_store._log, "_commit_next", full)  # type: ignore[union-attr]
         with pytest.raises(tq.TqError):
             put(controller.client(timeout=1.0), 1)
         assert len(records_now(controller, tmp_path / "meanwhile", Stream.CHANGES)) == before
@@ -384,11 +384,11 @@ def test_a_put_goes_after_the_change_that_frees_it_is_durable_elsewhere(
 ) -> None:
     controller, storage = split
     with monkeypatch.context() as failing, ThreadPoolExecutor(1) as executor:
-        failing.setattr(controller.app._state_store._log, "_commit_next", full)  # type: ignore[union-attr]
+        failing.setattr(controller.app.state_store._log, "_commit_next", full)  # type: ignore[union-attr]
         clearing = executor.submit(controller.client(timeout=1.0).clear_partition, "train")
         with pytest.raises(tq.TqError):
             clearing.result()
-        assert not controller.app._catalog.names()  # type: ignore[union-attr]
+        assert not controller.app.controller.catalog.names()  # type: ignore[union-attr]
         controller.settle()
         assert put_count(storage) == 1
         assert len(left_puts(records_now(storage, tmp_path / "meanwhile", Stream.PUTS), codec.decode_put)) == 1
@@ -405,7 +405,7 @@ def test_a_controller_that_stops_before_all_is_free_elsewhere_ends_well(
     """What became durable by its end is told to the storage service by the next one."""
     controller, _ = split
     with monkeypatch.context() as failing:
-        failing.setattr(controller.app._state_store._log, "_commit_next", full)  # type: ignore[union-attr]
+        failing.setattr(controller.app.state_store._log, "_commit_next", full)  # type: ignore[union-attr]
         with pytest.raises(tq.TqError):
             controller.client(timeout=1.0).clear_partition("train")
     controller.stop()

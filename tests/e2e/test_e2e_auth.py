@@ -84,7 +84,7 @@ def test_the_way_of_a_sample(deployment: Deployment, client_kind: ClientKind, lo
     with pytest.raises(tq.PermissionDeniedError, match="needs one of the roles"):
         producer.get_data(meta)
     consumer.clear_partition("train@0")
-    until(lambda: deployment.storage.app._engine.stat().put_count == 0)  # the controller may free cells there
+    until(lambda: deployment.storage.app.storage.engine.stat().put_count == 0)  # the controller may free cells there
     producer.close()
     consumer.close()
 
@@ -185,7 +185,7 @@ def test_a_service_without_the_right_token_is_not_let_in(
     settings = deployment._settings("intruder", wrong)
     start_server(role="storage", controller=deployment.address, storage_id="s2", **settings)
     until(lambda: "does not let this service in" in caplog.text)
-    assert "s2" not in deployment.controller.app._storages.addresses
+    assert "s2" not in deployment.controller.app.controller.storages.addresses
 
 
 def test_the_command_line(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def cluster(loop_thread, tmp_path):
 
 
 def storage_count_of(server):
-    return server.app._storages.count
+    return server.app.controller.storages.count
 
 
 def wait_for(condition):
@@ -394,7 +394,7 @@ def test_a_checkpoint_of_a_newer_version_is_refused_before_anything_of_it_is_sto
         server.client().checkpoint("newer")
     with LiveServer(loop_thread, checkpoint_dir=tmp_path) as server:
         placed = []
-        monkeypatch.setattr(server.app._storages, "place", placed.append)
+        monkeypatch.setattr(server.app.controller.storages, "place", placed.append)
         with_a_column_more(tmp_path / "newer" / "checkpoint.tqc")
         with pytest.raises(tq.NewerVersionError, match=r"'train@0' was written by a newer version.*'priority'"):
             server.client().restore("newer")
@@ -413,7 +413,8 @@ def test_lost_bytes_are_named_and_the_checkpoint_before_them_stays(cluster, loop
         whole = (tmp_path / "one" / "checkpoint.tqc").read_bytes()
         storage.__exit__()
         with LiveServer(loop_thread, role="storage", controller=controller.address, storage_id="s"):
-            wait_for(lambda: controller.app._storages._storages["s"].boot_id != storage.app._engine.boot_id)
+            storages, before = controller.app.controller.storages, storage.app.storage.engine.boot_id
+            wait_for(lambda: storages._storages["s"].boot_id != before)
             with pytest.raises(tq.DataLossError, match="samples 0, 1, 2, 3, 4 and 3 more"):
                 client.checkpoint("one")
         assert (tmp_path / "one" / "checkpoint.tqc").read_bytes() == whole

@@ -46,7 +46,7 @@ def image(loop_thread: LoopThread, tmp_path_factory: pytest.TempPathFactory) -> 
             if index % 4 == 3:
                 claims.append(client.get_meta(**RANKED, batch_index=index // 4))
             if index in {9, 17}:
-                loop_thread.run(server.app._state_store.take_snapshot())
+                loop_thread.run(server.app.state_store.take_snapshot())
         shutil.copytree(folder / "live", folder / "image", ignore=shutil.ignore_patterns("*.partial"))
     return folder / "image", claims
 

@@ -67,8 +67,8 @@ class Guarded:
 
     def read_tokens(self) -> None:
         """Have the service read the tokens' file now, which takes two looks at it."""
-        self.live.app._listener._tokens.reload()
-        self.live.app._listener._tokens.reload()
+        self.live.app.listener._tokens.reload()
+        self.live.app.listener._tokens.reload()
 
     def state(self) -> list[bytes]:
         """Return all that can be seen of the service."""
@@ -113,7 +113,7 @@ def audit(caplog: pytest.LogCaptureFixture) -> Callable[[], list[AuditLine]]:
 def request_of(name: str, live: LiveServer, partition_id: str, put_id: bytes) -> Message:
     """Return a request that would do something, if it were let in."""
     kind = DESCRIBED[name].input_type
-    boot_id = live.app._engine.boot_id
+    boot_id = live.app.storage.engine.boot_id
     header = storage_pb.PutHeader(put_id=request_id(), partition_id=partition_id)
     header.commit.write.partition_id = partition_id
     header.commit.request_id = request_id()
@@ -331,8 +331,8 @@ def test_who_is_not_let_in_does_not_learn_of_a_disk_that_is_full(
     tokens = tmp_path / "tokens.toml"
     reader, writer = add_token(tokens, "reader", ["read"]), add_token(tokens, "writer", ["produce"])
     live = start_server(tokens_file=str(tokens), data_dir=str(tmp_path / "data"))
-    monkeypatch.setattr(live.app._state_store, "is_failing", True)
-    monkeypatch.setattr(live.app._state_store, "wait_durable", never_durable)
+    monkeypatch.setattr(live.app.state_store, "is_failing", True)
+    monkeypatch.setattr(live.app.state_store, "wait_durable", never_durable)
     name = CONTROLLER + "Insert"
     for metadata, code, line_count in (
         (None, grpc.StatusCode.UNAUTHENTICATED, 1),

@@ -61,7 +61,7 @@ def test_garbled_calls_between_services_never_end_in_an_internal_error(
     random_ = random.Random(7)
     server = internal_server(STORAGE)
     cells = storage_service_pb2.PutCells(put_id=new_id(), field_names=["x"], first_rows=[0], row_counts=[2])
-    boot_id = server.app._engine.boot_id
+    boot_id = server.app.storage.engine.boot_id
     for name, request in {
         "ConfirmPut": storage_service_pb2.ConfirmPutRequest(boot_id=boot_id, put_id=new_id(), partition_id="train"),
         "FreeCells": storage_service_pb2.FreeCellsRequest(boot_id=boot_id, cells=[cells]),

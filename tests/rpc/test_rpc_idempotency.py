@@ -107,7 +107,7 @@ def test_an_id_of_another_call_is_refused_and_nothing_changes(server: LiveServer
     meta, request_id = put_train(client), new_id()
     other = "ExtendClaim" if name == "AckClaim" else "AckClaim"
     answer = getattr(pb, f"{other}Response")
-    server.app._catalog.run_once(request_id, answer)
+    server.app.controller.catalog.run_once(request_id, answer)
     before = snapshot(client)
     request = mutating_requests(meta, request_id)[name]
     with pytest.raises(grpc.RpcError) as caught:
@@ -343,7 +343,7 @@ def test_puts_without_a_commit_expire(start_server: StartServer, send_put: SendP
     client = server.client()
     messages = put_stream()
     stored = send_put(server, messages)
-    engine = server.app._engine
+    engine = server.app.storage.engine
     assert engine is not None
 
     async def expire() -> int:

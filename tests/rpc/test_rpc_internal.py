@@ -79,7 +79,7 @@ class Topology:
         kind = DESCRIBED[method].input_type
         message = kind._concrete_class()
         for field, value in {
-            "boot_id": self.storage.app._engine.boot_id,
+            "boot_id": self.storage.app.storage.engine.boot_id,
             "put_id": self.put_id,
             "partition_id": "train",
             "storage": metadata_pb2.StorageEndpoint(storage_id="evil", boot_id=new_id(), address="127.0.0.1:1"),
@@ -130,7 +130,7 @@ def topology(request: pytest.FixtureRequest, start_server: StartServer, tmp_path
     if request.param.startswith("split"):
         controller = start_server(role="controller", **settings)
         storage = start_server(role="storage", controller=controller.address, **settings)
-        until(lambda: controller.app._storages.count == 1)
+        until(lambda: controller.app.controller.storages.count == 1)
     else:
         controller = storage = start_server(**settings)
     client = controller.client(token=tokens[0] if tokens else None)
@@ -246,7 +246,7 @@ def test_a_storage_service_with_another_secret_says_so_once(
     said = [record for record in caplog.records if "does not let this service in" in record.getMessage()]
     assert len(said) == 1
     assert "internal secret of the caller is not that of this service" in said[0].getMessage()
-    assert controller.app._storages.count == 0
+    assert controller.app.controller.storages.count == 0
     assert storage.storage.Stat(storage_pb.StatRequest()).put_count == 0  # it answers what it can
 
 
@@ -260,7 +260,7 @@ def test_a_secret_that_is_replaced_is_followed_while_puts_go_on(
     settings: dict[str, Any] = {"internal_secret_file": str(secret)}
     controller = start_server(role="controller", **settings)
     storage = start_server(role="storage", controller=controller.address, **settings)
-    until(lambda: controller.app._storages.count == 1)
+    until(lambda: controller.app.controller.storages.count == 1)
     client = controller.client(timeout=5.0)
     old = controller.as_service
     replace(secret, SECRET[::-1])
@@ -292,9 +292,9 @@ def test_a_refusal_of_the_storage_service_is_no_fault_of_the_client(
 ) -> None:
     controller = start_server(role="controller")
     storage = start_server(role="storage", controller=controller.address)
-    until(lambda: controller.app._storages.count == 1)
+    until(lambda: controller.app.controller.storages.count == 1)
     client = controller.client(timeout=1.0)
     client.put({"x": np.arange(4)}, partition_id="train")
-    monkeypatch.setattr(storage.app._listener.credentials.secret, "_proof", "0" * 64)
+    monkeypatch.setattr(storage.app.listener.credentials.secret, "_proof", "0" * 64)
     with pytest.raises(tq.UnavailableError, match="does not let its controller in"):
         client.put({"x": np.arange(4)}, partition_id="train")

@@ -170,27 +170,27 @@ def test_calls_beyond_what_may_wait_are_refused_and_the_others_go_on(
     server = start_server(**flags)
     other = server.client()
     calls = [waiting_claim(server) for _ in range(3)]
-    until(lambda: server.app._waiting.count == 3)
+    until(lambda: server.app.waiting.count == 3)
     refused = error_of(waiting_claim(server))
     assert isinstance(refused, tq.LimitExceededError)
     assert refused.retry_after_seconds
     assert refused.metadata["limit_name"] == limit_name
-    assert server.app._calls.refused == {limit_name: 1}
+    assert server.app.calls.refused == {limit_name: 1}
     assert other.health()  # whatever there is too much of
     if limit_name == "max_waiting_calls_per_client":  # one client cannot take all
         with grpc.insecure_channel(server.address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
             calls.append(waiting_claim(server, channel))
-            until(lambda: server.app._waiting.count == 4)
+            until(lambda: server.app.waiting.count == 4)
             calls.pop().cancel()
     calls.pop().cancel()
-    until(lambda: server.app._calls.count == 2)
+    until(lambda: server.app.calls.count == 2)
     other.insert("later", 1)
     other.put({"x": np.zeros(1)}, partition_id="later")
     until(lambda: any(call.done() for call in calls))
     assert [list(call.result().meta.global_indexes) for call in calls if call.done()] == [[1]]
     for call in calls:
         call.cancel()
-    until(lambda: server.app._waiting.count == 0)
+    until(lambda: server.app.waiting.count == 0)
 
 
 def test_metadata_beyond_the_limit_is_refused_and_the_connection_stays(start_server: StartServer) -> None:
@@ -264,7 +264,7 @@ def test_a_reader_that_does_not_read_pins_its_cells_only_for_so_long(start_serve
         runs=located.locations.runs,
     )
     stream = server.storage.Get(get)  # without a deadline, and none of it is read
-    until(lambda: server.app._calls.count == 1)
+    until(lambda: server.app.calls.count == 1)
     client.clear_partition("p")
     assert client.storage_stat().used_bytes == 64_000_000  # pinned by the reader
     other = client.put({"x": np.zeros((4, 1_000), np.uint8)}, partition_id="q")
@@ -273,4 +273,4 @@ def test_a_reader_that_does_not_read_pins_its_cells_only_for_so_long(start_serve
     with pytest.raises(grpc.RpcError) as caught:
         list(stream)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED  # type: ignore[attr-defined]
-    until(lambda: server.app._calls.count == 0)
+    until(lambda: server.app.calls.count == 0)

@@ -28,7 +28,7 @@ def test_a_cleared_partition_is_kept_by_no_call(server: LiveServer, asked: dict[
     client.put({"x": [b"one", b"two"]}, partition_id="p")
     meta = client.get_meta(partition_id="p", task_name="t", data_fields=["x"], batch_size=2, **asked)
     assert meta.size == 2
-    catalog = server.app._catalog
+    catalog = server.app.controller.catalog
     assert catalog is not None
     reference = weakref.ref(catalog.get("p"))
     client.clear_partition("p")

@@ -131,9 +131,9 @@ def test_no_method_but_those_that_wait_is_refused_for_waiting_calls(start_server
         "partition_id": "train",
         "write": pb.SampleWrite(partition_id="train", row_count=1),
         "max_wait_seconds": 1.0,
-        "get": storage_pb.GetRequest(boot_id=server.app._engine.boot_id),
+        "get": storage_pb.GetRequest(boot_id=server.app.storage.engine.boot_id),
     }
-    server.app._waiting.count = 1
+    server.app.waiting.count = 1
     refused = set()
     for name in SERVED:
         kind = DESCRIBED[name].input_type

@@ -43,7 +43,7 @@ def test_the_end_of_a_call_takes_nothing_from_its_retry(server: LiveServer, ends
         first.cancel()
     goes_on.set()
     assert first.code() is grpc.StatusCode.CANCELLED
-    while server.app._calls.count:
+    while server.app.calls.count:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert client.storage_stat().put_count == 1

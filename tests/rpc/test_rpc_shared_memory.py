@@ -191,7 +191,7 @@ def test_a_folder_that_cannot_be_used(start_server: StartServer, tmp_path: Path)
     client = start_server(shared_memory_dir=str(tmp_path / "file")).client()  # auto: without
     client.put(DATA, partition_id="p")
     assert shared_memory_count(client) == 0
-    with pytest.raises(OSError, match="set shared_memory_dir to a folder"):
+    with pytest.raises(OSError, match="set shared_memory_dir to a directory"):
         start_server(shared_memory_dir=str(tmp_path / "file"), shared_memory="on")
 
 
@@ -260,7 +260,7 @@ def test_a_get_whose_memory_cannot_be_taken_is_sent(client: AnyClient, monkeypat
 
 
 def test_file_descriptors_are_bounded(client: AnyClient, server: LiveServer) -> None:
-    handover = server.app._handover
+    handover = server.app.storage.shared_memory
     assert handover is not None
     handover.most_memories = 2
     metas = [client.put(DATA, partition_id="p") for _ in range(3)]
@@ -321,9 +321,9 @@ def test_what_was_cleared_while_it_is_handed_over_is_got_whole(
 
 @pytest.fixture
 def session(server: LiveServer) -> Iterator[Handover]:
-    handover = server.app._handover
+    handover = server.app.storage.shared_memory
     assert handover is not None
-    session = Handover(handover.path, server.app._engine.boot_id)  # type: ignore[union-attr]
+    session = Handover(handover.path, server.app.storage.engine.boot_id)  # type: ignore[union-attr]
     yield session
     session.close()
 

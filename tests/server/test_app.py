@@ -74,6 +74,6 @@ async def test_health_says_so_from_that_moment():
     statuses = []
     with pytest.raises(tq.ServiceFailedError, match="over"):
         async with running(settings) as app:
-            app.supervisor.on_fatal(lambda _failure: statuses.append(app._health._statuses[""]))
+            app.supervisor.on_fatal(lambda _failure: statuses.append(app.health._statuses[""]))
             app.supervisor.fatal("over")
     assert statuses == [health_pb2.HealthCheckResponse.NOT_SERVING]

@@ -16,6 +16,7 @@ from tq_service.server.rpc.durability import DurableAnswers
 from tq_service.server.rpc.errors import ErrorStatuses
 from tq_service.server.rpc.limits import RunningCalls
 from tq_service.server.rpc.method_table import Method
+from tq_service.server.supervisor import Supervisor
 
 Status = health_pb2.HealthCheckResponse
 NAMES = ["", "one", "two"]
@@ -122,8 +123,7 @@ async def test_a_drain_while_a_status_is_sent_is_told():
 
 
 async def test_an_open_watch_does_not_hold_up_the_end():
-    app = App(ServeSettings(host="127.0.0.1", port=0, max_bytes=1 << 20))
-    await app.start()
+    app = await App.start(ServeSettings(host="127.0.0.1", port=0, max_bytes=1 << 20), Supervisor())
     async with grpc.aio.insecure_channel(f"127.0.0.1:{app.port}") as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         assert (await watch.read()).status == Status.SERVING

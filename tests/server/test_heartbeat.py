@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from tq_service.config import ServeSettings
-from tq_service.errors import InvalidArgumentError, ServiceFailedError
+from tq_service.errors import InvalidArgumentError
 from tq_service.server import heartbeat
 from tq_service.server.app import running
 from tq_service.server.heartbeat import announce_storage
@@ -116,13 +116,3 @@ async def test_a_token_that_would_go_in_plaintext_stops_the_start(tmp_path):
             settings(controller="controller.example:50051", token_file=token, internal_secret_file=secret)
         ):
             raise AssertionError("it started")
-
-
-async def test_announcements_that_end_are_the_end_of_the_service(monkeypatch):
-    async def end(*_arguments):
-        raise ZeroDivisionError("a fault of the service")
-
-    monkeypatch.setattr("tq_service.server.app.announce_storage", end)
-    with pytest.raises(ServiceFailedError, match="announcing this storage service to its controller ended"):
-        async with running(settings(controller="127.0.0.1:1")):
-            await asyncio.Event().wait()

@@ -69,6 +69,9 @@ class _Log:
         self._records = records
         self.after_durable = callbacks.append
 
+    def fatal(self, reason, cause):
+        raise AssertionError(reason) from cause
+
     def append_put(self, record, values=b""):
         self._records.append(record + values)
 

@@ -13,13 +13,6 @@ from typing import Annotated
 import typer
 
 from tq_service.cli.log_lines import configure_logging
-from tq_service.cli.process import (
-    collect_garbage,
-    collect_garbage_rarely,
-    keep_freed_memory,
-    loop_factory,
-    shorten_switch_interval,
-)
 from tq_service.cli.settings_options import show_settings, with_setting_flags
 from tq_service.config import CONFIG_VARIABLE, ServeSettings, load_settings
 
@@ -54,23 +47,13 @@ def command(
 
 
 def _run(settings: ServeSettings) -> int:
-    keep_freed_memory()
-    shorten_switch_interval()
     configure_logging(settings.log_level, settings.log_format, settings.audit_file)
-    factory = loop_factory(settings.uvloop)
     from tq_service.server.app import serve  # noqa: PLC0415  (--show-config and --help do without the server)
-    from tq_service.server.supervisor import FAILED_EXIT_CODE  # noqa: PLC0415
+    from tq_service.server.process import loop_factory  # noqa: PLC0415  (as above)
+    from tq_service.server.supervisor import FAILED_EXIT_CODE  # noqa: PLC0415  (as above)
 
-    async def run() -> int:
-        collecting = asyncio.create_task(collect_garbage())
-        try:
-            return await serve(settings, announce=_announce)
-        finally:
-            collecting.cancel()
-
-    collect_garbage_rarely()  # after the server is imported
-    with asyncio.Runner(loop_factory=factory) as runner:
-        code = runner.run(run())
+    with asyncio.Runner(loop_factory=loop_factory(settings.uvloop)) as runner:
+        code = runner.run(serve(settings, announce=_announce))
         if code == FAILED_EXIT_CODE:
             logging.shutdown()
             sys.stdout.flush()

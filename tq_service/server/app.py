@@ -1,10 +1,9 @@
-"""Wiring: builds the service from its settings, runs it, and drains it on SIGTERM."""
+"""One process of the service: starts it from its settings, runs it, and drains it on SIGTERM."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -13,23 +12,19 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tq_service.config import ServeSettings, default_shared_memory_dir, join_address
-from tq_service.domain.admission.limits import Limits
-from tq_service.domain.catalog import Catalog
-from tq_service.domain.idempotency import IdempotencyCache
-from tq_service.durable.state_store import StateStore
+from tq_service.config import ServeSettings, join_address
 from tq_service.errors import ServiceFailedError, TqError
-from tq_service.samplers import PlanRunner, SamplerRegistry
-from tq_service.server import answers
 from tq_service.server.background import regularly
-from tq_service.server.checkpoints import Checkpoints
-from tq_service.server.commits import Commits
-from tq_service.server.controller_servicer import ControllerServicer
-from tq_service.server.embedded_storage import EmbeddedStorage
-from tq_service.server.handover import HandoverServer, make_private
+from tq_service.server.composition import (
+    build_controller,
+    build_storage,
+    open_state_store,
+    recover,
+)
 from tq_service.server.health import Health
 from tq_service.server.heartbeat import announce_storage
 from tq_service.server.listener import Listener
+from tq_service.server.process import collect_garbage, tuned_process
 from tq_service.server.rpc.adapter import Services
 from tq_service.server.rpc.durability import DurableAnswers
 from tq_service.server.rpc.errors import ErrorStatuses
@@ -37,45 +32,175 @@ from tq_service.server.rpc.limits import RunningCalls, WaitingCalls
 from tq_service.server.rpc.method_table import unserved_methods
 from tq_service.server.rpc.middleware import Middleware
 from tq_service.server.storage_servicer import SERVICE as STORAGE_SERVICE
-from tq_service.server.storage_servicer import StorageServicer
-from tq_service.server.storages import StorageDirectory
 from tq_service.server.supervisor import FAILED_EXIT_CODE, FailingWith, Supervisor
-from tq_service.storage.engine import StorageEngine
-from tq_service.storage.segments import SegmentFiles
 from tq_service.v1.controller_service_pb2_grpc import add_ControllerServiceServicer_to_server
 from tq_service.wire.connection import LISTENING_OPTIONS
-from tq_service.wire.shared_memory import check_supported
 
 _log = logging.getLogger(__name__)
 CONTROLLER_SERVICE = "tq_service.v1.ControllerService"
-HEARTBEAT_SECONDS = 2.0
 _HOUSEKEEPING_SECONDS = 5.0
 _MOST_PENDING_CALLS = 100_000
 _ABORT_SECONDS = 2.0
 
 
 class App:
-    """One process of the service: the controller, a storage service, or both.
+    """One process of the service: the controller, a storage service, or both. `start` returns one that listens.
 
     Attributes:
         supervisor: runs the background tasks, and knows whether the service can go on.
+        port: where it listens.
+        listener: the port, and what secures it.
+        health: says whether it takes calls.
+        calls: counts the calls that are answered.
+        waiting: counts those that wait.
+        state_store: keeps the state of controller and storage service, None where nothing does.
+        storage: the storage service, None where there is only a controller.
+        controller: the controller, None where there is only a storage service.
+    """
+
+    def __init__(self, settings: ServeSettings, supervisor: Supervisor, closing: contextlib.AsyncExitStack) -> None:
+        self.supervisor = supervisor
+        self._closing = closing  # what was opened, in order; whoever makes this closes it where it cannot be made
+        closing.enter_context(tuned_process())
+        self.listener = Listener(settings)
+        if settings.controller is not None:
+            self.listener.credentials.check_target(settings.controller)
+        self._server = _Server(settings)
+        closing.push_async_callback(self._server.stop, 0)
+        self.port = self.listener.listen(self._server.grpc)
+        self.health = Health()
+        self.calls = RunningCalls(settings.max_calls)
+        self.waiting = WaitingCalls(settings.max_waiting_calls, settings.max_waiting_calls_per_client)
+        self.state_store = open_state_store(settings, supervisor)
+        if self.state_store is not None:
+            closing.push_async_callback(self.state_store.close)
+        self.storage = self.controller = None
+        if settings.role != "controller":
+            self.storage = build_storage(settings, self.port, self.state_store)
+            closing.callback(self.storage.close)
+        if settings.role != "storage":
+            self.controller = build_controller(
+                settings,
+                storage=self.storage,
+                store=self.state_store,
+                credentials=self.listener.credentials,
+                waiting=self.waiting,
+                supervisor=supervisor,
+            )
+            closing.push_async_callback(self.controller.storages.close)
+        closing.callback(self.listener.close)
+        closing.push_async_callback(supervisor.stop)
+        supervisor.on_fatal(self._fail)
+        if self.state_store is not None:
+            recover(self.state_store, self.controller, self.storage, supervisor)
+        self._add_services(settings)
+
+    @classmethod
+    async def start(cls, settings: ServeSettings, supervisor: Supervisor) -> App:
+        """Listen, and be healthy once everything answers; leave nothing behind where that fails.
+
+        Args:
+            settings: how it runs.
+            supervisor: gets all background tasks; where the service fails, it stops answering in the same step.
+
+        Raises:
+            OSError: the address is taken or cannot be listened on.
+            DataDirError: the data directory is in use or cannot be used.
+            JournalDamagedError: what was kept in it cannot be brought back.
+            DiskFullError: there is no room in it.
+            InvalidArgumentError: the controller cannot be reached with these settings.
+        """
+        closing = contextlib.AsyncExitStack()
+        try:
+            app = cls(settings, supervisor, closing)
+            await app._server.grpc.start()
+            app._start_tasks(settings)
+            app.health.serve()
+        except BaseException:
+            await closing.aclose()
+            raise
+        return app
+
+    def _add_services(self, settings: ServeSettings) -> None:
+        """Add the services to the server, each behind what guards it."""
+        middleware: list[Middleware] = [ErrorStatuses(), self.calls, self.listener.access_control(self._partition_of)]
+        if self.state_store is not None:
+            # The last, so that who is not let in neither waits for a disk nor learns how it is.
+            middleware.append(DurableAnswers(self.state_store))
+        unserved = unserved_methods(role=settings.role, takes_services=self.listener.takes_services)
+        server: Any = Services(self._server.grpc, middleware, unserved=unserved)  # what generated code takes for one
+        services = []
+        if self.storage is not None:
+            servicer = self.storage.servicer(settings, self.controller, self.waiting)
+            server.add_generic_rpc_handlers((servicer.handler(),))
+            services.append(STORAGE_SERVICE)
+        if self.controller is not None:
+            add_ControllerServiceServicer_to_server(self.controller.servicer, server)
+            services.append(CONTROLLER_SERVICE)
+        self.health.add(("", *services))
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
+        if settings.reflection:
+            # These take a twentieth of the start and are rarely used.
+            from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc  # noqa: PLC0415
+
+            names = (*services, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
+            reflecting = reflection.aio.ReflectionServicer(names)
+            reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflecting, server)
+
+    def _partition_of(self, put_id: bytes) -> str | None:
+        return None if self.storage is None else self.storage.engine.partition_of(put_id)
+
+    def _start_tasks(self, settings: ServeSettings) -> None:
+        # One bad round of either is logged, and the next one comes: rounds do not depend on each other.
+        self.supervisor.start("following the files of certificate and tokens", self.listener.watch())
+        self.supervisor.start("housekeeping", regularly(_HOUSEKEEPING_SECONDS, self._keep_house))
+        self.supervisor.start("collecting garbage", collect_garbage())
+        if self.storage is not None and settings.controller is not None:
+            announcing = announce_storage(
+                self.storage.engine, self.storage.address, settings.controller, self.listener.credentials
+            )
+            self.supervisor.start("announcing this storage service to its controller", announcing)
+
+    def _keep_house(self) -> None:
+        self.calls.report()
+        expired = 0 if self.storage is None else self.storage.engine.expire()
+        if expired:
+            _log.warning("%d puts expired without a commit; their producers have probably died", expired)
+
+    def _fail(self, _failure: ServiceFailedError) -> None:
+        """Say so to health checks, and end all calls: none is answered from what is in memory."""
+        self.health.drain()
+        if self.controller is not None:
+            self.controller.catalog.drain()
+        self._server.start_stopping(None)
+
+    async def abort(self) -> None:
+        """End after a failure, in two seconds at most: nothing is flushed, as if the process had been killed."""
+        await asyncio.wait((self._server.start_stopping(None),), timeout=_ABORT_SECONDS)
+        if self.storage is not None:
+            self.storage.close()
+        self.listener.close()
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Drain: say so to health checks, end the waits, let running calls finish, then stop."""
+        self.health.drain()
+        if self.controller is not None:
+            self.controller.catalog.drain()
+        if self.storage is not None:
+            self.storage.drain()
+        await self._server.stop(grace_seconds)
+        await self._closing.aclose()
+
+
+class _Server:
+    """gRPC's server, which is stopped once: it may crash where one stop is under way while another one ends.
+
+    Attributes:
+        grpc: the server.
     """
 
     def __init__(self, settings: ServeSettings) -> None:
-        self._settings = settings
-        self._listener = Listener(settings)
-        self._health = Health()
-        self._waiting = WaitingCalls(settings.max_waiting_calls, settings.max_waiting_calls_per_client)
-        self.supervisor = Supervisor()
-        self.supervisor.on_fatal(self._fail)
-        self._stopping: asyncio.Task[None] | None = None
-        self._catalog: Catalog | None = None
-        self._storages: StorageDirectory | None = None
-        self._engine: StorageEngine | None = None
-        self._handover: HandoverServer | None = None
-        self._commits: Commits | None = None
-        self._state_store: StateStore | None = None
-        self._server = grpc.aio.server(
+        self.grpc = grpc.aio.server(
             options=[
                 ("grpc.max_receive_message_length", settings.max_message_bytes),
                 ("grpc.max_metadata_size", settings.max_metadata_bytes),
@@ -90,239 +215,17 @@ class App:
                 *LISTENING_OPTIONS,
             ],
         )
-        self._calls = RunningCalls(settings.max_calls)
-        self._middleware: list[Middleware] = [
-            ErrorStatuses(),
-            self._calls,
-            self._listener.access_control(self._partition_of),
-        ]
-        self.port = 0
+        self._stopping: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
-        """Listen, and be healthy once everything answers.
-
-        Raises:
-            OSError: the address is taken or cannot be listened on.
-            DataDirError: the data folder is in use or cannot be used.
-            JournalDamagedError: what was kept in it cannot be brought back.
-            DiskFullError: there is no room in it.
-            InvalidArgumentError: the controller cannot be reached with these settings.
-        """
-        settings = self._settings
-        if settings.controller is not None:
-            self._listener.credentials.check_target(settings.controller)
-        self.port = self._listener.listen(self._server)
-        if settings.data_dir is not None:
-            self._state_store = StateStore.open(
-                settings.data_dir,
-                sync=settings.durability == "disk",
-                accept_loss=settings.accept_journal_loss,
-            )
-            self._state_store.fatal = self.supervisor.fatal
-            # The last, so that who is not let in neither waits for a disk nor learns how it is.
-            self._middleware.append(DurableAnswers(self._state_store))
-        unserved = unserved_methods(role=settings.role, takes_services=self._listener.takes_services)
-        server: Any = Services(self._server, self._middleware, unserved=unserved)  # what generated code takes for one
-        services = self._add_services(server)
-        if self._state_store is not None:
-            self._recover(self._state_store)
-        self._health.add(("", *services))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        if settings.reflection:
-            # These take a twentieth of the start and are rarely used.
-            from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc  # noqa: PLC0415
-
-            names = (*services, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
-            servicer = reflection.aio.ReflectionServicer(names)
-            reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)
-        await self._server.start()
-        # One bad round of either is logged, and the next one comes: rounds do not depend on each other.
-        self.supervisor.start("following the files of certificate and tokens", self._listener.watch())
-        self.supervisor.start("housekeeping", regularly(_HOUSEKEEPING_SECONDS, self._keep_house))
-        self._health.serve()
-
-    def _add_services(self, server: Any) -> list[str]:
-        settings = self._settings
-        services = []
-        address = settings.advertised_address(self.port)
-        if settings.role != "controller":
-            self._engine = self._storage_engine()
-            self._handover = self._open_handover(self._engine.boot_id)
-            services.append(STORAGE_SERVICE)
-        controller = None
-        if settings.role != "storage":
-            controller = self._controller(address)
-            add_ControllerServiceServicer_to_server(controller, server)
-            services.append(CONTROLLER_SERVICE)
-        if self._engine is not None:
-            storage = StorageServicer(
-                self._engine,
-                address=address,
-                commits=self._commits,
-                handover=self._handover,
-                stall_seconds=settings.stall_seconds,
-                waiting=self._waiting,
-                max_puts=settings.max_puts,
-                max_uncommitted_puts=settings.max_uncommitted_puts,
-            )
-            server.add_generic_rpc_handlers((storage.handler(),))
-            if settings.controller is not None:
-                announcing = announce_storage(self._engine, address, settings.controller, self._listener.credentials)
-                self.supervisor.start("announcing this storage service to its controller", announcing)
-        return services
-
-    def _storage_engine(self) -> StorageEngine:
-        settings, store, name = self._settings, self._state_store, self._settings.storage_name(self.port)
-        if store is None:
-            return StorageEngine(
-                storage_id=name, max_bytes=settings.max_bytes, put_ttl_seconds=settings.put_ttl_seconds
-            )
-        return StorageEngine(
-            storage_id=store.data_dir.storage_id(settings.storage_id, name),
-            max_bytes=settings.max_bytes,
-            put_ttl_seconds=settings.put_ttl_seconds,
-            boot_id=store.data_dir.identity.storage_boot_id,
-            files=SegmentFiles(store.data_dir.segments_path),
-            sync=settings.durability == "disk",
-        )
-
-    def _recover(self, store: StateStore) -> None:
-        """Bring back what the data folder has, and write down every change from now on."""
-        found = store.recover(catalog=self._catalog, engine=self._engine)
-        _log.info(
-            "recovered %d partitions with %d samples and %d puts in %.2f s; %d records of the journal were made again",
-            found.partition_count,
-            found.sample_count,
-            found.put_count,
-            found.seconds,
-            found.record_count,
-        )
-        if self._catalog is not None:
-            self._catalog.start_leases()
-        if self._storages is not None:
-            self._storages.recover()
-        if self._engine is not None:
-            self.supervisor.start("the check of recovered puts", self._engine.scrub(), may_end=True)
-
-    def _partition_of(self, put_id: bytes) -> str | None:
-        return None if self._engine is None else self._engine.partition_of(put_id)
-
-    def _open_handover(self, boot_id: bytes) -> HandoverServer | None:
-        """Listen for clients of this host that share memory.
-
-        Raises:
-            OSError: it was asked for and cannot be had.
-        """
-        settings = self._settings
-        if settings.shared_memory == "off":
-            return None
-        try:
-            check_supported()
-            if settings.shared_memory_dir == default_shared_memory_dir():
-                make_private(settings.shared_memory_dir)
-            handover = HandoverServer(settings.shared_memory_dir, boot_id)
-            handover.start()
-        except OSError as error:
-            reason = f"no shared memory with clients of this host through {settings.shared_memory_dir}: {error}"
-            if settings.shared_memory == "on":
-                raise OSError(
-                    f"{reason}; set shared_memory_dir to a folder of this user, or shared_memory off"
-                ) from error
-            _log.warning("%s; all bytes go over the wire", reason)
-            return None
-        return handover
-
-    def _controller(self, address: str) -> ControllerServicer:
-        settings = self._settings
-        embedded = None if self._engine is None else EmbeddedStorage(self._engine, address)
-        runner = PlanRunner(max_threads=settings.sampler_threads, timeout_seconds=settings.sampler_timeout_seconds)
-        limits = Limits(**{each.name: getattr(settings, each.name) for each in dataclasses.fields(Limits)})
-        cache = IdempotencyCache(
-            settings.request_record_seconds,
-            pack=answers.pack,
-            unpack=answers.unpack,
-            max_bytes=settings.request_record_bytes,
-            weigh=answers.weigh,
-        )
-        self._catalog = Catalog(runner, limits, cache)
-        self._catalog.machine.fatal = self.supervisor.fatal
-        self._storages = StorageDirectory(
-            embedded,
-            HEARTBEAT_SECONDS,
-            self._listener.credentials,
-            snapshot_cells=self._catalog.snapshot_cells,
-            boot_id=None if self._state_store is None else self._state_store.data_dir.identity.controller_boot_id,
-            after_durable=_at_once if self._state_store is None else self._state_store.after_durable,
-            start_task=self.supervisor.start,
-        )
-        self._catalog.on_freed = self._storages.free
-        self._commits = Commits(catalog=self._catalog, storages=self._storages, waiting=self._waiting)
-        return ControllerServicer(
-            catalog=self._catalog,
-            commits=self._commits,
-            registry=SamplerRegistry(allow_import=settings.allow_sampler_import),
-            runner=runner,
-            storages=self._storages,
-            max_wait_cap_seconds=settings.max_wait_cap_seconds,
-            waiting=self._waiting,
-            checkpoints=Checkpoints(
-                catalog=self._catalog,
-                storages=self._storages,
-                store=self._state_store,
-                checkpoint_dir=settings.checkpoint_directory(),
-            ),
-        )
-
-    def _keep_house(self) -> None:
-        self._calls.report()
-        expired = 0 if self._engine is None else self._engine.expire()
-        if expired:
-            _log.warning("%d puts expired without a commit; their producers have probably died", expired)
-
-    def _fail(self, failure: ServiceFailedError) -> None:
-        """Write nothing more, say so to health checks, and end all calls: none is answered from what is in memory."""
-        if self._state_store is not None:
-            self._state_store.abandon(failure)
-        self._health.drain()
-        if self._catalog is not None:
-            self._catalog.drain()
-        self._stop_server(None)
-
-    def _stop_server(self, grace_seconds: float | None) -> asyncio.Task[None]:
-        """Stop the server once: gRPC may crash where one stop is under way while another one ends."""
+    def start_stopping(self, grace_seconds: float | None) -> asyncio.Task[None]:
+        """Return what stops the server; the first call says how long running calls may take to finish."""
         if self._stopping is None:
-            self._stopping = asyncio.get_running_loop().create_task(self._server.stop(grace_seconds))
+            self._stopping = asyncio.get_running_loop().create_task(self.grpc.stop(grace_seconds))
         return self._stopping
 
-    async def abort(self) -> None:
-        """End after a failure, in two seconds at most: nothing is flushed, as if the process had been killed."""
-        await asyncio.wait((self._stop_server(None),), timeout=_ABORT_SECONDS)
-        if self._handover is not None:
-            self._handover.close()
-        self._listener.close()
-
     async def stop(self, grace_seconds: float) -> None:
-        """Drain: say so to health checks, end the waits, let running calls finish, then stop."""
-        self._health.drain()
-        if self._catalog is not None:
-            self._catalog.drain()
-        if self._engine is not None:
-            self._engine.drain()
-        if self._handover is not None:
-            self._handover.drain()
-        await self._stop_server(grace_seconds)
-        if self._handover is not None:
-            self._handover.close()
-        await self.supervisor.stop()
-        self._listener.close()
-        if self._storages is not None:
-            await self._storages.close()
-        if self._state_store is not None:
-            await self._state_store.close()
-
-
-def _at_once(callback: Callable[[], None]) -> None:
-    callback()
+        """Stop the server."""
+        await self.start_stopping(grace_seconds)
 
 
 async def serve(settings: ServeSettings, *, announce: Callable[[str], None]) -> int:
@@ -340,13 +243,12 @@ async def serve(settings: ServeSettings, *, announce: Callable[[str], None]) -> 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    app = App(settings)
-    app.supervisor.on_fatal(lambda _failure: failed.set())
+    supervisor = Supervisor()
+    supervisor.on_fatal(lambda _failure: failed.set())
     try:
-        await app.start()
+        app = await App.start(settings, supervisor)
     except (OSError, TqError) as error:
         _log.error("%s", error)
-        await app.stop(0)
         return 1
     announce(f"listening on {join_address(settings.host, app.port)} (role {settings.role})")
     if await _comes_before(stopping.wait(), failed):
@@ -376,12 +278,13 @@ async def running(settings: ServeSettings) -> AsyncIterator[App]:
     Raises:
         ServiceFailedError: the service cannot go on; the body is cancelled where it waits, and this comes out of it.
     """
-    app = App(settings)
+    supervisor, app = Supervisor(), None
     try:
-        async with FailingWith(app.supervisor):
-            await app.start()
+        async with FailingWith(supervisor):
+            app = await App.start(settings, supervisor)
             yield app
     finally:
-        await app.stop(0)
-    if app.supervisor.failure is not None:  # while it stopped
-        raise ServiceFailedError(app.supervisor.failure.message) from app.supervisor.failure.__cause__
+        if app is not None:
+            await app.stop(0)
+    if supervisor.failure is not None:  # while it stopped
+        raise ServiceFailedError(supervisor.failure.message) from supervisor.failure.__cause__

@@ -207,7 +207,12 @@ class Durability:
         record = describe_put(put_id, moved, moved.region.size, segment=backing.number)
         checksum = self._threads.run(_checksum_and_sync, moved.region, backing, self._sync, pinned=moved.region)
         finish = self._finish_move(record, self._records[put_id], old, checksum)
-        self._moving[put_id] = asyncio.get_running_loop().create_task(finish)
+        task = self._moving[put_id] = asyncio.get_running_loop().create_task(finish)
+        task.add_done_callback(self._fail_if_broken)
+
+    def _fail_if_broken(self, moving: asyncio.Task[None]) -> None:
+        if not moving.cancelled() and (error := moving.exception()) is not None:
+            self._needed_log.fatal("a put was moved and could not be written down", error)
 
     async def _finish_move(
         self, record: PutStored, before: EncodedPut, old: Region, checksum: asyncio.Future[int]

@@ -77,6 +77,11 @@ EncodedPut: TypeAlias = tuple[bytes, bytes | bytearray]
 class PutLog(Protocol):
     """Where an engine writes down what becomes of its puts."""
 
+    @property
+    def fatal(self) -> Callable[[str, BaseException], None]:
+        """Called with a reason and its cause where what is written down may not be what is in memory."""
+        ...
+
     def encode_put(self, record: PutRecord) -> bytes:
         """Return the bytes of a record."""
         ...

@@ -1,13 +1,16 @@
-"""What the server process is set up with before its event loop starts: memory, threads, event loop."""
+"""How a process that serves is tuned: its memory, its threads, its garbage, its event loop."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import gc
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
 
 from tq_service.errors import InvalidArgumentError
 
@@ -33,6 +36,47 @@ _FULL_COLLECTION_SECONDS = 30.0
 _MOST_OF_THE_TIME = 0.001
 
 
+_lock = threading.Lock()
+_tuned_count = 0
+_restore = contextlib.ExitStack()
+
+
+@contextlib.contextmanager
+def tuned_process() -> Iterator[None]:
+    """Tune this process for the time of a `with` block; where several overlap, until the last one ends.
+
+    What was imported before is left out of garbage collections, and these start later: the service makes few cycles,
+    while a full collection goes over all recorded plans and holds the event loop up. `collect_garbage` makes up for it.
+
+    Threads give way to the event loop sooner. malloc keeps freed buffers, also beyond the block.
+    """
+    global _tuned_count  # noqa: PLW0603  (it is of the process, as what it counts)
+    with _lock:
+        _tuned_count += 1
+        if _tuned_count == 1:
+            _tune()
+    try:
+        yield
+    finally:
+        with _lock:
+            _tuned_count -= 1
+            if not _tuned_count:
+                _restore.close()
+
+
+def _tune() -> None:
+    keep_freed_memory()
+    _restore.callback(gc.set_threshold, *gc.get_threshold())
+    gc.set_threshold(*_COLLECTION_THRESHOLDS)
+    _restore.callback(sys.setswitchinterval, sys.getswitchinterval())
+    sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
+    if not gc.get_freeze_count():  # else the program around the server has done that
+        _collect_what_imports_left()
+        gc.freeze()
+        _restore.callback(gc.unfreeze)
+
+
+@cache
 def keep_freed_memory() -> bool:
     """Let malloc keep freed buffers for reuse; return whether the C library could be told.
 
@@ -52,19 +96,9 @@ def keep_freed_memory() -> bool:
     return all(accepted)
 
 
-def shorten_switch_interval() -> None:
-    """Let the event loop have its turn sooner while another thread computes."""
-    sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
-
-
-def collect_garbage_rarely() -> None:
-    """Leave what was imported out of garbage collections, and start them later.
-
-    The service makes few cycles, while a full collection goes over all recorded plans and holds the event loop up.
-    """
+@cache
+def _collect_what_imports_left() -> None:
     gc.collect()
-    gc.freeze()
-    gc.set_threshold(*_COLLECTION_THRESHOLDS)
 
 
 async def collect_garbage() -> None:

@@ -1,34 +1,21 @@
-"""What the server process is set up with."""
+"""The log lines of a service."""
 
-import asyncio
-import gc
 import json
 import logging
-import platform
-import sys
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tq_service.cli import process
 from tq_service.cli.log_lines import AUDIT_LOGGER, configure_logging
-from tq_service.cli.process import (
-    collect_garbage,
-    collect_garbage_rarely,
-    keep_freed_memory,
-    loop_factory,
-    shorten_switch_interval,
-)
 from tq_service.errors import InvalidArgumentError
 from tq_service.server.audit import AuditLine
 
 
 @pytest.fixture(autouse=True)
-def process_is_put_back() -> Iterator[None]:
+def logging_is_put_back() -> Iterator[None]:
     root = logging.getLogger()
-    handlers, level, interval = root.handlers[:], root.level, sys.getswitchinterval()
+    handlers, level = root.handlers[:], root.level
     audit = logging.getLogger(AUDIT_LOGGER)
     yield
     audit.handlers[:] = []
@@ -36,66 +23,6 @@ def process_is_put_back() -> Iterator[None]:
     audit.propagate = True
     root.handlers[:] = handlers
     root.setLevel(level)
-    sys.setswitchinterval(interval)
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is of glibc")
-def test_malloc_accepts_the_settings() -> None:
-    assert keep_freed_memory()
-
-
-def test_memory_stays_as_it_is_without_glibc(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ctypes.CDLL", lambda _name: object())
-    assert not keep_freed_memory()
-
-
-def test_other_threads_give_way_sooner() -> None:
-    shorten_switch_interval()
-    assert sys.getswitchinterval() == pytest.approx(0.0005)
-
-
-def test_full_collections_are_rare_and_spare_what_was_imported() -> None:
-    thresholds, frozen = gc.get_threshold(), gc.get_freeze_count()
-    try:
-        collect_garbage_rarely()
-        assert all(now >= before for now, before in zip(gc.get_threshold(), thresholds, strict=True))
-        assert gc.get_freeze_count() > frozen
-    finally:
-        gc.unfreeze()
-        gc.set_threshold(*thresholds)
-
-
-@pytest.mark.parametrize("generation", [0, 1, 2])
-async def test_garbage_goes_though_nothing_is_allocated(generation: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "_YOUNG_COLLECTION_SECONDS", 0.01)
-    monkeypatch.setattr(process, "_FULL_COLLECTION_SECONDS", 0.1)
-    was_enabled, gone = gc.isenabled(), asyncio.Event()
-    gc.disable()
-    cycle = type("Cycle", (), {})()
-    cycle.itself, reference = cycle, weakref.ref(cycle, lambda _: gone.set())
-    for younger in range(generation):
-        gc.collect(younger)  # what is alive then is older afterwards
-    del cycle
-    collecting = asyncio.create_task(collect_garbage())
-    try:
-        await gone.wait()
-        assert reference() is None
-    finally:
-        collecting.cancel()
-        if was_enabled:
-            gc.enable()
-
-
-def test_event_loops(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert loop_factory("off") is None
-    uvloop = pytest.importorskip("uvloop")
-    assert loop_factory("auto") is loop_factory("on") is uvloop.new_event_loop
-    monkeypatch.setitem(sys.modules, "uvloop", None)
-    assert loop_factory("auto") is None
-    with pytest.raises(InvalidArgumentError, match="uvloop is on but not installed"):
-        loop_factory("on")
-    with asyncio.Runner(loop_factory=loop_factory("auto")) as runner:
-        assert runner.run(asyncio.sleep(0, "ran")) == "ran"
 
 
 def test_json_log_lines(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,245 @@
+"""What the controller and the storage service of a process are made of, built from its settings."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from tq_service.config import ServeSettings, default_shared_memory_dir
+from tq_service.domain.admission.limits import Limits
+from tq_service.domain.catalog import Catalog
+from tq_service.domain.idempotency import IdempotencyCache
+from tq_service.durable.state_store import StateStore
+from tq_service.samplers import PlanRunner, SamplerRegistry
+from tq_service.server import answers
+from tq_service.server.checkpoints import Checkpoints
+from tq_service.server.commits import Commits
+from tq_service.server.controller_servicer import ControllerServicer
+from tq_service.server.embedded_storage import EmbeddedStorage
+from tq_service.server.handover import HandoverServer, make_private
+from tq_service.server.rpc.limits import WaitingCalls
+from tq_service.server.storage_servicer import StorageServicer
+from tq_service.server.storages import StorageDirectory
+from tq_service.server.supervisor import Supervisor
+from tq_service.storage.engine import StorageEngine
+from tq_service.storage.segments import SegmentFiles
+from tq_service.wire.credentials import Credentials
+from tq_service.wire.shared_memory import check_supported
+
+_log = logging.getLogger(__name__)
+HEARTBEAT_SECONDS: Final = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """The storage service of a process.
+
+    Attributes:
+        engine: holds the puts.
+        address: where clients reach it; "": where they reach the controller, whose process it is in.
+        shared_memory: where clients of this host share memory with it, None where they cannot.
+    """
+
+    engine: StorageEngine
+    address: str
+    shared_memory: HandoverServer | None
+
+    def servicer(
+        self, settings: ServeSettings, controller: Controller | None, waiting: WaitingCalls
+    ) -> StorageServicer:
+        """Return what answers the calls.
+
+        Args:
+            settings: how it runs.
+            controller: the one in its process, which commits what is put with its commit.
+            waiting: counts the calls that wait.
+        """
+        return StorageServicer(
+            self.engine,
+            address=self.address,
+            commits=None if controller is None else controller.commits,
+            handover=self.shared_memory,
+            stall_seconds=settings.stall_seconds,
+            waiting=waiting,
+            max_puts=settings.max_puts,
+            max_uncommitted_puts=settings.max_uncommitted_puts,
+        )
+
+    def drain(self) -> None:
+        """End the calls that wait."""
+        self.engine.drain()
+        if self.shared_memory is not None:
+            self.shared_memory.drain()
+
+    def close(self) -> None:
+        """Share no more memory."""
+        if self.shared_memory is not None:
+            self.shared_memory.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Controller:
+    """The controller of a process.
+
+    Attributes:
+        catalog: all partitions.
+        storages: the storage services, the one in its process among them.
+        commits: what commits puts.
+        servicer: answers the calls.
+    """
+
+    catalog: Catalog
+    storages: StorageDirectory
+    commits: Commits
+    servicer: ControllerServicer
+
+
+def open_state_store(settings: ServeSettings, supervisor: Supervisor) -> StateStore | None:
+    """Open the data directory; None where the settings have none.
+
+    Raises:
+        DataDirError: it is in use or cannot be used.
+        JournalDamagedError: what was kept in it cannot be brought back.
+        DiskFullError: there is no room in it.
+    """
+    if settings.data_dir is None:
+        return None
+    store = StateStore.open(
+        settings.data_dir, sync=settings.durability == "disk", accept_loss=settings.accept_journal_loss
+    )
+    store.fatal = supervisor.fatal
+    supervisor.on_fatal(store.abandon)
+    return store
+
+
+def build_storage(settings: ServeSettings, port: int, store: StateStore | None) -> Storage:
+    """Build the storage service of a process, and listen for clients of this host that share memory.
+
+    Args:
+        settings: how it runs.
+        port: the one that the process listens on.
+        store: keeps its state; None: it is gone with the process.
+
+    Raises:
+        OSError: shared memory was asked for and cannot be had.
+    """
+    name = settings.storage_name(port)
+    kept: dict[str, Any] = {}
+    if store is not None:
+        name = store.data_dir.storage_id(settings.storage_id, name)
+        kept = {
+            "boot_id": store.data_dir.identity.storage_boot_id,
+            "files": SegmentFiles(store.data_dir.segments_path),
+            "sync": settings.durability == "disk",
+        }
+    engine = StorageEngine(
+        storage_id=name, max_bytes=settings.max_bytes, put_ttl_seconds=settings.put_ttl_seconds, **kept
+    )
+    return Storage(
+        engine=engine,
+        address=settings.advertised_address(port),
+        shared_memory=_open_shared_memory(settings, engine.boot_id),
+    )
+
+
+def _open_shared_memory(settings: ServeSettings, boot_id: bytes) -> HandoverServer | None:
+    if settings.shared_memory == "off":
+        return None
+    try:
+        check_supported()
+        if settings.shared_memory_dir == default_shared_memory_dir():
+            make_private(settings.shared_memory_dir)
+        server = HandoverServer(settings.shared_memory_dir, boot_id)
+        server.start()
+    except OSError as error:
+        reason = f"no shared memory with clients of this host through {settings.shared_memory_dir}: {error}"
+        if settings.shared_memory == "on":
+            raise OSError(
+                f"{reason}; set shared_memory_dir to a directory of this user, or shared_memory off"
+            ) from error
+        _log.warning("%s; all bytes go over the wire", reason)
+        return None
+    return server
+
+
+def build_controller(
+    settings: ServeSettings,
+    *,
+    storage: Storage | None,
+    store: StateStore | None,
+    credentials: Credentials,
+    waiting: WaitingCalls,
+    supervisor: Supervisor,
+) -> Controller:
+    """Build the controller of a process.
+
+    Args:
+        settings: how it runs.
+        storage: the storage service in its process.
+        store: keeps its state; None: it is gone with the process.
+        credentials: what it shows to storage services.
+        waiting: counts the calls that wait.
+        supervisor: runs its background tasks, and learns of what it cannot go on from.
+    """
+    runner = PlanRunner(max_threads=settings.sampler_threads, timeout_seconds=settings.sampler_timeout_seconds)
+    limits = Limits(**{each.name: getattr(settings, each.name) for each in dataclasses.fields(Limits)})
+    records = IdempotencyCache(
+        settings.request_record_seconds,
+        pack=answers.pack,
+        unpack=answers.unpack,
+        max_bytes=settings.request_record_bytes,
+        weigh=answers.weigh,
+    )
+    catalog = Catalog(runner, limits, records)
+    catalog.machine.fatal = supervisor.fatal
+    storages = StorageDirectory(
+        None if storage is None else EmbeddedStorage(storage.engine, storage.address),
+        HEARTBEAT_SECONDS,
+        credentials,
+        snapshot_cells=catalog.snapshot_cells,
+        boot_id=None if store is None else store.data_dir.identity.controller_boot_id,
+        after_durable=_at_once if store is None else store.after_durable,
+        start_task=supervisor.start,
+    )
+    catalog.on_freed = storages.free
+    commits = Commits(catalog=catalog, storages=storages, waiting=waiting)
+    servicer = ControllerServicer(
+        catalog=catalog,
+        commits=commits,
+        registry=SamplerRegistry(allow_import=settings.allow_sampler_import),
+        runner=runner,
+        storages=storages,
+        max_wait_cap_seconds=settings.max_wait_cap_seconds,
+        waiting=waiting,
+        checkpoints=Checkpoints(
+            catalog=catalog, storages=storages, store=store, checkpoint_dir=settings.checkpoint_directory()
+        ),
+    )
+    return Controller(catalog=catalog, storages=storages, commits=commits, servicer=servicer)
+
+
+def _at_once(callback: Callable[[], None]) -> None:
+    callback()
+
+
+def recover(store: StateStore, controller: Controller | None, storage: Storage | None, supervisor: Supervisor) -> None:
+    """Bring back what the data directory has, and write down every change from now on."""
+    found = store.recover(
+        catalog=None if controller is None else controller.catalog, engine=None if storage is None else storage.engine
+    )
+    _log.info(
+        "recovered %d partitions with %d samples and %d puts in %.2f s; %d records of the journal were made again",
+        found.partition_count,
+        found.sample_count,
+        found.put_count,
+        found.seconds,
+        found.record_count,
+    )
+    if controller is not None:
+        controller.catalog.start_leases()
+        controller.storages.recover()
+    if storage is not None:
+        supervisor.start("the check of recovered puts", storage.engine.scrub(), may_end=True)
