@@ -31,7 +31,7 @@ ARROWS: dict[str, set[str]] = {
     "client": {"wire", "v1"},
     "data": {"client", "balancing", "wire"},
     "testing": set(),
-    "cli": {"server", "client", "balancing", "config", "testing"},
+    "cli": {"server", "client", "balancing", "samplers", "config", "testing"},
 }
 WIRE_FORMATS = {"grpc", "grpc_status", "grpc_health", "grpc_reflection", "google"}
 TENSORS = {"torch", "tensordict"}

@@ -82,8 +82,8 @@ def test_the_picture_is_a_png(lengths_file, tmp_path):
         ("a,b\n1,2\n", ["--column", "c"], "got 'c', expected one of a, b"),
         ("a,b\n1\n", ["--column", "b"], "line 2, column b: got ''"),
         ("", [], "has no lengths"),
-        ("5\n9\n", ["--pack-max-length", "8"], "got 9 tokens for sample 1, expected at most pack_max_length (8)"),
-        ("5\n9\n", ["--tokens-per-rank", "8"], "tokens_per_rank: got 8, expected at least 9"),
+        ("5\n9\n", ["--pack-max-length", "8"], "got 9 for sample 1, expected at most pack_max_length (8)"),
+        ("5\n9\n", ["--tokens-per-rank", "8"], "got 9 tokens for sample 1, expected at most tokens_per_rank (8)"),
     ],
 )
 def test_files_and_options_that_do_not_fit_are_usage_errors(tmp_path, text, arguments, message):

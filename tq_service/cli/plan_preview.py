@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.balancing import AttentionCost, Overlong, get_even_partitions, plan_packs
-from tq_service.balancing.token_budget import RankBudget, assign_within
+from tq_service.balancing import AttentionCost, Overlong
+from tq_service.samplers import (
+    Groups,
+    PackedSampler,
+    Plan,
+    PlanRequest,
+    RankAwareSampler,
+    Sampler,
+    SeqlenBalancedSampler,
+    SequentialSampler,
+    TokenBudgetSampler,
+    View,
+)
+from tq_service.schema import BatchUnit
 
 Int64s = NDArray[np.int64]
 
@@ -59,87 +73,91 @@ class Preview:
 
 
 def preview_samplers(lengths: Int64s, shape: Shape) -> list[Preview]:
-    """Return what the samplers would do with all samples as one batch, `token_budget` with as many as it needs.
+    """Return what the samplers do with all samples as one batch, `token_budget` with as many as it needs.
 
     Raises:
-        ValueError: a length is negative or, unless `overlong` says otherwise, longer than a pack; or the first group
-            has more tokens than the budget of a rank.
+        ValueError: a sample or a group is longer than a sampler takes.
     """
-    starts = np.arange(0, lengths.size, shape.n_samples_per_prompt)
-    unit_tokens = np.add.reduceat(lengths, starts)
-    units, ranks = np.arange(starts.size), range(shape.dp_size)
-    blocks = np.array_split(units, shape.dp_size)
-    in_turn = [units[rank :: shape.dp_size] for rank in ranks]
-    balanced = [np.array(part, np.int64) for part in get_even_partitions(unit_tokens, shape.dp_size)]
-    samples = np.split(np.arange(lengths.size), starts[1:])
-
-    def of_units(sampler: str, parts: Sequence[Int64s], batches: int = 1) -> Preview:
-        empty = np.zeros(0, np.int64)
-        rows = [np.concatenate([empty, *(samples[unit] for unit in part.tolist())]) for part in parts]
-        return _preview(sampler, rows, lengths, batches)
-
-    return [
-        of_units("sequential", blocks),
-        of_units("rank_aware", in_turn),
-        of_units("seqlen_balanced", balanced),
-        of_units("token_budget", *_by_budget(unit_tokens, shape)),
-        _packed("packed", lengths, shape, even_steps=True),
-        _packed("packed, uneven steps", lengths, shape, even_steps=False),
-    ]
-
-
-def _preview(sampler: str, parts: Sequence[Int64s], lengths: Int64s, batches: int) -> Preview:
-    cost = AttentionCost()
-    return Preview(
-        sampler=sampler,
-        batches=batches,
-        rank_tokens=np.array([lengths[part].sum() for part in parts], np.int64),
-        rank_costs=np.array([cost(lengths[part]).sum() for part in parts]),
-        rank_samples=np.array([len(part) for part in parts], np.int64),
-    )
-
-
-def _by_budget(unit_tokens: Int64s, shape: Shape) -> tuple[list[Int64s], int]:
-    """Return the first batch, and how many there are."""
-    budget = RankBudget(rank_count=shape.dp_size, tokens=shape.tokens_per_rank, units=unit_tokens.size)
-    too_large = unit_tokens > shape.tokens_per_rank
-    if too_large.any():
-        first = int(too_large.argmax())
-        raise ValueError(
-            f"tokens_per_rank: got {shape.tokens_per_rank}, expected at least {unit_tokens[first]}, the tokens of "
-            f"group {first}"
-        )
-    first_batch: list[Int64s] = []
-    batches = taken = 0
-    while taken < unit_tokens.size:
-        rest = unit_tokens[taken:]
-        assignment = assign_within(budget, rest, np.ones(rest.size, np.int64))
-        first_batch = first_batch or assignment
-        taken += sum(part.size for part in assignment)
-        batches += 1
-    return first_batch, batches
-
-
-def _packed(sampler: str, lengths: Int64s, shape: Shape, *, even_steps: bool) -> Preview:
-    plan = plan_packs(
-        lengths,
-        dp_size=shape.dp_size,
+    packed = partial(
+        PackedSampler,
         optimizer_steps=shape.optimizer_steps,
         pack_max_length=shape.pack_max_length,
-        groups=(np.arange(lengths.size) // shape.n_samples_per_prompt).tolist(),
         overlong=shape.overlong,
-        even_steps=even_steps,
     )
-    packs = [[pack for step in steps for pack in step] for steps in plan.packs]
-    parts = [np.array([sample for pack in of_rank for sample in pack], np.int64) for of_rank in packs]
-    base = _preview(sampler, parts, plan.lengths, 1)
-    fills = [plan.pack_tokens(pack) / shape.pack_max_length for of_rank in packs for pack in of_rank]
+    samplers: dict[str, Sampler] = {
+        "sequential": SequentialSampler(),
+        "rank_aware": RankAwareSampler(),
+        "seqlen_balanced": SeqlenBalancedSampler(),
+        "token_budget": TokenBudgetSampler(tokens_per_rank=shape.tokens_per_rank),
+        "packed": packed(),
+        "packed, uneven steps": packed(even_steps=False),
+    }
+    return [_preview(name, sampler, lengths, shape) for name, sampler in samplers.items()]
+
+
+def _preview(name: str, sampler: Sampler, lengths: Int64s, shape: Shape) -> Preview:
+    first, *rest = _plans(sampler, lengths, shape)
+    packs = [[pack for step in part.steps for pack in step] for part in first.ranks]
+    is_packed = isinstance(sampler, PackedSampler)
+    of_ranks = [lengths[part.rows] for part in first.ranks]
+    if is_packed:  # what is dropped is in no pack, what is truncated is shorter there
+        of_ranks = [np.concatenate([pack.lengths for pack in of_rank]) for of_rank in packs]
+    cost = AttentionCost()
     return Preview(
-        sampler=sampler,
-        batches=1,
-        rank_tokens=base.rank_tokens,
-        rank_costs=base.rank_costs,
-        rank_samples=base.rank_samples,
-        pack_fills=np.array(fills),
-        packs_by_step=plan.packs_by_step,
+        sampler=name,
+        batches=1 + len(rest),
+        rank_tokens=np.array([of_rank.sum() for of_rank in of_ranks], np.int64),
+        rank_costs=np.array([cost(of_rank).sum() for of_rank in of_ranks]),
+        rank_samples=np.array([of_rank.size for of_rank in of_ranks], np.int64),
+        pack_fills=np.array([1 - pack.padding_tokens / shape.pack_max_length for of_rank in packs for pack in of_rank])
+        if is_packed
+        else None,
+        packs_by_step=[len(step) for step in first.ranks[0].steps] if is_packed else None,
     )
+
+
+def _plans(sampler: Sampler, lengths: Int64s, shape: Shape) -> Iterator[Plan]:
+    """Yield one batch after the other, until all samples are consumed."""
+    group_count = -(-lengths.size // shape.n_samples_per_prompt)
+    request = PlanRequest(batch_size=group_count, min_size=1, batch_unit="group", rank_count=shape.dp_size)
+    view = _Samples(lengths, shape.n_samples_per_prompt)
+    while view.ready().size:
+        plan = sampler.plan(cast("View", view), request)
+        if not isinstance(plan, Plan):
+            raise TypeError(f"sampler {sampler.name!r} planned {plan!r} of samples that are all ready")
+        view.consume(sum(part.rows.size for part in plan.ranks))
+        yield plan
+
+
+class _Samples:
+    """What the samplers above call of a `View`: samples of known lengths, in groups of neighbours, all ready."""
+
+    def __init__(self, lengths: Int64s, group_size: int) -> None:
+        self._lengths = lengths
+        self._group_size = group_size
+        self._consumed = 0
+
+    def consume(self, count: int) -> None:
+        """Take away the first samples, whole groups of them."""
+        self._consumed += count
+
+    def ready(self, limit: int | None = None) -> Int64s:
+        return np.arange(self._consumed, self._lengths.size)[:limit]
+
+    def ready_groups(
+        self,
+        limit: int | None = None,
+        *,
+        unit: BatchUnit = "sample",
+        block_size: int | None = None,
+        take_incomplete: bool = False,
+    ) -> Groups:
+        rows = self.ready()
+        sizes = np.diff(np.append(np.arange(0, rows.size, self._group_size), rows.size))
+        if limit is not None:
+            used = np.arange(1, sizes.size + 1) if unit == "group" else np.cumsum(sizes)
+            sizes = sizes[used <= limit]
+        return Groups(rows=rows[: int(sizes.sum())], sizes=sizes)
+
+    def lengths(self, rows: Int64s) -> Int64s:
+        return self._lengths[rows]
