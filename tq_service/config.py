@@ -11,9 +11,9 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, TypeAdapter, ValidationError, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
 from tq_service.addresses import DEFAULT_PORT, normal_address
@@ -25,12 +25,8 @@ CONFIG_VARIABLE = "TQ_CONFIG"
 Role = Literal["controller", "storage", "all"]
 Source = Literal["flag", "env", "file", "default"]
 
-_UNITS = {"": 1, "B": 1} | {
-    f"{prefix}{suffix}": base**power
-    for power, prefix in enumerate("KMGT", start=1)
-    for suffix, base in (("", 1000), ("B", 1000), ("iB", 1024))
-}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+_SIZE = re.compile(r"\d{1,18}(\.\d{1,18})?\s*(B|[KMGT](i?B)?)?", re.IGNORECASE)
+_BYTES: Final = TypeAdapter(ByteSize)
 
 
 def parse_size(text: object) -> object:
@@ -43,11 +39,9 @@ def parse_size(text: object) -> object:
         return text
     if text.strip().lower() == "none":
         return None
-    match = _SIZE.fullmatch(text.strip())
-    units = {unit.lower(): factor for unit, factor in _UNITS.items()}
-    if match is None or match[2].lower() not in units:
+    if not _SIZE.fullmatch(text.strip()):  # ByteSize knows bits as well, and overlooks what comes after a size
         raise ValueError("expected bytes, such as 8GiB, 500MB or 1048576")
-    return int(float(match[1]) * units[match[2].lower()])
+    return int(_BYTES.validate_python(text.strip()))
 
 
 def format_size(size_bytes: int | None) -> str:
@@ -55,8 +49,8 @@ def format_size(size_bytes: int | None) -> str:
     if size_bytes is None:
         return "none"
     for unit in ("TiB", "GiB", "MiB", "KiB"):
-        if size_bytes and size_bytes % _UNITS[unit] == 0:
-            return f"{size_bytes // _UNITS[unit]}{unit}"
+        if size_bytes and (count := ByteSize(size_bytes).to(unit)).is_integer():
+            return f"{count:.0f}{unit}"
     return str(size_bytes)
 
 

@@ -68,14 +68,18 @@ def test_status_as_json(filled: tq.Client, address: str) -> None:
     first, second = json.loads(invoke("status", address, "--json"))["partitions"]
     assert first["partition_id"] == "train@0"
     assert len(bytes.fromhex(first["incarnation"])) == 16
-    counts = {name: first[name] for name in ("inserted", "present", "live", "held", "failed", "groups")}
-    assert counts == {"inserted": 6, "present": 6, "live": 6, "held": 0, "failed": 0, "groups": 3}
-    assert (first["sealed"], first["expected"], first["custom_meta"]) == (True, None, ["total_lengths"])
-    assert {field["name"]: field["produced"] for field in first["fields"]} == {"reward": 6, "text": 6}
+    counts = {name: first[f"{name}_count"] for name in ("inserted", "present", "live", "held", "failed", "group")}
+    assert counts == {"inserted": 6, "present": 6, "live": 6, "held": 0, "failed": 0, "group": 3}
+    assert (first["sealed"], first["expected_samples"], first["custom_meta_columns"]) == (True, None, ["total_lengths"])
+    reward, text = first["fields"]
+    spec = {"name": "reward", "dtype": "float32", "layout": "dense", "row_shape": []}
+    assert reward == {"spec": spec, "produced_count": 6}
+    assert (text["spec"]["name"], text["spec"]["layout"], text["produced_count"]) == ("text", "object", 6)
     (task,) = first["tasks"]
-    assert (task["task_name"], task["consumed"], task["dp_size"], task["planned_batches"]) == ("update", 4, 2, 1)
-    assert (task["epoch"], task["skipped"], task["waiting"], task["complete"]) == (0, 0, 0, False)
-    assert (second["partition_id"], second["expected"], second["tasks"]) == ("train@1", 10, [])
+    names = ("task_name", "consumed_count", "dp_size", "planned_batch_count", "dead_lettered_indexes")
+    assert tuple(task[name] for name in names) == ("update", 4, 2, 1, [])
+    assert (task["epoch"], task["skipped_count"], task["waiting_count"], task["complete"]) == (0, 0, 0, False)
+    assert (second["partition_id"], second["expected_samples"], second["tasks"]) == ("train@1", 10, [])
 
 
 def test_status_as_tables(filled: tq.Client, address: str) -> None:

@@ -105,10 +105,17 @@ def test_wrong_values_of_environment_and_file_name_their_place(config: Path, mon
 
 @pytest.mark.parametrize(
     ("text", "size_bytes"),
-    [("8GiB", 8 * 2**30), ("500MB", 500_000_000), ("1.5 GiB", 3 * 2**29), ("7", 7), ("2k", 2000), ("64mib", 2**26)],
-)
+    [("8GiB", 8 * 2**30), ("500MB", 500_000_000), ("1.5 GiB", 3 * 2**29), ("7", 7), ("2k", 2000), ("64mib", 2**26),
+     ("5 B", 5), ("1T", 10**12), ("0.5KiB", 512)],
+)  # fmt: skip
 def test_sizes(text: str, size_bytes: int) -> None:
     assert parse_size(text) == size_bytes
+
+
+@pytest.mark.parametrize("text", ["", "8 foo", "8bit", "8GiB please", "1.", ".5", "-1", "1e9", "8Ki", "9" * 400 + "T"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="expected bytes, such as 8GiB, 500MB or 1048576"):
+        parse_size(text)
 
 
 def test_no_limit() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from typing import Annotated, Any
@@ -33,13 +32,13 @@ def command(
 ) -> None:
     """Show partitions, their fields, and how far each task has come."""
     from tq_service.cli.output import console  # noqa: PLC0415  (--help does without grpc and rich)
-    from tq_service.cli.status_view import read_partitions, render  # noqa: PLC0415  (as above)
+    from tq_service.cli.status_view import read_partitions, render, to_json  # noqa: PLC0415  (as above)
 
     with open_client(address, timeout, **credentials) as client:
         states = (read_partitions(client, partition, timeout) for _ in _moments(watch))
         if as_json:
             for state in states:
-                typer.echo(json.dumps({"partitions": state}, indent=2 if watch is None else None))
+                typer.echo(to_json(state, indent=2 if watch is None else None))
             return
         screen = console()
         if watch is None or not screen.is_terminal:

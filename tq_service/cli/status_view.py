@@ -1,9 +1,10 @@
-"""What `status` shows: the state of partitions as documents for programs, and as tables for people."""
+"""What `status` shows: the state of partitions as JSON for programs, and as tables for people."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from typing import Any
+import json
 
 from rich.console import Group, RenderableType
 from rich.filesize import decimal
@@ -13,84 +14,40 @@ from rich.text import Text
 from tq_service.client import Client, PartitionDescription
 from tq_service.errors import PartitionNotFoundError
 
-Document = dict[str, Any]
 
-
-def read_partitions(client: Client, partition: str | None, timeout: float) -> list[Document]:
-    """Return a document for each partition, or for the one named.
+def read_partitions(client: Client, partition: str | None, timeout: float) -> list[PartitionDescription]:
+    """Return descriptions of all partitions, or of the one named.
 
     Raises:
         PartitionNotFoundError: the one named is unknown.
     """
     if partition is not None:
-        return [_document(client.describe_partition(partition, timeout=timeout))]
-    documents = []
+        return [client.describe_partition(partition, timeout=timeout)]
+    descriptions = []
     for summary in client.list_partitions(timeout=timeout):
-        try:
-            documents.append(_document(client.describe_partition(summary.partition_id, timeout=timeout)))
-        except PartitionNotFoundError:  # cleared since it was listed
-            continue
-    return documents
+        with contextlib.suppress(PartitionNotFoundError):  # cleared since it was listed
+            descriptions.append(client.describe_partition(summary.partition_id, timeout=timeout))
+    return descriptions
 
 
-def _document(description: PartitionDescription) -> Document:
-    summary = description.summary
-    return {
-        "partition_id": summary.partition_id,
-        "incarnation": summary.incarnation.hex(),
-        "sealed": summary.sealed,
-        "expected": description.expected_samples,
-        "inserted": summary.inserted_count,
-        "present": summary.present_count,
-        "live": description.live_count,
-        "held": description.held_count,
-        "failed": description.failed_count,
-        "groups": description.group_count,
-        "custom_meta": list(description.custom_meta_columns),
-        "used_bytes": description.used_bytes,
-        "max_bytes": description.max_bytes,
-        "waiting_puts": description.waiting_put_count,
-        "staleness_limits": [dataclasses.asdict(limit) for limit in description.staleness_limits],
-        "fields": [
-            {
-                "name": field.spec.name,
-                "dtype": field.spec.dtype,
-                "layout": field.spec.layout.value if field.spec.layout else None,
-                "row_shape": None if field.spec.row_shape is None else list(field.spec.row_shape),
-                "produced": field.produced_count,
-            }
-            for field in description.fields
-        ],
-        "tasks": [
-            {
-                "task_name": task.task_name,
-                "epoch": task.epoch,
-                "consumed": task.consumed_count,
-                "skipped": task.skipped_count,
-                "leased": task.leased_count,
-                "dead_lettered": task.dead_lettered_count,
-                "dead_lettered_indexes": list(task.dead_lettered_indexes),
-                "waiting": task.waiting_count,
-                "planned_batches": task.planned_batch_count,
-                "dp_size": task.dp_size,
-                "complete": task.complete,
-            }
-            for task in description.tasks
-        ],
-    }
+def to_json(descriptions: list[PartitionDescription], indent: int | None) -> str:
+    """Return partitions as JSON: the fields of `tq.PartitionDescription`, those of its summary first."""
+    documents = [dataclasses.asdict(one) for one in descriptions]
+    partitions = [{**document.pop("summary"), **document} for document in documents]
+    return json.dumps({"partitions": partitions}, indent=indent, default=bytes.hex)
 
 
-def render(documents: list[Document]) -> RenderableType:
+def render(partitions: list[PartitionDescription]) -> RenderableType:
     """Return partitions in one table, and below it fields and tasks of each."""
-    if not documents:
+    if not partitions:
         return Text("no partitions")
-    parts: list[RenderableType] = [_partitions(documents)]
-    if any(document["fields"] for document in documents):
-        parts += [Text(), _fields(documents)]
-    if any(document["tasks"] for document in documents):
-        parts += [Text(), _tasks(documents)]
-    if any(document["staleness_limits"] or document["max_bytes"] is not None for document in documents):
-        parts += [Text(), _bounds(documents)]
+    parts: list[RenderableType] = [_partitions(partitions)]
+    if any(partition.fields for partition in partitions):
+        parts += [Text(), _fields(partitions)]
+    if any(partition.tasks for partition in partitions):
+        parts += [Text(), _tasks(partitions)]
+    if any(partition.staleness_limits or partition.max_bytes is not None for partition in partitions):
+        parts += [Text(), _bounds(partitions)]
     return Group(*parts)
 
 
@@ -103,52 +60,65 @@ def _table(*headings: str) -> Table:
     return table
 
 
-def _partitions(documents: list[Document]) -> Table:
+def _partitions(partitions: list[PartitionDescription]) -> Table:
     table = _table(
         "partition.", "inserted", "expected", "present", "live", "held", "failed", "groups", "bytes", "state."
     )
-    for document in documents:
-        expected = "-" if document["expected"] is None else f"{document['expected']:,}"
-        counts = [f"{document[name]:,}" for name in ("present", "live", "held", "failed", "groups")]
-        counts.append(decimal(document["used_bytes"]))
-        state = "sealed" if document["sealed"] else "open"
-        table.add_row(Text(document["partition_id"]), f"{document['inserted']:,}", expected, *counts, state)
+    for partition in partitions:
+        summary = partition.summary
+        expected = "-" if partition.expected_samples is None else f"{partition.expected_samples:,}"
+        counts = (
+            summary.present_count,
+            partition.live_count,
+            partition.held_count,
+            partition.failed_count,
+            partition.group_count,
+        )
+        table.add_row(
+            Text(summary.partition_id),
+            f"{summary.inserted_count:,}",
+            expected,
+            *(f"{count:,}" for count in counts),
+            decimal(partition.used_bytes),
+            "sealed" if summary.sealed else "open",
+        )
     return table
 
 
-def _bounds(documents: list[Document]) -> Table:
+def _bounds(partitions: list[PartitionDescription]) -> Table:
     """Return one line for each bound of each partition."""
     table = _table("partition.", "puts wait for.", "at most", "of.", "puts that wait")
-    for document in documents:
-        bounds = [] if document["max_bytes"] is None else [("room", document["max_bytes"], "bytes")]
-        for limit in document["staleness_limits"]:
-            task, column = f"task {limit['task_name']}", limit["version_column"]
-            most = [(limit["max_samples"], "samples left"), (limit["max_versions"], f"{column} ahead")]
+    for partition in partitions:
+        bounds = [] if partition.max_bytes is None else [("capacity", partition.max_bytes, "bytes")]
+        for limit in partition.staleness_limits:
+            task, column = f"task {limit.task_name}", limit.version_column
+            most = [(limit.max_samples, "samples left"), (limit.max_versions, f"{column} ahead")]
             bounds += [(task, number, what) for number, what in most if number is not None]
+        name, waiting = partition.summary.partition_id, f"{partition.waiting_put_count:,}"
         for task, number, what in bounds:
-            waiting = f"{document['waiting_puts']:,}"
-            table.add_row(Text(document["partition_id"]), Text(task), f"{number:,}", Text(what), waiting)
+            table.add_row(Text(name), Text(task), f"{number:,}", Text(what), waiting)
     return table
 
 
-def _fields(documents: list[Document]) -> Table:
+def _fields(partitions: list[PartitionDescription]) -> Table:
     table = _table("partition.", "field.", "dtype.", "layout.", "row shape.", "produced", "of")
-    for document in documents:
-        for field in document["fields"]:
-            shape = "-" if field["row_shape"] is None else "x".join(map(str, field["row_shape"])) or "scalar"
+    for partition in partitions:
+        for field in partition.fields:
+            spec = field.spec
+            shape = "-" if spec.row_shape is None else "x".join(map(str, spec.row_shape)) or "scalar"
             table.add_row(
-                Text(document["partition_id"]),
-                Text(field["name"]),
-                field["dtype"] or "-",
-                field["layout"] or "-",
-                "-" if field["layout"] == "object" else shape,
-                f"{field['produced']:,}",
-                f"{document['present']:,}",
+                Text(partition.summary.partition_id),
+                Text(spec.name),
+                spec.dtype or "-",
+                spec.layout or "-",
+                "-" if spec.layout == "object" else shape,
+                f"{field.produced_count:,}",
+                f"{partition.summary.present_count:,}",
             )
     return table
 
 
-def _tasks(documents: list[Document]) -> Table:
+def _tasks(partitions: list[PartitionDescription]) -> Table:
     table = _table(
         "partition.",
         "task.",
@@ -163,18 +133,18 @@ def _tasks(documents: list[Document]) -> Table:
         "waiting calls",
         "state.",
     )
-    for document in documents:
-        for task in document["tasks"]:
-            counts = [f"{task[name]:,}" for name in ("leased", "skipped", "dead_lettered", "waiting")]
+    for partition in partitions:
+        for task in partition.tasks:
+            counts = (task.leased_count, task.skipped_count, task.dead_lettered_count, task.waiting_count)
             table.add_row(
-                Text(document["partition_id"]),
-                Text(task["task_name"]),
-                str(task["epoch"]),
-                str(task["dp_size"] or "-"),
-                f"{task['planned_batches']:,}",
-                f"{task['consumed']:,}",
-                f"{document['inserted']:,}",
-                *counts,
-                "complete" if task["complete"] else "active",
+                Text(partition.summary.partition_id),
+                Text(task.task_name),
+                str(task.epoch),
+                str(task.dp_size or "-"),
+                f"{task.planned_batch_count:,}",
+                f"{task.consumed_count:,}",
+                f"{partition.summary.inserted_count:,}",
+                *(f"{count:,}" for count in counts),
+                "complete" if task.complete else "active",
             )
     return table

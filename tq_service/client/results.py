@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from types import NoneType
+from typing import Any, Final, TypeVar, get_args, get_origin, get_type_hints
+
+from google.protobuf.message import Message
 
 from tq_service.schema import FieldSpec, StalenessLimit
-from tq_service.v1 import controller_service_pb2 as controller_pb
-from tq_service.v1 import storage_service_pb2 as storage_pb
 from tq_service.wire.metadata import decode_spec
 from tq_service.wire.staleness import decode_staleness_limit
+
+Result = TypeVar("Result")
+# Dataclasses of other layers, whose fields are not those of their messages.
+_READERS: Final[dict[Any, Callable[[Any], Any]]] = {FieldSpec: decode_spec, StalenessLimit: decode_staleness_limit}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,17 +76,6 @@ class PartitionSummary:
     inserted_count: int
     present_count: int
     sealed: bool
-
-    @classmethod
-    def from_proto(cls, message: controller_pb.PartitionSummary) -> PartitionSummary:
-        """Return the summary of a message."""
-        return cls(
-            partition_id=message.partition_id,
-            incarnation=message.incarnation,
-            inserted_count=message.inserted_count,
-            present_count=message.present_count,
-            sealed=message.sealed,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,42 +151,6 @@ class PartitionDescription:
     staleness_limits: tuple[StalenessLimit, ...]
     waiting_put_count: int
 
-    @classmethod
-    def from_proto(cls, message: controller_pb.DescribePartitionResponse) -> PartitionDescription:
-        """Return the description of a message."""
-        return cls(
-            summary=PartitionSummary.from_proto(message.summary),
-            expected_samples=message.expected_samples if message.HasField("expected_samples") else None,
-            live_count=message.live_count,
-            held_count=message.held_count,
-            failed_count=message.failed_count,
-            group_count=message.group_count,
-            fields=tuple(
-                FieldStatus(spec=decode_spec(one.spec), produced_count=one.produced_count) for one in message.fields
-            ),
-            tasks=tuple(
-                TaskStatus(
-                    task_name=task.task_name,
-                    epoch=task.epoch,
-                    consumed_count=task.consumed_count,
-                    skipped_count=task.skipped_count,
-                    planned_batch_count=task.planned_batch_count,
-                    dp_size=task.dp_size,
-                    waiting_count=task.waiting_count,
-                    complete=task.complete,
-                    leased_count=task.leased_count,
-                    dead_lettered_count=task.dead_lettered_count,
-                    dead_lettered_indexes=tuple(task.dead_lettered_indexes),
-                )
-                for task in message.tasks
-            ),
-            custom_meta_columns=tuple(message.custom_meta_columns),
-            used_bytes=message.used_bytes,
-            max_bytes=message.max_bytes if message.HasField("max_bytes") else None,
-            staleness_limits=tuple(map(decode_staleness_limit, message.staleness_limits)),
-            waiting_put_count=message.waiting_put_count,
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerDescription:
@@ -226,21 +187,6 @@ class StorageStat:
     shared_memory_count: int
     damaged_put_count: int
 
-    @classmethod
-    def from_proto(cls, message: storage_pb.StatResponse) -> StorageStat:
-        """Return the sizes and counts of a message."""
-        return cls(
-            storage_id=message.storage.storage_id,
-            boot_id=message.storage.boot_id,
-            max_bytes=message.max_bytes or None,
-            used_bytes=message.used_bytes,
-            pooled_bytes=message.pooled_bytes,
-            put_count=message.put_count,
-            uncommitted_put_count=message.uncommitted_put_count,
-            shared_memory_count=message.shared_memory_count,
-            damaged_put_count=message.damaged_put_count,
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoredCheckpoint:
@@ -255,16 +201,6 @@ class RestoredCheckpoint:
     sample_count: int
     put_count: int
     value_bytes: int
-
-    @classmethod
-    def from_proto(cls, message: controller_pb.RestoreResponse) -> RestoredCheckpoint:
-        """Return the counts of a message."""
-        return cls(
-            partition_count=message.partition_count,
-            sample_count=message.sample_count,
-            put_count=message.put_count,
-            value_bytes=message.value_bytes,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,14 +221,37 @@ class CheckpointCopy:
     value_bytes: int
     pause_seconds: float
 
-    @classmethod
-    def from_proto(cls, message: controller_pb.CheckpointResponse) -> CheckpointCopy:
-        """Return the counts of a message."""
-        return cls(
-            name=message.name,
-            partition_count=message.partition_count,
-            sample_count=message.sample_count,
-            put_count=message.put_count,
-            value_bytes=message.value_bytes,
-            pause_seconds=message.pause_seconds,
-        )
+
+def read_result(kind: type[Result], message: Message, **given: Any) -> Result:
+    """Return a dataclass whose fields are the fields of the same names of a message.
+
+    What is optional and not set becomes None, what is repeated a tuple, messages become the dataclasses of the fields'
+    types.
+
+    Args:
+        kind: the dataclass.
+        message: the message.
+        **given: fields of the dataclass that are not as in the message.
+    """
+    values = {name: _value(message, name, hint) for name, hint in _hints(kind).items() if name not in given}
+    return kind(**values, **given)
+
+
+_hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
+
+
+def _value(message: Message, name: str, hint: Any) -> Any:
+    if NoneType in get_args(hint) and not message.HasField(name):
+        return None
+    value = getattr(message, name)
+    if get_origin(hint) is tuple:
+        element = get_args(hint)[0]
+        return tuple(_read(each, element) for each in value)
+    return _read(value, hint)
+
+
+def _read(value: Any, hint: Any) -> Any:
+    if not isinstance(value, Message):
+        return value
+    reader = _READERS.get(hint)
+    return read_result(hint, value) if reader is None else reader(value)

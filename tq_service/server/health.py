@@ -21,6 +21,9 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # comes wit
 
     Each is NOT_SERVING from `add` to `serve`, and from `drain` to the end.
 
+    The servicer of `grpc_health` holds a lock of all watchers while it writes to one of them, so one that does not read
+    would hold up the drain, which must be one step of the loop; and its watches end with the server only.
+
     Args:
         most_watches: how many watches there may be: they need no token, so nothing else bounds them.
     """

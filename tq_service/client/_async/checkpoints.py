@@ -6,7 +6,7 @@ from typing import Final
 
 from tq_service.client._async.base import AsyncBase
 from tq_service.client.requests import new_id, text
-from tq_service.client.results import CheckpointCopy, RestoredCheckpoint
+from tq_service.client.results import CheckpointCopy, RestoredCheckpoint, read_result
 from tq_service.v1 import controller_service_pb2 as pb
 
 _SECONDS: Final = 3600.0
@@ -34,7 +34,7 @@ class AsyncCheckpointCalls(AsyncBase):
         request = pb.CheckpointRequest(name=text("name", name))
         deadline = self._deadline(_SECONDS if timeout is None else timeout)
         answer = await self._calls.unary(lambda to: to.controller.Checkpoint, request, deadline)
-        return CheckpointCopy.from_proto(answer)
+        return read_result(CheckpointCopy, answer)
 
     async def restore(self, name: str, *, timeout: float | None = None) -> RestoredCheckpoint:
         """Bring back what a checkpoint holds, into a service that has no partitions.
@@ -56,4 +56,4 @@ class AsyncCheckpointCalls(AsyncBase):
         request = pb.RestoreRequest(request_id=new_id(), name=text("name", name))
         deadline = self._deadline(_SECONDS if timeout is None else timeout)
         answer = await self._calls.unary(lambda to: to.controller.Restore, request, deadline)
-        return RestoredCheckpoint.from_proto(answer)
+        return read_result(RestoredCheckpoint, answer)

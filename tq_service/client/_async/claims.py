@@ -10,7 +10,7 @@ from tq_service.client._async.base import AsyncBase
 from tq_service.client.batch_meta import BatchMeta
 from tq_service.client.concurrency import async_sleep
 from tq_service.client.requests import get_meta_request, integer, new_id, seconds, text, texts
-from tq_service.client.results import ConsumptionStatus, ProductionStatus
+from tq_service.client.results import ConsumptionStatus, ProductionStatus, read_result
 from tq_service.client.retry import Backoff, Deadline
 from tq_service.errors import CallCancelledError, DeadlineError, InternalError, TqError, UnavailableError
 from tq_service.schema import BatchUnit
@@ -171,16 +171,7 @@ class AsyncClaimCalls(AsyncBase):
             partition_id=text("partition_id", partition_id), task_name=text("task_name", task_name)
         )
         answer = await self._calls.unary(lambda to: to.controller.CheckConsumption, request, self._deadline(timeout))
-        return ConsumptionStatus(
-            consumed=answer.consumed,
-            total=answer.total,
-            skipped=answer.skipped,
-            sealed=answer.sealed,
-            complete=answer.complete,
-            epoch=answer.epoch,
-            leased=answer.leased,
-            dead_lettered=answer.dead_lettered,
-        )
+        return read_result(ConsumptionStatus, answer)
 
     async def check_production(
         self, partition_id: str, data_fields: Sequence[str], *, timeout: float | None = None
@@ -195,7 +186,7 @@ class AsyncClaimCalls(AsyncBase):
             partition_id=text("partition_id", partition_id), data_fields=texts("data_fields", data_fields)
         )
         answer = await self._calls.unary(lambda to: to.controller.CheckProduction, request, self._deadline(timeout))
-        return ProductionStatus(produced=answer.produced, total=answer.total, complete=answer.complete)
+        return read_result(ProductionStatus, answer)
 
     async def reset_consumption(
         self,

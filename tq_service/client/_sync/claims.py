@@ -11,7 +11,7 @@ from tq_service.client._sync.base import Base
 from tq_service.client.batch_meta import BatchMeta
 from tq_service.client.concurrency import sleep
 from tq_service.client.requests import get_meta_request, integer, new_id, seconds, text, texts
-from tq_service.client.results import ConsumptionStatus, ProductionStatus
+from tq_service.client.results import ConsumptionStatus, ProductionStatus, read_result
 from tq_service.client.retry import Backoff, Deadline
 from tq_service.errors import CallCancelledError, DeadlineError, InternalError, TqError, UnavailableError
 from tq_service.schema import BatchUnit
@@ -172,16 +172,7 @@ class ClaimCalls(Base):
             partition_id=text("partition_id", partition_id), task_name=text("task_name", task_name)
         )
         answer = self._calls.unary(lambda to: to.controller.CheckConsumption, request, self._deadline(timeout))
-        return ConsumptionStatus(
-            consumed=answer.consumed,
-            total=answer.total,
-            skipped=answer.skipped,
-            sealed=answer.sealed,
-            complete=answer.complete,
-            epoch=answer.epoch,
-            leased=answer.leased,
-            dead_lettered=answer.dead_lettered,
-        )
+        return read_result(ConsumptionStatus, answer)
 
     def check_production(
         self, partition_id: str, data_fields: Sequence[str], *, timeout: float | None = None
@@ -196,7 +187,7 @@ class ClaimCalls(Base):
             partition_id=text("partition_id", partition_id), data_fields=texts("data_fields", data_fields)
         )
         answer = self._calls.unary(lambda to: to.controller.CheckProduction, request, self._deadline(timeout))
-        return ProductionStatus(produced=answer.produced, total=answer.total, complete=answer.complete)
+        return read_result(ProductionStatus, answer)
 
     def reset_consumption(
         self,

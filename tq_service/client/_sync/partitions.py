@@ -18,7 +18,13 @@ from tq_service.client.requests import (
     text,
     texts,
 )
-from tq_service.client.results import PartitionDescription, PartitionSummary, SamplerDescription, StorageStat
+from tq_service.client.results import (
+    PartitionDescription,
+    PartitionSummary,
+    SamplerDescription,
+    StorageStat,
+    read_result,
+)
 from tq_service.schema import FieldSpec, Layout, StalenessLimit
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.storage_service_pb2 import StatRequest
@@ -133,7 +139,7 @@ class PartitionCalls(Base):
         """Return the partitions whose names begin with `prefix`, in the order of their names."""
         request = pb.ListPartitionsRequest(prefix=text("prefix", prefix))
         answer = self._calls.unary(lambda to: to.controller.ListPartitions, request, self._deadline(timeout))
-        return [PartitionSummary.from_proto(one) for one in answer.partitions]
+        return [read_result(PartitionSummary, one) for one in answer.partitions]
 
     def describe_partition(self, partition_id: str, *, timeout: float | None = None) -> PartitionDescription:
         """Return samples by state, fields and tasks of a partition.
@@ -143,23 +149,26 @@ class PartitionCalls(Base):
         """
         request = pb.DescribePartitionRequest(partition_id=text("partition_id", partition_id))
         answer = self._calls.unary(lambda to: to.controller.DescribePartition, request, self._deadline(timeout))
-        return PartitionDescription.from_proto(answer)
+        return read_result(PartitionDescription, answer)
 
     def list_samplers(self, *, timeout: float | None = None) -> list[SamplerDescription]:
         """Return the samplers that `get_meta` takes, with their options."""
         request = pb.ListSamplersRequest()
         answer = self._calls.unary(lambda to: to.controller.ListSamplers, request, self._deadline(timeout))
-        return [
-            SamplerDescription(name=one.name, summary=one.summary, options=tuple(one.options))
-            for one in answer.samplers
-        ]
+        return [read_result(SamplerDescription, one) for one in answer.samplers]
 
     def storage_stat(self, address: str | None = None, *, timeout: float | None = None) -> StorageStat:
         """Return sizes and counts of the storage service at an address; None: the client's own."""
         deadline = self._deadline(timeout)
         target = parse_address(address) if address else ""
         answer = self._calls.unary(lambda to: to.storage.Stat, StatRequest(), deadline, target)
-        return StorageStat.from_proto(answer)
+        return read_result(
+            StorageStat,
+            answer,
+            storage_id=answer.storage.storage_id,
+            boot_id=answer.storage.boot_id,
+            max_bytes=answer.max_bytes or None,
+        )
 
     def health(self, *, timeout: float | None = None) -> bool:
         """Return whether the service answers that it is serving. One try: a service that is down raises at once.

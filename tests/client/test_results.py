@@ -1,0 +1,74 @@
+"""Answers become dataclasses with the fields of the same names."""
+
+import dataclasses
+
+import pytest
+
+from tq_service.client.results import (
+    CheckpointCopy,
+    ConsumptionStatus,
+    FieldStatus,
+    PartitionDescription,
+    PartitionSummary,
+    ProductionStatus,
+    RestoredCheckpoint,
+    SamplerDescription,
+    StorageStat,
+    TaskStatus,
+    read_result,
+)
+from tq_service.schema import FieldSpec, StalenessLimit
+from tq_service.v1 import controller_service_pb2 as pb
+from tq_service.v1 import metadata_pb2
+from tq_service.v1 import storage_service_pb2 as storage_pb
+
+MESSAGES = {
+    ConsumptionStatus: pb.CheckConsumptionResponse,
+    ProductionStatus: pb.CheckProductionResponse,
+    PartitionSummary: pb.PartitionSummary,
+    PartitionDescription: pb.DescribePartitionResponse,
+    FieldStatus: pb.FieldStatus,
+    TaskStatus: pb.TaskStatus,
+    SamplerDescription: pb.SamplerDescription,
+    CheckpointCopy: pb.CheckpointResponse,
+    RestoredCheckpoint: pb.RestoreResponse,
+}
+
+
+@pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
+def test_every_field_of_a_message_is_read_and_no_other(kind):
+    assert {field.name for field in dataclasses.fields(kind)} == set(MESSAGES[kind].DESCRIPTOR.fields_by_name)
+
+
+def test_numbers_and_text_are_as_in_the_message():
+    message = pb.CheckConsumptionResponse(consumed=1, total=2, skipped=3, sealed=True, epoch=5, leased=6)
+    assert read_result(ConsumptionStatus, message) == ConsumptionStatus(
+        consumed=1, total=2, skipped=3, sealed=True, complete=False, epoch=5, leased=6, dead_lettered=0
+    )
+    message = pb.SamplerDescription(name="packed", summary="Packs.", options=["a", "b"])
+    assert read_result(SamplerDescription, message).options == ("a", "b")
+
+
+def test_messages_in_messages_become_dataclasses():
+    message = pb.DescribePartitionResponse(
+        summary=pb.PartitionSummary(partition_id="train", incarnation=b"i" * 16, inserted_count=4),
+        expected_samples=0,
+        fields=[pb.FieldStatus(spec=metadata_pb2.FieldSpec(name="x", dtype="int64"), produced_count=3)],
+        tasks=[pb.TaskStatus(task_name="t", dead_lettered_indexes=[3, 1])],
+        custom_meta_columns=["version"],
+        staleness_limits=[pb.StalenessLimit(task_name="t", max_samples=7)],
+    )
+    description = read_result(PartitionDescription, message)
+    assert (description.summary.partition_id, description.summary.incarnation) == ("train", b"i" * 16)
+    assert (description.expected_samples, description.max_bytes) == (0, None)  # one is set, the other is not
+    assert description.fields == (FieldStatus(spec=FieldSpec("x", "int64"), produced_count=3),)
+    assert description.tasks[0].dead_lettered_indexes == (3, 1)
+    assert description.custom_meta_columns == ("version",)
+    assert description.staleness_limits == (StalenessLimit(task_name="t", max_samples=7),)
+    hash(description)  # nothing of protobuf is left in it
+
+
+def test_what_is_otherwise_in_the_message_is_given():
+    message = storage_pb.StatResponse(storage=metadata_pb2.StorageEndpoint(storage_id="s"), used_bytes=5)
+    stat = read_result(StorageStat, message, storage_id="s", boot_id=b"b", max_bytes=None)
+    assert (stat.storage_id, stat.boot_id, stat.max_bytes, stat.used_bytes) == ("s", b"b", None, 5)
