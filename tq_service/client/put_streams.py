@@ -63,7 +63,8 @@ async def async_send_put(
 async def _write(stream: Any, header: PutHeader, frames: Iterable[FrameParts], deposit: Deposit | None) -> None:
     try:
         await _write_header(stream, header)
-        room = dict(await stream.initial_metadata()).get(ROOM_KEY)
+        # Older versions of grpcio have keys() of pairs, which dict() would look up; so it gets an iterator.
+        room = dict(iter(await stream.initial_metadata())).get(ROOM_KEY)
         if room is None:
             return  # it is refused, or there already
         if room == ROOM_FOR_DEPOSIT and deposit is not None:

@@ -127,7 +127,7 @@ class BulkCalls:
 async def _write(stream: Any, header: pb.PutHeader, values: AsyncIterator[bytes]) -> None:
     try:
         await stream.write(header)
-        if ROOM_KEY not in dict(await stream.initial_metadata()):
+        if all(key != ROOM_KEY for key, _ in await stream.initial_metadata()):
             return  # it is refused
         async for data in values:
             view = memoryview(data)
