@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
+from tq_service.testing import COMMAND
+
 Topology = Literal["embedded", "split"]
 Durability = Literal["memory", "process", "disk"]
 
@@ -97,8 +99,7 @@ class Cluster:
             flags += ["--controller", self.address] if name in self.storage_names else []
         if self._durability != "memory":
             flags += ["--data-dir", str(self._folder / f"data-{name}"), "--durability", self._durability]
-        command = [sys.executable, "-m", "tq_service.cli", "serve", *flags]
-        return Process(name, command, self._folder / f"{name}.log")
+        return Process(name, [*COMMAND, "serve", *flags], self._folder / f"{name}.log")
 
     def storage_address(self, name: str) -> str:
         """Return where a storage service listens."""

@@ -1,8 +1,6 @@
 """A service that keeps its state: killed at any moment, it comes back with all that it had acknowledged."""
 
 import os
-import subprocess
-import sys
 
 import grpc
 import pytest
@@ -158,9 +156,7 @@ def test_it_comes_back_as_often_as_it_is_killed(server):
 
 
 def test_a_second_service_cannot_use_the_folder(server, tmp_path):
-    command = [sys.executable, "-m", "tq_service.cli", "serve", "--port", "0", "--data-dir", str(tmp_path / "data")]
-    second = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert second.returncode == 1
-    assert f"in use by process {server.pid}" in second.stderr
+    with pytest.raises(tq.UnavailableError, match=f"exit code 1 (.|\n)*in use by process {server.pid}"):
+        ServiceProcess(data_dir=tmp_path / "data", log=tmp_path / "log").start()
     with tq.Client(server.address, timeout=30.0) as client:  # the first one has not noticed
         assert client.insert("train", 2).global_indexes == [0, 1]

@@ -1,8 +1,6 @@
 """A service that cannot go on: a process that ends by its own exit code, and is right when it is started again."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -61,10 +59,10 @@ def test_a_storage_service_that_could_never_register_does_not_start(tmp_path, fl
     for name, content in (("token", "tq_abc"), ("secret", "s" * 32)):
         (tmp_path / name).write_text(content)
         (tmp_path / name).chmod(0o600)
-    command = [sys.executable, "-m", "tq_service.cli", "serve", "--port", "0", "--role", "storage"]
-    command += ["--controller", "controller.example:50051", "--internal-secret-file", "secret", *flags]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode != 0
-    assert reason in ended.stderr
-    assert "Traceback" not in ended.stderr
-    assert "listening" not in ended.stdout
+    flags = ("--controller", "controller.example:50051", "--internal-secret-file", "secret", *flags)
+    service = ServiceProcess("--role", "storage", *flags, cwd=tmp_path, log=tmp_path / "log")
+    with pytest.raises(tq.UnavailableError, match="before it listened"):
+        service.start()
+    assert service.exit_code != 0
+    assert reason in service.read_log()
+    assert "Traceback" not in service.read_log()
