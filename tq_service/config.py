@@ -164,7 +164,7 @@ class ServeSettings(BaseSettings):
     sampler_threads: int = Field(4, ge=1, description="Threads for samplers, apart from those of all other work.")
     shared_memory: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="Whether clients of this host may hand over memory instead of sending bytes: on, off, or where the "
+        description="Whether clients of this host may share memory instead of sending bytes: on, off, or where the "
         "system and the folder allow it (auto).",
     )
     shared_memory_dir: Path = Field(

@@ -11,7 +11,7 @@ from tq_service.v1 import storage_service_pb2
 from tq_service.v1.controller_service_pb2_grpc import ControllerServiceServicer, add_ControllerServiceServicer_to_server
 from tq_service.v1.storage_service_pb2_grpc import StorageServiceServicer, add_StorageServiceServicer_to_server
 from tq_service.wire.error_table import STATUS_TRAILER, code_of, to_status
-from tq_service.wire.frames import ROOM_KEY
+from tq_service.wire.frames import SEND_AS_KEY
 
 
 async def abort_with(context, error):
@@ -59,29 +59,29 @@ class FakeStorage(StorageServiceServicer):
         self.put_sizes = []
         self.whole_put_count = 0
         self.get_requests = []
-        self.small_get_requests = []
+        self.inline_get_requests = []
         # By default everything is too large.
-        self.small_get_answer = storage_service_pb2.GetSmallResponse(size_bytes=1 << 40)
+        self.inline_get_answer = storage_service_pb2.GetInlineResponse(size_bytes=1 << 40)
 
     async def Put(self, request_iterator, context):  # noqa: N802  (the name of the rpc)
         size = 0
         async for part in request_iterator:
             if part.HasField("header"):
                 self.put_headers.append(part.header)
-                await context.send_initial_metadata(((ROOM_KEY, "reserved"),))
+                await context.send_initial_metadata(((SEND_AS_KEY, "reserved"),))
             size += len(part.frame)
             if self.put_failures and size:
                 await abort_with(context, self.put_failures.pop(0))
         self.put_sizes.append(size)
         return self.put_answer
 
-    async def PutSmall(self, request, context):  # noqa: N802  (the name of the rpc)
+    async def PutInline(self, request, context):  # noqa: N802  (the name of the rpc)
         self.whole_put_count += 1
         self.put_headers.append(request.header)
         if self.put_failures:
             await abort_with(context, self.put_failures.pop(0))
         self.put_sizes.append(len(request.values))
-        return storage_service_pb2.PutSmallResponse(put=self.put_answer)
+        return storage_service_pb2.PutInlineResponse(put=self.put_answer)
 
     async def Get(self, request, context):  # noqa: N802  (the name of the rpc)
         self.get_requests.append(request)
@@ -93,9 +93,9 @@ class FakeStorage(StorageServiceServicer):
         for part in answer:
             yield part
 
-    async def GetSmall(self, request, context):  # noqa: N802  (the name of the rpc)
-        self.small_get_requests.append(request)
-        return self.small_get_answer
+    async def GetInline(self, request, context):  # noqa: N802  (the name of the rpc)
+        self.inline_get_requests.append(request)
+        return self.inline_get_answer
 
 
 @contextlib.asynccontextmanager

@@ -15,7 +15,7 @@ from tq_service.client.retry import Backoff, Deadline
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import metadata_pb2
 from tq_service.v1 import storage_service_pb2 as storage_pb
-from tq_service.wire.frames import SMALL_GET_BYTES, SMALL_PUT_BYTES
+from tq_service.wire.frames import INLINE_BYTES
 
 DRAINING = tq.UnavailableError("the server is draining")
 BATCH = pb.GetMetaResponse(meta=metadata_pb2.BatchMeta(status=metadata_pb2.BATCH_STATUS_BATCH, global_indexes=[4]))
@@ -223,12 +223,12 @@ async def test_an_interrupted_put_is_sent_whole_again_under_its_ids(kind, row_co
 async def test_puts_up_to_a_limit_are_one_message(kind, more_bytes):
     storage = FakeStorage(put_answer=storage_pb.PutResponse(commit=pb.CommitResponse()))
     controller = FakeController(PlacePut=Script(pb.PlacePutResponse(embedded=True)))
-    data = torch.zeros(1, SMALL_PUT_BYTES - 8 + more_bytes, dtype=torch.uint8)
+    data = torch.zeros(1, INLINE_BYTES - 8 + more_bytes, dtype=torch.uint8)
     async with serving(controller, storage) as address:
         client = make_client(kind, address, timeout=20)
         await client.put({"x": data, "y": torch.arange(1)}, partition_id="p")
         await client.aclose()
-    assert storage.put_sizes == [SMALL_PUT_BYTES + more_bytes]
+    assert storage.put_sizes == [INLINE_BYTES + more_bytes]
     assert storage.whole_put_count == (0 if more_bytes else 1)
 
 
@@ -315,22 +315,22 @@ async def test_a_commit_that_is_never_answered_tells_of_the_whole_put(kind, monk
 
 
 async def test_small_gets_are_one_message_large_ones_streams_from_the_second_on(kind):
-    small = storage_pb.GetSmallResponse(header=answer_of([7])[0].header, values=np.array([7]).tobytes(), size_bytes=8)
-    large = storage_pb.GetSmallResponse(size_bytes=SMALL_GET_BYTES + 1)
+    small = storage_pb.GetInlineResponse(header=answer_of([7])[0].header, values=np.array([7]).tobytes(), size_bytes=8)
+    large = storage_pb.GetInlineResponse(size_bytes=INLINE_BYTES + 1)
     storage = FakeStorage(get_answers=[answer_of([7])])
     calls = []
     async with serving(
         FakeController(Locate=Script(pb.LocateResponse(meta=located([endpoint("one")], [0])))), storage
     ) as address:
         client = make_client(kind, address, timeout=20)
-        for storage.small_get_answer in (small, large, small, large):
+        for storage.inline_get_answer in (small, large, small, large):
             batch = await client.get_data(partition_id="p", keys=["k"], data_fields=["x"])
             assert batch["x"].tolist() == [7]
-            calls.append((len(storage.small_get_requests), len(storage.get_requests)))
+            calls.append((len(storage.inline_get_requests), len(storage.get_requests)))
         await client.aclose()
     # The stream sent little, so that the next is tried in one message again.
     assert calls == [(1, 0), (2, 1), (3, 1), (4, 2)]
-    assert storage.small_get_requests[0].get == storage.get_requests[0]
+    assert storage.inline_get_requests[0].get == storage.get_requests[0]
 
 
 async def test_a_batch_in_two_storages_comes_back_in_order(kind):

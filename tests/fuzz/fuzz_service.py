@@ -118,7 +118,7 @@ class FuzzedService:
         claim = {"partition_id": "train", "task_name": "reward", "data_fields": ["text"], "batch_size": 2}
         self.controller.GetMeta(pb.GetMetaRequest(**claim, request_id=CLAIM_ID))
 
-    def _put(self, put_id: bytes, data: Any, commit: pb.CommitRequest | None) -> storage_pb.PutSmallResponse:
+    def _put(self, put_id: bytes, data: Any, commit: pb.CommitRequest | None) -> storage_pb.PutInlineResponse:
         columns = encode_columns(data)
         header = storage_pb.PutHeader(
             put_id=self.ids[put_id],
@@ -129,7 +129,7 @@ class FuzzedService:
             commit=commit,
         )
         values = b"".join(bytes(chunk) for column in columns for chunk in column.chunks)
-        return self.storage.PutSmall(storage_pb.PutSmallRequest(header=header, values=values))
+        return self.storage.PutInline(storage_pb.PutInlineRequest(header=header, values=values))
 
     def _claim(self, rank: int) -> pb.GetMetaResponse:
         request = pb.GetMetaRequest(

@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from open_files import open_files
 
+from tq_service.dataplane.shared_memory import messages as fd_channel
 from tq_service.errors import InvalidArgumentError
-from tq_service.v1 import handover_pb2, metadata_pb2
+from tq_service.v1 import metadata_pb2, shared_memory_pb2
 from tq_service.v1.storage_service_pb2 import GetResponse, PutHeader, PutRequest
-from tq_service.wire import handover
 from tq_service.wire.columns import decode_headers, encode_header
 from tq_service.wire.decoding import decode_columns
 from tq_service.wire.frames import ColumnReceiver, Garbled, decode_get_response, decode_put_request, encode_frame
@@ -199,15 +199,15 @@ def test_specs(inputs: list[Any]) -> None:
             continue
 
 
-HANDOVERS = st.one_of(
+CHANNEL_MESSAGES = st.one_of(
     st.binary(max_size=60),
-    messages(handover_pb2.HandoverRequest.DESCRIPTOR).map(lambda message: message.SerializeToString()),
+    messages(shared_memory_pb2.SharedMemoryRequest.DESCRIPTOR).map(lambda message: message.SerializeToString()),
     st.sampled_from([bytes(4096), bytes(4097), b"\xff" * 5000]),
 )
 
 
 @fuzz(EXAMPLES)
-@given(st.lists(st.tuples(HANDOVERS, st.integers(0, 5)), min_size=IN_ONE, max_size=IN_ONE))
+@given(st.lists(st.tuples(CHANNEL_MESSAGES, st.integers(0, 5)), min_size=IN_ONE, max_size=IN_ONE))
 def test_messages_with_file_descriptors_close_what_they_refuse(inputs: list[tuple[bytes, int]]) -> None:
     with Path(os.devnull).open("rb") as file:
         before = open_files()
@@ -216,7 +216,7 @@ def test_messages_with_file_descriptors_close_what_they_refuse(inputs: list[tupl
             with mine, theirs:
                 socket.send_fds(mine, [data], [file.fileno()] * fd_count)
                 try:
-                    received = handover.receive(theirs, handover_pb2.HandoverRequest, most_fds=3)
+                    received = fd_channel.receive(theirs, shared_memory_pb2.SharedMemoryRequest, most_fds=3)
                 except InvalidArgumentError:
                     continue
                 if received is not None:

@@ -123,9 +123,9 @@ def request_of(name: str, live: LiveServer, partition_id: str, put_id: bytes) ->
         "Insert": pb.InsertRequest(request_id=request_id(), write=write),
         "Commit": pb.CommitRequest(request_id=request_id(), write=write),
         "Put": storage_pb.PutRequest(header=header),
-        "PutSmall": storage_pb.PutSmallRequest(header=header),
+        "PutInline": storage_pb.PutInlineRequest(header=header),
         "Get": get,
-        "GetSmall": storage_pb.GetSmallRequest(get=get),
+        "GetInline": storage_pb.GetInlineRequest(get=get),
     }
     if kind.name.removesuffix("Request") in special:
         return special[kind.name.removesuffix("Request")]
@@ -228,8 +228,8 @@ def test_a_put_is_refused_for_the_partition_of_its_commit_too(guarded: Guarded) 
     before = guarded.state()
     header = storage_pb.PutHeader(put_id=request_id(), partition_id="mine/a")
     header.commit.CopyFrom(pb.CommitRequest(request_id=request_id(), write=pb.SampleWrite(partition_id=_SECRET)))
-    put, small = storage_pb.PutRequest(header=header), storage_pb.PutSmallRequest(header=header)
-    for name, request in (("Put", put), ("PutSmall", small)):
+    put, small = storage_pb.PutRequest(header=header), storage_pb.PutInlineRequest(header=header)
+    for name, request in (("Put", put), ("PutInline", small)):
         error = refused(guarded.live, STORAGE + name, request, bearer(secret))
         assert error.code() is grpc.StatusCode.PERMISSION_DENIED
     assert guarded.state() == before
@@ -254,7 +254,7 @@ def test_errors_name_no_partitions_of_others(guarded: Guarded) -> None:
         assert (_SECRET in str(caught.value)) is is_named
 
 
-@pytest.mark.parametrize("name", ["Put", "PutSmall"])
+@pytest.mark.parametrize("name", ["Put", "PutInline"])
 @pytest.mark.parametrize(("prefix", "is_named"), [("secret/", False), ("", True)])
 def test_errors_of_puts_name_no_partitions_of_others(guarded: Guarded, name: str, prefix: str, is_named: bool) -> None:
     column = encode_columns({"x": np.zeros(1)})[0]
@@ -263,14 +263,14 @@ def test_errors_of_puts_name_no_partitions_of_others(guarded: Guarded, name: str
     )
     write = pb.SampleWrite(partition_id="secret/trai", row_count=1, keys=["k0"], key_mode=pb.KEY_MODE_EXISTING)
     header.commit.CopyFrom(pb.CommitRequest(request_id=request_id(), write=write))
-    small = storage_pb.PutSmallRequest(header=header, values=bytes(8))
+    small = storage_pb.PutInlineRequest(header=header, values=bytes(8))
     parts = [storage_pb.PutRequest(header=header), storage_pb.PutRequest(frame=bytes(8))]
     metadata = bearer(guarded.token(STORAGE + name, (prefix,)))
     with pytest.raises(grpc.RpcError) as caught:
         if name == "Put":
             guarded.live.storage.Put(iter(parts), metadata=metadata, timeout=20)
         else:
-            guarded.live.storage.PutSmall(small, metadata=metadata, timeout=20)
+            guarded.live.storage.PutInline(small, metadata=metadata, timeout=20)
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
     assert (_SECRET in caught.value.details()) is is_named
 

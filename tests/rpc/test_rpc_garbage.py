@@ -138,7 +138,7 @@ def requests_of_all_methods(meta: tq.BatchMeta) -> dict[str, Message]:
         "ListSamplers": controller_pb.ListSamplersRequest(),
         "PlacePut": controller_pb.PlacePutRequest(size_bytes=100, partition_id="train"),
         "Stat": storage_service_pb2.StatRequest(),
-        "PutSmall": storage_service_pb2.PutSmallRequest(
+        "PutInline": storage_service_pb2.PutInlineRequest(
             header=storage_service_pb2.PutHeader(
                 put_id=new_id(),
                 row_count=2,
@@ -150,7 +150,7 @@ def requests_of_all_methods(meta: tq.BatchMeta) -> dict[str, Message]:
             values=bytes(24),
         ),
         "Get": storage_service_pb2.GetRequest(boot_id=new_id(), put_ids=[new_id()], runs=[runs]),
-        "GetSmall": storage_service_pb2.GetSmallRequest(
+        "GetInline": storage_service_pb2.GetInlineRequest(
             get=storage_service_pb2.GetRequest(boot_id=new_id(), put_ids=[new_id()], runs=[runs])
         ),
     }

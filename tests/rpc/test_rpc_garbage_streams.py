@@ -16,7 +16,7 @@ from rpc_samples import call_raw, new_id, put_train, reason_of, snapshot, still_
 
 from tq_service.v1 import controller_service_pb2 as controller_pb
 from tq_service.v1 import metadata_pb2, storage_service_pb2
-from tq_service.wire.frames import SMALL_PUT_BYTES
+from tq_service.wire.frames import INLINE_BYTES
 
 CODE = grpc.StatusCode
 
@@ -150,7 +150,7 @@ def test_a_bad_put_stream_is_refused_and_leaves_nothing(server: LiveServer, name
 
 def small_put(messages: list[bytes]) -> bytes | None:
     """Return the same put in one message; None where it is no header with frames after it."""
-    request = storage_service_pb2.PutSmallRequest()
+    request = storage_service_pb2.PutInlineRequest()
     for position, data in enumerate(messages):
         try:
             part = storage_service_pb2.PutRequest.FromString(data)
@@ -164,28 +164,28 @@ def small_put(messages: list[bytes]) -> bytes | None:
     return request.SerializeToString() if messages else None
 
 
-BAD_SMALL_PUTS: dict[str, bytes] = {
+BAD_INLINE_PUTS: dict[str, bytes] = {
     name: message for name, messages in BAD_STREAMS.items() if (message := small_put(messages)) is not None
 } | {
-    "no header": storage_service_pb2.PutSmallRequest(values=bytes(32)).SerializeToString(),
+    "no header": storage_service_pb2.PutInlineRequest(values=bytes(32)).SerializeToString(),
     "nothing": b"",
     "too large for one message": small_put(
         [
-            header(column(value_bytes=SMALL_PUT_BYTES + 4, row_shape=[SMALL_PUT_BYTES // 4 + 1], dtype="uint8")),
-            frame(bytes(SMALL_PUT_BYTES + 4)),
+            header(column(value_bytes=INLINE_BYTES + 4, row_shape=[INLINE_BYTES // 4 + 1], dtype="uint8")),
+            frame(bytes(INLINE_BYTES + 4)),
         ]
     )
     or b"",
 }
 
 
-@pytest.mark.parametrize("name", BAD_SMALL_PUTS)
+@pytest.mark.parametrize("name", BAD_INLINE_PUTS)
 def test_a_bad_small_put_is_refused_and_leaves_nothing(server: LiveServer, name: str) -> None:
     client = server.client()
     put_train(client)
     before = snapshot(client)
     with pytest.raises(grpc.RpcError) as caught:
-        call_raw(server, "/tq_service.v1.StorageService/PutSmall", [BAD_SMALL_PUTS[name]])
+        call_raw(server, "/tq_service.v1.StorageService/PutInline", [BAD_INLINE_PUTS[name]])
     call: Any = caught.value
     assert call.code() == CODE.INVALID_ARGUMENT, call.details()
     assert reason_of(call) == "INVALID_ARGUMENT"
@@ -197,8 +197,8 @@ def test_a_bad_small_put_is_refused_and_leaves_nothing(server: LiveServer, name:
 def test_the_bad_small_puts_are_bad_for_one_reason_each(server: LiveServer) -> None:
     good = small_put([header(), GOOD])
     assert good is not None
-    call_raw(server, "/tq_service.v1.StorageService/PutSmall", [good])
-    assert len(BAD_SMALL_PUTS) > 40
+    call_raw(server, "/tq_service.v1.StorageService/PutInline", [good])
+    assert len(BAD_INLINE_PUTS) > 40
     assert server.client().describe_partition("garbage").live_count == 4
 
 
@@ -264,7 +264,7 @@ def runs(**changes: Any) -> metadata_pb2.CellRuns:
 
 GETS = (
     lambda server, request: list(server.storage.Get(request, timeout=20)),
-    lambda server, request: server.storage.GetSmall(storage_service_pb2.GetSmallRequest(get=request), timeout=20),
+    lambda server, request: server.storage.GetInline(storage_service_pb2.GetInlineRequest(get=request), timeout=20),
 )
 BAD_RUNS: dict[str, tuple[list[metadata_pb2.CellRuns], grpc.StatusCode]] = {
     "none": ([], CODE.INVALID_ARGUMENT),

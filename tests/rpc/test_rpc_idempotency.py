@@ -191,8 +191,8 @@ def send_small_put(
     server: LiveServer, messages: list[storage_service_pb2.PutRequest]
 ) -> storage_service_pb2.PutResponse:
     values = b"".join(message.frame for message in messages)
-    request = storage_service_pb2.PutSmallRequest(header=messages[0].header, values=values)
-    return server.storage.PutSmall(request).put
+    request = storage_service_pb2.PutInlineRequest(header=messages[0].header, values=values)
+    return server.storage.PutInline(request).put
 
 
 SendPut = Callable[[LiveServer, list[storage_service_pb2.PutRequest]], storage_service_pb2.PutResponse]

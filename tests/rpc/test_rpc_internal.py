@@ -39,7 +39,7 @@ CODE = grpc.StatusCode
 def test_internal_is_what_services_alone_call() -> None:
     names = {name.rpartition("/")[2] for name in INTERNAL}
     assert {"RegisterStorage", "ConfirmPut", "KeepPuts", "FreeCells"} <= names
-    called_by_clients = {"Put", "PutSmall", "Get", "GetSmall", "Stat", "Commit", "Insert", "GetMeta", "PlacePut"}
+    called_by_clients = {"Put", "PutInline", "Get", "GetInline", "Stat", "Commit", "Insert", "GetMeta", "PlacePut"}
     assert not names & called_by_clients
 
 

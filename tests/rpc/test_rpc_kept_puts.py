@@ -75,7 +75,7 @@ def store_unconfirmed(server: LiveServer, boot_id: bytes) -> bytes:
         partition_id="train",
     )
     values = b"".join(bytes(chunk) for column in columns for chunk in column.chunks)
-    answer = server.storage.PutSmall(pb.PutSmallRequest(header=header, values=values))
+    answer = server.storage.PutInline(pb.PutInlineRequest(header=header, values=values))
     assert answer.put.storage.boot_id == boot_id
     return header.put_id
 

@@ -80,10 +80,10 @@ def test_a_part_that_is_decoded_instead_of_its_message_is_looked_at_like_it() ->
     header.commit.write.partition_id = "b"
     for message in (header, storage_pb.PutRequest(header=header)):
         assert METHODS[STORAGE + "Put"].partitions(message) == ["a", "b"]
-    put_ids = METHODS[STORAGE + "GetSmall"].put_ids
+    put_ids = METHODS[STORAGE + "GetInline"].put_ids
     assert put_ids is not None
-    assert list(put_ids(storage_pb.GetSmallRequest(get=storage_pb.GetRequest(put_ids=[b"1", b"2"])))) == [b"1", b"2"]
-    assert list(put_ids(storage_pb.GetSmallRequest())) == []
+    assert list(put_ids(storage_pb.GetInlineRequest(get=storage_pb.GetRequest(put_ids=[b"1", b"2"])))) == [b"1", b"2"]
+    assert list(put_ids(storage_pb.GetInlineRequest())) == []
 
 
 def described_with(method_rule: MethodRule | None) -> Any:
@@ -150,5 +150,5 @@ def test_no_method_but_those_that_wait_is_refused_for_waiting_calls(start_server
             if isinstance(meant, tq.LimitExceededError):
                 assert meant.metadata["limit_name"] == "max_waiting_calls"
                 refused.add(name)
-    assert {CONTROLLER + "GetMeta", STORAGE + "Put", STORAGE + "PutSmall"} <= refused
+    assert {CONTROLLER + "GetMeta", STORAGE + "Put", STORAGE + "PutInline"} <= refused
     assert refused <= {method.name for method in METHODS.values() if method.waits}

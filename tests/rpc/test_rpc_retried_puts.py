@@ -38,7 +38,7 @@ def test_the_end_of_a_call_takes_nothing_from_its_retry(server: LiveServer, ends
     while client.storage_stat().used_bytes == 0:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    put = server.storage.PutSmall(storage_pb.PutSmallRequest(header=header, values=values)).put
+    put = server.storage.PutInline(storage_pb.PutInlineRequest(header=header, values=values)).put
     if ends_by == "its client leaving":
         first.cancel()
     goes_on.set()

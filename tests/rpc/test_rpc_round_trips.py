@@ -48,13 +48,13 @@ def _every_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     """Small puts and gets are one message, large ones streams or shared memory; here each is sent every way."""
     if request.param != "one message":
         for calls in (sync_calls, async_calls):
-            monkeypatch.setattr(calls, "SMALL_PUT_BYTES", -1)
+            monkeypatch.setattr(calls, "INLINE_BYTES", -1)
     if request.param.endswith("stream") or request.param.endswith("streamed"):
-        monkeypatch.setattr(sent_sizes, "SMALL_GET_BYTES", -1)
+        monkeypatch.setattr(sent_sizes, "INLINE_BYTES", -1)
     if request.param.startswith("shared memory"):
         for calls in (sync_calls, async_calls):
             monkeypatch.setattr(calls, "SHARED_FROM_BYTES", 1)
-        monkeypatch.setattr(storage_servicer, "SMALL_PUT_BYTES", 0)
+        monkeypatch.setattr(storage_servicer, "INLINE_BYTES", 0)
         monkeypatch.setattr(sharing, "_LEAST_COLUMN_BYTES", 1)
         monkeypatch.setattr(sharing, "_LEAST_MEAN_SLICE_BYTES", 0)
 

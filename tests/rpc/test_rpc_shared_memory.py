@@ -1,4 +1,4 @@
-"""Clients of the server's host hand over memory and map it: the same results as over the wire, and no harm done."""
+"""Clients of the server's host send memory and map it: the same results as over the wire, and no harm done."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from live_server import AnyClient, LiveServer, StartServer
 import tq_service as tq
 from tq_service.client import sent_sizes
 from tq_service.client.channel import put_call
-from tq_service.client.handover import Handover
+from tq_service.dataplane.shared_memory.client import FdChannel
 from tq_service.testing import ServiceProcess
 from tq_service.v1.storage_service_pb2 import PutDeposited, PutHeader, PutResponse
 from tq_service.wire import shared_memory
 from tq_service.wire.columns import Column, encode_header
 from tq_service.wire.encoding import encode_columns
-from tq_service.wire.frames import ROOM_FOR_DEPOSIT, ROOM_FOR_FRAMES, ROOM_KEY
+from tq_service.wire.frames import SEND_AS_FDS, SEND_AS_FRAMES, SEND_AS_KEY
 
 pytestmark = pytest.mark.skipif(not shared_memory.is_supported(), reason="sealed memfds are there on Linux only")
 
@@ -260,9 +260,9 @@ def test_a_get_whose_memory_cannot_be_taken_is_sent(client: AnyClient, monkeypat
 
 
 def test_file_descriptors_are_bounded(client: AnyClient, server: LiveServer) -> None:
-    handover = server.app.storage.shared_memory
-    assert handover is not None
-    handover.most_memories = 2
+    shared = server.app.storage.shared_memory
+    assert shared is not None
+    shared.most_memories = 2
     metas = [client.put(DATA, partition_id="p") for _ in range(3)]
     assert shared_memory_count(client) == 2
     for meta in metas:
@@ -302,16 +302,16 @@ def test_what_was_cleared_while_it_is_handed_over_is_got_whole(
     gets: str, client: AnyClient, twin: AnyClient, monkeypatch: Any
 ) -> None:
     if gets == "streamed":
-        monkeypatch.setattr(sent_sizes, "SMALL_GET_BYTES", -1)
+        monkeypatch.setattr(sent_sizes, "INLINE_BYTES", -1)
     meta = client.put(DATA, partition_id="p")
-    collect = Handover.collect
+    collect = FdChannel.receive_fds
 
-    def clear_first(self: Handover, offer_id: bytes, count: int) -> list[int]:
+    def clear_first(self: FdChannel, offer_id: bytes, count: int) -> list[int]:
         if threading.current_thread() is not threading.main_thread() or client.kind == "sync":
             tq.Client(twin.real.address).clear_partition("p")
         return collect(self, offer_id, count)
 
-    monkeypatch.setattr(Handover, "collect", clear_first)
+    monkeypatch.setattr(FdChannel, "receive_fds", clear_first)
     assert_rows(client.get_data(meta), list(range(ROWS)))
     assert client.storage_stat().used_bytes == 0
 
@@ -320,10 +320,10 @@ def test_what_was_cleared_while_it_is_handed_over_is_got_whole(
 
 
 @pytest.fixture
-def session(server: LiveServer) -> Iterator[Handover]:
-    handover = server.app.storage.shared_memory
-    assert handover is not None
-    session = Handover(handover.path, server.app.storage.engine.boot_id)  # type: ignore[union-attr]
+def session(server: LiveServer) -> Iterator[FdChannel]:
+    shared = server.app.storage.shared_memory
+    assert shared is not None
+    session = FdChannel(shared.path, server.app.storage.engine.boot_id)  # type: ignore[union-attr]
     yield session
     session.close()
 
@@ -334,7 +334,7 @@ def header_of(columns: list[Column], session_id: bytes) -> PutHeader:
         row_count=columns[0].row_count,
         columns=[encode_header(column) for column in columns],
         size_bytes=sum(column.value_bytes for column in columns),
-        handover_session=session_id,
+        shared_memory_session=session_id,
         partition_id="train",
     )
 
@@ -346,7 +346,7 @@ class RawPut:
         self._messages: SimpleQueue[Any] = SimpleQueue()
         self._call = put_call(server.channel).future(iter(self._messages.get, None), timeout=10)
         self.send(header)
-        self.room = dict(self._call.initial_metadata()).get(ROOM_KEY)
+        self.room = dict(self._call.initial_metadata()).get(SEND_AS_KEY)
 
     def send(self, message: Any) -> None:
         self._messages.put(message)
@@ -370,9 +370,9 @@ def used_bytes(server: LiveServer) -> int:
     return used
 
 
-def test_a_deposit_that_was_not_made(server: LiveServer, session: Handover) -> None:
+def test_a_deposit_that_was_not_made(server: LiveServer, session: FdChannel) -> None:
     put = RawPut(server, header_of(COLUMNS, session.session_id))
-    assert put.room == ROOM_FOR_DEPOSIT
+    assert put.room == SEND_AS_FDS
     put.send(PutDeposited())
     with pytest.raises(grpc.RpcError) as failure:
         put.end()
@@ -381,14 +381,14 @@ def test_a_deposit_that_was_not_made(server: LiveServer, session: Handover) -> N
 
 
 @pytest.mark.parametrize("wrong", ["frames", "nothing", "another size"])
-def test_other_than_announced(wrong: str, server: LiveServer, session: Handover) -> None:
+def test_other_than_announced(wrong: str, server: LiveServer, session: FdChannel) -> None:
     header = header_of(COLUMNS, session.session_id)
     before = memory_in_use()
     put = RawPut(server, header)
     if wrong == "frames":
         put.send([bytes(100)])
     elif wrong == "another size":
-        session.deposit(header.put_id, encode_columns({"x": np.arange(10)}))
+        session.send_fds(header.put_id, encode_columns({"x": np.arange(10)}))
         put.send(PutDeposited())
     with pytest.raises(grpc.RpcError) as failure:
         put.end()
@@ -400,7 +400,7 @@ def test_other_than_announced(wrong: str, server: LiveServer, session: Handover)
 
 def test_the_note_of_a_deposit_without_a_session(server: LiveServer) -> None:
     put = RawPut(server, header_of(COLUMNS, b"unknown session!"))
-    assert put.room == ROOM_FOR_FRAMES
+    assert put.room == SEND_AS_FRAMES
     put.send(PutDeposited())
     with pytest.raises(grpc.RpcError) as failure:
         put.end()
@@ -409,12 +409,12 @@ def test_the_note_of_a_deposit_without_a_session(server: LiveServer) -> None:
 
 
 def test_memory_that_its_client_could_change_is_refused(
-    server: LiveServer, session: Handover, monkeypatch: Any
+    server: LiveServer, session: FdChannel, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(shared_memory, "_seal", lambda fd: None)
     header = header_of(COLUMNS, session.session_id)
     put = RawPut(server, header)
-    session.deposit(header.put_id, COLUMNS)
+    session.send_fds(header.put_id, COLUMNS)
     put.send(PutDeposited())
     with pytest.raises(grpc.RpcError) as failure:
         put.end()
@@ -424,13 +424,13 @@ def test_memory_that_its_client_could_change_is_refused(
 
 
 @pytest.mark.parametrize("moment", ["before the deposit", "after it"])
-def test_a_client_that_leaves_in_the_middle(moment: str, server: LiveServer, session: Handover) -> None:
+def test_a_client_that_leaves_in_the_middle(moment: str, server: LiveServer, session: FdChannel) -> None:
     header = header_of(COLUMNS, session.session_id)
     before = memory_in_use()
     put = RawPut(server, header)
     assert used_bytes(server) > 0
     if moment == "after it":
-        session.deposit(header.put_id, COLUMNS)
+        session.send_fds(header.put_id, COLUMNS)
     session.close()
     put.cancel()
     for _ in range(100):
@@ -441,11 +441,11 @@ def test_a_client_that_leaves_in_the_middle(moment: str, server: LiveServer, ses
 
 
 def _die_with_memory(address: str, path: str) -> None:
-    def deposit_and_die(self: Handover, put_id: bytes, columns: Any) -> None:
+    def deposit_and_die(self: FdChannel, put_id: bytes, columns: Any) -> None:
         original(self, put_id, columns)
         os._exit(9)
 
-    original, Handover.deposit = Handover.deposit, deposit_and_die  # type: ignore[method-assign]
+    original, FdChannel.send_fds = FdChannel.send_fds, deposit_and_die  # type: ignore[method-assign]
     tq.Client(address).put({"x": np.arange(1 << 18)}, partition_id=path)
 
 

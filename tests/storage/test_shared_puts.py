@@ -119,7 +119,7 @@ async def test_the_quota_counts_it_before_it_comes():
 async def test_memory_of_another_size_is_refused_and_closed(engine):
     before = open_files()
     pending, columns = await begin_shared(engine, 1, DATA)
-    with pytest.raises(InvalidArgumentError, match="was handed over; expected"):
+    with pytest.raises(InvalidArgumentError, match="was sent; expected"):
         pending.adopt(shared_memory.write_columns(columns[:2]))
     assert open_files() <= before
     with pytest.raises(InvalidArgumentError, match="before what its header declared"):

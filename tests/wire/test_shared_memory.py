@@ -233,7 +233,7 @@ def test_what_could_harm_a_reader_is_refused(make, reason, tmp_path):
 def test_another_size_is_refused():
     fd = sealed(0xF)
     for size in (SIZE - 1, SIZE + 1):
-        with pytest.raises(InvalidArgumentError, match=f"of {SIZE} bytes was handed over; expected {size}"):
+        with pytest.raises(InvalidArgumentError, match=f"of {SIZE} bytes was sent; expected {size}"):
             shared_memory.check(fd, size)
     shared_memory.check(fd, SIZE)
     os.close(fd)

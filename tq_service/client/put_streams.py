@@ -17,7 +17,7 @@ from tq_service.client.retry import Deadline
 from tq_service.errors import UnavailableError
 from tq_service.v1.storage_service_pb2 import PutDeposited, PutHeader, PutResponse
 from tq_service.wire.credentials import Metadata
-from tq_service.wire.frames import ROOM_FOR_DEPOSIT, ROOM_KEY, FrameParts
+from tq_service.wire.frames import SEND_AS_FDS, SEND_AS_KEY, FrameParts
 
 _LOST_STATUS = "Internal error from Core"
 
@@ -64,10 +64,10 @@ async def _write(stream: Any, header: PutHeader, frames: Iterable[FrameParts], d
     try:
         await _write_header(stream, header)
         # Older versions of grpcio have keys() of pairs, which dict() would look up; so it gets an iterator.
-        room = dict(iter(await stream.initial_metadata())).get(ROOM_KEY)
+        room = dict(iter(await stream.initial_metadata())).get(SEND_AS_KEY)
         if room is None:
             return  # it is refused, or there already
-        if room == ROOM_FOR_DEPOSIT and deposit is not None:
+        if room == SEND_AS_FDS and deposit is not None:
             await asyncio.to_thread(deposit)
             await stream.write(PutDeposited())
         else:
@@ -124,8 +124,8 @@ def _send_after_room(
     stream = call.future(iter(outbox.get, None), timeout=deadline.remaining(), metadata=metadata)
     try:
         outbox.put(header)
-        room = dict(stream.initial_metadata()).get(ROOM_KEY)
-        if room == ROOM_FOR_DEPOSIT:
+        room = dict(stream.initial_metadata()).get(SEND_AS_KEY)
+        if room == SEND_AS_FDS:
             deposit()
             outbox.put(PutDeposited())
         elif room is not None:  # else it is refused, or there already

@@ -9,10 +9,9 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from tq_service.client.handover import Handover
 from tq_service.client.locations import CellLocations, FieldRuns, Indexes, StorageRef
-from tq_service.client.receive_buffers import RECEIVE_BUFFERS
-from tq_service.client.shared_columns import collect_columns
+from tq_service.dataplane.receive_buffers import RECEIVE_BUFFERS
+from tq_service.dataplane.shared_memory.client import FdChannel, receive_columns
 from tq_service.errors import InternalError, InvalidArgumentError
 from tq_service.schema import FieldSpec, Layout
 from tq_service.v1 import metadata_pb2
@@ -107,15 +106,15 @@ class AnswerReader:
 
     Args:
         expected_rows: number of rows asked for.
-        handover: the session of the get, in which the service may offer columns as shared memory.
+        fd_channel: the session of the get, in which the service may offer columns as shared memory.
 
     Attributes:
         sent_bytes: bytes of values that were sent, those in shared memory apart.
     """
 
-    def __init__(self, expected_rows: int, handover: Handover | None = None) -> None:
+    def __init__(self, expected_rows: int, fd_channel: FdChannel | None = None) -> None:
         self._expected_rows = expected_rows
-        self._handover = handover
+        self._fd_channel = fd_channel
         self._columns: list[ColumnShape] = []
         self._receiver: ColumnReceiver | None = None
         self._offer: SharedColumns | None = None
@@ -124,10 +123,10 @@ class AnswerReader:
 
     @property
     def has_offer(self) -> bool:
-        """Whether columns are to be collected, by `collect`, before the get can end."""
+        """Whether columns are to be received, by `receive_shared`, before the get can end."""
         return self._offer is not None
 
-    def collect(self) -> None:
+    def receive_shared(self) -> None:
         """Take the columns that are in shared memory.
 
         Raises:
@@ -135,9 +134,9 @@ class AnswerReader:
             InternalError: the offer is not what a storage service may make.
         """
         offer, self._offer = self._offer, None
-        if offer is None or self._handover is None:
+        if offer is None or self._fd_channel is None:
             raise InternalError("a storage service offered shared memory without a session")
-        self._shared = collect_columns(self._columns, offer, self._handover)
+        self._shared = receive_columns(self._columns, offer, self._fd_channel)
 
     def take(self, part: GetHeader | memoryview | Garbled) -> None:
         """Take the next message.

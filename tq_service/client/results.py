@@ -173,7 +173,7 @@ class StorageStat:
         pooled_bytes: bytes of memory held for reuse, besides `used_bytes`.
         put_count: puts held.
         uncommitted_put_count: puts not yet committed.
-        shared_memory_count: memfds that clients of the same host have handed over.
+        shared_memory_count: memfds that clients of the same host have sent.
         damaged_put_count: puts whose bytes are lost, as far as they were looked at since the start.
     """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from tq_service.v1.storage_service_pb2 import GetRequest
-from tq_service.wire.frames import SMALL_GET_BYTES
+from tq_service.wire.frames import INLINE_BYTES
 
 _MOST_REMEMBERED: Final = 1024
 
@@ -21,7 +21,7 @@ class SentSizes:
 
     def is_small(self, request: GetRequest, row_count: int) -> bool:
         """Return whether the answer to a get is likely to fit into one message; the first of its kind is tried."""
-        return self._row_bytes.get(_fields(request), 0.0) * row_count <= SMALL_GET_BYTES
+        return self._row_bytes.get(_fields(request), 0.0) * row_count <= INLINE_BYTES
 
     def note(self, request: GetRequest, row_count: int, size_bytes: int) -> None:
         """Take note of what was sent, or would be."""

@@ -17,7 +17,7 @@ from tq_service.wire.credentials import Metadata
 from tq_service.wire.error_table import from_rpc_error, status_from_trailers
 from tq_service.wire.frames import (
     DEFAULT_FRAME_BYTES,
-    ROOM_KEY,
+    SEND_AS_KEY,
     Garbled,
     decode_get_response,
     encode_put_request,
@@ -127,7 +127,7 @@ class BulkCalls:
 async def _write(stream: Any, header: pb.PutHeader, values: AsyncIterator[bytes]) -> None:
     try:
         await stream.write(header)
-        if all(key != ROOM_KEY for key, _ in await stream.initial_metadata()):
+        if all(key != SEND_AS_KEY for key, _ in await stream.initial_metadata()):
             return  # it is refused
         async for data in values:
             view = memoryview(data)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from tq_service.config import ServeSettings, default_shared_memory_dir
+from tq_service.dataplane.shared_memory.server import SharedMemoryServer, make_private
 from tq_service.domain.admission.limits import Limits
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.idempotency import IdempotencyCache
@@ -19,7 +20,6 @@ from tq_service.server.checkpoints import Checkpoints
 from tq_service.server.commits import Commits
 from tq_service.server.controller_servicer import ControllerServicer
 from tq_service.server.embedded_storage import EmbeddedStorage
-from tq_service.server.handover import HandoverServer, make_private
 from tq_service.server.rpc.limits import WaitingCalls
 from tq_service.server.storage_servicer import StorageServicer
 from tq_service.server.storages import StorageDirectory
@@ -45,7 +45,7 @@ class Storage:
 
     engine: StorageEngine
     address: str
-    shared_memory: HandoverServer | None
+    shared_memory: SharedMemoryServer | None
 
     def servicer(
         self, settings: ServeSettings, controller: Controller | None, waiting: WaitingCalls
@@ -61,7 +61,7 @@ class Storage:
             self.engine,
             address=self.address,
             commits=None if controller is None else controller.commits,
-            handover=self.shared_memory,
+            shared_memory=self.shared_memory,
             stall_seconds=settings.stall_seconds,
             waiting=waiting,
             max_puts=settings.max_puts,
@@ -145,14 +145,14 @@ def build_storage(settings: ServeSettings, port: int, store: StateStore | None) 
     )
 
 
-def _open_shared_memory(settings: ServeSettings, boot_id: bytes) -> HandoverServer | None:
+def _open_shared_memory(settings: ServeSettings, boot_id: bytes) -> SharedMemoryServer | None:
     if settings.shared_memory == "off":
         return None
     try:
         check_supported()
         if settings.shared_memory_dir == default_shared_memory_dir():
             make_private(settings.shared_memory_dir)
-        server = HandoverServer(settings.shared_memory_dir, boot_id)
+        server = SharedMemoryServer(settings.shared_memory_dir, boot_id)
         server.start()
     except OSError as error:
         reason = f"no shared memory with clients of this host through {settings.shared_memory_dir}: {error}"

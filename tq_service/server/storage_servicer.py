@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import grpc
 
+from tq_service.dataplane.shared_memory.server import Session, SharedMemoryServer
 from tq_service.domain.catalog import check_name
 from tq_service.domain.tables.cells import Put
 from tq_service.domain.tables.names import Names
@@ -23,8 +24,6 @@ from tq_service.errors import (
 )
 from tq_service.server import from_proto
 from tq_service.server.commits import Commits
-from tq_service.server.handover import HandoverServer
-from tq_service.server.handover_session import Session
 from tq_service.server.progress import LEAST_PROGRESS_BYTES, Progress, received, wait_until
 from tq_service.server.put_stream import Part, frame_of, progress_bytes, read_deposited, read_header
 from tq_service.server.rpc.limits import RETRY_AFTER_SECONDS, WaitingCalls
@@ -38,11 +37,10 @@ from tq_service.v1 import metadata_pb2
 from tq_service.v1 import storage_service_pb2 as pb
 from tq_service.wire.columns import ColumnShape, decode_headers
 from tq_service.wire.frames import (
-    ROOM_FOR_DEPOSIT,
-    ROOM_FOR_FRAMES,
-    ROOM_KEY,
-    SMALL_GET_BYTES,
-    SMALL_PUT_BYTES,
+    INLINE_BYTES,
+    SEND_AS_FDS,
+    SEND_AS_FRAMES,
+    SEND_AS_KEY,
     FrameParts,
     decode_put_request,
     encode_get_response,
@@ -62,7 +60,7 @@ class StorageServicer:
         engine: holds the bytes.
         address: where clients reach this service; empty: at the address they used.
         commits: writes samples, where the controller is in this process.
-        handover: takes and gives memory shared with clients of this host, where it can.
+        shared_memory: takes and gives memory shared with clients of this host, where it can.
         stall_seconds: how long the client of a stream may neither send nor take anything.
         waiting: counts the calls that wait for room.
         max_puts: puts there may be.
@@ -75,7 +73,7 @@ class StorageServicer:
         *,
         address: str = "",
         commits: Commits | None = None,
-        handover: HandoverServer | None = None,
+        shared_memory: SharedMemoryServer | None = None,
         stall_seconds: float = 60.0,
         waiting: WaitingCalls | None = None,
         max_puts: int = sys.maxsize,
@@ -87,7 +85,7 @@ class StorageServicer:
         self._waiting = waiting or WaitingCalls()
         self._max_puts = max_puts
         self._max_uncommitted_puts = max_uncommitted_puts
-        self._handover = handover
+        self._shared_memory = shared_memory
         self._endpoint = metadata_pb2.StorageEndpoint(
             storage_id=engine.storage_id, boot_id=engine.boot_id, address=address
         )
@@ -101,9 +99,13 @@ class StorageServicer:
                 "Put": grpc.stream_unary_rpc_method_handler(
                     self.Put, decode_put_request, pb.PutResponse.SerializeToString
                 ),
-                "PutSmall": unary(self.PutSmall, pb.PutSmallRequest.FromString, pb.PutSmallResponse.SerializeToString),
+                "PutInline": unary(
+                    self.PutInline, pb.PutInlineRequest.FromString, pb.PutInlineResponse.SerializeToString
+                ),
                 "Get": grpc.unary_stream_rpc_method_handler(self.Get, pb.GetRequest.FromString, encode_get_response),
-                "GetSmall": unary(self.GetSmall, pb.GetSmallRequest.FromString, pb.GetSmallResponse.SerializeToString),
+                "GetInline": unary(
+                    self.GetInline, pb.GetInlineRequest.FromString, pb.GetInlineResponse.SerializeToString
+                ),
                 "Stat": unary(self.Stat, pb.StatRequest.FromString, pb.StatResponse.SerializeToString),
                 "ConfirmPut": unary(
                     self.ConfirmPut, pb.ConfirmPutRequest.FromString, pb.ConfirmPutResponse.SerializeToString
@@ -119,16 +121,16 @@ class StorageServicer:
 
     async def Put(self, parts: AsyncIterator[Part], context: Context) -> pb.PutResponse:
         async def receive_frames(pending: PendingPut) -> None:
-            await context.send_initial_metadata(((ROOM_KEY, ROOM_FOR_FRAMES),))
+            await context.send_initial_metadata(((SEND_AS_KEY, SEND_AS_FRAMES),))
             async for part in parts:
                 pending.write(frame_of(part))
 
         async def receive_deposit(pending: PendingPut, session: Session) -> None:
-            with session.awaiting(header.put_id) as parcel:
-                await context.send_initial_metadata(((ROOM_KEY, ROOM_FOR_DEPOSIT),))
+            with session.awaiting(header.put_id) as pending_fds:
+                await context.send_initial_metadata(((SEND_AS_KEY, SEND_AS_FDS),))
                 await read_deposited(parts)
                 try:
-                    pending.adopt(parcel.take())
+                    pending.adopt(pending_fds.take())
                 except OSError as error:
                     raise UnavailableError(f"the shared memory of a put cannot be used: {error}") from error
 
@@ -139,25 +141,25 @@ class StorageServicer:
             return await self._take(header, receive_frames, context)
         return await self._take(header, lambda pending: receive_deposit(pending, session), context, shared=True)
 
-    async def PutSmall(self, request: pb.PutSmallRequest, context: Context) -> pb.PutSmallResponse:
+    async def PutInline(self, request: pb.PutInlineRequest, context: Context) -> pb.PutInlineResponse:
         async def receive(pending: PendingPut) -> None:
             pending.write(values)
 
         values = request.values
-        if len(values) > SMALL_PUT_BYTES:
+        if len(values) > INLINE_BYTES:
             raise InvalidArgumentError(
-                f"a small put has {len(values)} bytes, at most {SMALL_PUT_BYTES} expected; stream larger ones with Put",
+                f"an inline put has {len(values)} bytes, at most {INLINE_BYTES} expected; stream larger ones with Put",
                 field="values",
             )
-        return pb.PutSmallResponse(put=await self._take(request.header, receive, context))
+        return pb.PutInlineResponse(put=await self._take(request.header, receive, context))
 
     def _session_for_put(self, header: pb.PutHeader) -> Session | None:
         """Return the session in which the bytes of a put are to be handed over; None: they come in frames."""
-        if self._handover is None or header.size_bytes <= SMALL_PUT_BYTES:
+        if self._shared_memory is None or header.size_bytes <= INLINE_BYTES:
             return None
-        if self._engine.shared_memory_count >= self._handover.most_memories:
+        if self._engine.shared_memory_count >= self._shared_memory.most_memories:
             return None
-        return self._handover.session(header.handover_session)
+        return self._shared_memory.session(header.shared_memory_session)
 
     async def _take(
         self, header: pb.PutHeader, receive: Receive, context: Context, *, shared: bool = False
@@ -283,18 +285,18 @@ class StorageServicer:
                 await send(header, iter_frames(reading.chunks(shared.column_indexes)))
                 await progress.wait_for(offer.wait())
 
-    async def GetSmall(self, request: pb.GetSmallRequest, context: Context) -> pb.GetSmallResponse:
+    async def GetInline(self, request: pb.GetInlineRequest, context: Context) -> pb.GetInlineResponse:
         with contextlib.ExitStack() as stack:
             reading = stack.enter_context(await self._open(request.get))
             session, shared = self._shared_part(request.get, reading)
             sent = (column for index, column in enumerate(reading.headers) if index not in shared.column_indexes)
             size = sum(column.value_bytes for column in sent)
-            if size > SMALL_GET_BYTES:
-                return pb.GetSmallResponse(size_bytes=size)
+            if size > INLINE_BYTES:
+                return pb.GetInlineResponse(size_bytes=size)
             values = b"".join(reading.chunks(shared.column_indexes))
-            answer = pb.GetSmallResponse(header=get_header(reading), values=values, size_bytes=size)
+            answer = pb.GetInlineResponse(header=get_header(reading), values=values, size_bytes=size)
             if session is not None:
-                offer = session.lend(shared.fds, stack.pop_all().close)
+                offer = session.lease(shared.fds, stack.pop_all().close)
                 answer.header.shared.MergeFrom(shared_columns(shared, offer.offer_id))
             return answer
 
@@ -305,7 +307,7 @@ class StorageServicer:
 
     def _shared_part(self, request: pb.GetRequest, reading: Reading) -> tuple[Session | None, Shared]:
         """Return what the client can take from shared memory, and the session for it; None where that is nothing."""
-        session = None if self._handover is None else self._handover.session(request.handover_session)
+        session = None if self._shared_memory is None else self._shared_memory.session(request.shared_memory_session)
         shared = Shared() if session is None else shared_part(reading)
         return (session, shared) if shared.columns else (None, Shared())
 
@@ -319,7 +321,7 @@ class StorageServicer:
             put_count=stat.put_count,
             uncommitted_put_count=stat.uncommitted_put_count,
             damaged_put_count=stat.damaged_put_count,
-            handover_socket="" if self._handover is None else str(self._handover.path),
+            shared_memory_socket="" if self._shared_memory is None else str(self._shared_memory.path),
             shared_memory_count=self._engine.shared_memory_count,
         )
 

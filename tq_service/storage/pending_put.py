@@ -136,7 +136,7 @@ class PendingPut:
             close_all(fds)
             self.check_open()
             raise InvalidArgumentError(
-                "shared memory came for a put whose bytes are to come in frames", field="deposit"
+                "shared memory came for a put whose bytes are to come in frames", field="send_fds"
             )
         region.adopt(fds)
         self._filled = len(self._view)

@@ -74,7 +74,7 @@ class RegionPool:
     def take_shared(
         self, table_bytes: int, value_bytes: int, backed_bytes: int = 0, fresh: Segment | None = None
     ) -> SharedRegion:
-        """Return a region for shared memory that is yet to be handed over.
+        """Return a region for shared memory that is yet to be sent.
 
         Args:
             table_bytes: size of its tables.

@@ -1,4 +1,4 @@
-"""The region of a put whose values are in memory that its client has handed over."""
+"""The region of a put whose values are in memory that its client has sent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SharedRegion(Region):
     """One range of addresses: first the tables, this process's own, then the values, shared and read-only.
 
     So those who read a put need not know which kind of region it has. The range exists from the reservation on; the
-    shared memory is put into its place when it is handed over.
+    shared memory is put into its place when its file descriptors have come.
 
     Args:
         table_bytes: size of the tables.
@@ -59,9 +59,7 @@ class SharedRegion(Region):
         sizes = shared_memory.segment_sizes(self.size - self.shared_at)
         try:
             if len(fds) != len(sizes):
-                raise InvalidArgumentError(
-                    f"{len(fds)} memfds were handed over; expected {len(sizes)}", field="deposit"
-                )
+                raise InvalidArgumentError(f"{len(fds)} memfds were sent; expected {len(sizes)}", field="send_fds")
             for number, (fd, size) in enumerate(zip(fds, sizes, strict=True)):
                 shared_memory.check(fd, size)
                 if not isinstance(self._memory, mmap.mmap):

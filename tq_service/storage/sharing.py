@@ -12,7 +12,7 @@ from tq_service.storage.cells import Rows, expand_runs
 from tq_service.storage.reading import Reading
 from tq_service.storage.shared_region import SharedRegion
 
-# Below these, the bytes are sent sooner than a file descriptor is handed over and mapped, or slices are copied one by
+# Below these, the bytes are sent sooner than a file descriptor is sent and mapped, or slices are copied one by
 # one.
 _LEAST_COLUMN_BYTES: Final = 64 << 10
 _LEAST_MEAN_SLICE_BYTES: Final = 4 << 10

@@ -26,7 +26,7 @@ class PutHeader(google.protobuf.message.Message):
     SIZE_BYTES_FIELD_NUMBER: builtins.int
     FOR_EXISTING_ROWS_FIELD_NUMBER: builtins.int
     COMMIT_FIELD_NUMBER: builtins.int
-    HANDOVER_SESSION_FIELD_NUMBER: builtins.int
+    SHARED_MEMORY_SESSION_FIELD_NUMBER: builtins.int
     PARTITION_ID_FIELD_NUMBER: builtins.int
     put_id: builtins.bytes
     """Client-made, random 16 bytes, the same over retries."""
@@ -38,8 +38,8 @@ class PutHeader(google.protobuf.message.Message):
     """Whether the put adds columns to existing samples; such puts may use the reserve that new samples may not. Where the
     header carries the commit and that makes samples, it is not heeded; else Commit refuses to make samples of the put.
     """
-    handover_session: builtins.bytes
-    """The session on the handover socket, of a client that can hand over shared memory; else empty. Put only."""
+    shared_memory_session: builtins.bytes
+    """The session on the socket for shared memory, of a client that can send it; else empty. Put only."""
     partition_id: builtins.str
     """The partition that the put is for: its commit must name the same."""
     @property
@@ -59,17 +59,17 @@ class PutHeader(google.protobuf.message.Message):
         size_bytes: builtins.int = ...,
         for_existing_rows: builtins.bool = ...,
         commit: tq_service.v1.controller_service_pb2.CommitRequest | None = ...,
-        handover_session: builtins.bytes = ...,
+        shared_memory_session: builtins.bytes = ...,
         partition_id: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["commit", b"commit"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["columns", b"columns", "commit", b"commit", "for_existing_rows", b"for_existing_rows", "handover_session", b"handover_session", "partition_id", b"partition_id", "put_id", b"put_id", "row_count", b"row_count", "size_bytes", b"size_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["columns", b"columns", "commit", b"commit", "for_existing_rows", b"for_existing_rows", "partition_id", b"partition_id", "put_id", b"put_id", "row_count", b"row_count", "shared_memory_session", b"shared_memory_session", "size_bytes", b"size_bytes"]) -> None: ...
 
 global___PutHeader = PutHeader
 
 @typing.final
 class PutDeposited(google.protobuf.message.Message):
-    """No frames come: the memory with the bytes was handed over in the session of the header, under its put_id."""
+    """No frames come: the memory with the bytes was sent in the session of the header, under its put_id."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -139,7 +139,7 @@ class PutResponse(google.protobuf.message.Message):
 global___PutResponse = PutResponse
 
 @typing.final
-class PutSmallRequest(google.protobuf.message.Message):
+class PutInlineRequest(google.protobuf.message.Message):
     """A whole put."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -161,10 +161,10 @@ class PutSmallRequest(google.protobuf.message.Message):
     def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["header", b"header", "values", b"values"]) -> None: ...
 
-global___PutSmallRequest = PutSmallRequest
+global___PutInlineRequest = PutInlineRequest
 
 @typing.final
-class PutSmallResponse(google.protobuf.message.Message):
+class PutInlineResponse(google.protobuf.message.Message):
     """Where the put is."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -182,7 +182,7 @@ class PutSmallResponse(google.protobuf.message.Message):
     def HasField(self, field_name: typing.Literal["put", b"put"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["put", b"put"]) -> None: ...
 
-global___PutSmallResponse = PutSmallResponse
+global___PutInlineResponse = PutInlineResponse
 
 @typing.final
 class GetRequest(google.protobuf.message.Message):
@@ -193,11 +193,11 @@ class GetRequest(google.protobuf.message.Message):
     BOOT_ID_FIELD_NUMBER: builtins.int
     PUT_IDS_FIELD_NUMBER: builtins.int
     RUNS_FIELD_NUMBER: builtins.int
-    HANDOVER_SESSION_FIELD_NUMBER: builtins.int
+    SHARED_MEMORY_SESSION_FIELD_NUMBER: builtins.int
     boot_id: builtins.bytes
     """The boot under which the puts were stored."""
-    handover_session: builtins.bytes
-    """The session on the handover socket, of a client that can take shared memory; else empty."""
+    shared_memory_session: builtins.bytes
+    """The session on the socket for shared memory, of a client that can take shared memory; else empty."""
     @property
     def put_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """The puts that `runs` index."""
@@ -212,9 +212,9 @@ class GetRequest(google.protobuf.message.Message):
         boot_id: builtins.bytes = ...,
         put_ids: collections.abc.Iterable[builtins.bytes] | None = ...,
         runs: collections.abc.Iterable[tq_service.v1.metadata_pb2.CellRuns] | None = ...,
-        handover_session: builtins.bytes = ...,
+        shared_memory_session: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "handover_session", b"handover_session", "put_ids", b"put_ids", "runs", b"runs"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "put_ids", b"put_ids", "runs", b"runs", "shared_memory_session", b"shared_memory_session"]) -> None: ...
 
 global___GetRequest = GetRequest
 
@@ -256,7 +256,7 @@ global___SharedColumn = SharedColumn
 
 @typing.final
 class SharedColumns(google.protobuf.message.Message):
-    """What is collected over the handover socket while the call lasts."""
+    """What is received over the socket for shared memory while the call lasts."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -264,7 +264,7 @@ class SharedColumns(google.protobuf.message.Message):
     MEMORY_COUNT_FIELD_NUMBER: builtins.int
     COLUMNS_FIELD_NUMBER: builtins.int
     offer_id: builtins.bytes
-    """For HandoverRequest's collection."""
+    """For SharedMemoryRequest's collection."""
     memory_count: builtins.int
     """Number of memfds."""
     @property
@@ -340,7 +340,7 @@ class GetResponse(google.protobuf.message.Message):
 global___GetResponse = GetResponse
 
 @typing.final
-class GetSmallRequest(google.protobuf.message.Message):
+class GetInlineRequest(google.protobuf.message.Message):
     """Asks for cells that are likely to be small."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -358,10 +358,10 @@ class GetSmallRequest(google.protobuf.message.Message):
     def HasField(self, field_name: typing.Literal["get", b"get"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["get", b"get"]) -> None: ...
 
-global___GetSmallRequest = GetSmallRequest
+global___GetInlineRequest = GetInlineRequest
 
 @typing.final
-class GetSmallResponse(google.protobuf.message.Message):
+class GetInlineResponse(google.protobuf.message.Message):
     """A whole get."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -387,7 +387,7 @@ class GetSmallResponse(google.protobuf.message.Message):
     def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["header", b"header", "size_bytes", b"size_bytes", "values", b"values"]) -> None: ...
 
-global___GetSmallResponse = GetSmallResponse
+global___GetInlineResponse = GetInlineResponse
 
 @typing.final
 class StatRequest(google.protobuf.message.Message):
@@ -413,7 +413,7 @@ class StatResponse(google.protobuf.message.Message):
     POOLED_BYTES_FIELD_NUMBER: builtins.int
     PUT_COUNT_FIELD_NUMBER: builtins.int
     UNCOMMITTED_PUT_COUNT_FIELD_NUMBER: builtins.int
-    HANDOVER_SOCKET_FIELD_NUMBER: builtins.int
+    SHARED_MEMORY_SOCKET_FIELD_NUMBER: builtins.int
     SHARED_MEMORY_COUNT_FIELD_NUMBER: builtins.int
     DAMAGED_PUT_COUNT_FIELD_NUMBER: builtins.int
     max_bytes: builtins.int
@@ -426,10 +426,10 @@ class StatResponse(google.protobuf.message.Message):
     """Number of puts held."""
     uncommitted_put_count: builtins.int
     """Number of puts not yet committed."""
-    handover_socket: builtins.str
-    """Path of the Unix socket on which clients of the same host hand over memory; empty where there is none."""
+    shared_memory_socket: builtins.str
+    """Path of the Unix socket on which clients of the same host share memory; empty where there is none."""
     shared_memory_count: builtins.int
-    """Number of memfds that clients have handed over."""
+    """Number of memfds that clients have sent."""
     damaged_put_count: builtins.int
     """Number of puts whose bytes are damaged, as far as they have been read since the start."""
     @property
@@ -445,12 +445,12 @@ class StatResponse(google.protobuf.message.Message):
         pooled_bytes: builtins.int = ...,
         put_count: builtins.int = ...,
         uncommitted_put_count: builtins.int = ...,
-        handover_socket: builtins.str = ...,
+        shared_memory_socket: builtins.str = ...,
         shared_memory_count: builtins.int = ...,
         damaged_put_count: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["storage", b"storage"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["damaged_put_count", b"damaged_put_count", "handover_socket", b"handover_socket", "max_bytes", b"max_bytes", "pooled_bytes", b"pooled_bytes", "put_count", b"put_count", "shared_memory_count", b"shared_memory_count", "storage", b"storage", "uncommitted_put_count", b"uncommitted_put_count", "used_bytes", b"used_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["damaged_put_count", b"damaged_put_count", "max_bytes", b"max_bytes", "pooled_bytes", b"pooled_bytes", "put_count", b"put_count", "shared_memory_count", b"shared_memory_count", "shared_memory_socket", b"shared_memory_socket", "storage", b"storage", "uncommitted_put_count", b"uncommitted_put_count", "used_bytes", b"used_bytes"]) -> None: ...
 
 global___StatResponse = StatResponse
 

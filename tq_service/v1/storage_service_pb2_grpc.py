@@ -20,20 +20,20 @@ class StorageServiceStub(object):
                 request_serializer=tq__service_dot_v1_dot_storage__service__pb2.PutRequest.SerializeToString,
                 response_deserializer=tq__service_dot_v1_dot_storage__service__pb2.PutResponse.FromString,
                 )
-        self.PutSmall = channel.unary_unary(
-                '/tq_service.v1.StorageService/PutSmall',
-                request_serializer=tq__service_dot_v1_dot_storage__service__pb2.PutSmallRequest.SerializeToString,
-                response_deserializer=tq__service_dot_v1_dot_storage__service__pb2.PutSmallResponse.FromString,
+        self.PutInline = channel.unary_unary(
+                '/tq_service.v1.StorageService/PutInline',
+                request_serializer=tq__service_dot_v1_dot_storage__service__pb2.PutInlineRequest.SerializeToString,
+                response_deserializer=tq__service_dot_v1_dot_storage__service__pb2.PutInlineResponse.FromString,
                 )
         self.Get = channel.unary_stream(
                 '/tq_service.v1.StorageService/Get',
                 request_serializer=tq__service_dot_v1_dot_storage__service__pb2.GetRequest.SerializeToString,
                 response_deserializer=tq__service_dot_v1_dot_storage__service__pb2.GetResponse.FromString,
                 )
-        self.GetSmall = channel.unary_unary(
-                '/tq_service.v1.StorageService/GetSmall',
-                request_serializer=tq__service_dot_v1_dot_storage__service__pb2.GetSmallRequest.SerializeToString,
-                response_deserializer=tq__service_dot_v1_dot_storage__service__pb2.GetSmallResponse.FromString,
+        self.GetInline = channel.unary_unary(
+                '/tq_service.v1.StorageService/GetInline',
+                request_serializer=tq__service_dot_v1_dot_storage__service__pb2.GetInlineRequest.SerializeToString,
+                response_deserializer=tq__service_dot_v1_dot_storage__service__pb2.GetInlineResponse.FromString,
                 )
         self.Stat = channel.unary_unary(
                 '/tq_service.v1.StorageService/Stat',
@@ -66,9 +66,9 @@ class StorageServiceServicer(object):
         header one after the other. Changes: reserves `size_bytes` before the first frame is read and stores the bytes;
         they are visible only after the commit, which is part of this call where the header carries one, and expire
         without it. Idempotent under `put_id` and the commit's `request_id`. Blocks until there is room, at most until the
-        call's deadline; then it sends initial metadata with the key `tq-room`, for which clients may wait with the frames
-        (where the put is there already, the answer comes instead). Its value is "frames", or "deposit" where the header
-        names an open session and the bytes are to be handed over as shared memory (handover.proto). Errors: INVALID_ARGUMENT (stream shorter, longer or
+        call's deadline; then it sends initial metadata with the key `tq-send-as`, for which clients may wait with the frames
+        (where the put is there already, the answer comes instead). Its value is "frames", or "fds" where the header
+        names an open session and the bytes are to be sent as shared memory (shared_memory.proto). Errors: INVALID_ARGUMENT (stream shorter, longer or
         other than declared, every row of Commit's table), RESOURCE_EXHAUSTED (no room; with RetryInfo unless the put is
         larger than the quota). After an error nothing is stored.
         """
@@ -76,7 +76,7 @@ class StorageServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def PutSmall(self, request, context):
+    def PutInline(self, request, context):
         """Stores one put of at most 256 KiB that comes whole, in one message: what Put does, for about half its cost. Changes,
         idempotence, blocking and errors are those of Put, and a put may be tried again by the other of the two. Larger puts
         are INVALID_ARGUMENT: while they wait for capacity, their bytes would be in memory that no quota counts.
@@ -89,17 +89,17 @@ class StorageServiceServicer(object):
         """Reads cells. The first message is the header with specs, sizes and extents, the others are frames that together
         carry the values of the columns one after the other, in the order asked for. Changes nothing; what is being read
         stays readable to the end when it is cleared or overwritten meanwhile. With a session, columns that lie in shared
-        memory are offered there, and the call lasts until they are collected; else it does not block. Errors: DATA_LOSS
+        memory are offered there, and the call lasts until they are received; else it does not block. Errors: DATA_LOSS
         (another boot of this service took the put), NOT_FOUND (the put or a cell of it was cleared), INVALID_ARGUMENT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def GetSmall(self, request, context):
+    def GetInline(self, request, context):
         """Reads cells whose values, those in shared memory apart, take at most 256 KiB, in one message: what Get does, for less.
         Where they take more the answer has no header, and Get is to be called. Changes nothing, does not block; what is
-        offered in the session can be collected for 10 s after the answer. Errors: those of Get.
+        offered in the session can be received for 10 s after the answer. Errors: those of Get.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -150,20 +150,20 @@ def add_StorageServiceServicer_to_server(servicer, server):
                     request_deserializer=tq__service_dot_v1_dot_storage__service__pb2.PutRequest.FromString,
                     response_serializer=tq__service_dot_v1_dot_storage__service__pb2.PutResponse.SerializeToString,
             ),
-            'PutSmall': grpc.unary_unary_rpc_method_handler(
-                    servicer.PutSmall,
-                    request_deserializer=tq__service_dot_v1_dot_storage__service__pb2.PutSmallRequest.FromString,
-                    response_serializer=tq__service_dot_v1_dot_storage__service__pb2.PutSmallResponse.SerializeToString,
+            'PutInline': grpc.unary_unary_rpc_method_handler(
+                    servicer.PutInline,
+                    request_deserializer=tq__service_dot_v1_dot_storage__service__pb2.PutInlineRequest.FromString,
+                    response_serializer=tq__service_dot_v1_dot_storage__service__pb2.PutInlineResponse.SerializeToString,
             ),
             'Get': grpc.unary_stream_rpc_method_handler(
                     servicer.Get,
                     request_deserializer=tq__service_dot_v1_dot_storage__service__pb2.GetRequest.FromString,
                     response_serializer=tq__service_dot_v1_dot_storage__service__pb2.GetResponse.SerializeToString,
             ),
-            'GetSmall': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetSmall,
-                    request_deserializer=tq__service_dot_v1_dot_storage__service__pb2.GetSmallRequest.FromString,
-                    response_serializer=tq__service_dot_v1_dot_storage__service__pb2.GetSmallResponse.SerializeToString,
+            'GetInline': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetInline,
+                    request_deserializer=tq__service_dot_v1_dot_storage__service__pb2.GetInlineRequest.FromString,
+                    response_serializer=tq__service_dot_v1_dot_storage__service__pb2.GetInlineResponse.SerializeToString,
             ),
             'Stat': grpc.unary_unary_rpc_method_handler(
                     servicer.Stat,
@@ -214,7 +214,7 @@ class StorageService(object):
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 
     @staticmethod
-    def PutSmall(request,
+    def PutInline(request,
             target,
             options=(),
             channel_credentials=None,
@@ -224,9 +224,9 @@ class StorageService(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(request, target, '/tq_service.v1.StorageService/PutSmall',
-            tq__service_dot_v1_dot_storage__service__pb2.PutSmallRequest.SerializeToString,
-            tq__service_dot_v1_dot_storage__service__pb2.PutSmallResponse.FromString,
+        return grpc.experimental.unary_unary(request, target, '/tq_service.v1.StorageService/PutInline',
+            tq__service_dot_v1_dot_storage__service__pb2.PutInlineRequest.SerializeToString,
+            tq__service_dot_v1_dot_storage__service__pb2.PutInlineResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 
@@ -248,7 +248,7 @@ class StorageService(object):
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 
     @staticmethod
-    def GetSmall(request,
+    def GetInline(request,
             target,
             options=(),
             channel_credentials=None,
@@ -258,9 +258,9 @@ class StorageService(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(request, target, '/tq_service.v1.StorageService/GetSmall',
-            tq__service_dot_v1_dot_storage__service__pb2.GetSmallRequest.SerializeToString,
-            tq__service_dot_v1_dot_storage__service__pb2.GetSmallResponse.FromString,
+        return grpc.experimental.unary_unary(request, target, '/tq_service.v1.StorageService/GetInline',
+            tq__service_dot_v1_dot_storage__service__pb2.GetInlineRequest.SerializeToString,
+            tq__service_dot_v1_dot_storage__service__pb2.GetInlineResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -29,16 +29,16 @@ class StorageServiceStub:
     header one after the other. Changes: reserves `size_bytes` before the first frame is read and stores the bytes;
     they are visible only after the commit, which is part of this call where the header carries one, and expire
     without it. Idempotent under `put_id` and the commit's `request_id`. Blocks until there is room, at most until the
-    call's deadline; then it sends initial metadata with the key `tq-room`, for which clients may wait with the frames
-    (where the put is there already, the answer comes instead). Its value is "frames", or "deposit" where the header
-    names an open session and the bytes are to be handed over as shared memory (handover.proto). Errors: INVALID_ARGUMENT (stream shorter, longer or
+    call's deadline; then it sends initial metadata with the key `tq-send-as`, for which clients may wait with the frames
+    (where the put is there already, the answer comes instead). Its value is "frames", or "fds" where the header
+    names an open session and the bytes are to be sent as shared memory (shared_memory.proto). Errors: INVALID_ARGUMENT (stream shorter, longer or
     other than declared, every row of Commit's table), RESOURCE_EXHAUSTED (no room; with RetryInfo unless the put is
     larger than the quota). After an error nothing is stored.
     """
 
-    PutSmall: grpc.UnaryUnaryMultiCallable[
-        tq_service.v1.storage_service_pb2.PutSmallRequest,
-        tq_service.v1.storage_service_pb2.PutSmallResponse,
+    PutInline: grpc.UnaryUnaryMultiCallable[
+        tq_service.v1.storage_service_pb2.PutInlineRequest,
+        tq_service.v1.storage_service_pb2.PutInlineResponse,
     ]
     """Stores one put of at most 256 KiB that comes whole, in one message: what Put does, for about half its cost. Changes,
     idempotence, blocking and errors are those of Put, and a put may be tried again by the other of the two. Larger puts
@@ -52,17 +52,17 @@ class StorageServiceStub:
     """Reads cells. The first message is the header with specs, sizes and extents, the others are frames that together
     carry the values of the columns one after the other, in the order asked for. Changes nothing; what is being read
     stays readable to the end when it is cleared or overwritten meanwhile. With a session, columns that lie in shared
-    memory are offered there, and the call lasts until they are collected; else it does not block. Errors: DATA_LOSS
+    memory are offered there, and the call lasts until they are received; else it does not block. Errors: DATA_LOSS
     (another boot of this service took the put), NOT_FOUND (the put or a cell of it was cleared), INVALID_ARGUMENT.
     """
 
-    GetSmall: grpc.UnaryUnaryMultiCallable[
-        tq_service.v1.storage_service_pb2.GetSmallRequest,
-        tq_service.v1.storage_service_pb2.GetSmallResponse,
+    GetInline: grpc.UnaryUnaryMultiCallable[
+        tq_service.v1.storage_service_pb2.GetInlineRequest,
+        tq_service.v1.storage_service_pb2.GetInlineResponse,
     ]
     """Reads cells whose values, those in shared memory apart, take at most 256 KiB, in one message: what Get does, for less.
     Where they take more the answer has no header, and Get is to be called. Changes nothing, does not block; what is
-    offered in the session can be collected for 10 s after the answer. Errors: those of Get.
+    offered in the session can be received for 10 s after the answer. Errors: those of Get.
     """
 
     Stat: grpc.UnaryUnaryMultiCallable[
@@ -112,16 +112,16 @@ class StorageServiceAsyncStub:
     header one after the other. Changes: reserves `size_bytes` before the first frame is read and stores the bytes;
     they are visible only after the commit, which is part of this call where the header carries one, and expire
     without it. Idempotent under `put_id` and the commit's `request_id`. Blocks until there is room, at most until the
-    call's deadline; then it sends initial metadata with the key `tq-room`, for which clients may wait with the frames
-    (where the put is there already, the answer comes instead). Its value is "frames", or "deposit" where the header
-    names an open session and the bytes are to be handed over as shared memory (handover.proto). Errors: INVALID_ARGUMENT (stream shorter, longer or
+    call's deadline; then it sends initial metadata with the key `tq-send-as`, for which clients may wait with the frames
+    (where the put is there already, the answer comes instead). Its value is "frames", or "fds" where the header
+    names an open session and the bytes are to be sent as shared memory (shared_memory.proto). Errors: INVALID_ARGUMENT (stream shorter, longer or
     other than declared, every row of Commit's table), RESOURCE_EXHAUSTED (no room; with RetryInfo unless the put is
     larger than the quota). After an error nothing is stored.
     """
 
-    PutSmall: grpc.aio.UnaryUnaryMultiCallable[
-        tq_service.v1.storage_service_pb2.PutSmallRequest,
-        tq_service.v1.storage_service_pb2.PutSmallResponse,
+    PutInline: grpc.aio.UnaryUnaryMultiCallable[
+        tq_service.v1.storage_service_pb2.PutInlineRequest,
+        tq_service.v1.storage_service_pb2.PutInlineResponse,
     ]
     """Stores one put of at most 256 KiB that comes whole, in one message: what Put does, for about half its cost. Changes,
     idempotence, blocking and errors are those of Put, and a put may be tried again by the other of the two. Larger puts
@@ -135,17 +135,17 @@ class StorageServiceAsyncStub:
     """Reads cells. The first message is the header with specs, sizes and extents, the others are frames that together
     carry the values of the columns one after the other, in the order asked for. Changes nothing; what is being read
     stays readable to the end when it is cleared or overwritten meanwhile. With a session, columns that lie in shared
-    memory are offered there, and the call lasts until they are collected; else it does not block. Errors: DATA_LOSS
+    memory are offered there, and the call lasts until they are received; else it does not block. Errors: DATA_LOSS
     (another boot of this service took the put), NOT_FOUND (the put or a cell of it was cleared), INVALID_ARGUMENT.
     """
 
-    GetSmall: grpc.aio.UnaryUnaryMultiCallable[
-        tq_service.v1.storage_service_pb2.GetSmallRequest,
-        tq_service.v1.storage_service_pb2.GetSmallResponse,
+    GetInline: grpc.aio.UnaryUnaryMultiCallable[
+        tq_service.v1.storage_service_pb2.GetInlineRequest,
+        tq_service.v1.storage_service_pb2.GetInlineResponse,
     ]
     """Reads cells whose values, those in shared memory apart, take at most 256 KiB, in one message: what Get does, for less.
     Where they take more the answer has no header, and Get is to be called. Changes nothing, does not block; what is
-    offered in the session can be collected for 10 s after the answer. Errors: those of Get.
+    offered in the session can be received for 10 s after the answer. Errors: those of Get.
     """
 
     Stat: grpc.aio.UnaryUnaryMultiCallable[
@@ -197,19 +197,19 @@ class StorageServiceServicer(metaclass=abc.ABCMeta):
         header one after the other. Changes: reserves `size_bytes` before the first frame is read and stores the bytes;
         they are visible only after the commit, which is part of this call where the header carries one, and expire
         without it. Idempotent under `put_id` and the commit's `request_id`. Blocks until there is room, at most until the
-        call's deadline; then it sends initial metadata with the key `tq-room`, for which clients may wait with the frames
-        (where the put is there already, the answer comes instead). Its value is "frames", or "deposit" where the header
-        names an open session and the bytes are to be handed over as shared memory (handover.proto). Errors: INVALID_ARGUMENT (stream shorter, longer or
+        call's deadline; then it sends initial metadata with the key `tq-send-as`, for which clients may wait with the frames
+        (where the put is there already, the answer comes instead). Its value is "frames", or "fds" where the header
+        names an open session and the bytes are to be sent as shared memory (shared_memory.proto). Errors: INVALID_ARGUMENT (stream shorter, longer or
         other than declared, every row of Commit's table), RESOURCE_EXHAUSTED (no room; with RetryInfo unless the put is
         larger than the quota). After an error nothing is stored.
         """
 
     @abc.abstractmethod
-    def PutSmall(
+    def PutInline(
         self,
-        request: tq_service.v1.storage_service_pb2.PutSmallRequest,
+        request: tq_service.v1.storage_service_pb2.PutInlineRequest,
         context: _ServicerContext,
-    ) -> typing.Union[tq_service.v1.storage_service_pb2.PutSmallResponse, collections.abc.Awaitable[tq_service.v1.storage_service_pb2.PutSmallResponse]]:
+    ) -> typing.Union[tq_service.v1.storage_service_pb2.PutInlineResponse, collections.abc.Awaitable[tq_service.v1.storage_service_pb2.PutInlineResponse]]:
         """Stores one put of at most 256 KiB that comes whole, in one message: what Put does, for about half its cost. Changes,
         idempotence, blocking and errors are those of Put, and a put may be tried again by the other of the two. Larger puts
         are INVALID_ARGUMENT: while they wait for capacity, their bytes would be in memory that no quota counts.
@@ -224,19 +224,19 @@ class StorageServiceServicer(metaclass=abc.ABCMeta):
         """Reads cells. The first message is the header with specs, sizes and extents, the others are frames that together
         carry the values of the columns one after the other, in the order asked for. Changes nothing; what is being read
         stays readable to the end when it is cleared or overwritten meanwhile. With a session, columns that lie in shared
-        memory are offered there, and the call lasts until they are collected; else it does not block. Errors: DATA_LOSS
+        memory are offered there, and the call lasts until they are received; else it does not block. Errors: DATA_LOSS
         (another boot of this service took the put), NOT_FOUND (the put or a cell of it was cleared), INVALID_ARGUMENT.
         """
 
     @abc.abstractmethod
-    def GetSmall(
+    def GetInline(
         self,
-        request: tq_service.v1.storage_service_pb2.GetSmallRequest,
+        request: tq_service.v1.storage_service_pb2.GetInlineRequest,
         context: _ServicerContext,
-    ) -> typing.Union[tq_service.v1.storage_service_pb2.GetSmallResponse, collections.abc.Awaitable[tq_service.v1.storage_service_pb2.GetSmallResponse]]:
+    ) -> typing.Union[tq_service.v1.storage_service_pb2.GetInlineResponse, collections.abc.Awaitable[tq_service.v1.storage_service_pb2.GetInlineResponse]]:
         """Reads cells whose values, those in shared memory apart, take at most 256 KiB, in one message: what Get does, for less.
         Where they take more the answer has no header, and Get is to be called. Changes nothing, does not block; what is
-        offered in the session can be collected for 10 s after the answer. Errors: those of Get.
+        offered in the session can be received for 10 s after the answer. Errors: those of Get.
         """
 
     @abc.abstractmethod

@@ -23,20 +23,20 @@ from tq_service.wire.dtypes import Bytes
 
 DEFAULT_FRAME_BYTES: Final = 2 << 20
 
-ROOM_KEY: Final = "tq-room"
+SEND_AS_KEY: Final = "tq-send-as"
 """Key of the initial metadata by which a storage service says that a put has room and its bytes may come."""
 
-ROOM_FOR_FRAMES: Final = "frames"
+SEND_AS_FRAMES: Final = "frames"
 """Value of that key: in frames."""
 
-ROOM_FOR_DEPOSIT: Final = "deposit"
+SEND_AS_FDS: Final = "fds"
 """Value of that key: as shared memory, in the session that the header names."""
 
-SMALL_PUT_BYTES: Final = 256 << 10
-"""Puts up to this size go in one message (PutSmall), whose bytes no quota counts while they wait for room."""
+INLINE_BYTES: Final = 256 << 10
+"""Puts and gets up to this size, shared memory apart, go in one message (PutInline, GetInline).
 
-SMALL_GET_BYTES: Final = 256 << 10
-"""Gets of up to this size, shared memory apart, are answered in one message (GetSmall)."""
+No quota counts the bytes of such a put while it waits for capacity.
+"""
 
 _FRAME_TAG: Final = 0x12  # field 2, length-delimited
 _MAX_VARINT_BYTES: Final = 5  # of a size; the library refuses longer ones

@@ -1,4 +1,4 @@
-"""Memory shared by processes of one host: sealed memfds, whose file descriptors are handed over a Unix socket.
+"""Memory shared by processes of one host: sealed memfds, whose file descriptors are sent over a Unix socket.
 
 A put's columns lie one after the other, each from a multiple of 64 bytes on, in one memfd or in several of equal size.
 Once written it is sealed: no process, its writer included, can write, shrink or grow it any more, so readers may map it
@@ -176,16 +176,16 @@ def check(fd: int, size: int) -> None:
         seals = 0
     if seals & _SEALS != _SEALS:
         raise InvalidArgumentError(
-            f"a file descriptor with seals {seals:#x} was handed over; expected a memfd sealed against writing, "
+            f"a file descriptor with seals {seals:#x} was sent; expected a memfd sealed against writing, "
             f"shrinking, growing and further seals ({_SEALS:#x})"
         )
     status = os.fstat(fd)
     if status.st_size != size:
-        raise InvalidArgumentError(f"shared memory of {status.st_size} bytes was handed over; expected {size}")
+        raise InvalidArgumentError(f"shared memory of {status.st_size} bytes was sent; expected {size}")
     if status.st_blocks * _STAT_BLOCK_BYTES < size:
         # A hole takes memory of whoever reads it first, who may have none left.
         raise InvalidArgumentError(
-            f"shared memory of {size} bytes was handed over, of which {status.st_blocks * _STAT_BLOCK_BYTES} are "
+            f"shared memory of {size} bytes was sent, of which {status.st_blocks * _STAT_BLOCK_BYTES} are "
             "there; write all of it before it is sealed"
         )
 

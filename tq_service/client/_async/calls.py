@@ -12,24 +12,24 @@ import grpc
 
 from tq_service.client._async.channels import AsyncChannels, AsyncEndpoint
 from tq_service.client.concurrency import async_in_thread, async_is_of_closing, async_sleep
-from tq_service.client.handover import SHARED_FROM_BYTES
 from tq_service.client.heap import keep_frame_buffers
 from tq_service.client.put_streams import async_send_put
 from tq_service.client.reads import AnswerReader, Received
 from tq_service.client.retry import Backoff, Deadline, error_of
+from tq_service.dataplane.shared_memory.client import SHARED_FROM_BYTES
 from tq_service.errors import CallCancelledError, TqError, UnavailableError
 from tq_service.v1.storage_service_pb2 import (
+    GetInlineRequest,
     GetRequest,
-    GetSmallRequest,
     PutHeader,
+    PutInlineRequest,
     PutResponse,
-    PutSmallRequest,
     StatRequest,
 )
 from tq_service.wire.columns import Column
 from tq_service.wire.credentials import Credentials
 from tq_service.wire.error_table import status_from_trailers
-from tq_service.wire.frames import SMALL_PUT_BYTES, iter_frames
+from tq_service.wire.frames import INLINE_BYTES, iter_frames
 
 T = TypeVar("T")
 
@@ -104,16 +104,16 @@ class AsyncCalls:
         """Send a put: in one message where it is small, else as a stream."""
         keep_frame_buffers()
         chunks = (chunk for column in columns for chunk in column.chunks)
-        if header.size_bytes <= SMALL_PUT_BYTES:
-            request = PutSmallRequest(header=header, values=b"".join(chunks))
-            answer = await self.unary_once(lambda to: to.storage.PutSmall, request, deadline, address)
+        if header.size_bytes <= INLINE_BYTES:
+            request = PutInlineRequest(header=header, values=b"".join(chunks))
+            answer = await self.unary_once(lambda to: to.storage.PutInline, request, deadline, address)
             return answer.put
         endpoint = self.channels.endpoint(address)
         if header.size_bytes >= SHARED_FROM_BYTES:
             await self._find_on_host(endpoint, deadline)
-        with endpoint.link.session() as handover, self._errors_of(endpoint, deadline):
-            deposit = None if handover is None else partial(handover.deposit, header.put_id, columns)
-            header.handover_session = b"" if handover is None else handover.session_id
+        with endpoint.link.session() as fd_channel, self._errors_of(endpoint, deadline):
+            deposit = None if fd_channel is None else partial(fd_channel.send_fds, header.put_id, columns)
+            header.shared_memory_session = b"" if fd_channel is None else fd_channel.session_id
             return await async_send_put(
                 endpoint.put, header, iter_frames(chunks), deadline, deposit=deposit, metadata=endpoint.metadata()
             )
@@ -136,9 +136,9 @@ class AsyncCalls:
         keep_frame_buffers()
         endpoint = self.channels.endpoint(address)
         await self._find_on_host(endpoint, deadline)
-        with endpoint.link.session() as handover:
-            request.handover_session = b"" if handover is None else handover.session_id
-            reader = AnswerReader(row_count, handover)
+        with endpoint.link.session() as fd_channel:
+            request.shared_memory_session = b"" if fd_channel is None else fd_channel.session_id
+            reader = AnswerReader(row_count, fd_channel)
             with self._errors_of(endpoint, deadline):
                 is_sent = endpoint.sent_sizes.is_small(request, row_count) and await self._get_small(
                     endpoint, request, reader, deadline
@@ -152,13 +152,13 @@ class AsyncCalls:
         self, endpoint: AsyncEndpoint, request: GetRequest, reader: AnswerReader, deadline: Deadline
     ) -> bool:
         """Get in one message; return False where the answer is too large for that."""
-        small = GetSmallRequest(get=request)
-        answer = await endpoint.storage.GetSmall(small, timeout=deadline.remaining(), metadata=endpoint.metadata())
+        small = GetInlineRequest(get=request)
+        answer = await endpoint.storage.GetInline(small, timeout=deadline.remaining(), metadata=endpoint.metadata())
         if not answer.HasField("header"):
             return False
         reader.take(answer.header)
         if reader.has_offer:
-            await async_in_thread(reader.collect)
+            await async_in_thread(reader.receive_shared)
         reader.take(memoryview(answer.values))
         return True
 
@@ -170,12 +170,12 @@ class AsyncCalls:
             async for part in stream:
                 reader.take(part)
                 if reader.has_offer:
-                    await async_in_thread(reader.collect)
+                    await async_in_thread(reader.receive_shared)
         finally:
             stream.cancel()
 
     async def _find_on_host(self, endpoint: AsyncEndpoint, deadline: Deadline) -> None:
-        """Ask a storage service for its handover socket when that is due, and open a session if it is on this host."""
+        """Ask a storage service for its socket for shared memory when that is due, and open a channel there."""
         if not endpoint.link.is_due():
             return
         try:

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from tq_service.client.channel import CHANNEL_OPTIONS, controller_stub, get_call, health_stub, put_call, storage_stub
 from tq_service.client.concurrency import AsyncHome
-from tq_service.client.handover import HostLink
 from tq_service.client.outage import Outage
 from tq_service.client.sent_sizes import SentSizes
+from tq_service.dataplane.shared_memory.client import HostLink
 from tq_service.errors import PreconditionError
 from tq_service.wire.credentials import Credentials, async_open_channel
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tq_service.client.receive_buffers import ReceiveBuffers
+from tq_service.dataplane.receive_buffers import ReceiveBuffers
 
 SIZE = 8 << 20
 

@@ -1,4 +1,4 @@
-"""Messages of the Unix socket over which processes of one host hand each other file descriptors."""
+"""Messages of the Unix socket over which processes of one host send each other file descriptors."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Final, TypeVar
 from google.protobuf.message import DecodeError
 
 from tq_service.errors import InvalidArgumentError
-from tq_service.v1.handover_pb2 import HandoverAnswer, HandoverRequest
+from tq_service.v1.shared_memory_pb2 import SharedMemoryAnswer, SharedMemoryRequest
 from tq_service.wire.shared_memory import close_all
 
-Message = TypeVar("Message", HandoverRequest, HandoverAnswer)
+Message = TypeVar("Message", SharedMemoryRequest, SharedMemoryAnswer)
 
 MOST_FDS: Final = 128
 """Most file descriptors of one message; Linux carries up to 253."""
 
 SOCKET_DIR_VARIABLE: Final = "TQ_SHARED_MEMORY_DIR"
-"""Environment variable with the folder of the sockets, where it is not the same path for server and client."""
+"""Environment variable with the directory of the sockets, where it is not the same path for server and client."""
 
 _MOST_MESSAGE_BYTES: Final = 4096
 
@@ -28,7 +28,7 @@ def open_socket() -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-def send(connection: socket.socket, message: HandoverRequest | HandoverAnswer, fds: Sequence[int] = ()) -> None:
+def send(connection: socket.socket, message: SharedMemoryRequest | SharedMemoryAnswer, fds: Sequence[int] = ()) -> None:
     """Send a message with file descriptors, which stay the sender's too.
 
     Raises:
@@ -50,8 +50,8 @@ def receive(
     try:
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
             raise InvalidArgumentError(
-                f"a message of over {_MOST_MESSAGE_BYTES} bytes or {most_fds} file descriptors came over the handover "
-                "socket"
+                f"a message of over {_MOST_MESSAGE_BYTES} bytes or {most_fds} file descriptors came over the "
+                "socket for shared memory"
             )
         if not data:
             close_all(fds)
@@ -60,7 +60,7 @@ def receive(
     except DecodeError as error:
         close_all(fds)
         raise InvalidArgumentError(
-            f"what came over the handover socket is no {kind.DESCRIPTOR.name}: {error}"
+            f"what came over the socket for shared memory is no {kind.DESCRIPTOR.name}: {error}"
         ) from None
     except BaseException:
         close_all(fds)

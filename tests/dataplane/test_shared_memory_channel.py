@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 from open_files import open_files
 
-from tq_service.client.handover import Handover
+from tq_service.dataplane.shared_memory import messages
+from tq_service.dataplane.shared_memory import server as server_side
+from tq_service.dataplane.shared_memory import server as shared_memory_session
+from tq_service.dataplane.shared_memory.client import FdChannel
+from tq_service.dataplane.shared_memory.server import SharedMemoryServer
 from tq_service.errors import UnavailableError
-from tq_service.server import handover as server_side
-from tq_service.server import handover_session
-from tq_service.server.handover import HandoverServer
-from tq_service.v1.handover_pb2 import Collection, Deposit, Greeting, HandoverAnswer, HandoverRequest
-from tq_service.wire import handover, shared_memory
+from tq_service.v1.shared_memory_pb2 import Hello, ReceiveFds, SendFds, SharedMemoryAnswer, SharedMemoryRequest
+from tq_service.wire import shared_memory
 from tq_service.wire.encoding import encode_columns
 
 pytestmark = pytest.mark.skipif(not shared_memory.is_supported(), reason="sealed memfds are there on Linux only")
@@ -34,29 +35,29 @@ def tmp_path(tmp_path_factory):
 
 @pytest.fixture
 async def server(tmp_path):
-    server = HandoverServer(tmp_path, BOOT)
+    server = SharedMemoryServer(tmp_path, BOOT)
     server.start()
     yield server
     server.close()
 
 
 async def connect(server):
-    return await asyncio.to_thread(Handover, server.path, BOOT)
+    return await asyncio.to_thread(FdChannel, server.path, BOOT)
 
 
 async def ask(connection, request, fds=()):
     """Exchange raw messages: what a client that keeps no rules may send."""
 
     def exchange():
-        handover.send(connection, request, fds)
-        received = handover.receive(connection, HandoverAnswer)
+        messages.send(connection, request, fds)
+        received = messages.receive(connection, SharedMemoryAnswer)
         return None if received is None else received[0].WhichOneof("answer")
 
     return await asyncio.to_thread(exchange)
 
 
 def raw(server):
-    connection = handover.open_socket()
+    connection = messages.open_socket()
     connection.settimeout(10)
     connection.connect(str(server.path))
     return connection
@@ -70,52 +71,52 @@ async def settled(condition):
     raise AssertionError("it did not come to that")
 
 
-async def test_a_deposit_reaches_the_put_that_waits_for_it(server):
+async def test_fds_reach_the_put_that_waits_for_it(server):
     client = await connect(server)
-    with server.session(client.session_id).awaiting(PUT) as parcel:
-        await asyncio.to_thread(client.deposit, PUT, COLUMNS)
-        (fd,) = parcel.take()
+    with server.session(client.session_id).awaiting(PUT) as pending_fds:
+        await asyncio.to_thread(client.send_fds, PUT, COLUMNS)
+        (fd,) = pending_fds.take()
     values = shared_memory.map_private([(fd, 0, COLUMNS[0].value_bytes)]).view(np.int64)
     assert np.array_equal(values, np.arange(1 << 16))
     os.close(fd)
 
 
-async def test_a_deposit_nobody_waits_for_is_refused_and_closed(server):
+async def test_fds_that_no_put_waits_for_are_refused_and_closed(server):
     client = await connect(server)
     session = server.session(client.session_id)
     before = open_files()
     with pytest.raises(UnavailableError, match="no put waits"):
-        await asyncio.to_thread(client.deposit, PUT, COLUMNS)
+        await asyncio.to_thread(client.send_fds, PUT, COLUMNS)
     with session.awaiting(b"q" * 16), pytest.raises(UnavailableError, match="no put waits"):
-        await asyncio.to_thread(client.deposit, PUT, COLUMNS)
+        await asyncio.to_thread(client.send_fds, PUT, COLUMNS)
     assert open_files() <= before
 
 
-async def test_a_second_deposit_of_one_put_is_refused(server):
+async def test_a_second_send_fds_of_one_put_is_refused(server):
     client = await connect(server)
     before = open_files()
     with server.session(client.session_id).awaiting(PUT):
-        await asyncio.to_thread(client.deposit, PUT, COLUMNS)
+        await asyncio.to_thread(client.send_fds, PUT, COLUMNS)
         with pytest.raises(UnavailableError, match="no put waits"):
-            await asyncio.to_thread(client.deposit, PUT, COLUMNS)
+            await asyncio.to_thread(client.send_fds, PUT, COLUMNS)
     assert open_files() <= before
 
 
-async def test_another_session_cannot_deposit_for_a_put(server):
+async def test_another_session_cannot_send_fds_for_a_put(server):
     owner, stranger = await connect(server), await connect(server)
-    with server.session(owner.session_id).awaiting(PUT) as parcel:
+    with server.session(owner.session_id).awaiting(PUT) as pending_fds:
         with pytest.raises(UnavailableError, match="no put waits"):
-            await asyncio.to_thread(stranger.deposit, PUT, COLUMNS)
-        with pytest.raises(UnavailableError, match="not handed over"):
-            parcel.take()
+            await asyncio.to_thread(stranger.send_fds, PUT, COLUMNS)
+        with pytest.raises(UnavailableError, match="not sent"):
+            pending_fds.take()
 
 
-async def test_a_deposit_that_is_not_taken_is_closed(server):
+async def test_fds_that_are_not_taken_are_closed(server):
     client = await connect(server)
     before = open_files()
-    with server.session(client.session_id).awaiting(PUT) as parcel:
-        await asyncio.to_thread(client.deposit, PUT, COLUMNS)
-        assert parcel.has_come
+    with server.session(client.session_id).awaiting(PUT) as pending_fds:
+        await asyncio.to_thread(client.send_fds, PUT, COLUMNS)
+        assert pending_fds.has_come
     assert open_files() <= before
 
 
@@ -124,7 +125,7 @@ async def test_offered_memory_is_collected_in_order(server, count):
     client = await connect(server)
     paths = [os.memfd_create(f"part-{number}") for number in range(count)]
     with server.session(client.session_id).offering(paths) as offer:
-        fds = await asyncio.to_thread(client.collect, offer.offer_id, count)
+        fds = await asyncio.to_thread(client.receive_fds, offer.offer_id, count)
         await asyncio.wait_for(offer.wait(), 10)
     assert [os.fstat(fd).st_ino for fd in fds] == [os.fstat(fd).st_ino for fd in paths]
     assert len({os.fstat(fd).st_ino for fd in fds}) == count
@@ -137,9 +138,9 @@ async def test_only_the_session_of_the_get_collects_and_only_while_it_lasts(serv
     before = open_files()
     session = server.session(owner.session_id)
     with session.offering([fd]) as offer, pytest.raises(UnavailableError, match="no get of this session"):
-        await asyncio.to_thread(stranger.collect, offer.offer_id, 1)
+        await asyncio.to_thread(stranger.receive_fds, offer.offer_id, 1)
     with pytest.raises(UnavailableError, match="no get of this session"):
-        await asyncio.to_thread(owner.collect, offer.offer_id, 1)
+        await asyncio.to_thread(owner.receive_fds, offer.offer_id, 1)
     assert open_files() <= before
     os.close(fd)
 
@@ -155,52 +156,52 @@ async def test_an_offer_ends_when_its_client_is_gone(server):
     assert server.session(client.session_id) is None
 
 
-async def test_what_is_lent_is_taken_back_when_all_was_collected(server):
+async def test_what_is_lent_is_ended_when_all_was_collected(server):
     client = await connect(server)
     fds = [os.memfd_create(f"part-{number}") for number in range(200)]
-    taken_back = []
-    offer = server.session(client.session_id).lend(fds, lambda: taken_back.append(True))
-    assert not taken_back
-    received = await asyncio.to_thread(client.collect, offer.offer_id, len(fds))
-    await settled(lambda: taken_back == [True])
+    ended = []
+    offer = server.session(client.session_id).lease(fds, lambda: ended.append(True))
+    assert not ended
+    received = await asyncio.to_thread(client.receive_fds, offer.offer_id, len(fds))
+    await settled(lambda: ended == [True])
     with pytest.raises(UnavailableError, match="no get of this session"):
-        await asyncio.to_thread(client.collect, offer.offer_id, 1)
+        await asyncio.to_thread(client.receive_fds, offer.offer_id, 1)
     shared_memory.close_all([*fds, *received])
 
 
-async def test_what_is_lent_is_taken_back_in_time(server, monkeypatch):
-    monkeypatch.setattr(handover_session, "_LENT_SECONDS", 0.01)
+async def test_what_is_lent_is_ended_in_time(server, monkeypatch):
+    monkeypatch.setattr(shared_memory_session, "_LEASE_SECONDS", 0.01)
     client = await connect(server)
-    taken_back = []
-    offer = server.session(client.session_id).lend([0], lambda: taken_back.append(True))
-    await settled(lambda: taken_back == [True])
+    ended = []
+    offer = server.session(client.session_id).lease([0], lambda: ended.append(True))
+    await settled(lambda: ended == [True])
     with pytest.raises(UnavailableError, match="no get of this session"):
-        await asyncio.to_thread(client.collect, offer.offer_id, 1)
+        await asyncio.to_thread(client.receive_fds, offer.offer_id, 1)
 
 
-async def test_what_is_lent_is_taken_back_with_the_session(server):
+async def test_what_is_lent_is_ended_with_the_session(server):
     client = await connect(server)
     session = server.session(client.session_id)
-    taken_back = []
-    session.lend([0], lambda: taken_back.append("before"))
+    ended = []
+    session.lease([0], lambda: ended.append("before"))
     client.close()
-    await settled(lambda: taken_back == ["before"])
-    session.lend([0], lambda: taken_back.append("after"))
-    assert taken_back == ["before", "after"]
+    await settled(lambda: ended == ["before"])
+    session.lease([0], lambda: ended.append("after"))
+    assert ended == ["before", "after"]
 
 
 async def test_another_life_of_the_service_is_refused(server):
     with pytest.raises(UnavailableError, match="another storage service"):
-        await asyncio.to_thread(Handover, server.path, b"c" * 16)
+        await asyncio.to_thread(FdChannel, server.path, b"c" * 16)
 
 
 @pytest.mark.parametrize(
     "packet",
     [
         b"\xff\xff\xff",
-        HandoverRequest(deposit=Deposit(put_id=PUT)).SerializeToString(),
-        HandoverRequest(collection=Collection(offer_id=PUT)).SerializeToString(),
-        HandoverRequest(greeting=Greeting(boot_id=bytes(5000))).SerializeToString(),
+        SharedMemoryRequest(send_fds=SendFds(put_id=PUT)).SerializeToString(),
+        SharedMemoryRequest(receive_fds=ReceiveFds(offer_id=PUT)).SerializeToString(),
+        SharedMemoryRequest(hello=Hello(boot_id=bytes(5000))).SerializeToString(),
         b"\x22\x00",
     ],
     ids=["garbage", "deposit", "collection", "too long", "unknown"],
@@ -214,13 +215,13 @@ async def test_who_does_not_greet_is_cut_off(server, packet):
     assert (await connect(server)).session_id  # the others are served
 
 
-async def test_a_deposit_without_file_descriptors_is_refused(server):
+async def test_send_fds_without_file_descriptors_is_refused(server):
     with raw(server) as connection:
-        assert await ask(connection, HandoverRequest(greeting=Greeting(boot_id=BOOT))) == "welcome"
+        assert await ask(connection, SharedMemoryRequest(hello=Hello(boot_id=BOOT))) == "hello"
         session = next(iter(server._sessions.values()))
-        with session.awaiting(PUT) as parcel:
-            assert await ask(connection, HandoverRequest(deposit=Deposit(put_id=PUT))) == "refusal"
-            assert not parcel.has_come
+        with session.awaiting(PUT) as pending_fds:
+            assert await ask(connection, SharedMemoryRequest(send_fds=SendFds(put_id=PUT))) == "refusal"
+            assert not pending_fds.has_come
 
 
 async def test_too_many_sessions_are_refused_the_others_served(server, monkeypatch):
@@ -244,7 +245,7 @@ async def test_who_opens_sessions_but_makes_no_calls_keeps_nobody_out(server, mo
     assert server.session(greeted.session_id) is not None
     assert server.session(used.session_id) is not None
     assert len(server._connections) <= 4
-    assert await ask(idle[-1], HandoverRequest(greeting=Greeting(boot_id=BOOT))) == "welcome"
+    assert await ask(idle[-1], SharedMemoryRequest(hello=Hello(boot_id=BOOT))) == "hello"
     assert idle[0].recv(1) == b""
     for connection in idle:
         connection.close()
@@ -252,11 +253,11 @@ async def test_who_opens_sessions_but_makes_no_calls_keeps_nobody_out(server, mo
 
 async def test_sockets_of_killed_services_are_removed_those_of_others_left(server, tmp_path):
     dead = tmp_path / f"{'ab' * 16}.sock"
-    with handover.open_socket() as left_behind:
+    with messages.open_socket() as left_behind:
         left_behind.bind(str(dead))
     unrelated = tmp_path / "notes.txt"
     unrelated.write_text("mine")
-    other = HandoverServer(tmp_path, b"o" * 16)
+    other = SharedMemoryServer(tmp_path, b"o" * 16)
     other.start()
     assert not dead.exists()
     assert unrelated.exists()
@@ -267,7 +268,7 @@ async def test_sockets_of_killed_services_are_removed_those_of_others_left(serve
 
 
 async def test_the_folder_it_makes_is_its_users_alone(tmp_path):
-    server = HandoverServer(tmp_path / "new" / "folder", BOOT)
+    server = SharedMemoryServer(tmp_path / "new" / "folder", BOOT)
     server.start()
     assert server.path.parent.stat().st_mode & 0o777 == 0o700
     server.close()
@@ -278,10 +279,10 @@ def test_a_folder_that_others_could_have_made_is_refused(tmp_path):
     server_side.make_private(folder)
     server_side.make_private(folder)
     folder.chmod(0o770)
-    with pytest.raises(PermissionError, match="not a folder of this user alone"):
+    with pytest.raises(PermissionError, match="not a directory of this user alone"):
         server_side.make_private(folder)
     (tmp_path / "link").symlink_to(tmp_path)
-    with pytest.raises(PermissionError, match="not a folder of this user alone"):
+    with pytest.raises(PermissionError, match="not a directory of this user alone"):
         server_side.make_private(tmp_path / "link")
 
 
@@ -289,7 +290,7 @@ async def test_closing_ends_the_sessions(server):
     client = await connect(server)
     server.close()
     with pytest.raises(UnavailableError, match="has ended"):
-        await asyncio.to_thread(client.collect, b"o" * 16, 1)
+        await asyncio.to_thread(client.receive_fds, b"o" * 16, 1)
 
 
 async def test_threads_share_a_session(server):
@@ -297,18 +298,18 @@ async def test_threads_share_a_session(server):
     put_ids = [bytes([number]) * 16 for number in range(8)]
     session = server.session(client.session_id)
     with_all = [session.awaiting(put_id) for put_id in put_ids]
-    parcels = [each.__enter__() for each in with_all]
-    threads = [threading.Thread(target=client.deposit, args=(put_id, COLUMNS)) for put_id in put_ids]
+    pending = [each.__enter__() for each in with_all]
+    threads = [threading.Thread(target=client.send_fds, args=(put_id, COLUMNS)) for put_id in put_ids]
     for thread in threads:
         thread.start()
     await asyncio.to_thread(lambda: [thread.join() for thread in threads])
-    assert all(parcel.has_come for parcel in parcels)
+    assert all(pending_fds.has_come for pending_fds in pending)
     for each in with_all:
         each.__exit__(None, None, None)
 
 
-async def test_what_nobody_collects_is_taken_back_soon_after_the_drain_began(server, monkeypatch):
-    monkeypatch.setattr(server_side, "_COLLECT_SECONDS", 0.0)
+async def test_what_nobody_collects_is_ended_soon_after_the_drain_began(server, monkeypatch):
+    monkeypatch.setattr(server_side, "_DRAIN_SECONDS", 0.0)
     client = await connect(server)
     fds = shared_memory.write_columns(COLUMNS)
     with server.session(client.session_id).offering(fds) as offer:
@@ -316,7 +317,7 @@ async def test_what_nobody_collects_is_taken_back_soon_after_the_drain_began(ser
         async with asyncio.timeout(20):
             await offer.wait()
         with pytest.raises(UnavailableError, match="over"):
-            await asyncio.to_thread(client.collect, offer.offer_id, len(fds))
+            await asyncio.to_thread(client.receive_fds, offer.offer_id, len(fds))
     shared_memory.close_all(fds)
 
 
@@ -333,7 +334,7 @@ class ClosedAfterALook(socket.socket):
 
 
 async def test_a_session_closed_during_the_look_has_ended(server, monkeypatch):
-    monkeypatch.setattr(handover, "open_socket", lambda: ClosedAfterALook(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    monkeypatch.setattr(messages, "open_socket", lambda: ClosedAfterALook(socket.AF_UNIX, socket.SOCK_SEQPACKET))
     client = await connect(server)
     assert not client.has_ended
     monkeypatch.setattr(ClosedAfterALook, "is_armed", True)
@@ -354,7 +355,7 @@ async def test_threads_that_look_while_another_closes_see_the_end(server, monkey
             failures.append(error)
 
     def close_while_looked_at():
-        client = Handover(server.path, BOOT)
+        client = FdChannel(server.path, BOOT)
         looking = threading.Thread(target=look, args=(client,))
         looking.start()
         client.close()
@@ -369,7 +370,7 @@ async def test_threads_that_look_while_another_closes_see_the_end(server, monkey
 
 
 async def test_a_client_that_reads_no_answers_is_disconnected(server):
-    request = HandoverRequest(greeting=Greeting(boot_id=BOOT)).SerializeToString()
+    request = SharedMemoryRequest(hello=Hello(boot_id=BOOT)).SerializeToString()
     with raw(server) as connection:
         connection.setblocking(False)
         sent_count, is_connected = 0, True

@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from tq_service.client.handover import SWITCH_VARIABLE, HostLink
-from tq_service.v1.handover_pb2 import HandoverAnswer, HandoverRequest, Welcome
+from tq_service.dataplane.shared_memory import messages
+from tq_service.dataplane.shared_memory.client import SWITCH_VARIABLE, HostLink
+from tq_service.v1.shared_memory_pb2 import HelloAnswer, SharedMemoryAnswer, SharedMemoryRequest
 from tq_service.v1.storage_service_pb2 import StatResponse
-from tq_service.wire import handover
 from tq_service.wire.shared_memory import is_supported
 
 pytestmark = [
@@ -23,23 +23,23 @@ class SilentService:
 
     def __init__(self, path):
         self.path = path
-        self.socket = handover.open_socket()
+        self.socket = messages.open_socket()
         self.socket.bind(str(path))
         self.socket.listen()
         self.connections = []
 
     def stat(self):
-        return StatResponse(handover_socket=str(self.path))
+        return StatResponse(shared_memory_socket=str(self.path))
 
     def take(self):
         """Wait for the greeting of one more connection."""
         connection, _ = self.socket.accept()
         self.connections.append(connection)
-        request, _ = handover.receive(connection, HandoverRequest)
-        assert request.HasField("greeting")
+        request, _ = messages.receive(connection, SharedMemoryRequest)
+        assert request.HasField("hello")
 
     def welcome(self):
-        handover.send(self.connections[-1], HandoverAnswer(welcome=Welcome(session_id=b"s" * 16)))
+        messages.send(self.connections[-1], SharedMemoryAnswer(hello=HelloAnswer(session_id=b"s" * 16)))
 
     def close(self):
         for connection in [*self.connections, self.socket]:

@@ -1,0 +1,288 @@
+"""The client's half: an fd channel to a storage service of the same host, opened by a handshake, never assumed.
+
+A put writes its columns into memfds and sends their file descriptors; a get receives those of the columns that it is
+offered, which are mapped where they lie in one piece and copied together where they do not.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Final
+
+from tq_service.dataplane.receive_buffers import RECEIVE_BUFFERS
+from tq_service.dataplane.shared_memory import messages
+from tq_service.errors import InternalError, InvalidArgumentError, TqError, UnavailableError
+from tq_service.v1.shared_memory_pb2 import Hello, ReceiveFds, SendFds, SharedMemoryAnswer, SharedMemoryRequest
+from tq_service.v1.storage_service_pb2 import SharedColumn, SharedColumns, StatResponse
+from tq_service.wire import shared_memory
+from tq_service.wire.columns import Column, ColumnShape
+from tq_service.wire.dtypes import Bytes
+
+SWITCH_VARIABLE: Final = "TQ_SHARED_MEMORY"
+SHARED_FROM_BYTES: Final = 1 << 20
+"""Smaller puts go over the wire: it is as fast, and takes no file descriptor in the service."""
+
+_EXCHANGE_SECONDS: Final = 10.0
+_ASK_AGAIN_SECONDS: Final = 60.0
+_TRY_AGAIN_SECONDS: Final = 5.0
+
+_Piece = tuple[int, int, int, int]
+
+# A mapping keeps whole memfds in memory, cleared or not; so it must be of a part of them that is worth it.
+_LEAST_SHARE_MAPPED: Final = 1 / 64
+
+
+class FdChannel:
+    """A connection to a storage service of this host, which is a session there. May be used by several threads.
+
+    Args:
+        path: the service's Unix socket.
+        boot_id: the instance of the service that announced it.
+
+    Attributes:
+        session_id: names the session in calls.
+
+    Raises:
+        UnavailableError: nobody answers there, or another service does.
+    """
+
+    def __init__(self, path: Path, boot_id: bytes) -> None:
+        self._lock = threading.Lock()
+        self._connection = messages.open_socket()
+        weakref.finalize(self, self._connection.close).atexit = False  # clients need not be closed
+        self._connection.settimeout(_EXCHANGE_SECONDS)
+        try:
+            self._connection.connect(str(path))
+        except OSError as error:
+            raise UnavailableError(f"the socket {path} for shared memory cannot be used: {error}") from None
+        answer, _ = self._exchange(SharedMemoryRequest(hello=Hello(boot_id=boot_id)))
+        self.session_id = answer.hello.session_id
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the service has closed the connection, such as by its end."""
+        fd = self._connection.fileno()  # read once: another thread may close the connection after any line of this
+        if fd < 0:
+            return True
+        poll = select.poll()
+        poll.register(fd, 0)  # hang-up, and that the number is no open file, are reported without being asked for
+        return bool(poll.poll(0))
+
+    def send_fds(self, put_id: bytes, columns: Sequence[Column]) -> None:
+        """Write columns into memory and send its file descriptors as those of a put.
+
+        Raises:
+            UnavailableError: there is no memory left, or the session has ended; the put can go over the wire.
+        """
+        try:
+            fds = shared_memory.write_columns(columns)
+        except OSError as error:
+            raise UnavailableError(f"no shared memory for a put: {error}") from None
+        try:
+            self._exchange(SharedMemoryRequest(send_fds=SendFds(put_id=put_id)), fds)
+        finally:
+            shared_memory.close_all(fds)
+
+    def receive_fds(self, offer_id: bytes, count: int) -> list[int]:
+        """Return the file descriptors that a get offers; they are the caller's to close.
+
+        Raises:
+            UnavailableError: they are no longer offered, or the session has ended.
+        """
+        fds: list[int] = []
+        try:
+            while len(fds) < count:
+                request = SharedMemoryRequest(receive_fds=ReceiveFds(offer_id=offer_id, received_count=len(fds)))
+                answer, received = self._exchange(request)
+                fds += received
+                if not received or len(received) != answer.receive_fds.count:
+                    raise UnavailableError(f"got {len(fds)} of {count} file descriptors of shared memory")
+        except BaseException:
+            shared_memory.close_all(fds)
+            raise
+        return fds
+
+    def close(self) -> None:
+        """End the session."""
+        self._connection.close()
+
+    def _exchange(self, request: SharedMemoryRequest, fds: Sequence[int] = ()) -> tuple[SharedMemoryAnswer, list[int]]:
+        with self._lock:
+            try:
+                messages.send(self._connection, request, fds)
+                received = messages.receive(self._connection, SharedMemoryAnswer)
+            except (OSError, TqError) as error:
+                self.close()  # an answer that comes late would be taken for that of the next request
+                raise UnavailableError(f"the session of shared memory has ended: {error}") from None
+        if received is None:
+            self.close()
+            raise UnavailableError("the session of shared memory has ended: the service closed it")
+        answer, answer_fds = received
+        if answer.WhichOneof("answer") == "refusal":
+            shared_memory.close_all(answer_fds)
+            raise UnavailableError(f"shared memory was refused: {answer.refusal.reason}")
+        return answer, answer_fds
+
+
+class HostLink:
+    """What a client knows about sharing memory with the storage service at one address.
+
+    Nothing waits for the service with the lock that `is_due` takes: event loops call that.
+    """
+
+    def __init__(self) -> None:
+        self._opening = threading.Lock()
+        self._lock = threading.Lock()
+        self._channel: FdChannel | None = None
+        self._ask_at = time.monotonic() if _is_enabled() else float("inf")
+
+    def is_due(self) -> bool:
+        """Return whether the service should be asked for its socket now."""
+        with self._lock:
+            if self._channel is not None and self._channel.has_ended:
+                self._channel.close()
+                self._channel, self._ask_at = None, time.monotonic()
+            return self._channel is None and time.monotonic() >= self._ask_at
+
+    @contextmanager
+    def session(self) -> Iterator[FdChannel | None]:
+        """Give the session, None where there is none; it ends where what is done within the `with` is unavailable."""
+        current = self._channel
+        try:
+            yield current
+        except UnavailableError:
+            if current is not None:
+                self._drop(current)
+            raise
+
+    def postpone(self) -> None:
+        """Take note that the service did not answer."""
+        self._ask_again_in(_TRY_AGAIN_SECONDS)
+
+    def open(self, stat: StatResponse) -> None:
+        """Open a session where the service that answered is found on this host; without one, ask again later.
+
+        Waits for the service, and for other threads that do so.
+        """
+        with self._opening:
+            if not self.is_due():
+                return
+            self._ask_again_in(_ASK_AGAIN_SECONDS)
+            path = _local_path(stat.shared_memory_socket)
+            if path is None or not path.exists():
+                return
+            try:
+                opened = FdChannel(path, stat.storage.boot_id)
+            except UnavailableError:
+                self._ask_again_in(_TRY_AGAIN_SECONDS)
+                return
+            with self._lock:
+                if math.isinf(self._ask_at):  # closed meanwhile
+                    opened.close()
+                else:
+                    self._channel = opened
+
+    def _ask_again_in(self, seconds: float) -> None:
+        with self._lock:
+            if not math.isinf(self._ask_at):
+                self._ask_at = time.monotonic() + seconds
+
+    def _drop(self, failed: FdChannel) -> None:
+        """End a session; the next calls go over the wire."""
+        failed.close()
+        with self._lock:
+            if self._channel is not failed:
+                return
+            self._channel = None
+        self._ask_again_in(_TRY_AGAIN_SECONDS)
+
+    def close(self) -> None:
+        """End the session, and open no other."""
+        with self._lock:
+            self._ask_at = float("inf")
+            if self._channel is not None:
+                self._channel.close()
+                self._channel = None
+
+
+def _is_enabled() -> bool:
+    return os.environ.get(SWITCH_VARIABLE, "").lower() != "off" and shared_memory.is_supported()
+
+
+def _local_path(announced: str) -> Path | None:
+    """Return where a socket is on this side: a directory shared by containers may be mounted elsewhere."""
+    if not announced:
+        return None
+    directory = os.environ.get(messages.SOCKET_DIR_VARIABLE)
+    return Path(directory) / Path(announced).name if directory else Path(announced)
+
+
+def receive_columns(columns: Sequence[ColumnShape], offer: SharedColumns, channel: FdChannel) -> dict[int, Bytes]:
+    """Return the values of the columns that are offered, by their index.
+
+    Raises:
+        UnavailableError: the session has ended, or this process has no memory or file descriptors left.
+        InternalError: the offer does not agree with the columns or with the memory.
+    """
+    fds = channel.receive_fds(offer.offer_id, offer.memory_count)
+    try:
+        for fd in fds:
+            shared_memory.check(fd, os.fstat(fd).st_size)
+        return {column.column_index: _values(columns, column, fds) for column in offer.columns}
+    except InvalidArgumentError as error:
+        raise InternalError(f"a storage service offered memory that cannot be used: {error}") from None
+    except OSError as error:
+        raise UnavailableError(f"shared memory cannot be read: {error}") from None
+    finally:
+        shared_memory.close_all(fds)
+
+
+def _values(columns: Sequence[ColumnShape], column: SharedColumn, fds: Sequence[int]) -> Bytes:
+    pieces = _pieces(columns, column, fds)
+    if _is_one_piece(pieces):
+        return shared_memory.map_private([(fd, start, size) for fd, start, size, _ in pieces])
+    values = RECEIVE_BUFFERS.take(columns[column.column_index].value_bytes)
+    filled = 0
+    for fd, start, size, _ in pieces:
+        shared_memory.read_into(fd, start, values[filled : filled + size])
+        filled += size
+    return values
+
+
+def _pieces(columns: Sequence[ColumnShape], column: SharedColumn, fds: Sequence[int]) -> list[_Piece]:
+    """Return the slices of a column, checked: file descriptor, start and size, and the size of the memfd."""
+    numbers, starts, sizes = column.memory_indexes, column.starts, column.sizes
+    if column.column_index >= len(columns) or not len(numbers) == len(starts) == len(sizes) > 0:
+        raise InternalError(f"a storage service offered column {column.column_index} of {len(columns)} in odd slices")
+    shape = columns[column.column_index]
+    if sum(sizes) != shape.value_bytes:
+        raise InternalError(
+            f"a storage service offered {sum(sizes)} bytes of field {shape.spec.name!r}, which has {shape.value_bytes}"
+        )
+    memory_bytes = [os.fstat(fd).st_size for fd in fds]
+    pieces = []
+    for number, start, size in zip(numbers, starts, sizes, strict=True):
+        if number >= len(fds) or start < 0 or size <= 0 or start + size > memory_bytes[number]:
+            raise InternalError(
+                f"a storage service offered {size} bytes from {start} on of memfd {number} of {len(fds)}"
+            )
+        pieces.append((fds[number], start, size, memory_bytes[number]))
+    return pieces
+
+
+def _is_one_piece(pieces: Sequence[_Piece]) -> bool:
+    """Whether slices can be mapped next to each other, and are worth the memory that they keep."""
+    for (_, start, size, memory_bytes), (_, next_start, _, _) in pairwise(pieces):
+        if start + size < memory_bytes or memory_bytes % shared_memory.PAGE_BYTES or next_start:
+            return False
+    kept_bytes = sum(memory_bytes for _, _, _, memory_bytes in pieces)
+    return sum(size for _, _, size, _ in pieces) >= kept_bytes * _LEAST_SHARE_MAPPED

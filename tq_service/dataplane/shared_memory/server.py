@@ -1,0 +1,418 @@
+"""The service's half: a Unix socket for clients of its host, and their sessions.
+
+A session takes file descriptors for puts, and sends those that gets offer, only while a Put or Get call with its
+session_id is under way, or for some seconds after a GetInline: what may be read and written is decided there, and what
+a client leaves behind goes with its call or its connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import resource
+import socket
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+from tq_service.dataplane.shared_memory import messages
+from tq_service.errors import InvalidArgumentError, TqError, UnavailableError
+from tq_service.v1.shared_memory_pb2 import (
+    HelloAnswer,
+    ReceiveFds,
+    ReceiveFdsAnswer,
+    Refusal,
+    SendFdsAnswer,
+    SharedMemoryAnswer,
+    SharedMemoryRequest,
+)
+from tq_service.wire.shared_memory import close_all
+
+_log = logging.getLogger(__name__)
+_SUFFIX: Final = ".sock"
+_MOST_SESSIONS: Final = 1024
+_BACKLOG: Final = 128
+_MOST_ACCEPTED_AT_ONCE: Final = 32
+_PAUSE_SECONDS: Final = 1.0
+_DRAIN_SECONDS: Final = 1.0
+_MOST_MEMORIES: Final = 16_384  # of the 65,530 mappings that Linux gives a process by default
+_LEASE_SECONDS: Final = 10.0
+
+
+class SharedMemoryServer:
+    """Listens in a directory and holds the sessions. Confined to one event loop.
+
+    Args:
+        directory: where the socket is; whoever may enter it may share memory.
+        boot_id: the instance of the storage service, which clients name.
+
+    Attributes:
+        most_memories: how many memories the service should hold: each takes a file descriptor and two mappings, of
+            which the system gives a process only so many.
+        path: the socket.
+    """
+
+    def __init__(self, directory: Path, boot_id: bytes) -> None:
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self.most_memories = min(files // 2, _MOST_MEMORIES)
+        self.path = directory / f"{boot_id[:8].hex()}{_SUFFIX}"  # paths of sockets are short
+        self._boot_id = boot_id
+        self._listener: socket.socket | None = None
+        self._connections: dict[Session, None] = {}  # in the order in which they came
+        self._proven: set[Session] = set()
+        self._sessions: dict[bytes, Session] = {}
+        self._drained: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Listen.
+
+        Raises:
+            OSError: the directory cannot be used.
+        """
+        directory = self.path.parent
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _sweep(directory)
+        listener = messages.open_socket()
+        unready = self.path.with_suffix(".new")
+        try:
+            listener.bind(str(unready))
+            unready.chmod(0o666)  # the directory says who may connect
+            listener.listen(_BACKLOG)
+            listener.setblocking(False)
+            unready.rename(self.path)  # a socket that does not listen yet would look like one left behind
+        except OSError:
+            listener.close()
+            unready.unlink(missing_ok=True)
+            raise
+        self._listener = listener
+        asyncio.get_running_loop().add_reader(listener, self._accept)
+
+    def session(self, session_id: bytes) -> Session | None:
+        """Return the open session of this name, for an authorized call that names it."""
+        session = self._sessions.get(session_id)
+        if session is not None:
+            self._proven.add(session)
+        return session
+
+    def drain(self) -> None:
+        """End soon the offers without a client: a get lasts until its offer is received, and would hold up the end."""
+        self._drained = asyncio.get_running_loop().call_later(_DRAIN_SECONDS, self._end_offers)
+
+    def _end_offers(self) -> None:
+        for session in self._connections:
+            session.end_offers()
+
+    def close(self) -> None:
+        """End all sessions and remove the socket."""
+        if self._drained is not None:
+            self._drained.cancel()
+        if self._listener is not None:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            self._listener.close()
+            self._listener = None
+            self.path.unlink(missing_ok=True)
+        for session in list(self._connections):
+            session.close()
+
+    def _accept(self) -> None:
+        for _ in range(_MOST_ACCEPTED_AT_ONCE):
+            if self._listener is None:
+                return
+            try:
+                connection, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                _log.warning("a client of this host could not be accepted: %s", error)
+                if error.errno in {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}:
+                    self._pause()
+                    return
+                continue
+            if len(self._connections) >= _MOST_SESSIONS and not self._end_an_unproven():
+                connection.close()
+                continue
+            connection.setblocking(False)
+            self._connections[Session(connection, self._boot_id, self._opened, self._closed)] = None
+
+    def _end_an_unproven(self) -> bool:
+        """End the oldest session that no call has named yet; who cannot make calls cannot exclude others."""
+        unproven = next((session for session in self._connections if session not in self._proven), None)
+        if unproven is None:
+            return False
+        unproven.close()
+        return True
+
+    def _pause(self) -> None:
+        """Stop accepting for a moment; the connection that could not be accepted would wake the loop all the time."""
+        loop = asyncio.get_running_loop()
+        if self._listener is not None:
+            loop.remove_reader(self._listener)
+            loop.call_later(_PAUSE_SECONDS, self._resume)
+
+    def _resume(self) -> None:
+        if self._listener is not None:
+            asyncio.get_running_loop().add_reader(self._listener, self._accept)
+
+    def _opened(self, session: Session) -> None:
+        self._sessions[session.session_id] = session
+
+    def _closed(self, session: Session) -> None:
+        self._connections.pop(session, None)
+        self._proven.discard(session)
+        self._sessions.pop(session.session_id, None)
+
+
+def make_private(directory: Path) -> None:
+    """Make a directory for this user alone, in a place where all users may make folders.
+
+    Raises:
+        OSError: it cannot be made, or another user has made it, who could put a socket of his own there.
+    """
+    directory.mkdir(mode=0o700, exist_ok=True)
+    status = directory.stat(follow_symlinks=False)
+    others_may_write = bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or others_may_write:
+        raise PermissionError(
+            f"{directory} is not a directory of this user alone (owner {status.st_uid}, "
+            f"mode {status.st_mode & 0o7777:o})"
+        )
+
+
+def _sweep(directory: Path) -> None:
+    """Remove sockets on which nobody listens: their servers were killed."""
+    for path in directory.glob(f"*{_SUFFIX}"):
+        with messages.open_socket() as probe:
+            probe.setblocking(False)
+            try:
+                probe.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                _log.debug("%s is left alone: %s", path, error)
+
+
+class Session:
+    """One connection of a client: a hello, then requests and answers in turn.
+
+    Args:
+        connection: does not block.
+        boot_id: what the client must name.
+        on_open: called when the client has said hello.
+        on_close: called once, when the connection is gone.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        boot_id: bytes,
+        on_open: Callable[[Session], None],
+        on_close: Callable[[Session], None],
+    ) -> None:
+        self.session_id = os.urandom(16)
+        self._connection = connection
+        self._boot_id = boot_id
+        self._on_open = on_open
+        self._on_close = on_close
+        self._is_open = True
+        self._has_said_hello = False
+        self._awaited: dict[bytes, PendingFds] = {}
+        self._offers: dict[bytes, Offer] = {}
+        asyncio.get_running_loop().add_reader(connection, self._read)
+
+    @contextlib.contextmanager
+    def awaiting(self, put_id: bytes) -> Iterator[PendingFds]:
+        """Wait for the file descriptors of a put within the `with`; those that are not taken are closed."""
+        pending_fds = PendingFds()
+        self._awaited[put_id] = pending_fds
+        try:
+            yield pending_fds
+        finally:
+            if self._awaited.get(put_id) is pending_fds:
+                del self._awaited[put_id]
+            pending_fds.discard()
+
+    @contextlib.contextmanager
+    def offering(self, fds: Sequence[int]) -> Iterator[Offer]:
+        """Offer file descriptors within the `with`, during which they must stay open."""
+        offer = self._offer(fds)
+        try:
+            yield offer
+        finally:
+            offer.end()
+
+    def lease(self, fds: Sequence[int], on_end: Callable[[], None]) -> Offer:
+        """Offer file descriptors until all were received, at most for some seconds.
+
+        Args:
+            fds: they must stay open until then.
+            on_end: called when no client needs them any more.
+        """
+        offer = self._offer(fds)
+        timer = asyncio.get_running_loop().call_later(_LEASE_SECONDS, offer.end)
+        offer.on_end(timer.cancel)
+        offer.on_end(on_end)
+        return offer
+
+    def _offer(self, fds: Sequence[int]) -> Offer:
+        offer = Offer(fds)
+        self._offers[offer.offer_id] = offer
+        offer.on_end(lambda: self._offers.pop(offer.offer_id, None))
+        if not self._is_open:
+            offer.end()
+        return offer
+
+    def close(self) -> None:
+        """End the session; a second call does nothing."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        asyncio.get_running_loop().remove_reader(self._connection)
+        self._connection.close()
+        self.end_offers()
+        self._on_close(self)
+
+    def end_offers(self) -> None:
+        """End what has been offered and not received."""
+        for offer in list(self._offers.values()):
+            offer.end()
+
+    def _read(self) -> None:
+        try:
+            received = messages.receive(self._connection, SharedMemoryRequest)
+        except BlockingIOError:
+            return  # a wake-up without a message
+        except (OSError, TqError) as error:
+            self._fail(error)
+            return
+        if received is None:
+            self.close()
+            return
+        request, fds = received
+        try:
+            answer, answer_fds = self._answer(request, fds)
+            messages.send(self._connection, answer, answer_fds)
+        except BlockingIOError:
+            # The socket is full of answers. A later answer would be taken for the one that cannot be sent.
+            self._fail("its client does not read the answers")
+        except (OSError, TqError) as error:
+            self._fail(error)
+        else:
+            if request.HasField("receive_fds"):
+                self._note_received(request.receive_fds, len(answer_fds))
+
+    def _fail(self, reason: object) -> None:
+        _log.info("a session of shared memory ends: %s", reason)
+        self.close()
+
+    def _answer(self, request: SharedMemoryRequest, fds: list[int]) -> tuple[SharedMemoryAnswer, Sequence[int]]:
+        kind = request.WhichOneof("request")
+        if kind == "send_fds" and self._has_said_hello:
+            return self._take_fds(request.send_fds.put_id, fds), ()
+        close_all(fds)
+        if kind == "hello":
+            return self._hello(request.hello.boot_id), ()
+        if kind == "receive_fds" and self._has_said_hello:
+            return self._send_fds(request.receive_fds.offer_id, request.receive_fds.received_count)
+        raise InvalidArgumentError(f"got {kind or 'nothing known'} as the next request; expected a hello first")
+
+    def _hello(self, boot_id: bytes) -> SharedMemoryAnswer:
+        if boot_id != self._boot_id:
+            return _refuse("another storage service listens here")
+        if not self._has_said_hello:
+            self._has_said_hello = True
+            self._on_open(self)
+        return SharedMemoryAnswer(hello=HelloAnswer(session_id=self.session_id))
+
+    def _take_fds(self, put_id: bytes, fds: list[int]) -> SharedMemoryAnswer:
+        pending_fds = self._awaited.get(put_id)
+        if pending_fds is None or not fds or pending_fds.has_come:
+            close_all(fds)
+            return _refuse(f"no put waits for {len(fds)} file descriptors; expected those of a put in progress, once")
+        pending_fds.put(fds)
+        return SharedMemoryAnswer(send_fds=SendFdsAnswer())
+
+    def _send_fds(self, offer_id: bytes, received_count: int) -> tuple[SharedMemoryAnswer, Sequence[int]]:
+        offer = self._offers.get(offer_id)
+        fds = () if offer is None else offer.fds[received_count : received_count + messages.MOST_FDS]
+        if offer is None or not fds:
+            return _refuse("no get of this session offers that; it may be over"), ()
+        return SharedMemoryAnswer(receive_fds=ReceiveFdsAnswer(count=len(fds))), fds
+
+    def _note_received(self, request: ReceiveFds, count: int) -> None:
+        """End an offer of which all was sent."""
+        offer = self._offers.get(request.offer_id)
+        if offer is not None and request.received_count + count == len(offer.fds):
+            offer.end()
+
+
+class PendingFds:
+    """File descriptors on their way from the socket to the put that waits for them."""
+
+    def __init__(self) -> None:
+        self._fds: list[int] = []
+
+    @property
+    def has_come(self) -> bool:
+        """Whether they are here."""
+        return bool(self._fds)
+
+    def put(self, fds: list[int]) -> None:
+        """Hold them until they are taken."""
+        self._fds = fds
+
+    def take(self) -> list[int]:
+        """Return them; they are the caller's now.
+
+        Raises:
+            UnavailableError: they have not come, or their session has ended.
+        """
+        if not self._fds:
+            raise UnavailableError("the shared memory of the put was not sent; it is tried again over gRPC")
+        fds, self._fds = self._fds, []
+        return fds
+
+    def discard(self) -> None:
+        """Close them unless they were taken."""
+        close_all(self._fds)
+        self._fds = []
+
+
+class Offer:
+    """File descriptors that a client may receive.
+
+    Attributes:
+        offer_id: names it.
+        fds: what is offered.
+    """
+
+    def __init__(self, fds: Sequence[int]) -> None:
+        self.offer_id = os.urandom(16)
+        self.fds = fds
+        self._ended = asyncio.Event()
+        self._on_end: list[Callable[[], object]] = []
+
+    def on_end(self, call: Callable[[], object]) -> None:
+        """Have a function called at the end, at once where that is over."""
+        if self._ended.is_set():
+            call()
+        else:
+            self._on_end.append(call)
+
+    def end(self) -> None:
+        """End the offer: all was received, or no client can ask for it any more; a second call does nothing."""
+        self._ended.set()
+        calls, self._on_end = self._on_end, []
+        for call in calls:
+            call()
+
+    async def wait(self) -> None:
+        """Wait until nothing more is offered."""
+        await self._ended.wait()
+
+
+def _refuse(reason: str) -> SharedMemoryAnswer:
+    return SharedMemoryAnswer(refusal=Refusal(reason=reason))
