@@ -15,12 +15,12 @@ from tq_service.client.results import (
     SamplerDescription,
     StorageStat,
     TaskStatus,
-    read_result,
 )
 from tq_service.schema import FieldSpec, StalenessLimit
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import metadata_pb2
 from tq_service.v1 import storage_service_pb2 as storage_pb
+from tq_service.wire.mapper import read_message, to_message
 
 MESSAGES = {
     ConsumptionStatus: pb.CheckConsumptionResponse,
@@ -42,11 +42,11 @@ def test_every_field_of_a_message_is_read_and_no_other(kind):
 
 def test_numbers_and_text_are_as_in_the_message():
     message = pb.CheckConsumptionResponse(consumed=1, total=2, skipped=3, sealed=True, epoch=5, leased=6)
-    assert read_result(ConsumptionStatus, message) == ConsumptionStatus(
+    assert read_message(ConsumptionStatus, message) == ConsumptionStatus(
         consumed=1, total=2, skipped=3, sealed=True, complete=False, epoch=5, leased=6, dead_lettered=0
     )
     message = pb.SamplerDescription(name="packed", summary="Packs.", options=["a", "b"])
-    assert read_result(SamplerDescription, message).options == ("a", "b")
+    assert read_message(SamplerDescription, message).options == ("a", "b")
 
 
 def test_messages_in_messages_become_dataclasses():
@@ -58,7 +58,7 @@ def test_messages_in_messages_become_dataclasses():
         custom_meta_columns=["version"],
         staleness_limits=[pb.StalenessLimit(task_name="t", max_samples=7)],
     )
-    description = read_result(PartitionDescription, message)
+    description = read_message(PartitionDescription, message)
     assert (description.summary.partition_id, description.summary.incarnation) == ("train", b"i" * 16)
     assert (description.expected_samples, description.max_bytes) == (0, None)  # one is set, the other is not
     assert description.fields == (FieldStatus(spec=FieldSpec("x", "int64"), produced_count=3),)
@@ -70,5 +70,21 @@ def test_messages_in_messages_become_dataclasses():
 
 def test_what_is_otherwise_in_the_message_is_given():
     message = storage_pb.StatResponse(storage=metadata_pb2.StorageEndpoint(storage_id="s"), used_bytes=5)
-    stat = read_result(StorageStat, message, storage_id="s", boot_id=b"b", max_bytes=None)
+    stat = read_message(StorageStat, message, storage_id="s", boot_id=b"b", max_bytes=None)
     assert (stat.storage_id, stat.boot_id, stat.max_bytes, stat.used_bytes) == ("s", b"b", None, 5)
+
+
+def test_objects_become_messages_and_come_back():
+    limit = StalenessLimit(task_name="t", max_versions=0, version_column="step")
+    message = to_message(pb.StalenessLimit, limit)
+    assert (message.HasField("max_samples"), message.HasField("max_versions")) == (False, True)
+    assert read_message(StalenessLimit, message) == limit
+    summary = PartitionSummary(partition_id="p", incarnation=b"", inserted_count=2, present_count=1, sealed=True)
+    assert read_message(PartitionSummary, to_message(pb.PartitionSummary, summary)) == summary
+    assert to_message(pb.PartitionSummary, summary, present_count=5).present_count == 5
+
+
+def test_what_is_empty_has_the_default_of_the_dataclass():
+    message = pb.StalenessLimit(task_name="t", max_samples=7)
+    assert read_message(StalenessLimit, message) == StalenessLimit(task_name="t", max_samples=7)
+    assert not message.version_column

@@ -43,7 +43,7 @@ def test_every_call_of_the_service_has_a_method():
     calls = {method.short_name for method in METHODS.values() if method.name.startswith("/tq_service.")}
     calls -= {method.short_name for method in METHODS.values() if method.is_internal}
     source = "".join(path.read_text() for path in (ROOT / "tq_service/client/_sync").glob("*.py"))
-    unary = set(re.findall(r"(?:to|endpoint)\.(?:controller|storage)\.(\w+)", source))
+    unary = set(re.findall(r"(?:to|endpoint)\.(?:(?:controller|storage)\.)?([A-Z]\w+)", source))
     streamed = {name.title() for name in re.findall(r"endpoint\.(put|get)\b", source)}
     assert unary | streamed == calls
 

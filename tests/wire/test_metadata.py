@@ -12,16 +12,13 @@ from hypothesis import strategies as st
 from tq_service.errors import InvalidArgumentError
 from tq_service.schema import FieldSpec, Layout, MetaColumn, SampleState
 from tq_service.v1 import metadata_pb2 as pb
+from tq_service.wire.enums import BATCH_UNITS, KEY_MODES, LAYOUTS, OPERATORS, STATES
 from tq_service.wire.metadata import (
     decode_integers,
-    decode_layout,
     decode_meta_columns,
     decode_spec,
-    decode_state,
-    encode_layout,
     encode_meta_columns,
     encode_spec,
-    encode_state,
     meta_columns_to_rows,
     rows_to_meta_columns,
 )
@@ -49,11 +46,16 @@ def test_spec_round_trip(spec):
 
 
 def test_enums_round_trip():
-    assert [decode_layout(encode_layout(layout)) for layout in (*Layout, None)] == [*Layout, None]
-    assert [decode_state(encode_state(state)) for state in (*SampleState, None)] == [*SampleState, None]
-    for decode in (decode_layout, decode_state):
+    words = {LAYOUTS: [*Layout], STATES: [*SampleState], KEY_MODES: ["upsert", "new", "existing"]}
+    words |= {BATCH_UNITS: ["sample", "group"], OPERATORS: ["==", "!=", "<", "<=", ">", ">=", "in"]}
+    for enum, expected in words.items():
+        assert [enum.decode(enum.encode(word)) for word in (*expected, None)] == [*expected, None]
+        assert len({enum.encode(word) for word in (*expected, None)}) == len(expected) + 1
         with pytest.raises(InvalidArgumentError, match="77"):
-            decode(77)
+            enum.decode(77)
+        with pytest.raises(InvalidArgumentError, match=f"mode is 'other', expected one of {expected[0]}, ") as info:
+            enum.encode("other", "mode")
+        assert info.value.field == "mode"
 
 
 @settings(deadline=None)

@@ -16,16 +16,12 @@ from tq_service.errors import InvalidArgumentError
 from tq_service.schema import EndCounts, FieldSpec, MetaColumn, MetaValue
 from tq_service.v1 import metadata_pb2 as pb
 from tq_service.wire.index_ranges import read_indexes
-from tq_service.wire.metadata import decode_end, decode_meta_columns, decode_spec, meta_columns_to_rows
+from tq_service.wire.mapper import read_message
+from tq_service.wire.metadata import decode_meta_columns, decode_spec, meta_columns_to_rows
 
 Status = Literal["batch", "not_yet", "end"]
 
-_STATUSES: Final[dict[int, Status]] = {
-    pb.BATCH_STATUS_UNSPECIFIED: "batch",
-    pb.BATCH_STATUS_BATCH: "batch",
-    pb.BATCH_STATUS_NOT_YET: "not_yet",
-    pb.BATCH_STATUS_END: "end",
-}
+_STATUSES: Final[dict[int, Status]] = {pb.BATCH_STATUS_NOT_YET: "not_yet", pb.BATCH_STATUS_END: "end"}
 _NO_INDEXES: Final = np.zeros(0, np.int64)
 
 
@@ -88,7 +84,7 @@ class BatchMeta:
             fields=tuple(map(decode_spec, message.fields)),
             steps=steps_from_proto(message.steps),
             skipped=message.skipped,
-            end=decode_end(message.end) if message.HasField("end") else None,
+            end=read_message(EndCounts, message.end) if message.HasField("end") else None,
             locations=CellLocations.from_proto(message.locations) if message.HasField("locations") else None,
             claim_id=claim_id,
             task_name=task_name,

@@ -2,25 +2,80 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import operator
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any, Final, TypeVar, cast
 
+import numpy as np
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
 from google.protobuf.struct_pb2 import Struct
 
 from tq_service.client.batch_meta import BatchMeta
 from tq_service.errors import InvalidArgumentError
-from tq_service.schema import BatchUnit, FieldSpec, KeyMode, Layout, MetaColumn, MetaValue, SampleState, StalenessLimit
+from tq_service.schema import FieldSpec, MetaColumn, MetaValue, StalenessLimit
 from tq_service.v1 import controller_service_pb2 as pb
-from tq_service.wire.enums import BATCH_UNITS, KEY_MODES, OPERATORS
-from tq_service.wire.metadata import encode_layout, encode_meta_columns, encode_spec, encode_state, rows_to_meta_columns
-from tq_service.wire.staleness import encode_staleness_limit
+from tq_service.wire.enums import BATCH_UNITS, KEY_MODES, LAYOUTS, OPERATORS, STATES
+from tq_service.wire.mapper import to_message
+from tq_service.wire.metadata import encode_meta_columns, encode_spec, rows_to_meta_columns
 
-_LAYOUTS: Final = {layout.value: layout for layout in Layout}
-_STATES: Final = {state.value: state for state in SampleState}
+Request = TypeVar("Request", bound=Message)
+Check = Callable[[str, Any], Any]
+
+
+def request_of(kind: type[Request], **arguments: Any) -> Request:
+    """Return a request of arguments named as its fields; it has a new `request_id`, if it has one at all.
+
+    Args:
+        kind: the request.
+        **arguments: its fields; None stands for an enum, a list or an optional field that is not given.
+
+    Raises:
+        InvalidArgumentError: an argument cannot be what its field holds.
+    """
+    checks = _checks(kind)
+    values = {
+        name: value if (check := checks[name]) is None else check(name, value) for name, value in arguments.items()
+    }
+    if "request_id" in checks:
+        values["request_id"] = new_id()
+    return kind(**values)
+
+
+def _checks_of(kind: Any) -> dict[str, Check | None]:
+    """Return by the name of each field what checks an argument and makes the value of it."""
+    return {field.name: _check_of(field) for field in kind.DESCRIPTOR.fields}
+
+
+_checks: Final[Callable[[Any], dict[str, Check | None]]] = cache(_checks_of)
+
+
+def _check_of(field: FieldDescriptor) -> Check | None:
+    is_list = field.default_value == []
+    if field.enum_type is not None:
+        encode = _ENUMS[field.enum_type.name].encode
+        return lambda name, value: encode(value, name)
+    if field.type == FieldDescriptor.TYPE_STRING:
+        return texts if is_list else text
+    if field.type == FieldDescriptor.TYPE_BOOL:
+        return lambda _name, value: bool(value)
+    bits = _BITS.get(field.type)
+    if bits is None:  # bytes and messages, which the client makes itself
+        return None
+    if is_list:
+        return integers
+    if field.containing_oneof is None:
+        return lambda name, value: integer(name, value, bits)
+    return lambda name, value: None if value is None else integer(name, value, bits)
+
+
+_BITS: Final[Mapping[int, int]] = {FieldDescriptor.TYPE_INT64: 64, FieldDescriptor.TYPE_INT32: 32}
+_ENUMS: Final[Mapping[str, Any]] = {
+    "BatchUnit": BATCH_UNITS, "KeyMode": KEY_MODES, "Layout": LAYOUTS, "SampleState": STATES,
+}  # fmt: skip
 
 
 def new_id() -> bytes:
@@ -51,7 +106,11 @@ def integer(name: str, value: Any, bits: int = 64) -> int:
 
 
 def integers(name: str, values: Any) -> list[int]:
-    """Return a list of integers, also of an array or tensor."""
+    """Return a list of integers, also of an array or tensor; None is none."""
+    if values is None:
+        return []
+    if isinstance(values, np.ndarray) and values.dtype == np.int64 and values.ndim == 1:  # such as those of a batch
+        return cast("list[int]", values.tolist())
     plain = values.tolist() if hasattr(values, "tolist") else values
     if isinstance(plain, str | bytes) or not isinstance(plain, Iterable):
         raise InvalidArgumentError(f"{name} is {type(values).__name__}, expected a list of integers", field=name)
@@ -74,22 +133,13 @@ def texts(name: str, values: Iterable[str] | None) -> list[str]:
     if isinstance(values, str | bytes) or not (values is None or isinstance(values, Iterable)):
         raise InvalidArgumentError(f"{name} is {values!r}, expected a list of strings such as [{values!r}]", field=name)
     strings = list(values or ())
-    if set(map(type, strings)) <= {str}:
-        with contextlib.suppress(UnicodeEncodeError):  # seen all together; below says which one cannot be sent
-            "".join(strings).encode()
-            return strings
+    try:
+        "".join(strings).encode()  # all together; below says which one cannot be sent
+    except (TypeError, UnicodeEncodeError):
+        pass
+    else:
+        return strings
     return [text(f"{name}[{position}]", value) for position, value in enumerate(strings)]
-
-
-def _choice(name: str, value: Any, numbers: Mapping[str, Any]) -> Any:
-    if value not in numbers:
-        raise InvalidArgumentError(f"{name} is {value!r}, expected one of {', '.join(numbers)}", field=name)
-    return numbers[value]
-
-
-def layout_number(name: str, layout: Layout | str | None) -> Any:
-    """Return the enum number of a layout."""
-    return encode_layout(None if layout is None else _choice(name, layout, _LAYOUTS))
 
 
 def field_specs(fields: Iterable[FieldSpec]) -> list[Any]:
@@ -112,43 +162,41 @@ def staleness_limit_messages(limits: Iterable[StalenessLimit]) -> list[pb.Stalen
         text("task_name", limit.task_name)
         for bound in (limit.max_samples, limit.max_versions):
             integer("staleness_limits", 0 if bound is None else bound)
-    return [encode_staleness_limit(limit) for limit in given]
+    return [to_message(pb.StalenessLimit, limit) for limit in given]
 
 
 def sample_write(
     *,
     partition_id: str | None,
-    metadata: BatchMeta | None,
+    metadata: BatchMeta | None = None,
     row_count: int | None,
     keys: Sequence[str] | None,
-    key_mode: KeyMode | None,
     groups: Sequence[str | None] | None,
     group_size: int | None,
     custom_meta: Sequence[Mapping[str, MetaValue]] | None,
-    state: SampleState | str | None,
+    **others: Any,
 ) -> tuple[pb.SampleWrite, list[MetaColumn]]:
     """Return which samples are written and their metadata, and custom_meta in columns.
 
-    `row_count` None stands for as many rows as `metadata`, else `keys`, `custom_meta` or `groups` have.
+    `row_count` None stands for as many rows as `metadata`, else `keys`, `custom_meta` or `groups` have; `others` are
+    fields of the write.
     """
-    names = texts("keys", keys)
-    group_names = texts("groups", None if groups is None else [group or "" for group in groups])
     meta_columns = rows_to_meta_columns(custom_meta or ())
-    counts = (row_count, metadata, keys, custom_meta, group_names)
+    counts = (row_count, metadata, keys, custom_meta, groups, ())
     rows = next(count if isinstance(count, int) else len(count) for count in counts if count is not None)
     if custom_meta is not None:
         check_meta_count(len(custom_meta), rows)
-    write = pb.SampleWrite(
+    write = request_of(
+        pb.SampleWrite,
         partition_id=partition_of(partition_id, metadata),
-        incarnation=b"" if metadata is None else metadata.incarnation,
-        row_count=integer("row_count", rows),
-        global_indexes=[] if metadata is None else metadata.global_indexes,
-        keys=names,
-        key_mode=pb.KEY_MODE_UNSPECIFIED if key_mode is None else _choice("key_mode", key_mode, KEY_MODES),
-        groups=group_names,
-        group_size=0 if group_size is None else integer("group_size", group_size),
-        state=encode_state(None if state is None else _choice("state", state, _STATES)),
+        incarnation=None if metadata is None else metadata.incarnation,
+        row_count=rows,
+        global_indexes=None if metadata is None else metadata.indexes,
+        keys=keys,
+        groups=None if groups is None else [group or "" for group in groups],
+        group_size=group_size or 0,
         custom_meta=encode_meta_columns(meta_columns),
+        **others,
     )
     return write, meta_columns
 
@@ -178,53 +226,31 @@ def partition_of(partition_id: str | None, metadata: BatchMeta | None) -> str:
 
 def get_meta_request(
     *,
-    partition_id: str,
-    task_name: str,
-    data_fields: Sequence[str],
-    batch_size: int,
     min_batch_size: int | None,
-    batch_unit: BatchUnit,
     micro_batch_size: int | None,
     sampler: str | None,
     sampler_config: Mapping[str, Any] | None,
-    dp_rank: int | None,
-    dp_size: int | None,
-    batch_index: int | None,
-    drop_last: bool,
     where: Iterable[tuple[str, str, Any]],
     order_by: Iterable[str],
-    finite: bool,
-    incarnation: bytes,
-    epoch: int | None,
     lease: float | None,
     max_deliveries: int | None,
+    **others: Any,
 ) -> pb.GetMetaRequest:
-    """Return the request for a batch; `max_wait_seconds` is set at each poll."""
-    return pb.GetMetaRequest(
-        request_id=new_id(),
-        partition_id=text("partition_id", partition_id),
-        task_name=text("task_name", task_name),
-        data_fields=texts("data_fields", data_fields),
-        batch_size=integer("batch_size", batch_size),
-        min_batch_size=0 if min_batch_size is None else integer("min_batch_size", min_batch_size),
-        batch_unit=_choice("batch_unit", batch_unit, BATCH_UNITS),
-        micro_batch_size=0 if micro_batch_size is None else integer("micro_batch_size", micro_batch_size),
-        sampler="" if sampler is None else text("sampler", sampler),
+    """Return the request for a batch, of which `others` are fields; `max_wait_seconds` is set at each poll."""
+    return request_of(
+        pb.GetMetaRequest,
+        min_batch_size=min_batch_size or 0,
+        micro_batch_size=micro_batch_size or 0,
+        sampler=sampler or "",
         sampler_config=_struct("sampler_config", sampler_config) if sampler_config else None,
-        dp_rank=None if dp_rank is None else integer("dp_rank", dp_rank, 32),
-        dp_size=None if dp_size is None else integer("dp_size", dp_size, 32),
-        batch_index=None if batch_index is None else integer("batch_index", batch_index),
-        drop_last=bool(drop_last),
         where=[_condition(position, condition) for position, condition in enumerate(where)],
         order_by=[
             pb.Order(column=column.removeprefix("-"), descending=column.startswith("-"))
             for column in texts("order_by", order_by)
         ],
-        incarnation=incarnation,
-        epoch=None if epoch is None else integer("epoch", epoch),
-        finite=bool(finite),
-        lease_seconds=0.0 if lease is None else lease_span(lease),
+        lease_seconds=None if lease is None else lease_span(lease),
         max_deliveries=0 if max_deliveries is None else _deliveries(max_deliveries),
+        **others,
     )
 
 
@@ -265,7 +291,7 @@ def _condition(position: int, condition: Any) -> pb.Condition:
         raise InvalidArgumentError(f"{name}: 'in' takes a list of values, got {value!r}", field="where")
     return pb.Condition(
         column=text(name, column),
-        operator=_choice(name, comparison, OPERATORS),
+        operator=OPERATORS.encode(comparison, name),
         values=[_meta_value(name, one) for one in values],
     )
 

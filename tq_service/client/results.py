@@ -2,21 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from types import NoneType
-from typing import Any, Final, TypeVar, get_args, get_origin, get_type_hints
-
-from google.protobuf.message import Message
 
 from tq_service.schema import FieldSpec, StalenessLimit
-from tq_service.wire.metadata import decode_spec
-from tq_service.wire.staleness import decode_staleness_limit
-
-Result = TypeVar("Result")
-# Dataclasses of other layers, whose fields are not those of their messages.
-_READERS: Final[dict[Any, Callable[[Any], Any]]] = {FieldSpec: decode_spec, StalenessLimit: decode_staleness_limit}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,38 +208,3 @@ class CheckpointCopy:
     put_count: int
     value_bytes: int
     pause_seconds: float
-
-
-def read_result(kind: type[Result], message: Message, **given: Any) -> Result:
-    """Return a dataclass whose fields are the fields of the same names of a message.
-
-    What is optional and not set becomes None, what is repeated a tuple, messages become the dataclasses of the fields'
-    types.
-
-    Args:
-        kind: the dataclass.
-        message: the message.
-        **given: fields of the dataclass that are not as in the message.
-    """
-    values = {name: _value(message, name, hint) for name, hint in _hints(kind).items() if name not in given}
-    return kind(**values, **given)
-
-
-_hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
-
-
-def _value(message: Message, name: str, hint: Any) -> Any:
-    if NoneType in get_args(hint) and not message.HasField(name):
-        return None
-    value = getattr(message, name)
-    if get_origin(hint) is tuple:
-        element = get_args(hint)[0]
-        return tuple(_read(each, element) for each in value)
-    return _read(value, hint)
-
-
-def _read(value: Any, hint: Any) -> Any:
-    if not isinstance(value, Message):
-        return value
-    reader = _READERS.get(hint)
-    return read_result(hint, value) if reader is None else reader(value)

@@ -22,13 +22,13 @@ from tq_service.domain.tables.meta import Condition, Order
 from tq_service.domain.tables.names import Names, look_through
 from tq_service.errors import InvalidArgumentError
 from tq_service.samplers import Sampler
-from tq_service.schema import BatchUnit, Layout, StalenessLimit
+from tq_service.schema import Layout, StalenessLimit
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import metadata_pb2
 from tq_service.wire.columns import ColumnShape, decode_headers
-from tq_service.wire.enums import BATCH_UNIT_WORDS, KEY_MODE_WORDS, OPERATOR_WORDS
-from tq_service.wire.metadata import decode_integers, decode_layout, decode_meta_columns, decode_spec, decode_state
-from tq_service.wire.staleness import decode_staleness_limit
+from tq_service.wire.enums import BATCH_UNITS, KEY_MODES, LAYOUTS, OPERATORS, STATES
+from tq_service.wire.mapper import read_message
+from tq_service.wire.metadata import decode_integers, decode_meta_columns, decode_spec
 
 DEFAULT_SAMPLER = "sequential"
 _MOST_RANKS = 65_536
@@ -65,7 +65,7 @@ def partition_settings(request: pb.CreatePartitionRequest) -> PartitionSettings:
         )
     return PartitionSettings(
         expected_samples=expected,
-        default_layout=decode_layout(request.default_layout),
+        default_layout=LAYOUTS.decode(request.default_layout),
         fields=fields,
         max_bytes=max_bytes,
         staleness_limits=_staleness_limits(request.staleness_limits),
@@ -74,7 +74,7 @@ def partition_settings(request: pb.CreatePartitionRequest) -> PartitionSettings:
 
 def _staleness_limits(messages: Sequence[pb.StalenessLimit]) -> tuple[StalenessLimit, ...]:
     """Return the limits of a partition in the order of their tasks, so that the same ones compare equal."""
-    limits = [decode_staleness_limit(message) for message in messages]
+    limits = [read_message(StalenessLimit, message) for message in messages]
     for limit in limits:
         check_name("task_name", limit.task_name)
     names = [limit.task_name for limit in limits]
@@ -114,8 +114,6 @@ def sample_write(
         )
     if write.row_count < 0:
         raise InvalidArgumentError(f"row_count is {write.row_count}; give the number of samples", field="row_count")
-    if write.key_mode not in KEY_MODE_WORDS:
-        raise InvalidArgumentError(f"key_mode {write.key_mode} is unknown", field="key_mode")
     if write.key_mode == pb.KEY_MODE_EXISTING and not write.keys and not write.global_indexes:
         raise InvalidArgumentError(
             "key_mode is existing, but neither keys nor global_indexes name the samples; give one of them",
@@ -132,11 +130,11 @@ def sample_write(
         row_count=write.row_count,
         global_indexes=indexes(write.global_indexes) if write.global_indexes else None,
         keys=(list(write.keys) or None) if names is None else names.keys,
-        key_mode=KEY_MODE_WORDS[write.key_mode],
+        key_mode=KEY_MODES.decode(write.key_mode) or "upsert",
         groups=(list(write.groups) or None) if names is None else names.groups,
         names=names,
         group_size=write.group_size,
-        state=decode_state(write.state),
+        state=STATES.decode(write.state),
         meta=decode_meta_columns(write.custom_meta, write.row_count),
         put=put,
         columns=[_column_write(column) for column in columns],
@@ -196,7 +194,7 @@ def _read_claim_spec(request: pb.GetMetaRequest) -> ClaimSpec:
     return ClaimSpec(
         batch_spec=BatchSpec(
             batch_size=request.batch_size,
-            batch_unit=_unit(request.batch_unit),
+            batch_unit=BATCH_UNITS.decode(request.batch_unit) or "sample",
             micro_batch_size=request.micro_batch_size or None,
             sampler=request.sampler or DEFAULT_SAMPLER,
             sampler_config=_config_json(request.sampler_config),
@@ -286,12 +284,6 @@ def _data_fields(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _unit(number: int) -> BatchUnit:
-    if number not in BATCH_UNIT_WORDS:
-        raise InvalidArgumentError(f"batch_unit {number} is unknown; use sample or group", field="batch_unit")
-    return BATCH_UNIT_WORDS[number]
-
-
 def _rank(request: pb.GetMetaRequest) -> Rank | None:
     given = [request.HasField("dp_rank"), request.HasField("dp_size"), request.HasField("batch_index")]
     if not any(given):
@@ -347,13 +339,11 @@ def _sizes(request: pb.GetMetaRequest) -> int:
 
 
 def _condition(message: pb.Condition) -> Condition:
-    operator = OPERATOR_WORDS.get(message.operator)
+    operator = OPERATORS.decode(message.operator)
     values = [getattr(value, kind) for value in message.values if (kind := value.WhichOneof("kind")) is not None]
     if operator is None or not message.column:
         raise InvalidArgumentError(
-            f"where: {message.column!r} with operator {message.operator}; name a custom_meta column and one of "
-            f"{', '.join(OPERATOR_WORDS.values())}",
-            field="where",
+            f"where: got column {message.column!r} and operator {operator!r}; give both", field="where"
         )
     if len(values) != len(message.values) or (operator != "in" and len(values) != 1):
         raise InvalidArgumentError(

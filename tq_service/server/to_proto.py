@@ -13,12 +13,12 @@ from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes, RankPlan
 from tq_service.domain.states import FAILED, HELD, LIVE
 from tq_service.domain.tables.cells import CellRuns, Put
-from tq_service.schema import EndCounts, FieldSpec
+from tq_service.schema import EndCounts
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import metadata_pb2
 from tq_service.wire.index_ranges import set_indexes
-from tq_service.wire.metadata import encode_end, encode_meta_columns, encode_spec
-from tq_service.wire.staleness import encode_staleness_limit
+from tq_service.wire.mapper import to_message
+from tq_service.wire.metadata import encode_meta_columns, encode_spec
 
 _MOST_DEAD_LETTERED = 100  # named in a status
 
@@ -66,7 +66,7 @@ def claim_meta(
         incarnation=partition.incarnation,
         epoch=epoch,
         skipped=0 if end is None else end.skipped,
-        end=None if end is None else encode_end(end),
+        end=None if end is None else to_message(metadata_pb2.EndCounts, end),
     )
 
 
@@ -141,11 +141,6 @@ def _add_steps(meta: metadata_pb2.BatchMeta, part: RankPlan) -> None:
             )
 
 
-def specs(fields: Iterable[FieldSpec]) -> list[metadata_pb2.FieldSpec]:
-    """Return field specs."""
-    return [encode_spec(spec) for spec in fields]
-
-
 def consumption(partition: Partition, task: TaskLedger) -> pb.CheckConsumptionResponse:
     """Return what a task has consumed."""
     return pb.CheckConsumptionResponse(
@@ -184,13 +179,7 @@ def production(partition: Partition, names: Sequence[str]) -> pb.CheckProduction
 
 def summary(partition: Partition) -> pb.PartitionSummary:
     """Return a partition in short."""
-    return pb.PartitionSummary(
-        partition_id=partition.partition_id,
-        incarnation=partition.incarnation,
-        inserted_count=partition.inserted_count,
-        present_count=partition.table.present_count,
-        sealed=partition.sealed,
-    )
+    return to_message(pb.PartitionSummary, partition, present_count=partition.table.present_count)
 
 
 def description(catalog: Catalog, partition: Partition) -> pb.DescribePartitionResponse:
@@ -225,6 +214,6 @@ def description(catalog: Catalog, partition: Partition) -> pb.DescribePartitionR
         custom_meta_columns=partition.meta.names(),
         used_bytes=partition.cells.used_bytes,
         max_bytes=partition.settings.max_bytes,
-        staleness_limits=[encode_staleness_limit(limit) for limit in partition.settings.staleness_limits],
+        staleness_limits=[to_message(pb.StalenessLimit, limit) for limit in partition.settings.staleness_limits],
         waiting_put_count=catalog.waiting_put_count(partition.partition_id),
     )

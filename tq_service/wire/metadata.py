@@ -1,4 +1,4 @@
-"""Field specs, custom_meta, layouts and states as protobuf, both ways.
+"""Field specs and custom_meta as protobuf, both ways.
 
 custom_meta travels in columns. Users give and read it as one mapping a sample; `rows_to_meta_columns` and
 `meta_columns_to_rows` go between the two.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, fields
 from functools import lru_cache
 from typing import Any, Final
 
@@ -17,22 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.errors import InvalidArgumentError
-from tq_service.schema import EndCounts, FieldSpec, Layout, MetaColumn, MetaValue, SampleState
+from tq_service.schema import FieldSpec, MetaColumn, MetaValue
 from tq_service.v1 import metadata_pb2 as pb
-
-_LAYOUTS: Final[dict[Layout, pb.Layout.ValueType]] = {
-    Layout.DENSE: pb.LAYOUT_DENSE,
-    Layout.JAGGED: pb.LAYOUT_JAGGED,
-    Layout.OBJECT: pb.LAYOUT_OBJECT,
-}
-_LAYOUTS_BACK: Final = {number: layout for layout, number in _LAYOUTS.items()}
-
-_STATES: Final[dict[SampleState, pb.SampleState.ValueType]] = {
-    SampleState.LIVE: pb.SAMPLE_STATE_LIVE,
-    SampleState.HELD: pb.SAMPLE_STATE_HELD,
-    SampleState.FAILED: pb.SAMPLE_STATE_FAILED,
-}
-_STATES_BACK: Final = {number: state for state, number in _STATES.items()}
+from tq_service.wire.enums import LAYOUTS
 
 _VALUE_FIELDS: Final = {"b": "bool_values", "i": "int64_values", "f": "double_values"}
 _REMEMBERED_SPEC_BYTES: Final = 256
@@ -43,64 +29,12 @@ _NO_VALUE: Final = object()
 _INT64: Final = np.iinfo(np.int64)
 
 
-def encode_end(counts: EndCounts) -> pb.EndCounts:
-    """Return the message of the counts of an end, which has a field for each."""
-    return pb.EndCounts(**asdict(counts))
-
-
-def decode_end(message: pb.EndCounts) -> EndCounts:
-    """Return the counts of a message."""
-    return EndCounts(**{each.name: getattr(message, each.name) for each in fields(EndCounts)})
-
-
-def encode_layout(layout: Layout | None) -> pb.Layout.ValueType:
-    """Return the enum number of a layout; None is "unspecified"."""
-    return pb.LAYOUT_UNSPECIFIED if layout is None else _LAYOUTS[layout]
-
-
-def decode_layout(number: int) -> Layout | None:
-    """Return the layout of an enum number; "unspecified" is None.
-
-    Raises:
-        InvalidArgumentError: the number is not in the enum.
-    """
-    if number == pb.LAYOUT_UNSPECIFIED:
-        return None
-    try:
-        return _LAYOUTS_BACK[pb.Layout.ValueType(number)]
-    except KeyError:
-        raise InvalidArgumentError(
-            f"layout number {number} is unknown; send a value of Layout", field="layout"
-        ) from None
-
-
-def encode_state(state: SampleState | None) -> pb.SampleState.ValueType:
-    """Return the enum number of a state; None is "unspecified"."""
-    return pb.SAMPLE_STATE_UNSPECIFIED if state is None else _STATES[state]
-
-
-def decode_state(number: int) -> SampleState | None:
-    """Return the state of an enum number; "unspecified" is None.
-
-    Raises:
-        InvalidArgumentError: the number is not in the enum.
-    """
-    if number == pb.SAMPLE_STATE_UNSPECIFIED:
-        return None
-    try:
-        return _STATES_BACK[pb.SampleState.ValueType(number)]
-    except KeyError:
-        raise InvalidArgumentError(
-            f"state number {number} is unknown; send a value of SampleState", field="state"
-        ) from None
-
-
 def encode_spec(spec: FieldSpec) -> pb.FieldSpec:
     """Return a field spec as protobuf."""
     return pb.FieldSpec(
         name=spec.name,
         dtype=spec.dtype,
-        layout=encode_layout(spec.layout),
+        layout=LAYOUTS.encode(spec.layout),
         row_shape=spec.row_shape or (),
         row_shape_known=spec.row_shape is not None,
     )
@@ -126,7 +60,7 @@ def _read_spec(message: pb.FieldSpec) -> FieldSpec:
     return FieldSpec(
         name=message.name,
         dtype=message.dtype,
-        layout=decode_layout(message.layout),
+        layout=LAYOUTS.decode(message.layout),
         row_shape=tuple(message.row_shape) if message.row_shape_known else None,
     )
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Final
 
 from tq_service.client._async.base import AsyncBase
-from tq_service.client.requests import new_id, text
-from tq_service.client.results import CheckpointCopy, RestoredCheckpoint, read_result
+from tq_service.client.requests import request_of
+from tq_service.client.results import CheckpointCopy, RestoredCheckpoint
 from tq_service.v1 import controller_service_pb2 as pb
+from tq_service.wire.mapper import read_message
 
 _SECONDS: Final = 3600.0
 
@@ -31,10 +32,10 @@ class AsyncCheckpointCalls(AsyncBase):
             DiskFullError: the disk has no room.
             DataLossError: bytes that are to be copied are lost; it names their samples.
         """
-        request = pb.CheckpointRequest(name=text("name", name))
+        request = request_of(pb.CheckpointRequest, name=name)
         deadline = self._deadline(_SECONDS if timeout is None else timeout)
         answer = await self._calls.unary(lambda to: to.controller.Checkpoint, request, deadline)
-        return read_result(CheckpointCopy, answer)
+        return read_message(CheckpointCopy, answer)
 
     async def restore(self, name: str, *, timeout: float | None = None) -> RestoredCheckpoint:
         """Bring back what a checkpoint holds, into a service that has no partitions.
@@ -53,7 +54,7 @@ class AsyncCheckpointCalls(AsyncBase):
             SnapshotDamagedError: it is damaged.
             QuotaExceededError: the storage services have no room for its bytes.
         """
-        request = pb.RestoreRequest(request_id=new_id(), name=text("name", name))
+        request = request_of(pb.RestoreRequest, name=name)
         deadline = self._deadline(_SECONDS if timeout is None else timeout)
         answer = await self._calls.unary(lambda to: to.controller.Restore, request, deadline)
-        return read_result(RestoredCheckpoint, answer)
+        return read_message(RestoredCheckpoint, answer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tq_service.client._async.base import AsyncBase
 from tq_service.client.batch_meta import BatchMeta
-from tq_service.client.requests import check_leased, lease_span, new_id
+from tq_service.client.requests import check_leased, lease_span, request_of
 from tq_service.v1 import controller_service_pb2 as pb
 
 
@@ -34,15 +34,15 @@ class AsyncLeaseCalls(AsyncBase):
         check_leased(metadata)
         if not metadata.size:
             return 0
-        request = pb.AckClaimRequest(
-            request_id=new_id(),
+        request = request_of(
+            pb.AckClaimRequest,
             partition_id=metadata.partition_id,
             incarnation=metadata.incarnation,
             task_name=metadata.task_name,
             claim_request_id=metadata.claim_id,
-            global_indexes=metadata.global_indexes,
+            global_indexes=metadata.indexes,
         )
-        answer = await self._calls.unary(lambda to: to.controller.AckClaim, request, self._deadline(timeout))
+        answer = await self._ask(lambda to: to.AckClaim, request, timeout)
         return answer.acked_count
 
     async def extend(self, metadata: BatchMeta, lease: float, *, timeout: float | None = None) -> int:
@@ -63,15 +63,15 @@ class AsyncLeaseCalls(AsyncBase):
             PartitionNotFoundError: the partition was cleared. StaleIncarnationError: and made anew.
         """
         check_leased(metadata)
-        request = pb.ExtendClaimRequest(
-            request_id=new_id(),
+        request = request_of(
+            pb.ExtendClaimRequest,
             partition_id=metadata.partition_id,
             incarnation=metadata.incarnation,
             task_name=metadata.task_name,
             claim_request_id=metadata.claim_id,
             lease_seconds=lease_span(lease),
         )
-        answer = await self._calls.unary(lambda to: to.controller.ExtendClaim, request, self._deadline(timeout))
+        answer = await self._ask(lambda to: to.ExtendClaim, request, timeout)
         return answer.leased_count
 
     async def release(self, metadata: BatchMeta, *, timeout: float | None = None) -> int:
@@ -92,12 +92,12 @@ class AsyncLeaseCalls(AsyncBase):
         """
         if not metadata.claim_id or not metadata.size:
             return 0
-        request = pb.ReleaseClaimRequest(
-            request_id=new_id(),
+        request = request_of(
+            pb.ReleaseClaimRequest,
             partition_id=metadata.partition_id,
             task_name=metadata.task_name,
             claim_request_id=metadata.claim_id,
-            global_indexes=metadata.global_indexes,
+            global_indexes=metadata.indexes,
         )
-        answer = await self._calls.unary(lambda to: to.controller.ReleaseClaim, request, self._deadline(timeout))
+        answer = await self._ask(lambda to: to.ReleaseClaim, request, timeout)
         return answer.released_count

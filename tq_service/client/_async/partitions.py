@@ -10,23 +10,19 @@ from tq_service.addresses import parse_address
 from tq_service.client._async.base import AsyncBase
 from tq_service.client.requests import (
     field_specs,
-    integer,
-    layout_number,
-    new_id,
+    request_of,
     staleness_limit_messages,
-    text,
-    texts,
 )
 from tq_service.client.results import (
     PartitionDescription,
     PartitionSummary,
     SamplerDescription,
     StorageStat,
-    read_result,
 )
 from tq_service.schema import FieldSpec, Layout, StalenessLimit
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.storage_service_pb2 import StatRequest
+from tq_service.wire.mapper import read_message
 
 
 class AsyncPartitionCalls(AsyncBase):
@@ -63,16 +59,16 @@ class AsyncPartitionCalls(AsyncBase):
         Raises:
             AlreadyExistsError: it is there with other settings.
         """
-        request = pb.CreatePartitionRequest(
-            request_id=new_id(),
-            partition_id=text("partition_id", partition_id),
-            expected_samples=None if expected_samples is None else integer("expected_samples", expected_samples),
-            default_layout=layout_number("default_layout", default_layout),
+        request = request_of(
+            pb.CreatePartitionRequest,
+            partition_id=partition_id,
+            expected_samples=expected_samples,
+            default_layout=default_layout,
             fields=field_specs(fields),
-            max_bytes=None if max_bytes is None else integer("max_bytes", max_bytes),
+            max_bytes=max_bytes,
             staleness_limits=staleness_limit_messages(staleness_limits),
         )
-        answer = await self._calls.unary(lambda to: to.controller.CreatePartition, request, self._deadline(timeout))
+        answer = await self._ask(lambda to: to.CreatePartition, request, timeout)
         return answer.incarnation
 
     async def seal_partition(self, partition_id: str, *, incarnation: bytes = b"", timeout: float | None = None) -> int:
@@ -90,10 +86,8 @@ class AsyncPartitionCalls(AsyncBase):
             PartitionNotFoundError: there is no such partition.
             StaleIncarnationError: it has been made anew.
         """
-        request = pb.SealPartitionRequest(
-            request_id=new_id(), partition_id=text("partition_id", partition_id), incarnation=incarnation
-        )
-        answer = await self._calls.unary(lambda to: to.controller.SealPartition, request, self._deadline(timeout))
+        request = request_of(pb.SealPartitionRequest, partition_id=partition_id, incarnation=incarnation)
+        answer = await self._ask(lambda to: to.SealPartition, request, timeout)
         return answer.inserted_count
 
     async def clear_partition(
@@ -113,10 +107,8 @@ class AsyncPartitionCalls(AsyncBase):
             PartitionNotFoundError: there is no such partition.
             StaleIncarnationError: it has been made anew.
         """
-        request = pb.ClearPartitionRequest(
-            request_id=new_id(), partition_id=text("partition_id", partition_id), incarnation=incarnation
-        )
-        answer = await self._calls.unary(lambda to: to.controller.ClearPartition, request, self._deadline(timeout))
+        request = request_of(pb.ClearPartitionRequest, partition_id=partition_id, incarnation=incarnation)
+        answer = await self._ask(lambda to: to.ClearPartition, request, timeout)
         return answer.cleared_count
 
     async def close_groups(
@@ -128,19 +120,19 @@ class AsyncPartitionCalls(AsyncBase):
             PartitionNotFoundError: there is no such partition.
             GroupNotFoundError: there is no such group.
         """
-        request = pb.CloseGroupsRequest(
-            request_id=new_id(),
-            partition_id=text("partition_id", partition_id),
+        request = request_of(
+            pb.CloseGroupsRequest,
+            partition_id=partition_id,
             incarnation=incarnation,
-            groups=texts("groups", groups),
+            groups=groups,
         )
-        await self._calls.unary(lambda to: to.controller.CloseGroups, request, self._deadline(timeout))
+        await self._ask(lambda to: to.CloseGroups, request, timeout)
 
     async def list_partitions(self, prefix: str = "", *, timeout: float | None = None) -> list[PartitionSummary]:
         """Return the partitions whose names begin with `prefix`, in the order of their names."""
-        request = pb.ListPartitionsRequest(prefix=text("prefix", prefix))
-        answer = await self._calls.unary(lambda to: to.controller.ListPartitions, request, self._deadline(timeout))
-        return [read_result(PartitionSummary, one) for one in answer.partitions]
+        request = request_of(pb.ListPartitionsRequest, prefix=prefix)
+        answer = await self._ask(lambda to: to.ListPartitions, request, timeout)
+        return [read_message(PartitionSummary, one) for one in answer.partitions]
 
     async def describe_partition(self, partition_id: str, *, timeout: float | None = None) -> PartitionDescription:
         """Return samples by state, fields and tasks of a partition.
@@ -148,22 +140,21 @@ class AsyncPartitionCalls(AsyncBase):
         Raises:
             PartitionNotFoundError: there is no such partition.
         """
-        request = pb.DescribePartitionRequest(partition_id=text("partition_id", partition_id))
-        answer = await self._calls.unary(lambda to: to.controller.DescribePartition, request, self._deadline(timeout))
-        return read_result(PartitionDescription, answer)
+        request = request_of(pb.DescribePartitionRequest, partition_id=partition_id)
+        answer = await self._ask(lambda to: to.DescribePartition, request, timeout)
+        return read_message(PartitionDescription, answer)
 
     async def list_samplers(self, *, timeout: float | None = None) -> list[SamplerDescription]:
         """Return the samplers that `get_meta` takes, with their options."""
-        request = pb.ListSamplersRequest()
-        answer = await self._calls.unary(lambda to: to.controller.ListSamplers, request, self._deadline(timeout))
-        return [read_result(SamplerDescription, one) for one in answer.samplers]
+        answer = await self._ask(lambda to: to.ListSamplers, pb.ListSamplersRequest(), timeout)
+        return [read_message(SamplerDescription, one) for one in answer.samplers]
 
     async def storage_stat(self, address: str | None = None, *, timeout: float | None = None) -> StorageStat:
         """Return sizes and counts of the storage service at an address; None: the client's own."""
         deadline = self._deadline(timeout)
         target = parse_address(address) if address else ""
         answer = await self._calls.unary(lambda to: to.storage.Stat, StatRequest(), deadline, target)
-        return read_result(
+        return read_message(
             StorageStat,
             answer,
             storage_id=answer.storage.storage_id,

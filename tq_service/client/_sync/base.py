@@ -6,7 +6,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self, TypeVar
 
 from tq_service.client._sync.calls import Calls
 from tq_service.client.channel import resolve_address
@@ -16,6 +16,17 @@ from tq_service.client.retry import Deadline
 from tq_service.wire.credentials import Credentials, Tls
 
 DEFAULT_TIMEOUT_SECONDS = 60.0
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import grpc
+
+    from tq_service.client.channel import ControllerStub
+
+    Request = TypeVar("Request")
+    Response = TypeVar("Response")
+    Method = Callable[[ControllerStub], grpc.UnaryUnaryMultiCallable[Request, Response]]
 
 
 class Base:
@@ -42,6 +53,10 @@ class Base:
     def _deadline(self, timeout: float | None, more_seconds: float = 0.0) -> Deadline:
         span = self.timeout if timeout is None else seconds("timeout", timeout)
         return Deadline.after(span + more_seconds)
+
+    def _ask(self, pick: Method[Request, Response], request: Request, timeout: float | None) -> Response:
+        """Make a call to the controller, tried again until the timeout."""
+        return self._calls.unary(lambda to: pick(to.controller), request, self._deadline(timeout))
 
     def close(self) -> None:
         """Make the calls that are due, such as releasing claims, and close the channels."""

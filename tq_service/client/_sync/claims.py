@@ -10,13 +10,14 @@ from typing import Any, Final
 from tq_service.client._sync.base import Base
 from tq_service.client.batch_meta import BatchMeta
 from tq_service.client.concurrency import sleep
-from tq_service.client.requests import get_meta_request, integer, new_id, seconds, text, texts
-from tq_service.client.results import ConsumptionStatus, ProductionStatus, read_result
+from tq_service.client.requests import get_meta_request, request_of, seconds
+from tq_service.client.results import ConsumptionStatus, ProductionStatus
 from tq_service.client.retry import Backoff, Deadline
 from tq_service.errors import CallCancelledError, DeadlineError, InternalError, TqError, UnavailableError
 from tq_service.schema import BatchUnit
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.metadata_pb2 import BATCH_STATUS_NOT_YET
+from tq_service.wire.mapper import read_message
 
 DEFAULT_MAX_WAIT_SECONDS: Final = 30.0
 RELEASE_SECONDS: Final = 5.0
@@ -150,8 +151,8 @@ class ClaimCalls(Base):
     def _release(self, claim: pb.GetMetaRequest) -> None:
         if self._calls.channels.closed:
             return  # the service sees that this client has left
-        request = pb.ReleaseClaimRequest(
-            request_id=new_id(),
+        request = request_of(
+            pb.ReleaseClaimRequest,
             partition_id=claim.partition_id,
             task_name=claim.task_name,
             claim_request_id=claim.request_id,
@@ -168,11 +169,9 @@ class ClaimCalls(Base):
             PartitionNotFoundError: there is no such partition.
             TaskNotFoundError: the task has not asked for anything yet.
         """
-        request = pb.CheckConsumptionRequest(
-            partition_id=text("partition_id", partition_id), task_name=text("task_name", task_name)
-        )
-        answer = self._calls.unary(lambda to: to.controller.CheckConsumption, request, self._deadline(timeout))
-        return read_result(ConsumptionStatus, answer)
+        request = request_of(pb.CheckConsumptionRequest, partition_id=partition_id, task_name=task_name)
+        answer = self._ask(lambda to: to.CheckConsumption, request, timeout)
+        return read_message(ConsumptionStatus, answer)
 
     def check_production(
         self, partition_id: str, data_fields: Sequence[str], *, timeout: float | None = None
@@ -183,11 +182,9 @@ class ClaimCalls(Base):
             PartitionNotFoundError: there is no such partition.
             FieldNotFoundError: there is no such field.
         """
-        request = pb.CheckProductionRequest(
-            partition_id=text("partition_id", partition_id), data_fields=texts("data_fields", data_fields)
-        )
-        answer = self._calls.unary(lambda to: to.controller.CheckProduction, request, self._deadline(timeout))
-        return read_result(ProductionStatus, answer)
+        request = request_of(pb.CheckProductionRequest, partition_id=partition_id, data_fields=data_fields)
+        answer = self._ask(lambda to: to.CheckProduction, request, timeout)
+        return read_message(ProductionStatus, answer)
 
     def reset_consumption(
         self,
@@ -214,12 +211,12 @@ class ClaimCalls(Base):
             StaleEpochError: the task is at another epoch.
             PartitionNotFoundError: there is no such partition; TaskNotFoundError: no such task.
         """
-        request = pb.ResetConsumptionRequest(
-            request_id=new_id(),
-            partition_id=text("partition_id", partition_id),
-            task_name=text("task_name", task_name),
-            epoch=integer("epoch", epoch),
-            keep_consumed=bool(keep_consumed),
+        request = request_of(
+            pb.ResetConsumptionRequest,
+            partition_id=partition_id,
+            task_name=task_name,
+            epoch=epoch,
+            keep_consumed=keep_consumed,
         )
-        answer = self._calls.unary(lambda to: to.controller.ResetConsumption, request, self._deadline(timeout))
+        answer = self._ask(lambda to: to.ResetConsumption, request, timeout)
         return answer.epoch

@@ -11,23 +11,19 @@ from tq_service.addresses import parse_address
 from tq_service.client._sync.base import Base
 from tq_service.client.requests import (
     field_specs,
-    integer,
-    layout_number,
-    new_id,
+    request_of,
     staleness_limit_messages,
-    text,
-    texts,
 )
 from tq_service.client.results import (
     PartitionDescription,
     PartitionSummary,
     SamplerDescription,
     StorageStat,
-    read_result,
 )
 from tq_service.schema import FieldSpec, Layout, StalenessLimit
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.storage_service_pb2 import StatRequest
+from tq_service.wire.mapper import read_message
 
 
 class PartitionCalls(Base):
@@ -64,16 +60,16 @@ class PartitionCalls(Base):
         Raises:
             AlreadyExistsError: it is there with other settings.
         """
-        request = pb.CreatePartitionRequest(
-            request_id=new_id(),
-            partition_id=text("partition_id", partition_id),
-            expected_samples=None if expected_samples is None else integer("expected_samples", expected_samples),
-            default_layout=layout_number("default_layout", default_layout),
+        request = request_of(
+            pb.CreatePartitionRequest,
+            partition_id=partition_id,
+            expected_samples=expected_samples,
+            default_layout=default_layout,
             fields=field_specs(fields),
-            max_bytes=None if max_bytes is None else integer("max_bytes", max_bytes),
+            max_bytes=max_bytes,
             staleness_limits=staleness_limit_messages(staleness_limits),
         )
-        answer = self._calls.unary(lambda to: to.controller.CreatePartition, request, self._deadline(timeout))
+        answer = self._ask(lambda to: to.CreatePartition, request, timeout)
         return answer.incarnation
 
     def seal_partition(self, partition_id: str, *, incarnation: bytes = b"", timeout: float | None = None) -> int:
@@ -91,10 +87,8 @@ class PartitionCalls(Base):
             PartitionNotFoundError: there is no such partition.
             StaleIncarnationError: it has been made anew.
         """
-        request = pb.SealPartitionRequest(
-            request_id=new_id(), partition_id=text("partition_id", partition_id), incarnation=incarnation
-        )
-        answer = self._calls.unary(lambda to: to.controller.SealPartition, request, self._deadline(timeout))
+        request = request_of(pb.SealPartitionRequest, partition_id=partition_id, incarnation=incarnation)
+        answer = self._ask(lambda to: to.SealPartition, request, timeout)
         return answer.inserted_count
 
     def clear_partition(self, partition_id: str, *, incarnation: bytes = b"", timeout: float | None = None) -> int:
@@ -112,10 +106,8 @@ class PartitionCalls(Base):
             PartitionNotFoundError: there is no such partition.
             StaleIncarnationError: it has been made anew.
         """
-        request = pb.ClearPartitionRequest(
-            request_id=new_id(), partition_id=text("partition_id", partition_id), incarnation=incarnation
-        )
-        answer = self._calls.unary(lambda to: to.controller.ClearPartition, request, self._deadline(timeout))
+        request = request_of(pb.ClearPartitionRequest, partition_id=partition_id, incarnation=incarnation)
+        answer = self._ask(lambda to: to.ClearPartition, request, timeout)
         return answer.cleared_count
 
     def close_groups(
@@ -127,19 +119,19 @@ class PartitionCalls(Base):
             PartitionNotFoundError: there is no such partition.
             GroupNotFoundError: there is no such group.
         """
-        request = pb.CloseGroupsRequest(
-            request_id=new_id(),
-            partition_id=text("partition_id", partition_id),
+        request = request_of(
+            pb.CloseGroupsRequest,
+            partition_id=partition_id,
             incarnation=incarnation,
-            groups=texts("groups", groups),
+            groups=groups,
         )
-        self._calls.unary(lambda to: to.controller.CloseGroups, request, self._deadline(timeout))
+        self._ask(lambda to: to.CloseGroups, request, timeout)
 
     def list_partitions(self, prefix: str = "", *, timeout: float | None = None) -> list[PartitionSummary]:
         """Return the partitions whose names begin with `prefix`, in the order of their names."""
-        request = pb.ListPartitionsRequest(prefix=text("prefix", prefix))
-        answer = self._calls.unary(lambda to: to.controller.ListPartitions, request, self._deadline(timeout))
-        return [read_result(PartitionSummary, one) for one in answer.partitions]
+        request = request_of(pb.ListPartitionsRequest, prefix=prefix)
+        answer = self._ask(lambda to: to.ListPartitions, request, timeout)
+        return [read_message(PartitionSummary, one) for one in answer.partitions]
 
     def describe_partition(self, partition_id: str, *, timeout: float | None = None) -> PartitionDescription:
         """Return samples by state, fields and tasks of a partition.
@@ -147,22 +139,21 @@ class PartitionCalls(Base):
         Raises:
             PartitionNotFoundError: there is no such partition.
         """
-        request = pb.DescribePartitionRequest(partition_id=text("partition_id", partition_id))
-        answer = self._calls.unary(lambda to: to.controller.DescribePartition, request, self._deadline(timeout))
-        return read_result(PartitionDescription, answer)
+        request = request_of(pb.DescribePartitionRequest, partition_id=partition_id)
+        answer = self._ask(lambda to: to.DescribePartition, request, timeout)
+        return read_message(PartitionDescription, answer)
 
     def list_samplers(self, *, timeout: float | None = None) -> list[SamplerDescription]:
         """Return the samplers that `get_meta` takes, with their options."""
-        request = pb.ListSamplersRequest()
-        answer = self._calls.unary(lambda to: to.controller.ListSamplers, request, self._deadline(timeout))
-        return [read_result(SamplerDescription, one) for one in answer.samplers]
+        answer = self._ask(lambda to: to.ListSamplers, pb.ListSamplersRequest(), timeout)
+        return [read_message(SamplerDescription, one) for one in answer.samplers]
 
     def storage_stat(self, address: str | None = None, *, timeout: float | None = None) -> StorageStat:
         """Return sizes and counts of the storage service at an address; None: the client's own."""
         deadline = self._deadline(timeout)
         target = parse_address(address) if address else ""
         answer = self._calls.unary(lambda to: to.storage.Stat, StatRequest(), deadline, target)
-        return read_result(
+        return read_message(
             StorageStat,
             answer,
             storage_id=answer.storage.storage_id,

@@ -9,7 +9,7 @@ from typing import Any
 from tq_service.client._sync.puts import Puts
 from tq_service.client.batch_meta import BatchMeta
 from tq_service.client.pages import in_parts, joined
-from tq_service.client.requests import check_meta_count, integers, new_id, partition_of, sample_write, text, texts
+from tq_service.client.requests import check_meta_count, partition_of, request_of, sample_write, text, texts
 from tq_service.client.written import check_is_batch, check_row_counts, declared_layouts, put_nothing, written_meta
 from tq_service.schema import KeyMode, MetaValue, SampleState
 from tq_service.v1 import controller_service_pb2 as pb
@@ -85,7 +85,7 @@ class SampleCalls(Puts):
             custom_meta=custom_meta,
             state=state,
         )
-        request = pb.CommitRequest(request_id=new_id(), write=write)
+        request = request_of(pb.CommitRequest, write=write)
         deadline = self._deadline(timeout)
         if columns:
             answer = self._put_columns(request, columns, deadline)
@@ -123,7 +123,6 @@ class SampleCalls(Puts):
         """
         write, meta_columns = sample_write(
             partition_id=partition_id,
-            metadata=None,
             row_count=row_count,
             keys=keys,
             key_mode="new" if keys is not None else None,
@@ -132,8 +131,8 @@ class SampleCalls(Puts):
             custom_meta=custom_meta,
             state=state,
         )
-        request = pb.InsertRequest(request_id=new_id(), write=write)
-        answer = self._calls.unary(lambda to: to.controller.Insert, request, self._deadline(timeout))
+        request = request_of(pb.InsertRequest, write=write)
+        answer = self._ask(lambda to: to.Insert, request, timeout)
         return written_meta(answer.meta, write, None, meta_columns)
 
     def set_custom_meta(
@@ -155,14 +154,14 @@ class SampleCalls(Puts):
         check_meta_count(len(custom_meta), metadata.size)
         if not metadata.size:
             return
-        request = pb.SetCustomMetaRequest(
-            request_id=new_id(),
+        request = request_of(
+            pb.SetCustomMetaRequest,
             partition_id=metadata.partition_id,
             incarnation=metadata.incarnation,
-            global_indexes=metadata.global_indexes,
+            global_indexes=metadata.indexes,
             custom_meta=encode_meta_columns(rows_to_meta_columns(custom_meta)),
         )
-        self._calls.unary(lambda to: to.controller.SetCustomMeta, request, self._deadline(timeout))
+        self._ask(lambda to: to.SetCustomMeta, request, timeout)
 
     def lookup_samples(
         self, partition_id: str, keys: Iterable[str] | None = None, *, timeout: float | None = None
@@ -223,15 +222,14 @@ class SampleCalls(Puts):
         """
         if metadata is not None:
             check_is_batch(metadata)
-        indexes = integers("global_indexes", () if global_indexes is None else global_indexes)
-        request = pb.ClearSamplesRequest(
-            request_id=new_id(),
+        request = request_of(
+            pb.ClearSamplesRequest,
             partition_id=partition_of(partition_id, metadata),
             incarnation=b"" if metadata is None else metadata.incarnation,
-            global_indexes=indexes if metadata is None else metadata.global_indexes,
-            keys=texts("keys", keys),
+            global_indexes=global_indexes if metadata is None else metadata.indexes,
+            keys=keys,
         )
         if not request.global_indexes and not request.keys:
             return 0
-        answer = self._calls.unary(lambda to: to.controller.ClearSamples, request, self._deadline(timeout))
+        answer = self._ask(lambda to: to.ClearSamples, request, timeout)
         return answer.cleared_count
