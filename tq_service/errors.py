@@ -1,7 +1,7 @@
 """Every error of the service: one hierarchy, raised on the server and raised again, the same class, in the client.
 
-`reason` is what travels as `google.rpc.ErrorInfo.reason`; `tq_service.wire.error_table` adds the gRPC code. Messages
-say what was got, what was expected and what to do.
+`code` is the name of the gRPC status code that a call ends with, and `reason` travels as `google.rpc.ErrorInfo.reason`
+(`tq_service.wire.error_table`). Messages say what was got, what was expected and what to do.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ class TqError(Exception):
     """
 
     reason: ClassVar[str] = "INTERNAL"
+    code: ClassVar[str] = "INTERNAL"
 
     def __init__(self, message: str, *, metadata: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
@@ -43,6 +44,7 @@ class InvalidArgumentError(TqError, ValueError):
     """An argument is wrong whatever the state of the service; `metadata["field"]` names it."""
 
     reason = "INVALID_ARGUMENT"
+    code = "INVALID_ARGUMENT"
 
     def __init__(self, message: str, *, field: str | None = None, metadata: Mapping[str, str] | None = None) -> None:
         super().__init__(message, metadata={**(metadata or {}), **({"field": field} if field else {})})
@@ -75,12 +77,14 @@ class UnsupportedObjectError(TqError, TypeError):
     """A Python object that only pickle could carry."""
 
     reason = "UNSUPPORTED_OBJECT"
+    code = "INVALID_ARGUMENT"
 
 
 class NotFoundError(TqError, KeyError):
     """Something named does not exist."""
 
     reason = "NOT_FOUND"
+    code = "NOT_FOUND"
 
 
 class PartitionNotFoundError(NotFoundError):
@@ -135,12 +139,14 @@ class AlreadyExistsError(TqError, ValueError):
     """What should be new is there already."""
 
     reason = "ALREADY_EXISTS"
+    code = "ALREADY_EXISTS"
 
 
 class PreconditionError(TqError, RuntimeError):
     """The call does not fit the state of the service."""
 
     reason = "FAILED_PRECONDITION"
+    code = "FAILED_PRECONDITION"
 
 
 class StaleIncarnationError(PreconditionError):
@@ -219,6 +225,7 @@ class ResourceExhaustedError(TqError, RuntimeError):
     """A bound is reached; `retry_after_seconds` says when to try again, None that it is of no use."""
 
     reason = "RESOURCE_EXHAUSTED"
+    code = "RESOURCE_EXHAUSTED"
 
     def __init__(
         self,
@@ -232,7 +239,7 @@ class ResourceExhaustedError(TqError, RuntimeError):
 
 
 class QuotaExceededError(ResourceExhaustedError):
-    """No room for these bytes."""
+    """No capacity for these bytes."""
 
     reason = "QUOTA_EXCEEDED"
 
@@ -241,12 +248,14 @@ class UnauthenticatedError(TqError, PermissionError):
     """The service asks for a token, and the call had none that is valid."""
 
     reason = "UNAUTHENTICATED"
+    code = "UNAUTHENTICATED"
 
 
 class PermissionDeniedError(TqError, PermissionError):
     """The token of the call has not the role or the partition prefix for it; `metadata` names what is needed."""
 
     reason = "PERMISSION_DENIED"
+    code = "PERMISSION_DENIED"
 
 
 class StalenessLimitError(ResourceExhaustedError):
@@ -262,7 +271,7 @@ class LimitExceededError(ResourceExhaustedError):
 
 
 class DiskFullError(ResourceExhaustedError):
-    """The disk of the data folder takes no more; the service goes on by itself once there is room."""
+    """The disk of the data folder takes no more; the service goes on by itself once space is free."""
 
     reason = "DISK_FULL"
 
@@ -271,6 +280,7 @@ class DataLossError(TqError, RuntimeError):
     """Committed bytes are gone: their storage service came back empty, or they are damaged on its disk."""
 
     reason = "DATA_LOSS"
+    code = "DATA_LOSS"
 
 
 class JournalDamagedError(DataLossError):
@@ -295,18 +305,21 @@ class SamplerTimeoutError(TqError, TimeoutError):
     """A sampler did not return in time."""
 
     reason = "SAMPLER_TIMEOUT"
+    code = "DEADLINE_EXCEEDED"
 
 
 class DeadlineError(TqError, TimeoutError):
     """The call's deadline passed."""
 
     reason = "DEADLINE_EXCEEDED"
+    code = "DEADLINE_EXCEEDED"
 
 
 class UnavailableError(TqError, ConnectionError):
     """The service could not be reached until the call's deadline, or is draining."""
 
     reason = "UNAVAILABLE"
+    code = "UNAVAILABLE"
 
 
 class ServiceFailedError(UnavailableError):
@@ -331,12 +344,14 @@ class CallCancelledError(TqError, RuntimeError):
     """The call was cancelled by the server's side or a proxy, or its client was closed meanwhile."""
 
     reason = "CANCELLED"
+    code = "CANCELLED"
 
 
 class ForkedClientError(TqError, RuntimeError):
     """An AsyncClient was used in a forked child."""
 
     reason = "FORKED_CLIENT"
+    code = "FAILED_PRECONDITION"
 
 
 # Names are chosen by clients, and comparing them is work for the event loop: of many names, or long ones, only some.

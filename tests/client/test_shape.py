@@ -9,7 +9,7 @@ import pytest
 import tq_service as tq
 from tq_service import errors
 from tq_service.server.rpc.method_table import METHODS
-from tq_service.wire.error_table import ERROR_TABLE
+from tq_service.wire.error_table import ERROR_CLASSES
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,7 +49,7 @@ def test_every_call_of_the_service_has_a_method():
 
 
 def test_the_package_exports_every_error():
-    for kind in ERROR_TABLE:
+    for kind in ERROR_CLASSES:
         assert getattr(tq, kind.__name__) is getattr(errors, kind.__name__)
         assert kind.__name__ in tq.__all__
     assert {"Client", "AsyncClient", "BatchMeta"} <= set(dir(tq))

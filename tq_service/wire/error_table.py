@@ -1,4 +1,4 @@
-"""The one table of errors: exception class, gRPC code, and both ways over the wire.
+"""Errors over the wire, both ways.
 
 An error travels as `google.rpc.Status` with `ErrorInfo` (its reason and metadata), `BadRequest` where an argument is
 named, and `RetryInfo` where trying later helps. The same class is raised again in the client.
@@ -29,77 +29,31 @@ MAX_METADATA_BYTES: Final = 1024
 
 _CODE: Final = grpc.StatusCode
 
-ERROR_TABLE: Final[dict[type[errors.TqError], grpc.StatusCode]] = {
-    errors.FieldMismatchError: _CODE.INVALID_ARGUMENT,
-    errors.UnknownSamplerError: _CODE.INVALID_ARGUMENT,
-    errors.MissingLengthError: _CODE.INVALID_ARGUMENT,
-    errors.InvalidArgumentError: _CODE.INVALID_ARGUMENT,
-    errors.UnsupportedObjectError: _CODE.INVALID_ARGUMENT,
-    errors.PartitionNotFoundError: _CODE.NOT_FOUND,
-    errors.FieldNotFoundError: _CODE.NOT_FOUND,
-    errors.KeyNotFoundError: _CODE.NOT_FOUND,
-    errors.SampleNotFoundError: _CODE.NOT_FOUND,
-    errors.CellNotFoundError: _CODE.NOT_FOUND,
-    errors.TaskNotFoundError: _CODE.NOT_FOUND,
-    errors.GroupNotFoundError: _CODE.NOT_FOUND,
-    errors.PutNotFoundError: _CODE.NOT_FOUND,
-    errors.NotFoundError: _CODE.NOT_FOUND,
-    errors.AlreadyExistsError: _CODE.ALREADY_EXISTS,
-    errors.StaleIncarnationError: _CODE.FAILED_PRECONDITION,
-    errors.StaleEpochError: _CODE.FAILED_PRECONDITION,
-    errors.RankDisagreementError: _CODE.FAILED_PRECONDITION,
-    errors.PartitionSealedError: _CODE.FAILED_PRECONDITION,
-    errors.PartitionClearedError: _CODE.FAILED_PRECONDITION,
-    errors.SamplesClearedError: _CODE.FAILED_PRECONDITION,
-    errors.NothingDeliveredError: _CODE.FAILED_PRECONDITION,
-    errors.SampleFailedError: _CODE.FAILED_PRECONDITION,
-    errors.ClaimReleasedError: _CODE.FAILED_PRECONDITION,
-    errors.LeaseExpiredError: _CODE.FAILED_PRECONDITION,
-    errors.NewerVersionError: _CODE.FAILED_PRECONDITION,
-    errors.DataDirError: _CODE.FAILED_PRECONDITION,
-    errors.PreconditionError: _CODE.FAILED_PRECONDITION,
-    errors.QuotaExceededError: _CODE.RESOURCE_EXHAUSTED,
-    errors.StalenessLimitError: _CODE.RESOURCE_EXHAUSTED,
-    errors.LimitExceededError: _CODE.RESOURCE_EXHAUSTED,
-    errors.DiskFullError: _CODE.RESOURCE_EXHAUSTED,
-    errors.ResourceExhaustedError: _CODE.RESOURCE_EXHAUSTED,
-    errors.UnauthenticatedError: _CODE.UNAUTHENTICATED,
-    errors.PermissionDeniedError: _CODE.PERMISSION_DENIED,
-    errors.JournalDamagedError: _CODE.DATA_LOSS,
-    errors.SnapshotDamagedError: _CODE.DATA_LOSS,
-    errors.DataLossError: _CODE.DATA_LOSS,
-    errors.SamplerError: _CODE.INTERNAL,
-    errors.SamplerTimeoutError: _CODE.DEADLINE_EXCEEDED,
-    errors.DeadlineError: _CODE.DEADLINE_EXCEEDED,
-    errors.ServiceFailedError: _CODE.UNAVAILABLE,
-    errors.DiskFailedError: _CODE.UNAVAILABLE,
-    errors.UnavailableError: _CODE.UNAVAILABLE,
-    errors.CallCancelledError: _CODE.CANCELLED,
-    errors.ForkedClientError: _CODE.FAILED_PRECONDITION,
-    errors.InternalError: _CODE.INTERNAL,
-    errors.TqError: _CODE.INTERNAL,
-}
-"""The gRPC code of every error class, the most specific first."""
+ERROR_CLASSES: Final = frozenset(
+    kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.TqError)
+)
 
-_CLASS_BY_REASON: Final[dict[str, type[errors.TqError]]] = {
-    kind.reason: kind for kind in reversed(ERROR_TABLE) if kind is not errors.TqError
-}
+_CLASS_BY_REASON: Final = {kind.reason: kind for kind in ERROR_CLASSES - {errors.TqError}}
 
 # What a code means when no reason came with it: from gRPC itself, a proxy, or a newer server.
 _CLASS_BY_CODE: Final[dict[grpc.StatusCode, type[errors.TqError]]] = {
-    _CODE.INVALID_ARGUMENT: errors.InvalidArgumentError,
     _CODE.OUT_OF_RANGE: errors.InvalidArgumentError,
-    _CODE.NOT_FOUND: errors.NotFoundError,
-    _CODE.ALREADY_EXISTS: errors.AlreadyExistsError,
-    _CODE.FAILED_PRECONDITION: errors.PreconditionError,
     _CODE.ABORTED: errors.PreconditionError,
-    _CODE.PERMISSION_DENIED: errors.PermissionDeniedError,
-    _CODE.UNAUTHENTICATED: errors.UnauthenticatedError,
-    _CODE.RESOURCE_EXHAUSTED: errors.ResourceExhaustedError,
-    _CODE.DATA_LOSS: errors.DataLossError,
-    _CODE.DEADLINE_EXCEEDED: errors.DeadlineError,
-    _CODE.UNAVAILABLE: errors.UnavailableError,
-    _CODE.CANCELLED: errors.CallCancelledError,
+} | {
+    _CODE[kind.code]: kind
+    for kind in (
+        errors.InvalidArgumentError,
+        errors.NotFoundError,
+        errors.AlreadyExistsError,
+        errors.PreconditionError,
+        errors.PermissionDeniedError,
+        errors.UnauthenticatedError,
+        errors.ResourceExhaustedError,
+        errors.DataLossError,
+        errors.DeadlineError,
+        errors.UnavailableError,
+        errors.CallCancelledError,
+    )
 }
 
 _CLOSED_HERE: Final = "Channel closed!"
@@ -109,8 +63,8 @@ _TOO_LARGE: Final = re.compile(r"message larger than max \((\d+) vs\. (\d+)\)")
 
 
 def code_of(error: errors.TqError) -> grpc.StatusCode:
-    """Return the gRPC code of an error; a class that is not in the table has the code of its base."""
-    return next(ERROR_TABLE[kind] for kind in type(error).__mro__ if kind in ERROR_TABLE)
+    """Return the gRPC code of an error."""
+    return _CODE[error.code]
 
 
 def to_status(error: errors.TqError) -> Status:
@@ -201,11 +155,11 @@ def _cut(text: str, max_bytes: int) -> str:
 
 def _fit(metadata: Mapping[str, str]) -> dict[str, str]:
     fitting: dict[str, str] = {}
-    room = MAX_METADATA_BYTES
+    free_bytes = MAX_METADATA_BYTES
     for key, value in metadata.items():
         cut = _cut(value, MAX_METADATA_VALUE_BYTES)
-        room -= len(key.encode()) + len(cut.encode())
-        if room < 0:
+        free_bytes -= len(key.encode()) + len(cut.encode())
+        if free_bytes < 0:
             break
         fitting[key] = cut
     return fitting
