@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Sequence
-from typing import Any, Final, TypeAlias
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final, TypeAlias, TypeVar, get_type_hints
 
 import grpc
 import numpy as np
@@ -38,7 +38,21 @@ from tq_service.v1 import controller_service_pb2_grpc, metadata_pb2
 from tq_service.wire.metadata import decode_meta_columns
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Request = TypeVar("Request", bound=Any)  # a message with a request_id
+Answer = TypeVar("Answer")
 _CLEARED_AT_ONCE: Final = 1 << 15  # samples, between which others have their turn
+
+
+def _once(
+    change: Callable[[ControllerServicer, Request], Answer],
+) -> Callable[[ControllerServicer, Request, Context], Awaitable[Answer]]:
+    """Return a method that makes the changes of a request once for each `request_id`; repeats get the same answer."""
+    answer: type = get_type_hints(change)["return"]
+
+    async def method(self: ControllerServicer, request: Request, context: Context) -> Answer:
+        return self._catalog.run_once(request.request_id, lambda: change(self, request), answer)
+
+    return method
 
 
 class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
@@ -67,27 +81,21 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
 
     # Partitions
 
-    async def CreatePartition(self, request: pb.CreatePartitionRequest, context: Context) -> pb.CreatePartitionResponse:
-        def change() -> pb.CreatePartitionResponse:
-            partition = self._catalog.create(request.partition_id, from_proto.partition_settings(request))
-            return pb.CreatePartitionResponse(incarnation=partition.incarnation)
+    @_once
+    def CreatePartition(self, request: pb.CreatePartitionRequest) -> pb.CreatePartitionResponse:
+        partition = self._catalog.create(request.partition_id, from_proto.partition_settings(request))
+        return pb.CreatePartitionResponse(incarnation=partition.incarnation)
 
-        return self._catalog.run_once(request.request_id, change, pb.CreatePartitionResponse)
+    @_once
+    def SealPartition(self, request: pb.SealPartitionRequest) -> pb.SealPartitionResponse:
+        partition = self._catalog.get(request.partition_id, request.incarnation)
+        self._catalog.commit(PartitionSealed(partition_id=partition.partition_id))
+        return pb.SealPartitionResponse(inserted_count=partition.inserted_count)
 
-    async def SealPartition(self, request: pb.SealPartitionRequest, context: Context) -> pb.SealPartitionResponse:
-        def change() -> pb.SealPartitionResponse:
-            partition = self._catalog.get(request.partition_id, request.incarnation)
-            self._catalog.commit(PartitionSealed(partition_id=partition.partition_id))
-            return pb.SealPartitionResponse(inserted_count=partition.inserted_count)
-
-        return self._catalog.run_once(request.request_id, change, pb.SealPartitionResponse)
-
-    async def ClearPartition(self, request: pb.ClearPartitionRequest, context: Context) -> pb.ClearPartitionResponse:
-        def change() -> pb.ClearPartitionResponse:
-            count = self._catalog.remove(request.partition_id, request.incarnation)
-            return pb.ClearPartitionResponse(cleared_count=count)
-
-        return self._catalog.run_once(request.request_id, change, pb.ClearPartitionResponse)
+    @_once
+    def ClearPartition(self, request: pb.ClearPartitionRequest) -> pb.ClearPartitionResponse:
+        count = self._catalog.remove(request.partition_id, request.incarnation)
+        return pb.ClearPartitionResponse(cleared_count=count)
 
     async def ListPartitions(self, request: pb.ListPartitionsRequest, context: Context) -> pb.ListPartitionsResponse:
         names = sorted(name for name in self._catalog.names() if name.startswith(request.prefix))
@@ -106,25 +114,21 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
     async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:
         return await self._commits.commit(request, context)
 
-    async def SetCustomMeta(self, request: pb.SetCustomMetaRequest, context: Context) -> pb.SetCustomMetaResponse:
-        def change() -> pb.SetCustomMetaResponse:
-            partition = self._catalog.get(request.partition_id, request.incarnation)
-            indexes = from_proto.indexes(request.global_indexes)
-            columns = decode_meta_columns(request.custom_meta, indexes.size)
-            self._catalog.limits.check_meta(partition, columns)
-            change = MetaSet(partition_id=partition.partition_id, global_indexes=indexes, columns=columns)
-            self._catalog.commit(change)
-            return pb.SetCustomMetaResponse()
+    @_once
+    def SetCustomMeta(self, request: pb.SetCustomMetaRequest) -> pb.SetCustomMetaResponse:
+        partition = self._catalog.get(request.partition_id, request.incarnation)
+        indexes = from_proto.indexes(request.global_indexes)
+        columns = decode_meta_columns(request.custom_meta, indexes.size)
+        self._catalog.limits.check_meta(partition, columns)
+        change = MetaSet(partition_id=partition.partition_id, global_indexes=indexes, columns=columns)
+        self._catalog.commit(change)
+        return pb.SetCustomMetaResponse()
 
-        return self._catalog.run_once(request.request_id, change, pb.SetCustomMetaResponse)
-
-    async def CloseGroups(self, request: pb.CloseGroupsRequest, context: Context) -> pb.CloseGroupsResponse:
-        def change() -> pb.CloseGroupsResponse:
-            partition = self._catalog.get(request.partition_id, request.incarnation)
-            self._catalog.commit(GroupsClosed(partition_id=partition.partition_id, names=list(request.groups)))
-            return pb.CloseGroupsResponse()
-
-        return self._catalog.run_once(request.request_id, change, pb.CloseGroupsResponse)
+    @_once
+    def CloseGroups(self, request: pb.CloseGroupsRequest) -> pb.CloseGroupsResponse:
+        partition = self._catalog.get(request.partition_id, request.incarnation)
+        self._catalog.commit(GroupsClosed(partition_id=partition.partition_id, names=list(request.groups)))
+        return pb.CloseGroupsResponse()
 
     async def ClearSamples(self, request: pb.ClearSamplesRequest, context: Context) -> pb.ClearSamplesResponse:
         def clear(partition: Partition, start: int) -> int:
@@ -209,52 +213,46 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
 
         context.add_done_callback(when_done)  # type: ignore[arg-type]  # typed as a class, called as a function
 
-    async def ReleaseClaim(self, request: pb.ReleaseClaimRequest, context: Context) -> pb.ReleaseClaimResponse:
-        def change() -> pb.ReleaseClaimResponse:
-            from_proto.check_request_id(request.claim_request_id, "claim_request_id")
-            check_name("task_name", request.task_name)
-            if request.partition_id not in self._catalog.names():  # the claim went with its partition
-                return pb.ReleaseClaimResponse()
-            partition = self._catalog.get(request.partition_id)
-            self._catalog.task(partition, request.task_name)
-            change = ClaimReleased(
-                partition_id=request.partition_id,
-                task_name=request.task_name,
-                request_id=request.claim_request_id,
-                global_indexes=_named_indexes(request),
-            )
-            return pb.ReleaseClaimResponse(released_count=self._catalog.commit(change) or 0)
+    @_once
+    def ReleaseClaim(self, request: pb.ReleaseClaimRequest) -> pb.ReleaseClaimResponse:
+        from_proto.check_request_id(request.claim_request_id, "claim_request_id")
+        check_name("task_name", request.task_name)
+        if request.partition_id not in self._catalog.names():  # the claim went with its partition
+            return pb.ReleaseClaimResponse()
+        partition = self._catalog.get(request.partition_id)
+        self._catalog.task(partition, request.task_name)
+        change = ClaimReleased(
+            partition_id=request.partition_id,
+            task_name=request.task_name,
+            request_id=request.claim_request_id,
+            global_indexes=_named_indexes(request),
+        )
+        return pb.ReleaseClaimResponse(released_count=self._catalog.commit(change) or 0)
 
-        return self._catalog.run_once(request.request_id, change, pb.ReleaseClaimResponse)
+    @_once
+    def AckClaim(self, request: pb.AckClaimRequest) -> pb.AckClaimResponse:
+        from_proto.check_request_id(request.claim_request_id, "claim_request_id")
+        self._catalog.get(request.partition_id, request.incarnation)
+        change = ClaimAcked(
+            partition_id=request.partition_id,
+            task_name=request.task_name,
+            request_id=request.claim_request_id,
+            global_indexes=_named_indexes(request),
+        )
+        return pb.AckClaimResponse(acked_count=self._catalog.commit(change) or 0)
 
-    async def AckClaim(self, request: pb.AckClaimRequest, context: Context) -> pb.AckClaimResponse:
-        def change() -> pb.AckClaimResponse:
-            from_proto.check_request_id(request.claim_request_id, "claim_request_id")
-            self._catalog.get(request.partition_id, request.incarnation)
-            change = ClaimAcked(
-                partition_id=request.partition_id,
-                task_name=request.task_name,
-                request_id=request.claim_request_id,
-                global_indexes=_named_indexes(request),
-            )
-            return pb.AckClaimResponse(acked_count=self._catalog.commit(change) or 0)
-
-        return self._catalog.run_once(request.request_id, change, pb.AckClaimResponse)
-
-    async def ExtendClaim(self, request: pb.ExtendClaimRequest, context: Context) -> pb.ExtendClaimResponse:
-        def change() -> pb.ExtendClaimResponse:
-            from_proto.check_request_id(request.claim_request_id, "claim_request_id")
-            seconds = from_proto.lease_seconds(request.lease_seconds)
-            self._catalog.get(request.partition_id, request.incarnation)
-            change = ClaimExtended(
-                partition_id=request.partition_id,
-                task_name=request.task_name,
-                request_id=request.claim_request_id,
-                lease_seconds=seconds,
-            )
-            return pb.ExtendClaimResponse(leased_count=self._catalog.commit(change))
-
-        return self._catalog.run_once(request.request_id, change, pb.ExtendClaimResponse)
+    @_once
+    def ExtendClaim(self, request: pb.ExtendClaimRequest) -> pb.ExtendClaimResponse:
+        from_proto.check_request_id(request.claim_request_id, "claim_request_id")
+        seconds = from_proto.lease_seconds(request.lease_seconds)
+        self._catalog.get(request.partition_id, request.incarnation)
+        change = ClaimExtended(
+            partition_id=request.partition_id,
+            task_name=request.task_name,
+            request_id=request.claim_request_id,
+            lease_seconds=seconds,
+        )
+        return pb.ExtendClaimResponse(leased_count=self._catalog.commit(change))
 
     async def CheckConsumption(
         self, request: pb.CheckConsumptionRequest, context: Context
@@ -269,19 +267,15 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
         _check_fields(partition, list(request.data_fields))
         return to_proto.production(partition, list(request.data_fields))
 
-    async def ResetConsumption(
-        self, request: pb.ResetConsumptionRequest, context: Context
-    ) -> pb.ResetConsumptionResponse:
-        def change() -> pb.ResetConsumptionResponse:
-            change = ConsumptionReset(
-                partition_id=request.partition_id,
-                task_name=request.task_name,
-                keep_consumed=request.keep_consumed,
-                epoch=request.epoch,
-            )
-            return pb.ResetConsumptionResponse(epoch=self._catalog.commit(change))
-
-        return self._catalog.run_once(request.request_id, change, pb.ResetConsumptionResponse)
+    @_once
+    def ResetConsumption(self, request: pb.ResetConsumptionRequest) -> pb.ResetConsumptionResponse:
+        change = ConsumptionReset(
+            partition_id=request.partition_id,
+            task_name=request.task_name,
+            keep_consumed=request.keep_consumed,
+            epoch=request.epoch,
+        )
+        return pb.ResetConsumptionResponse(epoch=self._catalog.commit(change))
 
     async def ListSamplers(self, request: pb.ListSamplersRequest, context: Context) -> pb.ListSamplersResponse:
         return pb.ListSamplersResponse(
