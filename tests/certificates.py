@@ -44,7 +44,7 @@ def add_token(path: Path, name: str, roles: Iterable[str], prefixes: tuple[str, 
     secret = new_secret()
     append_token(
         path,
-        Token.checked(name=name, digest=digest_of(secret), roles=roles, prefixes=prefixes, **more),  # type: ignore[arg-type]
+        Token(name=name, digest=digest_of(secret), roles=frozenset(roles), prefixes=prefixes, **more),  # type: ignore[arg-type]
     )
     return secret
 

@@ -230,7 +230,7 @@ class Served:
 async def served(shape, tmp_path):
     path = tmp_path / "tokens.toml"
     for name, (roles, prefixes) in TOKENS.items():
-        append_token(path, Token.checked(name=name, digest=digest_of(name), roles=roles, prefixes=prefixes))
+        append_token(path, Token(name=name, digest=digest_of(name), roles=frozenset(roles), prefixes=prefixes))
     served = Served(shape, path)
     await served.start()
     yield served

@@ -212,7 +212,7 @@ from pathlib import Path
 from tq_service.server.tokens import Token, append_token, digest_of
 for number in range(10):
     name = f"{sys.argv[2]}-{number}"
-    append_token(Path(sys.argv[1]), Token.checked(name=name, digest=digest_of(name), roles=["read"], prefixes=("",)))
+    append_token(Path(sys.argv[1]), Token(name=name, digest=digest_of(name), roles=frozenset({"read"}), prefixes=("",)))
 """
 
 

@@ -60,10 +60,10 @@ def new(
     from tq_service.server.tokens import Token, append_token, digest_of, format_entry, new_secret  # noqa: PLC0415
 
     secret = new_secret()
-    token = Token.checked(
+    token = Token(
         name=name,
         digest=digest_of(secret),
-        roles=role,
+        roles=frozenset(role),
         prefixes=tuple(prefix or ("",)),
         expires=None if expires is None else _moment(expires),
     )

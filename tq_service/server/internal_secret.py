@@ -22,7 +22,7 @@ from typing import Final
 
 from tq_service.config import ServeSettings, is_loopback
 from tq_service.errors import InvalidArgumentError
-from tq_service.server.followed_files import FollowedFiles
+from tq_service.server.reloading_files import ReloadingFiles
 from tq_service.server.tokens import check_private
 from tq_service.wire.credentials import Credentials, Metadata, Tls, file_signature, is_loopback_target
 
@@ -39,7 +39,7 @@ _SEND_OLD_SECONDS: Final = 5.0
 _ACCEPT_OLD_SECONDS: Final = 60.0
 
 
-class InternalSecret:
+class InternalSecret(ReloadingFiles):
     """The secret in a file as it is now. A broken new file is logged, and the secret read before stays.
 
     Confined to one event loop.
@@ -68,9 +68,7 @@ class InternalSecret:
         self._renewed_at = 0.0
         if is_made and file_signature(path) is None:
             self._publish(secrets.token_hex(_RANDOM_BYTES).encode() + b"\n")
-        self._file = FollowedFiles(
-            lambda: (file_signature(path),), self._read, "the internal secret read before stays in use"
-        )
+        super().__init__(path, what_stays="the internal secret read before stays in use")
 
     @property
     def proof(self) -> str:
@@ -96,7 +94,7 @@ class InternalSecret:
                 self._publish(self._secret + b"\n")
             except InvalidArgumentError as error:
                 _log.debug("%s", error)
-        self._file.look()
+        super().reload()
 
     def _read(self) -> None:
         try:

@@ -108,12 +108,9 @@ class Listener:
         await regularly(_LOOK_SECONDS, self._look)
 
     def _look(self) -> None:
-        if self._certificate is not None:
-            self._certificate.reload()
-        if self._tokens is not None:
-            self._tokens.reload()
-        if self.credentials.secret is not None:
-            self.credentials.secret.reload()
+        for files in (self._certificate, self._tokens, self.credentials.secret):
+            if files is not None:
+                files.reload()
         self._audit.flush()
 
     def close(self) -> None:

@@ -10,9 +10,8 @@ from pathlib import Path
 import grpc
 
 from tq_service.errors import InvalidArgumentError
-from tq_service.server.followed_files import FollowedFiles
+from tq_service.server.reloading_files import ReloadingFiles
 from tq_service.server.tokens import check_private
-from tq_service.wire.credentials import Signature, file_signature
 
 _log = logging.getLogger(__name__)
 
@@ -32,12 +31,8 @@ class TlsFiles:
     key: Path
     client_ca: Path | None = None
 
-    def signature(self) -> Signature:
-        """Return what differs once one of the files has been replaced."""
-        return tuple(None if path is None else file_signature(path) for path in (self.cert, self.key, self.client_ca))
 
-
-class ServerCertificate:
+class ServerCertificate(ReloadingFiles):
     """Credentials of a port that follow their files.
 
     gRPC asks for news at each handshake, in a thread of its own, and gets what was read last and found good;
@@ -52,8 +47,8 @@ class ServerCertificate:
     """
 
     def __init__(self, files: TlsFiles) -> None:
-        self._tls_files = files
-        self._files = FollowedFiles(files.signature, self._read, "the certificate before stays in use")
+        self._files = files
+        super().__init__(files.cert, files.key, files.client_ca, what_stays="the certificate before stays in use")
         self._told = self._current
 
     def credentials(self) -> grpc.ServerCredentials:
@@ -61,16 +56,12 @@ class ServerCertificate:
         return grpc.dynamic_ssl_server_credentials(
             self._current,
             self._take_news,  # type: ignore[arg-type]  # grpc's own documentation has None for no news
-            require_client_authentication=self._tls_files.client_ca is not None,
+            require_client_authentication=self._files.client_ca is not None,
         )
 
-    def reload(self) -> None:
-        """Read the files again if one of them has changed since, and none changes any more."""
-        self._files.look()
-
     def _read(self) -> None:
-        self._current = _read(self._tls_files)
-        _log.info("connections from now on get the certificate of %s", self._tls_files.cert)
+        self._current = _read(self._files)
+        _log.info("connections from now on get the certificate of %s", self._files.cert)
 
     def _take_news(self) -> grpc.ServerCertificateConfiguration | None:
         # gRPC's threads alone write `_told`, and the loop `_current`: neither can overwrite the news of the other.

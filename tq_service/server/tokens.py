@@ -21,11 +21,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias, cast, get_args
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 from tq_service.errors import InvalidArgumentError
-from tq_service.server.followed_files import FollowedFiles
-from tq_service.wire.credentials import file_signature
+from tq_service.server.reloading_files import ReloadingFiles
 
 _log = logging.getLogger(__name__)
 Role: TypeAlias = Literal["read", "produce", "consume", "admin", "service"]
@@ -49,18 +48,21 @@ class Token:
         roles: what its holder may do.
         prefixes: beginnings of the names of the partitions that he may do it with; "" is all.
         expires: until when it is valid; None: for ever.
+
+    Raises:
+        InvalidArgumentError: a value is wrong.
     """
 
     name: str
     digest: bytes
-    roles: frozenset[Role]
+    roles: frozenset[str]
     prefixes: tuple[str, ...] = (ALL_PARTITIONS,)
     expires: datetime | None = None
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise InvalidArgumentError(f"name: got {self.name!r}, expected 1 to 64 letters, digits, '.', '_', '-'")
-        if unknown := sorted(self.roles - set(ROLES)):
+        if unknown := sorted(self.roles.difference(ROLES)):
             raise InvalidArgumentError(f"roles: got {unknown[0]!r}, expected some of {', '.join(ROLES)}")
         if not self.roles or not self.prefixes:
             raise InvalidArgumentError("roles or prefixes are empty; give at least one of each ('' is all partitions)")
@@ -68,24 +70,6 @@ class Token:
             raise InvalidArgumentError(
                 f"expires: got {self.expires}, expected a time with its zone, as 2027-01-31T00:00Z"
             )
-
-    @classmethod
-    def checked(
-        cls,
-        *,
-        name: str,
-        digest: bytes,
-        roles: Iterable[str],
-        prefixes: tuple[str, ...] = (ALL_PARTITIONS,),
-        expires: datetime | None = None,
-    ) -> Token:
-        """Return a token whose roles may come from anywhere.
-
-        Raises:
-            InvalidArgumentError: a value is wrong.
-        """
-        known = cast("frozenset[Role]", frozenset(roles))
-        return cls(name=name, digest=digest, roles=known, prefixes=prefixes, expires=expires)
 
     def is_expired(self) -> bool:
         """Whether its time is over, on the clock of this machine."""
@@ -225,7 +209,7 @@ def _append_token(path: Path, token: Token) -> None:
         raise
 
 
-class TokenFile:
+class TokenFile(ReloadingFiles):
     """The tokens of a file as it is now. A broken new file is logged, and the tokens read before stay.
 
     Args:
@@ -241,11 +225,7 @@ class TokenFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.tokens: Mapping[bytes, Token] = {}
-        self._files = FollowedFiles(lambda: (file_signature(path),), self._read, "the tokens read before stay valid")
-
-    def reload(self) -> None:
-        """Read the file again if it has changed since, and no longer changes."""
-        self._files.look()
+        super().__init__(path, what_stays="the tokens read before stay valid")
 
     def _read(self) -> None:
         self.tokens = read_tokens(self._path)
@@ -263,10 +243,10 @@ def _token_of(entry: Mapping[str, Any]) -> Token:
         raise InvalidArgumentError("name: expected a text")
     if expires is not None and not isinstance(expires, datetime):
         raise InvalidArgumentError(f"expires: got {expires!r}, expected a time as 2027-01-31T00:00:00Z, without quotes")
-    return Token.checked(
+    return Token(
         name=name,
         digest=bytes.fromhex(digest),
-        roles=_texts(entry, "roles"),
+        roles=frozenset(_texts(entry, "roles")),
         prefixes=tuple(_texts(entry, "prefixes")),
         expires=expires,
     )

@@ -59,7 +59,7 @@ class Tls:
 
     def signature(self) -> Signature:
         """Return what differs once one of the files has been replaced."""
-        return tuple(None if path is None else file_signature(path) for path in (self.ca, self.cert, self.key))
+        return tuple(map(file_signature, (self.ca, self.cert, self.key)))
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """Read the files.
@@ -204,8 +204,10 @@ def is_loopback_target(address: str) -> bool:
         return False
 
 
-def file_signature(path: FilePath) -> tuple[int, int, int] | None:
-    """Return what differs once a file has been replaced or written to, None where it is not there."""
+def file_signature(path: FilePath | None) -> tuple[int, int, int] | None:
+    """Return what differs once a file has been replaced or written to, None where there is none."""
+    if path is None:
+        return None
     try:
         status = Path(path).stat()
     except OSError:

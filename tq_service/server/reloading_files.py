@@ -3,37 +3,46 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from pathlib import Path
 
 from tq_service.errors import InvalidArgumentError
-from tq_service.wire.credentials import Signature
+from tq_service.wire.credentials import Signature, file_signature
 
 _log = logging.getLogger(__name__)
 
 
-class FollowedFiles:
-    """Files that belong together, which were read once and are looked at again and again.
+class ReloadingFiles(ABC):
+    """Files that belong together, which are read once, and again when they have changed.
 
     They are read when they have changed and then stayed the same from one look to the next: a file that is written in
     its place is empty for a moment, and an empty file of tokens is a valid one. What cannot be used is logged once and
     tried again at each look, since what was wrong may not show in the files: their mode, or too many open files.
 
     Args:
-        signature: returns what differs once one of them has changed.
-        read: reads them, and takes what it read; raises InvalidArgumentError where they cannot be used.
+        *paths: where they are; None for one that is not in use.
         what_stays: what is said of the time until they can be used.
+
+    Raises:
+        InvalidArgumentError: they cannot be used.
     """
 
-    def __init__(self, signature: Callable[[], Signature], read: Callable[[], object], what_stays: str) -> None:
-        self._signature = signature
-        self._read = read
+    def __init__(self, *paths: Path | None, what_stays: str) -> None:
+        self._paths = paths
         self._what_stays = what_stays
-        self._taken = self._seen = signature()
+        self._taken = self._seen = self._signature()
         self._refused = ""
-        read()
+        self._read()
 
-    def look(self) -> None:
-        """Read the files again if they have changed."""
+    def _signature(self) -> Signature:
+        return tuple(map(file_signature, self._paths))
+
+    @abstractmethod
+    def _read(self) -> None:
+        """Read the files, and use them from now on; raises InvalidArgumentError where that cannot be."""
+
+    def reload(self) -> None:
+        """Read the files again if they have changed since, and no longer change."""
         signature = self._signature()
         has_settled, self._seen = signature == self._seen, signature
         if not has_settled or signature == self._taken:
