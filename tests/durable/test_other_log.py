@@ -24,8 +24,8 @@ from tq_service.durable.log.log import Log, Record, Stream
 from tq_service.durable.state_store import StateStore
 from tq_service.errors import DiskFullError, PreconditionError, ServiceFailedError, TqError, UnavailableError
 from tq_service.samplers import PlanRunner
+from tq_service.storage.blobs.segments import SegmentFiles
 from tq_service.storage.engine import StorageEngine
-from tq_service.storage.segments import SegmentFiles
 
 
 class Cluster:

@@ -18,7 +18,7 @@ from tq_service.client._async import calls as async_calls
 from tq_service.client._sync import calls as sync_calls
 from tq_service.schema import DTYPE_SIZES
 from tq_service.server import storage_servicer
-from tq_service.storage import sharing
+from tq_service.storage.index import sharing
 
 DTYPES = sorted(name for name in DTYPE_SIZES if hasattr(torch, name))
 

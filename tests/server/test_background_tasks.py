@@ -12,8 +12,8 @@ from tq_service.server import app as app_module
 from tq_service.server.app import running
 from tq_service.server.listener import Listener
 from tq_service.server.remote_storage import RemoteStorage
-from tq_service.storage.durability import Durability
 from tq_service.storage.engine import StorageEngine
+from tq_service.storage.index.durability import Durability
 
 
 def settings(**given):

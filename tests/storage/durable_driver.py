@@ -5,9 +5,9 @@ import asyncio
 from engine_driver import begin, begin_shared, put_id
 
 from tq_service.durable import codec
-from tq_service.storage import segments
+from tq_service.storage.blobs import segments
+from tq_service.storage.blobs.segments import SegmentFiles
 from tq_service.storage.engine import StorageEngine
-from tq_service.storage.segments import SegmentFiles
 from tq_service.wire import shared_memory
 from tq_service.wire.frames import iter_frames
 

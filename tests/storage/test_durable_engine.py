@@ -12,7 +12,7 @@ from durable_driver import BOOT, Folder, put, settled
 from engine_driver import PARTITION, begin, begin_shared, cells, put_id, read, runs
 
 from tq_service.errors import CallCancelledError, DataLossError, DiskFullError, PutNotFoundError
-from tq_service.storage import segments
+from tq_service.storage.blobs import segments
 from tq_service.storage.engine import StorageEngine
 from tq_service.wire import shared_memory
 

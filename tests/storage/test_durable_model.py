@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from property_settings import examples
 
-from tq_service.storage import durability, pool
+from tq_service.storage.blobs import pool
+from tq_service.storage.index import durability
 from tq_service.wire import shared_memory
 
 FIELDS = ("dense", "jagged", "object")

@@ -9,8 +9,8 @@ from durable_driver import Folder, put, settled
 from engine_driver import begin, cells, put_id, read, runs
 
 from tq_service.errors import UnavailableError
-from tq_service.storage import segment_checks
-from tq_service.storage.segments import Segment, SegmentFiles
+from tq_service.storage.blobs import segment_checks
+from tq_service.storage.blobs.segments import Segment, SegmentFiles
 
 ROWS = 1000
 DATA = {

@@ -16,7 +16,7 @@ from tq_service.errors import (
 from tq_service.schema import FieldSpec, Layout
 from tq_service.storage.cells import PutCells
 from tq_service.storage.engine import StorageEngine
-from tq_service.storage.stored_put import StoredPut
+from tq_service.storage.index.stored_put import StoredPut
 from tq_service.wire.columns import ColumnShape
 from tq_service.wire.encoding import encode_columns
 

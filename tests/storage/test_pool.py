@@ -1,6 +1,6 @@
 import pytest
 
-from tq_service.storage.pool import RegionPool, size_class
+from tq_service.storage.blobs.pool import RegionPool, size_class
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,8 @@ from tq_service.server.rpc.limits import WaitingCalls
 from tq_service.server.storage_servicer import StorageServicer
 from tq_service.server.storages import StorageDirectory
 from tq_service.server.supervisor import Supervisor
+from tq_service.storage.blobs.segments import SegmentFiles
 from tq_service.storage.engine import StorageEngine
-from tq_service.storage.segments import SegmentFiles
 from tq_service.wire.credentials import Credentials
 from tq_service.wire.shared_memory import check_supported
 

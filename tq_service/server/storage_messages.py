@@ -7,8 +7,8 @@ from typing import Final
 from tq_service.errors import InvalidArgumentError
 from tq_service.server import from_proto
 from tq_service.storage.cells import PutCells, ReadRuns
-from tq_service.storage.reading import Reading
-from tq_service.storage.sharing import Shared
+from tq_service.storage.index.reading import Reading
+from tq_service.storage.index.sharing import Shared
 from tq_service.v1 import metadata_pb2
 from tq_service.v1 import storage_service_pb2 as pb
 from tq_service.wire.columns import encode_header

@@ -29,10 +29,10 @@ from tq_service.server.put_stream import Part, frame_of, progress_bytes, read_de
 from tq_service.server.rpc.limits import RETRY_AFTER_SECONDS, WaitingCalls
 from tq_service.server.storage_messages import get_header, put_cells, read_runs, shared_columns
 from tq_service.storage.engine import StorageEngine
-from tq_service.storage.pending_put import PendingPut
-from tq_service.storage.reading import Reading
-from tq_service.storage.reconciliation import Reconciliation
-from tq_service.storage.sharing import Shared, shared_part
+from tq_service.storage.index.pending_put import PendingPut
+from tq_service.storage.index.reading import Reading
+from tq_service.storage.index.reconciliation import Reconciliation
+from tq_service.storage.index.sharing import Shared, shared_part
 from tq_service.v1 import metadata_pb2
 from tq_service.v1 import storage_service_pb2 as pb
 from tq_service.wire.columns import ColumnShape, decode_headers

@@ -12,23 +12,23 @@ from typing import Final
 
 from tq_service.errors import CallCancelledError, InvalidArgumentError, PutNotFoundError, QuotaExceededError
 from tq_service.schema import FieldSpec
-from tq_service.storage.admission import RETRY_AFTER_SECONDS, Admission
+from tq_service.storage.blobs.pool import RegionPool
+from tq_service.storage.blobs.region import Region
+from tq_service.storage.blobs.segment_checks import check_sound
+from tq_service.storage.blobs.segments import Segment, SegmentFiles
+from tq_service.storage.blobs.shared_region import SharedRegion
 from tq_service.storage.cells import PutCells, ReadRuns
-from tq_service.storage.compaction import compact
-from tq_service.storage.confirmations import Confirmations
-from tq_service.storage.durability import Durability
 from tq_service.storage.engine_stat import EngineStat, Reconciled
-from tq_service.storage.pending_put import PendingPut
-from tq_service.storage.pool import RegionPool
-from tq_service.storage.put_records import EncodedPut, PutLog
-from tq_service.storage.put_table import PutTable
-from tq_service.storage.reading import Reading, open_reading
-from tq_service.storage.reconciliation import Reconciliation, cells_besides
-from tq_service.storage.region import Region
-from tq_service.storage.segment_checks import check_sound
-from tq_service.storage.segments import Segment, SegmentFiles
-from tq_service.storage.shared_region import SharedRegion
-from tq_service.storage.stored_put import StoredPut, check_put, stored_bytes, tables_size
+from tq_service.storage.index.admission import RETRY_AFTER_SECONDS, Admission
+from tq_service.storage.index.compaction import compact
+from tq_service.storage.index.confirmations import Confirmations
+from tq_service.storage.index.durability import Durability
+from tq_service.storage.index.pending_put import PendingPut
+from tq_service.storage.index.put_records import EncodedPut, PutLog
+from tq_service.storage.index.put_table import PutTable
+from tq_service.storage.index.reading import Reading, open_reading
+from tq_service.storage.index.reconciliation import Reconciliation, cells_besides
+from tq_service.storage.index.stored_put import StoredPut, check_put, stored_bytes, tables_size
 from tq_service.wire.columns import ColumnShape
 from tq_service.wire.shared_memory import place_columns
 

@@ -32,8 +32,8 @@ from tq_service.domain.claims.request import LeaseTerms
 from tq_service.durable.log import segment
 from tq_service.durable.state_store import StateStore
 from tq_service.samplers import PlanRunner
+from tq_service.storage.blobs.segments import SegmentFiles
 from tq_service.storage.engine import StorageEngine
-from tq_service.storage.segments import SegmentFiles
 
 HERE = Path(__file__).parent
 LEASED_LATER = {"plan": plan_of(range(4, 6)), "lease": LeaseTerms(seconds=60.0, max_deliveries=3)}

@@ -8,9 +8,9 @@ from typing import Final
 
 import numpy as np
 
+from tq_service.storage.blobs.shared_region import SharedRegion
 from tq_service.storage.cells import Rows, expand_runs
-from tq_service.storage.reading import Reading
-from tq_service.storage.shared_region import SharedRegion
+from tq_service.storage.index.reading import Reading
 
 # Below these, the bytes are sent sooner than a file descriptor is sent and mapped, or slices are copied one by
 # one.

@@ -19,9 +19,14 @@ from typing import Final
 from xxhash import xxh3_64_intdigest
 
 from tq_service.errors import DiskFailedError, DiskFullError, UnavailableError
-from tq_service.storage.pending_put import PendingPut
-from tq_service.storage.pool import SMALL_BYTES, RegionPool, size_class
-from tq_service.storage.put_records import (
+from tq_service.storage.blobs.pool import SMALL_BYTES, RegionPool, size_class
+from tq_service.storage.blobs.region import Region
+from tq_service.storage.blobs.segment_checks import SegmentChecks
+from tq_service.storage.blobs.segment_threads import SegmentThreads
+from tq_service.storage.blobs.segments import Segment, SegmentFiles, is_passing
+from tq_service.storage.blobs.shared_region import SharedRegion
+from tq_service.storage.index.pending_put import PendingPut
+from tq_service.storage.index.put_records import (
     EncodedPut,
     PutDropped,
     PutLog,
@@ -30,12 +35,7 @@ from tq_service.storage.put_records import (
     left_puts,
     restore_put,
 )
-from tq_service.storage.region import Region
-from tq_service.storage.segment_checks import SegmentChecks
-from tq_service.storage.segment_threads import SegmentThreads
-from tq_service.storage.segments import Segment, SegmentFiles, is_passing
-from tq_service.storage.shared_region import SharedRegion
-from tq_service.storage.stored_put import StoredPut
+from tq_service.storage.index.stored_put import StoredPut
 
 _log = logging.getLogger(__name__)
 _RETRY_AFTER_SECONDS: Final = 1.0

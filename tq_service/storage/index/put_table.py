@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
-from tq_service.storage.region import Region
-from tq_service.storage.stored_put import StoredPut
+from tq_service.storage.blobs.region import Region
+from tq_service.storage.index.stored_put import StoredPut
 
 Wake = Callable[[bytes, Region], StoredPut]
 _SHARDS: Final = 1024

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from tq_service.errors import DataLossError, UnavailableError
-from tq_service.storage.region import Region
-from tq_service.storage.segment_threads import SegmentThreads
-from tq_service.storage.segments import Segment, is_passing
+from tq_service.storage.blobs.region import Region
+from tq_service.storage.blobs.segment_threads import SegmentThreads
+from tq_service.storage.blobs.segments import Segment, is_passing
 
 _log = logging.getLogger(__name__)
 _SCRUB_BYTES_PER_SECOND: Final = 100e6

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from tq_service.errors import InvalidArgumentError
-from tq_service.storage.region import Region
+from tq_service.storage.blobs.region import Region
 from tq_service.wire import shared_memory
 from tq_service.wire.mapping import map_over
 

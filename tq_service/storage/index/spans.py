@@ -15,7 +15,7 @@ import numpy as np
 
 from tq_service.errors import InvalidArgumentError, PutNotFoundError
 from tq_service.storage.cells import ReadRuns, Rows, expand_runs
-from tq_service.storage.stored_put import RowSet, StoredColumn, StoredPut
+from tq_service.storage.index.stored_put import RowSet, StoredColumn, StoredPut
 from tq_service.wire.columns import (
     ColumnShape,
     Extents,

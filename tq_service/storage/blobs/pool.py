@@ -6,9 +6,9 @@ import mmap
 from collections.abc import Callable
 from typing import Final
 
-from tq_service.storage.region import Backing, Region
-from tq_service.storage.segments import Segment, SegmentFiles
-from tq_service.storage.shared_region import SharedRegion
+from tq_service.storage.blobs.region import Backing, Region
+from tq_service.storage.blobs.segments import Segment, SegmentFiles
+from tq_service.storage.blobs.shared_region import SharedRegion
 
 SMALL_BYTES: Final = 64 << 10
 """Puts of fewer bytes come from malloc, and go into the journal whole where there is one."""

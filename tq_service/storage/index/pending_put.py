@@ -8,8 +8,8 @@ from enum import Enum, auto
 from xxhash import xxh3_64
 
 from tq_service.errors import CallCancelledError, InvalidArgumentError
-from tq_service.storage.shared_region import SharedRegion
-from tq_service.storage.stored_put import StoredPut
+from tq_service.storage.blobs.shared_region import SharedRegion
+from tq_service.storage.index.stored_put import StoredPut
 from tq_service.wire.shared_memory import close_all
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from tq_service.storage.blobs.pool import RegionPool
+from tq_service.storage.blobs.region import Region
 from tq_service.storage.cells import Rows
-from tq_service.storage.pool import RegionPool
-from tq_service.storage.region import Region
-from tq_service.storage.stored_put import RowSet, StoredColumn, StoredPut, table_bytes
+from tq_service.storage.index.stored_put import RowSet, StoredColumn, StoredPut, table_bytes
 from tq_service.wire.columns import fixed_row_bytes
 
 

@@ -9,11 +9,11 @@ from typing import Final
 import numpy as np
 
 from tq_service.errors import InvalidArgumentError, PutNotFoundError
+from tq_service.storage.blobs.pool import RegionPool
+from tq_service.storage.blobs.region import Region
 from tq_service.storage.cells import ReadRuns, Rows, expand_runs
-from tq_service.storage.pool import RegionPool
-from tq_service.storage.region import Region
-from tq_service.storage.spans import SpanFinder, Spans
-from tq_service.storage.stored_put import StoredPut
+from tq_service.storage.index.spans import SpanFinder, Spans
+from tq_service.storage.index.stored_put import StoredPut
 from tq_service.wire.columns import MAX_ROWS, fixed_row_bytes
 
 _GATHER_BELOW_BYTES: Final = 1024

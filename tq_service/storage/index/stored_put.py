@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from tq_service.errors import FieldNotFoundError, InvalidArgumentError, PutNotFoundError, nearest
 from tq_service.schema import FieldSpec, Layout
+from tq_service.storage.blobs.region import Region
+from tq_service.storage.blobs.shared_region import SharedRegion, shared_region_start
 from tq_service.storage.cells import Rows, expand_runs
-from tq_service.storage.region import Region
-from tq_service.storage.shared_region import SharedRegion, shared_region_start
 from tq_service.wire.columns import ColumnShape, extent_count, fixed_row_bytes
 from tq_service.wire.objects import VERSION as OBJECT_VERSION
 from tq_service.wire.shared_memory import place_columns

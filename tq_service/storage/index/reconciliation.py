@@ -10,7 +10,7 @@ import numpy as np
 
 from tq_service.storage.cells import PutCells, Rows, expand_runs
 from tq_service.storage.engine_stat import Reconciled
-from tq_service.storage.stored_put import StoredPut
+from tq_service.storage.index.stored_put import StoredPut
 
 _MOST_NAMED: Final = 16
 

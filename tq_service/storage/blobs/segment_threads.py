@@ -7,8 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
 
-from tq_service.storage.pool import RegionPool
-from tq_service.storage.region import Region
+from tq_service.storage.blobs.pool import RegionPool
+from tq_service.storage.blobs.region import Region
 
 T = TypeVar("T")
 _THREAD_COUNT: Final = 2

@@ -10,9 +10,9 @@ from typing import Final, NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 from tq_service.schema import FieldSpec
+from tq_service.storage.blobs.region import Region
 from tq_service.storage.cells import Rows
-from tq_service.storage.region import Region
-from tq_service.storage.stored_put import RowSet, StoredColumn, StoredPut, table_bytes
+from tq_service.storage.index.stored_put import RowSet, StoredColumn, StoredPut, table_bytes
 from tq_service.wire.columns import fixed_row_bytes
 
 _spec: Final = lru_cache(maxsize=1024)(FieldSpec)  # every put brings the same few

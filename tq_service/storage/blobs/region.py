@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.storage.segments import Segment
+from tq_service.storage.blobs.segments import Segment
 
 Backing: TypeAlias = mmap.mmap | Segment
 """What a pool keeps for reuse: anonymous memory, or a file."""

@@ -1,0 +1,1 @@
+"""The lower floor: where the bytes of puts are."""
