@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
 
 from tq_service.cli.addresses import open_client
 from tq_service.cli.options import with_client_options
+from tq_service.cli.output import AsJson, print_json, print_table
 from tq_service.config import parse_size
 from tq_service.errors import InvalidArgumentError
 
@@ -36,7 +35,7 @@ def command(
     seconds: Annotated[float, typer.Option(min=0.5, max=600, help="How long to measure, about.")] = 10.0,
     ranks: Annotated[int, typer.Option(min=1, max=512, help="Trainer ranks that claim at once.")] = 16,
     size: Annotated[str, typer.Option(metavar="SIZE", help="Size of a bulk put, such as 64MiB.")] = "64MiB",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: AsJson = False,
     **credentials: Any,
 ) -> None:
     """Measure claims, puts and gets of one client process against a service.
@@ -60,19 +59,13 @@ def command(
         with ServiceProcess() as service:
             figures = asyncio.run(run(service.address, token=False, tls=False))
     if as_json:
-        typer.echo(json.dumps([asdict(figure) for figure in figures], indent=2))
+        print_json(figures)
         return
-    from rich.table import Table  # noqa: PLC0415  (only for people)
-
-    from tq_service.cli.output import print_table  # noqa: PLC0415  (only for people)
-
-    table = Table("measured", box=None, pad_edge=False)
-    for heading in ("rate", "", "p50 ms", "p99 ms", "calls"):
-        table.add_column(heading, justify="right" if heading else "left")
-    for figure in figures:
-        latency = (f"{figure.p50_ms:.2f}", f"{figure.p99_ms:.2f}")
-        table.add_row(figure.name, f"{figure.rate:,.0f}", figure.unit, *latency, f"{figure.count:,}")
-    print_table(table)
+    rows = [
+        (figure.name, round(figure.rate), figure.unit, f"{figure.p50_ms:.2f}", f"{figure.p99_ms:.2f}", figure.count)
+        for figure in figures
+    ]
+    print_table("measured, >rate, unit, >p50 ms, >p99 ms, >calls", rows)
 
 
 def _positive_bytes(size: str) -> int:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
 
 from tq_service.cli.addresses import Address, open_client
 from tq_service.cli.options import with_client_options
+from tq_service.cli.output import AsJson, print_json
 
 EXAMPLES = """\
   tq-service checkpoint nightly
@@ -22,7 +21,7 @@ Name = Annotated[str, typer.Argument(help="Name of the checkpoint: a place below
 def command(
     name: Name,
     address: Address = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a sentence.")] = False,
+    as_json: AsJson = False,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds until it is given up.")] = 3600.0,
     **credentials: Any,
 ) -> None:
@@ -33,7 +32,7 @@ def command(
     with open_client(address, min(timeout, 5.0), **credentials) as client:
         copy = client.checkpoint(name, timeout=timeout)
     if as_json:
-        typer.echo(json.dumps(asdict(copy), indent=2))
+        print_json(copy)
         return
     typer.echo(
         f"{copy.sample_count} samples of {copy.partition_count} partitions, {copy.value_bytes} bytes, are in "

@@ -1,19 +1,68 @@
-"""Printing for people: tables that keep their width when they are piped."""
+"""Printing: JSON for programs, and for people tables that keep their width when they are piped."""
 
 from __future__ import annotations
 
-from rich.console import Console
-from rich.table import Table
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, is_dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 _PIPED_WIDTH = 160
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def print_json(document: Any, indent: int | None = 2) -> None:
+    """Print JSON to stdout; dataclasses are objects in it, and bytes hexadecimal digits."""
+    typer.echo(json.dumps(document, indent=indent, default=_json_value))
+
+
+def _json_value(value: Any) -> Any:
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value.hex()
 
 
 def console() -> Console:
     """Return a console for stdout: as wide as the terminal, or wide enough for our tables where there is none."""
+    from rich.console import Console  # noqa: PLC0415  (only for people)
+
     terminal = Console()
     return terminal if terminal.is_terminal else Console(width=_PIPED_WIDTH)
 
 
-def print_table(table: Table) -> None:
+def table(headings: str, rows: Iterable[Sequence[object]], *, no_wrap: bool = False) -> Table:
+    """Return a table.
+
+    Args:
+        headings: of the columns, separated by commas; ">" is before those of numbers, which are justified right.
+        rows: their cells. None is shown as "-", and nothing in a text is taken for markup.
+        no_wrap: whether text is cut where it does not fit, instead of going on in the next line.
+    """
+    from rich.table import Table  # noqa: PLC0415  (only for people)
+    from rich.text import Text  # noqa: PLC0415  (as above)
+
+    shown = Table(box=None, pad_edge=False)
+    for heading in headings.split(", "):
+        is_right = heading.startswith(">")
+        shown.add_column(
+            heading.removeprefix(">"), justify="right" if is_right else "left", no_wrap=no_wrap and not is_right
+        )
+    for row in rows:
+        shown.add_row(*(Text(_cell(value)) for value in row))
+    return shown
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, int):
+        return f"{value:,}"
+    return "-" if value is None else str(value)
+
+
+def print_table(headings: str, rows: Iterable[Sequence[object]]) -> None:
     """Print a table to stdout."""
-    console().print(table)
+    console().print(table(headings, rows))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tq_service.balancing import Overlong
+from tq_service.cli.output import print_table
 
 if TYPE_CHECKING:
     from tq_service.cli.plan_preview import Preview
@@ -106,44 +107,29 @@ def _count(text: str | None, where: str) -> int:
 
 
 def _print(previews: list[Preview]) -> None:
-    from rich.table import Table  # noqa: PLC0415  (only for people)
-
-    from tq_service.cli.output import print_table  # noqa: PLC0415  (only for people)
-
-    table = Table(box=None, pad_edge=False)
-    table.add_column("sampler")
-    for title in (
-        "batches",
-        "samples a rank",
-        "heaviest rank",
-        "above mean",
-        "cost above mean",
-        "all packs",
-        "padding",
-    ):
-        table.add_column(title, justify="right")
-    table.add_column("packs of a rank by step")
-    for preview in previews:
-        table.add_row(*_cells(preview))
-    print_table(table)
+    print_table(
+        "sampler, >batches, >samples a rank, >heaviest rank, >above mean, >cost above mean, >all packs, >padding, "
+        "packs of a rank by step",
+        map(_cells, previews),
+    )
     typer.echo("\nheaviest rank: its tokens in the first batch; cost: with attention, 24,576 L + L² for L tokens")
 
 
-def _cells(preview: Preview) -> list[str]:
+def _cells(preview: Preview) -> list[object]:
     samples, tokens, costs = preview.rank_samples, preview.rank_tokens, preview.rank_costs
     fills, by_step = preview.pack_fills, preview.packs_by_step
     return [
         preview.sampler,
-        f"{preview.batches:,}",
+        preview.batches,
         f"{samples.min():,}-{samples.max():,}" if samples.min() < samples.max() else f"{samples.min():,}",
-        f"{tokens.max():,}",
+        int(tokens.max()),
         _above_mean(float(tokens.max()), float(tokens.mean())),
         _above_mean(float(costs.max()), float(costs.mean())),
-        "-" if fills is None else f"{fills.size:,}",
-        "-" if fills is None else f"{1 - fills.mean():.2%}",
-        "-" if by_step is None else " ".join(map(str, by_step)),
+        None if fills is None else fills.size,
+        None if fills is None else f"{1 - fills.mean():.2%}",
+        None if by_step is None else " ".join(map(str, by_step)),
     ]
 
 
-def _above_mean(heaviest: float, mean: float) -> str:
-    return f"{heaviest / mean - 1:.2%}" if mean else "-"
+def _above_mean(heaviest: float, mean: float) -> str | None:
+    return f"{heaviest / mean - 1:.2%}" if mean else None

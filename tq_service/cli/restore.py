@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -11,6 +9,7 @@ import typer
 from tq_service.cli.addresses import Address, open_client
 from tq_service.cli.checkpoint import Name
 from tq_service.cli.options import with_client_options
+from tq_service.cli.output import AsJson, print_json
 
 EXAMPLES = """\
   tq-service restore nightly
@@ -21,7 +20,7 @@ EXAMPLES = """\
 def command(
     name: Name,
     address: Address = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a sentence.")] = False,
+    as_json: AsJson = False,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds until it is given up.")] = 3600.0,
     **credentials: Any,
 ) -> None:
@@ -32,7 +31,7 @@ def command(
     with open_client(address, min(timeout, 5.0), **credentials) as client:
         restored = client.restore(name, timeout=timeout)
     if as_json:
-        typer.echo(json.dumps(asdict(restored), indent=2))
+        print_json(restored)
         return
     typer.echo(
         f"{restored.sample_count} samples of {restored.partition_count} partitions, {restored.value_bytes} bytes, are "

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable
 from typing import Any, get_args
 
 import typer
 
 from tq_service.cli.options import option, with_options
+from tq_service.cli.output import print_json, print_table
 from tq_service.config import ENV_PREFIX, LoadedSettings, ServeSettings, format_setting
 
 
@@ -40,15 +40,11 @@ def show_settings(loaded: LoadedSettings, *, as_json: bool) -> None:
     if as_json:
         values = loaded.settings.model_dump(mode="json")
         shown = {name: {"value": values[name], "source": loaded.sources[name]} for name in names}
-        typer.echo(json.dumps(shown, indent=2))
+        print_json(shown)
         return
-    from rich.table import Table  # noqa: PLC0415  (only for people)
-
-    from tq_service.cli.output import print_table  # noqa: PLC0415  (only for people)
-
-    table = Table("setting", "value", "source", box=None, pad_edge=False)
+    places = {"file": f"file {loaded.config}", "env": f"env {ENV_PREFIX}"}
+    rows = []
     for name in names:
         source = loaded.sources[name]
-        place = f"file {loaded.config}" if source == "file" else f"env {ENV_PREFIX}{name.upper()}"
-        table.add_row(name, loaded.shown(name), place if source in {"file", "env"} else source)
-    print_table(table)
+        rows.append((name, loaded.shown(name), places.get(source, source) + (name.upper() if source == "env" else "")))
+    print_table("setting, value, source", rows)

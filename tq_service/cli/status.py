@@ -10,6 +10,7 @@ import typer
 
 from tq_service.cli.addresses import TIMEOUT_HELP, Address, open_client
 from tq_service.cli.options import with_client_options
+from tq_service.cli.output import console, print_json
 
 EXAMPLES = """\
   tq-service status
@@ -31,14 +32,13 @@ def command(
     **credentials: Any,
 ) -> None:
     """Show partitions, their fields, and how far each task has come."""
-    from tq_service.cli.output import console  # noqa: PLC0415  (--help does without grpc and rich)
-    from tq_service.cli.status_view import read_partitions, render, to_json  # noqa: PLC0415  (as above)
+    from tq_service.cli.status_view import as_document, read_partitions, render  # noqa: PLC0415  (--help does without)
 
     with open_client(address, timeout, **credentials) as client:
         states = (read_partitions(client, partition, timeout) for _ in _moments(watch))
         if as_json:
             for state in states:
-                typer.echo(to_json(state, indent=2 if watch is None else None))
+                print_json(as_document(state), indent=2 if watch is None else None)
             return
         screen = console()
         if watch is None or not screen.is_terminal:

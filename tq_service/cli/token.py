@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from tq_service.cli.output import AsJson, print_json, print_table
 from tq_service.errors import AlreadyExistsError, InvalidArgumentError
 
 EXAMPLES = """\
@@ -86,15 +86,14 @@ def new(
 @group.command("list")
 def list_tokens(
     file: File = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List the tokens of a file: names, roles, prefixes and ends."""
     from tq_service.server.tokens import ROLES, read_tokens  # noqa: PLC0415  (--help does without)
 
     if file is None:
         raise InvalidArgumentError("no file given; name it with --file or TQ_TOKENS_FILE", field="file")
-    tokens = read_tokens(file).values()
-    shown = [
+    shown: list[dict[str, Any]] = [
         {
             "name": token.name,
             "roles": [role for role in ROLES if role in token.roles],
@@ -102,22 +101,21 @@ def list_tokens(
             "expires": None if token.expires is None else token.expires.isoformat(),
             "is_expired": token.is_expired(),
         }
-        for token in tokens
+        for token in read_tokens(file).values()
     ]
     if as_json:
-        typer.echo(json.dumps(shown, indent=2))
+        print_json(shown)
         return
-    from rich.table import Table  # noqa: PLC0415  (only for people)
-
-    from tq_service.cli.output import print_table  # noqa: PLC0415  (only for people)
-
-    table = Table("token", "roles", "prefixes", "expires", box=None, pad_edge=False)
-    for token in tokens:
-        prefixes = ", ".join(each or "(all)" for each in token.prefixes)
-        end = "" if token.expires is None else token.expires.isoformat()
-        roles = ", ".join(role for role in ROLES if role in token.roles)
-        table.add_row(token.name, roles, prefixes, f"{end} (over)" if token.is_expired() else end)
-    print_table(table)
+    rows = [
+        (
+            token["name"],
+            ", ".join(token["roles"]),
+            ", ".join(prefix or "(all)" for prefix in token["prefixes"]),
+            f"{token['expires'] or ''}{' (over)' if token['is_expired'] else ''}",
+        )
+        for token in shown
+    ]
+    print_table("token, roles, prefixes, expires", rows)
 
 
 def _moment(text: str) -> datetime:

@@ -1,0 +1,26 @@
+"""Tables for people: numbers with separators, nothing of a name taken for markup, and a width of its own in pipes."""
+
+import json
+
+import pytest
+
+from tq_service.cli.output import print_json, print_table
+from tq_service.client.results import ProductionStatus
+
+
+def test_cells_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table("name, >count, state", [("[red]a[/red]", 1_234_567, None), ("b", None, "open")])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines] == [
+        ["name", "count", "state"],
+        ["[red]a[/red]", "1,234,567", "-"],
+        ["b", "-", "open"],
+    ]
+    assert lines[2].index("-") == lines[1].index("7", lines[1].index("1,"))  # numbers end in one column
+
+
+def test_dataclasses_and_bytes_are_json(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"id": b"\x01\xff", "status": ProductionStatus(produced=1, total=2, complete=False)}, indent=None)
+    out = capsys.readouterr().out
+    assert json.loads(out) == {"id": "01ff", "status": {"produced": 1, "total": 2, "complete": False}}
+    assert out.count("\n") == 1
