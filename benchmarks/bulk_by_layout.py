@@ -20,7 +20,7 @@ from benchmarks import tcp_sink
 from benchmarks.harness import Options, interleave, main, median, median_ratio, running
 from benchmarks.report import Aim, Cell, Plot, Report
 from tq_service.testing import ServiceProcess
-from tq_service.wire.layouts import encode_columns
+from tq_service.wire.encoding import encode_columns
 
 TOTAL_BYTES = 16 << 20
 ROW_COUNT = 4_096

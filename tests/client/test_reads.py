@@ -12,7 +12,8 @@ from tq_service.errors import FieldMismatchError
 from tq_service.schema import FieldSpec, Layout
 from tq_service.v1.storage_service_pb2 import GetRequest
 from tq_service.wire.columns import ColumnShape
-from tq_service.wire.layouts import decode_columns, encode_columns
+from tq_service.wire.decoding import decode_columns
+from tq_service.wire.encoding import encode_columns
 
 STORAGES = [StorageRef(f"s{number}", bytes([number]) * 16, f"host:{number}") for number in range(3)]
 

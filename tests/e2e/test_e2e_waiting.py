@@ -20,7 +20,7 @@ from tq_service.testing import ServiceProcess
 from tq_service.v1 import storage_service_pb2
 from tq_service.v1.storage_service_pb2_grpc import StorageServiceStub
 from tq_service.wire.columns import encode_header
-from tq_service.wire.layouts import encode_columns
+from tq_service.wire.encoding import encode_columns
 
 ASKS: dict[str, Any] = {"partition_id": "train", "task_name": "t", "data_fields": ["x"]}
 

@@ -27,8 +27,8 @@ from tq_service.v1 import storage_service_pb2 as storage_pb
 from tq_service.v1.controller_service_pb2_grpc import ControllerServiceStub
 from tq_service.v1.storage_service_pb2_grpc import StorageServiceStub
 from tq_service.wire.columns import encode_header
+from tq_service.wire.encoding import encode_columns
 from tq_service.wire.error_table import status_from_trailers
-from tq_service.wire.layouts import encode_columns
 
 SERVICES: list[ServiceDescriptor] = [
     pb.DESCRIPTOR.services_by_name["ControllerService"],

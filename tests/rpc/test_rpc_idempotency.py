@@ -18,7 +18,7 @@ from tq_service.server.rpc.method_table import METHODS
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import metadata_pb2, storage_service_pb2
 from tq_service.wire.columns import encode_header
-from tq_service.wire.layouts import encode_columns
+from tq_service.wire.encoding import encode_columns
 
 CLAIM: dict[str, Any] = {"partition_id": "train", "task_name": "t", "data_fields": ["score"]}
 WRITE = pb.SampleWrite(partition_id="train", row_count=2, keys=["a", "b"], key_mode=pb.KEY_MODE_NEW)

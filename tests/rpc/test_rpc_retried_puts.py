@@ -15,7 +15,7 @@ from rpc_samples import new_id
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import storage_service_pb2 as storage_pb
 from tq_service.wire.columns import encode_header
-from tq_service.wire.layouts import encode_columns
+from tq_service.wire.encoding import encode_columns
 
 
 @pytest.mark.parametrize("ends_by", ["its next frame", "its client leaving"])

@@ -4,9 +4,9 @@ import numpy as np
 
 from tq_service.storage.cells import PutCells, ReadRuns
 from tq_service.wire import shared_memory
+from tq_service.wire.decoding import decode_columns
 from tq_service.wire.encoding import encode_columns
 from tq_service.wire.frames import ColumnReceiver, iter_frames
-from tq_service.wire.layouts import decode_columns
 
 PARTITION = "train@0"
 

@@ -5,7 +5,8 @@ import pytest
 
 from tq_service.errors import UnsupportedObjectError
 from tq_service.wire.collection import no_collection
-from tq_service.wire.layouts import decode_columns, encode_columns
+from tq_service.wire.decoding import decode_columns
+from tq_service.wire.encoding import encode_columns
 
 
 @pytest.fixture

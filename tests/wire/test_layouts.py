@@ -13,8 +13,9 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
 from tq_service.errors import InvalidArgumentError, UnsupportedObjectError
 from tq_service.schema import DTYPE_SIZES, Layout
 from tq_service.wire.columns import decode_header, encode_header
+from tq_service.wire.decoding import decode_columns, to_tensordict
+from tq_service.wire.encoding import encode_columns
 from tq_service.wire.frames import ColumnReceiver, iter_frames
-from tq_service.wire.layouts import decode_columns, encode_columns, to_tensordict
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf", "ignore:The PyTorch API of nested tensors")
 

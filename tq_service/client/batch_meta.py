@@ -216,23 +216,17 @@ class BatchMeta:
         first = parts[0]
         for part in parts:
             _check_concat(first, part)
-        indexes = np.concatenate([part.indexes for part in parts])
-        if np.unique(indexes).size != indexes.size:
+        samples = samples_of(parts)
+        if np.unique(samples["indexes"]).size != samples["indexes"].size:
             raise InvalidArgumentError("a sample is in two of the batches; concatenate distinct ones", field="parts")
-        located = [part.locations for part in parts if part.locations is not None and part.size]
         starts = np.cumsum([0, *(part.size for part in parts[:-1])]).tolist()
-        sizes = [part.size for part in parts]
         return replace(
             first,
-            indexes=indexes,
+            **samples,
+            **_claim_of(parts),
             steps=tuple(
                 step for part, start in zip(parts, starts, strict=True) for step in shift_steps(part.steps, start)
             ),
-            locations=CellLocations.concat(located) if located and len(located) == sum(map(bool, sizes)) else None,
-            **_claim_of(parts),
-            key_column=concat_names([part.key_column for part in parts], sizes),
-            group_column=concat_names([part.group_column for part in parts], sizes),
-            meta_columns=concat_columns([part.meta_columns for part in parts], sizes),
         )
 
     def __eq__(self, other: object) -> bool:
@@ -260,6 +254,19 @@ class BatchMeta:
             f"BatchMeta(status={self.status!r}, partition_id={self.partition_id!r}, size={self.size}, "
             f"epoch={self.epoch}, data_fields={self.data_fields})"
         )
+
+
+def samples_of(parts: Sequence[BatchMeta]) -> dict[str, Any]:
+    """Return the samples of several batches one after the other, and what is known of each: attributes of a batch."""
+    sizes = [part.size for part in parts]
+    located = [part.locations for part in parts if part.locations is not None and part.size]
+    return {
+        "indexes": np.concatenate([part.indexes for part in parts]),
+        "locations": CellLocations.concat(located) if located and len(located) == sum(map(bool, sizes)) else None,
+        "key_column": concat_names([part.key_column for part in parts], sizes),
+        "group_column": concat_names([part.group_column for part in parts], sizes),
+        "meta_columns": concat_columns([part.meta_columns for part in parts], sizes),
+    }
 
 
 def _claim_of(parts: Sequence[BatchMeta]) -> dict[str, Any]:

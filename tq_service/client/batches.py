@@ -13,7 +13,7 @@ from tq_service.client.locations import Indexes, StorageRef
 from tq_service.client.reads import Received, StorageRead
 from tq_service.client.retry import Deadline
 from tq_service.errors import DataLossError, DeadlineError, UnavailableError
-from tq_service.wire.layouts import decode_columns, to_tensordict
+from tq_service.wire.decoding import decode_columns, to_tensordict
 
 _MOST_NAMED: Final = 20
 

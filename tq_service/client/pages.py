@@ -6,11 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Final, TypeVar
 
-import numpy as np
-
-from tq_service.client.batch_meta import BatchMeta
-from tq_service.client.columns import concat_columns, concat_names
-from tq_service.client.locations import CellLocations
+from tq_service.client.batch_meta import BatchMeta, samples_of
 from tq_service.errors import StaleIncarnationError
 from tq_service.v1 import controller_service_pb2 as pb
 
@@ -55,13 +51,4 @@ def joined(parts: Sequence[BatchMeta]) -> BatchMeta:
                 f"partition {last.partition_id!r} was cleared and made anew between two pages of samples; ask again",
                 metadata={"got": part.incarnation.hex(), "expected": last.incarnation.hex()},
             )
-    sizes = [part.size for part in parts]
-    located = [part.locations for part in parts if part.locations is not None and part.size]
-    return replace(
-        last,
-        indexes=np.concatenate([part.indexes for part in parts]),
-        locations=CellLocations.concat(located) if located and len(located) == sum(map(bool, sizes)) else None,
-        key_column=concat_names([part.key_column for part in parts], sizes),
-        group_column=concat_names([part.group_column for part in parts], sizes),
-        meta_columns=concat_columns([part.meta_columns for part in parts], sizes),
-    )
+    return replace(last, **samples_of(parts))

@@ -16,7 +16,7 @@ from tq_service.errors import InternalError, InvalidArgumentError
 from tq_service.schema import FieldSpec, Layout
 from tq_service.v1 import metadata_pb2
 from tq_service.v1.storage_service_pb2 import GetHeader, GetRequest, SharedColumns
-from tq_service.wire.columns import ColumnShape, decode_headers, merge_specs, widen_extents
+from tq_service.wire.columns import ColumnShape, decode_headers, fixed_row_bytes, merge_specs, widen_extents
 from tq_service.wire.dtypes import Bytes
 from tq_service.wire.frames import ColumnReceiver, Garbled
 
@@ -276,7 +276,7 @@ def _gather(pieces: Sequence[tuple[Indexes, ColumnShape, Bytes]]) -> Received:
 
 def _place(values: Bytes, targets: Indexes, positions: Indexes, column: ColumnShape, buffer: Bytes) -> None:
     """Copy the rows of one part to their places: fixed rows at once, others slice by slice where these are large."""
-    row_bytes = column.fixed_row_bytes()
+    row_bytes = fixed_row_bytes(column.spec)
     if row_bytes is not None:
         row = np.dtype((np.void, row_bytes))
         values.view(row)[positions] = buffer.view(row)

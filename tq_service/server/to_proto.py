@@ -179,7 +179,13 @@ def production(partition: Partition, names: Sequence[str]) -> pb.CheckProduction
 
 def summary(partition: Partition) -> pb.PartitionSummary:
     """Return a partition in short."""
-    return to_message(pb.PartitionSummary, partition, present_count=partition.table.present_count)
+    return pb.PartitionSummary(
+        partition_id=partition.partition_id,
+        incarnation=partition.incarnation,
+        inserted_count=partition.inserted_count,
+        present_count=partition.table.present_count,
+        sealed=partition.sealed,
+    )
 
 
 def description(catalog: Catalog, partition: Partition) -> pb.DescribePartitionResponse:

@@ -46,15 +46,6 @@ class ColumnShape:
     extents: Extents | None
     value_bytes: int
 
-    @property
-    def extent_count(self) -> int:
-        """Number of extents of one row."""
-        return extent_count(self.spec)
-
-    def fixed_row_bytes(self) -> int | None:
-        """Return the bytes of each row of a dense column, None where rows differ."""
-        return fixed_row_bytes(self.spec)
-
     def row_bytes(self) -> NDArray[np.int64]:
         """Return the bytes of each row `(n,)`."""
         if self.extents is None:
@@ -89,7 +80,7 @@ class ColumnShape:
         return self.row_count * (fixed_row_bytes(self.spec) or 0)
 
     def _ragged_bytes(self) -> int:
-        shape = (self.row_count, self.extent_count)
+        shape = (self.row_count, extent_count(self.spec))
         if self.extents is None or self.extents.shape != shape:
             got = "none" if self.extents is None else self.extents.shape
             raise self._wrong(f"extents of shape {got}, expected {shape}")

@@ -118,11 +118,16 @@ def _decode_meta_column(message: pb.MetaColumn, row_count: int) -> MetaColumn:
             f"one for each sample that has a value, of {row_count} samples",
             field="custom_meta",
         )
-    if present_count < row_count:
-        spread = np.zeros(row_count, values.dtype) if values.dtype != object else np.full(row_count, "", object)
-        spread[present] = values
-        values = spread
-    return MetaColumn(name=message.name, values=values, present=present)
+    return _spread(message.name, values, present)
+
+
+def _spread(name: str, values: NDArray[Any], present: NDArray[np.bool_]) -> MetaColumn:
+    """Return the column of the values of those samples that have one."""
+    if values.size < present.size:
+        column = np.full(present.size, "" if values.dtype == object else 0, values.dtype)
+        column[present] = values
+        values = column
+    return MetaColumn(name=name, values=values, present=present)
 
 
 def _decode_present(message: pb.MetaColumn, row_count: int) -> NDArray[np.bool_]:
@@ -220,12 +225,7 @@ def _typed_column(name: str, values: list[Any], present: NDArray[np.bool_]) -> M
         kinds = {float}
     if len(kinds) != 1:
         raise _mixed_kinds(name, present, values)
-    column = _typed_array(name, present, values, kinds.pop())
-    if column.size < present.size:
-        spread = np.zeros(present.size, column.dtype) if column.dtype != object else np.full(present.size, "", object)
-        spread[present] = column
-        column = spread
-    return MetaColumn(name=name, values=column, present=present)
+    return _spread(name, _typed_array(name, present, values, kinds.pop()), present)
 
 
 def _rows(present: NDArray[np.bool_]) -> list[int]:

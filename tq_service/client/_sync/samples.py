@@ -13,7 +13,7 @@ from tq_service.client.requests import check_meta_count, partition_of, request_o
 from tq_service.client.written import check_is_batch, check_row_counts, declared_layouts, put_nothing, written_meta
 from tq_service.schema import KeyMode, MetaValue, SampleState
 from tq_service.v1 import controller_service_pb2 as pb
-from tq_service.wire.layouts import encode_columns
+from tq_service.wire.encoding import encode_columns
 from tq_service.wire.metadata import encode_meta_columns, rows_to_meta_columns
 
 
