@@ -297,8 +297,7 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
     # Storage services
 
     async def PlacePut(self, request: pb.PlacePutRequest, context: Context) -> pb.PlacePutResponse:
-        if request.size_bytes < 0:
-            raise InvalidArgumentError(f"size_bytes is {request.size_bytes}; give 0 or more", field="size_bytes")
+        from_proto.check_range("size_bytes", request.size_bytes, 0)
         storage = self._storages.place(request.size_bytes)
         endpoint = metadata_pb2.StorageEndpoint(
             storage_id=storage.storage_id, boot_id=storage.boot_id, address=storage.address

@@ -44,6 +44,18 @@ _FIELDS_OF_ONE_CALL: Final = (
 )  # fmt: skip
 
 
+def check_range(name: str, value: float, least: int, most: int | None = None, *, hint: str = "") -> None:
+    """Refuse a number of a request that is too small or too large, and what is none; `hint` ends the message."""
+    if not least <= value < math.inf or (most is not None and value > most):  # NaN is neither
+        expected = f"{least} or more" if most is None else f"{least} to {most}"
+        raise InvalidArgumentError(f"{name} is {value}; give {expected}{hint}", field=name)
+
+
+def _check_unique(name: str, names: Sequence[str]) -> None:
+    if len(set(names)) != len(names):
+        raise InvalidArgumentError(f"{name} has one twice: {list(names)}; name each once", field=name)
+
+
 def indexes(values: Sequence[int]) -> Indexes:
     """Return global indexes as an array."""
     return decode_integers(values)
@@ -52,17 +64,13 @@ def indexes(values: Sequence[int]) -> Indexes:
 def partition_settings(request: pb.CreatePartitionRequest) -> PartitionSettings:
     """Return what CreatePartition fixes."""
     expected = request.expected_samples if request.HasField("expected_samples") else None
-    if expected is not None and expected < 0:
-        raise InvalidArgumentError(f"expected_samples is {expected}; give 0 or more", field="expected_samples")
-    fields = tuple(decode_spec(spec) for spec in request.fields)
-    names = [spec.name for spec in fields]
-    if len(set(names)) != len(names):
-        raise InvalidArgumentError(f"fields name one twice: {names}", field="fields")
+    if expected is not None:
+        check_range("expected_samples", expected, 0)
     max_bytes = request.max_bytes if request.HasField("max_bytes") else None
-    if max_bytes is not None and max_bytes <= 0:
-        raise InvalidArgumentError(
-            f"max_bytes is {max_bytes}; give a positive number, or leave it out", field="max_bytes"
-        )
+    if max_bytes is not None:
+        check_range("max_bytes", max_bytes, 1, hint=", or leave it out")
+    fields = tuple(decode_spec(spec) for spec in request.fields)
+    _check_unique("fields", [spec.name for spec in fields])
     return PartitionSettings(
         expected_samples=expected,
         default_layout=LAYOUTS.decode(request.default_layout),
@@ -77,11 +85,7 @@ def _staleness_limits(messages: Sequence[pb.StalenessLimit]) -> tuple[StalenessL
     limits = [read_message(StalenessLimit, message) for message in messages]
     for limit in limits:
         check_name("task_name", limit.task_name)
-    names = [limit.task_name for limit in limits]
-    if len(set(names)) != len(names):
-        raise InvalidArgumentError(
-            f"staleness_limits names a task twice: {names}; give one limit a task", field="staleness_limits"
-        )
+    _check_unique("staleness_limits", [limit.task_name for limit in limits])
     return tuple(sorted(limits, key=lambda limit: limit.task_name))
 
 
@@ -108,12 +112,7 @@ def sample_write(
         raise InvalidArgumentError(
             "global_indexes need the incarnation they belong to; send that of their BatchMeta", field="incarnation"
         )
-    if write.row_count > _MOST_SAMPLES:
-        raise InvalidArgumentError(
-            f"row_count is {write.row_count}; write at most {_MOST_SAMPLES} samples at once", field="row_count"
-        )
-    if write.row_count < 0:
-        raise InvalidArgumentError(f"row_count is {write.row_count}; give the number of samples", field="row_count")
+    check_range("row_count", write.row_count, 0, _MOST_SAMPLES)
     if write.key_mode == pb.KEY_MODE_EXISTING and not write.keys and not write.global_indexes:
         raise InvalidArgumentError(
             "key_mode is existing, but neither keys nor global_indexes name the samples; give one of them",
@@ -239,11 +238,7 @@ def _lease(request: pb.GetMetaRequest) -> LeaseTerms | None:
             "same",
             field="lease_seconds",
         )
-    if request.max_deliveries < 0:
-        raise InvalidArgumentError(
-            f"max_deliveries is {request.max_deliveries}; give a positive number, or 0 for no bound",
-            field="max_deliveries",
-        )
+    check_range("max_deliveries", request.max_deliveries, 0, hint=": a positive number, or 0 for no bound")
     return LeaseTerms(seconds=lease_seconds(request.lease_seconds), max_deliveries=request.max_deliveries or None)
 
 
@@ -268,48 +263,35 @@ def check_request_id(request_id: bytes, name: str) -> None:
 
 def max_wait(request: pb.GetMetaRequest, cap_seconds: float) -> float:
     """Return how long a claim waits, in seconds."""
-    seconds = request.max_wait_seconds
-    if not math.isfinite(seconds) or seconds < 0:
-        raise InvalidArgumentError(
-            f"max_wait_seconds is {seconds}; give a finite number of 0 or more", field="max_wait_seconds"
-        )
-    return min(seconds, cap_seconds)
+    check_range("max_wait_seconds", request.max_wait_seconds, 0)
+    return min(request.max_wait_seconds, cap_seconds)
 
 
 def _data_fields(names: Sequence[str]) -> tuple[str, ...]:
     if not names:
         raise InvalidArgumentError("data_fields is empty; name at least one field", field="data_fields")
-    if len(set(names)) != len(names) or "" in names:
-        raise InvalidArgumentError(f"data_fields is {list(names)}; name each field once", field="data_fields")
+    if "" in names:
+        raise InvalidArgumentError(f"data_fields is {list(names)}; name each field", field="data_fields")
+    _check_unique("data_fields", names)
     return tuple(names)
 
 
 def _rank(request: pb.GetMetaRequest) -> Rank | None:
-    given = [request.HasField("dp_rank"), request.HasField("dp_size"), request.HasField("batch_index")]
-    if not any(given):
+    missing = [name for name in _RANK_FIELDS if not request.HasField(name)]
+    if len(missing) == len(_RANK_FIELDS):
         return None
-    if not all(given):
-        raise _incomplete_rank(request)
-    dp_rank, dp_size, batch_index = request.dp_rank, request.dp_size, request.batch_index
-    if not 1 <= dp_size <= _MOST_RANKS:
-        raise InvalidArgumentError(f"dp_size is {dp_size}; give 1 to {_MOST_RANKS}", field="dp_size")
-    if not 0 <= dp_rank < dp_size:
+    if missing:
+        given = [name for name in _RANK_FIELDS if name not in missing]
         raise InvalidArgumentError(
-            f"dp_rank is {dp_rank}, expected 0 to {dp_size - 1} for dp_size {dp_size}", field="dp_rank"
+            f"got {' and '.join(given)} without {' and '.join(missing)}; give all three for a trainer rank, none for a "
+            f"queue worker",
+            field=missing[0],
         )
-    if batch_index < 0:
-        raise InvalidArgumentError(f"batch_index is {batch_index}; count from 0", field="batch_index")
+    dp_rank, dp_size, batch_index = request.dp_rank, request.dp_size, request.batch_index
+    check_range("dp_size", dp_size, 1, _MOST_RANKS)
+    check_range("dp_rank", dp_rank, 0, dp_size - 1, hint=f" for dp_size {dp_size}")
+    check_range("batch_index", batch_index, 0, hint="; count from 0")
     return Rank(dp_rank=dp_rank, dp_size=dp_size, batch_index=batch_index)
-
-
-def _incomplete_rank(request: pb.GetMetaRequest) -> InvalidArgumentError:
-    given = [name for name in _RANK_FIELDS if request.HasField(name)]
-    missing = [name for name in _RANK_FIELDS if name not in given]
-    return InvalidArgumentError(
-        f"got {' and '.join(given)} without {' and '.join(missing)}; give all three for a trainer rank, none for a "
-        f"queue worker",
-        field=missing[0],
-    )
 
 
 def _sizes(request: pb.GetMetaRequest) -> int:
@@ -321,20 +303,13 @@ def _sizes(request: pb.GetMetaRequest) -> int:
             f"{_MOST_SAMPLES} over all ranks",
             field="batch_size",
         )
-    if request.micro_batch_size < 0:
-        raise InvalidArgumentError(
-            f"micro_batch_size is {request.micro_batch_size}; give a positive number, or 0 for the whole batch",
-            field="micro_batch_size",
-        )
+    check_range("micro_batch_size", request.micro_batch_size, 0, hint=": a positive number, or 0 for the whole batch")
     if request.HasField("dp_size") and request.min_batch_size:
         raise InvalidArgumentError(
             "min_batch_size is for queue workers; a rank's batch is short only at the end", field="min_batch_size"
         )
     least = request.min_batch_size or request.batch_size
-    if not 1 <= least <= request.batch_size:
-        raise InvalidArgumentError(
-            f"min_batch_size is {least}; give 1 to batch_size ({request.batch_size})", field="min_batch_size"
-        )
+    check_range("min_batch_size", least, 1, request.batch_size, hint=", the batch_size")
     return least
 
 

@@ -16,6 +16,7 @@ from tq_service.domain.catalog import Catalog
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes
 from tq_service.errors import InvalidArgumentError, StaleIncarnationError
+from tq_service.server.from_proto import check_range
 from tq_service.v1 import controller_service_pb2 as pb
 
 MOST_SAMPLES: Final = 16_384
@@ -54,10 +55,7 @@ def find_page(catalog: Catalog, request: pb.LookupSamplesRequest) -> tuple[Parti
         StaleIncarnationError: the partition has been cleared since the page before.
         InvalidArgumentError: the size or the token of the page.
     """
-    if request.page_size < 0:
-        raise InvalidArgumentError(
-            f"page_size is {request.page_size}; give a positive number, or 0 for the largest", field="page_size"
-        )
+    check_range("page_size", request.page_size, 0, hint="; 0 is the largest")
     size = min(request.page_size or MOST_SAMPLES, MOST_SAMPLES)
     check_named("keys", len(request.keys))
     incarnation, place = _read_token(request.page_token)
