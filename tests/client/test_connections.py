@@ -12,7 +12,7 @@ from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import metadata_pb2
 
 BATCH = pb.GetMetaResponse(meta=metadata_pb2.BatchMeta(status=metadata_pb2.BATCH_STATUS_BATCH, global_indexes=[4]))
-CHANNELS = {"async": "tq_service.client._async.channels", "sync": "tq_service.client._sync.channels"}
+CHANNELS = {"async": "tq_service.client._async.calls", "sync": "tq_service.client._sync.calls"}
 
 
 class Wire:

@@ -8,7 +8,7 @@ import textwrap
 import pytest
 
 import tq_service as tq
-from tq_service.client._sync.channels import Channels
+from tq_service.client._sync.calls import Channels
 from tq_service.wire.credentials import Credentials
 
 if sys.platform == "win32":

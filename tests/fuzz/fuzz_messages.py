@@ -123,7 +123,11 @@ def fill(draw: st.DrawFn, message: Message, field: FieldDescriptor, depth: int =
     if field.is_repeated and is_map(field):
         entries = getattr(message, field.name)
         for key in draw(st.lists(st.sampled_from(["n_samples_per_prompt", "length_field", "no"]), max_size=2)):
-            entries[key].CopyFrom(draw(messages(field.message_type.fields_by_name["value"].message_type, depth + 2)))
+            value = field.message_type.fields_by_name["value"]
+            if value.message_type is None:
+                entries[key] = draw(scalars(value))
+            else:
+                entries[key].CopyFrom(draw(messages(value.message_type, depth + 2)))
     elif field.message_type is not None:
         count = draw(st.integers(0, 2)) if field.is_repeated else 1
         for _ in range(count):

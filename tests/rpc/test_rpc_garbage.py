@@ -99,7 +99,7 @@ def requests_of_all_methods(meta: tq.BatchMeta) -> dict[str, Message]:
     write = controller_pb.SampleWrite(partition_id="train", row_count=2, keys=["a", "b"], groups=["g", "g"])
     write.custom_meta.add(name="version").int64_values.values.extend([1, 2])
     ids = {"request_id": new_id(), "partition_id": "train"}
-    endpoint = metadata_pb2.StorageEndpoint(storage_id="other", boot_id=new_id(), address="127.0.0.1:1")
+    endpoint = metadata_pb2.StorageEndpoint(storage_id="other", boot_id=new_id(), kind="grpc", address="127.0.0.1:1")
     column = metadata_pb2.ColumnHeader(
         spec=metadata_pb2.FieldSpec(name="score", dtype="float32", layout=metadata_pb2.LAYOUT_DENSE, row_shape=[3],
                                     row_shape_known=True), value_bytes=24)  # fmt: skip

@@ -414,7 +414,7 @@ def test_placing_and_announcing_change_nothing_that_is_stored(server: LiveServer
     assert placed.only_one
     assert placed.embedded
     assert placed.storage.boot_id == client.storage_stat().boot_id
-    endpoint = metadata_pb2.StorageEndpoint(storage_id="other", boot_id=new_id(), address="127.0.0.1:1")
+    endpoint = metadata_pb2.StorageEndpoint(storage_id="other", boot_id=new_id(), kind="grpc", address="127.0.0.1:1")
     announced = pb.RegisterStorageRequest(storage=endpoint, max_bytes=1 << 50)
     answers = [server.controller.RegisterStorage(announced, metadata=server.as_service) for _ in range(2)]
     assert answers[0] == answers[1]

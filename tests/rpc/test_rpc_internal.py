@@ -82,7 +82,9 @@ class Topology:
             "boot_id": self.storage.app.storage.engine.boot_id,
             "put_id": self.put_id,
             "partition_id": "train",
-            "storage": metadata_pb2.StorageEndpoint(storage_id="evil", boot_id=new_id(), address="127.0.0.1:1"),
+            "storage": metadata_pb2.StorageEndpoint(
+                storage_id="evil", boot_id=new_id(), kind="grpc", address="127.0.0.1:1"
+            ),
             "max_bytes": 1 << 60,
         }.items():
             if field in kind.fields_by_name:
@@ -296,5 +298,5 @@ def test_a_refusal_of_the_storage_service_is_no_fault_of_the_client(
     client = controller.client(timeout=1.0)
     client.put({"x": np.arange(4)}, partition_id="train")
     monkeypatch.setattr(storage.app.listener.credentials.secret, "_proof", "0" * 64)
-    with pytest.raises(tq.UnavailableError, match="does not let its controller in"):
+    with pytest.raises(tq.UnavailableError, match="does not accept its controller"):
         client.put({"x": np.arange(4)}, partition_id="train")

@@ -13,9 +13,10 @@ from live_server import AnyClient, LiveServer
 from padded_rows import LENGTHS, assert_pads_like, columns_of
 
 import tq_service as tq
-from tq_service.client import sent_sizes
-from tq_service.client._async import calls as async_calls
-from tq_service.client._sync import calls as sync_calls
+from tq_service.dataplane._async import grpc_driver as async_driver
+from tq_service.dataplane._async.grpc_driver import AsyncGrpcDriver
+from tq_service.dataplane._sync import grpc_driver as sync_driver
+from tq_service.dataplane._sync.grpc_driver import GrpcDriver
 from tq_service.schema import DTYPE_SIZES
 from tq_service.server import storage_servicer
 from tq_service.storage.index import sharing
@@ -46,14 +47,14 @@ def assert_same_rows(got: Any, expected: Any) -> None:
 @pytest.fixture(params=["one message", "stream", "shared memory", "shared memory, gets streamed"])
 def _every_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small puts and gets are one message, large ones streams or shared memory; here each is sent every way."""
-    if request.param != "one message":
-        for calls in (sync_calls, async_calls):
-            monkeypatch.setattr(calls, "INLINE_BYTES", -1)
-    if request.param.endswith("stream") or request.param.endswith("streamed"):
-        monkeypatch.setattr(sent_sizes, "INLINE_BYTES", -1)
+    for driver, kind in ((sync_driver, GrpcDriver), (async_driver, AsyncGrpcDriver)):
+        if request.param != "one message":
+            monkeypatch.setattr(driver, "INLINE_BYTES", -1)
+        if request.param.startswith("shared memory"):
+            monkeypatch.setattr(driver, "SHARED_FROM_BYTES", 1)
+        if request.param == "shared memory":  # so that gets are tried in one message
+            monkeypatch.setattr(kind, "_expected_bytes", lambda *_: -1)
     if request.param.startswith("shared memory"):
-        for calls in (sync_calls, async_calls):
-            monkeypatch.setattr(calls, "SHARED_FROM_BYTES", 1)
         monkeypatch.setattr(storage_servicer, "INLINE_BYTES", 0)
         monkeypatch.setattr(sharing, "_LEAST_COLUMN_BYTES", 1)
         monkeypatch.setattr(sharing, "_LEAST_MEAN_SLICE_BYTES", 0)

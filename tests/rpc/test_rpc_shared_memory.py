@@ -19,15 +19,16 @@ import torch
 from live_server import AnyClient, LiveServer, StartServer
 
 import tq_service as tq
-from tq_service.client import sent_sizes
-from tq_service.client.channel import put_call
+from tq_service.dataplane._async.grpc_driver import AsyncGrpcDriver
+from tq_service.dataplane._sync.grpc_driver import GrpcDriver
 from tq_service.dataplane.shared_memory.client import FdChannel
+from tq_service.errors import UnavailableError
 from tq_service.testing import ServiceProcess
-from tq_service.v1.storage_service_pb2 import PutDeposited, PutHeader, PutResponse
+from tq_service.v1.storage_service_pb2 import PutHeader, PutResponse
 from tq_service.wire import shared_memory
 from tq_service.wire.columns import Column, encode_header
 from tq_service.wire.encoding import encode_columns
-from tq_service.wire.frames import SEND_AS_FDS, SEND_AS_FRAMES, SEND_AS_KEY
+from tq_service.wire.frames import SEND_AS_FDS, SEND_AS_FRAMES, SEND_AS_KEY, encode_put_request
 
 pytestmark = pytest.mark.skipif(not shared_memory.is_supported(), reason="sealed memfds are there on Linux only")
 
@@ -298,11 +299,12 @@ def test_a_storage_service_of_its_own(client_kind: Any, start_server: StartServe
 
 
 @pytest.mark.parametrize("gets", ["in one message", "streamed"])
-def test_what_was_cleared_while_it_is_handed_over_is_got_whole(
+def test_what_was_cleared_while_it_is_received_is_got_whole(
     gets: str, client: AnyClient, twin: AnyClient, monkeypatch: Any
 ) -> None:
     if gets == "streamed":
-        monkeypatch.setattr(sent_sizes, "INLINE_BYTES", -1)
+        for driver in (GrpcDriver, AsyncGrpcDriver):
+            monkeypatch.setattr(driver, "_expected_bytes", lambda *_: 1 << 40)
     meta = client.put(DATA, partition_id="p")
     collect = FdChannel.receive_fds
 
@@ -344,9 +346,14 @@ class RawPut:
 
     def __init__(self, server: LiveServer, header: PutHeader) -> None:
         self._messages: SimpleQueue[Any] = SimpleQueue()
-        self._call = put_call(server.channel).future(iter(self._messages.get, None), timeout=10)
+        put = server.channel.stream_unary(
+            "/tq_service.v1.StorageService/Put",
+            request_serializer=encode_put_request,
+            response_deserializer=PutResponse.FromString,
+        )
+        self._call = put.future(iter(self._messages.get, None), timeout=10)
         self.send(header)
-        self.room = dict(self._call.initial_metadata()).get(SEND_AS_KEY)
+        self.send_as = dict(self._call.initial_metadata()).get(SEND_AS_KEY)
 
     def send(self, message: Any) -> None:
         self._messages.put(message)
@@ -370,17 +377,16 @@ def used_bytes(server: LiveServer) -> int:
     return used
 
 
-def test_a_deposit_that_was_not_made(server: LiveServer, session: FdChannel) -> None:
+def test_a_put_that_ends_before_its_fds_have_come(server: LiveServer, session: FdChannel) -> None:
     put = RawPut(server, header_of(COLUMNS, session.session_id))
-    assert put.room == SEND_AS_FDS
-    put.send(PutDeposited())
+    assert put.send_as == SEND_AS_FDS
     with pytest.raises(grpc.RpcError) as failure:
         put.end()
     assert failure.value.code() is grpc.StatusCode.UNAVAILABLE
     assert used_bytes(server) == 0
 
 
-@pytest.mark.parametrize("wrong", ["frames", "nothing", "another size"])
+@pytest.mark.parametrize("wrong", ["frames", "another size", "frames after them"])
 def test_other_than_announced(wrong: str, server: LiveServer, session: FdChannel) -> None:
     header = header_of(COLUMNS, session.session_id)
     before = memory_in_use()
@@ -389,7 +395,9 @@ def test_other_than_announced(wrong: str, server: LiveServer, session: FdChannel
         put.send([bytes(100)])
     elif wrong == "another size":
         session.send_fds(header.put_id, encode_columns({"x": np.arange(10)}))
-        put.send(PutDeposited())
+    else:
+        session.send_fds(header.put_id, COLUMNS)
+        put.send([bytes(100)])
     with pytest.raises(grpc.RpcError) as failure:
         put.end()
     assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -398,10 +406,12 @@ def test_other_than_announced(wrong: str, server: LiveServer, session: FdChannel
     assert not memory_in_use() - before
 
 
-def test_the_note_of_a_deposit_without_a_session(server: LiveServer) -> None:
-    put = RawPut(server, header_of(COLUMNS, b"unknown session!"))
-    assert put.room == SEND_AS_FRAMES
-    put.send(PutDeposited())
+def test_fds_for_a_put_without_a_session_are_refused(server: LiveServer, session: FdChannel) -> None:
+    header = header_of(COLUMNS, b"unknown session!")
+    put = RawPut(server, header)
+    assert put.send_as == SEND_AS_FRAMES
+    with pytest.raises(UnavailableError, match="no put waits"):
+        session.send_fds(header.put_id, COLUMNS)
     with pytest.raises(grpc.RpcError) as failure:
         put.end()
     assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -415,7 +425,6 @@ def test_memory_that_its_client_could_change_is_refused(
     header = header_of(COLUMNS, session.session_id)
     put = RawPut(server, header)
     session.send_fds(header.put_id, COLUMNS)
-    put.send(PutDeposited())
     with pytest.raises(grpc.RpcError) as failure:
         put.end()
     assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -423,14 +432,11 @@ def test_memory_that_its_client_could_change_is_refused(
     assert used_bytes(server) == 0
 
 
-@pytest.mark.parametrize("moment", ["before the deposit", "after it"])
-def test_a_client_that_leaves_in_the_middle(moment: str, server: LiveServer, session: FdChannel) -> None:
+def test_a_client_that_leaves_before_its_fds_have_come(server: LiveServer, session: FdChannel) -> None:
     header = header_of(COLUMNS, session.session_id)
     before = memory_in_use()
     put = RawPut(server, header)
     assert used_bytes(server) > 0
-    if moment == "after it":
-        session.send_fds(header.put_id, COLUMNS)
     session.close()
     put.cancel()
     for _ in range(100):
@@ -440,26 +446,37 @@ def test_a_client_that_leaves_in_the_middle(moment: str, server: LiveServer, ses
     assert not memory_in_use() - before
 
 
-def _die_with_memory(address: str, path: str) -> None:
-    def deposit_and_die(self: FdChannel, put_id: bytes, columns: Any) -> None:
-        original(self, put_id, columns)
+def _die_with_memory(address: str, path: str, *, after_sending: bool) -> None:
+    def send_and_die(self: FdChannel, put_id: bytes, columns: Any) -> None:
+        if after_sending:
+            original(self, put_id, columns)
         os._exit(9)
 
-    original, FdChannel.send_fds = FdChannel.send_fds, deposit_and_die  # type: ignore[method-assign]
+    original, FdChannel.send_fds = FdChannel.send_fds, send_and_die  # type: ignore[method-assign]
     tq.Client(address).put({"x": np.arange(1 << 18)}, partition_id=path)
 
 
-def test_a_client_that_is_killed_leaves_nothing(server: LiveServer) -> None:
+@pytest.mark.parametrize("after_sending", [False, True])
+def test_a_client_that_is_killed_leaves_all_of_a_put_or_nothing(server: LiveServer, after_sending: bool) -> None:
     assert used_bytes(server) == 0
     before = memory_in_use()
-    process = multiprocessing.get_context("spawn").Process(target=_die_with_memory, args=(server.address, "p"))
+    kill = {"after_sending": after_sending}
+    process = multiprocessing.get_context("spawn").Process(
+        target=_die_with_memory, args=(server.address, "p"), kwargs=kill
+    )
     process.start()
     process.join(60)
     assert process.exitcode == 9
     process.close()
+    client = server.client()
     for _ in range(100):
-        if used_bytes(server) == 0:
+        if used_bytes(server) == 0 or client.list_partitions():
             break
+    if after_sending and client.list_partitions():  # all of its bytes had come, as with the last frame of a stream
+        got = client.get_data(partition_id="p", global_indexes=range(1 << 18))
+        assert torch.equal(got["x"], torch.arange(1 << 18))
+        del got
+        client.clear_partition("p")
     assert used_bytes(server) == 0
-    assert [one.partition_id for one in server.client().list_partitions()] == []
+    assert [one.partition_id for one in client.list_partitions()] == []
     assert not memory_in_use() - before

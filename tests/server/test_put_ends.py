@@ -322,6 +322,7 @@ async def test_nothing_goes_while_the_controller_does_not_answer(split):
 async def test_a_heartbeat_that_asks_about_too_many_puts_is_refused(split):
     ask = pb.RegisterStorageRequest(unverified_put_ids=[b"p"] * 4097)
     ask.storage.storage_id, ask.storage.address, ask.storage.boot_id = "s", "localhost:1", split.engine.boot_id
+    ask.storage.kind = "grpc"
     with pytest.raises(InvalidArgumentError, match="expected at most 4096"):
         await split.controller.RegisterStorage(ask, None)
 

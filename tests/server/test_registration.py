@@ -29,7 +29,7 @@ async def directory_of(embedded=None, heartbeat_seconds=60.0):
 
 
 def announced(name):
-    endpoint = metadata_pb2.StorageEndpoint(storage_id=name, boot_id=BOOT, address="localhost:1")
+    endpoint = metadata_pb2.StorageEndpoint(storage_id=name, boot_id=BOOT, kind="grpc", address="localhost:1")
     return Announced(endpoint=endpoint, run_id=BOOT, room=Room(max_bytes=None, used_bytes=0))
 
 
@@ -51,7 +51,7 @@ async def test_one_storage_service_too_many_is_refused(monkeypatch):
             directory.register(announced(name))
         with pytest.raises(LimitExceededError):
             directory.register(announced("c"))
-        assert set(directory.addresses) == {"a", "b"}
+        assert set(directory.endpoints) == {"a", "b"}
 
 
 async def test_those_that_are_silent_and_empty_make_way(monkeypatch):
@@ -63,4 +63,4 @@ async def test_those_that_are_silent_and_empty_make_way(monkeypatch):
             pass
         await asyncio.sleep(0.001)
         directory.register(announced("c"))
-        assert set(directory.addresses) == {"a", "c"}
+        assert set(directory.endpoints) == {"a", "c"}

@@ -50,7 +50,7 @@ class Stub:
 @pytest.fixture
 async def storage():
     announced = Announced(
-        endpoint=metadata_pb2.StorageEndpoint(storage_id="s", boot_id=b"b" * 16, address="127.0.0.1:1"),
+        endpoint=metadata_pb2.StorageEndpoint(storage_id="s", boot_id=b"b" * 16, kind="grpc", address="127.0.0.1:1"),
         run_id=b"r" * 16,
         room=Room(max_bytes=None, used_bytes=0),
     )

@@ -10,8 +10,9 @@ import numpy as np
 
 from tq_service.client.batch_meta import BatchMeta
 from tq_service.client.locations import Indexes, StorageRef
-from tq_service.client.reads import Received, StorageRead
+from tq_service.client.reads import StorageRead
 from tq_service.client.retry import Deadline
+from tq_service.dataplane.parties import Received
 from tq_service.errors import DataLossError, DeadlineError, UnavailableError
 from tq_service.wire.decoding import decode_columns, to_tensordict
 

@@ -1,4 +1,4 @@
-"""Channels: their options, the address, and the stubs and bulk calls on them."""
+"""Channels: their options, the address, and the stubs on them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from tq_service.addresses import DEFAULT_ADDRESS, parse_address
 from tq_service.v1.controller_service_pb2_grpc import ControllerServiceStub
-from tq_service.v1.storage_service_pb2 import GetRequest, PutResponse
 from tq_service.v1.storage_service_pb2_grpc import StorageServiceStub
 from tq_service.wire.connection import CONNECTION_OPTIONS
-from tq_service.wire.frames import decode_get_response, encode_put_request
 
 if TYPE_CHECKING:
     from tq_service.v1.controller_service_pb2_grpc import ControllerServiceAsyncStub
@@ -62,21 +60,3 @@ def storage_stub(channel: Any) -> Any:
 def health_stub(channel: Any) -> Any:
     """Return the health service's calls on a channel, sync or asyncio."""
     return HealthStub(channel)
-
-
-def put_call(channel: Any) -> Any:
-    """Return StorageService.Put with frames encoded by hand, see `tq_service.wire.frames`."""
-    return channel.stream_unary(
-        "/tq_service.v1.StorageService/Put",
-        request_serializer=encode_put_request,
-        response_deserializer=PutResponse.FromString,
-    )
-
-
-def get_call(channel: Any) -> Any:
-    """Return StorageService.Get with frames decoded by hand, see `tq_service.wire.frames`."""
-    return channel.unary_stream(
-        "/tq_service.v1.StorageService/Get",
-        request_serializer=GetRequest.SerializeToString,
-        response_deserializer=decode_get_response,
-    )

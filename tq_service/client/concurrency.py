@@ -11,14 +11,13 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
+from typing import TypeVar
 
 import grpc
 
 from tq_service.errors import ForkedClientError, TqError
 
 T = TypeVar("T")
-P = ParamSpec("P")
 
 _log = logging.getLogger(__name__)
 
@@ -45,16 +44,6 @@ def gather(calls: Sequence[Callable[[], T]]) -> list[T]:
         return [calls[0]()]
     with ThreadPoolExecutor(max_workers=max(1, len(calls)), thread_name_prefix="tq-client") as pool:
         return [future.result() for future in [pool.submit(call) for call in calls]]
-
-
-async def async_in_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Return what a call returns that blocks for a while."""
-    return await asyncio.to_thread(call, *args, **kwargs)
-
-
-def in_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Return what a call returns: the caller's thread may block."""
-    return call(*args, **kwargs)
 
 
 def async_is_of_closing(error: BaseException) -> bool:

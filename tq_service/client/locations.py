@@ -16,18 +16,22 @@ Indexes = NDArray[np.int64]
 
 
 class StorageRef(NamedTuple):
-    """One instance of a storage service; an empty address is the client's own.
+    """One instance of a storage service.
 
     Attributes:
         storage_id: its name.
         boot_id: names the instance.
-        address: where it is.
+        kind: which driver reaches it.
+        address: where it is, for kinds that have one.
+        params: what else its driver needs.
         is_away: whether the controller does not know where it is.
     """
 
     storage_id: str
     boot_id: bytes
-    address: str
+    kind: str
+    address: str = ""
+    params: tuple[tuple[str, str], ...] = ()
     is_away: bool = False
 
 
@@ -84,7 +88,12 @@ class CellLocations:
     @classmethod
     def from_proto(cls, message: pb.Locations) -> CellLocations:
         """Return the locations of a message."""
-        storages = [StorageRef(one.storage_id, one.boot_id, one.address, one.is_away) for one in message.storages]
+        storages = [
+            StorageRef(
+                one.storage_id, one.boot_id, one.kind, one.address, tuple(sorted(one.params.items())), one.is_away
+            )
+            for one in message.storages
+        ]
         return cls(
             puts=tuple(PutRef(storages[put.storage_index], put.put_id) for put in message.puts),
             runs=tuple(

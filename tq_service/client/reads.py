@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Final, TypeVar
+from typing import Final
 
 import numpy as np
 
 from tq_service.client.locations import CellLocations, FieldRuns, Indexes, StorageRef
+from tq_service.dataplane.parties import Received, get_request
 from tq_service.dataplane.receive_buffers import RECEIVE_BUFFERS
-from tq_service.dataplane.shared_memory.client import FdChannel, receive_columns
-from tq_service.errors import InternalError, InvalidArgumentError
+from tq_service.errors import InternalError
 from tq_service.schema import FieldSpec, Layout
-from tq_service.v1 import metadata_pb2
-from tq_service.v1.storage_service_pb2 import GetHeader, GetRequest, SharedColumns
-from tq_service.wire.columns import ColumnShape, decode_headers, fixed_row_bytes, merge_specs, widen_extents
+from tq_service.v1.storage_service_pb2 import GetRequest
+from tq_service.wire.columns import ColumnShape, fixed_row_bytes, merge_specs, widen_extents
 from tq_service.wire.dtypes import Bytes
-from tq_service.wire.frames import ColumnReceiver, Garbled
-
-T = TypeVar("T")
-
-Received = tuple[ColumnShape, Bytes]
 
 # Slices of fewer items on average are copied by an index of all items: a step in Python costs more than so many.
 _SCATTER_BELOW_ITEMS: Final = 64
@@ -46,6 +40,11 @@ class StorageRead:
     def field_names(self) -> list[str]:
         """The fields that are read."""
         return [name for runs in self.request.runs for name in runs.field_names]
+
+    def size_bytes(self, specs: Mapping[str, FieldSpec]) -> int | None:
+        """Return the bytes of all values, None where a field has rows that differ."""
+        row_bytes = [fixed_row_bytes(specs[name]) if name in specs else None for name in self.field_names]
+        return None if None in row_bytes else self.positions.size * sum(each or 0 for each in row_bytes)
 
 
 def plan_reads(locations: CellLocations, data_fields: Sequence[str]) -> list[StorageRead]:
@@ -86,106 +85,8 @@ def _split_by_storage(runs: FieldRuns, owners: Indexes) -> list[tuple[int, Index
 
 def _request(locations: CellLocations, storage: StorageRef, parts: Sequence[FieldRuns]) -> GetRequest:
     used = np.unique(np.concatenate([part.put_indexes for part in parts]))
-    return GetRequest(
-        boot_id=storage.boot_id,
-        put_ids=[locations.puts[put].put_id for put in used.tolist()],
-        runs=[
-            metadata_pb2.CellRuns(
-                field_names=part.field_names,
-                put_indexes=np.searchsorted(used, part.put_indexes).tolist(),
-                first_rows=part.first_rows.tolist(),
-                row_counts=part.row_counts.tolist(),
-            )
-            for part in parts
-        ],
-    )
-
-
-class AnswerReader:
-    """Takes the messages of one get, frame by frame into the memory that the caller's tensors will share.
-
-    Args:
-        expected_rows: number of rows asked for.
-        fd_channel: the session of the get, in which the service may offer columns as shared memory.
-
-    Attributes:
-        sent_bytes: bytes of values that were sent, those in shared memory apart.
-    """
-
-    def __init__(self, expected_rows: int, fd_channel: FdChannel | None = None) -> None:
-        self._expected_rows = expected_rows
-        self._fd_channel = fd_channel
-        self._columns: list[ColumnShape] = []
-        self._receiver: ColumnReceiver | None = None
-        self._offer: SharedColumns | None = None
-        self._shared: dict[int, Bytes] = {}
-        self.sent_bytes = 0
-
-    @property
-    def has_offer(self) -> bool:
-        """Whether columns are to be received, by `receive_shared`, before the get can end."""
-        return self._offer is not None
-
-    def receive_shared(self) -> None:
-        """Take the columns that are in shared memory.
-
-        Raises:
-            UnavailableError: the session has ended.
-            InternalError: the offer is not what a storage service may make.
-        """
-        offer, self._offer = self._offer, None
-        if offer is None or self._fd_channel is None:
-            raise InternalError("a storage service offered shared memory without a session")
-        self._shared = receive_columns(self._columns, offer, self._fd_channel)
-
-    def take(self, part: GetHeader | memoryview | Garbled) -> None:
-        """Take the next message.
-
-        Raises:
-            InternalError: it is not what a storage service may send.
-        """
-        if isinstance(part, Garbled):
-            raise InternalError(f"a storage service sent what cannot be read: {part.reason}")
-        if isinstance(part, memoryview):
-            self.sent_bytes += len(part)
-            self._checked(lambda: self._started().write(part))
-        else:
-            self._checked(lambda: self._start(part))
-
-    def finish(self) -> list[Received]:
-        """Return the columns with their bytes, in the order of the request.
-
-        Raises:
-            InternalError: bytes are missing.
-        """
-        sent = iter(self._checked(lambda: self._started().finish()))
-        return [
-            (column, self._shared[index] if index in self._shared else next(sent))
-            for index, column in enumerate(self._columns)
-        ]
-
-    def _start(self, header: GetHeader) -> None:
-        if header.row_count != self._expected_rows:
-            raise InternalError(f"a storage service sent {header.row_count} rows, expected {self._expected_rows}")
-        self._columns = decode_headers(header.columns, header.row_count)
-        in_memory = {column.column_index for column in header.shared.columns}
-        self._receiver = ColumnReceiver(
-            [column for index, column in enumerate(self._columns) if index not in in_memory], RECEIVE_BUFFERS.take
-        )
-        if in_memory:
-            self._offer = header.shared
-
-    def _started(self) -> ColumnReceiver:
-        if self._receiver is None:
-            raise InternalError("a storage service sent no header")
-        return self._receiver
-
-    @staticmethod
-    def _checked(action: Callable[[], T]) -> T:
-        try:
-            return action()
-        except InvalidArgumentError as error:
-            raise InternalError(f"a storage service sent what does not agree: {error}") from None
+    renumbered = [replace(part, put_indexes=np.searchsorted(used, part.put_indexes)) for part in parts]
+    return get_request(storage.boot_id, [locations.puts[put].put_id for put in used.tolist()], renumbered)
 
 
 def merge_answers(

@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from tq_service.dataplane.parties import Seconds, get_request, put_header
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.idempotency import Entry, merged
 from tq_service.domain.partition import Partition, PartitionSnapshot
@@ -31,11 +33,15 @@ from tq_service.server.answers import pack
 from tq_service.server.loop_watch import watching_loop
 from tq_service.server.storages import StorageDirectory
 from tq_service.v1 import controller_service_pb2 as pb
-from tq_service.wire.columns import ColumnShape
+from tq_service.wire.columns import Column
 
 _log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 _MOST_NAMED: Final = 5
+_BLOCK_SECONDS: Final = 120.0
+# An empty service has nothing to free: what does not fit at once does not fit later.
+_CAPACITY_SECONDS: Final = 5.0
+_BYTES_A_SECOND: Final = 10e6
 
 
 class Checkpoints:
@@ -118,9 +124,14 @@ class Checkpoints:
         try:
             if storage is None:
                 raise DataLossError(f"storage service {storage_id!r} is gone, or came back empty")
-            await storage.read([put.put_id for put in block.puts], block.runs, _BlockCopy(writer, block))
+            request = get_request(boot_id, [put.put_id for put in block.puts], [block.runs])
+            received = await storage.driver.get(request, int(block.runs.row_counts.sum()), Seconds(_BLOCK_SECONDS))
         except (DataLossError, PutNotFoundError, FieldNotFoundError) as error:
             raise _lost(block, error) from error
+        columns = [column for column, _ in received]
+        block.value_bytes = sum(column.value_bytes for column in columns)
+        await _in_thread(lambda: writer.begin_block(block, columns))
+        await _in_thread(lambda: writer.add(values.data for _, values in received))
 
     # Restoring
 
@@ -190,8 +201,11 @@ class Checkpoints:
     async def _place(self, checkpoint: Checkpoint, block: StoredBlock) -> Put:
         storage = self._storages.place(block.size_bytes)
         put = Put(storage.storage_id, storage.boot_id, os.urandom(16))
+        columns = await _in_thread(lambda: _columns(checkpoint, block))
+        header = put_header(put.put_id, block.partition_id, columns)
         with self._storages.placing(put):
-            await storage.put(put.put_id, block.partition_id, block.columns, _read_aside(checkpoint, block))
+            await storage.driver.put(header, columns, Seconds(_CAPACITY_SECONDS + header.size_bytes / _BYTES_A_SECOND))
+            await storage.confirm(put.put_id, block.partition_id)
         return put
 
     @contextlib.contextmanager
@@ -203,23 +217,6 @@ class Checkpoints:
             yield
         finally:
             self._running = None
-
-
-class _BlockCopy:
-    """Writes a block as it is read."""
-
-    def __init__(self, writer: CheckpointWriter, block: Block) -> None:
-        self._writer = writer
-        self._block = block
-
-    async def begin(self, columns: Sequence[ColumnShape]) -> None:
-        """Take the columns."""
-        self._block.value_bytes = sum(column.value_bytes for column in columns)
-        await _in_thread(lambda: self._writer.begin_block(self._block, columns))
-
-    async def add(self, chunks: Iterable[memoryview]) -> None:
-        """Take bytes."""
-        await _in_thread(lambda: self._writer.add(chunks))
 
 
 async def _in_thread(work: Callable[[], Answer]) -> Answer:
@@ -237,10 +234,20 @@ async def _to_the_end(work: Coroutine[Any, Any, Answer]) -> Answer:
         raise
 
 
-async def _read_aside(checkpoint: Checkpoint, block: StoredBlock) -> AsyncIterator[bytes]:
-    values = checkpoint.values(block)
-    while (data := await _in_thread(lambda: next(values, None))) is not None:
-        yield data
+def _columns(checkpoint: Checkpoint, block: StoredBlock) -> list[Column]:
+    """Return the columns of a block with their bytes: few MiB, or one row."""
+    values = memoryview(b"".join(checkpoint.values(block)))
+    ends = list(accumulate(column.value_bytes for column in block.columns))
+    return [
+        Column(
+            spec=column.spec,
+            row_count=column.row_count,
+            extents=column.extents,
+            value_bytes=column.value_bytes,
+            chunks=(values[end - column.value_bytes : end],),
+        )
+        for column, end in zip(block.columns, ends, strict=True)
+    ]
 
 
 def _sample_count(partitions: Sequence[PartitionSnapshot]) -> int:

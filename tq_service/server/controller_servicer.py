@@ -10,6 +10,7 @@ from typing import Any, Final, TypeAlias, TypeVar, get_type_hints
 import grpc
 import numpy as np
 
+from tq_service.dataplane._async.kinds import DRIVERS
 from tq_service.domain.catalog import Catalog, check_name
 from tq_service.domain.changes.claims import ClaimAcked, ClaimExtended, ClaimReleased, ConsumptionReset
 from tq_service.domain.changes.partitions import PartitionSealed
@@ -34,7 +35,7 @@ from tq_service.server.rpc.limits import WaitingCalls
 from tq_service.server.storage_messages import MOST_VERIFIED_PUTS
 from tq_service.server.storages import StorageDirectory
 from tq_service.v1 import controller_service_pb2 as pb
-from tq_service.v1 import controller_service_pb2_grpc, metadata_pb2
+from tq_service.v1 import controller_service_pb2_grpc
 from tq_service.wire.metadata import decode_meta_columns
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -158,7 +159,7 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
         partition, page = pages.find_page(self._catalog, request)
         fields = list(partition.cells.fields)
         return pb.LookupSamplesResponse(
-            meta=to_proto.samples_meta(partition, page.rows, fields, self._storages.addresses),
+            meta=to_proto.samples_meta(partition, page.rows, fields, self._storages.endpoints),
             missing_keys=page.missing_keys,
             next_page_token=pages.token_of(partition, page),
         )
@@ -173,7 +174,7 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
         found[found] = partition.cells.produced(names, positions[found])
         if not found.all() and not request.skip_missing:
             raise _missing_cell(partition, names, rows[~found])
-        meta = to_proto.located_meta(partition, positions[found], names, self._storages.addresses)
+        meta = to_proto.located_meta(partition, positions[found], names, self._storages.endpoints)
         return pb.LocateResponse(meta=meta)
 
     # Tasks
@@ -195,7 +196,7 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
             raise DeadlineError("the call's deadline had passed when it arrived")
         claimed = await self._catalog.claim(request.partition_id, request.incarnation, claim, seconds)
         meta = to_proto.claim_meta(
-            request.partition_id, claimed, claim.task_name, spec.data_fields, self._storages.addresses,
+            request.partition_id, claimed, claim.task_name, spec.data_fields, self._storages.endpoints,
             now=asyncio.get_running_loop().time(),
         )  # fmt: skip
         if claimed.partition is not None and isinstance(claimed.answer, QueueClaim):
@@ -299,11 +300,10 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
     async def PlacePut(self, request: pb.PlacePutRequest, context: Context) -> pb.PlacePutResponse:
         from_proto.check_range("size_bytes", request.size_bytes, 0)
         storage = self._storages.place(request.size_bytes)
-        endpoint = metadata_pb2.StorageEndpoint(
-            storage_id=storage.storage_id, boot_id=storage.boot_id, address=storage.address
-        )
         return pb.PlacePutResponse(
-            storage=endpoint, embedded=storage is self._storages.embedded, only_one=self._storages.count == 1
+            storage=storage.endpoint,
+            embedded=storage is self._storages.embedded,
+            only_one=self._storages.count == 1,
         )
 
     async def RegisterStorage(self, request: pb.RegisterStorageRequest, context: Context) -> pb.RegisterStorageResponse:
@@ -315,6 +315,11 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
             )
         check_name("storage_id", storage.storage_id)
         check_name("address", storage.address)
+        if storage.kind not in DRIVERS:
+            raise InvalidArgumentError(
+                f"a storage service of kind {storage.kind!r} announces itself; expected one of {', '.join(DRIVERS)}",
+                field="storage",
+            )
         room = Room(max_bytes=request.max_bytes or None, used_bytes=request.used_bytes)
         if (count := len(request.unverified_put_ids)) > MOST_VERIFIED_PUTS:
             raise InvalidArgumentError(

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
-from tq_service.server.bulk_calls import TakesCells
+from tq_service.dataplane.local import LocalDriver
 from tq_service.server.remote_storage import Room, report_kept
-from tq_service.storage.cells import PutCells, ReadRuns
+from tq_service.server.storage_messages import EngineCalls, endpoint_of
+from tq_service.storage.cells import PutCells
 from tq_service.storage.engine import StorageEngine
-from tq_service.wire.columns import ColumnShape
-
-_ROOM_SECONDS = 5.0
 
 
 class EmbeddedStorage:
     """The engine in the controller's own process."""
 
-    address = ""
-
     def __init__(self, engine: StorageEngine, address: str = "") -> None:
         self.storage_id = engine.storage_id
         self.boot_id = engine.boot_id
-        self.address = address
+        self.endpoint = endpoint_of(engine, address)
+        self.driver = LocalDriver(EngineCalls(engine))
         self._engine = engine
 
     def room(self) -> Room:
@@ -37,35 +33,6 @@ class EmbeddedStorage:
         """Make an uncommitted put of a partition stay; return whether it is for existing rows only."""
         self._engine.confirm(put_id, partition_id)
         return self._engine.is_for_existing_rows(put_id)
-
-    async def read(self, put_ids: Sequence[bytes], runs: ReadRuns, into: TakesCells) -> None:
-        """Read cells of its puts."""
-        await self._engine.check(put_ids)
-        with self._engine.open_read([runs], put_ids) as cells:
-            await into.begin(cells.headers)
-            await into.add(cells.chunks())
-
-    async def put(
-        self, put_id: bytes, partition_id: str, columns: Sequence[ColumnShape], values: AsyncIterator[bytes]
-    ) -> None:
-        """Store a put and make it stay."""
-        pending = await self._engine.reserve(
-            put_id,
-            columns,
-            columns[0].row_count,
-            partition_id=partition_id,
-            for_existing_rows=False,
-            deadline=time.monotonic() + _ROOM_SECONDS,
-        )
-        try:
-            async for data in values:
-                pending.write(data)
-            await self._engine.flush(pending)
-            pending.finish()
-        except BaseException:
-            pending.abort()
-            raise
-        self._engine.confirm(put_id, partition_id)
 
     def free(self, cells: Sequence[PutCells]) -> None:
         """Give cells back."""

@@ -12,10 +12,9 @@ import grpc
 from tq_service.errors import PreconditionError, TqError
 from tq_service.server.outages import PeerOutage
 from tq_service.server.peer import Peer
-from tq_service.server.storage_messages import MOST_VERIFIED_PUTS
+from tq_service.server.storage_messages import MOST_VERIFIED_PUTS, endpoint_of
 from tq_service.storage.engine import StorageEngine
 from tq_service.v1 import controller_service_pb2 as pb
-from tq_service.v1 import metadata_pb2
 from tq_service.v1.controller_service_pb2_grpc import ControllerServiceStub
 from tq_service.wire.credentials import Credentials
 
@@ -41,7 +40,7 @@ _TAKES_NONE = (
 
 async def announce_storage(engine: StorageEngine, address: str, controller: str, credentials: Credentials) -> None:
     """Announce the storage service to the controller until cancelled, and verify with it which puts are committed."""
-    endpoint = metadata_pb2.StorageEndpoint(storage_id=engine.storage_id, boot_id=engine.boot_id, address=address)
+    endpoint = endpoint_of(engine, address)
     async with contextlib.aclosing(Peer(controller, credentials, _stub)) as peer:
         known_boot_id = b""
         outage = PeerOutage(_log, f"the controller at {controller}")

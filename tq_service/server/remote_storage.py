@@ -6,24 +6,25 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 import grpc
 
-from tq_service.errors import TqError, UnavailableError
-from tq_service.server.bulk_calls import BulkCalls, TakesCells, typed
+from tq_service.dataplane._async.grpc_driver import AsyncGrpcDriver
+from tq_service.dataplane._async.kinds import AsyncDriver, async_driver
+from tq_service.errors import PermissionDeniedError, TqError, UnauthenticatedError, UnavailableError
 from tq_service.server.known_puts import KnownPuts, encode_cells
 from tq_service.server.outages import PeerOutage
 from tq_service.server.peer import Peer
 from tq_service.server.supervisor import StartsTasks, Supervisor
-from tq_service.storage.cells import PutCells, ReadRuns
+from tq_service.storage.cells import PutCells
 from tq_service.v1 import metadata_pb2
 from tq_service.v1 import storage_service_pb2 as pb
 from tq_service.v1.storage_service_pb2_grpc import StorageServiceStub
-from tq_service.wire.columns import ColumnShape
 from tq_service.wire.credentials import Credentials
+from tq_service.wire.error_table import from_rpc_error, status_from_trailers
 
 if TYPE_CHECKING:
     from tq_service.v1.storage_service_pb2_grpc import StorageServiceAsyncStub  # exists for type checkers only
@@ -32,7 +33,6 @@ _log = logging.getLogger(__name__)
 _CALL_SECONDS = 10.0
 _KEEP_SECONDS = 1800.0
 _RECONCILE_SECONDS = 3600.0
-_BULK_SECONDS = 120.0
 _FIRST_RETRY_SECONDS = 0.2
 _LAST_RETRY_SECONDS = 10.0
 _MOST_CELLS_A_CALL = 4096
@@ -91,7 +91,7 @@ class RemoteStorage:
         self._start_task = start_task or Supervisor().start
         self.storage_id = announced.endpoint.storage_id
         self.boot_id = announced.endpoint.boot_id
-        self.address = announced.endpoint.address
+        self.endpoint = announced.endpoint
         self._run_id = announced.run_id
         self._known = known
         self._silence_seconds = silence_seconds
@@ -99,9 +99,9 @@ class RemoteStorage:
         self._placed_bytes = 0  # sent there since it last told of its room
         self._heard_at = time.monotonic()
         self._credentials = credentials
-        self._peer = Peer(self.address, credentials, _stub)
-        self._outage = PeerOutage(_log, f"storage {self.storage_id!r} at {self.address}")
-        self._bulk: Peer[BulkCalls] | None = None  # apart, lest confirmations wait behind bytes
+        self._peer = Peer(self.endpoint.address, credentials, _stub)
+        self._outage = PeerOutage(_log, f"storage {self.storage_id!r} at {self.endpoint.address}")
+        self._bulk: Peer[AsyncGrpcDriver] | None = None  # apart, lest confirmations wait behind bytes
         self._to_free: list[PutCells] = []
         self._leaving: set[bytes] = set()  # puts that are to be freed whole
         self._freeing: asyncio.Task[None] | None = None
@@ -112,11 +112,7 @@ class RemoteStorage:
 
     def is_same(self, announced: Announced) -> bool:
         """Whether it is this run of this service at this address that announces itself."""
-        return (self.boot_id, self._run_id, self.address) == (
-            announced.endpoint.boot_id,
-            announced.run_id,
-            announced.endpoint.address,
-        )
+        return (self.endpoint, self._run_id) == (announced.endpoint, announced.run_id)
 
     def hear(self, room: Room) -> None:
         """Take note of a heartbeat."""
@@ -141,33 +137,29 @@ class RemoteStorage:
             )
         request = pb.ConfirmPutRequest(boot_id=self.boot_id, put_id=put_id, partition_id=partition_id)
         try:
-            with _closing_is_an_error():
+            with _typed_errors():
                 answer = await self._peer.stub.ConfirmPut(
                     request, timeout=_CALL_SECONDS, metadata=self._peer.metadata()
                 )
-        except grpc.aio.AioRpcError as error:
+        except TqError:
             self._peer.follow_files()
-            raise typed(error) from error
+            raise
         return answer.for_existing_rows
 
-    async def read(self, put_ids: Sequence[bytes], runs: ReadRuns, into: TakesCells) -> None:
-        """Read cells."""
-        bulk = self._bulk_peer()
-        await bulk.stub.read(self.boot_id, put_ids, runs, into, seconds=_BULK_SECONDS, metadata=bulk.metadata())
+    @property
+    def driver(self) -> AsyncDriver:
+        """What puts and gets there."""
+        return async_driver(self.endpoint, self)
 
-    async def put(
-        self, put_id: bytes, partition_id: str, columns: Sequence[ColumnShape], values: AsyncIterator[bytes]
-    ) -> None:
-        """Store a put and make it stay."""
-        bulk = self._bulk_peer()
-        await bulk.stub.put(put_id, partition_id, columns, values, seconds=_BULK_SECONDS, metadata=bulk.metadata())
-        await self.confirm(put_id, partition_id)
-
-    def _bulk_peer(self) -> Peer[BulkCalls]:
+    def over_grpc(self, address: str) -> AsyncDriver:
+        """Return what puts and gets over gRPC; see `AsyncConnections`."""
         if self._bulk is None:
-            self._bulk = Peer(self.address, self._credentials, BulkCalls)
+            self._bulk = Peer(address, self._credentials, self._bulk_calls)
         self._bulk.follow_files()
-        return self._bulk
+        return self._bulk.stub
+
+    def _bulk_calls(self, channel: grpc.aio.Channel) -> AsyncGrpcDriver:
+        return AsyncGrpcDriver(channel, metadata=self._credentials.metadata, errors=lambda _: _typed_errors())
 
     def free(self, cells: Sequence[PutCells]) -> None:
         """Give cells back as soon as the service can be reached."""
@@ -260,6 +252,19 @@ def _closing_is_an_error() -> Iterator[None]:
         if task is not None and task.cancelling():
             raise
         raise UnavailableError("the connection to the storage service was closed during the call; try again") from None
+
+
+@contextlib.contextmanager
+def _typed_errors() -> Iterator[None]:
+    """Raise as TqError what a call ends with; that a service does not accept its controller is no fault of a client."""
+    try:
+        with _closing_is_an_error():
+            yield
+    except grpc.aio.AioRpcError as error:
+        meant = from_rpc_error(error.code(), error.details(), status_from_trailers(error.trailing_metadata()))
+        if isinstance(meant, UnauthenticatedError | PermissionDeniedError):
+            meant = UnavailableError(f"a storage service does not accept its controller: {meant.message}")
+        raise meant from error
 
 
 def _stub(channel: grpc.aio.Channel) -> StorageServiceAsyncStub:

@@ -16,7 +16,6 @@ from tq_service.domain.catalog import check_name
 from tq_service.domain.tables.cells import Put
 from tq_service.domain.tables.names import Names
 from tq_service.errors import (
-    DataLossError,
     InvalidArgumentError,
     LimitExceededError,
     PutNotFoundError,
@@ -25,15 +24,13 @@ from tq_service.errors import (
 from tq_service.server import from_proto
 from tq_service.server.commits import Commits
 from tq_service.server.progress import LEAST_PROGRESS_BYTES, Progress, received, wait_until
-from tq_service.server.put_stream import Part, frame_of, progress_bytes, read_deposited, read_header
 from tq_service.server.rpc.limits import RETRY_AFTER_SECONDS, WaitingCalls
-from tq_service.server.storage_messages import get_header, put_cells, read_runs, shared_columns
+from tq_service.server.storage_messages import EngineCalls, endpoint_of, get_header, put_cells, shared_columns
 from tq_service.storage.engine import StorageEngine
 from tq_service.storage.index.pending_put import PendingPut
 from tq_service.storage.index.reading import Reading
 from tq_service.storage.index.reconciliation import Reconciliation
 from tq_service.storage.index.sharing import Shared, shared_part
-from tq_service.v1 import metadata_pb2
 from tq_service.v1 import storage_service_pb2 as pb
 from tq_service.wire.columns import ColumnShape, decode_headers
 from tq_service.wire.frames import (
@@ -49,6 +46,7 @@ from tq_service.wire.frames import (
 
 _log = logging.getLogger(__name__)
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Part: TypeAlias = pb.PutHeader | memoryview
 Receive = Callable[[PendingPut], Awaitable[None]]
 SERVICE = "tq_service.v1.StorageService"
 
@@ -80,15 +78,14 @@ class StorageServicer:
         max_uncommitted_puts: int = sys.maxsize,
     ) -> None:
         self._engine = engine
+        self._calls = EngineCalls(engine)
         self._commits = commits
         self._stall_seconds = stall_seconds
         self._waiting = waiting or WaitingCalls()
         self._max_puts = max_puts
         self._max_uncommitted_puts = max_uncommitted_puts
         self._shared_memory = shared_memory
-        self._endpoint = metadata_pb2.StorageEndpoint(
-            storage_id=engine.storage_id, boot_id=engine.boot_id, address=address
-        )
+        self._endpoint = endpoint_of(engine, address)
 
     def handler(self) -> grpc.GenericRpcHandler:
         """Return the handlers: as generated, but for the two bulk methods, whose frames are coded by hand."""
@@ -123,23 +120,27 @@ class StorageServicer:
         async def receive_frames(pending: PendingPut) -> None:
             await context.send_initial_metadata(((SEND_AS_KEY, SEND_AS_FRAMES),))
             async for part in parts:
-                pending.write(frame_of(part))
+                pending.write(_frame(part))
 
-        async def receive_deposit(pending: PendingPut, session: Session) -> None:
+        async def receive_fds(pending: PendingPut, session: Session) -> None:
             with session.awaiting(header.put_id) as pending_fds:
                 await context.send_initial_metadata(((SEND_AS_KEY, SEND_AS_FDS),))
-                await read_deposited(parts)
+                async for part in parts:
+                    raise InvalidArgumentError(
+                        "the bytes of this put come as shared memory; expected the end of the stream, got "
+                        + _name(part)
+                    )
                 try:
                     pending.adopt(pending_fds.take())
                 except OSError as error:
                     raise UnavailableError(f"the shared memory of a put cannot be used: {error}") from error
 
-        parts = received(parts, self._stall_seconds, progress_bytes)
-        header = await read_header(parts)
+        parts = received(parts, self._stall_seconds, _progress_bytes)
+        header = await _read_header(parts)
         session = self._session_for_put(header)
         if session is None:
             return await self._take(header, receive_frames, context)
-        return await self._take(header, lambda pending: receive_deposit(pending, session), context, shared=True)
+        return await self._take(header, lambda pending: receive_fds(pending, session), context, shared=True)
 
     async def PutInline(self, request: pb.PutInlineRequest, context: Context) -> pb.PutInlineResponse:
         async def receive(pending: PendingPut) -> None:
@@ -154,7 +155,7 @@ class StorageServicer:
         return pb.PutInlineResponse(put=await self._take(request.header, receive, context))
 
     def _session_for_put(self, header: pb.PutHeader) -> Session | None:
-        """Return the session in which the bytes of a put are to be handed over; None: they come in frames."""
+        """Return the session in which the file descriptors of a put are to be sent; None: its bytes come in frames."""
         if self._shared_memory is None or header.size_bytes <= INLINE_BYTES:
             return None
         if self._engine.shared_memory_count >= self._shared_memory.most_memories:
@@ -181,24 +182,16 @@ class StorageServicer:
         self._check_put_counts(header)
         names = await self._look_through_names(header)
         with await self._admitted(header, context, names):
-            with self._waiting.one(context):
-                pending = await self._engine.reserve(
-                    header.put_id,
-                    columns,
-                    header.row_count,
-                    partition_id=header.partition_id,
-                    for_existing_rows=self._takes_reserve(header),
-                    deadline=wait_until(context),
-                    shared=shared,
-                )
-            try:
+            async with self._calls.storing(
+                header,
+                columns,
+                until=wait_until(context),
+                for_existing_rows=self._takes_reserve(header),
+                shared=shared,
+                waiting=self._waiting.one(context),
+            ) as pending:
                 if not pending.already_complete:
                     await receive(pending)
-                    await self._engine.flush(pending)
-                    pending.finish()
-            except BaseException:
-                pending.abort()  # and no more: a retry may have completed the put meanwhile
-                raise
             try:
                 return self._done(header, columns, names)
             except BaseException:
@@ -274,7 +267,7 @@ class StorageServicer:
                 progress.moved(sum(map(len, frame)))
 
         progress = Progress(self._stall_seconds, f"fewer than {LEAST_PROGRESS_BYTES} bytes of the answer were taken")
-        with await self._open(request) as reading:
+        with await self._calls.open(request) as reading:
             header = get_header(reading)
             session, shared = self._shared_part(request, reading)
             if session is None:
@@ -287,7 +280,7 @@ class StorageServicer:
 
     async def GetInline(self, request: pb.GetInlineRequest, context: Context) -> pb.GetInlineResponse:
         with contextlib.ExitStack() as stack:
-            reading = stack.enter_context(await self._open(request.get))
+            reading = stack.enter_context(await self._calls.open(request.get))
             session, shared = self._shared_part(request.get, reading)
             sent = (column for index, column in enumerate(reading.headers) if index not in shared.column_indexes)
             size = sum(column.value_bytes for column in sent)
@@ -299,11 +292,6 @@ class StorageServicer:
                 offer = session.lease(shared.fds, stack.pop_all().close)
                 answer.header.shared.MergeFrom(shared_columns(shared, offer.offer_id))
             return answer
-
-    async def _open(self, request: pb.GetRequest) -> Reading:
-        self._check_boot(request.boot_id)
-        await self._engine.check(request.put_ids)
-        return self._engine.open_read(list(map(read_runs, request.runs)), list(request.put_ids))
 
     def _shared_part(self, request: pb.GetRequest, reading: Reading) -> tuple[Session | None, Shared]:
         """Return what the client can take from shared memory, and the session for it; None where that is nothing."""
@@ -326,7 +314,7 @@ class StorageServicer:
         )
 
     async def ConfirmPut(self, request: pb.ConfirmPutRequest, context: Context) -> pb.ConfirmPutResponse:
-        self._check_boot(request.boot_id)
+        self._calls.check_boot(request.boot_id)
         self._engine.confirm(request.put_id, request.partition_id, is_committed=False)
         return pb.ConfirmPutResponse(for_existing_rows=self._engine.is_for_existing_rows(request.put_id))
 
@@ -335,7 +323,7 @@ class StorageServicer:
         try:
             async for part in received(parts, self._stall_seconds, lambda _: LEAST_PROGRESS_BYTES):
                 if state is None:
-                    self._check_boot(part.boot_id)
+                    self._calls.check_boot(part.boot_id)
                     state = self._engine.begin_reconciliation()
                     await context.send_initial_metadata(())
                 self._engine.reconcile(
@@ -367,14 +355,6 @@ class StorageServicer:
             self._engine.free([put_cells(cells) for cells in request.cells])
         return pb.FreeCellsResponse()
 
-    def _check_boot(self, boot_id: bytes) -> None:
-        if boot_id != self._engine.boot_id:
-            raise DataLossError(
-                f"storage service {self._engine.storage_id!r} has restarted since these cells were put, and came back "
-                f"empty; put them again, or clear them",
-                metadata={"storage_id": self._engine.storage_id},
-            )
-
 
 def _check_partition(header: pb.PutHeader) -> None:
     check_name("partition_id", header.partition_id)
@@ -384,3 +364,25 @@ def _check_partition(header: pb.PutHeader) -> None:
             f"{header.commit.write.partition_id!r}; name the same in both",
             field="partition_id",
         )
+
+
+async def _read_header(parts: AsyncIterator[Part]) -> pb.PutHeader:
+    async for part in parts:
+        if isinstance(part, pb.PutHeader):
+            return part
+        raise InvalidArgumentError(f"a put must begin with its header, got {_name(part)}")
+    raise InvalidArgumentError("a put must begin with its header, got an empty stream")
+
+
+def _progress_bytes(part: Part) -> int:
+    return len(part) if isinstance(part, memoryview) else LEAST_PROGRESS_BYTES
+
+
+def _frame(part: Part) -> memoryview:
+    if isinstance(part, memoryview):
+        return part
+    raise InvalidArgumentError(f"after the header of a put come frames, got {_name(part)}")
+
+
+def _name(part: Part) -> str:
+    return "a second header" if isinstance(part, pb.PutHeader) else f"a frame of {len(part)} bytes"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from tq_service.dataplane._async.kinds import AsyncDriver
 from tq_service.domain.tables.cells import CellSet, CellsSnapshot, Put, live_cells
 from tq_service.errors import (
     AlreadyExistsError,
@@ -20,13 +21,12 @@ from tq_service.errors import (
     QuotaExceededError,
     UnavailableError,
 )
-from tq_service.server.bulk_calls import TakesCells
 from tq_service.server.embedded_storage import EmbeddedStorage
 from tq_service.server.known_puts import KnownPuts, put_cells
 from tq_service.server.remote_storage import Announced, RemoteStorage, Room
 from tq_service.server.supervisor import StartsTasks, Supervisor
-from tq_service.storage.cells import PutCells, ReadRuns
-from tq_service.wire.columns import ColumnShape
+from tq_service.storage.cells import PutCells
+from tq_service.v1.metadata_pb2 import StorageEndpoint
 from tq_service.wire.credentials import Credentials
 
 _log = logging.getLogger(__name__)
@@ -38,7 +38,12 @@ class Storage(Protocol):
 
     storage_id: str
     boot_id: bytes
-    address: str
+    endpoint: StorageEndpoint
+
+    @property
+    def driver(self) -> AsyncDriver:
+        """What puts and gets its bytes; a put stays where `confirm` follows."""
+        ...
 
     def room(self) -> Room | None:
         """Return its bytes, None where it should get no puts now."""
@@ -50,16 +55,6 @@ class Storage(Protocol):
 
     async def confirm(self, put_id: bytes, partition_id: str) -> bool:
         """Make an uncommitted put of a partition stay; return whether it is for existing rows only."""
-        ...
-
-    async def read(self, put_ids: Sequence[bytes], runs: ReadRuns, into: TakesCells) -> None:
-        """Read cells of its puts; they stay as they are until that is done."""
-        ...
-
-    async def put(
-        self, put_id: bytes, partition_id: str, columns: Sequence[ColumnShape], values: AsyncIterator[bytes]
-    ) -> None:
-        """Store a put and make it stay."""
         ...
 
     def free(self, cells: Sequence[PutCells]) -> None:
@@ -140,9 +135,9 @@ class StorageDirectory:
         return len(self._storages)
 
     @property
-    def addresses(self) -> dict[str, str]:
-        """Where clients reach each storage service."""
-        return {storage_id: storage.address for storage_id, storage in self._storages.items()}
+    def endpoints(self) -> dict[str, StorageEndpoint]:
+        """How clients reach each storage service."""
+        return {storage_id: storage.endpoint for storage_id, storage in self._storages.items()}
 
     def recover(self) -> None:
         """Learn which puts are committed, and tell the embedded storage, once the samples are there again."""

@@ -22,6 +22,8 @@ from tq_service.wire.metadata import encode_meta_columns, encode_spec
 
 _MOST_DEAD_LETTERED = 100  # named in a status
 
+Endpoints = Mapping[str, metadata_pb2.StorageEndpoint]
+
 
 def written_meta(written: Written) -> metadata_pb2.BatchMeta:
     """Return what a write answers: only what the client does not know already."""
@@ -40,7 +42,7 @@ def claim_meta(
     claimed: Claimed,
     task_name: str,
     data_fields: Sequence[str],
-    addresses: Mapping[str, str],
+    endpoints: Endpoints,
     *,
     now: float,
 ) -> metadata_pb2.BatchMeta:
@@ -51,7 +53,7 @@ def claim_meta(
     epoch = partition.tasks[task_name].epoch
     if isinstance(answer, RankPlan | QueueClaim):
         part = answer if isinstance(answer, RankPlan) else answer.plan.part()
-        meta = samples_meta(partition, part.rows, data_fields, addresses)
+        meta = samples_meta(partition, part.rows, data_fields, endpoints)
         meta.epoch = epoch
         _add_steps(meta, part)
         if isinstance(answer, QueueClaim) and answer.delivery_counts is not None:
@@ -71,11 +73,14 @@ def claim_meta(
 
 
 def samples_meta(
-    partition: Partition, rows: Indexes, data_fields: Sequence[str], addresses: Mapping[str, str]
+    partition: Partition,
+    rows: Indexes,
+    data_fields: Sequence[str],
+    endpoints: Endpoints,
 ) -> metadata_pb2.BatchMeta:
     """Return what is known of samples that are there, and where those of their fields are that all of them have."""
     positions = partition.table.find(rows)
-    meta = located_meta(partition, positions, data_fields, addresses)
+    meta = located_meta(partition, positions, data_fields, endpoints)
     if partition.groups.in_use:
         meta.groups.extend(_names(partition.groups.names_of(positions)))
     meta.custom_meta.extend(encode_meta_columns(partition.meta.read_all(positions)))
@@ -83,7 +88,10 @@ def samples_meta(
 
 
 def located_meta(
-    partition: Partition, positions: Indexes, data_fields: Sequence[str], addresses: Mapping[str, str]
+    partition: Partition,
+    positions: Indexes,
+    data_fields: Sequence[str],
+    endpoints: Endpoints,
 ) -> metadata_pb2.BatchMeta:
     """Return samples at positions, their keys, and where those of their fields are that all of them have."""
     known = [name for name in data_fields if name in partition.cells.fields]
@@ -95,7 +103,7 @@ def located_meta(
         fields=[encode_spec(partition.cells.fields[name].spec) for name in known],
     )
     set_indexes(meta, partition.table.index.data[positions])
-    _add_locations(meta.locations, partition.cells.locate(known, positions), addresses)
+    _add_locations(meta.locations, partition.cells.locate(known, positions), endpoints)
     return meta
 
 
@@ -103,7 +111,7 @@ def _names(names: Sequence[str | None]) -> list[str]:
     return [name or "" for name in names] if any(names) else []
 
 
-def _add_locations(message: metadata_pb2.Locations, runs: Iterable[CellRuns], addresses: Mapping[str, str]) -> None:
+def _add_locations(message: metadata_pb2.Locations, runs: Iterable[CellRuns], endpoints: Endpoints) -> None:
     storage_indexes: dict[tuple[str, bytes], int] = {}
     put_indexes: dict[Put, int] = {}
     for run in runs:
@@ -113,12 +121,12 @@ def _add_locations(message: metadata_pb2.Locations, runs: Iterable[CellRuns], ad
             storage = (put.storage_id, put.boot_id)
             if storage not in storage_indexes:
                 storage_indexes[storage] = len(storage_indexes)
-                message.storages.add(
-                    storage_id=put.storage_id,
-                    boot_id=put.boot_id,
-                    address=addresses.get(put.storage_id, ""),
-                    is_away=put.storage_id not in addresses,
-                )
+                known = endpoints.get(put.storage_id)
+                storage_message = message.storages.add()
+                if known is not None:
+                    storage_message.CopyFrom(known)
+                storage_message.storage_id, storage_message.boot_id = storage
+                storage_message.is_away = known is None
             put_indexes[put] = len(put_indexes)
             message.puts.add(put_id=put.put_id, storage_index=storage_indexes[storage])
         numbers = [put_indexes[put] for put in run.puts]

@@ -68,18 +68,6 @@ class PutHeader(google.protobuf.message.Message):
 global___PutHeader = PutHeader
 
 @typing.final
-class PutDeposited(google.protobuf.message.Message):
-    """No frames come: the memory with the bytes was sent in the session of the header, under its put_id."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-
-global___PutDeposited = PutDeposited
-
-@typing.final
 class PutRequest(google.protobuf.message.Message):
     """A message of the stream of a put."""
 
@@ -87,27 +75,21 @@ class PutRequest(google.protobuf.message.Message):
 
     HEADER_FIELD_NUMBER: builtins.int
     FRAME_FIELD_NUMBER: builtins.int
-    DEPOSITED_FIELD_NUMBER: builtins.int
     frame: builtins.bytes
     """Up to a few MiB of the columns' bytes, in order."""
     @property
     def header(self) -> global___PutHeader:
         """First message."""
 
-    @property
-    def deposited(self) -> global___PutDeposited:
-        """Instead of all frames."""
-
     def __init__(
         self,
         *,
         header: global___PutHeader | None = ...,
         frame: builtins.bytes = ...,
-        deposited: global___PutDeposited | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["deposited", b"deposited", "frame", b"frame", "header", b"header", "part", b"part"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["deposited", b"deposited", "frame", b"frame", "header", b"header", "part", b"part"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["part", b"part"]) -> typing.Literal["header", "frame", "deposited"] | None: ...
+    def HasField(self, field_name: typing.Literal["frame", b"frame", "header", b"header", "part", b"part"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["frame", b"frame", "header", b"header", "part", b"part"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["part", b"part"]) -> typing.Literal["header", "frame"] | None: ...
 
 global___PutRequest = PutRequest
 

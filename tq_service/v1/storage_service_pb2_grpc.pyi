@@ -31,7 +31,8 @@ class StorageServiceStub:
     without it. Idempotent under `put_id` and the commit's `request_id`. Blocks until there is room, at most until the
     call's deadline; then it sends initial metadata with the key `tq-send-as`, for which clients may wait with the frames
     (where the put is there already, the answer comes instead). Its value is "frames", or "fds" where the header
-    names an open session and the bytes are to be sent as shared memory (shared_memory.proto). Errors: INVALID_ARGUMENT (stream shorter, longer or
+    names an open session: the bytes are then sent there as shared memory (SendFds), and after that the stream ends
+    without a frame. Errors: INVALID_ARGUMENT (stream shorter, longer or
     other than declared, every row of Commit's table), RESOURCE_EXHAUSTED (no room; with RetryInfo unless the put is
     larger than the quota). After an error nothing is stored.
     """
@@ -114,7 +115,8 @@ class StorageServiceAsyncStub:
     without it. Idempotent under `put_id` and the commit's `request_id`. Blocks until there is room, at most until the
     call's deadline; then it sends initial metadata with the key `tq-send-as`, for which clients may wait with the frames
     (where the put is there already, the answer comes instead). Its value is "frames", or "fds" where the header
-    names an open session and the bytes are to be sent as shared memory (shared_memory.proto). Errors: INVALID_ARGUMENT (stream shorter, longer or
+    names an open session: the bytes are then sent there as shared memory (SendFds), and after that the stream ends
+    without a frame. Errors: INVALID_ARGUMENT (stream shorter, longer or
     other than declared, every row of Commit's table), RESOURCE_EXHAUSTED (no room; with RetryInfo unless the put is
     larger than the quota). After an error nothing is stored.
     """
@@ -199,7 +201,8 @@ class StorageServiceServicer(metaclass=abc.ABCMeta):
         without it. Idempotent under `put_id` and the commit's `request_id`. Blocks until there is room, at most until the
         call's deadline; then it sends initial metadata with the key `tq-send-as`, for which clients may wait with the frames
         (where the put is there already, the answer comes instead). Its value is "frames", or "fds" where the header
-        names an open session and the bytes are to be sent as shared memory (shared_memory.proto). Errors: INVALID_ARGUMENT (stream shorter, longer or
+        names an open session: the bytes are then sent there as shared memory (SendFds), and after that the stream ends
+        without a frame. Errors: INVALID_ARGUMENT (stream shorter, longer or
         other than declared, every row of Commit's table), RESOURCE_EXHAUSTED (no room; with RetryInfo unless the put is
         larger than the quota). After an error nothing is stored.
         """

@@ -17,14 +17,14 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from tq_service.errors import InvalidArgumentError
-from tq_service.v1.storage_service_pb2 import GetHeader, GetResponse, PutDeposited, PutHeader, PutRequest
+from tq_service.v1.storage_service_pb2 import GetHeader, GetResponse, PutHeader, PutRequest
 from tq_service.wire.columns import ColumnShape
 from tq_service.wire.dtypes import Bytes
 
 DEFAULT_FRAME_BYTES: Final = 2 << 20
 
 SEND_AS_KEY: Final = "tq-send-as"
-"""Key of the initial metadata by which a storage service says that a put has room and its bytes may come."""
+"""Key of the initial metadata by which a storage service says that it has capacity for a put, whose bytes may come."""
 
 SEND_AS_FRAMES: Final = "frames"
 """Value of that key: in frames."""
@@ -57,12 +57,10 @@ def encode_frame(parts: FrameParts) -> bytes:
     return b"".join((prefix, *parts))
 
 
-def encode_put_request(part: PutHeader | PutDeposited | FrameParts) -> bytes:
-    """Serialize a message of a put stream: its header, the note of its deposit, or the parts of a frame."""
+def encode_put_request(part: PutHeader | FrameParts) -> bytes:
+    """Serialize a message of a put stream: its header, or the parts of a frame."""
     if isinstance(part, PutHeader):
         return PutRequest(header=part).SerializeToString()
-    if isinstance(part, PutDeposited):
-        return PutRequest(deposited=part).SerializeToString()
     return encode_frame(part)
 
 
@@ -73,9 +71,9 @@ def encode_get_response(part: GetHeader | FrameParts) -> bytes:
     return encode_frame(part)
 
 
-def decode_put_request(data: bytes) -> PutHeader | PutDeposited | memoryview | Garbled:
-    """Deserialize a message of a put stream: its header, the note of its deposit, a view on its frame, or why not."""
-    part: PutHeader | PutDeposited | memoryview | Garbled = _decode(data, PutRequest)
+def decode_put_request(data: bytes) -> PutHeader | memoryview | Garbled:
+    """Deserialize a message of a put stream: its header, a view on its frame, or why it is neither."""
+    part: PutHeader | memoryview | Garbled = _decode(data, PutRequest)
     return part
 
 

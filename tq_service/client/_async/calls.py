@@ -1,39 +1,142 @@
-"""Calls with a deadline, tried again while the service is unavailable, their errors typed."""
+"""The channels of one client, and the calls on them: with a deadline, tried again while the service is unavailable."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import grpc
 
-from tq_service.client._async.channels import AsyncChannels, AsyncEndpoint
-from tq_service.client.concurrency import async_in_thread, async_is_of_closing, async_sleep
-from tq_service.client.heap import keep_frame_buffers
-from tq_service.client.put_streams import async_send_put
-from tq_service.client.reads import AnswerReader, Received
+from tq_service.client.channel import CHANNEL_OPTIONS, controller_stub, health_stub, storage_stub
+from tq_service.client.concurrency import AsyncHome, async_is_of_closing, async_sleep
+from tq_service.client.outage import Outage
 from tq_service.client.retry import Backoff, Deadline, error_of
-from tq_service.dataplane.shared_memory.client import SHARED_FROM_BYTES
-from tq_service.errors import CallCancelledError, TqError, UnavailableError
-from tq_service.v1.storage_service_pb2 import (
-    GetInlineRequest,
-    GetRequest,
-    PutHeader,
-    PutInlineRequest,
-    PutResponse,
-    StatRequest,
-)
+from tq_service.dataplane import parties
+from tq_service.dataplane._async.grpc_driver import AsyncGrpcDriver
+from tq_service.dataplane._async.kinds import AsyncDriver, async_driver
+from tq_service.dataplane.shared_memory.client import HostLink
+from tq_service.errors import CallCancelledError, PreconditionError, TqError, UnavailableError
+from tq_service.v1.storage_service_pb2 import GetRequest, PutHeader, PutResponse
 from tq_service.wire.columns import Column
-from tq_service.wire.credentials import Credentials
+from tq_service.wire.credentials import Credentials, async_open_channel
 from tq_service.wire.error_table import status_from_trailers
-from tq_service.wire.frames import INLINE_BYTES, iter_frames
 
 T = TypeVar("T")
 
-_ASK_SECONDS: Final = 5.0
+if TYPE_CHECKING:
+    from tq_service.client.channel import AsyncControllerStub, AsyncStorageStub
+
+# Channels of a parent process: closing them in a forked child would hang, and so may their destructors.
+_ABANDONED: Final[list[object]] = []
+
+
+class AsyncEndpoint:
+    """A channel to one address, and the calls on it."""
+
+    def __init__(self, address: str, channels: AsyncChannels) -> None:
+        self.address = address
+        self.metadata = channels.credentials.metadata
+        self.opened_with = channels.credentials.signature()
+        self.channel = async_open_channel(address, channels.credentials, CHANNEL_OPTIONS)
+        self.controller: AsyncControllerStub = controller_stub(self.channel)
+        self.storage: AsyncStorageStub = storage_stub(self.channel)
+        self.health: Any = health_stub(self.channel)
+        self.link = HostLink()
+        self.driver = AsyncGrpcDriver(self.channel, metadata=self.metadata, errors=self.errors, link=self.link)
+        self._channels = channels
+        self._outage = Outage(address)
+
+    @contextmanager
+    def errors(self, deadline: parties.Deadline, *, is_retried: bool = True) -> Iterator[None]:
+        """Give what a call on a channel raises as TqError, and keep account of whether its service is reached."""
+        began = time.monotonic()
+        try:
+            yield
+            self._outage.is_over()
+        except grpc.RpcError as error:
+            failure = error_of(error, self.address)
+            if isinstance(failure, UnavailableError):
+                self._channels.follow_files()
+                if is_retried:
+                    self._outage.lasts(began, failure, deadline.remaining())
+            elif status_from_trailers(error.trailing_metadata()) is not None:
+                self._outage.is_over()
+            raise failure from None
+        except BaseException as error:
+            if self._channels.closed and async_is_of_closing(error):
+                raise CallCancelledError(f"the client was closed during a call (calling {self.address})") from None
+            raise
+
+
+class AsyncChannels:
+    """Opens channels where they are first used, and anew where the old ones no longer work.
+
+    Attributes:
+        closed: whether `aclose` was called.
+    """
+
+    def __init__(self, address: str, credentials: Credentials) -> None:
+        self.address = address
+        self.credentials = credentials
+        self._home = AsyncHome()
+        self._endpoints: dict[str, AsyncEndpoint] = {}
+        self._outdated: list[AsyncEndpoint] = []
+        self.closed = False
+
+    def endpoint(self, address: str = "") -> AsyncEndpoint:
+        """Return the channel to an address; an empty one is the client's own.
+
+        Raises:
+            ForkedClientError: the channels belong to another process or event loop and cannot be opened anew.
+            PreconditionError: the client is closed.
+            InvalidArgumentError: the credentials cannot be used for this address.
+        """
+        self._check_open()
+        if self._home.moved():
+            self._abandon()
+        target = address or self.address
+        # No lock, which a fork could leave locked: threads that race make two channels, and all use the first stored.
+        endpoint = self._endpoints.get(target) or self._endpoints.setdefault(target, AsyncEndpoint(target, self))
+        self._check_open()  # again, for a thread that closed the client before this channel was there to be closed
+        return endpoint
+
+    def over_grpc(self, address: str) -> AsyncDriver:
+        """Return what puts and gets at an address; an empty one is the client's own."""
+        return self.endpoint(address).driver
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise PreconditionError("the client is closed; make a new one")
+
+    def follow_files(self) -> None:
+        """Leave channels whose certificates have been replaced since; calls that are under way on them may end."""
+        signature = self.credentials.signature()
+        for address, endpoint in list(self._endpoints.items()):
+            if endpoint.opened_with != signature and self._endpoints.pop(address, None) is endpoint:
+                endpoint.link.close()
+                self._outdated.append(endpoint)
+
+    def _abandon(self) -> None:
+        """Leave the channels of a parent process."""
+        _ABANDONED.append((self._endpoints, self._outdated))
+        self._endpoints, self._outdated = {}, []
+        self._home = AsyncHome()  # last: until then other threads of the child leave them, too
+
+    async def aclose(self) -> None:
+        """Close all channels; calls that are still running are cancelled."""
+        self.closed = True
+        if self._endpoints and self._home.moved():
+            self._abandon()
+        while self._endpoints:
+            _, endpoint = self._endpoints.popitem()
+            self._outdated.append(endpoint)
+        while self._outdated:
+            endpoint = self._outdated.pop()
+            endpoint.link.close()
+            await endpoint.channel.close()
+
 
 if TYPE_CHECKING:
     Request = TypeVar("Request")
@@ -74,116 +177,37 @@ class AsyncCalls:
     ) -> Response:
         """Make a unary call; `is_retried` tells whether the caller tries again while the service is unavailable."""
         endpoint = self.channels.endpoint(address)
-        with self._errors_of(endpoint, deadline, is_retried=is_retried):
+        with endpoint.errors(deadline, is_retried=is_retried):
             return await pick(endpoint)(request, timeout=deadline.remaining(), metadata=endpoint.metadata())
 
-    @contextmanager
-    def _errors_of(self, endpoint: AsyncEndpoint, deadline: Deadline, *, is_retried: bool = True) -> Iterator[None]:
-        """Give what a call on a channel raises as TqError, and keep account of whether its service is reached."""
-        began = time.monotonic()
-        try:
-            yield
-            endpoint.outage.is_over()
-        except grpc.RpcError as error:
-            failure = error_of(error, endpoint.address)
-            if isinstance(failure, UnavailableError):
-                self.channels.follow_files()
-                if is_retried:
-                    endpoint.outage.lasts(began, failure, deadline.remaining())
-            elif status_from_trailers(error.trailing_metadata()) is not None:
-                endpoint.outage.is_over()
-            raise failure from None
-        except BaseException as error:
-            if self.channels.closed and async_is_of_closing(error):
-                raise CallCancelledError(f"the client was closed during a call (calling {endpoint.address})") from None
-            raise
-
     async def put_once(
-        self, header: PutHeader, columns: Sequence[Column], deadline: Deadline, address: str
+        self, place: parties.Place, header: PutHeader, columns: Sequence[Column], deadline: Deadline
     ) -> PutResponse:
-        """Send a put: in one message where it is small, else as a stream."""
-        keep_frame_buffers()
-        chunks = (chunk for column in columns for chunk in column.chunks)
-        if header.size_bytes <= INLINE_BYTES:
-            request = PutInlineRequest(header=header, values=b"".join(chunks))
-            answer = await self.unary_once(lambda to: to.storage.PutInline, request, deadline, address)
-            return answer.put
-        endpoint = self.channels.endpoint(address)
-        if header.size_bytes >= SHARED_FROM_BYTES:
-            await self._find_on_host(endpoint, deadline)
-        with endpoint.link.session() as fd_channel, self._errors_of(endpoint, deadline):
-            deposit = None if fd_channel is None else partial(fd_channel.send_fds, header.put_id, columns)
-            header.shared_memory_session = b"" if fd_channel is None else fd_channel.session_id
-            return await async_send_put(
-                endpoint.put, header, iter_frames(chunks), deadline, deposit=deposit, metadata=endpoint.metadata()
-            )
+        """Send a put to a storage service."""
+        return await async_driver(place, self.channels).put(header, columns, deadline)
 
     async def get(
-        self, request: GetRequest, row_count: int, deadline: Deadline, address: str, patience: Deadline
-    ) -> list[Received]:
+        self,
+        place: parties.Place,
+        request: GetRequest,
+        row_count: int,
+        deadline: Deadline,
+        *,
+        size_bytes: int | None,
+        patience: Deadline,
+    ) -> list[parties.Received]:
         """Read cells into fresh memory, from the start again where the service is unavailable in the middle.
 
         Args:
+            place: the storage service.
             request: the cells.
             row_count: number of rows asked for.
             deadline: until when an answer may take.
-            address: the storage service.
+            size_bytes: of all values; None where that is not known.
             patience: until when the service is tried while it is unavailable.
         """
-        return await self.retried(lambda: self._get_once(request, row_count, deadline, address), patience)
 
-    async def _get_once(self, request: GetRequest, row_count: int, deadline: Deadline, address: str) -> list[Received]:
-        keep_frame_buffers()
-        endpoint = self.channels.endpoint(address)
-        await self._find_on_host(endpoint, deadline)
-        with endpoint.link.session() as fd_channel:
-            request.shared_memory_session = b"" if fd_channel is None else fd_channel.session_id
-            reader = AnswerReader(row_count, fd_channel)
-            with self._errors_of(endpoint, deadline):
-                is_sent = endpoint.sent_sizes.is_small(request, row_count) and await self._get_small(
-                    endpoint, request, reader, deadline
-                )
-                if not is_sent:
-                    await self._get_stream(endpoint, request, reader, deadline)
-            endpoint.sent_sizes.note(request, row_count, reader.sent_bytes)
-            return reader.finish()
+        async def attempt() -> list[parties.Received]:
+            return await async_driver(place, self.channels).get(request, row_count, deadline, size_bytes)
 
-    async def _get_small(
-        self, endpoint: AsyncEndpoint, request: GetRequest, reader: AnswerReader, deadline: Deadline
-    ) -> bool:
-        """Get in one message; return False where the answer is too large for that."""
-        small = GetInlineRequest(get=request)
-        answer = await endpoint.storage.GetInline(small, timeout=deadline.remaining(), metadata=endpoint.metadata())
-        if not answer.HasField("header"):
-            return False
-        reader.take(answer.header)
-        if reader.has_offer:
-            await async_in_thread(reader.receive_shared)
-        reader.take(memoryview(answer.values))
-        return True
-
-    async def _get_stream(
-        self, endpoint: AsyncEndpoint, request: GetRequest, reader: AnswerReader, deadline: Deadline
-    ) -> None:
-        stream: Any = endpoint.get(request, timeout=deadline.remaining(), metadata=endpoint.metadata())
-        try:
-            async for part in stream:
-                reader.take(part)
-                if reader.has_offer:
-                    await async_in_thread(reader.receive_shared)
-        finally:
-            stream.cancel()
-
-    async def _find_on_host(self, endpoint: AsyncEndpoint, deadline: Deadline) -> None:
-        """Ask a storage service for its socket for shared memory when that is due, and open a channel there."""
-        if not endpoint.link.is_due():
-            return
-        try:
-            with self._errors_of(endpoint, deadline):
-                stat = await endpoint.storage.Stat(
-                    StatRequest(), timeout=min(deadline.remaining(), _ASK_SECONDS), metadata=endpoint.metadata()
-                )
-        except TqError:  # the call that is about to be made will say what is wrong
-            endpoint.link.postpone()
-            return
-        await async_in_thread(endpoint.link.open, stat)
+        return await self.retried(attempt, patience)

@@ -12,10 +12,11 @@ from tq_service.client.batches import lost_samples, to_batch, unread_samples
 from tq_service.client.concurrency import async_gather, async_sleep
 from tq_service.client.locations import StorageRef
 from tq_service.client.pages import NAMED_AT_ONCE, joined, located_in_parts
-from tq_service.client.reads import Received, StorageRead, empty_columns, merge_answers, plan_reads
+from tq_service.client.reads import StorageRead, empty_columns, merge_answers, plan_reads
 from tq_service.client.requests import integers, partition_of, texts
 from tq_service.client.retry import SHORTEST_TRY_SECONDS, Deadline
 from tq_service.client.written import check_is_batch
+from tq_service.dataplane.parties import Received
 from tq_service.errors import (
     DataLossError,
     DeadlineError,
@@ -114,10 +115,14 @@ class AsyncFetchCalls(AsyncBase):
         if located.locations is None or not located.locations.covers(wanted):
             raise InternalError(f"the controller did not say where the fields {', '.join(wanted)} are")
         reads = plan_reads(located.locations, wanted)
-        answers = await async_gather([partial(self._read, located, read, deadline) for read in reads])
+        answers = await async_gather(
+            [partial(self._read, located, read, read.size_bytes(specs), deadline) for read in reads]
+        )
         return to_batch(merge_answers(reads, answers, wanted, specs), located.size)
 
-    async def _read(self, located: BatchMeta, read: StorageRead, deadline: Deadline) -> list[Received]:
+    async def _read(
+        self, located: BatchMeta, read: StorageRead, size_bytes: int | None, deadline: Deadline
+    ) -> list[Received]:
         """Read from one storage service; while it does not answer, ask the controller where it is now."""
         storage = read.storage
         while True:
@@ -125,7 +130,9 @@ class AsyncFetchCalls(AsyncBase):
             try:
                 if storage.is_away:
                     raise UnavailableError("it has not announced itself since the controller started")
-                return await self._calls.get(read.request, read.positions.size, deadline, storage.address, patience)
+                return await self._calls.get(
+                    storage, read.request, read.positions.size, deadline, size_bytes=size_bytes, patience=patience
+                )
             except DataLossError as error:
                 raise lost_samples(located, read, error) from None
             except (DeadlineError, UnavailableError) as error:

@@ -9,17 +9,20 @@ from typing import Final
 from tq_service.client._async.base import AsyncBase
 from tq_service.client.requests import new_id
 from tq_service.client.retry import Deadline
+from tq_service.dataplane.parties import CONTROLLER_KIND
 from tq_service.errors import DataLossError, PutNotFoundError, UnavailableError
 from tq_service.v1 import controller_service_pb2 as pb
+from tq_service.v1.metadata_pb2 import StorageEndpoint
 from tq_service.v1.storage_service_pb2 import PutHeader
 from tq_service.wire.columns import Column, encode_header
 
 # A put of less than this goes where the last one was told to go, saving a round trip; larger ones are placed each, so
 # that several storage services fill evenly, unless there is only one.
-_SMALL_PUT_BYTES: Final = 1 << 20
+_PLACED_FROM_BYTES: Final = 1 << 20
 _REMEMBERED_SECONDS: Final = 10.0
 _COMMIT_PATIENCE_SECONDS: Final = 5.0
 _MOST_LOSSES: Final = 3
+_CONTROLLER: Final = StorageEndpoint(kind=CONTROLLER_KIND)
 
 
 class AsyncPuts(AsyncBase):
@@ -62,10 +65,10 @@ class AsyncPuts(AsyncBase):
         place = await self._place(header, deadline)
         if place.embedded:
             header.commit.CopyFrom(request)
-            answer = await self._calls.put_once(header, columns, deadline, "")
+            answer = await self._calls.put_once(_CONTROLLER, header, columns, deadline)
             return answer.commit
         header.ClearField("commit")
-        answer = await self._calls.put_once(header, columns, deadline, place.storage.address)
+        answer = await self._calls.put_once(place.storage, header, columns, deadline)
         commit = pb.CommitRequest(
             request_id=request.request_id,
             write=request.write,
@@ -83,7 +86,7 @@ class AsyncPuts(AsyncBase):
 
     async def _place(self, header: PutHeader, deadline: Deadline) -> pb.PlacePutResponse:
         """Return the storage service for a put."""
-        is_told = header.size_bytes < _SMALL_PUT_BYTES or self._is_only_one
+        is_told = header.size_bytes < _PLACED_FROM_BYTES or self._is_only_one
         if is_told and time.monotonic() < self._embedded_until:
             return pb.PlacePutResponse(embedded=True)
         request = pb.PlacePutRequest(size_bytes=header.size_bytes, partition_id=header.partition_id)

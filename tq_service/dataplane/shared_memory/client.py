@@ -136,14 +136,17 @@ class FdChannel:
 class HostLink:
     """What a client knows about sharing memory with the storage service at one address.
 
+    Args:
+        is_enabled: whether it looks for the service on this host; None: as the environment says.
+
     Nothing waits for the service with the lock that `is_due` takes: event loops call that.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_enabled: bool | None = None) -> None:
         self._opening = threading.Lock()
         self._lock = threading.Lock()
         self._channel: FdChannel | None = None
-        self._ask_at = time.monotonic() if _is_enabled() else float("inf")
+        self._ask_at = time.monotonic() if (_is_enabled() if is_enabled is None else is_enabled) else float("inf")
 
     def is_due(self) -> bool:
         """Return whether the service should be asked for its socket now."""

@@ -1,0 +1,1 @@
+"""The asyncio form, from which `scripts/unasync.py` makes the sync one."""

@@ -1,0 +1,151 @@
+"""What the data plane needs of those who use it: of callers, and of a storage engine in the same process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tq_service.v1 import metadata_pb2
+from tq_service.v1.storage_service_pb2 import GetRequest, PutHeader
+from tq_service.wire.columns import ColumnShape, encode_header
+from tq_service.wire.dtypes import Bytes
+
+GRPC_KIND: Final = "grpc"
+"""A storage service of tq_service, at an address."""
+
+CONTROLLER_KIND: Final = "controller"
+"""The storage service in the process of the controller, reached where the controller is."""
+
+Received: TypeAlias = tuple[ColumnShape, Bytes]
+"""A column that was got, and its bytes."""
+
+
+class Deadline(Protocol):
+    """When a call must have ended."""
+
+    def remaining(self) -> float:
+        """Return the seconds left, 0 when it has passed."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """A deadline that begins anew with each call."""
+
+    seconds: float
+
+    def remaining(self) -> float:
+        """Return the seconds that each call has."""
+        return self.seconds
+
+
+class Place(Protocol):
+    """One storage service, as messages and clients describe it."""
+
+    @property
+    def storage_id(self) -> str:
+        """Its name."""
+        ...
+
+    @property
+    def kind(self) -> str:
+        """Which driver reaches it, see `tq_service.dataplane._async.kinds`."""
+        ...
+
+    @property
+    def address(self) -> str:
+        """Where it is, for kinds that have an address."""
+        ...
+
+
+class Runs(Protocol):
+    """The cells of fields that were put together, in runs of neighbouring rows."""
+
+    @property
+    def field_names(self) -> Sequence[str]:
+        """The fields that share the runs."""
+        ...
+
+    @property
+    def put_indexes(self) -> NDArray[np.int64]:
+        """For each run its put `(runs,)`."""
+        ...
+
+    @property
+    def first_rows(self) -> NDArray[np.int64]:
+        """For each run its first row in the put `(runs,)`."""
+        ...
+
+    @property
+    def row_counts(self) -> NDArray[np.int64]:
+        """For each run its number of rows `(runs,)`."""
+        ...
+
+
+class Pending(Protocol):
+    """A put of an engine whose bytes are to come."""
+
+    def write(self, data: memoryview | bytes) -> None:
+        """Append bytes of the values; ignored where the put was complete before."""
+        ...
+
+
+class Reading(Protocol):
+    """Cells of an engine."""
+
+    @property
+    def headers(self) -> Sequence[ColumnShape]:
+        """The columns, in the order asked for."""
+        ...
+
+    def chunks(self) -> Iterator[memoryview]:
+        """Yield the bytes of all columns in order."""
+        ...
+
+
+class Engine(Protocol):
+    """A storage engine in the same process, asked by messages."""
+
+    def storing(
+        self, header: PutHeader, columns: Sequence[ColumnShape], *, until: float | None
+    ) -> AbstractAsyncContextManager[Pending]:
+        """Reserve capacity for a put, at most until a time of the engine's clock; it is complete at the end."""
+        ...
+
+    async def open(self, request: GetRequest) -> AbstractContextManager[Reading]:
+        """Find cells, which stay as they are within the `with`."""
+        ...
+
+
+def put_header(put_id: bytes, partition_id: str, columns: Sequence[ColumnShape], **more: Any) -> PutHeader:
+    """Return the header of a put of these columns; `more` are its other fields."""
+    return PutHeader(
+        put_id=put_id,
+        row_count=columns[0].row_count,
+        columns=map(encode_header, columns),
+        size_bytes=sum(column.value_bytes for column in columns),
+        partition_id=partition_id,
+        **more,
+    )
+
+
+def get_request(boot_id: bytes, put_ids: Iterable[bytes], runs: Iterable[Runs]) -> GetRequest:
+    """Return the request for cells of puts that were stored under a boot; `runs` index the puts."""
+    return GetRequest(
+        boot_id=boot_id,
+        put_ids=put_ids,
+        runs=[
+            metadata_pb2.CellRuns(
+                field_names=run.field_names,
+                put_indexes=run.put_indexes.tolist(),
+                first_rows=run.first_rows.tolist(),
+                row_counts=run.row_counts.tolist(),
+            )
+            for run in runs
+        ],
+    )
