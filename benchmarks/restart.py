@@ -7,8 +7,6 @@ the time from the start of the process until it listens, that of Python and of a
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import sys
 import tempfile
 import time
@@ -18,8 +16,9 @@ from pathlib import Path
 import numpy as np
 
 import tq_service as tq
-from benchmarks.harness import Options, main, median, run_async, service
+from benchmarks.harness import Options, main, median, run_async
 from benchmarks.report import Aim, Cell, Report
+from tq_service.testing import ServiceProcess
 
 PRODUCER_COUNT = 8
 SAMPLE_COUNT, PUT_SAMPLES = 1_000_000, 64
@@ -97,17 +96,16 @@ async def _fill(address: str, fill: Fill, part: int) -> int:
 def _measure(fill: Fill, options: Options) -> tuple[int, float, float]:
     """Return the number of samples, the seconds until a start listens, and the megabytes of the data directory."""
     with tempfile.TemporaryDirectory(prefix="tq-restart-") as directory:
-        flags = ("--data-dir", directory)
-        with service(*flags) as server:
+        with ServiceProcess(data_dir=Path(directory)) as server:
             sample_count = run_async(_fill(server.address, fill, _QUICK_PART if options.quick else 1))
-            os.kill(server.pid, signal.SIGKILL)
-        used_bytes = sum(file.stat().st_blocks * 512 for file in Path(directory).rglob("journal-*"))
-        seconds = []
-        for _ in range(options.repeats):
-            started = time.perf_counter()
-            with service(*flags) as server:
+            server.kill()
+            used_bytes = sum(file.stat().st_blocks * 512 for file in Path(directory).rglob("journal-*"))
+            seconds = []
+            for _ in range(options.repeats):
+                started = time.perf_counter()
+                server.start()
                 seconds.append(time.perf_counter() - started)
-                os.kill(server.pid, signal.SIGKILL)
+                server.kill()
         return sample_count, median(seconds), used_bytes / 1e6
 
 
