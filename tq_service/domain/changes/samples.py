@@ -21,6 +21,7 @@ from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes
 from tq_service.domain.states import FAILED, STATE_CODES, is_open
 from tq_service.domain.tables.cells import CellSet, ColumnWrite, Put
+from tq_service.domain.tables.groups import CheckedGroups
 from tq_service.domain.tables.names import GroupNames, Names
 from tq_service.domain.tables.table import distinct
 from tq_service.errors import (
@@ -80,7 +81,7 @@ class CheckedWrite:
     partition: Partition
     positions: Indexes | None
     new_count: int
-    groups: GroupNames | None
+    groups: CheckedGroups | None
     specs: Sequence[FieldSpec]
 
     @property
@@ -294,7 +295,7 @@ def check_write(partition: Partition, write: SampleWrite) -> CheckedWrite:
 
 def _check_groups(
     partition: Partition, write: SampleWrite, groups: Sequence[str], positions: Indexes | None
-) -> GroupNames:
+) -> CheckedGroups:
     """Return the groups of the new samples; raises where they, or those of the others, cannot be what is given."""
     names = (write.names and write.names.group_names) or GroupNames.of(groups)
     if positions is not None:
@@ -307,8 +308,7 @@ def _check_groups(
                     field="groups",
                 )
         names = names.of_samples(positions < 0)
-    partition.groups.check(names, write.group_size)
-    return names
+    return partition.groups.check(names, write.group_size)
 
 
 def _check_not_failed(partition: Partition, positions: Indexes) -> None:

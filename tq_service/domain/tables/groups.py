@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,21 @@ from tq_service.domain.tables.table import Column, NameIndex, RowTable, SlotTabl
 from tq_service.errors import GroupNotFoundError, InvalidArgumentError, PreconditionError, nearest
 
 NO_GROUP = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedGroups:
+    """Groups that take new members, as the table is now.
+
+    Attributes:
+        names: the group of each member.
+        counts: how many members each group gets `(groups,)`.
+        slots: of the groups `(groups,)`, negative where there is none of the name yet.
+    """
+
+    names: GroupNames
+    counts: Indexes
+    slots: Indexes
 
 
 class GroupTable:
@@ -59,8 +75,8 @@ class GroupTable:
         listed: list[str | None] = names.tolist()
         return listed
 
-    def check(self, groups: GroupNames, group_size: int) -> None:
-        """Refuse new members that do not fit, before anything is written."""
+    def check(self, groups: GroupNames, group_size: int) -> CheckedGroups:
+        """Return what new members mean; raises where they do not fit, before anything is written."""
         if group_size < 0:
             raise InvalidArgumentError(f"group_size is {group_size}; give a positive number", field="group_size")
         counts = groups.counts()
@@ -71,6 +87,7 @@ class GroupTable:
                 raise _too_many(groups.names[too_many[0]], 0, group_size, int(counts[too_many[0]]))
         for code in np.flatnonzero((slots >= 0) & (counts > 0)).tolist():
             self._check_known(groups.names[code], int(slots[code]), group_size, int(counts[code]))
+        return CheckedGroups(names=groups, counts=counts, slots=slots)
 
     def _check_known(self, name: str, slot: int, group_size: int, count: int) -> None:
         size = int(self.declared[slot])
@@ -86,10 +103,9 @@ class GroupTable:
         if limit and have + count > limit:
             raise _too_many(name, have, limit, count)
 
-    def add(self, groups: GroupNames, group_size: int, rows: slice) -> None:
-        """Enter new rows, each with its code in `groups`."""
-        counts = groups.counts()
-        slots = self.slot_of.find(groups.names)
+    def add(self, checked: CheckedGroups, group_size: int, rows: slice) -> None:
+        """Enter new rows as members of groups that were checked."""
+        groups, counts, slots = checked.names, checked.counts, checked.slots
         new = np.flatnonzero((slots < 0) & (counts > 0))
         if new.size:
             names = list(map(groups.names.__getitem__, new.tolist()))

@@ -561,9 +561,11 @@ class NameIndex(Collection[str]):
     def _ask(self, method: Callable[..., int], names: Sequence[str]) -> Indexes:
         """Return what `method(dict, name, -1)` gives for each name: of the first dict, or else of the part it is in."""
         first, default = self._dicts[0], itertools.repeat(-1)
-        numbers = np.full(len(names), -1, np.int64)
-        if not first.keys().isdisjoint(names):  # as names of new rows are, which is found out in half the time
-            numbers = np.fromiter(map(method, itertools.repeat(first), names, default), np.int64, len(names))
+        if first.keys().isdisjoint(names):  # as names of new rows are, which is found out in half the time
+            if len(self._dicts) == 1:
+                return np.full(len(names), -1, np.int64)
+            return np.fromiter(map(method, self._parts_of(names), names, default), np.int64, len(names))
+        numbers = np.fromiter(map(method, itertools.repeat(first), names, default), np.int64, len(names))
         is_left = numbers < 0
         if len(self._dicts) > 1 and is_left.any():
             left = list(itertools.compress(names, is_left.tolist()))
