@@ -131,25 +131,28 @@ class _DataclassDecoder:
 
     def __init__(self, kind: Any) -> None:
         self._kind = kind
-        self._decoders: dict[str, Callable[[Any], Any]] = {}
+        self._names: set[str] = set()
+        self._decoders: list[tuple[str, Callable[[Any], Any]]] = []  # of fields that are more than plain values
 
     def __call__(self, values: dict[str, Any]) -> Any:
-        decoders = self._decoders or self._find_decoders()
-        try:
-            return self._kind(**{name: decoders[name](value) for name, value in values.items()})
-        except KeyError:
-            unknown = sorted(values.keys() - decoders.keys())
-            if not unknown:
-                raise
+        if not self._names:
+            self._find_decoders()
+        if not values.keys() <= self._names:
+            unknown = sorted(values.keys() - self._names)
             raise NewerVersionError(
                 f"{self._kind.__name__} has {', '.join(map(repr, unknown))}, which this version does not know; it was "
                 f"written by a newer version: install that one"
-            ) from None
+            )
+        for name, decode_field in self._decoders:
+            if name in values:
+                values[name] = decode_field(values[name])
+        return self._kind(**values)
 
-    def _find_decoders(self) -> dict[str, Callable[[Any], Any]]:
+    def _find_decoders(self) -> None:
         hints = typing.get_type_hints(self._kind)
-        self._decoders = {field.name: decoder(hints[field.name]) for field in _encoded_fields(self._kind)}
-        return self._decoders
+        decoders = {field.name: decoder(hints[field.name]) for field in _encoded_fields(self._kind)}
+        self._names = set(decoders)
+        self._decoders = [(name, each) for name, each in decoders.items() if each is not _same]
 
 
 def _encoded_fields(kind: Any) -> list[dataclasses.Field[Any]]:
