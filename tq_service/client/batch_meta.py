@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.client.columns import concat_columns, concat_names, same_columns, select_columns
+from tq_service.client.columns import concat_columns, concat_names, same_columns, select, select_columns
 from tq_service.client.locations import CellLocations
 from tq_service.client.steps import Step, select_steps, shift_steps, steps_from_proto
 from tq_service.errors import InvalidArgumentError
@@ -112,12 +112,12 @@ class BatchMeta:
     @property
     def keys(self) -> list[str | None]:
         """The key of each sample, None for one without."""
-        return [key or None for key in self.key_column] if self.key_column else [None] * self.size
+        return _names(self.key_column, self.size)
 
     @property
     def groups(self) -> list[str | None]:
         """The group of each sample, None for one without."""
-        return [group or None for group in self.group_column] if self.group_column else [None] * self.size
+        return _names(self.group_column, self.size)
 
     @property
     def custom_meta(self) -> list[dict[str, MetaValue]]:
@@ -158,15 +158,14 @@ class BatchMeta:
         new_position[chosen] = np.arange(chosen.size)
         if np.count_nonzero(new_position >= 0) != chosen.size:
             raise InvalidArgumentError("a position comes twice; select each sample once", field="positions")
-        places = chosen.tolist()
         return replace(
             self,
             indexes=self.indexes[chosen],
             steps=select_steps(self.steps, new_position),
             locations=None if self.locations is None else self.locations.select(chosen),
-            delivery_counts=tuple(self.delivery_counts[place] for place in places) if self.delivery_counts else (),
-            key_column=tuple(self.key_column[place] for place in places) if self.key_column else (),
-            group_column=tuple(self.group_column[place] for place in places) if self.group_column else (),
+            delivery_counts=select(self.delivery_counts, chosen),
+            key_column=select(self.key_column, chosen),
+            group_column=select(self.group_column, chosen),
             meta_columns=select_columns(self.meta_columns, chosen),
         )
 
@@ -254,6 +253,10 @@ class BatchMeta:
             f"BatchMeta(status={self.status!r}, partition_id={self.partition_id!r}, size={self.size}, "
             f"epoch={self.epoch}, data_fields={self.data_fields})"
         )
+
+
+def _names(column: tuple[str, ...], size: int) -> list[str | None]:
+    return [name or None for name in column] if column else [None] * size
 
 
 def samples_of(parts: Sequence[BatchMeta]) -> dict[str, Any]:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.errors import InvalidArgumentError
 from tq_service.schema import MetaColumn
+
+Value = TypeVar("Value")
+
+
+def select(values: tuple[Value, ...], positions: NDArray[np.int64]) -> tuple[Value, ...]:
+    """Return the values of the samples at `positions`, where there is one for each sample."""
+    return tuple(values[position] for position in positions.tolist()) if values else ()
 
 
 def select_columns(columns: Sequence[MetaColumn], positions: NDArray[np.int64]) -> tuple[MetaColumn, ...]:

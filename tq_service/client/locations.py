@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -118,27 +118,17 @@ class CellLocations:
 
     def select(self, positions: Indexes) -> CellLocations:
         """Return the locations of the samples at `positions`, in this order."""
-        selected = []
-        for runs in self.runs:
-            puts, rows = runs.expand()
-            selected.append(FieldRuns.of_rows(runs.field_names, puts[positions], rows[positions]))
+        cells = [(runs.field_names, *runs.expand()) for runs in self.runs]
+        selected = [FieldRuns.of_rows(names, puts[positions], rows[positions]) for names, puts, rows in cells]
         return CellLocations(puts=self.puts, runs=tuple(selected))
 
     def select_fields(self, field_names: Sequence[str]) -> CellLocations:
         """Return the locations of these fields only."""
-        wanted = set(field_names)
-        selected = []
-        for runs in self.runs:
-            names = tuple(name for name in runs.field_names if name in wanted)
-            if names:
-                selected.append(
-                    FieldRuns(
-                        field_names=names,
-                        put_indexes=runs.put_indexes,
-                        first_rows=runs.first_rows,
-                        row_counts=runs.row_counts,
-                    )
-                )
+        selected = [
+            replace(runs, field_names=names)
+            for runs in self.runs
+            if (names := tuple(name for name in runs.field_names if name in field_names))
+        ]
         return CellLocations(puts=self.puts, runs=tuple(selected))
 
     @staticmethod
@@ -154,14 +144,14 @@ class CellLocations:
                 cells.update(dict.fromkeys(runs.field_names, (numbers[own], rows)))
             per_part.append(cells)
         common = [name for name in per_part[0] if all(name in cells for cells in per_part)]
-        together: dict[tuple[bytes, bytes], list[str]] = {}
-        joined: dict[tuple[bytes, bytes], tuple[Indexes, Indexes]] = {}
+        runs_by_cells: dict[tuple[bytes, bytes], FieldRuns] = {}
         for name in common:
             all_puts, all_rows = (np.concatenate([cells[name][side] for cells in per_part]) for side in (0, 1))
             key = (all_puts.tobytes(), all_rows.tobytes())
-            together.setdefault(key, []).append(name)
-            joined[key] = (all_puts, all_rows)
-        return CellLocations(
-            puts=tuple(puts),
-            runs=tuple(FieldRuns.of_rows(tuple(names), *joined[key]) for key, names in together.items()),
-        )
+            same = runs_by_cells.get(key)
+            runs_by_cells[key] = (
+                FieldRuns.of_rows((name,), all_puts, all_rows)
+                if same is None
+                else replace(same, field_names=(*same.field_names, name))
+            )
+        return CellLocations(puts=tuple(puts), runs=tuple(runs_by_cells.values()))

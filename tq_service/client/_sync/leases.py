@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tq_service.client._sync.base import Base
 from tq_service.client.batch_meta import BatchMeta
 from tq_service.client.requests import check_leased, lease_span, request_of
@@ -37,10 +39,8 @@ class LeaseCalls(Base):
             return 0
         request = request_of(
             pb.AckClaimRequest,
-            partition_id=metadata.partition_id,
+            **_claim_of(metadata),
             incarnation=metadata.incarnation,
-            task_name=metadata.task_name,
-            claim_request_id=metadata.claim_id,
             global_indexes=metadata.indexes,
         )
         answer = self._ask(lambda to: to.AckClaim, request, timeout)
@@ -66,10 +66,8 @@ class LeaseCalls(Base):
         check_leased(metadata)
         request = request_of(
             pb.ExtendClaimRequest,
-            partition_id=metadata.partition_id,
+            **_claim_of(metadata),
             incarnation=metadata.incarnation,
-            task_name=metadata.task_name,
-            claim_request_id=metadata.claim_id,
             lease_seconds=lease_span(lease),
         )
         answer = self._ask(lambda to: to.ExtendClaim, request, timeout)
@@ -93,12 +91,14 @@ class LeaseCalls(Base):
         """
         if not metadata.claim_id or not metadata.size:
             return 0
-        request = request_of(
-            pb.ReleaseClaimRequest,
-            partition_id=metadata.partition_id,
-            task_name=metadata.task_name,
-            claim_request_id=metadata.claim_id,
-            global_indexes=metadata.indexes,
-        )
+        request = request_of(pb.ReleaseClaimRequest, **_claim_of(metadata), global_indexes=metadata.indexes)
         answer = self._ask(lambda to: to.ReleaseClaim, request, timeout)
         return answer.released_count
+
+
+def _claim_of(metadata: BatchMeta) -> dict[str, Any]:
+    return {
+        "partition_id": metadata.partition_id,
+        "task_name": metadata.task_name,
+        "claim_request_id": metadata.claim_id,
+    }
