@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import operator
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from dataclasses import asdict
+from functools import cache, partial
 from typing import Any, Final, TypeVar, cast
 
-import numpy as np
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.struct_pb2 import Struct
@@ -18,12 +17,12 @@ from tq_service.client.batch_meta import BatchMeta
 from tq_service.errors import InvalidArgumentError
 from tq_service.schema import FieldSpec, MetaColumn, MetaValue, StalenessLimit
 from tq_service.v1 import controller_service_pb2 as pb
-from tq_service.wire.enums import BATCH_UNITS, KEY_MODES, LAYOUTS, OPERATORS, STATES
-from tq_service.wire.mapper import to_message
+from tq_service.wire.enums import BATCH_UNITS, KEY_MODES, LAYOUTS, OPERATORS, STATES, EnumWords
 from tq_service.wire.metadata import encode_meta_columns, encode_spec, rows_to_meta_columns
 
 Request = TypeVar("Request", bound=Message)
-Check = Callable[[str, Any], Any]
+Bound = TypeVar("Bound", int, float, int | None)
+Converter = Callable[[str, Any], Any]
 
 
 def request_of(kind: type[Request], **arguments: Any) -> Request:
@@ -36,46 +35,78 @@ def request_of(kind: type[Request], **arguments: Any) -> Request:
     Raises:
         InvalidArgumentError: an argument cannot be what its field holds.
     """
-    checks = _checks(kind)
+    converters = _converters(kind)
     values = {
-        name: value if (check := checks[name]) is None else check(name, value) for name, value in arguments.items()
+        name: convert(name, value) if (convert := converters.get(name)) else value for name, value in arguments.items()
     }
-    if "request_id" in checks:
+    if "request_id" in kind.DESCRIPTOR.fields_by_name:
         values["request_id"] = new_id()
-    return kind(**values)
+    try:
+        return kind(**values)
+    except (TypeError, ValueError) as error:  # protobuf does not say of which field
+        for name, value in values.items():
+            _check(kind, name, value)
+        raise InvalidArgumentError(f"the arguments cannot be sent: {error}") from None
 
 
-def _checks_of(kind: Any) -> dict[str, Check | None]:
-    """Return by the name of each field what checks an argument and makes the value of it."""
-    return {field.name: _check_of(field) for field in kind.DESCRIPTOR.fields}
+def _converters_of(kind: Any) -> dict[str, Converter]:
+    """Return what some fields take that protobuf does not take as it is, or would take for something else."""
+    found: dict[str, Converter] = {}
+    for field in kind.DESCRIPTOR.fields:
+        if field.default_value == []:
+            found[field.name] = listed
+        elif field.enum_type is not None and field.enum_type.name in _ENUMS:
+            found[field.name] = partial(_encode_word, _ENUMS[field.enum_type.name])
+        elif field.type in _EXPECTED and field.containing_oneof is None:
+            found[field.name] = _given
+    return found
 
 
-_checks: Final[Callable[[Any], dict[str, Check | None]]] = cache(_checks_of)
-
-
-def _check_of(field: FieldDescriptor) -> Check | None:
-    is_list = field.default_value == []
-    if field.enum_type is not None:
-        encode = _ENUMS[field.enum_type.name].encode
-        return lambda name, value: encode(value, name)
-    if field.type == FieldDescriptor.TYPE_STRING:
-        return texts if is_list else text
-    if field.type == FieldDescriptor.TYPE_BOOL:
-        return lambda _name, value: bool(value)
-    bits = _BITS.get(field.type)
-    if bits is None:  # bytes and messages, which the client makes itself
-        return None
-    if is_list:
-        return integers
-    if field.containing_oneof is None:
-        return lambda name, value: integer(name, value, bits)
-    return lambda name, value: None if value is None else integer(name, value, bits)
-
-
-_BITS: Final[Mapping[int, int]] = {FieldDescriptor.TYPE_INT64: 64, FieldDescriptor.TYPE_INT32: 32}
+_converters: Final[Callable[[Any], dict[str, Converter]]] = cache(_converters_of)
+_EXPECTED: Final = {
+    FieldDescriptor.TYPE_STRING: "a string, in valid Unicode",
+    FieldDescriptor.TYPE_INT64: "an integer of 64 bits",
+    FieldDescriptor.TYPE_INT32: "an integer of 32 bits",
+}
 _ENUMS: Final[Mapping[str, Any]] = {
     "BatchUnit": BATCH_UNITS, "KeyMode": KEY_MODES, "Layout": LAYOUTS, "SampleState": STATES,
 }  # fmt: skip
+
+
+def _encode_word(words: EnumWords[Any], name: str, value: Any) -> Any:
+    return words.encode(value, name)
+
+
+def _given(name: str, value: Any) -> Any:
+    if value is None:  # which protobuf takes for 0 or ""
+        raise InvalidArgumentError(f"{name} is None, which it cannot be", field=name)
+    return value
+
+
+def listed(name: str, values: Any) -> list[Any]:
+    """Return a list of what an iterable, an array or a tensor has; None has nothing.
+
+    Raises:
+        InvalidArgumentError: it is none, or a single string, whose letters are hardly meant.
+    """
+    if values is None or isinstance(values, list):
+        return list(values or ())
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        what = "list of strings" if isinstance(values, str) else "list"
+        raise InvalidArgumentError(f"{name} is {values!r}, expected a {what} such as [{values!r}]", field=name)
+    return cast("list[Any]", values.tolist()) if hasattr(values, "tolist") else list(values)
+
+
+def _check(kind: type[Message], name: str, value: Any) -> None:
+    """Refuse an argument that its field does not take."""
+    places = [(f"{name}[{place}]", [one]) for place, one in enumerate(value)] if isinstance(value, list) else []
+    for where, part in places or [(name, value)]:
+        try:
+            kind(**{name: part})
+        except (TypeError, ValueError) as error:
+            expected = _EXPECTED.get(kind.DESCRIPTOR.fields_by_name[name].type, "another type")
+            got = part[0] if places else part
+            raise InvalidArgumentError(f"{where} is {got!r:.200}, expected {expected} ({error})", field=name) from None
 
 
 def new_id() -> bytes:
@@ -92,54 +123,6 @@ def seconds(name: str, value: float) -> float:
     if not (math.isfinite(span) and span >= 0):
         raise InvalidArgumentError(f"{name} is {value!r}, expected a finite number of seconds, 0 or more", field=name)
     return span
-
-
-def integer(name: str, value: Any, bits: int = 64) -> int:
-    """Return an integer that fits into `bits`."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise InvalidArgumentError(f"{name} is {value!r}, expected an integer", field=name) from None
-    if not -(1 << bits - 1) <= number < 1 << bits - 1:
-        raise InvalidArgumentError(f"{name} is {number}, expected an integer of {bits} bits", field=name)
-    return number
-
-
-def integers(name: str, values: Any) -> list[int]:
-    """Return a list of integers, also of an array or tensor; None is none."""
-    if values is None:
-        return []
-    if isinstance(values, np.ndarray) and values.dtype == np.int64 and values.ndim == 1:  # such as those of a batch
-        return cast("list[int]", values.tolist())
-    plain = values.tolist() if hasattr(values, "tolist") else values
-    if isinstance(plain, str | bytes) or not isinstance(plain, Iterable):
-        raise InvalidArgumentError(f"{name} is {type(values).__name__}, expected a list of integers", field=name)
-    return [integer(name, value) for value in plain]
-
-
-def text(name: str, value: Any) -> str:
-    """Return a string that can be sent."""
-    if not isinstance(value, str):
-        raise InvalidArgumentError(f"{name} is {type(value).__name__}, expected a string", field=name)
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise InvalidArgumentError(f"{name} is {value!r}, which is not valid Unicode", field=name) from None
-    return str(value)
-
-
-def texts(name: str, values: Iterable[str] | None) -> list[str]:
-    """Return a list of strings; a single string is refused, since its letters are hardly meant."""
-    if isinstance(values, str | bytes) or not (values is None or isinstance(values, Iterable)):
-        raise InvalidArgumentError(f"{name} is {values!r}, expected a list of strings such as [{values!r}]", field=name)
-    strings = list(values or ())
-    try:
-        "".join(strings).encode()  # all together; below says which one cannot be sent
-    except (TypeError, UnicodeEncodeError):
-        pass
-    else:
-        return strings
-    return [text(f"{name}[{position}]", value) for position, value in enumerate(strings)]
 
 
 def field_specs(fields: Iterable[FieldSpec]) -> list[Any]:
@@ -159,10 +142,7 @@ def staleness_limit_messages(limits: Iterable[StalenessLimit]) -> list[pb.Stalen
             raise InvalidArgumentError(
                 f"staleness_limits has a {type(limit).__name__}, expected StalenessLimit", field="staleness_limits"
             )
-        text("task_name", limit.task_name)
-        for bound in (limit.max_samples, limit.max_versions):
-            integer("staleness_limits", 0 if bound is None else bound)
-    return [to_message(pb.StalenessLimit, limit) for limit in given]
+    return [request_of(pb.StalenessLimit, **asdict(limit)) for limit in given]
 
 
 def sample_write(
@@ -215,7 +195,7 @@ def partition_of(partition_id: str | None, metadata: BatchMeta | None) -> str:
     if metadata is None:
         if partition_id is None:
             raise InvalidArgumentError("neither partition_id nor metadata is given; give one", field="partition_id")
-        return text("partition_id", partition_id)
+        return partition_id
     if partition_id is not None and partition_id != metadata.partition_id:
         raise InvalidArgumentError(
             f"partition_id is {partition_id!r}, but metadata is of {metadata.partition_id!r}; leave partition_id out",
@@ -244,29 +224,22 @@ def get_meta_request(
         sampler=sampler or "",
         sampler_config=_struct("sampler_config", sampler_config) if sampler_config else None,
         where=[_condition(position, condition) for position, condition in enumerate(where)],
-        order_by=[
-            pb.Order(column=column.removeprefix("-"), descending=column.startswith("-"))
-            for column in texts("order_by", order_by)
-        ],
+        order_by=[_order(position, column) for position, column in enumerate(listed("order_by", order_by))],
         lease_seconds=None if lease is None else lease_span(lease),
-        max_deliveries=0 if max_deliveries is None else _deliveries(max_deliveries),
+        max_deliveries=_not_zero("max_deliveries", max_deliveries, "at least 1") or 0,
         **others,
     )
 
 
 def lease_span(lease: float) -> float:
-    """Return the seconds of a lease; 0 would stand for none."""
-    span = seconds("lease", lease)
-    if not span:
-        raise InvalidArgumentError("lease is 0, expected a positive number of seconds", field="lease")
-    return span
+    """Return the seconds of a lease."""
+    return _not_zero("lease", seconds("lease", lease), "a positive number of seconds")
 
 
-def _deliveries(count: int) -> int:
-    """Return a bound of deliveries; 0 would stand for none."""
-    if integer("max_deliveries", count, 32) < 1:
-        raise InvalidArgumentError(f"max_deliveries is {count}, expected at least 1", field="max_deliveries")
-    return count
+def _not_zero(name: str, value: Bound, expected: str) -> Bound:
+    if value == 0:  # which would stand for none
+        raise InvalidArgumentError(f"{name} is 0, expected {expected}", field=name)
+    return value
 
 
 def check_leased(metadata: BatchMeta) -> None:
@@ -279,6 +252,12 @@ def check_leased(metadata: BatchMeta) -> None:
         )
 
 
+def _order(position: int, column: Any) -> pb.Order:
+    if not isinstance(column, str):
+        raise InvalidArgumentError(f"order_by[{position}] is {column!r}, expected a string", field="order_by")
+    return request_of(pb.Order, column=column.removeprefix("-"), descending=column.startswith("-"))
+
+
 def _condition(position: int, condition: Any) -> pb.Condition:
     name = f"where[{position}]"
     if not isinstance(condition, tuple | list) or len(condition) != 3:
@@ -286,31 +265,24 @@ def _condition(position: int, condition: Any) -> pb.Condition:
             f"{name} is {condition!r}, expected (column, operator, value) such as ('version', '>=', 3)", field="where"
         )
     column, comparison, value = condition
-    values = value if comparison == "in" else [value]
-    if isinstance(values, str) or not isinstance(values, Iterable):
-        raise InvalidArgumentError(f"{name}: 'in' takes a list of values, got {value!r}", field="where")
-    return pb.Condition(
-        column=text(name, column),
+    values = listed(f"{name} with 'in'", value) if comparison == "in" else [value]
+    return request_of(
+        pb.Condition,
+        column=column,
         operator=OPERATORS.encode(comparison, name),
-        values=[_meta_value(name, one) for one in values],
+        values=[_meta_value(_plain(one)) for one in values],
     )
 
 
-def _meta_value(name: str, value: Any) -> pb.MetaValue:
-    plain = _plain(value)
-    if isinstance(plain, bool):
-        return pb.MetaValue(bool_value=plain)
-    if isinstance(plain, int):
-        return pb.MetaValue(int64_value=integer(name, plain))
-    if isinstance(plain, float):
-        return pb.MetaValue(double_value=plain)
-    return pb.MetaValue(string_value=text(name, plain))
+def _meta_value(value: Any) -> pb.MetaValue:
+    kinds = {bool: "bool_value", int: "int64_value", float: "double_value"}
+    return request_of(pb.MetaValue, **{kinds.get(type(value), "string_value"): value})
 
 
 def _struct(name: str, mapping: Mapping[str, Any]) -> Struct:
     message = Struct()
     try:
-        message.update({text(name, key): _plain(value) for key, value in mapping.items()})
+        message.update({key: _plain(value) for key, value in mapping.items()})
     except (TypeError, ValueError, AttributeError) as error:
         raise InvalidArgumentError(
             f"{name} cannot be sent ({error}); it takes a mapping of strings to JSON-like values", field=name

@@ -13,7 +13,7 @@ from tq_service.client.concurrency import async_gather, async_sleep
 from tq_service.client.locations import StorageRef
 from tq_service.client.pages import NAMED_AT_ONCE, joined, located_in_parts
 from tq_service.client.reads import StorageRead, empty_columns, merge_answers, plan_reads
-from tq_service.client.requests import integers, partition_of, texts
+from tq_service.client.requests import listed, partition_of, request_of
 from tq_service.client.retry import SHORTEST_TRY_SECONDS, Deadline
 from tq_service.client.written import check_is_batch
 from tq_service.dataplane.parties import Received
@@ -72,7 +72,7 @@ class AsyncFetchCalls(AsyncBase):
             UnavailableError: the controller, or the storage service that holds them, did not answer until the timeout.
         """
         deadline = self._deadline(timeout)
-        fields = None if data_fields is None else texts("data_fields", data_fields)
+        fields = None if data_fields is None else listed("data_fields", data_fields)
         request = _locate_request(
             metadata=metadata,
             partition_id=partition_id,
@@ -204,12 +204,12 @@ def _locate_request(
         )
     if metadata is not None:
         check_is_batch(metadata)
-    indexes = integers("global_indexes", () if global_indexes is None else global_indexes)
-    return pb.LocateRequest(
+    return request_of(
+        pb.LocateRequest,
         partition_id=partition_of(partition_id, metadata),
         incarnation=b"" if metadata is None else metadata.incarnation,
-        global_indexes=indexes if metadata is None else metadata.global_indexes,
-        keys=texts("keys", keys),
+        global_indexes=global_indexes if metadata is None else metadata.indexes,
+        keys=keys,
         data_fields=data_fields if data_fields is not None else metadata.data_fields if metadata is not None else (),
         skip_missing=missing == "skip",
     )

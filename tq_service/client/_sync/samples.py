@@ -9,7 +9,7 @@ from typing import Any
 from tq_service.client._sync.puts import Puts
 from tq_service.client.batch_meta import BatchMeta
 from tq_service.client.pages import in_parts, joined
-from tq_service.client.requests import check_meta_count, partition_of, request_of, sample_write, text, texts
+from tq_service.client.requests import check_meta_count, listed, partition_of, request_of, sample_write
 from tq_service.client.written import check_is_batch, check_row_counts, declared_layouts, put_nothing, written_meta
 from tq_service.schema import KeyMode, MetaValue, SampleState
 from tq_service.v1 import controller_service_pb2 as pb
@@ -181,11 +181,12 @@ class SampleCalls(Puts):
             StaleIncarnationError: the partition was cleared between two pages.
         """
         deadline = self._deadline(timeout)
-        name = text("partition_id", partition_id)
         parts: list[BatchMeta] = []
         missing: list[str] = []
-        for some in in_parts(texts("keys", keys)):
-            request = pb.LookupSamplesRequest(partition_id=name, keys=some, all_samples=keys is None)
+        for some in in_parts(listed("keys", keys)):
+            request = request_of(
+                pb.LookupSamplesRequest, partition_id=partition_id, keys=some, all_samples=keys is None
+            )
             while True:
                 answer = self._calls.unary(lambda to: to.controller.LookupSamples, request, deadline)
                 parts.append(BatchMeta.from_proto(answer.meta))

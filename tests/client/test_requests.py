@@ -1,0 +1,106 @@
+"""Arguments that cannot be sent are named, with what was got; all others become messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tq_service.client.requests import get_meta_request, listed, request_of
+from tq_service.errors import InvalidArgumentError
+from tq_service.v1 import controller_service_pb2 as pb
+
+CLAIM: dict[str, Any] = {
+    "partition_id": "p",
+    "task_name": "t",
+    "data_fields": ["a"],
+    "batch_size": 2,
+    "min_batch_size": None,
+    "batch_unit": "sample",
+    "micro_batch_size": None,
+    "sampler": None,
+    "sampler_config": None,
+    "dp_rank": None,
+    "drop_last": False,
+    "where": (),
+    "order_by": (),
+    "lease": None,
+    "max_deliveries": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field", "message"),
+    [
+        ({"partition_id": None}, "partition_id", "partition_id is None"),
+        ({"partition_id": 3}, "partition_id", "partition_id is 3, expected a string"),
+        ({"partition_id": "\ud800"}, "partition_id", "expected a string, in valid Unicode"),
+        (
+            {"data_fields": "score"},
+            "data_fields",
+            r"data_fields is 'score', expected a list of strings such as \['score'\]",
+        ),
+        ({"data_fields": ["a", 3]}, "data_fields", r"data_fields\[1\] is 3, expected a string"),
+        ({"data_fields": 3}, "data_fields", "data_fields is 3, expected a list"),
+        ({"batch_size": None}, "batch_size", "batch_size is None"),
+        ({"batch_size": "2"}, "batch_size", "batch_size is '2', expected an integer of 64 bits"),
+        ({"batch_size": 2.0}, "batch_size", "batch_size is 2.0, expected an integer"),
+        ({"batch_size": 1 << 63}, "batch_size", "batch_size is 9223372036854775808, expected an integer of 64 bits"),
+        ({"dp_rank": 1 << 31}, "dp_rank", "dp_rank is 2147483648, expected an integer of 32 bits"),
+        ({"batch_unit": "rows"}, "batch_unit", "batch_unit is 'rows', expected one of sample, group"),
+        ({"lease": 0}, "lease", "lease is 0, expected a positive number"),
+        ({"lease": float("nan")}, "lease", "expected a finite number of seconds"),
+        ({"max_deliveries": 0}, "max_deliveries", "max_deliveries is 0"),
+        ({"where": [("a", "==")]}, "where", r"where\[0\] is \('a', '=='\), expected \(column, operator, value\)"),
+        ({"where": [("a", "in", "xy")]}, r"where[0] with 'in'", "expected a list"),
+        ({"where": [("a", "==", 1 << 63)]}, "int64_value", "expected an integer of 64 bits"),
+        ({"where": [(3, "==", 1)]}, "column", "column is 3, expected a string"),
+        ({"order_by": ["a", 3]}, "order_by", r"order_by\[1\] is 3, expected a string"),
+        ({"sampler_config": {"a": object()}}, "sampler_config", "JSON-like"),
+    ],
+)
+def test_what_cannot_be_sent_is_named(arguments: dict[str, Any], field: str, message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message) as caught:
+        get_meta_request(**{**CLAIM, **arguments})
+    assert caught.value.field == field
+
+
+def test_what_is_not_given_is_not_sent() -> None:
+    request = get_meta_request(**CLAIM)
+    assert not request.HasField("dp_rank")
+    assert not request.HasField("sampler_config")
+    assert (request.min_batch_size, request.sampler, request.lease_seconds, request.max_deliveries) == (0, "", 0, 0)
+    assert len(request.request_id) == 16
+    assert get_meta_request(**CLAIM).request_id != request.request_id
+
+
+def test_conditions_have_the_types_of_their_values() -> None:
+    where = [
+        ("a", "in", np.array([1, 2])),
+        ("b", "==", np.float32(0.5)),
+        ("c", "!=", torch.tensor(True)),
+        ("d", "<", "x"),
+    ]
+    conditions = get_meta_request(**{**CLAIM, "where": where}).where
+    assert [value.int64_value for value in conditions[0].values] == [1, 2]
+    assert [each.values[0].WhichOneof("kind") for each in conditions[1:]] == [
+        "double_value",
+        "bool_value",
+        "string_value",
+    ]
+
+
+@pytest.mark.parametrize(
+    "values", [[3, 1], (3, 1), np.array([3, 1]), torch.tensor([3, 1]), range(3, 0, -2), iter([3, 1])]
+)
+def test_whatever_can_be_iterated_is_a_list(values: Any) -> None:
+    assert request_of(pb.ClearSamplesRequest, partition_id="p", global_indexes=values).global_indexes == [3, 1]
+
+
+def test_a_list_is_copied() -> None:
+    names = ["a"]
+    assert listed("names", names) == names
+    assert listed("names", names) is not names
+    assert listed("names", None) == []
