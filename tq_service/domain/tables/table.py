@@ -606,9 +606,11 @@ class KeyIndex(NameIndex):
 
     def rebuild(self) -> None:
         """Enter the keys of restored rows."""
-        keys = self.column.data[: self._table.count]
-        rows = np.flatnonzero(keys != None)  # noqa: E711  (of each)
-        self.fill(keys[rows].tolist(), self._table.index.data[rows].tolist())
+        keys, indexes = self.column.data[: self._table.count], self._table.index.data[: self._table.count]
+        is_there = keys != None  # noqa: E711  (of each)
+        if not is_there.all():
+            keys, indexes = keys[is_there], indexes[is_there]
+        self.fill(keys.tolist(), indexes.tolist())
 
 
 class SlotTable(Table):
