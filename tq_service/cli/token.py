@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -143,8 +142,7 @@ def _writes(option: str, path: Path) -> Iterator[None]:
 
 def _write_private(path: Path, secret: str) -> None:
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        path.touch(0o600, exist_ok=False)
     except FileExistsError:
         raise AlreadyExistsError(f"--output: {path} is there already; name a new file") from None
-    with os.fdopen(descriptor, "w") as file:
-        file.write(f"{secret}\n")
+    path.write_text(f"{secret}\n")

@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Final, Literal
 from urllib.parse import unquote
 
@@ -61,7 +61,7 @@ class Audit:
 
     Args:
         repeat_seconds: refusals of one kind (token, method, host and reason the same) that come within this time of the
-            first are counted, and told in one line with the next; 0: each has its line.
+            first are counted, and logged in one line with the next; 0: each has its line.
         clock: monotonic, in seconds.
     """
 
@@ -114,17 +114,7 @@ class _Kind:
 
     def summary(self) -> AuditLine:
         """Return the line for those that were counted."""
-        last = self.last
-        return AuditLine(
-            decision="refused",
-            method=last.method,
-            peer=_host(last.peer),
-            certificate=last.certificate,
-            token=last.token,
-            partition=last.partition,
-            reason=last.reason,
-            repeats=self.repeats,
-        )
+        return replace(self.last, peer=_host(self.last.peer), repeats=self.repeats)
 
 
 def shown_peer(peer: str) -> str:

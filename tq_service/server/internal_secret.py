@@ -18,6 +18,7 @@ import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Final
 
 from tq_service.config import ServeSettings, is_loopback
@@ -143,19 +144,14 @@ class InternalSecret(ReloadingFiles):
 
     def _publish(self, content: bytes) -> None:
         """Put the file into its place, whole and readable by this user alone, unless there is one by now."""
-        unready = self._path.with_name(f".{self._path.name}.{secrets.token_hex(8)}")
         try:
             if self._is_own:
                 _make_own_directory(self._path.parent)
-            descriptor = os.open(unready, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            try:
-                with os.fdopen(descriptor, "wb") as file:
-                    file.write(content)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.link(unready, self._path)
-            finally:
-                unready.unlink(missing_ok=True)
+            with NamedTemporaryFile(dir=self._path.parent, prefix=f".{self._path.name}.") as file:  # of mode 0600
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+                os.link(file.name, self._path)
         except FileExistsError:
             return  # another service was first, and has made what all read
         except OSError as error:
