@@ -78,9 +78,9 @@ def default_max_bytes() -> int:
 
 
 def default_shared_memory_dir() -> Path:
-    """Return the folder of this user for the sockets of shared memory."""
-    folder = os.environ.get("TMPDIR") or "/tmp"  # noqa: S108  (the service checks that what is there is this user's)
-    return Path(folder) / f"tq_service-{os.getuid()}"
+    """Return the directory of this user for the sockets of shared memory."""
+    directory = os.environ.get("TMPDIR") or "/tmp"  # noqa: S108  (the service checks that what is there is this user's)
+    return Path(directory) / f"tq_service-{os.getuid()}"
 
 
 def is_loopback(host: str) -> bool:
@@ -124,8 +124,8 @@ class ServeSettings(BaseSettings):
     )
     data_dir: Path | None = Field(
         None,
-        description="Folder in which the service keeps its state, for itself alone. Default: none, and what it holds "
-        "is gone when it stops.",
+        description="Directory in which the service keeps its state, for itself alone. Default: none, and what it "
+        "holds is gone when it stops.",
     )
     durability: Literal["auto", "memory", "process", "disk"] = Field(
         "auto",
@@ -165,12 +165,12 @@ class ServeSettings(BaseSettings):
     shared_memory: Literal["auto", "on", "off"] = Field(
         "auto",
         description="Whether clients of this host may share memory instead of sending bytes: on, off, or where the "
-        "system and the folder allow it (auto).",
+        "system and the directory allow it (auto).",
     )
     shared_memory_dir: Path = Field(
         default_factory=default_shared_memory_dir,
-        description="Folder of the socket for shared memory; whoever may enter it may use it. Containers of one host "
-        "mount the same. Default: tq_service-<uid> in the folder for temporary files, for this user alone.",
+        description="Directory of the socket for shared memory; whoever may enter it may use it. Containers of one "
+        "host mount the same. Default: tq_service-<uid> in the directory for temporary files, for this user alone.",
     )
     allow_sampler_import: bool = Field(
         False,
@@ -221,8 +221,8 @@ class ServeSettings(BaseSettings):
     audit_repeat_seconds: float = Field(
         0.0,
         ge=0,
-        description="For how long refusals of one kind are counted after the first and then told in one line, so that "
-        "a flood of them cannot fill the disk; 0: each has its line.",
+        description="For how many seconds further refusals of one kind are counted and then logged in one line, so "
+        "that a flood of them cannot fill the disk; 0: each has its line.",
     )
     grace_seconds: float = Field(15.0, ge=0, description="How long running calls may take to finish after SIGTERM.")
     request_record_seconds: float = Field(
@@ -239,9 +239,7 @@ class ServeSettings(BaseSettings):
         4_096, ge=1, description="Calls of one connection at once; its client holds further ones back."
     )
     max_calls: int = Field(65_536, ge=1, description="Calls that are answered at once, health checks not counted.")
-    max_waiting_calls: int = Field(
-        32_768, ge=1, description="Calls that wait for samples or for room in a partition at once."
-    )
+    max_waiting_calls: int = Field(32_768, ge=1, description="Calls that wait for samples or for capacity at once.")
     max_waiting_calls_per_client: int = Field(
         2_048, ge=1, description="Of these, calls of one client, which is a connection."
     )
@@ -283,7 +281,7 @@ class ServeSettings(BaseSettings):
 
     @model_validator(mode="before")
     @classmethod
-    def _import_follows_door(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def _import_follows_auth(cls, values: dict[str, Any]) -> dict[str, Any]:
         is_private = is_loopback(str(values.get("host", "127.0.0.1"))) and not values.get("tokens_file")
         return {"allow_sampler_import": is_private, **values}
 
@@ -296,8 +294,8 @@ class ServeSettings(BaseSettings):
         return self
 
     @model_validator(mode="after")
-    def _is_closed_beyond_loopback(self) -> ServeSettings:
-        if not self.is_closed and not is_loopback(self.host) and not self.insecure:
+    def _is_secured_beyond_loopback(self) -> ServeSettings:
+        if not self.is_secured and not is_loopback(self.host) and not self.insecure:
             lacking = [name for name in ("tls_cert", "tokens_file") if getattr(self, name) is None]
             raise ValueError(
                 f"other machines reach {self.host}, and there is no {' and no '.join(lacking)}; give TLS and tokens "
@@ -306,8 +304,8 @@ class ServeSettings(BaseSettings):
         return self
 
     @property
-    def is_closed(self) -> bool:
-        """Whether nobody gets in without a token, and nobody on the way can read it."""
+    def is_secured(self) -> bool:
+        """Whether calls need a token, and travel encrypted."""
         return self.tls_cert is not None and self.tokens_file is not None
 
     @model_validator(mode="after")
@@ -319,10 +317,10 @@ class ServeSettings(BaseSettings):
         return self
 
     @model_validator(mode="after")
-    def _durability_needs_a_folder(self) -> ServeSettings:
+    def _durability_needs_a_directory(self) -> ServeSettings:
         if self.durability in {"process", "disk"} and self.data_dir is None:
             raise ValueError(
-                f"durability {self.durability} needs the setting data_dir, the folder to keep the state in"
+                f"durability {self.durability} needs the setting data_dir, the directory to keep the state in"
             )
         if self.durability == "memory" and self.data_dir is not None:
             raise ValueError("durability is memory, for which data_dir has no use; leave one of the two out")

@@ -210,13 +210,13 @@ class LeaseExpiredError(PreconditionError):
 
 
 class DataDirError(PreconditionError):
-    """The data folder cannot be used: another process has it, or it is of a later format, damaged, or not writable."""
+    """The data directory cannot be used: another process has it, it is of a later format, damaged, or not writable."""
 
     reason = "DATA_DIR"
 
 
 class NewerVersionError(DataDirError):
-    """What a data folder or a checkpoint holds was written by a newer version, which knows more than this one."""
+    """What a data directory or a checkpoint holds was written by a newer version, which knows more than this one."""
 
     reason = "NEWER_VERSION"
 
@@ -271,7 +271,7 @@ class LimitExceededError(ResourceExhaustedError):
 
 
 class DiskFullError(ResourceExhaustedError):
-    """The disk of the data folder takes no more; the service goes on by itself once space is free."""
+    """The disk of the data directory takes no more; the service goes on by itself once space is free."""
 
     reason = "DISK_FULL"
 
@@ -329,7 +329,7 @@ class ServiceFailedError(UnavailableError):
 
 
 class DiskFailedError(UnavailableError):
-    """The disk of the data folder failed to sync; the service has to be started again."""
+    """The disk of the data directory failed to sync; the service has to be started again."""
 
     reason = "DISK_FAILED"
 

@@ -147,8 +147,8 @@ def test_clients_may_name_classes_only_where_no_other_machine_reaches(host: str,
 
 def test_a_port_beyond_this_machine_takes_tls_and_tokens_or_insecure() -> None:
     pair = {"tls_cert": "c", "tls_key": "k"}
-    assert load_settings({"host": "0.0.0.0", "tokens_file": "t", **pair}).settings.is_closed
-    assert not load_settings({"host": "0.0.0.0", "insecure": True}).settings.is_closed
+    assert load_settings({"host": "0.0.0.0", "tokens_file": "t", **pair}).settings.is_secured
+    assert not load_settings({"host": "0.0.0.0", "insecure": True}).settings.is_secured
     for partly, lacking in (
         ({}, "tls_cert and no tokens_file"),
         (pair, "no tokens_file"),

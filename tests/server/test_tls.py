@@ -80,19 +80,19 @@ def test_new_files_are_taken_once_they_fit_together(
 ) -> None:
     certificate = ServerCertificate(files)
     look_twice(certificate)
-    assert certificate._take_news() is None
+    assert certificate._changed() is None
     other = files_of(Authority(tmp_path / "other"), "other")
     replace(files.cert, other.cert.read_bytes())
     look_twice(certificate)
     assert "the certificate before stays in use" in caplog.text
-    assert certificate._take_news() is None
+    assert certificate._changed() is None
     caplog.clear()
     look_twice(certificate)
     assert not caplog.records  # it is said once
     replace(files.key, other.key.read_bytes())
     look_twice(certificate)
-    assert certificate._take_news() is not None
-    assert certificate._take_news() is None
+    assert certificate._changed() is not None
+    assert certificate._changed() is None
 
 
 def test_a_key_is_taken_once_it_is_private(files: TlsFiles, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -102,11 +102,11 @@ def test_a_key_is_taken_once_it_is_private(files: TlsFiles, tmp_path: Path, capl
     replace(files.key, other.key.read_bytes())
     files.key.chmod(0o644)
     look_twice(certificate)
-    assert certificate._take_news() is None
+    assert certificate._changed() is None
     assert "chmod 0600" in caplog.text
     files.key.chmod(0o600)
     certificate.reload()
-    assert certificate._take_news() is not None
+    assert certificate._changed() is not None
 
 
 def test_the_script_makes_what_the_service_takes(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def command(
     name: Name,
     address: Address = None,
     as_json: AsJson = False,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds until it is given up.")] = 3600.0,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds until the call times out.")] = 3600.0,
     **credentials: Any,
 ) -> None:
     """Write a consistent copy of everything to the controller's disk, while the service goes on.

@@ -77,7 +77,7 @@ def unread_samples(
     Args:
         metadata: the batch.
         read: what was asked of the storage service.
-        storage: it, as the controller last told of it.
+        storage: it, as the controller last located it.
         deadline: until when it was tried.
         error: why it was not read.
     """

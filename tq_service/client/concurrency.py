@@ -60,7 +60,7 @@ def is_of_closing(error: BaseException) -> bool:
 
 
 class AsyncAftermath:
-    """Calls that are made after their caller has left: tasks that `drain` waits for."""
+    """Calls that go on when their caller has returned: tasks that `drain` waits for."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
@@ -85,7 +85,7 @@ class AsyncAftermath:
 
 
 class Aftermath:
-    """Calls that are made when their caller is about to leave: at once."""
+    """Calls that are made before their caller returns: at once."""
 
     def run(self, call: Callable[[], None]) -> None:
         """Make a call; its failure is logged."""

@@ -199,7 +199,7 @@ class CheckpointCopy:
         name: its name, below the `checkpoint_dir` of the service.
         put_count: puts that its bytes will be when they are restored.
         value_bytes: their bytes.
-        pause_seconds: the longest time for which the service answered nobody while it was written.
+        pause_seconds: the longest time for which the service answered no call while it was written.
     """
 
     name: str

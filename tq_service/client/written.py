@@ -29,24 +29,24 @@ def written_meta(
         metadata: the batch that was written to; None: new samples, or samples named by key.
         meta_columns: the custom_meta that was sent.
     """
-    told = BatchMeta.from_proto(answer)
+    answered = BatchMeta.from_proto(answer)
     keys = tuple(write.keys)
     groups = tuple(write.groups)
     groups = groups if any(groups) else ()
     if metadata is None:
         return replace(
-            told,
+            answered,
             status="batch",
-            key_column=told.key_column or keys,
-            group_column=told.group_column or groups,
-            meta_columns=told.meta_columns or tuple(meta_columns),
+            key_column=answered.key_column or keys,
+            group_column=answered.group_column or groups,
+            meta_columns=answered.meta_columns or tuple(meta_columns),
         )
-    fields = {spec.name: spec for spec in (*metadata.fields, *told.fields)}
+    fields = {spec.name: spec for spec in (*metadata.fields, *answered.fields)}
     return replace(
         metadata,
         fields=tuple(fields.values()),
         # The put has moved some cells; `get_data` asks where they are now.
-        locations=None if told.fields else metadata.locations,
+        locations=None if answered.fields else metadata.locations,
         key_column=keys or metadata.key_column,
         group_column=groups or metadata.group_column,
         meta_columns=merge_columns(metadata.meta_columns, meta_columns),

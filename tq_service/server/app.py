@@ -106,8 +106,8 @@ class App:
         Raises:
             OSError: the address is taken or cannot be listened on.
             DataDirError: the data directory is in use or cannot be used.
-            JournalDamagedError: what was kept in it cannot be brought back.
-            DiskFullError: there is no room in it.
+            JournalDamagedError: its state cannot be recovered.
+            DiskFullError: there is no space in it.
             InvalidArgumentError: the controller cannot be reached with these settings.
         """
         closing = contextlib.AsyncExitStack()

@@ -76,7 +76,7 @@ class Checkpoints:
         Raises:
             InvalidArgumentError: the name is none, or its directory cannot be used.
             PreconditionError: another one is being written or restored, or there is no directory for checkpoints.
-            DiskFullError: the disk has no room.
+            DiskFullError: the disk has no space.
             DataLossError: bytes that are to be copied are lost.
             UnavailableError: a storage service cannot be reached.
         """
@@ -144,7 +144,7 @@ class Checkpoints:
             NewerVersionError: it was written by a newer version.
             PreconditionError: the service has partitions, or another one is being written or restored, or there is no
                 directory for checkpoints.
-            QuotaExceededError: the storage services have no room for its bytes.
+            QuotaExceededError: the storage services have no capacity for its bytes.
             UnavailableError: one of them cannot be reached.
         """
         recorded: pb.RestoreResponse | None = self._catalog.recorded(request_id, pb.RestoreResponse)

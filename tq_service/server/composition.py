@@ -102,8 +102,8 @@ def open_state_store(settings: ServeSettings, supervisor: Supervisor) -> StateSt
 
     Raises:
         DataDirError: it is in use or cannot be used.
-        JournalDamagedError: what was kept in it cannot be brought back.
-        DiskFullError: there is no room in it.
+        JournalDamagedError: its state cannot be recovered.
+        DiskFullError: there is no space in it.
     """
     if settings.data_dir is None:
         return None

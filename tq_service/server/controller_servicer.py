@@ -192,7 +192,7 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
         self._runner.check(sampler, spec.plan_request)
         seconds = from_proto.max_wait(request, self._max_wait_cap_seconds)
         remaining = context.time_remaining()
-        if remaining is not None and remaining <= 0:  # nobody would get what is handed out now
+        if remaining is not None and remaining <= 0:  # no client would get what is delivered now
             raise DeadlineError("the call's deadline had passed when it arrived")
         claimed = await self._catalog.claim(request.partition_id, request.incarnation, claim, seconds)
         meta = to_proto.claim_meta(

@@ -68,13 +68,13 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # comes wit
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         """Answer the status of a service now, and whenever it changes."""
-        told = None
+        sent = None
         with self._one_watch():
             while True:
                 changed = self._changed
                 status = self._statuses.get(request.service, health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
-                if status != told:
-                    told = status
+                if status != sent:
+                    sent = status
                     yield health_pb2.HealthCheckResponse(status=status)
                     continue  # it may have changed while it was sent
                 if self._is_draining:

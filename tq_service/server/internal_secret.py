@@ -1,7 +1,7 @@
 """The secret that the services of one deployment share, by which they know each other's calls from those of clients.
 
 It is a file. Calls between services carry a proof, a value derived from the secret, never the secret itself, so that
-other uses can derive other values from it and none tells anything of the others.
+other uses can derive other values from it and none reveals anything of the others.
 
 Where everything is on one machine and reached by its loopback address alone, the file is made and found by itself: in
 a directory of this user, which nobody else may enter.

@@ -53,12 +53,12 @@ class Listener:
 
     @property
     def _has_tokens(self) -> bool:
-        """Whether other services can be told from clients by tokens, and this one from clients by them."""
+        """Whether tokens distinguish other services from clients, and this one for the others."""
         return self._tokens is not None and self.credentials.has_token
 
     @property
     def takes_services(self) -> bool:
-        """Whether other services can be told from clients."""
+        """Whether other services can be distinguished from clients."""
         return self._has_tokens or self.credentials.secret is not None
 
     def listen(self, server: grpc.aio.Server) -> int:
@@ -78,7 +78,7 @@ class Listener:
             port = 0
         if port == 0:
             raise OSError(f"cannot listen on {address}; is the port in use?")
-        if not settings.is_closed and not is_loopback(settings.host):
+        if not settings.is_secured and not is_loopback(settings.host):
             # Critical, so that no log level hides it.
             _log.critical(
                 "INSECURE: every machine that reaches %s may %s. Use TLS and tokens, see docs/security.md",

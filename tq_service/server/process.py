@@ -78,7 +78,7 @@ def _tune() -> None:
 
 @cache
 def keep_freed_memory() -> bool:
-    """Let malloc keep freed buffers for reuse; return whether the C library could be told.
+    """Let malloc keep freed buffers for reuse; return whether the C library accepted it.
 
     Settings in the environment (`MALLOC_TRIM_THRESHOLD_` and so on) do the same but must be there before the process
     starts; this needs no second start. Without glibc it does nothing.

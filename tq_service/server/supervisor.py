@@ -96,7 +96,7 @@ class Supervisor:
 class FailingWith:
     """Cancels the task in an `async with` when a service fails, and raises the failure there instead.
 
-    As `asyncio.timeout` does, it tells its own cancellation from one that came from outside: that stays one.
+    As `asyncio.timeout` does, it distinguishes its own cancellation from one that came from outside: that stays one.
 
     Raises:
         ServiceFailedError: the service failed meanwhile.

@@ -35,7 +35,7 @@ class TlsFiles:
 class ServerCertificate(ReloadingFiles):
     """Credentials of a port that follow their files.
 
-    gRPC asks for news at each handshake, in a thread of its own, and gets what was read last and found good;
+    gRPC asks for changes at each handshake, in a thread of its own, and gets what was read last and found good;
     connections that are open stay. Files that cannot be used, such as a certificate whose key has not been replaced
     yet, are logged, and the pair before stays.
 
@@ -49,13 +49,13 @@ class ServerCertificate(ReloadingFiles):
     def __init__(self, files: TlsFiles) -> None:
         self._files = files
         super().__init__(files.cert, files.key, files.client_ca, what_stays="the certificate before stays in use")
-        self._told = self._current
+        self._delivered = self._current
 
     def credentials(self) -> grpc.ServerCredentials:
         """Return what the port is opened with."""
         return grpc.dynamic_ssl_server_credentials(
             self._current,
-            self._take_news,  # type: ignore[arg-type]  # grpc's own documentation has None for no news
+            self._changed,  # type: ignore[arg-type]  # grpc's own documentation has None for no change
             require_client_authentication=self._files.client_ca is not None,
         )
 
@@ -63,12 +63,12 @@ class ServerCertificate(ReloadingFiles):
         self._current = _read(self._files)
         _log.info("connections from now on get the certificate of %s", self._files.cert)
 
-    def _take_news(self) -> grpc.ServerCertificateConfiguration | None:
-        # gRPC's threads alone write `_told`, and the loop `_current`: neither can overwrite the news of the other.
+    def _changed(self) -> grpc.ServerCertificateConfiguration | None:
+        # gRPC's threads alone write `_delivered`, and the loop `_current`: neither can overwrite what the other wrote.
         current = self._current
-        if current is self._told:
+        if current is self._delivered:
             return None
-        self._told = current
+        self._delivered = current
         return current
 
 

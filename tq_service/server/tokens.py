@@ -2,7 +2,7 @@
 
 A token is 256 random bits, so SHA-256 keeps it: nobody can try enough of them for a slow hash to matter, while a slow
 hash would let anybody keep the service busy with wrong tokens. Tokens are found by their digest, whose place in a table
-tells nothing about those that are stored: who sends a token cannot steer its digest, so no time is worth measuring.
+reveals nothing about those that are stored: who sends a token cannot steer its digest, so no time is worth measuring.
 """
 
 from __future__ import annotations

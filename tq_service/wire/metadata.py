@@ -135,7 +135,7 @@ def _decode_present(message: pb.MetaColumn, row_count: int) -> NDArray[np.bool_]
         return np.ones(row_count, np.bool_)
     if len(message.present) != row_count:
         raise InvalidArgumentError(
-            f"custom_meta column {message.name!r} tells of {len(message.present)} samples which have a value, "
+            f"custom_meta column {message.name!r} says of {len(message.present)} samples whether they have a value, "
             f"expected {row_count}, or none where all have one",
             field="custom_meta",
         )

@@ -24,12 +24,12 @@ class AsyncCheckpointCalls(AsyncBase):
         Args:
             name: a place below the `checkpoint_dir` of the service, such as "nightly/2026-11-21"; parts of letters,
                 digits and "._=@+-" that begin with a letter or digit, at most 200 characters in all.
-            timeout: seconds until the call fails and the copy is given up; None: an hour.
+            timeout: seconds until the call fails and the copy is cancelled; None: an hour.
 
         Raises:
             InvalidArgumentError: the name is none, or cannot be written to.
             PreconditionError: another checkpoint is being written or restored, or the service has no `checkpoint_dir`.
-            DiskFullError: the disk has no room.
+            DiskFullError: the disk has no space.
             DataLossError: bytes that are to be copied are lost; it names their samples.
         """
         request = request_of(pb.CheckpointRequest, name=name)
@@ -52,7 +52,7 @@ class AsyncCheckpointCalls(AsyncBase):
                 has no `checkpoint_dir`.
             InvalidArgumentError: there is no checkpoint.
             SnapshotDamagedError: it is damaged.
-            QuotaExceededError: the storage services have no room for its bytes.
+            QuotaExceededError: the storage services have no capacity for its bytes.
         """
         request = request_of(pb.RestoreRequest, name=name)
         deadline = self._deadline(_SECONDS if timeout is None else timeout)

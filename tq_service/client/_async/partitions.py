@@ -166,7 +166,7 @@ class AsyncPartitionCalls(AsyncBase):
         """Return whether the service answers that it is serving. One try: a service that is down raises at once.
 
         Raises:
-            UnavailableError: nobody answers at the address.
+            UnavailableError: nothing answers at the address.
         """
         request = HealthCheckRequest()
         answer = await self._calls.unary_once(

@@ -165,7 +165,7 @@ class PartitionCalls(Base):
         """Return whether the service answers that it is serving. One try: a service that is down raises at once.
 
         Raises:
-            UnavailableError: nobody answers at the address.
+            UnavailableError: nothing answers at the address.
         """
         request = HealthCheckRequest()
         answer = self._calls.unary_once(lambda to: to.health.Check, request, self._deadline(timeout), is_retried=False)

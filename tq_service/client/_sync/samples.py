@@ -53,7 +53,7 @@ class SampleCalls(Puts):
             group_size: number of members that completes each of these groups.
             custom_meta: `n` mappings of names to bool, int, float or str; they merge with what is there.
             state: "live" (default for new samples), "held" or "failed".
-            timeout: seconds until the call fails; None: the client's. A put that finds no room waits until then.
+            timeout: seconds until the call fails; None: the client's. A put without capacity waits until then.
 
         Returns:
             The samples, with the keys, groups and custom_meta that were given. `get_data` takes it.
@@ -65,7 +65,7 @@ class SampleCalls(Puts):
             KeyNotFoundError, AlreadyExistsError: a key does not fit `key_mode`.
             PartitionSealedError: new samples for a sealed partition.
             StaleIncarnationError: the partition of `metadata` has been cleared.
-            QuotaExceededError: no room until the deadline, or more than the quota.
+            QuotaExceededError: no capacity until the deadline, or more than the quota.
         """
         if metadata is not None:
             check_is_batch(metadata)

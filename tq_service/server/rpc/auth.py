@@ -24,7 +24,7 @@ from tq_service.server.tokens import ALL_PARTITIONS, Token, TokenFile, digest_of
 from tq_service.wire.credentials import TOKEN_KEY, TOKEN_SCHEME
 
 _NO_TOKEN: Final = "this service asks for a bearer token, and the call has none; set TQ_TOKEN or TQ_TOKEN_FILE"  # noqa: S105
-# The same for both: whether a token was valid once is nothing to tell to whoever found it.
+# The same for both: whether a token was valid once is not revealed to whoever found it.
 _BAD_TOKEN: Final = "the token of the call is not valid: unknown here, or expired; ask for a new one"  # noqa: S105
 _NO_PROOF: Final = (
     "this call is between the services of a deployment, which show that they share a secret; clients have other calls. "

@@ -1,4 +1,4 @@
-"""Answers that wait until what they say is durable, so that nobody has seen what a crash can take back."""
+"""Answers that wait until what they say is durable, so that no client has seen what a crash can undo."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class DurableState(Protocol):
 
     @property
     def is_disk_low(self) -> bool:
-        """Whether there is hardly any room left to write to."""
+        """Whether there is hardly any space to write to."""
         ...
 
     async def wait_durable(self) -> None:
@@ -38,7 +38,7 @@ class DurableState(Protocol):
 class DurableAnswers(Middleware):
     """Makes answers and errors wait for the state; while that is stuck, calls are refused unmade.
 
-    Calls that fill the disk are refused already when it is short: what is left is for those that make room.
+    Calls that fill the disk are refused already when space is short: the rest of it is for those that free some.
 
     Args:
         state: what answers wait for.
@@ -68,7 +68,7 @@ class DurableAnswers(Middleware):
                 answer = await behavior(request, context)
             except asyncio.CancelledError:
                 raise
-            except Exception:  # it may tell of a change, such as a key that is known by now
+            except Exception:  # it may reveal a change, such as a key that is known by now
                 if state.has_unflushed:
                     await state.wait_durable()
                 raise

@@ -18,7 +18,7 @@ from tq_service.wire.error_table import to_status
 from tq_service.wire.frames import Garbled
 
 _log = logging.getLogger(__name__)
-# The last is raised where a message cannot be written since nobody takes it any more.
+# The last is raised where a message cannot be written since its client is gone.
 _NO_FAULTS = (asyncio.CancelledError, grpc.aio.AbortError, grpc.aio.InternalError)
 
 

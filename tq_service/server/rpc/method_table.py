@@ -33,7 +33,7 @@ class Method:
 
     Attributes:
         name: its full name, such as "/tq_service.v1.ControllerService/Insert".
-        roles: one of these is needed, or admin; none: nobody may call it.
+        roles: one of these is needed, or admin; none: it is refused to all.
         is_open: whether everybody may call it, without a token, as probes do.
         has_request_stream: whether its requests are a stream.
         has_response_stream: whether its answers are one.
@@ -87,7 +87,7 @@ class Method:
 
 
 def method_of(described: MethodDescriptor) -> Method:
-    """Return what the protos say of a method; one of which they say too little is for nobody.
+    """Return what the protos say of a method; one of which they say too little is refused to all.
 
     Raises:
         ValueError: they name a field that the request has not.
@@ -209,11 +209,11 @@ METHODS: Final[Mapping[str, Method]] = MappingProxyType(
 
 
 def unserved_methods(*, role: str, takes_services: bool) -> frozenset[str]:
-    """Return the internal methods that a service has not, so that nobody can call them.
+    """Return the internal methods that a service does not serve.
 
     Args:
         role: of the service; a controller in the same process uses its storage without calls.
-        takes_services: whether it can tell other services from clients.
+        takes_services: whether it can distinguish other services from clients.
     """
     served = "/tq_service.v1.StorageService/" if role == "storage" else "/tq_service.v1.ControllerService/"
     internal = [name for name, method in METHODS.items() if method.is_internal]

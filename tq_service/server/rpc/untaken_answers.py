@@ -13,8 +13,8 @@ _LOGGER: Final = logging.getLogger("grpc._cython.cygrpc")
 class _OneLine(logging.Filter):
     """Makes one line at level INFO of what gRPC logs as an error with its traceback.
 
-    gRPC cannot tell the service why: the client may have left or cancelled the call while the answer was on its way, or
-    have refused it for its size, of which the client's own error tells (RESOURCE_EXHAUSTED).
+    gRPC does not say why: the client may have disconnected or cancelled the call while the answer was on its way, or
+    have refused it for its size, which the client's own error says (RESOURCE_EXHAUSTED).
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
