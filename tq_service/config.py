@@ -132,6 +132,12 @@ class ServeSettings(BaseSettings):
         description="What an acknowledged change survives: nothing (memory), the death of any process (process), or "
         "that of the machine (disk); auto is process with data_dir, memory without.",
     )
+    blob_store: str = Field(
+        "auto",
+        min_length=1,
+        description="Where the storage service has the bytes of puts: memory, or segments, files in data_dir; auto is "
+        "segments with data_dir, memory without.",
+    )
     accept_journal_loss: bool = Field(
         False,
         description="Whether to start although a record of the journal in data_dir is damaged, with what was written "

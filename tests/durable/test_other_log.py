@@ -24,7 +24,7 @@ from tq_service.durable.log.log import Log, Record, Stream
 from tq_service.durable.state_store import StateStore
 from tq_service.errors import DiskFullError, PreconditionError, ServiceFailedError, TqError, UnavailableError
 from tq_service.samplers import PlanRunner
-from tq_service.storage.blobs.segments import SegmentFiles
+from tq_service.storage.blobs.segments import SegmentBlobs
 from tq_service.storage.engine import StorageEngine
 
 
@@ -126,8 +126,8 @@ class Member:
         log: Log = OtherLog(cluster)  # that it is one is checked by mypy
         self.store = StateStore(DataDir.open(folder), log)
         self.catalog = Catalog(PlanRunner())
-        files = SegmentFiles(self.store.data_dir.segments_path)
-        self.engine = StorageEngine(max_bytes=None, boot_id=bytes(16), files=files)
+        blobs = SegmentBlobs(self.store.data_dir.segments_path)
+        self.engine = StorageEngine(max_bytes=None, boot_id=bytes(16), blobs=blobs)
         self.recovered = self.store.recover(catalog=self.catalog, engine=self.engine)
 
     async def live(self) -> None:

@@ -222,7 +222,7 @@ class Split:
             put_id, columns, rows, partition_id=partition_id, for_existing_rows=False, deadline=None
         )
         if not pending.already_complete:
-            pending.write(np.arange(rows).tobytes())
+            await pending.write(np.arange(rows).tobytes())
             pending.finish()
         endpoint = metadata_pb2.StorageEndpoint(storage_id="s", boot_id=self.engine.boot_id)
         return pb.CommitRequest(

@@ -13,7 +13,7 @@ from tq_service.server.app import running
 from tq_service.server.listener import Listener
 from tq_service.server.remote_storage import RemoteStorage
 from tq_service.storage.engine import StorageEngine
-from tq_service.storage.index.durability import Durability
+from tq_service.storage.index.put_journal import PutJournal
 
 
 def settings(**given):
@@ -85,7 +85,7 @@ async def test_what_a_controller_does_for_a_storage_service_is_supervised(monkey
 
 
 async def test_a_put_whose_move_cannot_be_written_down_is_the_end_of_the_service(tmp_path, monkeypatch):
-    monkeypatch.setattr(Durability, "_finish_move", fail)
+    monkeypatch.setattr(PutJournal, "_finish_move", fail)
     with pytest.raises(tq.ServiceFailedError, match="a put was moved and could not be written down") as caught:
         async with (
             asyncio.timeout(60),

@@ -138,7 +138,7 @@ async def engine_of(count, confirm=True):
     for number in range(count):
         put_id = number.to_bytes(16, "big")
         pending = await engine.reserve(put_id, columns, 4, partition_id="p", for_existing_rows=False, deadline=None)
-        pending.write(np.arange(4).tobytes())
+        await pending.write(np.arange(4).tobytes())
         pending.finish()
         if confirm:
             engine.confirm(put_id, "p")

@@ -6,7 +6,7 @@ from engine_driver import begin, begin_shared, put_id
 
 from tq_service.durable import codec
 from tq_service.storage.blobs import segments
-from tq_service.storage.blobs.segments import SegmentFiles
+from tq_service.storage.blobs.segments import SegmentBlobs
 from tq_service.storage.engine import StorageEngine
 from tq_service.wire import shared_memory
 from tq_service.wire.frames import iter_frames
@@ -17,8 +17,9 @@ BOOT = bytes(range(16))
 class Folder:
     """What is left of engines that end without a word: their segments, and the records that were durable."""
 
-    def __init__(self, path, **settings):
+    def __init__(self, path, *, sync=False, **settings):
         self.path = path
+        self.sync = sync
         self.settings = {"max_bytes": None, "boot_id": BOOT, **settings}
         self.min_free_bytes = 0
         self.records = []
@@ -32,15 +33,15 @@ class Folder:
         self.records, self._callbacks = list(self.records), []  # those of the engine before lead nowhere
         if self.engine is not None:
             self._end(self.engine)
-        files = SegmentFiles(self.path / "segments", min_free_bytes=self.min_free_bytes)
-        self.engine = StorageEngine(files=files, **self.settings)
+        blobs = SegmentBlobs(self.path / "segments", sync=self.sync, min_free_bytes=self.min_free_bytes)
+        self.engine = StorageEngine(blobs=blobs, **self.settings)
         self.engine.recover(list(self.records), _Log(self.records, self._callbacks))
         return self.engine
 
     def _end(self, engine):
         """Wait for threads of an engine that would have ended with its process."""
-        engine._durability._threads._executor.shutdown()
-        segments._ASIDE.submit(int).result()
+        engine._store._executor.shutdown()
+        segments._BACKGROUND.submit(int).result()
 
     def flush(self):
         """Make durable what was written down."""
@@ -83,7 +84,7 @@ async def put(engine, number, data, *, shared=False, confirm=True):
     else:
         pending, chunks = await begin(engine, number, data)
         for parts in iter_frames(chunks, 1 << 16):
-            pending.write(b"".join(parts))
+            await pending.write(b"".join(parts))
     await engine.flush(pending)
     pending.finish()
     if confirm:
@@ -92,7 +93,7 @@ async def put(engine, number, data, *, shared=False, confirm=True):
 
 async def settled(folder):
     """Let the moves of compacted puts be written down."""
-    while folder.engine._durability._moving:
-        await asyncio.wait(list(folder.engine._durability._moving.values()))
+    while folder.engine._journal._moving:
+        await asyncio.wait(list(folder.engine._journal._moving.values()))
         await asyncio.sleep(0)
     folder.flush()

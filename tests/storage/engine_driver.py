@@ -56,7 +56,7 @@ async def put_shared(engine, number, data):
 async def put(engine, number, data, *, existing=False, deadline=None, confirm=True):
     pending, chunks = await begin(engine, number, data, existing=existing, deadline=deadline)
     for parts in iter_frames(chunks, 1 << 16):
-        pending.write(b"".join(parts))
+        await pending.write(b"".join(parts))
     pending.finish()
     if confirm:
         engine.confirm(put_id(number), PARTITION)

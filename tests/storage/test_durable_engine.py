@@ -150,7 +150,7 @@ async def test_a_put_may_go_while_it_is_moved(folder):
     await put(engine, 1, BIG)
     folder.flush()
     engine.free([cells(1, *range(0, 60))])
-    assert engine._durability._moving
+    assert engine._journal._moving
     engine.free([cells(1)])
     await settled(folder)
     assert engine.stat().used_bytes == 0
@@ -385,7 +385,7 @@ async def test_a_put_for_existing_rows_is_one_after_a_restart_too(folder):
     engine = folder.open()
     for number in (1, 2):
         pending, chunks = await begin(engine, number, SMALL, existing=number == 1)
-        pending.write(b"".join(chunks))
+        await pending.write(b"".join(chunks))
         await engine.flush(pending)
         pending.finish()
     folder.flush()

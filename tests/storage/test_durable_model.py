@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from property_settings import examples
 
-from tq_service.storage.blobs import pool
-from tq_service.storage.index import durability
+from tq_service.storage.blobs import memory, segments
 from tq_service.wire import shared_memory
 
 FIELDS = ("dense", "jagged", "object")
@@ -124,8 +123,8 @@ class Model:
 @pytest.fixture(scope="module", autouse=True)
 def _small_segments():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pool, "SMALL_BYTES", 2048)
-        patch.setattr(durability, "SMALL_BYTES", 2048)
+        patch.setattr(memory, "SMALL_BYTES", 2048)
+        patch.setattr(segments, "SMALL_BYTES", 2048)
         patch.setattr(shared_memory, "_SEGMENT_BYTES", 4096)
         patch.setattr(shared_memory, "_GRAIN_BYTES", 4096)
         yield

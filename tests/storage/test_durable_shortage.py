@@ -9,8 +9,8 @@ from durable_driver import Folder, put, settled
 from engine_driver import begin, cells, put_id, read, runs
 
 from tq_service.errors import UnavailableError
-from tq_service.storage.blobs import segment_checks
-from tq_service.storage.blobs.segments import Segment, SegmentFiles
+from tq_service.storage.blobs.segments import Segment, SegmentBlobs
+from tq_service.storage.index import checks
 
 ROWS = 1000
 DATA = {
@@ -54,7 +54,7 @@ async def test_a_put_is_not_damaged_because_its_file_cannot_be_opened_now(tmp_pa
 
 
 async def test_the_scrub_goes_on_when_files_can_be_opened_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(segment_checks, "_RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(checks, "_RETRY_SECONDS", 0.0)
     engine = (await reopened(tmp_path)).engine
     refusals = []
     checksum = Segment.checksum
@@ -70,7 +70,7 @@ async def test_the_scrub_goes_on_when_files_can_be_opened_again(tmp_path, monkey
         await engine.scrub()
     assert len(refusals) == 3
     assert not engine.damaged
-    assert engine._durability._checks.is_sound(put_id(1))
+    assert engine._journal._checks.is_sound(put_id(1))
 
 
 async def test_a_put_that_cannot_be_compacted_yet_keeps_no_room_from_others(tmp_path):
@@ -101,7 +101,7 @@ async def test_a_put_whose_file_cannot_be_made_now_may_be_sent_again_and_costs_n
         raise OSError(errno.EMFILE, "Too many open files")
 
     with monkeypatch.context() as short:
-        short.setattr(SegmentFiles, "create", refused)
+        short.setattr(SegmentBlobs, "_make", refused)
         with pytest.raises(UnavailableError, match=r"cannot be kept now.*Too many open files.*try again"):
             await put(engine, 2, {"x": DATA["x"][:500]})
     stat = engine.stat()

@@ -143,17 +143,17 @@ async def test_wrong_reads_are_refused(engine, asked):
 
 async def test_puts_of_wrong_size_leave_nothing(engine):
     pending, _ = await begin(engine, 1, SMALL)
-    pending.write(bytes(60))
+    await pending.write(bytes(60))
     with pytest.raises(InvalidArgumentError, match="ended 40 bytes before"):
         pending.finish()
     with pytest.raises(InvalidArgumentError, match="2 bytes more"):
-        pending.write(bytes(42))
+        await pending.write(bytes(42))
     assert engine.stat().used_bytes == 100
     pending.abort()
     pending.abort()
     assert engine.stat().used_bytes == 0
     with pytest.raises(CallCancelledError):
-        pending.write(b"x")
+        await pending.write(b"x")
     with pytest.raises(CallCancelledError):
         pending.finish()
     with pytest.raises(PutNotFoundError):
@@ -186,7 +186,7 @@ async def test_a_retry_of_a_complete_put_changes_nothing(engine):
     await put(engine, 1, SMALL)
     again, chunks = await begin(engine, 1, SMALL)
     assert again.already_complete
-    again.write(chunks[0])
+    await again.write(chunks[0])
     again.finish()
     again.abort()
     assert engine.stat().put_count == 1
@@ -195,10 +195,10 @@ async def test_a_retry_of_a_complete_put_changes_nothing(engine):
 
 async def test_a_retry_takes_over_from_a_broken_stream(engine):
     older, _ = await begin(engine, 1, SMALL)
-    older.write(b"garbage")
+    await older.write(b"garbage")
     await put(engine, 1, {"x": np.full(100, 7, np.uint8)})
     with pytest.raises(CallCancelledError):
-        older.write(b"more")
+        await older.write(b"more")
     older.abort()
     assert engine.stat().used_bytes == 100
     assert set(read(engine, [1], runs(["x"], (0, 0, 100)))["x"].tolist()) == {7}
@@ -397,7 +397,7 @@ async def test_rows_beyond_4_gib_are_found(engine):
         put_id(1), [column, jagged], 6, partition_id=PARTITION, for_existing_rows=False, deadline=None
     )
     pending._filled += 12 * row_bytes - 3  # as if written
-    pending.write(b"end")
+    await pending.write(b"end")
     pending.finish()
     with engine.open_read([runs(["x", "j"], (0, 5, 1))], [put_id(1)]) as reading:
         first, last = reading.chunks()

@@ -57,7 +57,7 @@ async def test_a_row_that_is_no_object_is_refused_by_its_number(engine, shared, 
     else:
         for column in columns:
             for chunk in column.chunks:
-                pending.write(chunk)
+                await pending.write(chunk)
     for finish in (pending.whole, pending.finish):
         with pytest.raises(InvalidArgumentError, match=f"row {row} of field 'text' {reason}") as caught:
             finish()
@@ -70,7 +70,7 @@ async def test_a_row_that_is_no_object_is_refused_by_its_number(engine, shared, 
 
 async def test_bytes_that_are_missing_are_said_first(engine):
     pending, chunks = await begin(engine, 1, DATA)
-    pending.write(chunks[0])
+    await pending.write(chunks[0])
     with pytest.raises(InvalidArgumentError, match="the stream ended"):
         pending.finish()
     pending.abort()

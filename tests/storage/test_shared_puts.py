@@ -131,7 +131,7 @@ async def test_memory_of_another_size_is_refused_and_closed(engine):
 async def test_frames_for_a_shared_put_are_refused(engine):
     pending, _ = await begin_shared(engine, 1, DATA)
     with pytest.raises(InvalidArgumentError, match="shared memory"):
-        pending.write(b"x")
+        await pending.write(b"x")
     pending.abort()
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from tq_service.dataplane.parties import Deadline, Engine, Reading, Received
+from tq_service.dataplane.parties import Deadline, Engine, Received
 from tq_service.dataplane.receive_buffers import RECEIVE_BUFFERS
 from tq_service.v1.storage_service_pb2 import GetRequest, PutHeader, PutResponse
 from tq_service.wire.columns import Column
@@ -24,7 +24,7 @@ class LocalDriver:
         async with self._engine.storing(header, columns, until=time.monotonic() + deadline.remaining()) as pending:
             for column in columns:
                 for chunk in column.chunks:
-                    pending.write(chunk)
+                    await pending.write(chunk)
         return PutResponse()
 
     async def get(
@@ -32,11 +32,12 @@ class LocalDriver:
     ) -> list[Received]:
         """Return columns with their bytes, see `AsyncDriver`; a thread copies them."""
         with await self._engine.open(request) as reading:
-            return await asyncio.to_thread(_copied, reading)
+            receiver = ColumnReceiver(reading.headers, RECEIVE_BUFFERS.take)
+            async for part in reading.parts():
+                await asyncio.to_thread(_write, receiver, part)
+            return list(zip(reading.headers, receiver.finish(), strict=True))
 
 
-def _copied(reading: Reading) -> list[Received]:
-    receiver = ColumnReceiver(reading.headers, RECEIVE_BUFFERS.take)
-    for chunk in reading.chunks():
+def _write(receiver: ColumnReceiver, chunks: Iterable[memoryview]) -> None:
+    for chunk in chunks:
         receiver.write(chunk)
-    return list(zip(reading.headers, receiver.finish(), strict=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeAlias
@@ -90,7 +90,7 @@ class Runs(Protocol):
 class Pending(Protocol):
     """A put of an engine whose bytes are to come."""
 
-    def write(self, data: memoryview | bytes) -> None:
+    async def write(self, data: memoryview | bytes) -> None:
         """Append bytes of the values; ignored where the put was complete before."""
         ...
 
@@ -103,8 +103,8 @@ class Reading(Protocol):
         """The columns, in the order asked for."""
         ...
 
-    def chunks(self) -> Iterator[memoryview]:
-        """Yield the bytes of all columns in order."""
+    def parts(self) -> AsyncIterator[Iterable[memoryview]]:
+        """Yield the bytes of all columns in order, as chunks to be used before the next part."""
         ...
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,6 +14,7 @@ from tq_service.domain.admission.limits import Limits
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.idempotency import IdempotencyCache
 from tq_service.durable.state_store import StateStore
+from tq_service.errors import InvalidArgumentError
 from tq_service.samplers import PlanRunner, SamplerRegistry
 from tq_service.server import answers
 from tq_service.server.checkpoints import Checkpoints
@@ -24,7 +25,9 @@ from tq_service.server.rpc.limits import WaitingCalls
 from tq_service.server.storage_servicer import StorageServicer
 from tq_service.server.storages import StorageDirectory
 from tq_service.server.supervisor import Supervisor
-from tq_service.storage.blobs.segments import SegmentFiles
+from tq_service.storage.blobs.base import BlobStore, DurableBlobStore
+from tq_service.storage.blobs.memory import MemoryBlobs
+from tq_service.storage.blobs.segments import SegmentBlobs
 from tq_service.storage.engine import StorageEngine
 from tq_service.wire.credentials import Credentials
 from tq_service.wire.shared_memory import check_supported
@@ -132,17 +135,53 @@ def build_storage(settings: ServeSettings, port: int, store: StateStore | None) 
         name = store.data_dir.storage_id(settings.storage_id, name)
         kept = {
             "boot_id": store.data_dir.identity.storage_boot_id,
-            "files": SegmentFiles(store.data_dir.segments_path),
-            "sync": settings.durability == "disk",
         }
     engine = StorageEngine(
-        storage_id=name, max_bytes=settings.max_bytes, put_ttl_seconds=settings.put_ttl_seconds, **kept
+        storage_id=name,
+        max_bytes=settings.max_bytes,
+        put_ttl_seconds=settings.put_ttl_seconds,
+        blobs=_open_blobs(settings, store),
+        **kept,
     )
     return Storage(
         engine=engine,
         address=settings.advertised_address(port),
         shared_memory=_open_shared_memory(settings, engine.boot_id),
     )
+
+
+def _open_blobs(settings: ServeSettings, store: StateStore | None) -> BlobStore:
+    """Open the store of blobs that the settings name.
+
+    Raises:
+        InvalidArgumentError: there is none of that name, or it does not go with the durability.
+    """
+    name = settings.blob_store if settings.blob_store != "auto" else ("memory" if store is None else "segments")
+    if name not in BLOB_STORES:
+        raise InvalidArgumentError(
+            f"blob_store is {name!r}; expected one of {', '.join(BLOB_STORES)}", field="blob_store"
+        )
+    blobs = BLOB_STORES[name](settings, store)
+    if isinstance(blobs, DurableBlobStore) != (store is not None):
+        raise InvalidArgumentError(
+            f"blob_store {name} goes {'without' if store is not None else 'with'} data_dir only; leave blob_store "
+            "auto, so that it follows from data_dir",
+            field="blob_store",
+        )
+    return blobs
+
+
+def _open_segments(settings: ServeSettings, store: StateStore | None) -> SegmentBlobs:
+    if store is None:
+        raise InvalidArgumentError("blob_store segments needs the setting data_dir", field="blob_store")
+    return SegmentBlobs(store.data_dir.segments_path, sync=settings.durability == "disk")
+
+
+BLOB_STORES: Final[Mapping[str, Callable[[ServeSettings, StateStore | None], BlobStore]]] = {
+    "memory": lambda settings, store: MemoryBlobs(),
+    "segments": _open_segments,
+}
+"""Where the bytes of puts can be, by name. A new place is a file in `tq_service.storage.blobs`, and a line here."""
 
 
 def _open_shared_memory(settings: ServeSettings, boot_id: bytes) -> SharedMemoryServer | None:

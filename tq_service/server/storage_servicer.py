@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from typing import Any, TypeAlias
 
 import grpc
@@ -38,7 +38,6 @@ from tq_service.wire.frames import (
     SEND_AS_FDS,
     SEND_AS_FRAMES,
     SEND_AS_KEY,
-    FrameParts,
     decode_put_request,
     encode_get_response,
     iter_frames,
@@ -120,7 +119,7 @@ class StorageServicer:
         async def receive_frames(pending: PendingPut) -> None:
             await context.send_initial_metadata(((SEND_AS_KEY, SEND_AS_FRAMES),))
             async for part in parts:
-                pending.write(_frame(part))
+                await pending.write(_frame(part))
 
         async def receive_fds(pending: PendingPut, session: Session) -> None:
             with session.awaiting(header.put_id) as pending_fds:
@@ -144,7 +143,7 @@ class StorageServicer:
 
     async def PutInline(self, request: pb.PutInlineRequest, context: Context) -> pb.PutInlineResponse:
         async def receive(pending: PendingPut) -> None:
-            pending.write(values)
+            await pending.write(values)
 
         values = request.values
         if len(values) > INLINE_BYTES:
@@ -260,22 +259,23 @@ class StorageServicer:
         return pb.PutResponse(storage=self._endpoint, commit=answer)
 
     async def Get(self, request: pb.GetRequest, context: Context) -> None:
-        async def send(header: pb.GetHeader, frames: Iterable[FrameParts]) -> None:
+        async def send(header: pb.GetHeader, without: Collection[int] = ()) -> None:
             await progress.wait_for(context.write(header))
-            for frame in frames:
-                await progress.wait_for(context.write(frame))
-                progress.moved(sum(map(len, frame)))
+            async for part in reading.parts(without):
+                for frame in iter_frames(part):
+                    await progress.wait_for(context.write(frame))
+                    progress.moved(sum(map(len, frame)))
 
         progress = Progress(self._stall_seconds, f"fewer than {LEAST_PROGRESS_BYTES} bytes of the answer were taken")
         with await self._calls.open(request) as reading:
             header = get_header(reading)
             session, shared = self._shared_part(request, reading)
             if session is None:
-                await send(header, iter_frames(reading.chunks()))
+                await send(header)
                 return
             with session.offering(shared.fds) as offer:
                 header.shared.MergeFrom(shared_columns(shared, offer.offer_id))
-                await send(header, iter_frames(reading.chunks(shared.column_indexes)))
+                await send(header, shared.column_indexes)
                 await progress.wait_for(offer.wait())
 
     async def GetInline(self, request: pb.GetInlineRequest, context: Context) -> pb.GetInlineResponse:
@@ -286,7 +286,7 @@ class StorageServicer:
             size = sum(column.value_bytes for column in sent)
             if size > INLINE_BYTES:
                 return pb.GetInlineResponse(size_bytes=size)
-            values = b"".join(reading.chunks(shared.column_indexes))
+            values = b"".join([chunk async for part in reading.parts(shared.column_indexes) for chunk in part])
             answer = pb.GetInlineResponse(header=get_header(reading), values=values, size_bytes=size)
             if session is not None:
                 offer = session.lease(shared.fds, stack.pop_all().close)

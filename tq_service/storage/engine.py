@@ -1,6 +1,7 @@
 """The storage engine: takes puts under a quota, reads and frees their cells. Knows bytes and rows, nothing of gRPC.
 
-Everything here happens on one event loop between awaits, so there are no locks; only `reserve` ever waits.
+It ties the two floors: the index (which puts there are, their rows, the quota, what was confirmed) and the store of
+blobs beneath, which has the bytes. Everything here happens on one event loop between awaits, so there are no locks.
 """
 
 from __future__ import annotations
@@ -10,27 +11,25 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from tq_service.errors import CallCancelledError, InvalidArgumentError, PutNotFoundError, QuotaExceededError
+from tq_service.errors import CallCancelledError, InvalidArgumentError, PutNotFoundError
 from tq_service.schema import FieldSpec
-from tq_service.storage.blobs.pool import RegionPool
-from tq_service.storage.blobs.region import Region
-from tq_service.storage.blobs.segment_checks import check_sound
-from tq_service.storage.blobs.segments import Segment, SegmentFiles
-from tq_service.storage.blobs.shared_region import SharedRegion
+from tq_service.storage.blobs.base import Blob, BlobStore, DurableBlobStore
+from tq_service.storage.blobs.memfd import MemfdBlobs
+from tq_service.storage.blobs.memory import MemoryBlobs
 from tq_service.storage.cells import PutCells, ReadRuns
 from tq_service.storage.engine_stat import EngineStat, Reconciled
-from tq_service.storage.index.admission import RETRY_AFTER_SECONDS, Admission
+from tq_service.storage.index.admission import Admission
+from tq_service.storage.index.checks import check_sound
 from tq_service.storage.index.compaction import compact
 from tq_service.storage.index.confirmations import Confirmations
-from tq_service.storage.index.durability import Durability
 from tq_service.storage.index.pending_put import PendingPut
+from tq_service.storage.index.put_journal import PutJournal
 from tq_service.storage.index.put_records import EncodedPut, PutLog
 from tq_service.storage.index.put_table import PutTable
 from tq_service.storage.index.reading import Reading, open_reading
 from tq_service.storage.index.reconciliation import Reconciliation, cells_besides
-from tq_service.storage.index.stored_put import StoredPut, check_put, stored_bytes, tables_size
+from tq_service.storage.index.stored_put import StoredPut, check_put, tables_size, values_size
 from tq_service.wire.columns import ColumnShape
-from tq_service.wire.shared_memory import place_columns
 
 _KNOWN_SPECS: Final = 4096
 _MOST_WORK: Final = 4096  # puts that are looked at before others have their turn; some milliseconds
@@ -38,13 +37,13 @@ _DROP_WORK: Final = 8  # what to drop one costs, in puts looked at
 
 
 class StorageEngine:
-    """Holds puts in memory, or in files that outlive the process.
+    """Holds puts: knows which there are, and has their bytes in a store of blobs.
 
     A put is reserved, written, flushed, finished, then confirmed by its commit; one that is not confirmed in time
     expires. Its cells are freed one by one or all at once, and its memory shrinks with them.
 
-    With `files`, `recover` comes first. That a put is confirmed is not written down: recovered puts stay until `keep`
-    tells which of them are known.
+    With a store that outlives the process, `recover` comes first. That a put is confirmed is not written down:
+    recovered puts stay until `keep` tells which of them are known.
 
     Args:
         max_bytes: quota in bytes; None: no bound.
@@ -53,8 +52,7 @@ class StorageEngine:
         storage_id: name of this storage service.
         clock: what deadlines and expiry are measured with.
         boot_id: of the engine whose puts are recovered; None: a new one.
-        files: where puts are kept; None: they end with the process.
-        sync: whether kept means on the disk; else with the operating system.
+        blobs: where the bytes are; None: in memory of this process.
 
     Attributes:
         boot_id: 16 random bytes: what another boot stored is gone.
@@ -71,8 +69,7 @@ class StorageEngine:
         storage_id: str = "storage-0",
         clock: Callable[[], float] = time.monotonic,
         boot_id: bytes | None = None,
-        files: SegmentFiles | None = None,
-        sync: bool = False,
+        blobs: BlobStore | None = None,
     ) -> None:
         if max_bytes is not None and max_bytes <= 0:
             raise InvalidArgumentError(f"max_bytes is {max_bytes}; expected at least 1, or None", field="max_bytes")
@@ -85,9 +82,12 @@ class StorageEngine:
         self.run_id = os.urandom(16)
         self.storage_id = storage_id
         self._clock = clock
-        self._admission = Admission(max_bytes, reserve_share, clock, on_shortage=self._squeeze)
-        self._pool = RegionPool(on_return=self._admission.release, files=files)
-        self._durability = None if files is None else Durability(files, self._pool, sync=sync)
+        self._admission = Admission(max_bytes, reserve_share, clock, on_shortage=self._compact_until)
+        self._store = MemoryBlobs() if blobs is None else blobs
+        self._memfds = MemfdBlobs()
+        for store in (self._store, self._memfds):
+            store.on_freed = self._admission.release
+        self._journal = PutJournal(self._store) if isinstance(self._store, DurableBlobStore) else None
         self._puts = PutTable()
         self._confirmations = Confirmations(put_ttl_seconds, clock)
         self._pending: dict[bytes, PendingPut] = {}
@@ -107,7 +107,7 @@ class StorageEngine:
         deadline: float | None,
         shared: bool = False,
     ) -> PendingPut:
-        """Reserve room for a put, waiting for it in order of arrival.
+        """Reserve capacity for a put, waiting for it in order of arrival.
 
         Args:
             put_id: made by the client, the same over retries. An unfinished put of the same id is aborted; where one
@@ -121,9 +121,9 @@ class StorageEngine:
 
         Raises:
             InvalidArgumentError: headers are wrong, or the put is there for another partition.
-            QuotaExceededError: larger than the quota (at once), or no room until the deadline (with
+            QuotaExceededError: larger than the quota (at once), or no capacity until the deadline (with
                 `retry_after_seconds`).
-            DiskFullError: the disk has no room.
+            DiskFullError: the disk is full.
             CallCancelledError: a retry of the same put took over while this call waited.
         """
         check_put(put_id, headers, row_count)
@@ -135,30 +135,57 @@ class StorageEngine:
             stale.abort()
         pending = PendingPut(put_id, on_finish=self._finish, on_abort=self._abort)
         self._pending[put_id] = pending
-        size = stored_bytes(headers, shared=shared)
         try:
-            await self._admission.reserve(size, for_existing_rows=for_existing_rows, deadline=deadline)
+            stored = await self._allocate(
+                headers, row_count, partition_id, for_existing_rows=for_existing_rows, deadline=deadline, shared=shared
+            )
         except BaseException:
             pending.abort()
             raise
-        fresh = await self._make_room(pending, size, stored_bytes(headers)) if self._durability is not None else None
         if pending.is_aborted:
-            self._admission.release(size)
-            if fresh is not None:
-                self._pool.keep(fresh)
+            self._release(stored.blobs())
             pending.check_open()
-        region = self._take_region(pending, size, headers, fresh, shared=shared)
-        stored = StoredPut.of(region, headers, row_count, partition_id, for_existing_rows=for_existing_rows)
         self._begin(pending, stored)
         return pending
 
-    async def _make_room(self, pending: PendingPut, size: int, kept_bytes: int) -> Segment | None:
+    async def _allocate(
+        self,
+        headers: Sequence[ColumnShape],
+        row_count: int,
+        partition_id: str,
+        *,
+        for_existing_rows: bool,
+        deadline: float | None,
+        shared: bool,
+    ) -> StoredPut:
+        """Return a put that is to be written, its bytes counted and its blobs allocated."""
+        tables, values = tables_size(headers), values_size(headers, shared=shared)
+        await self._admission.reserve(tables + values, for_existing_rows=for_existing_rows, deadline=deadline)
+        with_tables = self._journal is not None and not shared
+        blob = None
         try:
-            return None if self._durability is None else await self._durability.make_room(kept_bytes)
+            store = self._memfds if shared else self._store
+            blob = await store.allocate(values + (tables if with_tables else 0))
+            blob.charge = tables + values
+            stored = StoredPut.of(
+                blob,
+                headers,
+                row_count,
+                partition_id,
+                for_existing_rows=for_existing_rows,
+                shared=shared,
+                with_tables=with_tables,
+            )
+            if shared and self._journal is not None:
+                stored.copy = await self._store.allocate(tables + values_size(headers, shared=False))
+                stored.copy.charge = 0
         except BaseException:
-            self._admission.release(size)
-            pending.abort()
+            if blob is None:
+                self._admission.release(tables + values)
+            else:
+                blob.release()
             raise
+        return stored
 
     async def flush(self, pending: PendingPut) -> None:
         """Wait until the bytes of a put are where they outlive this process, before it is finished.
@@ -168,8 +195,8 @@ class StorageEngine:
             CallCancelledError: a retry took over.
             DiskFailedError: they could not be written.
         """
-        if self._durability is not None:
-            await self._durability.flush(pending)
+        if self._journal is not None:
+            await self._journal.flush(pending)
             pending.check_open()
 
     def confirm(self, put_id: bytes, partition_id: str, *, is_committed: bool = True) -> None:
@@ -332,8 +359,8 @@ class StorageEngine:
         if put_id in self._puts and put_id not in self.damaged:
             return
         state.miss(put_id)
-        if self._durability is not None:
-            self._durability.mark_missing(put_id)
+        if self._journal is not None:
+            self._journal.mark_missing(put_id)
 
     def _free_others(self, state: Reconciliation) -> None:
         """Free all cells of the put listed last but those that were listed."""
@@ -357,7 +384,7 @@ class StorageEngine:
         overdue = self._confirmations.overdue(now)
         for put_id in overdue:
             self._drop(put_id)
-        self._pool.trim(max(now - self._trimmed_at, 0.0))
+        self._store.trim(max(now - self._trimmed_at, 0.0))
         self._trimmed_at = now
         return len(overdue)
 
@@ -367,8 +394,8 @@ class StorageEngine:
             if some.is_whole and self._reconciliation is not None:
                 self._reconciliation.freed.add(some.put_id)
             if some.put_id not in self._puts:
-                if some.is_whole and self._durability is not None:
-                    self._durability.forget_missing(some.put_id)
+                if some.is_whole and self._journal is not None:
+                    self._journal.forget_missing(some.put_id)
                 continue
             if some.is_whole:
                 self._drop(some.put_id)
@@ -379,18 +406,18 @@ class StorageEngine:
             try:
                 put.free(some.field_names, some.first_rows, some.row_counts)
             except OSError as error:  # its segment was damaged while the service was down
-                self._needed_durability().mark_unreadable(some.put_id, error)
+                self._needed_journal().mark_unreadable(some.put_id, error)
                 continue
             if put.is_empty():
                 self._drop(some.put_id)
                 continue
             self._holed[some.put_id] = None
-            if put.compacted_bytes() * 2 < put.region.size:
+            if put.compacted_bytes() * 2 < put.values.charge:
                 self._compact(some.put_id)
         self._admission.admit()  # holes that are too small to close for themselves may serve those who wait
 
     def drain(self) -> None:
-        """End the waits for room: the service is about to stop."""
+        """End the waits for capacity: the service is about to stop."""
         self._admission.drain()
 
     def open_read(self, runs: Sequence[ReadRuns], put_ids: Sequence[bytes]) -> Reading:
@@ -407,19 +434,19 @@ class StorageEngine:
             DataLossError: the bytes of a put are damaged.
         """
         check_sound(put_ids, self.damaged, self.storage_id)
-        return open_reading(self._pool, self._puts, runs, put_ids)
+        return open_reading(self._puts, runs, put_ids)
 
     @property
     def shared_memory_count(self) -> int:
         """Number of memfds of puts in shared memory."""
-        return self._pool.shared_count
+        return self._memfds.memory_count
 
     def stat(self) -> EngineStat:
         """Return sizes and counts."""
         return EngineStat(
             max_bytes=self._admission.max_bytes,
             used_bytes=self._admission.used_bytes,
-            pooled_bytes=self._pool.pooled_bytes,
+            pooled_bytes=self._store.pooled_bytes,
             put_count=len(self._puts),
             uncommitted_put_count=self._confirmations.waiting_count,
             damaged_put_count=len(self.damaged),
@@ -430,7 +457,7 @@ class StorageEngine:
     def recover(self, records: Iterable[bytes], log: PutLog) -> int:
         """Take over the puts that records leave, and write down what becomes of puts from now on.
 
-        Without it, an engine with files takes no puts.
+        Without it, an engine whose store outlives the process takes no puts.
 
         Args:
             records: all that were written down, in order.
@@ -439,54 +466,38 @@ class StorageEngine:
         Returns:
             How many puts there are.
         """
-        durability = self._needed_durability()
-        regions = durability.recover(records, log)
-        self._puts.add_asleep(regions, durability.wake)
-        self._confirmations.add_recovered(regions)
-        self._admission.add(sum(region.size for region in regions.values()))
-        return len(regions)
+        journal = self._needed_journal()
+        blobs = journal.recover(records, log)
+        self._puts.add_lazy(blobs, journal.load)
+        self._confirmations.add_recovered(blobs)
+        self._admission.add(sum(blob.charge for blob in blobs.values()))
+        return len(blobs)
 
     def put_records(self) -> Sequence[EncodedPut]:
         """Return what is written down of each put, as of now."""
-        return self._needed_durability().records()
+        return self._needed_journal().records()
 
     async def check(self, put_ids: Iterable[bytes]) -> None:
         """Look at the bytes of recovered puts, before they are first read."""
-        if self._durability is not None:
-            await self._durability.check(put_ids)
+        if self._journal is not None:
+            await self._journal.check(put_ids)
 
     async def scrub(self) -> None:
         """Look at the bytes of all recovered puts, slowly."""
-        if self._durability is not None:
-            await self._durability.scrub()
+        if self._journal is not None:
+            await self._journal.scrub()
 
     @property
     def damaged(self) -> Mapping[bytes, str]:
         """Puts whose bytes are lost, and why; what was not looked at since the start is not known to be."""
-        return {} if self._durability is None else self._durability.damaged
+        return {} if self._journal is None else self._journal.damaged
 
-    def _needed_durability(self) -> Durability:
-        if self._durability is None:
-            raise RuntimeError("this engine has no files to keep puts in")
-        return self._durability
+    def _needed_journal(self) -> PutJournal:
+        if self._journal is None:
+            raise RuntimeError("this engine's store of blobs does not outlive the process")
+        return self._journal
 
     # Parts of the above
-
-    def _take_region(
-        self, pending: PendingPut, size: int, headers: Sequence[ColumnShape], fresh: Segment | None, *, shared: bool
-    ) -> Region:
-        try:
-            if not shared:
-                return self._pool.take(size, fresh)
-            values = place_columns(headers)[1]
-            return self._pool.take_shared(tables_size(headers), values, stored_bytes(headers), fresh)
-        except (OSError, MemoryError) as error:
-            self._admission.release(size)
-            pending.abort()
-            raise QuotaExceededError(
-                f"the machine has no memory for {size} bytes ({error}); lower max_bytes below what it has",
-                retry_after_seconds=RETRY_AFTER_SECONDS,
-            ) from error
 
     def _begin(self, pending: PendingPut, stored: StoredPut) -> None:
         if len(self._specs) >= _KNOWN_SPECS:
@@ -494,13 +505,13 @@ class StorageEngine:
         for column in stored.columns.values():
             if column is not None:
                 column.spec = self._specs.setdefault(column.spec, column.spec)
-        is_shared = isinstance(stored.region, SharedRegion)
-        pending.begin(stored, with_checksum=isinstance(stored.region.backing, Segment) and not is_shared)
+        with_checksum = self._journal is not None and self._journal.is_numbered(stored.values)
+        pending.begin(stored, with_checksum=with_checksum)
 
     def _finish(self, pending: PendingPut, stored: StoredPut) -> None:
         del self._pending[pending.put_id]
-        if self._durability is not None:
-            self._durability.record(pending.put_id, stored, pending.checksum)
+        if self._journal is not None:
+            self._journal.record(pending.put_id, stored, pending.checksum)
         self._puts[pending.put_id] = stored
         self._confirmations.begin(pending.put_id)
 
@@ -508,35 +519,40 @@ class StorageEngine:
         if self._pending.get(pending.put_id) is pending:
             del self._pending[pending.put_id]
         if stored is not None:
-            self._pool.release(stored.region)
+            self._release(stored.blobs())
+
+    @staticmethod
+    def _release(blobs: Iterable[Blob]) -> None:
+        for blob in blobs:
+            blob.release()
 
     def _drop(self, put_id: bytes) -> None:
         if self._reconciliation is not None:
             self._reconciliation.freed.add(put_id)
-        region = self._puts.pop(put_id)
+        blobs = self._puts.pop(put_id)
         self._confirmations.forget(put_id)
         self._holed.pop(put_id, None)
-        if self._durability is None:
-            self._pool.release(region)
+        if self._journal is None:
+            self._release(blobs)
         else:
-            self._durability.drop(put_id, region)
+            self._journal.drop(put_id, blobs)
 
     def _compact(self, put_id: bytes) -> bool:
-        """Move what is live of a put to a smaller region; return whether that is possible now."""
+        """Move what is live of a put to a smaller blob; return whether that is possible now."""
         put = self._puts[put_id]
-        if self._durability is not None and not self._durability.may_compact(put_id):
+        if not self._store.partial_free or (self._journal is not None and not self._journal.may_compact(put_id)):
             return False
         try:
-            smaller = compact(put, self._pool)
+            smaller = compact(put, self._store, with_tables=self._journal is not None)
         except OSError:  # the disk is full: what is dead of the put goes with the rest of it
             return False
         self._puts[put_id] = smaller
         self._holed.pop(put_id, None)
-        self._admission.add(smaller.region.size)
-        if self._durability is None:
-            self._pool.release(put.region)
+        self._admission.add(smaller.values.charge)
+        if self._journal is None:
+            self._release(put.blobs())
         else:
-            self._durability.move(put_id, put.region, smaller)
+            self._journal.move(put_id, put.blobs(), smaller)
         return True
 
     def _check_partition(self, put_id: bytes, partition_id: str) -> None:
@@ -548,12 +564,12 @@ class StorageEngine:
                 field="partition_id",
             )
 
-    def _squeeze(self, wanted: int) -> None:
+    def _compact_until(self, wanted: int) -> None:
         """Compact puts of which an eighth or more is dead, until `wanted` bytes are gained."""
         for put_id in list(self._holed):
             put = self._puts[put_id]
-            gain = put.region.size - put.compacted_bytes()
-            if gain * 8 >= put.region.size > 0 and self._compact(put_id):
+            gain = put.values.charge - put.compacted_bytes()
+            if gain * 8 >= put.values.charge > 0 and self._compact(put_id):
                 wanted -= gain
             if wanted <= 0:
                 return

@@ -32,7 +32,7 @@ from tq_service.domain.claims.request import LeaseTerms
 from tq_service.durable.log import segment
 from tq_service.durable.state_store import StateStore
 from tq_service.samplers import PlanRunner
-from tq_service.storage.blobs.segments import SegmentFiles
+from tq_service.storage.blobs.segments import SegmentBlobs
 from tq_service.storage.engine import StorageEngine
 
 HERE = Path(__file__).parent
@@ -53,7 +53,7 @@ DATA: dict[str, Any] = {
 
 
 def engine_of(store: StateStore) -> StorageEngine:
-    return StorageEngine(max_bytes=None, boot_id=BOOT_ID, files=SegmentFiles(store.data_dir.segments_path))
+    return StorageEngine(max_bytes=None, boot_id=BOOT_ID, blobs=SegmentBlobs(store.data_dir.segments_path))
 
 
 async def make_changes(store: StateStore) -> None:

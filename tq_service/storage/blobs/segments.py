@@ -7,31 +7,36 @@ never by anything that a client chose.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import mmap
 import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import xxhash
 
+from tq_service.errors import DiskFullError, UnavailableError
+from tq_service.storage.blobs.base import RETRY_AFTER_SECONDS, Blob, CopySource, DurableBlobStore, Span, is_temporary
+from tq_service.storage.blobs.memory import SMALL_BYTES, LocalBlob, PooledBlob, PooledStore, size_class
 from tq_service.wire.mapping import map_over
 
+T = TypeVar("T")
+_THREAD_COUNT: Final = 2
 MIN_FREE_BYTES: Final = 256 << 20
 """What is left free of the disk, so that clears can still be written down."""
 
 _READ_BYTES: Final = 4 << 20
 _COPY_BYTES: Final = 1 << 20
-_ROOM_KNOWN_SECONDS: Final = 0.05
-_PASSING: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR})
+_FREE_KNOWN_SECONDS: Final = 0.05
 _NAME: Final = re.compile(r"(?:\d{8}|[1-9]\d{8,})\.seg")
 # The system takes about 0.1 ms a MiB to drop a file: too long for the event loop.
-_ASIDE: Final = ThreadPoolExecutor(1, thread_name_prefix="tq-segment-drop")
+_BACKGROUND: Final = ThreadPoolExecutor(1, thread_name_prefix="tq-segment-drop")
 
 
 class Segment:
@@ -43,10 +48,10 @@ class Segment:
         is_new: whether its name is not known to be on the disk yet.
     """
 
-    __slots__ = ("_folder", "_memory", "capacity", "is_new", "number")
+    __slots__ = ("_directory", "_memory", "capacity", "is_new", "number")
 
-    def __init__(self, folder: Path, number: int, capacity: int) -> None:
-        self._folder = folder
+    def __init__(self, directory: Path, number: int, capacity: int) -> None:
+        self._directory = directory
         self._memory: mmap.mmap | None = None
         self.number = number
         self.capacity = capacity
@@ -55,7 +60,7 @@ class Segment:
     @property
     def path(self) -> Path:
         """Where it is."""
-        return self._folder / _name(self.number)
+        return self._directory / _name(self.number)
 
     def open(self) -> int:
         """Return a file descriptor of it, to be closed by the caller."""
@@ -92,25 +97,6 @@ class Segment:
         finally:
             os.close(fd)
 
-    def fill(self, spans: Iterable[tuple[int, int]], read: Callable[[memoryview, int], None]) -> int:
-        """Copy spans (start and size) of something into it, one after the other; return the checksum of all.
-
-        Args:
-            spans: where they start there, and their sizes.
-            read: copies from a start into memory until that is full.
-
-        Raises:
-            OSError: it cannot be mapped, or what `read` raises.
-        """
-        memory, at, digest = memoryview(self.map()), 0, xxhash.xxh3_64()
-        for start, size in spans:
-            for done in range(0, size, _COPY_BYTES):
-                part = memory[at : at + min(_COPY_BYTES, size - done)]
-                read(part, start + done)
-                digest.update(part)  # while it is in the cache
-                at += len(part)
-        return digest.intdigest()
-
     def sync(self) -> None:
         """Wait until what was written is on the disk, the name of the file included."""
         fd = self.open()
@@ -119,7 +105,7 @@ class Segment:
         finally:
             os.close(fd)
         if self.is_new:
-            sync_folder(self._folder)
+            sync_directory(self._directory)
             self.is_new = False
 
     def remove(self) -> None:
@@ -128,34 +114,93 @@ class Segment:
         self.path.unlink(missing_ok=True)
 
 
-class SegmentFiles:
-    """The folder of segments.
+class SegmentBlob(PooledBlob[Segment]):
+    """A blob in a file, mapped when its bytes are first needed."""
+
+    __slots__ = ()
+
+    def memory(self) -> bytes | bytearray | mmap.mmap:
+        return self.backing.map()
+
+    def close(self) -> None:
+        """The mapping is kept for the next put that uses the file."""
+
+
+class SegmentBlobs(PooledStore[Segment], DurableBlobStore):
+    """A directory of segments; small blobs are memory, to be written down with the records of their puts.
+
+    A few threads read and write files, so that the event loop does not wait for a disk.
 
     Args:
-        folder: made where it is not there.
+        directory: made where it is not there.
+        sync: whether a flushed blob is on the disk; else with the operating system.
         min_free_bytes: what is left free of the disk.
     """
 
-    def __init__(self, folder: Path, *, min_free_bytes: int = MIN_FREE_BYTES) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
+    def __init__(self, directory: Path, *, sync: bool = False, min_free_bytes: int = MIN_FREE_BYTES) -> None:
+        super().__init__()
+        directory.mkdir(parents=True, exist_ok=True)
+        self._directory = directory
+        self._sync = sync
         self._min_free_bytes = min_free_bytes
         self._last_number = 0
         self._numbering = threading.Lock()
         self._free_bytes = 0
         self._free_known_until = float("-inf")
+        self._executor = ThreadPoolExecutor(_THREAD_COUNT, thread_name_prefix="tq-segment")
 
-    def create(self, capacity: int) -> Segment:
+    async def allocate(self, size: int) -> Blob:
+        try:
+            if size < SMALL_BYTES:
+                self._check_capacity(size)
+                return self.allocate_now(size)
+            capacity = size_class(size)
+            return self._use(self._recycled(capacity) or await self._create_in_thread(capacity), size, capacity)
+        except OSError as error:
+            if is_temporary(error):
+                raise UnavailableError(f"a put of {size} bytes cannot be kept now: {error}; try again") from error
+            raise DiskFullError(
+                f"a put of {size} bytes cannot be kept: {error}; clear consumed samples, or give the data folder a "
+                "larger disk",
+                retry_after_seconds=RETRY_AFTER_SECONDS,
+            ) from error
+
+    async def _create_in_thread(self, capacity: int) -> Segment:
+        """Return a new segment; on a full disk those that are held for reuse are removed first."""
+        try:
+            return await self._create_shielded(capacity)
+        except OSError as error:
+            unused = [] if is_temporary(error) else [segment for pooled in self._pool.values() for segment in pooled]
+            if not unused:
+                raise
+            self._pool.clear()
+            self.pooled_bytes = 0
+            await self._run(_remove_all, unused)
+            return await self._create_shielded(capacity)
+
+    async def _create_shielded(self, capacity: int) -> Segment:
+        created = self._run(self._make, capacity)
+        try:
+            return await asyncio.shield(created)
+        except asyncio.CancelledError:
+            created.add_done_callback(self._recycle_unused)
+            raise
+
+    def _recycle_unused(self, created: asyncio.Future[Segment]) -> None:
+        if created.exception() is None:
+            self.recycle(created.result(), created.result().capacity)
+
+    def _make(self, capacity: int) -> Segment:
         """Make a file of so many bytes; any thread may.
 
         Raises:
-            OSError: there is no room on the disk.
+            OSError: the disk is full.
         """
-        self.check_room(capacity)
+        self._check_capacity(capacity)
         with self._numbering:
             self._last_number += 1
             number = self._last_number
-        path = self._folder / _name(number)
+        path = self._directory / _name(number)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(fd, 0, capacity)
@@ -165,64 +210,139 @@ class SegmentFiles:
         finally:
             os.close(fd)
         self._free_known_until = float("-inf")
-        return Segment(self._folder, number, capacity)
+        return Segment(self._directory, number, capacity)
 
-    def check_room(self, size: int) -> None:
-        """Check that the disk has room for so many bytes besides what is left free.
+    def _wrap(self, backing: Segment, size: int, capacity: int) -> SegmentBlob:
+        try:
+            backing.map()
+        except BaseException:
+            self._drop(backing)
+            raise
+        return SegmentBlob(self, size, b"", backing, capacity)
+
+    def _drop(self, backing: Segment) -> None:
+        """Remove a file, soon."""
+        _BACKGROUND.submit(backing.remove)
+
+    def _check_capacity(self, size: int) -> None:
+        """Check that the disk has space for so many bytes besides what is left free.
 
         Raises:
             OSError: it has not.
         """
         now = time.monotonic()
         if now >= self._free_known_until:
-            stat = os.statvfs(self._folder)
+            stat = os.statvfs(self._directory)
             self._free_bytes = stat.f_bavail * stat.f_frsize
-            self._free_known_until = now + _ROOM_KNOWN_SECONDS
+            self._free_known_until = now + _FREE_KNOWN_SECONDS
         if self._free_bytes - size < self._min_free_bytes:
             raise OSError(
                 errno.ENOSPC,
-                f"the disk of {self._folder} has {self._free_bytes} bytes free; {self._min_free_bytes} stay so",
+                f"the disk of {self._directory} has {self._free_bytes} bytes free; {self._min_free_bytes} stay so",
             )
 
-    def drop(self, segment: Segment) -> None:
-        """Remove a file, soon."""
-        _ASIDE.submit(segment.remove)
+    # What outlives the process
 
-    def found(self) -> set[int]:
-        """Return the numbers of the files that are there; new ones are numbered after them."""
-        with os.scandir(self._folder) as entries:
-            numbers = {int(entry.name[:-4]) for entry in entries if _NAME.fullmatch(entry.name)}
-        self.number_after(max(numbers, default=0))
-        return numbers
+    def number(self, blob: Blob) -> int:
+        return blob.backing.number if isinstance(blob, SegmentBlob) else 0
 
-    def take(self, number: int, capacity: int | None = None) -> Segment:
-        """Return a file that is there.
+    def inline(self, blob: Blob) -> bytes | bytearray:
+        memory = blob.memory() if isinstance(blob, LocalBlob) else b""
+        return memory if isinstance(memory, bytes | bytearray) else bytes(memory)
 
-        Args:
-            number: its name.
-            capacity: its size, which is not looked at before it is used; None: what it is.
-        """
-        segment = Segment(self._folder, number, 0)
-        segment.capacity = segment.path.stat().st_size if capacity is None else capacity
-        return segment
+    async def flush(self, blob: Blob, source: CopySource | None = None) -> int | None:
+        is_file = isinstance(blob, SegmentBlob)
+        if source is None and not (is_file and self._sync):
+            return None
+        pinned = [blob] if source is None else [blob, source[1]]
+        sync = blob.backing.sync if isinstance(blob, SegmentBlob) and self._sync else None
+        return await asyncio.shield(self._run(_flush, blob.view(), source, sync, pinned=pinned))
 
-    def number_after(self, number: int) -> None:
-        """Give no new file a number up to this one, such as one that is missing but that a put has its bytes in."""
-        self._last_number = max(self._last_number, number)
+    async def checksum(self, blob: Blob, *, as_stored: bool) -> int:
+        if not isinstance(blob, SegmentBlob):
+            return xxhash.xxh3_64_intdigest(blob.view())
+        if as_stored:
+            checksum = await asyncio.shield(self._run(blob.backing.checksum, blob.size, pinned=[blob]))
+            blob.view()
+            return checksum
+        return await asyncio.shield(self._run(xxhash.xxh3_64_intdigest, blob.view(), pinned=[blob]))
+
+    def recover(self, blobs: Iterable[tuple[int, int]]) -> list[Blob | None]:
+        with os.scandir(self._directory) as entries:
+            found = {int(entry.name[:-4]) for entry in entries if _NAME.fullmatch(entry.name)}
+        recovered: list[Blob | None] = []
+        for number, size in blobs:
+            self._last_number = max(self._last_number, number)  # no new file takes the number of a missing one
+            if number in found:
+                found.discard(number)
+                capacity = size_class(size)
+                segment = Segment(self._directory, number, capacity)
+                recovered.append(SegmentBlob(self, size, b"", segment, capacity))
+                self.used_bytes += capacity
+            else:
+                recovered.append(None)
+        self._last_number = max(self._last_number, *found, 0)
+        for number in found:
+            segment = Segment(self._directory, number, 0)
+            segment.capacity = segment.path.stat().st_size
+            if segment.capacity:
+                self.recycle(segment, segment.capacity)
+            else:  # the process ended before it was made as large as it was to be
+                self._drop(segment)
+        self._raise_mark()
+        return recovered
+
+    def recover_inline(self, data: bytes | bytearray, size: int) -> Blob:
+        return LocalBlob(self, size, data)
+
+    def _run(self, work: Callable[..., T], *args: object, pinned: Sequence[Blob] = ()) -> asyncio.Future[T]:
+        """Do something in a thread, which cannot be cancelled; blobs that it works on stay until it is done."""
+        future = asyncio.get_running_loop().run_in_executor(self._executor, work, *args)
+        for blob in pinned:
+            blob.pin()
+        future.add_done_callback(lambda done: _end(done, pinned))
+        return future
 
 
-def is_passing(error: OSError) -> bool:
-    """Whether an error says that the process lacks files or memory now, and nothing of what is on the disk."""
-    return error.errno in _PASSING
+def _end(done: asyncio.Future[T], pinned: Sequence[Blob]) -> None:
+    done.exception()  # where nobody waits any more, nobody is to be told of it
+    for blob in pinned:
+        blob.unpin()
+
+
+def _flush(view: memoryview, source: CopySource | None, sync: Callable[[], None] | None) -> int | None:
+    checksum = None if source is None else _copy(view, *source)
+    if sync is not None:
+        sync()
+    return checksum
+
+
+def _copy(target: memoryview, head: memoryview, blob: Blob, spans: Sequence[Span]) -> int:
+    """Copy a beginning, and spans of a blob after it; return the checksum of both."""
+    at = len(head)
+    target[:at] = head
+    digest = xxhash.xxh3_64(head)
+    for start, size in spans:
+        for done in range(0, size, _COPY_BYTES):
+            part = target[at : at + min(_COPY_BYTES, size - done)]
+            blob.read_into(part, start + done)
+            digest.update(part)  # while it is in the cache
+            at += len(part)
+    return digest.intdigest()
+
+
+def _remove_all(segments: Iterable[Segment]) -> None:
+    for segment in segments:
+        segment.remove()
 
 
 def _name(number: int) -> str:
     return f"{number:08d}.seg"
 
 
-def sync_folder(folder: Path) -> None:
+def sync_directory(directory: Path) -> None:
     """Wait until the names in a folder are on the disk."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     finally:

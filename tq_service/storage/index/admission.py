@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import Final
 
 from tq_service.errors import QuotaExceededError, UnavailableError
-
-RETRY_AFTER_SECONDS: Final = 1.0
+from tq_service.storage.blobs.base import RETRY_AFTER_SECONDS
 
 
 class Admission:

@@ -8,7 +8,7 @@ from enum import Enum, auto
 from xxhash import xxh3_64
 
 from tq_service.errors import CallCancelledError, InvalidArgumentError
-from tq_service.storage.blobs.shared_region import SharedRegion
+from tq_service.storage.blobs.memfd import MemfdBlob
 from tq_service.storage.index.stored_put import StoredPut
 from tq_service.wire.shared_memory import close_all
 
@@ -23,8 +23,8 @@ class _Stage(Enum):
 class PendingPut:
     """Takes the bytes of a put: `write` as they come, or `adopt` of all at once; then `finish`, or `abort`.
 
-    Waiting for room → open → done, or aborted from any but done. Whoever reserved it aborts it unless it finished; an
-    older stream of the same put is aborted by the newer one and learns it from its next call.
+    Waiting for capacity → open → done, or aborted from any but done. Whoever reserved it aborts it unless it finished;
+    an older stream of the same put is aborted by the newer one and learns it from its next call.
 
     Args:
         put_id: the put.
@@ -42,6 +42,7 @@ class PendingPut:
         "_is_checked",
         "_on_abort",
         "_on_finish",
+        "_size",
         "_stage",
         "_stored",
         "_view",
@@ -64,7 +65,7 @@ class PendingPut:
         self._stage = _Stage.WAITING
         self._stored: StoredPut | None = None
         self._view = memoryview(b"")
-        self._filled = 0
+        self._filled = self._size = 0
         self._is_checked = False
         self._digest: xxh3_64 | None = None
         self.checksum: int | None = None
@@ -83,20 +84,22 @@ class PendingPut:
         return self._stage is _Stage.ABORTED
 
     def begin(self, stored: StoredPut, *, with_checksum: bool = False) -> None:
-        """Give it the memory it writes to.
+        """Give it the blob that it writes to.
 
         Args:
             stored: its tables written, its values to come.
-            with_checksum: whether the checksum of both is wanted in the end.
+            with_checksum: whether the checksum of the blob is wanted in the end.
         """
         self._stored = stored
-        self._view = stored.region.view()
+        self._size = stored.values.size
         self._filled = stored.values_at
         self._stage = _Stage.OPEN
+        if stored.values.store.local_view:
+            self._view = stored.values.view()
         if with_checksum:
             self._digest = xxh3_64(self._view[: self._filled])
 
-    def write(self, data: memoryview | bytes) -> None:
+    async def write(self, data: memoryview | bytes) -> None:
         """Append bytes of the values; ignored where the put is complete already.
 
         Raises:
@@ -105,23 +108,36 @@ class PendingPut:
         """
         if self.already_complete:
             return
-        self.check_open()
+        stored = self._open()
         if self.is_shared:
             raise InvalidArgumentError("frames came for a put whose bytes are in shared memory", field="frame")
-        end = self._filled + len(data)
-        if end > len(self._view):
+        start, end = self._filled, self._filled + len(data)
+        if end > self._size:
             raise InvalidArgumentError(
-                f"the stream has at least {end - len(self._view)} bytes more than its header declared", field="frame"
+                f"the stream has at least {end - self._size} bytes more than its header declared", field="frame"
             )
-        self._view[self._filled : end] = data
+        if stored.values.store.local_view:
+            self._view[start:end] = data
+        else:
+            await self._write_elsewhere(stored, start, data)
         if self._digest is not None:
             self._digest.update(data)
         self._filled = end
 
+    async def _write_elsewhere(self, stored: StoredPut, start: int, data: memoryview | bytes) -> None:
+        """Write bytes that cannot be looked at again; the blob stays if the put is aborted meanwhile."""
+        stored.check_objects(data, start)
+        stored.values.pin()
+        try:
+            await stored.values.store.write(stored.values, start, data)
+        finally:
+            stored.values.unpin()
+        self.check_open()
+
     @property
     def is_shared(self) -> bool:
         """Whether its bytes are to come as shared memory."""
-        return self._stored is not None and isinstance(self._stored.region, SharedRegion)
+        return self._stored is not None and isinstance(self._stored.values, MemfdBlob)
 
     def adopt(self, fds: Sequence[int]) -> None:
         """Take all bytes at once, as file descriptors of shared memory, which are closed when they are not needed.
@@ -131,15 +147,15 @@ class PendingPut:
             CallCancelledError: a retry took over.
             OSError: the system refuses to map them.
         """
-        region = None if self._stored is None else self._stored.region
-        if self._stage is not _Stage.OPEN or not isinstance(region, SharedRegion):
+        blob = None if self._stored is None else self._stored.values
+        if self._stage is not _Stage.OPEN or not isinstance(blob, MemfdBlob):
             close_all(fds)
             self.check_open()
             raise InvalidArgumentError(
                 "shared memory came for a put whose bytes are to come in frames", field="send_fds"
             )
-        region.adopt(fds)
-        self._filled = len(self._view)
+        blob.adopt(fds)
+        self._filled = self._size
 
     def whole(self) -> StoredPut | None:
         """Return what is stored, None where the put was there already.
@@ -150,18 +166,18 @@ class PendingPut:
         """
         if self._stage is _Stage.DONE:
             return None
-        self.check_open()
-        if self._filled < len(self._view) or self._stored is None:
+        stored = self._open()
+        if self._filled < self._size:
             raise InvalidArgumentError(
-                f"the stream ended {len(self._view) - self._filled} bytes before what its header declared",
-                field="frame",
+                f"the stream ended {self._size - self._filled} bytes before what its header declared", field="frame"
             )
         if not self._is_checked:
-            self._stored.check_objects()
+            stored.check_object_sizes()
+            stored.check_objects(self._view, 0)
             self._is_checked = True
         if self._digest is not None:
             self.checksum = self._digest.intdigest()
-        return self._stored
+        return stored
 
     def finish(self) -> None:
         """Make the put complete; where it is to outlive this process, `StorageEngine.flush` comes before.
@@ -187,7 +203,11 @@ class PendingPut:
 
     def check_open(self) -> None:
         """Raise CallCancelledError where it was aborted."""
-        if self._stage is not _Stage.OPEN:
+        self._open()
+
+    def _open(self) -> StoredPut:
+        if self._stage is not _Stage.OPEN or self._stored is None:
             raise CallCancelledError(
                 f"put {self.put_id.hex()} is no longer received here: another attempt at the same put took over"
             )
+        return self._stored

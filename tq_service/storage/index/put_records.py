@@ -10,10 +10,9 @@ from typing import Final, NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 from tq_service.schema import FieldSpec
-from tq_service.storage.blobs.region import Region
+from tq_service.storage.blobs.base import Blob
 from tq_service.storage.cells import Rows
-from tq_service.storage.index.stored_put import RowSet, StoredColumn, StoredPut, table_bytes
-from tq_service.wire.columns import fixed_row_bytes
+from tq_service.storage.index.stored_put import RowSet, StoredColumn, StoredPut
 
 _spec: Final = lru_cache(maxsize=1024)(FieldSpec)  # every put brings the same few
 
@@ -139,8 +138,8 @@ def describe_put(put_id: bytes, put: StoredPut, size: int, *, segment: int = 0, 
     )
 
 
-def restore_put(record: PutStored, region: Region) -> StoredPut:
-    """Return the put of a record, its tables and values in the region as they were."""
+def restore_put(record: PutStored, blob: Blob) -> StoredPut:
+    """Return the put of a record; the blob has its tables and after them its values."""
     row_sets: dict[str, RowSet] = {}
     columns: dict[str, StoredColumn | None] = {}
     for names, left in record.left_rows:
@@ -149,23 +148,20 @@ def restore_put(record: PutStored, region: Region) -> StoredPut:
         else:
             columns |= dict.fromkeys(names)
     whole = RowSet(record.row_count)
-    specs = [_spec(*column[:-1]) for column in record.columns]
-    sets = [row_sets.get(spec.name, whole) for spec in specs]
-    tables = [
-        0 if fixed_row_bytes(spec) is not None else rows.stored_count * table_bytes(spec) + 8
-        for spec, rows in zip(specs, sets, strict=True)
-    ]
-    table_at, values_at = 0, sum(tables)
-    for spec, rows, table, column in zip(specs, sets, tables, record.columns, strict=True):
-        columns[spec.name] = StoredColumn(spec, rows, table_at, values_at, column.value_bytes)
-        table_at, values_at = table_at + table, values_at + column.value_bytes
+    restored = []
+    table_at = 0
+    for each in record.columns:
+        row_set = row_sets.get(each.name, whole)
+        column = StoredColumn(_spec(*each[:-1]), row_set, table_at, 0, each.value_bytes)
+        restored.append(column)
+        table_at += column.tables_size()
+    values_at = table_at
+    for column in restored:
+        column.values_at = values_at
+        values_at += column.value_bytes
+        columns[column.spec.name] = column
     return StoredPut(
-        region,
-        columns,
-        record.row_count,
-        record.partition_id,
-        region.size,
-        for_existing_rows=record.for_existing_rows,
+        blob, columns, record.row_count, record.partition_id, blob.size, for_existing_rows=record.for_existing_rows
     )
 
 

@@ -1,14 +1,14 @@
-"""The complete puts of an engine by name. Recovered ones are brought to life when they are first needed."""
+"""The complete puts of an engine by name. Recovered ones are loaded when they are first needed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
-from tq_service.storage.blobs.region import Region
+from tq_service.storage.blobs.base import Blob
 from tq_service.storage.index.stored_put import StoredPut
 
-Wake = Callable[[bytes, Region], StoredPut]
+Load = Callable[[bytes, Blob], StoredPut]
 _SHARDS: Final = 1024
 
 
@@ -19,29 +19,29 @@ class PutTable(Mapping[bytes, StoredPut]):
     """
 
     def __init__(self) -> None:
-        self._shards: list[dict[bytes, StoredPut | Region]] = [{} for _ in range(_SHARDS)]
+        self._shards: list[dict[bytes, StoredPut | Blob]] = [{} for _ in range(_SHARDS)]
         self._count = 0
-        self._wake: Wake | None = None
+        self._load: Load | None = None
 
-    def add_asleep(self, regions: Mapping[bytes, Region], wake: Wake) -> None:
+    def add_lazy(self, blobs: Mapping[bytes, Blob], load: Load) -> None:
         """Add recovered puts.
 
         Args:
-            regions: the memory of each.
-            wake: makes the put of a region when it is needed.
+            blobs: the bytes of each.
+            load: makes the put of a blob when it is needed.
         """
-        self._wake = wake
-        for put_id, region in regions.items():
-            self._shard(put_id)[put_id] = region
+        self._load = load
+        for put_id, blob in blobs.items():
+            self._shard(put_id)[put_id] = blob
         self._count = sum(map(len, self._shards))
 
     def __getitem__(self, put_id: bytes) -> StoredPut:
         shard = self._shard(put_id)
         put = shard[put_id]
-        if isinstance(put, Region):
-            if self._wake is None:
+        if isinstance(put, Blob):
+            if self._load is None:
                 raise KeyError(put_id)
-            put = shard[put_id] = self._wake(put_id, put)
+            put = shard[put_id] = self._load(put_id, put)
         return put
 
     def __setitem__(self, put_id: bytes, put: StoredPut) -> None:
@@ -49,11 +49,11 @@ class PutTable(Mapping[bytes, StoredPut]):
         self._count += put_id not in shard
         shard[put_id] = put
 
-    def pop(self, put_id: bytes) -> Region:
-        """Remove a put and return its memory."""
+    def pop(self, put_id: bytes) -> tuple[Blob, ...]:
+        """Remove a put and return its blobs."""
         put = self._shard(put_id).pop(put_id)
         self._count -= 1
-        return put if isinstance(put, Region) else put.region
+        return (put,) if isinstance(put, Blob) else put.blobs()
 
     def slices(self) -> Iterator[list[bytes]]:
         """Yield the names of all puts, some at a time; of those that come or go meanwhile some."""
@@ -70,5 +70,5 @@ class PutTable(Mapping[bytes, StoredPut]):
     def __len__(self) -> int:
         return self._count
 
-    def _shard(self, put_id: object) -> dict[bytes, StoredPut | Region]:
+    def _shard(self, put_id: object) -> dict[bytes, StoredPut | Blob]:
         return self._shards[hash(put_id) & (_SHARDS - 1)]

@@ -1,16 +1,17 @@
-"""Reading cells in the order asked for: headers first, then bytes as views on the puts' memory."""
+"""Reading cells in the order asked for: headers first, then bytes, as views on local blobs or as stores send them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from types import TracebackType
 from typing import Final
 
 import numpy as np
 
 from tq_service.errors import InvalidArgumentError, PutNotFoundError
-from tq_service.storage.blobs.pool import RegionPool
-from tq_service.storage.blobs.region import Region
+from tq_service.storage.blobs.base import Blob
 from tq_service.storage.cells import ReadRuns, Rows, expand_runs
 from tq_service.storage.index.spans import SpanFinder, Spans
 from tq_service.storage.index.stored_put import StoredPut
@@ -29,34 +30,50 @@ class Reading:
         headers: the columns, in the order asked for.
     """
 
-    def __init__(self, pool: RegionPool, regions: Mapping[int, Region], spans: Sequence[Spans], row_count: int) -> None:
+    def __init__(self, blobs: Mapping[int, Blob], spans: Sequence[Spans], row_count: int) -> None:
         self.row_count = row_count
         self.headers = tuple(span.column for span in spans)
         self._spans = spans
-        self._pool = pool
-        self._regions = dict(regions)
-        for region in self._regions.values():
-            pool.pin(region)
+        self._blobs = dict(blobs)
+        for blob in self._blobs.values():
+            blob.pin()
+
+    async def parts(self, without: Collection[int] = ()) -> AsyncIterator[Iterable[memoryview]]:
+        """Yield the bytes of all columns in order, but for those left out, as chunks to be used before the next part.
+
+        Where all of them have a local view there is one part, and nothing is waited for.
+        """
+        if all(blob.store.local_view for blob in self._blobs.values()):
+            yield self.chunks(without)
+            return
+        for index, span in enumerate(self._spans):
+            if index in without:
+                continue
+            slices = zip(*(array.tolist() for array in _join_neighbours(span)), strict=True)
+            for put, some in groupby(slices, key=itemgetter(0)):
+                blob = self._blobs[put]
+                async for data in blob.store.read(blob, [(start, size) for _, start, size in some]):
+                    yield (data,)
 
     def chunks(self, without: Collection[int] = ()) -> Iterator[memoryview]:
-        """Yield the bytes of all columns in order, but for those left out; the views are valid until `close`."""
+        """Yield the same as views, valid until `close`; only where all blobs have a local view."""
         for index, span in enumerate(self._spans):
             if index not in without:
                 yield from self._column_chunks(span)
 
     def slices(self, column_index: int) -> tuple[Rows, Rows, Rows]:
-        """Return what makes up a column: the puts of its slices, where they start in their regions, and their sizes."""
+        """Return what makes up a column: the puts of its slices, where they start in their blobs, and their sizes."""
         return _join_neighbours(self._spans[column_index])
 
-    def region(self, put_index: int) -> Region:
-        """Return the memory of a put; it stays until `close`."""
-        return self._regions[put_index]
+    def blob(self, put_index: int) -> Blob:
+        """Return the blob of the values of a put; it stays until `close`."""
+        return self._blobs[put_index]
 
     def close(self) -> None:
         """Let go of what was read; a second call does nothing."""
-        regions, self._regions, self._spans = self._regions, {}, ()
-        for region in regions.values():
-            self._pool.unpin(region)
+        blobs, self._blobs, self._spans = self._blobs, {}, ()
+        for blob in blobs.values():
+            blob.unpin()
 
     def __enter__(self) -> Reading:
         return self
@@ -73,17 +90,17 @@ class Reading:
         if row_bytes and small:
             bounds = np.flatnonzero(puts[1:] != puts[:-1]) + 1
             for some in np.split(np.arange(len(puts)), bounds) if len(bounds) * 4 < len(puts) else ():
-                yield from self._gathered(self._regions[int(puts[some[0]])], starts[some], sizes[some], row_bytes)
+                yield from self._gathered(self._blobs[int(puts[some[0]])], starts[some], sizes[some], row_bytes)
             if len(bounds) * 4 < len(puts):
                 return
-        views = {put: self._regions[put].view() for put in np.unique(puts).tolist()}
+        views = {put: self._blobs[put].view() for put in np.unique(puts).tolist()}
         for put, start, end in zip(puts.tolist(), starts.tolist(), (starts + sizes).tolist(), strict=True):
             yield views[put][start:end]
 
-    def _gathered(self, region: Region, starts: Rows, sizes: Rows, row_bytes: int) -> Iterator[memoryview]:
+    def _gathered(self, blob: Blob, starts: Rows, sizes: Rows, row_bytes: int) -> Iterator[memoryview]:
         """Yield scattered rows of a dense column copied together, since many tiny views cost more than the copy."""
         base = int(starts[0]) % row_bytes
-        held = region.array()[base:]
+        held = np.frombuffer(blob.view(), np.uint8)[base:]
         table = held[: len(held) // row_bytes * row_bytes].reshape(-1, row_bytes)
         rows = expand_runs((starts - base) // row_bytes, sizes // row_bytes)
         block = max(_GATHER_BLOCK_BYTES // row_bytes, 1)
@@ -106,10 +123,8 @@ def _join_neighbours(span: Spans) -> tuple[Rows, Rows, Rows]:
     return puts[heads], starts[heads], np.add.reduceat(sizes, heads)
 
 
-def open_reading(
-    pool: RegionPool, puts: Mapping[bytes, StoredPut], runs: Sequence[ReadRuns], put_ids: Sequence[bytes]
-) -> Reading:
-    """Find the cells of a read and pin their memory; see `StorageEngine.open_read`."""
+def open_reading(puts: Mapping[bytes, StoredPut], runs: Sequence[ReadRuns], put_ids: Sequence[bytes]) -> Reading:
+    """Find the cells of a read and pin their blobs; see `StorageEngine.open_read`."""
     row_count = _check_runs(runs, len(put_ids))
     held: dict[int, StoredPut] = {}
     spans: list[Spans] = []
@@ -120,7 +135,7 @@ def open_reading(
                 held[index] = _find_put(puts, put_ids[index])
         finder = SpanFinder(fields, [held[index] for index in used], [put_ids[index] for index in used], owners)
         spans.extend(finder.find(name) for name in fields.field_names)
-    return Reading(pool, {index: put.region for index, put in held.items()}, spans, row_count)
+    return Reading({index: put.values for index, put in held.items()}, spans, row_count)
 
 
 def _find_put(puts: Mapping[bytes, StoredPut], put_id: bytes) -> StoredPut:

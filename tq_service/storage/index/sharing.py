@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from tq_service.storage.blobs.shared_region import SharedRegion
+from tq_service.storage.blobs.memfd import MemfdBlob
 from tq_service.storage.cells import Rows, expand_runs
 from tq_service.storage.index.reading import Reading
 
@@ -72,11 +72,10 @@ def _shared_slices(
     """Return the slices of a column in memfds, which are added to `fds`; nothing where one is not in shared memory."""
     puts, starts, sizes = slices
     distinct, put_of = np.unique(puts, return_inverse=True)
-    regions = [region for put in distinct.tolist() if isinstance(region := reading.region(put), SharedRegion)]
-    if len(regions) < len(distinct):
+    blobs = [blob for put in distinct.tolist() if isinstance(blob := reading.blob(put), MemfdBlob)]
+    if len(blobs) < len(distinct):
         return []
-    starts = starts - np.array([region.shared_at for region in regions], np.int64)[put_of]
-    segment_bytes = np.array([region.segment_bytes for region in regions], np.int64)[put_of]
+    segment_bytes = np.array([blob.segment_bytes for blob in blobs], np.int64)[put_of]
     first_segments = starts // segment_bytes
     counts = (starts + sizes - 1) // segment_bytes - first_segments + 1
     owners = np.repeat(np.arange(len(counts)), counts)
@@ -84,7 +83,7 @@ def _shared_slices(
     segment_starts = segments * segment_bytes[owners]
     first = np.maximum(starts[owners], segment_starts)
     last = np.minimum((starts + sizes)[owners], segment_starts + segment_bytes[owners])
-    memories = [regions[put].fds[segment] for put, segment in zip(put_of[owners], segments.tolist(), strict=True)]
+    memories = [blobs[put].fds[segment] for put, segment in zip(put_of[owners], segments.tolist(), strict=True)]
     return [
         SharedSlices(
             column_index=column_index,

@@ -1,4 +1,4 @@
-"""Finding cells in memory: where the runs of a read lie in the regions of their puts, and what cuts them into rows.
+"""Finding cells: where the runs of a read lie in the blobs of their puts, and what cuts them into rows.
 
 A read may touch thousands of puts of one row each. So what is done for each put is kept to a few attributes in a list;
 the rest is done for all puts at once whose columns are of one spec, with their tables joined where those are small.
@@ -37,7 +37,7 @@ _ALL: Final = slice(None)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spans:
-    """The bytes of one column that is read: for each run, its put, and its first byte and size in the put's region."""
+    """The bytes of one column that is read: for each run, its put, and its first byte and size in the put's blob."""
 
     column: ColumnShape
     put_indexes: Rows
@@ -145,7 +145,7 @@ class SpanFinder:
         self, columns: Sequence[StoredColumn], numbers: Sequence[int], some: Runs, positions: Rows
     ) -> tuple[Rows, Rows, Extents]:
         """Return where runs begin in the values of their columns, their sizes, and the extents of their rows."""
-        tables = [columns[number].table(self._puts[number].region) for number in numbers]
+        tables = [columns[number].table(self._puts[number].tables()) for number in numbers]
         stored = [columns[number].row_set.stored_count for number in numbers]
         width = extent_count(columns[numbers[0]].spec)
         counts = self._runs.row_counts[some]

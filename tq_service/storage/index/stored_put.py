@@ -1,15 +1,14 @@
-"""One put in memory: a region with its columns, and which of its cells are still live.
+"""One put: its columns, which of their cells are still live, and where their bytes are.
 
-The region holds, in this order: the int64 tables that cut columns into rows (extents and row offsets of jagged and
-object columns; after compaction the original numbers of the rows kept), then the values, column after column as they
-came. So one put is one piece of memory and a small object for each column, and a frame is received with one copy.
-Values in memory shared with their client lie as `tq_service.wire.shared_memory` places them.
+The int64 tables that cut jagged and object columns into rows (offsets and extents of these) are memory of the index,
+apart from the values, which may be anywhere; the values are one blob, column after column as they came. A blob that
+outlives the process begins with the tables, and those are looked at there when the put is first read: one file, one
+checksum. Values in memory shared with their client lie as `tq_service.wire.shared_memory` places them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -17,13 +16,14 @@ from numpy.typing import NDArray
 
 from tq_service.errors import FieldNotFoundError, InvalidArgumentError, PutNotFoundError, nearest
 from tq_service.schema import FieldSpec, Layout
-from tq_service.storage.blobs.region import Region
-from tq_service.storage.blobs.shared_region import SharedRegion, shared_region_start
+from tq_service.storage.blobs.base import Blob, Span
 from tq_service.storage.cells import Rows, expand_runs
 from tq_service.wire.columns import ColumnShape, extent_count, fixed_row_bytes
 from tq_service.wire.objects import VERSION as OBJECT_VERSION
 from tq_service.wire.shared_memory import place_columns
 
+Tables = bytearray | memoryview
+_NO_TABLES: Final = bytearray()
 _MARKED_SHARE: Final = 16  # of the rows of a put, from which on marking rows is quicker than sorting them
 
 
@@ -114,7 +114,7 @@ def _ascending(positions: NDArray[np.intp], bound: int) -> NDArray[np.intp]:
 
 
 class StoredColumn:
-    """Where a column lies in the region of its put: its tables from `table_at`, its values from `values_at`."""
+    """Where a column lies: from `table_at` on in the tables of its put, from `values_at` on in the values' blob."""
 
     __slots__ = ("row_set", "spec", "table_at", "value_bytes", "values_at")
 
@@ -125,28 +125,33 @@ class StoredColumn:
         self.values_at = values_at
         self.value_bytes = value_bytes
 
-    def offsets(self, region: Region) -> Rows:
+    def offsets(self, tables: Tables) -> Rows:
         """Return where each row starts in the values, and their end: `(stored + 1,)`. Not for dense columns."""
-        return region.words(self.table_at, self.row_set.stored_count + 1)
+        return np.frombuffer(tables, np.int64, self.row_set.stored_count + 1, self.table_at)
 
-    def extents(self, region: Region) -> Rows:
+    def extents(self, tables: Tables) -> Rows:
         """Return the extents of the stored rows, `(stored, extents of a row)`. Not for dense columns."""
         stored, width = self.row_set.stored_count, extent_count(self.spec)
-        return region.words(self.table_at + 8 * (stored + 1), stored * width).reshape(stored, width)
+        start = self.table_at + 8 * (stored + 1)
+        return np.frombuffer(tables, np.int64, stored * width, start).reshape(stored, width)
 
-    def table(self, region: Region) -> Rows:
+    def table(self, tables: Tables) -> Rows:
         """Return the offsets and after them the extents, row by row, in one array. Not for dense columns."""
         stored = self.row_set.stored_count
-        return region.words(self.table_at, stored + 1 + stored * extent_count(self.spec))
+        return np.frombuffer(tables, np.int64, stored + 1 + stored * extent_count(self.spec), self.table_at)
 
-    def bytes_of(self, region: Region, positions: Rows) -> int:
+    def bytes_of(self, put: StoredPut, positions: Rows) -> int:
         """Return the bytes that rows take, their part of the tables included."""
         fixed = fixed_row_bytes(self.spec)
         if fixed is not None:
             return fixed * len(positions)
-        offsets = self.offsets(region)
+        offsets = self.offsets(put.tables())
         values = int((offsets[positions + 1] - offsets[positions]).sum())
         return values + len(positions) * table_bytes(self.spec)
+
+    def tables_size(self) -> int:
+        """Return the bytes of its tables."""
+        return 0 if fixed_row_bytes(self.spec) is not None else self.row_set.stored_count * table_bytes(self.spec) + 8
 
 
 def _no_object(name: str, row: int, what: str) -> InvalidArgumentError:
@@ -182,11 +187,9 @@ def check_put(put_id: bytes, headers: Sequence[ColumnShape], row_count: int) -> 
             )
 
 
-def stored_bytes(columns: Sequence[ColumnShape], *, shared: bool = False) -> int:
-    """Return the size of the region that a put needs: its values and the tables that cut them into rows."""
-    if shared:
-        return shared_region_start(tables_size(columns)) + place_columns(columns)[1]
-    return sum(column.value_bytes for column in columns) + tables_size(columns)
+def values_size(columns: Sequence[ColumnShape], *, shared: bool) -> int:
+    """Return the bytes of the values of a put, with what lies between them in shared memory."""
+    return place_columns(columns)[1] if shared else sum(column.value_bytes for column in columns)
 
 
 def tables_size(columns: Sequence[ColumnShape]) -> int:
@@ -196,19 +199,12 @@ def tables_size(columns: Sequence[ColumnShape]) -> int:
     )
 
 
-def _values_places(region: Region, columns: Sequence[ColumnShape]) -> list[int]:
-    """Return where the values of each column start in a region."""
-    if isinstance(region, SharedRegion):
-        return [region.shared_at + start for start in place_columns(columns)[0]]
-    sizes = [column.value_bytes for column in columns]
-    return list(accumulate(sizes[:-1], initial=tables_size(columns)))
-
-
 class StoredPut:
     """The cells of one put.
 
     Attributes:
-        region: its memory.
+        values: the blob of its values.
+        copy: a blob with its tables and values that outlives the process, where `values` does not.
         columns: its columns by name; None for one that was freed whole.
         row_count: number of rows it was put with.
         partition_id: the partition it is for.
@@ -216,19 +212,31 @@ class StoredPut:
         for_existing_rows: whether it was reserved as columns for existing rows; no new ones may be made of it.
     """
 
-    __slots__ = ("columns", "for_existing_rows", "live_bytes", "partition_id", "region", "row_count")
+    __slots__ = (
+        "_tables",
+        "columns",
+        "copy",
+        "for_existing_rows",
+        "live_bytes",
+        "partition_id",
+        "row_count",
+        "values",
+    )
 
     def __init__(
         self,
-        region: Region,
+        values: Blob,
         columns: dict[str, StoredColumn | None],
         row_count: int,
         partition_id: str,
         live_bytes: int,
         *,
         for_existing_rows: bool,
+        tables: bytearray | None = None,
     ) -> None:
-        self.region = region
+        self.values = values
+        self.copy: Blob | None = None
+        self._tables = tables  # None: the values' blob begins with them
         self.columns = columns
         self.row_count = row_count
         self.partition_id = partition_id
@@ -238,30 +246,62 @@ class StoredPut:
     @classmethod
     def of(
         cls,
-        region: Region,
+        values: Blob,
         columns: Sequence[ColumnShape],
         row_count: int,
         partition_id: str,
         *,
         for_existing_rows: bool,
+        shared: bool = False,
+        with_tables: bool = False,
     ) -> StoredPut:
-        """Lay out a put in its region, of `stored_bytes`: tables are written, values are to come after them."""
+        """Lay out a put: its tables are written, its values are to come.
+
+        Args:
+            values: the blob of its values, of `values_size`.
+            columns: what it has.
+            row_count: number of rows.
+            partition_id: the partition it is for.
+            for_existing_rows: whether it was reserved as columns for existing rows.
+            shared: whether the values are to lie as in shared memory.
+            with_tables: whether the blob begins with the tables, and has `tables_size` more bytes for them.
+        """
+        size = tables_size(columns)
+        starts = place_columns(columns)[0] if shared else []
         row_set = RowSet(row_count)
-        table_at = 0
+        own = None if with_tables else bytearray(size) if size else _NO_TABLES
         stored: dict[str, StoredColumn | None] = {}
-        for column, values_at in zip(columns, _values_places(region, columns), strict=True):
-            placed = StoredColumn(column.spec, row_set, table_at, values_at, column.value_bytes)
+        put = cls(
+            values, stored, row_count, partition_id, values.charge, for_existing_rows=for_existing_rows, tables=own
+        )
+        table_at, values_at = 0, size if with_tables else 0
+        for number, column in enumerate(columns):
+            at = starts[number] if shared else values_at
+            placed = stored[column.spec.name] = StoredColumn(column.spec, row_set, table_at, at, column.value_bytes)
             if column.extents is not None:
-                placed.offsets(region)[:] = column.row_offsets()
-                placed.extents(region)[:] = column.extents
-                table_at += row_count * table_bytes(column.spec) + 8
-            stored[column.spec.name] = placed
-        return cls(region, stored, row_count, partition_id, region.size, for_existing_rows=for_existing_rows)
+                tables = put.tables()
+                placed.offsets(tables)[:] = column.row_offsets()
+                placed.extents(tables)[:] = column.extents
+                table_at += placed.tables_size()
+            values_at += column.value_bytes
+        return put
+
+    def tables(self) -> Tables:
+        """Return what cuts its columns into rows.
+
+        Raises:
+            OSError: it is in a file that cannot be mapped.
+        """
+        return self.values.view() if self._tables is None else self._tables
 
     @property
     def values_at(self) -> int:
-        """Where the values start in the region of a new put."""
+        """Where the values start in the blob of a new put."""
         return min(column.values_at for column in self.columns.values() if column is not None)
+
+    def blobs(self) -> tuple[Blob, ...]:
+        """Return its blobs, to be released with it."""
+        return (self.values,) if self.copy is None else (self.values, self.copy)
 
     def column(self, name: str, put_id: bytes) -> StoredColumn:
         """Return a column.
@@ -298,30 +338,46 @@ class StoredPut:
             members = self._members(row_set)
             died = row_set.drop(rows)
             for column in members.values():
-                self.live_bytes -= column.bytes_of(self.region, died)
+                self.live_bytes -= column.bytes_of(self, died)
             if not row_set.live_count:
                 self._forget(set(members))
 
-    def check_objects(self) -> None:
-        """Check that each row of object columns begins with the version of the encoding; all bytes must be there.
+    def check_object_sizes(self) -> None:
+        """Check that no row of an object column is empty.
+
+        Raises:
+            InvalidArgumentError: some row is.
+        """
+        for name, offsets, _ in self._objects():
+            is_empty = offsets[1:] == offsets[:-1]
+            if is_empty.any():
+                raise _no_object(name, int(is_empty.argmax()), "has no bytes")
+
+    def check_objects(self, data: memoryview | bytes, at: int) -> None:
+        """Check that rows of object columns begin with the version of the encoding.
 
         What is behind that byte is not read: decoding it costs a step in Python for each row.
 
+        Args:
+            data: a part of the blob of the values.
+            at: where it starts in it.
+
         Raises:
-            InvalidArgumentError: some row is empty, or begins with another byte.
+            InvalidArgumentError: a row that begins in this part begins with another byte.
         """
-        for name, column in self.columns.items():
-            if column is None or column.spec.layout is not Layout.OBJECT:
-                continue
-            offsets = column.offsets(self.region)
-            starts, is_empty = offsets[:-1], offsets[1:] == offsets[:-1]
-            if is_empty.any():
-                raise _no_object(name, int(is_empty.argmax()), "has no bytes")
-            values = np.frombuffer(self.region.view(), np.uint8, column.value_bytes, column.values_at)
-            is_wrong = values[starts] != OBJECT_VERSION
+        for name, offsets, values_at in self._objects():
+            first, end = np.searchsorted(offsets[:-1], (at - values_at, at - values_at + len(data))).tolist()
+            versions = np.frombuffer(data, np.uint8)[offsets[first:end] + (values_at - at)]
+            is_wrong = versions != OBJECT_VERSION
             if is_wrong.any():
                 row = int(is_wrong.argmax())
-                raise _no_object(name, row, f"begins with byte 0x{int(values[starts[row]]):02x}")
+                raise _no_object(name, first + row, f"begins with byte 0x{int(versions[row]):02x}")
+
+    def _objects(self) -> Iterator[tuple[str, Rows, int]]:
+        """Yield the name of each object column, where its rows start, and where its values do."""
+        for name, column in self.columns.items():
+            if column is not None and column.spec.layout is Layout.OBJECT:
+                yield name, column.offsets(self.tables()), column.values_at
 
     def is_whole(self) -> bool:
         """Whether no cell was freed."""
@@ -332,7 +388,7 @@ class StoredPut:
         return not any(self.columns.values())
 
     def compacted_bytes(self) -> int:
-        """Return at most how large its region is after compaction."""
+        """Return at most how many bytes it takes after compaction."""
         row_sets = self.row_sets()
         tables = sum(8 for column in self.columns.values() if column and fixed_row_bytes(column.spec) is None)
         return self.live_bytes + tables + sum(8 * row_set.live_count for row_set in row_sets)
@@ -341,18 +397,9 @@ class StoredPut:
         """Return the sets of rows that its columns have."""
         return list({id(column.row_set): column.row_set for column in self.columns.values() if column}.values())
 
-    def plain_spans(self) -> list[tuple[int, int]]:
-        """Return where its tables and the values of its columns start in its region, and their sizes.
-
-        One after the other they are its bytes as they are in a region that is not shared.
-        """
-        columns = [column for column in self.columns.values() if column is not None]
-        tables = sum(
-            column.row_set.stored_count * table_bytes(column.spec) + 8
-            for column in columns
-            if fixed_row_bytes(column.spec) is None
-        )
-        return [(0, tables), *((column.values_at, column.value_bytes) for column in columns)]
+    def value_spans(self) -> list[Span]:
+        """Return where the values of its columns are in their blob: one after the other they are those of a copy."""
+        return [(column.values_at, column.value_bytes) for column in self.columns.values() if column is not None]
 
     def members(self, row_set: RowSet) -> list[str]:
         """Return the columns that have these rows."""
@@ -381,5 +428,5 @@ class StoredPut:
         for name in names:
             column = self.columns[name]
             if column is not None:
-                self.live_bytes -= column.bytes_of(self.region, column.row_set.live_positions())
+                self.live_bytes -= column.bytes_of(self, column.row_set.live_positions())
                 self.columns[name] = None

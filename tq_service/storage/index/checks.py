@@ -8,9 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from tq_service.errors import DataLossError, UnavailableError
-from tq_service.storage.blobs.region import Region
-from tq_service.storage.blobs.segment_threads import SegmentThreads
-from tq_service.storage.blobs.segments import Segment, is_passing
+from tq_service.storage.blobs.base import Blob, DurableBlobStore, is_temporary
 
 _log = logging.getLogger(__name__)
 _SCRUB_BYTES_PER_SECOND: Final = 100e6
@@ -20,12 +18,12 @@ _MOST_NAMED: Final = 5
 _MOST_TOLD: Final = 100  # the metadata of an answer has room for about twice as many
 
 
-class SegmentChecks:
+class BlobChecks:
     """Knows which puts were not looked at yet, and which are damaged. Confined to one event loop."""
 
-    def __init__(self, threads: SegmentThreads) -> None:
-        self._threads = threads
-        self._expected: dict[bytes, tuple[Region, int]] = {}
+    def __init__(self, store: DurableBlobStore) -> None:
+        self._store = store
+        self._expected: dict[bytes, tuple[Blob, int]] = {}
         self._running: dict[bytes, asyncio.Task[None]] = {}
         self._damaged: dict[bytes, str] = {}
 
@@ -34,9 +32,9 @@ class SegmentChecks:
         """Puts whose bytes are not as they were put, and why."""
         return self._damaged
 
-    def expect(self, put_id: bytes, region: Region, checksum: int) -> None:
-        """Have a put looked at: its region, a segment, is to have this checksum."""
-        self._expected[put_id] = region, checksum
+    def expect(self, put_id: bytes, blob: Blob, checksum: int) -> None:
+        """Have a put looked at: its blob is to have this checksum."""
+        self._expected[put_id] = blob, checksum
 
     def is_sound(self, put_id: bytes) -> bool:
         """Whether a put is known to be as it was put."""
@@ -68,11 +66,11 @@ class SegmentChecks:
     async def scrub(self) -> None:
         """Look at all puts that were not looked at yet, one after the other, slowly."""
         while self._expected:
-            put_id, (region, _) = next(iter(self._expected.items()))
+            put_id, (blob, _) = next(iter(self._expected.items()))
             task = self._start(put_id)
             await asyncio.wait([task])
             if (error := task.exception()) is None:
-                await asyncio.sleep(max(region.size / _SCRUB_BYTES_PER_SECOND, _LEAST_PAUSE_SECONDS))
+                await asyncio.sleep(max(blob.size / _SCRUB_BYTES_PER_SECOND, _LEAST_PAUSE_SECONDS))
             else:
                 _log.warning("the check of recovered puts goes on later: %s", error)
                 await asyncio.sleep(_RETRY_SECONDS)
@@ -90,19 +88,17 @@ class SegmentChecks:
             task.exception()  # where nobody waits any more, nobody is to be told of it
 
     async def _check(self, put_id: bytes) -> None:
-        region, expected = self._expected.get(put_id, (None, 0))
-        if region is None:
+        blob, expected = self._expected.get(put_id, (None, 0))
+        if blob is None:
             return
         reason = ""
         try:
-            if isinstance(region.backing, Segment):
-                found = await self._threads.run(region.backing.checksum, region.size, pinned=region)
-                if found != expected:
-                    reason = f"segment {region.backing.number} has checksum {found:016x}, expected {expected:016x}"
-                else:
-                    region.memory()
+            found = await self._store.checksum(blob, as_stored=True)
+            if found != expected:
+                number = self._store.number(blob)
+                reason = f"segment {number} has checksum {found:016x}, expected {expected:016x}"
         except OSError as error:
-            if is_passing(error):
+            if is_temporary(error):
                 raise UnavailableError(f"put {put_id.hex()} cannot be looked at now ({error}); try again") from error
             reason = f"its segment cannot be read: {error}"
         if self._expected.pop(put_id, None) is not None and reason:

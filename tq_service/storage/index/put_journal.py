@@ -1,0 +1,224 @@
+"""What lets puts outlive the process: their blobs in a store that does, and a record of each written down.
+
+    blob written -> (copied, flushed) -> record written down -> the put is complete
+    the put is dropped -> that is written down -> when it cannot be lost any more: the blob is released
+
+A small put has its bytes in its record. Those of a put in shared memory are copied to a blob of the store before it is
+complete, and go on being read from the shared memory as long as the process lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tq_service.errors import DiskFailedError
+from tq_service.storage.blobs.base import Blob, DurableBlobStore, is_temporary
+from tq_service.storage.index.checks import BlobChecks
+from tq_service.storage.index.pending_put import PendingPut
+from tq_service.storage.index.put_records import (
+    EncodedPut,
+    PutDropped,
+    PutLog,
+    PutStored,
+    describe_put,
+    left_puts,
+    restore_put,
+)
+from tq_service.storage.index.stored_put import StoredPut
+
+_log = logging.getLogger(__name__)
+
+
+class PutJournal:
+    """The part of an engine that keeps its puts. Confined to the engine's event loop.
+
+    Args:
+        store: the engine's.
+    """
+
+    def __init__(self, store: DurableBlobStore) -> None:
+        self._store = store
+        self._log: PutLog | None = None
+        self._checks = BlobChecks(store)
+        self._records: dict[bytes, EncodedPut] = {}
+        self._moving: dict[bytes, asyncio.Task[None]] = {}
+        self._left_behind: dict[bytes, tuple[Blob, ...]] = {}  # of puts whose move could not be written down
+
+    @property
+    def damaged(self) -> Mapping[bytes, str]:
+        """Puts whose bytes are not as they were put, and why."""
+        return self._checks.damaged
+
+    async def check(self, put_ids: Iterable[bytes]) -> None:
+        """Look at the bytes of recovered puts that were not looked at yet."""
+        await self._checks.check(put_ids)
+
+    async def scrub(self) -> None:
+        """Look at the bytes of all recovered puts, slowly."""
+        await self._checks.scrub()
+
+    def mark_missing(self, put_id: bytes) -> None:
+        """Take note of a put that is known elsewhere, but not here."""
+        if put_id not in self._checks.damaged:
+            self._checks.mark_damaged(put_id, "it is not here")
+
+    def mark_unreadable(self, put_id: bytes, error: OSError) -> None:
+        """Take note of a put whose segment cannot be used, other than for the moment."""
+        if is_temporary(error):
+            _log.warning("cells of put %s are not freed before the last of them: %s", put_id.hex(), error)
+        else:
+            self._checks.mark_damaged(put_id, str(error))
+
+    def forget_missing(self, put_id: bytes) -> None:
+        """Forget a put that was not here."""
+        if put_id not in self._records:
+            self._checks.forget(put_id)
+
+    # Taking puts
+
+    async def flush(self, pending: PendingPut) -> None:
+        """Wait until the bytes of a put are where they outlive this process; see `StorageEngine.flush`."""
+        stored = pending.whole()
+        if stored is None:
+            return
+        copied = None if stored.copy is None else (memoryview(stored.tables()), stored.values, stored.value_spans())
+        try:
+            checksum = await self._store.flush(stored.copy or stored.values, copied)
+        except OSError as error:
+            raise DiskFailedError(f"the bytes of a put could not be written: {error}; put it again") from error
+        if checksum is not None:
+            pending.checksum = checksum
+
+    def record(self, put_id: bytes, stored: StoredPut, checksum: int | None) -> None:
+        """Write down that a put is complete."""
+        if checksum is None and (stored.copy is not None or self.is_numbered(stored.values)):
+            raise RuntimeError(f"put {put_id.hex()} was finished before it was flushed")
+        self._write(put_id, stored, checksum or 0)
+
+    def is_numbered(self, blob: Blob) -> bool:
+        """Whether a blob is found by its number after a restart; else its bytes are in the record of its put."""
+        return self._store.number(blob) != 0
+
+    def _write(self, put_id: bytes, put: StoredPut, checksum: int) -> None:
+        blob = put.copy or put.values
+        number = self._store.number(blob)
+        record = describe_put(put_id, put, blob.size, segment=number, checksum=checksum if number else 0)
+        self._append(record, b"" if number else self._store.inline(blob))
+
+    def _append(self, record: PutStored, values: bytes | bytearray = b"") -> None:
+        encoded = self._records[record.put_id] = self._needed_log.encode_put(record), values
+        self._needed_log.append_put(*encoded)
+
+    @property
+    def _needed_log(self) -> PutLog:
+        if self._log is None:
+            raise RuntimeError("puts came before it was said where they are to be written down")
+        return self._log
+
+    # Giving them back
+
+    def drop(self, put_id: bytes, blobs: Iterable[Blob]) -> None:
+        """Write down that a put is gone, and release its blobs once that cannot be lost any more."""
+        self._records.pop(put_id, None)
+        is_damaged = self._checks.forget(put_id)
+        self._needed_log.append_put(self._needed_log.encode_put(PutDropped(put_id=put_id)))
+        released = (*blobs, *self._left_behind.pop(put_id, ()))
+        for blob in released:
+            blob.is_damaged = is_damaged
+        self._release_all_later(released)
+
+    def may_compact(self, put_id: bytes) -> bool:
+        """Whether a put may be moved now."""
+        return put_id not in self._moving and put_id not in self._left_behind and self._checks.is_sound(put_id)
+
+    def move(self, put_id: bytes, old: Sequence[Blob], moved: StoredPut) -> None:
+        """Write down a put that was compacted, and release its old blobs once that cannot be lost any more."""
+        if not self.is_numbered(moved.values):
+            self._write(put_id, moved, 0)
+            self._release_all_later(old)
+            return
+        blob = moved.values
+        record = describe_put(put_id, moved, blob.size, segment=self._store.number(blob))
+        finish = self._finish_move(record, self._records[put_id], old, self._checksum_and_flush(blob))
+        blob.pin()  # it may be dropped before its checksum is taken
+        task = self._moving[put_id] = asyncio.get_running_loop().create_task(finish)
+        task.add_done_callback(lambda done: self._end_move(done, blob))
+
+    async def _checksum_and_flush(self, blob: Blob) -> int:
+        checksum = await self._store.checksum(blob, as_stored=False)
+        await self._store.flush(blob)
+        return checksum
+
+    def _end_move(self, moving: asyncio.Task[None], blob: Blob) -> None:
+        blob.unpin()
+        self._fail_if_broken(moving)
+
+    def _fail_if_broken(self, moving: asyncio.Task[None]) -> None:
+        if not moving.cancelled() and (error := moving.exception()) is not None:
+            self._needed_log.fatal("a put was moved and could not be written down", error)
+
+    async def _finish_move(
+        self, record: PutStored, before: EncodedPut, old: Sequence[Blob], checksum: Coroutine[Any, Any, int]
+    ) -> None:
+        put_id = record.put_id
+        try:
+            record = replace(record, checksum=await checksum)
+        except OSError as error:
+            _log.error("put %s cannot be moved to a smaller blob: %s", put_id.hex(), error)
+            if put_id in self._records:
+                self._left_behind[put_id] = tuple(old)  # it is what a restart would find
+                return
+        finally:
+            self._moving.pop(put_id, None)
+        if self._records.get(put_id) is before:  # else it was dropped meanwhile
+            self._append(record)
+        self._release_all_later(old)
+
+    def _release_all_later(self, blobs: Iterable[Blob]) -> None:
+        for blob in blobs:
+            self._needed_log.after_durable(blob.release)
+
+    def records(self) -> Sequence[EncodedPut]:
+        """Return what is written down of each put now."""
+        return list(self._records.values())
+
+    # After a restart
+
+    def recover(self, records: Iterable[bytes], log: PutLog) -> dict[bytes, Blob]:
+        """Find the bytes of puts that were written down, and write down what becomes of puts from now on.
+
+        A put whose blob is missing is damaged. What is in the blobs is not looked at yet.
+
+        Returns:
+            The blob of each put.
+        """
+        self._log = log
+        left = left_puts(records, log.decode_put)
+        self._records = {put_id: encoded for put_id, (_, encoded) in left.items()}
+        # Newest first: where the end of a put was lost with a part of the journal, its blob may have the bytes of a
+        # later one.
+        puts = [(put_id, record, values) for put_id, (record, (_, values)) in reversed(left.items())]
+        found = iter(
+            self._store.recover([(record.segment, record.size_bytes) for _, record, _ in puts if record.segment])
+        )
+        blobs = {}
+        for put_id, record, values in puts:
+            blob = next(found) if record.segment else self._store.recover_inline(values, len(values))
+            if blob is None:
+                self._checks.mark_damaged(put_id, f"segment {record.segment} is missing")
+                blob = self._store.recover_inline(b"", record.size_bytes)
+            elif record.segment:
+                self._checks.expect(put_id, blob, record.checksum)
+            blobs[put_id] = blob
+        return blobs
+
+    def load(self, put_id: bytes, blob: Blob) -> StoredPut:
+        """Return a recovered put."""
+        record, _ = self._needed_log.decode_put(self._records[put_id][0])
+        if not isinstance(record, PutStored):
+            raise TypeError(f"put {put_id.hex()} was written down as {type(record).__name__}")
+        return restore_put(record, blob)
