@@ -70,7 +70,7 @@ async def test_the_scrub_goes_on_when_files_can_be_opened_again(tmp_path, monkey
         await engine.scrub()
     assert len(refusals) == 3
     assert not engine.damaged
-    assert engine._journal._checks.is_sound(put_id(1))
+    assert engine._journal.checks.is_sound(put_id(1))
 
 
 async def test_a_put_that_cannot_be_compacted_yet_keeps_no_room_from_others(tmp_path):

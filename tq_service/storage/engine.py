@@ -13,8 +13,8 @@ from typing import Final
 
 from tq_service.errors import CallCancelledError, InvalidArgumentError, PutNotFoundError
 from tq_service.schema import FieldSpec
-from tq_service.storage.blobs.base import Blob, BlobStore, DurableBlobStore
-from tq_service.storage.blobs.memfd import MemfdBlobs
+from tq_service.storage.blobs.base import BlobStore, DurableBlobStore
+from tq_service.storage.blobs.memfd import MemfdBlob, MemfdBlobs
 from tq_service.storage.blobs.memory import MemoryBlobs
 from tq_service.storage.cells import PutCells, ReadRuns
 from tq_service.storage.engine_stat import EngineStat, Reconciled
@@ -143,7 +143,7 @@ class StorageEngine:
             pending.abort()
             raise
         if pending.is_aborted:
-            self._release(stored.blobs())
+            stored.values.release()
             pending.check_open()
         self._begin(pending, stored)
         return pending
@@ -176,9 +176,9 @@ class StorageEngine:
                 shared=shared,
                 with_tables=with_tables,
             )
-            if shared and self._journal is not None:
-                stored.copy = await self._store.allocate(tables + values_size(headers, shared=False))
-                stored.copy.charge = 0
+            if isinstance(blob, MemfdBlob) and self._journal is not None:
+                blob.copy = await self._store.allocate(tables + values_size(headers, shared=False))
+                blob.copy.charge = 0
         except BaseException:
             if blob is None:
                 self._admission.release(tables + values)
@@ -480,17 +480,17 @@ class StorageEngine:
     async def check(self, put_ids: Iterable[bytes]) -> None:
         """Look at the bytes of recovered puts, before they are first read."""
         if self._journal is not None:
-            await self._journal.check(put_ids)
+            await self._journal.checks.check(put_ids)
 
     async def scrub(self) -> None:
         """Look at the bytes of all recovered puts, slowly."""
         if self._journal is not None:
-            await self._journal.scrub()
+            await self._journal.checks.scrub()
 
     @property
     def damaged(self) -> Mapping[bytes, str]:
         """Puts whose bytes are lost, and why; what was not looked at since the start is not known to be."""
-        return {} if self._journal is None else self._journal.damaged
+        return {} if self._journal is None else self._journal.checks.damaged
 
     def _needed_journal(self) -> PutJournal:
         if self._journal is None:
@@ -519,23 +519,18 @@ class StorageEngine:
         if self._pending.get(pending.put_id) is pending:
             del self._pending[pending.put_id]
         if stored is not None:
-            self._release(stored.blobs())
-
-    @staticmethod
-    def _release(blobs: Iterable[Blob]) -> None:
-        for blob in blobs:
-            blob.release()
+            stored.values.release()
 
     def _drop(self, put_id: bytes) -> None:
         if self._reconciliation is not None:
             self._reconciliation.freed.add(put_id)
-        blobs = self._puts.pop(put_id)
+        blob = self._puts.pop(put_id)
         self._confirmations.forget(put_id)
         self._holed.pop(put_id, None)
         if self._journal is None:
-            self._release(blobs)
+            blob.release()
         else:
-            self._journal.drop(put_id, blobs)
+            self._journal.drop(put_id, blob)
 
     def _compact(self, put_id: bytes) -> bool:
         """Move what is live of a put to a smaller blob; return whether that is possible now."""
@@ -550,9 +545,9 @@ class StorageEngine:
         self._holed.pop(put_id, None)
         self._admission.add(smaller.values.charge)
         if self._journal is None:
-            self._release(put.blobs())
+            put.values.release()
         else:
-            self._journal.move(put_id, put.blobs(), smaller)
+            self._journal.move(put_id, put.values, smaller)
         return True
 
     def _check_partition(self, put_id: bytes, partition_id: str) -> None:

@@ -35,11 +35,13 @@ class Blob:
         charge: bytes of the quota that it takes until it is freed; its owner may change them.
         is_damaged: whether what is behind it is not to be used again.
         fds: file descriptors of its memory, where that can be shared.
+        copy: what outlives the process in its place, freed with it.
     """
 
     __slots__ = ("_is_released", "_pin_count", "charge", "is_damaged", "size", "store")
 
     fds: Sequence[int] = ()
+    copy: Blob | None = None
 
     def __init__(self, store: BlobStore, size: int) -> None:
         self.store = store
@@ -169,8 +171,8 @@ class DurableBlobStore(BlobStore):
         """
 
     @abstractmethod
-    async def checksum(self, blob: Blob, *, as_stored: bool) -> int:
-        """Return the checksum of a blob, of its bytes as they are stored, or as this process sees them.
+    async def checksum(self, blob: Blob) -> int:
+        """Return the checksum of a blob that has a number, of its bytes as they are stored.
 
         Raises:
             OSError: they cannot be read.
@@ -186,10 +188,6 @@ class DurableBlobStore(BlobStore):
         Returns:
             The blobs; None for one that is missing.
         """
-
-    @abstractmethod
-    def recover_inline(self, data: bytes | bytearray, size: int) -> Blob:
-        """Return a blob of bytes that were written down with the record of their put, fewer where they are lost."""
 
 
 def is_temporary(error: OSError) -> bool:

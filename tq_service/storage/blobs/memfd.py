@@ -28,11 +28,12 @@ class MemfdBlob(LocalBlob):
         segment_bytes: size of each of its memfds but the last.
     """
 
-    __slots__ = ("fds", "segment_bytes")
+    __slots__ = ("copy", "fds", "segment_bytes")
 
     def __init__(self, store: MemfdBlobs, size: int) -> None:
         self.fds: list[int] = []
         super().__init__(store, size, mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        self.copy: Blob | None = None
         self.segment_bytes = shared_memory.segment_bytes(size)
 
     @property
@@ -112,4 +113,6 @@ class MemfdBlobs(LocalStore):
         if isinstance(blob, MemfdBlob):
             self.memory_count -= blob.memory_count
             blob.close()
+        if blob.copy is not None:
+            blob.copy.release()
         self.on_freed(blob.charge)

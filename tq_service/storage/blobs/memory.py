@@ -32,11 +32,11 @@ class LocalBlob(Blob):
 
     def __init__(self, store: BlobStore, size: int, memory: bytes | bytearray | mmap.mmap) -> None:
         super().__init__(store, size)
-        self._memory: bytes | bytearray | mmap.mmap | None = memory
+        self._memory = memory
 
     def memory(self) -> bytes | bytearray | mmap.mmap:
         """Return what it holds, at least `size` bytes."""
-        return self._memory or b""
+        return self._memory
 
     def view(self) -> memoryview:
         return memoryview(self.memory())[: self.size]

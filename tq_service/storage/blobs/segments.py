@@ -251,21 +251,18 @@ class SegmentBlobs(PooledStore[Segment], DurableBlobStore):
         return memory if isinstance(memory, bytes | bytearray) else bytes(memory)
 
     async def flush(self, blob: Blob, source: CopySource | None = None) -> int | None:
-        is_file = isinstance(blob, SegmentBlob)
-        if source is None and not (is_file and self._sync):
+        sync = blob.backing.sync if isinstance(blob, SegmentBlob) and self._sync else None
+        if source is None and sync is None:
             return None
         pinned = [blob] if source is None else [blob, source[1]]
-        sync = blob.backing.sync if isinstance(blob, SegmentBlob) and self._sync else None
         return await asyncio.shield(self._run(_flush, blob.view(), source, sync, pinned=pinned))
 
-    async def checksum(self, blob: Blob, *, as_stored: bool) -> int:
+    async def checksum(self, blob: Blob) -> int:
         if not isinstance(blob, SegmentBlob):
-            return xxhash.xxh3_64_intdigest(blob.view())
-        if as_stored:
-            checksum = await asyncio.shield(self._run(blob.backing.checksum, blob.size, pinned=[blob]))
-            blob.view()
-            return checksum
-        return await asyncio.shield(self._run(xxhash.xxh3_64_intdigest, blob.view(), pinned=[blob]))
+            raise TypeError("only blobs in segments have a checksum")
+        checksum = await asyncio.shield(self._run(blob.backing.checksum, blob.size, pinned=[blob]))
+        blob.memory()
+        return checksum
 
     def recover(self, blobs: Iterable[tuple[int, int]]) -> list[Blob | None]:
         with os.scandir(self._directory) as entries:
@@ -291,9 +288,6 @@ class SegmentBlobs(PooledStore[Segment], DurableBlobStore):
                 self._drop(segment)
         self._raise_mark()
         return recovered
-
-    def recover_inline(self, data: bytes | bytearray, size: int) -> Blob:
-        return LocalBlob(self, size, data)
 
     def _run(self, work: Callable[..., T], *args: object, pinned: Sequence[Blob] = ()) -> asyncio.Future[T]:
         """Do something in a thread, which cannot be cancelled; blobs that it works on stay until it is done."""

@@ -93,7 +93,7 @@ class BlobChecks:
             return
         reason = ""
         try:
-            found = await self._store.checksum(blob, as_stored=True)
+            found = await self._store.checksum(blob)
             if found != expected:
                 number = self._store.number(blob)
                 reason = f"segment {number} has checksum {found:016x}, expected {expected:016x}"

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from tq_service.errors import DiskFailedError
 from tq_service.storage.blobs.base import Blob, DurableBlobStore, is_temporary
+from tq_service.storage.blobs.memory import LocalBlob
 from tq_service.storage.index.checks import BlobChecks
 from tq_service.storage.index.pending_put import PendingPut
 from tq_service.storage.index.put_records import (
@@ -38,45 +38,35 @@ class PutJournal:
 
     Args:
         store: the engine's.
+
+    Attributes:
+        checks: whether the bytes of recovered puts are as they were put.
     """
 
     def __init__(self, store: DurableBlobStore) -> None:
         self._store = store
         self._log: PutLog | None = None
-        self._checks = BlobChecks(store)
+        self.checks = BlobChecks(store)
         self._records: dict[bytes, EncodedPut] = {}
         self._moving: dict[bytes, asyncio.Task[None]] = {}
-        self._left_behind: dict[bytes, tuple[Blob, ...]] = {}  # of puts whose move could not be written down
-
-    @property
-    def damaged(self) -> Mapping[bytes, str]:
-        """Puts whose bytes are not as they were put, and why."""
-        return self._checks.damaged
-
-    async def check(self, put_ids: Iterable[bytes]) -> None:
-        """Look at the bytes of recovered puts that were not looked at yet."""
-        await self._checks.check(put_ids)
-
-    async def scrub(self) -> None:
-        """Look at the bytes of all recovered puts, slowly."""
-        await self._checks.scrub()
+        self._left_behind: dict[bytes, Blob] = {}  # of puts whose move could not be written down
 
     def mark_missing(self, put_id: bytes) -> None:
         """Take note of a put that is known elsewhere, but not here."""
-        if put_id not in self._checks.damaged:
-            self._checks.mark_damaged(put_id, "it is not here")
+        if put_id not in self.checks.damaged:
+            self.checks.mark_damaged(put_id, "it is not here")
 
     def mark_unreadable(self, put_id: bytes, error: OSError) -> None:
         """Take note of a put whose segment cannot be used, other than for the moment."""
         if is_temporary(error):
             _log.warning("cells of put %s are not freed before the last of them: %s", put_id.hex(), error)
         else:
-            self._checks.mark_damaged(put_id, str(error))
+            self.checks.mark_damaged(put_id, str(error))
 
     def forget_missing(self, put_id: bytes) -> None:
         """Forget a put that was not here."""
         if put_id not in self._records:
-            self._checks.forget(put_id)
+            self.checks.forget(put_id)
 
     # Taking puts
 
@@ -85,28 +75,26 @@ class PutJournal:
         stored = pending.whole()
         if stored is None:
             return
-        copied = None if stored.copy is None else (memoryview(stored.tables()), stored.values, stored.value_spans())
+        values = stored.values
+        copied = None if values.copy is None else (memoryview(stored.tables()), values, stored.value_spans())
         try:
-            checksum = await self._store.flush(stored.copy or stored.values, copied)
+            checksum = await self._store.flush(values.copy or values, copied)
         except OSError as error:
             raise DiskFailedError(f"the bytes of a put could not be written: {error}; put it again") from error
         if checksum is not None:
             pending.checksum = checksum
 
-    def record(self, put_id: bytes, stored: StoredPut, checksum: int | None) -> None:
-        """Write down that a put is complete."""
-        if checksum is None and (stored.copy is not None or self.is_numbered(stored.values)):
-            raise RuntimeError(f"put {put_id.hex()} was finished before it was flushed")
-        self._write(put_id, stored, checksum or 0)
-
     def is_numbered(self, blob: Blob) -> bool:
         """Whether a blob is found by its number after a restart; else its bytes are in the record of its put."""
         return self._store.number(blob) != 0
 
-    def _write(self, put_id: bytes, put: StoredPut, checksum: int) -> None:
-        blob = put.copy or put.values
+    def record(self, put_id: bytes, put: StoredPut, checksum: int | None) -> None:
+        """Write down that a put is complete, or was moved."""
+        blob = put.values.copy or put.values
         number = self._store.number(blob)
-        record = describe_put(put_id, put, blob.size, segment=number, checksum=checksum if number else 0)
+        if number and checksum is None:
+            raise RuntimeError(f"put {put_id.hex()} was finished before it was flushed")
+        record = describe_put(put_id, put, blob.size, segment=number, checksum=(number and checksum) or 0)
         self._append(record, b"" if number else self._store.inline(blob))
 
     def _append(self, record: PutStored, values: bytes | bytearray = b"") -> None:
@@ -121,66 +109,56 @@ class PutJournal:
 
     # Giving them back
 
-    def drop(self, put_id: bytes, blobs: Iterable[Blob]) -> None:
-        """Write down that a put is gone, and release its blobs once that cannot be lost any more."""
+    def drop(self, put_id: bytes, blob: Blob) -> None:
+        """Write down that a put is gone, and release its blob once that cannot be lost any more."""
         self._records.pop(put_id, None)
-        is_damaged = self._checks.forget(put_id)
+        (blob.copy or blob).is_damaged = self.checks.forget(put_id)
         self._needed_log.append_put(self._needed_log.encode_put(PutDropped(put_id=put_id)))
-        released = (*blobs, *self._left_behind.pop(put_id, ()))
-        for blob in released:
-            blob.is_damaged = is_damaged
-        self._release_all_later(released)
+        self._release_later(blob)
+        left = self._left_behind.pop(put_id, None)
+        if left is not None:
+            self._release_later(left)
 
     def may_compact(self, put_id: bytes) -> bool:
         """Whether a put may be moved now."""
-        return put_id not in self._moving and put_id not in self._left_behind and self._checks.is_sound(put_id)
+        return put_id not in self._moving and put_id not in self._left_behind and self.checks.is_sound(put_id)
 
-    def move(self, put_id: bytes, old: Sequence[Blob], moved: StoredPut) -> None:
-        """Write down a put that was compacted, and release its old blobs once that cannot be lost any more."""
-        if not self.is_numbered(moved.values):
-            self._write(put_id, moved, 0)
-            self._release_all_later(old)
-            return
+    def move(self, put_id: bytes, old: Blob, moved: StoredPut) -> None:
+        """Write down a put that was compacted, and release its old blob once that cannot be lost any more."""
         blob = moved.values
+        if not self.is_numbered(blob):
+            self.record(put_id, moved, None)
+            self._release_later(old)
+            return
         record = describe_put(put_id, moved, blob.size, segment=self._store.number(blob))
-        finish = self._finish_move(record, self._records[put_id], old, self._checksum_and_flush(blob))
         blob.pin()  # it may be dropped before its checksum is taken
+        finish = self._finish_move(record, self._records[put_id], old, blob)
         task = self._moving[put_id] = asyncio.get_running_loop().create_task(finish)
         task.add_done_callback(lambda done: self._end_move(done, blob))
 
-    async def _checksum_and_flush(self, blob: Blob) -> int:
-        checksum = await self._store.checksum(blob, as_stored=False)
-        await self._store.flush(blob)
-        return checksum
-
     def _end_move(self, moving: asyncio.Task[None], blob: Blob) -> None:
         blob.unpin()
-        self._fail_if_broken(moving)
-
-    def _fail_if_broken(self, moving: asyncio.Task[None]) -> None:
         if not moving.cancelled() and (error := moving.exception()) is not None:
             self._needed_log.fatal("a put was moved and could not be written down", error)
 
-    async def _finish_move(
-        self, record: PutStored, before: EncodedPut, old: Sequence[Blob], checksum: Coroutine[Any, Any, int]
-    ) -> None:
+    async def _finish_move(self, record: PutStored, before: EncodedPut, old: Blob, blob: Blob) -> None:
         put_id = record.put_id
         try:
-            record = replace(record, checksum=await checksum)
+            await self._store.flush(blob)
+            record = replace(record, checksum=await self._store.checksum(blob))
         except OSError as error:
             _log.error("put %s cannot be moved to a smaller blob: %s", put_id.hex(), error)
             if put_id in self._records:
-                self._left_behind[put_id] = tuple(old)  # it is what a restart would find
+                self._left_behind[put_id] = old  # it is what a restart would find
                 return
         finally:
             self._moving.pop(put_id, None)
         if self._records.get(put_id) is before:  # else it was dropped meanwhile
             self._append(record)
-        self._release_all_later(old)
+        self._release_later(old)
 
-    def _release_all_later(self, blobs: Iterable[Blob]) -> None:
-        for blob in blobs:
-            self._needed_log.after_durable(blob.release)
+    def _release_later(self, blob: Blob) -> None:
+        self._needed_log.after_durable(blob.release)
 
     def records(self) -> Sequence[EncodedPut]:
         """Return what is written down of each put now."""
@@ -207,12 +185,12 @@ class PutJournal:
         )
         blobs = {}
         for put_id, record, values in puts:
-            blob = next(found) if record.segment else self._store.recover_inline(values, len(values))
+            blob = next(found) if record.segment else LocalBlob(self._store, len(values), values)
             if blob is None:
-                self._checks.mark_damaged(put_id, f"segment {record.segment} is missing")
-                blob = self._store.recover_inline(b"", record.size_bytes)
+                self.checks.mark_damaged(put_id, f"segment {record.segment} is missing")
+                blob = LocalBlob(self._store, record.size_bytes, b"")
             elif record.segment:
-                self._checks.expect(put_id, blob, record.checksum)
+                self.checks.expect(put_id, blob, record.checksum)
             blobs[put_id] = blob
         return blobs
 

@@ -49,11 +49,11 @@ class PutTable(Mapping[bytes, StoredPut]):
         self._count += put_id not in shard
         shard[put_id] = put
 
-    def pop(self, put_id: bytes) -> tuple[Blob, ...]:
-        """Remove a put and return its blobs."""
+    def pop(self, put_id: bytes) -> Blob:
+        """Remove a put and return the blob of its values."""
         put = self._shard(put_id).pop(put_id)
         self._count -= 1
-        return (put,) if isinstance(put, Blob) else put.blobs()
+        return put if isinstance(put, Blob) else put.values
 
     def slices(self) -> Iterator[list[bytes]]:
         """Yield the names of all puts, some at a time; of those that come or go meanwhile some."""

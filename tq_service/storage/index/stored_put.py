@@ -204,7 +204,6 @@ class StoredPut:
 
     Attributes:
         values: the blob of its values.
-        copy: a blob with its tables and values that outlives the process, where `values` does not.
         columns: its columns by name; None for one that was freed whole.
         row_count: number of rows it was put with.
         partition_id: the partition it is for.
@@ -215,7 +214,6 @@ class StoredPut:
     __slots__ = (
         "_tables",
         "columns",
-        "copy",
         "for_existing_rows",
         "live_bytes",
         "partition_id",
@@ -235,7 +233,6 @@ class StoredPut:
         tables: bytearray | None = None,
     ) -> None:
         self.values = values
-        self.copy: Blob | None = None
         self._tables = tables  # None: the values' blob begins with them
         self.columns = columns
         self.row_count = row_count
@@ -298,10 +295,6 @@ class StoredPut:
     def values_at(self) -> int:
         """Where the values start in the blob of a new put."""
         return min(column.values_at for column in self.columns.values() if column is not None)
-
-    def blobs(self) -> tuple[Blob, ...]:
-        """Return its blobs, to be released with it."""
-        return (self.values,) if self.copy is None else (self.values, self.copy)
 
     def column(self, name: str, put_id: bytes) -> StoredColumn:
         """Return a column.
