@@ -135,6 +135,7 @@ def test_integers_of_a_repeated_field(count):
         ([{"k": None}], r"custom_meta\[0\]\['k'\] is NoneType"),
         ([{"k": np.zeros(2)}], r"custom_meta\[0\]\['k'\] is ndarray"),
         ([{}, {"k": 2**63}], r"custom_meta\[1\]\['k'\] is 9223372036854775808.*64 bits"),
+        ([{"k": 0.5}, {"k": 10**400}], r"custom_meta\[1\]\['k'\] is 10+, expected an integer of 64 bits"),
         ([{1: 2}], "key 1"),
         ([{"k": 1}, 5], r"custom_meta\[1\] is int"),
     ],

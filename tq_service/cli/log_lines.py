@@ -26,32 +26,23 @@ class _TextFormatter(logging.Formatter):
 
 
 class _JsonFormatter(logging.Formatter):
-    """One JSON object a line."""
+    """One JSON object a line; the facts of the audit log by name."""
 
     def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, Any] = {
-            "time": _moment(record),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
+        line: Any = vars(record).get("audit")
+        level = record.levelname.lower() if line is None else "audit"
+        facts = {"time": _moment(record), "level": level, "logger": record.name}
+        facts |= {"message": record.getMessage()} if line is None else dict(line.shown())
         if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line)
+            facts["exception"] = self.formatException(record.exc_info)
+        return json.dumps(facts)
 
 
-class _AuditFormatter(logging.Formatter):
-    """Lines of the audit log: as text, or as JSON with the facts by name."""
-
-    def __init__(self, style: str) -> None:
-        super().__init__()
-        self._is_json = style == "json"
+class _AuditTextFormatter(logging.Formatter):
+    """One line of the audit log for people; it has escaped what comes from callers."""
 
     def format(self, record: logging.LogRecord) -> str:
-        line: Any = vars(record)["audit"]
-        if not self._is_json:
-            return f"{_moment(record)} AUDIT   {line}"
-        return json.dumps({"time": _moment(record), "level": "audit", "logger": record.name, **dict(line.shown())})
+        return f"{_moment(record)} AUDIT   {record.getMessage()}"
 
 
 def configure_logging(level: str, style: str, audit_file: Path | None = None) -> None:
@@ -79,7 +70,7 @@ def configure_logging(level: str, style: str, audit_file: Path | None = None) ->
         )
     except OSError as error:
         raise InvalidArgumentError(f"the audit file {audit_file} cannot be written: {error.strerror}") from None
-    audit_handler.setFormatter(_AuditFormatter(style))
+    audit_handler.setFormatter(_JsonFormatter() if style == "json" else _AuditTextFormatter())
     audit = logging.getLogger(AUDIT_LOGGER)
     audit.handlers[:] = [audit_handler]
     audit.setLevel(logging.INFO)

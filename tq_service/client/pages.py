@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from tq_service.client.batch_meta import BatchMeta, samples_of
 from tq_service.errors import StaleIncarnationError
@@ -21,18 +21,19 @@ def in_parts(names: Sequence[Named]) -> Iterator[Sequence[Named]]:
 
 
 def located_in_parts(request: pb.LocateRequest) -> Iterator[pb.LocateRequest]:
-    """Yield requests that together locate the samples of one that names too many for a call."""
+    """Yield requests that together locate the samples of one, which may name too many for a call."""
+    name: Literal["keys", "global_indexes"] = "keys" if request.keys else "global_indexes"
+    names: Sequence[Any] = getattr(request, name)
+    if len(names) <= NAMED_AT_ONCE:
+        yield request
+        return
     common = pb.LocateRequest()
     common.CopyFrom(request)
-    common.ClearField("keys")
-    common.ClearField("global_indexes")
-    for keys in in_parts(request.keys) if request.keys else ():
-        part = pb.LocateRequest(keys=keys)
-        part.MergeFrom(common)
-        yield part
-    for indexes in in_parts(request.global_indexes) if request.global_indexes else ():
-        part = pb.LocateRequest(global_indexes=indexes)
-        part.MergeFrom(common)
+    common.ClearField(name)
+    for some in in_parts(names):
+        part = pb.LocateRequest()
+        part.CopyFrom(common)
+        getattr(part, name).extend(some)
         yield part
 
 

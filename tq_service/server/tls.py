@@ -85,10 +85,8 @@ def _read(files: TlsFiles) -> grpc.ServerCertificateConfiguration:
         _check(files, client_ca)
         if (cert, key) != (files.cert.read_bytes(), files.key.read_bytes()):
             raise InvalidArgumentError("they were replaced while they were read")
-    except OSError as error:  # ssl.SSLError is one
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         raise InvalidArgumentError(f"TLS cannot use {files.cert} and {files.key}: {_why(error)}") from None
-    except ValueError as error:
-        raise InvalidArgumentError(f"TLS cannot use {files.cert} and {files.key}: {error}") from None
     return grpc.ssl_server_certificate_configuration([(key, cert)], client_ca)
 
 
@@ -123,5 +121,7 @@ def _no_passphrase() -> str:
     raise InvalidArgumentError("the key has a passphrase; give one without, that only this user may read")
 
 
-def _why(error: OSError) -> str:
-    return f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)
+def _why(error: OSError | ValueError) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error)

@@ -27,6 +27,7 @@ _FEW_VALUES: Final = 64
 
 _NO_VALUE: Final = object()
 _INT64: Final = np.iinfo(np.int64)
+_DTYPES: Final[dict[type, Any]] = {bool: np.bool_, int: np.int64, float: np.float64}
 
 
 def encode_spec(spec: FieldSpec) -> pb.FieldSpec:
@@ -223,9 +224,13 @@ def _typed_column(name: str, values: list[Any], present: NDArray[np.bool_]) -> M
         kinds = set(map(type, values))
     if kinds == {int, float}:
         kinds = {float}
-    if len(kinds) != 1:
-        raise _mixed_kinds(name, present, values)
-    return _spread(name, _typed_array(name, present, values, kinds.pop()), present)
+    if kinds == {str}:
+        return _spread(name, _string_array(values), present)
+    try:
+        (kind,) = kinds
+        return _spread(name, np.array(values, _DTYPES[kind]), present)
+    except (ValueError, OverflowError):
+        raise _unlike(name, present, values) from None
 
 
 def _rows(present: NDArray[np.bool_]) -> list[int]:
@@ -245,34 +250,20 @@ def _plain_value(name: str, position: int, value: Any) -> MetaValue:
     )
 
 
-def _mixed_kinds(name: str, present: NDArray[np.bool_], values: list[Any]) -> InvalidArgumentError:
+def _unlike(name: str, present: NDArray[np.bool_], values: list[Any]) -> InvalidArgumentError:
+    """Return the error of the first value that does not go into one column with those before it."""
     first = type(values[0])
     fits = {int, float} if first in (int, float) else {first}
-    position, value = next(
-        (position, value) for position, value in zip(_rows(present), values, strict=True) if type(value) not in fits
-    )
-    return InvalidArgumentError(
-        f"custom_meta[{position}][{name!r}] is {type(value).__name__}, while samples before it have "
-        f"{first.__name__}; a column holds one kind of value",
-        field="custom_meta",
-    )
-
-
-def _typed_array(name: str, present: NDArray[np.bool_], values: list[Any], kind: type) -> NDArray[Any]:
-    if kind is str:
-        return _string_array(values)
-    try:
-        return np.array(values, {bool: np.bool_, int: np.int64, float: np.float64}[kind])
-    except OverflowError:
-        position, value = next(
-            (position, value)
-            for position, value in zip(_rows(present), values, strict=True)
-            if isinstance(value, int) and not _INT64.min <= value <= _INT64.max
-        )
-        raise InvalidArgumentError(
-            f"custom_meta[{position}][{name!r}] is {value}, expected an integer of 64 bits; give it as a string",
-            field="custom_meta",
-        ) from None
+    for position, value in zip(_rows(present), values, strict=True):
+        if type(value) not in fits:
+            got, before = type(value).__name__, first.__name__
+            problem = f"{got}, while samples before it have {before}; a column holds one kind of value"
+        elif type(value) is int and not _INT64.min <= value <= _INT64.max:
+            problem = f"{value}, expected an integer of 64 bits; give it as a string"
+        else:
+            continue
+        return InvalidArgumentError(f"custom_meta[{position}][{name!r}] is {problem}", field="custom_meta")
+    return InvalidArgumentError(f"custom_meta column {name!r} has numbers that are too large", field="custom_meta")
 
 
 def meta_columns_to_rows(columns: Iterable[MetaColumn], row_count: int) -> list[dict[str, MetaValue]]:
