@@ -111,7 +111,7 @@ def test_roles_can_be_processes_of_their_own() -> None:
                 break
             except grpc.RpcError as error:
                 assert error.code() is grpc.StatusCode.UNAVAILABLE
-        assert placed.storage.storage_id == "s1"
+        assert placed.storages[0].storage_id == "s1"
         assert not placed.embedded
         for process in (storage, controller):
             assert process.stop() == 0

@@ -78,8 +78,8 @@ class FakeStorage(StorageServiceServicer):
     async def PutInline(self, request, context):  # noqa: N802  (the name of the rpc)
         self.whole_put_count += 1
         self.put_headers.append(request.header)
-        if self.put_failures:
-            await abort_with(context, self.put_failures.pop(0))
+        if self.put_failures and (failure := self.put_failures.pop(0)) is not None:
+            await abort_with(context, failure)
         self.put_sizes.append(len(request.values))
         return storage_service_pb2.PutInlineResponse(put=self.put_answer)
 

@@ -20,6 +20,13 @@ from tq_service.wire.frames import INLINE_BYTES
 DRAINING = tq.UnavailableError("the server is draining")
 BATCH = pb.GetMetaResponse(meta=metadata_pb2.BatchMeta(status=metadata_pb2.BATCH_STATUS_BATCH, global_indexes=[4]))
 NOT_YET = pb.GetMetaResponse(meta=metadata_pb2.BatchMeta(status=metadata_pb2.BATCH_STATUS_NOT_YET))
+EMBEDDED = pb.PlacePutResponse(
+    storages=[metadata_pb2.StorageEndpoint(storage_id="one")],
+    embedded=True,
+    grant_seconds=60,
+    grant_bytes=1 << 40,
+    max_granted_put_bytes=1 << 20,
+)
 QUEUE = {"partition_id": "p", "task_name": "t", "data_fields": ["x"], "batch_size": 1}
 
 
@@ -207,7 +214,7 @@ async def test_an_interrupted_put_is_sent_whole_again_under_its_ids(kind, row_co
     data = torch.arange(row_count)
     commit = pb.CommitResponse(meta=metadata_pb2.BatchMeta(partition_id="p", global_indexes=[0]))
     storage = FakeStorage([DRAINING], storage_pb.PutResponse(commit=commit))
-    controller = FakeController(PlacePut=Script(pb.PlacePutResponse(embedded=True)))
+    controller = FakeController(PlacePut=Script(EMBEDDED))
     async with serving(controller, storage) as address:
         client = make_client(kind, address, timeout=20)
         meta = await client.put({"x": data.reshape(1, -1)}, partition_id="p", keys=["k"])
@@ -223,7 +230,7 @@ async def test_an_interrupted_put_is_sent_whole_again_under_its_ids(kind, row_co
 @pytest.mark.parametrize("more_bytes", [0, 1])
 async def test_puts_up_to_a_limit_are_one_message(kind, more_bytes):
     storage = FakeStorage(put_answer=storage_pb.PutResponse(commit=pb.CommitResponse()))
-    controller = FakeController(PlacePut=Script(pb.PlacePutResponse(embedded=True)))
+    controller = FakeController(PlacePut=Script(EMBEDDED))
     data = torch.zeros(1, INLINE_BYTES - 8 + more_bytes, dtype=torch.uint8)
     async with serving(controller, storage) as address:
         client = make_client(kind, address, timeout=20)
@@ -234,7 +241,7 @@ async def test_puts_up_to_a_limit_are_one_message(kind, more_bytes):
 
 
 async def test_small_puts_into_the_controllers_own_storage_take_one_call(kind):
-    place = Script(pb.PlacePutResponse(embedded=True))
+    place = Script(EMBEDDED)
     storage = FakeStorage(put_answer=storage_pb.PutResponse(commit=pb.CommitResponse()))
     async with serving(FakeController(PlacePut=place), storage) as address:
         client = make_client(kind, address, timeout=20)
@@ -247,7 +254,15 @@ async def test_small_puts_into_the_controllers_own_storage_take_one_call(kind):
 
 @pytest.mark.parametrize("only_one", [True, False])
 async def test_large_puts_are_placed_each_unless_there_is_only_one_storage(kind, only_one):
-    place = Script(pb.PlacePutResponse(embedded=True, only_one=only_one))
+    place = Script(
+        pb.PlacePutResponse(
+            storages=[endpoint("one")],
+            embedded=True,
+            grant_seconds=60,
+            grant_bytes=1 << 40,
+            max_granted_put_bytes=1 << 40 if only_one else (1 << 20) - 1,
+        )
+    )
     storage = FakeStorage(put_answer=storage_pb.PutResponse(commit=pb.CommitResponse()))
     async with serving(FakeController(PlacePut=place), storage) as address:
         client = make_client(kind, address, timeout=20)
@@ -258,10 +273,60 @@ async def test_large_puts_are_placed_each_unless_there_is_only_one_storage(kind,
     assert len(storage.put_headers) == 3
 
 
+def grant_of(*storages, put_bytes=1 << 20, seconds=60.0, all_bytes=1 << 40):
+    return pb.PlacePutResponse(
+        storages=storages,
+        controller_id=b"c" * 16,
+        grant_seconds=seconds,
+        grant_bytes=all_bytes,
+        max_granted_put_bytes=put_bytes,
+    )
+
+
+@pytest.mark.parametrize(
+    ("bounds", "place_count"), [({}, 1), ({"seconds": 0.0}, 6), ({"all_bytes": 40}, 2), ({"put_bytes": 15}, 6)]
+)
+async def test_puts_go_to_the_storage_services_of_a_grant_in_turn_for_as_long_as_it_goes(kind, bounds, place_count):
+    remotes = [FakeStorage(put_answer=storage_pb.PutResponse(storage=endpoint("x"), receipt=b"r")) for _ in range(2)]
+    async with serving(storage=remotes[0]) as first, serving(storage=remotes[1]) as second:
+        place = Script(grant_of(endpoint("one", first), endpoint("two", second), **bounds))
+        commit = Script(pb.CommitResponse())
+        async with serving(FakeController(PlacePut=place, Commit=commit)) as address:
+            client = make_client(kind, address, timeout=20)
+            for _ in range(6):
+                await client.put({"x": torch.zeros(4)}, partition_id="p")
+            await client.aclose()
+    assert len(place.requests) == place_count
+    counts = [len(remote.put_headers) for remote in remotes]
+    assert counts == {1: [3, 3], 2: [4, 2], 6: [6, 0]}[place_count]
+    assert {header.controller_id for remote in remotes for header in remote.put_headers} == {b"c" * 16}
+    assert {request.placement.receipt for request in commit.requests} == {b"r"}
+
+
+@pytest.mark.parametrize("failure", [DRAINING, tq.QuotaExceededError("full")])
+async def test_a_storage_service_that_fails_is_left_at_once(kind, failure):
+    gone = FakeStorage([None, failure], storage_pb.PutResponse(storage=endpoint("one")))
+    other = FakeStorage(put_answer=storage_pb.PutResponse(storage=endpoint("two")))
+    async with serving(storage=gone) as first, serving(storage=other) as second:
+        place = Script(grant_of(endpoint("one", first)), grant_of(endpoint("two", second)))
+        async with serving(FakeController(PlacePut=place, Commit=Script(pb.CommitResponse()))) as address:
+            client = make_client(kind, address, timeout=20)
+            await client.put({"x": torch.zeros(4)}, partition_id="p")
+            if failure is DRAINING:
+                await client.put({"x": torch.zeros(4)}, partition_id="p")
+            else:
+                with pytest.raises(tq.QuotaExceededError):
+                    await client.put({"x": torch.zeros(4)}, partition_id="p")
+            await client.put({"x": torch.zeros(4)}, partition_id="p")
+            await client.aclose()
+    assert len(place.requests) == 2
+    assert len(gone.put_headers) == 2
+
+
 async def test_a_put_into_another_storage_is_committed_after_it(kind):
     remote = FakeStorage(put_answer=storage_pb.PutResponse(storage=endpoint("two", boot=b"2" * 16)))
     async with serving(storage=remote) as remote_address:
-        place = Script(pb.PlacePutResponse(storage=endpoint("two", remote_address)))
+        place = Script(pb.PlacePutResponse(storages=[endpoint("two", remote_address)]))
         commit = Script(pb.CommitResponse(), tq.PutNotFoundError("the put has expired"))
         async with serving(FakeController(PlacePut=place, Commit=commit)) as address:
             client = make_client(kind, address, timeout=20)
@@ -285,7 +350,7 @@ async def test_a_put_that_was_lost_before_its_commit_is_sent_again_under_its_ids
         monkeypatch.setattr(f"tq_service.client.{module}.puts._COMMIT_PATIENCE_SECONDS", 0.0)
     remote = FakeStorage(put_answer=storage_pb.PutResponse(storage=endpoint("two")))
     async with serving(storage=remote) as remote_address:
-        place = Script(pb.PlacePutResponse(storage=endpoint("two", remote_address)))
+        place = Script(pb.PlacePutResponse(storages=[endpoint("two", remote_address)]))
         commit = Script(failure, pb.CommitResponse(meta=metadata_pb2.BatchMeta(global_indexes=[3])))
         async with serving(FakeController(PlacePut=place, Commit=commit)) as address:
             client = make_client(kind, address, timeout=20)
@@ -302,7 +367,7 @@ async def test_a_commit_that_is_never_answered_tells_of_the_whole_put(kind, monk
         monkeypatch.setattr(f"tq_service.client.{module}.puts._COMMIT_PATIENCE_SECONDS", 0.2)
     storage = FakeStorage(put_answer=storage_pb.PutResponse(storage=endpoint("two")))
     async with serving(storage=storage) as storage_address:
-        place = Script(pb.PlacePutResponse(storage=endpoint("two", storage_address)))
+        place = Script(pb.PlacePutResponse(storages=[endpoint("two", storage_address)]))
         async with serving(FakeController(PlacePut=place, Commit=Script(DRAINING))) as address:
             client = make_client(kind, address, timeout=2.0)
             # The last try may have begun too late for an answer.

@@ -516,5 +516,5 @@ def wait_until_waiting(client: AnyClient, partition_id: str, count: int) -> None
 
 def wait_for_storage(controller: LiveServer, old_boot_id: bytes) -> None:
     """Wait until the new life of the storage service has announced itself."""
-    while controller.controller.PlacePut(PlacePutRequest(size_bytes=1)).storage.boot_id == old_boot_id:
+    while controller.controller.PlacePut(PlacePutRequest(size_bytes=1)).storages[0].boot_id == old_boot_id:
         pass

@@ -323,7 +323,7 @@ def test_a_commit_for_another_partition_does_not_free_a_put(server: LiveServer, 
     stored = send_put(server, messages)
     client.create_partition("narrow", max_bytes=1)
     server.controller.Insert(pb.InsertRequest(request_id=made.request_id, write=made.write))
-    for request_id, error in ((new_id(), "QUOTA_EXCEEDED"), (made.request_id, "INVALID_ARGUMENT")):
+    for request_id in (new_id(), made.request_id):
         commit = commit_of_four(request_id)
         commit.write.partition_id = "narrow"
         commit.placement.storage.CopyFrom(stored.storage)
@@ -331,7 +331,7 @@ def test_a_commit_for_another_partition_does_not_free_a_put(server: LiveServer, 
         commit.columns.extend(messages[0].header.columns)
         with pytest.raises(grpc.RpcError) as caught:
             server.controller.Commit(commit)
-        assert reason_of(caught.value) == error
+        assert reason_of(caught.value) == "INVALID_ARGUMENT"
         assert client.storage_stat().put_count == 1
     commit.write.partition_id, commit.request_id = "train", new_id()
     server.controller.Commit(commit)
@@ -383,27 +383,28 @@ def test_a_put_for_another_partition_is_not_committed(server: LiveServer, send_p
 
 def test_confirming_and_freeing_again_changes_nothing(start_server: StartServer, send_put: SendPut) -> None:
     server = start_server(role="storage", controller="127.0.0.1:1")
+    server.app.storage.receipt_keys.renew(b"c" * 16, b"k" * 32)
     as_service, stat = server.as_service, lambda: server.storage.Stat(storage_service_pb2.StatRequest())
     messages = put_stream()
+    messages[0].header.controller_id = b"c" * 16
     stored = send_put(server, messages)
-    confirm = storage_service_pb2.ConfirmPutRequest(
-        boot_id=stored.storage.boot_id, put_id=messages[0].header.put_id, partition_id="train"
-    )
+    put_id, boot_id = messages[0].header.put_id, stored.storage.boot_id
+    confirm = storage_service_pb2.ConfirmPutsRequest(boot_id=new_id(), put_ids=[put_id])
+    server.storage.ConfirmPuts(confirm, metadata=as_service)
+    assert stat().uncommitted_put_count == 1  # it was another boot
+    confirm.boot_id = boot_id
     for _ in range(2):
-        server.storage.ConfirmPut(confirm, metadata=as_service)
-    assert stat().put_count == 1
-    cells = storage_service_pb2.PutCells(put_id=messages[0].header.put_id)
+        assert list(server.storage.ConfirmPuts(confirm, metadata=as_service).missing_put_ids) == []
+        assert (stat().put_count, stat().uncommitted_put_count) == (1, 0)
+    cells = storage_service_pb2.PutCells(put_id=put_id)
     other_boot = storage_service_pb2.FreeCellsRequest(boot_id=new_id(), cells=[cells])
     server.storage.FreeCells(other_boot, metadata=as_service)
     assert stat().put_count == 1
     for _ in range(2):
-        free = storage_service_pb2.FreeCellsRequest(boot_id=stored.storage.boot_id, cells=[cells])
+        free = storage_service_pb2.FreeCellsRequest(boot_id=boot_id, cells=[cells])
         server.storage.FreeCells(free, metadata=as_service)
         assert stat().used_bytes == 0
-    with pytest.raises(grpc.RpcError) as caught:
-        server.storage.ConfirmPut(confirm, metadata=as_service)
-    call: Any = caught.value
-    assert call.code() == grpc.StatusCode.NOT_FOUND
+    assert list(server.storage.ConfirmPuts(confirm, metadata=as_service).missing_put_ids) == [put_id]
 
 
 def test_placing_and_announcing_change_nothing_that_is_stored(server: LiveServer) -> None:
@@ -411,15 +412,16 @@ def test_placing_and_announcing_change_nothing_that_is_stored(server: LiveServer
     put_train(client)
     before = snapshot(client)
     placed = server.controller.PlacePut(pb.PlacePutRequest(size_bytes=100))
-    assert placed.only_one
+    assert placed.max_granted_put_bytes > 1 << 60  # there is no other
     assert placed.embedded
-    assert placed.storage.boot_id == client.storage_stat().boot_id
+    assert placed.storages[0].boot_id == client.storage_stat().boot_id
     endpoint = metadata_pb2.StorageEndpoint(storage_id="other", boot_id=new_id(), kind="grpc", address="127.0.0.1:1")
     announced = pb.RegisterStorageRequest(storage=endpoint, max_bytes=1 << 50)
     answers = [server.controller.RegisterStorage(announced, metadata=server.as_service) for _ in range(2)]
     assert answers[0] == answers[1]
     assert answers[0].heartbeat_seconds > 0
     placed = server.controller.PlacePut(pb.PlacePutRequest(size_bytes=100))
-    assert placed.storage == endpoint  # it has more room
-    assert not placed.only_one
+    assert list(placed.storages) == [endpoint]  # it has more room
+    assert not placed.embedded
+    assert placed.max_granted_put_bytes == 1 << 20
     assert snapshot(client) == before

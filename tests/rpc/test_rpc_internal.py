@@ -38,7 +38,7 @@ CODE = grpc.StatusCode
 
 def test_internal_is_what_services_alone_call() -> None:
     names = {name.rpartition("/")[2] for name in INTERNAL}
-    assert {"RegisterStorage", "ConfirmPut", "KeepPuts", "FreeCells"} <= names
+    assert {"RegisterStorage", "ConfirmPuts", "ReconcilePuts", "FreeCells"} <= names
     called_by_clients = {"Put", "PutInline", "Get", "GetInline", "Stat", "Commit", "Insert", "GetMeta", "PlacePut"}
     assert not names & called_by_clients
 
@@ -69,7 +69,7 @@ class Topology:
             pb.PlacePutRequest(size_bytes=1, partition_id="train"), metadata=self._admin()
         )
         seen = [np.asarray(batch["x"]).tolist(), self.client.list_partitions()]
-        return (*seen, stat.put_count, stat.uncommitted_put_count, stat.used_bytes, placed.storage.address)
+        return (*seen, stat.put_count, stat.uncommitted_put_count, stat.used_bytes, placed.storages[0].address)
 
     def _admin(self) -> Any:
         return bearer(self.tokens[0]) if self.tokens else None
@@ -145,7 +145,7 @@ def topology(request: pytest.FixtureRequest, start_server: StartServer, tmp_path
 
 
 def test_no_client_gets_through_and_nothing_changes(topology: Topology) -> None:
-    """The proof script of the review, keepputs.py, called KeepPuts without puts: all that was committed was dropped."""
+    """The proof script of the review, keepputs.py, reconciled without puts: all that was committed was dropped."""
     derived = hmac.new(SECRET, b"something else", hashlib.sha256).hexdigest()
     shown: list[Any] = [
         (),

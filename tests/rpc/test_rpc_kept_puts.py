@@ -65,7 +65,7 @@ def deployment(start_server: StartServer, tmp_path: Path) -> Deployment:
     return Deployment(start_server, tmp_path)
 
 
-def store_unconfirmed(server: LiveServer, boot_id: bytes) -> bytes:
+def store_unconfirmed(controller: LiveServer, server: LiveServer, boot_id: bytes) -> bytes:
     columns = encode_columns({"x": torch.arange(4)})
     header = pb.PutHeader(
         put_id=new_id(),
@@ -73,6 +73,7 @@ def store_unconfirmed(server: LiveServer, boot_id: bytes) -> bytes:
         columns=[encode_header(column) for column in columns],
         size_bytes=32,
         partition_id="train",
+        controller_id=controller.app.controller.storages.controller_id,
     )
     values = b"".join(bytes(chunk) for column in columns for chunk in column.chunks)
     answer = server.storage.PutInline(pb.PutInlineRequest(header=header, values=values))
@@ -89,7 +90,7 @@ def test_a_storage_service_that_starts_anew_is_told_what_is_known(deployment: De
     rest = meta.select_samples([1, 2, 3, 4, *range(6, ROWS)])
     expected = client.get_data(rest)
     before = deployment.stat()
-    waiting = store_unconfirmed(deployment.storage, before.storage.boot_id)
+    waiting = store_unconfirmed(deployment.controller, deployment.storage, before.storage.boot_id)
 
     deployment.storage.stop()
     client.clear_partition("gone")  # nobody can tell the storage service now
@@ -102,8 +103,8 @@ def test_a_storage_service_that_starts_anew_is_told_what_is_known(deployment: De
     with pytest.raises(tq.PartitionNotFoundError):
         client.get_data(gone)
     # What waits for its commit goes on doing so.
-    confirm = pb.ConfirmPutRequest(boot_id=after.storage.boot_id, put_id=waiting, partition_id="train")
-    deployment.storage.storage.ConfirmPut(confirm, metadata=deployment.storage.as_service)
+    confirm = pb.ConfirmPutsRequest(boot_id=after.storage.boot_id, put_ids=[waiting])
+    deployment.storage.storage.ConfirmPuts(confirm, metadata=deployment.storage.as_service)
     assert deployment.stat().uncommitted_put_count == 1
     client.clear_partition("train")
     deployment.wait(lambda stat: stat.put_count == 2)
@@ -121,9 +122,9 @@ def test_what_is_known_is_told_in_pieces_however_much_it_is(
         )
     client.clear_samples(partition_id="train", keys=[f"{number}-3" for number in range(0, 50, 2)])
     deployment.controller.stop()
-    stray = store_unconfirmed(deployment.storage, deployment.stat().storage.boot_id)
-    confirm = pb.ConfirmPutRequest(boot_id=deployment.stat().storage.boot_id, put_id=stray, partition_id="train")
-    deployment.storage.storage.ConfirmPut(confirm, metadata=deployment.storage.as_service)
+    stray = store_unconfirmed(deployment.controller, deployment.storage, deployment.stat().storage.boot_id)
+    confirm = pb.ConfirmPutsRequest(boot_id=deployment.stat().storage.boot_id, put_ids=[stray])
+    deployment.storage.storage.ConfirmPuts(confirm, metadata=deployment.storage.as_service)
     deployment.restart_storage()
     deployment.restart_controller()
     deployment.wait(lambda stat: stat.uncommitted_put_count == 1)  # the stray one, which waits again after the restart
@@ -139,10 +140,10 @@ def test_a_controller_that_starts_anew_tells_what_it_knows(deployment: Deploymen
     meta = client.put({"x": torch.arange(ROWS)}, partition_id="train")
     boot_id = deployment.stat().storage.boot_id
     deployment.controller.stop()
-    stray = store_unconfirmed(deployment.storage, boot_id)
-    confirm = pb.ConfirmPutRequest(boot_id=boot_id, put_id=stray, partition_id="train")
+    stray = store_unconfirmed(deployment.controller, deployment.storage, boot_id)
+    confirm = pb.ConfirmPutsRequest(boot_id=boot_id, put_ids=[stray])
     # By a controller that ended before it committed.
-    deployment.storage.storage.ConfirmPut(confirm, metadata=deployment.storage.as_service)
+    deployment.storage.storage.ConfirmPuts(confirm, metadata=deployment.storage.as_service)
     assert deployment.stat().put_count == 2
     deployment.restart_controller()
     deployment.wait(lambda stat: stat.put_count == 1)
@@ -151,16 +152,14 @@ def test_a_controller_that_starts_anew_tells_what_it_knows(deployment: Deploymen
     assert more.global_indexes[0] == ROWS
 
 
-def test_a_confirmed_put_that_is_never_committed_goes_and_what_is_committed_stays(start_server: StartServer) -> None:
+def test_a_put_that_is_never_committed_goes_and_what_is_committed_stays(start_server: StartServer) -> None:
     """As where the client is killed between the two, whatever `put_ttl_seconds` the controller was started with."""
     controller = start_server(role="controller")
     storage = start_server(role="storage", controller=controller.address, put_ttl_seconds=0.5, shared_memory="off")
     client = controller.client()
     meta = client.put({"x": torch.arange(ROWS)}, partition_id="train")
     boot_id = storage.storage.Stat(pb.StatRequest()).storage.boot_id
-    stray = store_unconfirmed(storage, boot_id)
-    confirm = pb.ConfirmPutRequest(boot_id=boot_id, put_id=stray, partition_id="train")
-    storage.storage.ConfirmPut(confirm, metadata=storage.as_service)
+    store_unconfirmed(controller, storage, boot_id)
     deadline = time.monotonic() + 60
     while storage.storage.Stat(pb.StatRequest()).put_count > 1:
         assert time.monotonic() < deadline
@@ -190,19 +189,21 @@ def test_puts_that_the_storage_service_has_lost_are_told_and_named(deployment: D
 def test_keeping_puts_of_another_boot_is_refused(deployment: Deployment) -> None:
     as_service = deployment.storage.as_service
     with pytest.raises(grpc.RpcError) as caught:
-        deployment.storage.storage.KeepPuts(
-            iter([pb.KeepPutsRequest(boot_id=new_id(), is_last=True)]), metadata=as_service
+        deployment.storage.storage.ReconcilePuts(
+            iter([pb.ReconcilePutsRequest(boot_id=new_id(), is_last=True)]), metadata=as_service
         )
     call: Any = caught.value
     assert call.code() == grpc.StatusCode.DATA_LOSS
     endpoint: metadata_pb2.StorageEndpoint = deployment.stat().storage
-    request = pb.KeepPutsRequest(boot_id=endpoint.boot_id, cells=[pb.PutCells(put_id=b"unknown")], is_last=True)
-    answers = [deployment.storage.storage.KeepPuts(iter([request]), metadata=as_service) for _ in range(2)]
-    assert answers[0] == answers[1] == pb.KeepPutsResponse(missing_put_ids=[b"unknown"], missing_count=1)
+    request = pb.ReconcilePutsRequest(
+        boot_id=endpoint.boot_id, controller_id=b"c" * 16, cells=[pb.PutCells(put_id=b"unknown")], is_last=True
+    )
+    answers = [deployment.storage.storage.ReconcilePuts(iter([request]), metadata=as_service) for _ in range(2)]
+    assert answers[0] == answers[1] == pb.ReconcilePutsResponse(missing_put_ids=[b"unknown"], missing_count=1)
 
 
 @pytest.mark.parametrize("counts", [[], [1, 1]])
-@pytest.mark.parametrize("name", ["KeepPuts", "FreeCells"])
+@pytest.mark.parametrize("name", ["ReconcilePuts", "FreeCells"])
 def test_cells_whose_rows_and_counts_do_not_fit_are_refused_and_nothing_is_dropped(deployment, name, counts):
     server, client = deployment.storage, deployment.controller.client()
     meta = client.put({"x": torch.arange(4)}, partition_id="train")
@@ -210,6 +211,8 @@ def test_cells_whose_rows_and_counts_do_not_fit_are_refused_and_nothing_is_dropp
     cells = [pb.PutCells(put_id=b"p" * 16, first_rows=[0], row_counts=counts)]
     request = getattr(pb, f"{name}Request")(boot_id=boot_id, cells=cells)
     with pytest.raises(grpc.RpcError) as refused:
-        getattr(server.storage, name)(iter([request]) if name == "KeepPuts" else request, metadata=server.as_service)
+        getattr(server.storage, name)(
+            iter([request]) if name == "ReconcilePuts" else request, metadata=server.as_service
+        )
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert torch.equal(client.get_data(meta)["x"], torch.arange(4))

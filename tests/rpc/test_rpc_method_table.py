@@ -40,7 +40,12 @@ def test_the_roles_of_the_protos_are_those_of_tokens() -> None:
 
 
 def test_internal_methods_lose_data_in_other_hands() -> None:
-    assert {METHODS[name].short_name for name in INTERNAL} == {"RegisterStorage", "ConfirmPut", "KeepPuts", "FreeCells"}
+    assert {METHODS[name].short_name for name in INTERNAL} == {
+        "RegisterStorage",
+        "ConfirmPuts",
+        "ReconcilePuts",
+        "FreeCells",
+    }
 
 
 def partition_fields(message: Descriptor) -> Iterator[str]:

@@ -15,9 +15,10 @@ from tq_service.errors import PutNotFoundError
 from tq_service.server import heartbeat
 from tq_service.server.commits import Commits
 from tq_service.server.controller_servicer import ControllerServicer
+from tq_service.server.receipts import ReceiptKeys
 from tq_service.server.rpc.limits import WaitingCalls
 from tq_service.server.storage_servicer import StorageServicer
-from tq_service.server.storages import StorageDirectory
+from tq_service.server.storages import StorageRegistry
 from tq_service.storage.cells import ReadRuns
 from tq_service.storage.engine import StorageEngine
 from tq_service.v1 import controller_service_pb2 as pb
@@ -75,7 +76,7 @@ class Fault:
 
 
 class Stream:
-    """A call of KeepPuts: what is written comes one after the other; one that is cancelled just ends there."""
+    """A call of ReconcilePuts: what is written comes one after the other; one that is cancelled just ends there."""
 
     def __init__(self, method, fault):
         self.written = []
@@ -102,7 +103,7 @@ class Stream:
             raise asyncio.InvalidStateError
         self.written.append(part)
         await asyncio.sleep(0)
-        self._parts.put_nowait(pb_storage.KeepPutsRequest.FromString(part.SerializeToString()))
+        self._parts.put_nowait(pb_storage.ReconcilePutsRequest.FromString(part.SerializeToString()))
 
     async def done_writing(self):
         self._parts.put_nowait(None)
@@ -134,11 +135,11 @@ class Link:
         self.faults.setdefault(method, deque()).append(added)
         return added
 
-    def KeepPuts(self, **_):  # noqa: N802  (the name of the rpc)
-        self.calls.append("KeepPuts")
-        waiting = self.faults.get("KeepPuts")
+    def ReconcilePuts(self, **_):  # noqa: N802  (the name of the rpc)
+        self.calls.append("ReconcilePuts")
+        waiting = self.faults.get("ReconcilePuts")
         fault = waiting.popleft() if waiting else Fault()
-        stream = Stream(lambda parts, _: self._servicer.KeepPuts(parts, stream), fault)
+        stream = Stream(lambda parts, _: self._servicer.ReconcilePuts(parts, stream), fault)
         self.streams.append(stream)
         return stream
 
@@ -158,7 +159,8 @@ class Split:
     def __init__(self, monkeypatch, reconcile_seconds):
         self.now = 1000.0
         self.engine = StorageEngine(max_bytes=None, storage_id="s", put_ttl_seconds=TTL_SECONDS, clock=lambda: self.now)
-        self.storage = StorageServicer(self.engine)
+        self.keys = ReceiptKeys()
+        self.storage = StorageServicer(self.engine, keys=self.keys)
         self.link = Link(self.storage)
         self.to_controller = Link(None)
         monkeypatch.setattr(heartbeat, "Peer", lambda *_: self._peer(self.to_controller))
@@ -166,11 +168,14 @@ class Split:
         monkeypatch.setattr("tq_service.server.remote_storage.Peer", lambda *_: self._peer(self.link))
         monkeypatch.setattr("tq_service.server.remote_storage._FIRST_RETRY_SECONDS", 0.0)
         monkeypatch.setattr("tq_service.server.remote_storage._RECONCILE_SECONDS", reconcile_seconds)
+        monkeypatch.setattr("tq_service.server.remote_storage._CONFIRM_SECONDS", 0.0)
+        self.gates = {}
+        self.is_stable = True
         self.directories = []
         self._closing = []
         self.restart_controller()
         self._announcing = asyncio.ensure_future(
-            heartbeat.announce_storage(self.engine, "localhost:1", "localhost:2", _NO_CREDENTIALS)
+            heartbeat.register_storage(self.engine, self.keys, "localhost:1", "localhost:2", _NO_CREDENTIALS)
         )
 
     @staticmethod
@@ -187,10 +192,18 @@ class Split:
         self._first_stream = len(self.link.streams)
         self.catalog = Catalog(None)
         # Heartbeats come in every turn of the loop.
-        self.directory = StorageDirectory(None, 0.0, _NO_CREDENTIALS, snapshot_cells=self.catalog.snapshot_cells)
+        self.directory = StorageRegistry(
+            None,
+            0.0,
+            _NO_CREDENTIALS,
+            snapshot_cells=self.catalog.snapshot_cells,
+            controller_id=b"c" * 16 if self.is_stable else None,
+        )
         self.directories.append(self.directory)
         self.catalog.on_freed = self.directory.free
         self.commits = Commits(catalog=self.catalog, storages=self.directory, waiting=WaitingCalls())
+        self._admit = self.commits.admit
+        self.commits.admit = self._admit_later
         self.controller = ControllerServicer(
             catalog=self.catalog,
             commits=self.commits,
@@ -202,6 +215,17 @@ class Split:
             checkpoints=None,
         )
         self.to_controller._servicer = self.controller
+
+    async def _admit_later(self, request, *args):
+        admit = self._admit  # of the controller that got the call
+        if (gate := self.gates.get(request.request_id)) is not None:
+            await gate.wait()
+        return await admit(request, *args)
+
+    def hold(self, request):
+        """Have the commits of a request wait, as for capacity, until the event is set that this returns."""
+        self.gates[request.request_id] = asyncio.Event()
+        return self.gates[request.request_id]
 
     async def close(self):
         """End what runs."""
@@ -218,17 +242,20 @@ class Split:
         """Put a column; return the commit that is to make it visible."""
         put_id = put_id or os.urandom(16)
         columns = encode_columns({"x": np.arange(rows)})
+        owner = self.directory.controller_id
         pending = await self.engine.reserve(
-            put_id, columns, rows, partition_id=partition_id, for_existing_rows=False, deadline=None
+            put_id, columns, rows, partition_id=partition_id, for_existing_rows=False, deadline=None, owner=owner
         )
         if not pending.already_complete:
             await pending.write(np.arange(rows).tobytes())
             pending.finish()
         endpoint = metadata_pb2.StorageEndpoint(storage_id="s", boot_id=self.engine.boot_id)
+        header = pb_storage.PutHeader(put_id=put_id, partition_id=partition_id, controller_id=owner)
+        receipt = self.storage._receipt(header)
         return pb.CommitRequest(
             request_id=os.urandom(16),
             write=pb.SampleWrite(partition_id=partition_id, row_count=rows),
-            placement=pb.PutPlacement(storage=endpoint, put_id=put_id),
+            placement=pb.PutPlacement(storage=endpoint, put_id=put_id, receipt=receipt),
             columns=[encode_header(column) for column in columns],
         )
 
@@ -261,7 +288,7 @@ class Split:
                 await asyncio.sleep(0)
 
     def begin_reconciling(self):
-        """Have the storage service announce itself as one that has started anew: it is told which puts are known."""
+        """Have the storage service register as one that has started anew: it is told which puts are known."""
         self.engine.run_id = os.urandom(16)
 
     async def reconciled(self):
@@ -283,7 +310,6 @@ class Split:
             await self.heartbeats()
             await self.turns(50)
             self.now += TTL_SECONDS + 1
-            self.engine.expire()
         await self.heartbeats()
         return self.engine.stat().put_count
 

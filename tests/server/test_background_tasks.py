@@ -52,10 +52,10 @@ async def test_the_death_of_a_task_is_the_end_of_the_service(tmp_path, monkeypat
 
 
 async def test_announcements_that_end_are_the_end_of_a_storage_service(monkeypatch):
-    monkeypatch.setattr(app_module, "announce_storage", fail)
+    monkeypatch.setattr(app_module, "register_storage", fail)
     async with (
         running(settings(role="controller")) as controller,
-        failing("announcing this storage service to its controller"),
+        failing("registering this storage service with its controller"),
         running(storage_settings(controller)),
     ):
         await asyncio.Event().wait()
@@ -68,7 +68,11 @@ async def put_and_clear(port):
 
 
 @pytest.mark.parametrize(
-    ("method", "name"), [("_reconcile_always", "reconciling storage s"), ("_free_all", "freeing cells of storage s")]
+    ("method", "name"),
+    [
+        ("_reconcile_always", "reconciling storage s"),
+        ("_deliver_all", "confirming puts and freeing cells of storage s"),
+    ],
 )
 async def test_what_a_controller_does_for_a_storage_service_is_supervised(monkeypatch, method, name):
     monkeypatch.setattr(RemoteStorage, method, fail)
@@ -115,14 +119,14 @@ async def test_no_task_of_a_service_at_rest_is_without_a_supervisor(tmp_path):
         while True:  # until what calls have begun has come to its end
             supervised = set().union(*(app.supervisor._tasks for app in (controller, storage, both)))
             names = {task.get_name() for task in supervised}
-            if own_tasks() <= supervised and "freeing cells of storage s" not in names:
+            if own_tasks() <= supervised and "confirming puts and freeing cells of storage s" not in names:
                 break
             await asyncio.sleep(0)
         assert names == {
             "following the files of certificate and tokens",
             "housekeeping",
             "collecting garbage",
-            "announcing this storage service to its controller",
+            "registering this storage service with its controller",
             "reconciling storage s",
         }
     assert own_tasks() == set()

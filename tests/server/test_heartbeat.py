@@ -11,7 +11,8 @@ from tq_service.config import ServeSettings
 from tq_service.errors import InvalidArgumentError
 from tq_service.server import heartbeat
 from tq_service.server.app import running
-from tq_service.server.heartbeat import announce_storage
+from tq_service.server.heartbeat import register_storage
+from tq_service.server.receipts import ReceiptKeys
 from tq_service.storage.engine import StorageEngine
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.controller_service_pb2_grpc import (
@@ -37,7 +38,7 @@ class Controller(ControllerServiceServicer):
             await asyncio.Event().wait()
         if isinstance(answer, grpc.StatusCode):
             await context.abort(answer, "not you")
-        return pb.RegisterStorageResponse(controller_boot_id=answer, heartbeat_seconds=0.0)
+        return pb.RegisterStorageResponse(controller_id=answer, heartbeat_seconds=0.0)
 
 
 @contextlib.asynccontextmanager
@@ -49,7 +50,7 @@ async def announcing(engine, answers):
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     task = asyncio.ensure_future(
-        announce_storage(engine, "localhost:1", f"127.0.0.1:{port}", Credentials(None, None, None))
+        register_storage(engine, ReceiptKeys(), "localhost:1", f"127.0.0.1:{port}", Credentials(None, None, None))
     )
     try:
         async with asyncio.timeout(60):

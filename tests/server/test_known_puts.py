@@ -71,7 +71,7 @@ def test_a_put_of_which_very_many_rows_are_left_here_and_there_takes_many_messag
 async def test_other_calls_have_their_turn_between_the_pieces(split):
     await commit_many(split, 60)
     heartbeats = []
-    kept = split.storage.KeepPuts
+    kept = split.storage.ReconcilePuts
 
     async def counted(parts, context):
         async def counting():
@@ -81,7 +81,7 @@ async def test_other_calls_have_their_turn_between_the_pieces(split):
 
         return await kept(counting(), context)
 
-    split.storage.KeepPuts = counted
+    split.storage.ReconcilePuts = counted
     answer = await split.reconciled()
     assert (answer.missing_count, answer.dropped_count) == (0, 0)
     assert all(len(part.whole_put_ids) <= 3 for part in split.link.streams[-1].written)
@@ -94,7 +94,7 @@ async def test_puts_that_come_and_go_between_the_pieces_are_neither_lost_nor_mis
     await commit_many(split, 30)
     count = len(split.link.streams)
     stray = await split.store()
-    split.engine.confirm(stray.placement.put_id, "p")
+    split.engine.confirm(stray.placement.put_id)
     split.begin_reconciling()
     await split.until(lambda: len(split.link.streams) > count and len(split.link.streams[-1].written) > 3)
     await split.commit(await split.store(partition_id="new"))
@@ -109,17 +109,17 @@ async def test_puts_that_come_and_go_between_the_pieces_are_neither_lost_nor_mis
 async def test_a_stream_that_breaks_off_drops_nothing(split):
     await commit_many(split, 10)
     before = split.engine.stat().put_count
-    for parts in ([], [pb.KeepPutsRequest(boot_id=split.engine.boot_id)], [pb.KeepPutsRequest(boot_id=BOOT)]):
+    for parts in ([], [pb.ReconcilePutsRequest(boot_id=split.engine.boot_id)], [pb.ReconcilePutsRequest(boot_id=BOOT)]):
 
         async def broken(parts=parts):
             for part in parts:
                 yield part
 
         with pytest.raises(Exception, match=r"last message|restarted"):
-            await split.storage.KeepPuts(broken(), Context())
+            await split.storage.ReconcilePuts(broken(), Context())
     assert split.engine.stat().put_count == before
-    split.link.add("KeepPuts", lose_answer=True)
-    split.link.add("KeepPuts", lose_request=True)
+    split.link.add("ReconcilePuts", lose_answer=True)
+    split.link.add("ReconcilePuts", lose_request=True)
     assert (await split.reconciled()).dropped_count == 0
     assert split.lost_puts() == []
 
@@ -141,7 +141,7 @@ async def engine_of(count, confirm=True):
         await pending.write(np.arange(4).tobytes())
         pending.finish()
         if confirm:
-            engine.confirm(put_id, "p")
+            engine.confirm(put_id)
     return engine
 
 
@@ -166,11 +166,11 @@ async def test_what_is_unknown_is_dropped_in_slices():
 async def test_what_is_confirmed_after_the_begin_stays_and_what_waits_goes_on_waiting():
     engine = await engine_of(6, confirm=False)
     for put_id in ids(0, 1, 2):
-        engine.confirm(put_id, "p", is_committed=False)
+        engine.confirm(put_id)
     state = engine.begin_reconciliation()
-    engine.confirm(ids(3)[0], "p", is_committed=False)
+    engine.confirm(ids(3)[0])
     engine.reconcile(state, whole=ids(0), uncommitted=ids(1, 9))
-    engine.confirm(ids(4)[0], "p")
+    engine.confirm(ids(4)[0])
     for _ in engine.finish_reconciliation(state):
         pass
     assert [number for number in range(6) if engine.partition_of(ids(number)[0])] == [0, 1, 3, 4, 5]
@@ -191,8 +191,7 @@ async def test_a_put_that_was_freed_meanwhile_is_not_missing():
         pass
     kept = state.outcome()
     assert (kept.missing_put_ids, kept.missing_count, kept.dropped_count) == (ids(7), 1, 0)
-    with pytest.raises(PutNotFoundError):
-        engine.confirm(ids(1)[0], "p")
+    assert not engine.confirm(ids(1)[0])
 
 
 async def test_of_two_that_say_what_is_known_the_later_one_counts():

@@ -10,6 +10,7 @@ import grpc
 import pytest
 
 from tq_service.server import heartbeat
+from tq_service.server.receipts import ReceiptKeys
 from tq_service.storage.engine import StorageEngine
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.controller_service_pb2_grpc import ControllerServiceServicer, add_ControllerServiceServicer_to_server
@@ -31,7 +32,7 @@ class Controller(ControllerServiceServicer):
         if self.is_answered:
             self.heard.set()
         self.is_answered = True
-        return pb.RegisterStorageResponse(heartbeat_seconds=0.01, controller_boot_id=b"c" * 16)
+        return pb.RegisterStorageResponse(heartbeat_seconds=0.01, controller_id=b"c" * 16)
 
 
 class Engine(StorageEngine):
@@ -50,7 +51,7 @@ class Engine(StorageEngine):
 async def announcing(address):
     engine = Engine()
     task = asyncio.create_task(
-        heartbeat.announce_storage(engine, "127.0.0.1:1", address, Credentials(None, None, None))
+        heartbeat.register_storage(engine, ReceiptKeys(), "127.0.0.1:1", address, Credentials(None, None, None))
     )
     try:
         yield engine

@@ -10,8 +10,8 @@ from tq_service.domain.tables.cells import Put
 from tq_service.errors import AlreadyExistsError, LimitExceededError
 from tq_service.server import storages
 from tq_service.server.embedded_storage import EmbeddedStorage
-from tq_service.server.remote_storage import Announced, Room
-from tq_service.server.storages import StorageDirectory
+from tq_service.server.remote_storage import Capacity, Registration
+from tq_service.server.storages import StorageRegistry
 from tq_service.storage.engine import StorageEngine
 from tq_service.v1 import metadata_pb2
 from tq_service.wire.credentials import Credentials
@@ -20,47 +20,47 @@ BOOT = b"b" * 16
 
 
 @contextlib.asynccontextmanager
-async def directory_of(embedded=None, heartbeat_seconds=60.0):
-    directory = StorageDirectory(embedded, heartbeat_seconds, Credentials(None, None, None))
+async def registry_of(embedded=None, heartbeat_seconds=60.0):
+    registry = StorageRegistry(embedded, heartbeat_seconds, Credentials(None, None, None))
     try:
-        yield directory
+        yield registry
     finally:
-        await directory.close()
+        await registry.close()
 
 
-def announced(name):
+def registration(name):
     endpoint = metadata_pb2.StorageEndpoint(storage_id=name, boot_id=BOOT, kind="grpc", address="localhost:1")
-    return Announced(endpoint=endpoint, run_id=BOOT, room=Room(max_bytes=None, used_bytes=0))
+    return Registration(endpoint=endpoint, run_id=BOOT, capacity=Capacity(max_bytes=None, used_bytes=0))
 
 
 async def test_the_name_of_the_embedded_storage_is_taken():
     embedded = EmbeddedStorage(StorageEngine(max_bytes=None, storage_id="mine"))
-    async with directory_of(embedded) as directory:
+    async with registry_of(embedded) as registry:
         with pytest.raises(AlreadyExistsError, match="another storage_id"):
-            directory.register(announced("mine"))
-        assert directory.place(1) is embedded
-        assert directory.count == 1
-        directory.register(announced("other"))
-        assert directory.count == 2
+            registry.on_heartbeat(registration("mine"))
+        assert registry.place(1).storages == [embedded]
+        assert registry.count == 1
+        registry.on_heartbeat(registration("other"))
+        assert registry.count == 2
 
 
 async def test_one_storage_service_too_many_is_refused(monkeypatch):
     monkeypatch.setattr(storages, "_MOST_STORAGES", 2)
-    async with directory_of() as directory:
+    async with registry_of() as registry:
         for name in ("a", "b", "a"):
-            directory.register(announced(name))
+            registry.on_heartbeat(registration(name))
         with pytest.raises(LimitExceededError):
-            directory.register(announced("c"))
-        assert set(directory.endpoints) == {"a", "b"}
+            registry.on_heartbeat(registration("c"))
+        assert set(registry.endpoints) == {"a", "b"}
 
 
 async def test_those_that_are_silent_and_empty_make_way(monkeypatch):
     monkeypatch.setattr(storages, "_MOST_STORAGES", 2)
-    async with directory_of(heartbeat_seconds=0.0) as directory:
+    async with registry_of(heartbeat_seconds=0.0) as registry:
         for name in ("a", "b"):
-            directory.register(announced(name))
-        with directory.committing(Put("a", BOOT, os.urandom(16))):
+            registry.on_heartbeat(registration(name))
+        with registry.committing(Put("a", BOOT, os.urandom(16))):
             pass
         await asyncio.sleep(0.001)
-        directory.register(announced("c"))
-        assert set(directory.endpoints) == {"a", "c"}
+        registry.on_heartbeat(registration("c"))
+        assert set(registry.endpoints) == {"a", "c"}

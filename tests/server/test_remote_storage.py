@@ -1,4 +1,4 @@
-"""A storage service in another process: what is given back there is not confirmed again meanwhile."""
+"""A storage service in another process: what is given back there is not committed again meanwhile."""
 
 import asyncio
 import logging
@@ -9,7 +9,8 @@ import pytest
 
 from tq_service.errors import UnavailableError
 from tq_service.server.known_puts import KnownPuts
-from tq_service.server.remote_storage import Announced, RemoteStorage, Room
+from tq_service.server.receipts import ReceiptKeys
+from tq_service.server.remote_storage import Capacity, Registration, RemoteStorage
 from tq_service.storage.cells import PutCells
 from tq_service.v1 import metadata_pb2
 from tq_service.v1 import storage_service_pb2 as pb
@@ -19,7 +20,7 @@ PUT_ID = b"p" * 16
 
 
 class Unheard:
-    """A call of KeepPuts that comes to nothing."""
+    """A call of ReconcilePuts that comes to nothing."""
 
     async def write(self, _):
         await asyncio.Event().wait()
@@ -32,15 +33,15 @@ class Stub:
     """Answers as a storage service whose answers to frees get lost until the test says otherwise."""
 
     def __init__(self):
-        self.calls = []
+        self.calls, self.missing = [], []
         self.is_answering = asyncio.Event()
 
-    def KeepPuts(self, **_):  # noqa: N802  (the name of the rpc)
+    def ReconcilePuts(self, **_):  # noqa: N802  (the name of the rpc)
         return Unheard()
 
-    async def ConfirmPut(self, request, **_):  # noqa: N802
-        self.calls.append(("confirm", request.put_id))
-        return pb.ConfirmPutResponse()
+    async def ConfirmPuts(self, request, **_):  # noqa: N802
+        self.calls.append(("confirm", list(request.put_ids)))
+        return pb.ConfirmPutsResponse(missing_put_ids=self.missing)
 
     async def FreeCells(self, request, **_):  # noqa: N802
         await self.is_answering.wait()
@@ -49,37 +50,60 @@ class Stub:
 
 @pytest.fixture
 async def storage():
-    announced = Announced(
+    registration = Registration(
         endpoint=metadata_pb2.StorageEndpoint(storage_id="s", boot_id=b"b" * 16, kind="grpc", address="127.0.0.1:1"),
         run_id=b"r" * 16,
-        room=Room(max_bytes=None, used_bytes=0),
+        capacity=Capacity(max_bytes=None, used_bytes=0),
     )
     storage = RemoteStorage(
-        announced, lambda: KnownPuts(storage_id="s", boot_id=b"b" * 16), 6.0, Credentials(None, None, None)
+        registration, lambda: KnownPuts(storage_id="s", boot_id=b"b" * 16), 6.0, Credentials(None, None, None)
     )
     storage._peer.stub = Stub()
     yield storage
     await storage.close()
 
 
-async def test_a_put_is_not_confirmed_while_it_is_being_given_back(storage):
+def receipt_of(storage, put_id=PUT_ID, partition_id="train", number=0):
+    keys = ReceiptKeys()
+    keys.renew(b"c", storage.receipt_key)
+    return keys.seal(b"c", put_id, partition_id, number, for_existing_rows=False)
+
+
+async def test_the_receipt_of_a_put_is_not_taken_while_it_is_being_given_back(storage):
     """A free that is late, as one that is tried again, would take the cells of samples that have them by then."""
     stub = storage._peer.stub
     storage.free([PutCells(put_id=PUT_ID)])
     with pytest.raises(UnavailableError, match="is being given back"):
-        await storage.confirm(PUT_ID, "train")
-    assert stub.calls == []
-    await storage.confirm(b"q" * 16, "train")
+        storage.open_receipt(PUT_ID, "train", receipt_of(storage))
+    other = b"q" * 16
+    assert storage.open_receipt(other, "train", receipt_of(storage, other)).put_id == other
     stub.is_answering.set()
-    await storage._freeing
-    await storage.confirm(PUT_ID, "train")
-    assert stub.calls == [("confirm", b"q" * 16), ("free", PUT_ID), ("confirm", PUT_ID)]
+    await storage._delivering
+    assert storage.open_receipt(PUT_ID, "train", receipt_of(storage)).put_id == PUT_ID
+    assert stub.calls == [("free", PUT_ID)]
 
 
-async def test_a_put_of_which_cells_are_given_back_is_confirmed(storage):
+async def test_the_receipt_of_a_put_of_which_cells_are_given_back_is_taken(storage):
     storage.free([PutCells(put_id=PUT_ID, field_names=("x",))])
-    await storage.confirm(PUT_ID, "train")
-    assert storage._peer.stub.calls == [("confirm", PUT_ID)]
+    assert storage.open_receipt(PUT_ID, "train", receipt_of(storage)).put_id == PUT_ID
+
+
+async def test_confirmations_go_together_and_not_after_their_put_was_freed(storage):
+    stub = storage._peer.stub
+    for number in range(5):
+        storage.confirm(bytes([number]) * 16)
+    storage.free([PutCells(put_id=bytes([3]) * 16)])
+    storage.confirm(bytes([3]) * 16)
+    stub.is_answering.set()
+    await storage._delivering
+    assert stub.calls == [("confirm", [bytes([number]) * 16 for number in (0, 1, 2, 4)]), ("free", bytes([3]) * 16)]
+
+
+async def test_a_committed_put_that_is_not_there_is_logged(storage, caplog):
+    storage._peer.stub.missing = [PUT_ID]
+    storage.confirm(PUT_ID)
+    await storage._delivering
+    assert caplog.messages == [f"storage s has lost 1 puts that samples need: {PUT_ID.hex()}"]
 
 
 async def test_frees_are_told_again_until_they_are_heard_and_the_log_says_so_once(storage, monkeypatch, caplog):
@@ -98,8 +122,8 @@ async def test_frees_are_told_again_until_they_are_heard_and_the_log_says_so_onc
     stub.FreeCells = at_first_lost
     stub.is_answering.set()
     storage.free([PutCells(put_id=PUT_ID)])
-    await storage._freeing
+    await storage._delivering
     assert stub.calls == [("free", PUT_ID)]
     warning, end = caplog.messages
-    assert warning == "storage 's' at 127.0.0.1:1 cannot be told to free cells: UNAVAILABLE"
+    assert warning == "storage 's' at 127.0.0.1:1 cannot be told to confirm puts and free cells: UNAVAILABLE"
     assert end.startswith("storage 's' at 127.0.0.1:1 answers again, after ")

@@ -88,7 +88,7 @@ async def put(engine, number, data, *, shared=False, confirm=True):
     await engine.flush(pending)
     pending.finish()
     if confirm:
-        engine.confirm(put_id(number), "train@0")
+        engine.confirm(put_id(number))
 
 
 async def settled(folder):

@@ -19,7 +19,7 @@ def indexes(*values):
     return np.array(values, np.int64)
 
 
-async def begin(engine, number, data, *, existing=False, deadline=None):
+async def begin(engine, number, data, *, existing=False, deadline=None, owner=b""):
     columns = encode_columns(data)
     pending = await engine.reserve(
         put_id(number),
@@ -28,6 +28,7 @@ async def begin(engine, number, data, *, existing=False, deadline=None):
         partition_id=PARTITION,
         for_existing_rows=existing,
         deadline=deadline,
+        owner=owner,
     )
     return pending, [chunk for column in columns for chunk in column.chunks]
 
@@ -50,16 +51,16 @@ async def put_shared(engine, number, data):
     pending, columns = await begin_shared(engine, number, data)
     pending.adopt(shared_memory.write_columns(columns))
     pending.finish()
-    engine.confirm(put_id(number), PARTITION)
+    engine.confirm(put_id(number))
 
 
-async def put(engine, number, data, *, existing=False, deadline=None, confirm=True):
-    pending, chunks = await begin(engine, number, data, existing=existing, deadline=deadline)
+async def put(engine, number, data, *, existing=False, deadline=None, confirm=True, owner=b""):
+    pending, chunks = await begin(engine, number, data, existing=existing, deadline=deadline, owner=owner)
     for parts in iter_frames(chunks, 1 << 16):
         await pending.write(b"".join(parts))
     pending.finish()
     if confirm:
-        engine.confirm(put_id(number), PARTITION)
+        engine.confirm(put_id(number))
 
 
 def runs(fields, *triples):

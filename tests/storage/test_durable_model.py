@@ -94,7 +94,9 @@ class Model:
         known = {}
         for field, number, row in self.cells:
             known.setdefault((number, field), []).append(row)
-        kept = self.engine.keep([cells(number, *rows, fields=[field]) for (number, field), rows in known.items()])
+        kept = self.engine.reconcile_at_once(
+            [cells(number, *rows, fields=[field]) for (number, field), rows in known.items()]
+        )
         assert kept.missing_put_ids == []
         self.engine.free([cells(number) for number in range(self.put_count) if (number, "dense") not in known
                           and (number, "jagged") not in known and (number, "object") not in known])  # fmt: skip

@@ -46,7 +46,7 @@ async def test_a_put_is_not_damaged_because_its_file_cannot_be_opened_now(tmp_pa
         with pytest.raises(UnavailableError, match=r"cannot be looked at now .*not now.*try again"):
             await engine.check([put_id(1)])
         assert not engine.damaged
-        assert engine.keep([cells(1)]).missing_put_ids == []
+        assert engine.reconcile_at_once([cells(1)]).missing_put_ids == []
         engine.free([cells(1, 3)])
         assert not engine.damaged
     await engine.check([put_id(1)])

@@ -16,6 +16,7 @@ from tq_service.errors import (
 from tq_service.schema import FieldSpec, Layout
 from tq_service.storage.cells import PutCells
 from tq_service.storage.engine import StorageEngine
+from tq_service.storage.index.confirmations import Overdue
 from tq_service.storage.index.stored_put import StoredPut
 from tq_service.wire.columns import ColumnShape
 from tq_service.wire.encoding import encode_columns
@@ -156,8 +157,7 @@ async def test_puts_of_wrong_size_leave_nothing(engine):
         await pending.write(b"x")
     with pytest.raises(CallCancelledError):
         pending.finish()
-    with pytest.raises(PutNotFoundError):
-        engine.confirm(put_id(1), PARTITION)
+    assert not engine.confirm(put_id(1))
 
 
 async def test_wrong_headers_are_refused(engine):
@@ -176,9 +176,13 @@ async def test_a_put_is_for_the_partition_that_its_header_named(engine):
     with pytest.raises(InvalidArgumentError, match="not put for partition 'other'"):
         await engine.reserve(put_id(1), columns, 4, partition_id="other", for_existing_rows=False, deadline=None)
     with pytest.raises(InvalidArgumentError, match="not put for partition 'other'"):
-        engine.confirm(put_id(1), "other")
+        engine.check_complete(put_id(1), "other")
+    with pytest.raises(InvalidArgumentError, match=r"for controller .*, not"):
+        await engine.reserve(
+            put_id(1), columns, 4, partition_id=PARTITION, for_existing_rows=False, deadline=None, owner=b"o" * 16
+        )
     assert engine.stat().uncommitted_put_count == 1
-    engine.confirm(put_id(1), PARTITION)
+    engine.confirm(put_id(1))
     assert engine.stat().uncommitted_put_count == 0
 
 
@@ -215,44 +219,102 @@ async def test_unconfirmed_puts_expire_and_confirmed_ones_stay():
     clock.now += 5
     assert engine.expire() == 1
     with pytest.raises(PutNotFoundError):
-        engine.confirm(put_id(1), PARTITION)
-    engine.confirm(put_id(2), PARTITION)
-    engine.confirm(put_id(2), PARTITION)
+        engine.check_complete(put_id(1), PARTITION)
+    assert not engine.confirm(put_id(1))
+    assert engine.confirm(put_id(2))
+    assert engine.confirm(put_id(2))
     clock.now += 100
     assert engine.expire() == 0
     assert engine.stat().put_count == 2
 
 
-async def test_a_confirmed_put_that_its_controller_does_not_know_goes_in_time_and_no_other():
+async def test_an_overdue_put_goes_where_its_controller_does_not_know_it_and_no_other():
     clock = Clock()
     engine = StorageEngine(max_bytes=None, put_ttl_seconds=10, clock=clock)
-    for number in range(5):
+    for number in range(6):
         await put(engine, number, SMALL, confirm=False)
-        engine.confirm(put_id(number), PARTITION, is_committed=number == 0)
-    asked = engine.unverified(3)
-    assert list(asked) == [put_id(1), put_id(2), put_id(3)]
-    assert engine.verify(asked, unknown=[put_id(2)], undecided=[put_id(3)]) == 0
-    assert list(engine.unverified(9)) == [put_id(4), put_id(2), put_id(3)]  # 1 is committed; the others once more
+        assert engine.receipt_number(put_id(number)) == number
+    assert engine.overdue(b"", 9) == Overdue(numbers={}, receipts_from=0)
     clock.now += 10
-    asked = engine.unverified(9)
-    engine.confirm(put_id(2), PARTITION, is_committed=False)  # by a commit that the controller did not know of yet
+    await put(engine, 6, SMALL, confirm=False)
+    assert engine.receipt_number(put_id(6)) == 6
+    asked = engine.overdue(b"", 5)
+    assert asked == Overdue(numbers={put_id(number): number for number in range(5)}, receipts_from=6)
     engine.free([cells(4)])
-    assert engine.verify(asked, unknown=[put_id(2), put_id(4)], undecided=[put_id(3)]) == 0
-    assert engine.verify(engine.unverified(9), unknown=[put_id(3)], undecided=[]) == 1
-    assert engine.unverified(9) == {}
-    assert engine.stat().put_count == 3
+    assert engine.on_answer(b"", asked, unknown=[put_id(1), put_id(4)], undecided=[put_id(2), put_id(3)]) == 1
+    assert engine.stat().uncommitted_put_count == 4  # 0 is committed, 1 and 4 are gone
+    assert list(engine.overdue(b"", 9).numbers) == [put_id(5)]  # the undecided ones later
+    assert engine.receipt_number(put_id(0)) is None
+    assert engine.receipt_number(put_id(2)) == 7  # the one before is void
+    assert engine.receipt_number(put_id(2)) == 7
+    clock.now += 10
+    assert list(engine.overdue(b"", 9).numbers) == [put_id(number) for number in (5, 6, 3, 2)]
     with pytest.raises(PutNotFoundError):
-        engine.confirm(put_id(3), PARTITION)
+        engine.check_complete(put_id(1), PARTITION)
+
+
+async def test_a_put_that_gets_another_receipt_while_it_is_asked_for_stays():
+    clock = Clock()
+    engine = StorageEngine(max_bytes=None, put_ttl_seconds=10, clock=clock)
+    await put(engine, 1, SMALL, confirm=False)
+    assert engine.receipt_number(put_id(1)) == 0
+    clock.now += 10
+    first = engine.overdue(b"", 9)
+    engine.on_answer(b"", Overdue(numbers={}, receipts_from=first.receipts_from), (), ())
+    asked = engine.overdue(b"", 9)
+    assert engine.receipt_number(put_id(1)) == 1
+    assert engine.on_answer(b"", asked, unknown=[put_id(1)], undecided=()) == 0
+    assert engine.overdue(b"", 9) == Overdue(numbers={}, receipts_from=1)
+
+
+async def test_void_receipts_are_replaced(engine):
+    await put(engine, 1, SMALL, confirm=False)
+    await put(engine, 2, SMALL, confirm=False)
+    assert [engine.receipt_number(put_id(number)) for number in (1, 2, 2)] == [0, 1, 1]
+    engine.void_receipts(b"")
+    assert [engine.receipt_number(put_id(number)) for number in (2, 1, 2)] == [2, 3, 2]
+
+
+async def test_of_owners_that_are_no_controller_all_goes_in_time_and_of_others_nothing():
+    clock = Clock()
+    engine = StorageEngine(max_bytes=None, put_ttl_seconds=10, clock=clock)
+    for number, owner in enumerate([b"a", b"a", b"b", b"b"]):
+        await put(engine, number, SMALL, confirm=number % 2 == 0, owner=owner)
+    assert engine.absent_owners([b"b"]) == []
+    clock.now += 5
+    assert engine.absent_owners([b"a", b"b"]) == []  # it came back
+    assert engine.absent_owners([b"b"]) == []
+    clock.now += 9
+    assert engine.absent_owners([b"b"]) == []
+    clock.now += 1
+    assert engine.absent_owners([b"b"]) == [b"a"]
+    assert sum(engine.drop_owner(b"a")) == 2
+    assert engine.absent_owners([b"b"]) == []
+    assert (engine.stat().put_count, engine.stat().uncommitted_put_count) == (2, 1)
+
+
+async def test_reconciliation_touches_the_puts_of_its_owner_alone(engine):
+    for number, owner in enumerate([b"a", b"a", b"b"]):
+        await put(engine, number, DATA, owner=owner)
+    outcome = engine.reconcile_at_once([cells(0), cells(2, 0)], owner=b"a")
+    assert (outcome.missing_put_ids, outcome.dropped_count) == ([put_id(2)], 1)
+    assert read(engine, [2], runs(["dense"], (0, 0, 4)))["dense"].tolist() == DATA["dense"].tolist()
+    other = engine.begin_reconciliation(b"b")
+    engine.begin_reconciliation(b"a")
+    engine.reconcile(other, whole=[put_id(2)])  # that of another owner goes on
+    for _ in engine.finish_reconciliation(other):
+        pass
+    assert engine.stat().put_count == 2
 
 
 async def test_puts_whose_commit_is_under_way_stay_as_they_are(engine):
     for number in range(3):
         await put(engine, number, SMALL, confirm=False)
     for number in range(2):
-        engine.confirm(put_id(number), PARTITION, is_committed=False)
-    kept = engine.keep([cells(0)], uncommitted=[put_id(1), put_id(2), put_id(3)])
+        engine.confirm(put_id(number))
+    kept = engine.reconcile_at_once([cells(0)], uncommitted=[put_id(1), put_id(2), put_id(3)])
     assert (kept.missing_put_ids, kept.dropped_count) == ([], 0)
-    assert list(engine.unverified(9)) == [put_id(1)]
+    assert engine.stat().put_count == 3
     assert engine.stat().uncommitted_put_count == 1
 
 
@@ -273,17 +335,6 @@ async def test_what_was_listed_of_a_freed_put_says_nothing_of_one_stored_under_i
         pass
     assert engine.stat().uncommitted_put_count == 1
     assert read(engine, [1], runs(["dense"], (0, 0, 4)))["dense"].tolist() == DATA["dense"].tolist()
-
-
-@pytest.mark.parametrize("freed", [cells(1, 2), cells(1, fields=["jagged"])], ids=["a row", "a field"])
-async def test_a_put_with_freed_cells_is_not_confirmed_for_another_commit(engine, freed):
-    await put(engine, 1, DATA)
-    engine.confirm(put_id(1), PARTITION, is_committed=False)
-    engine.free([freed])
-    with pytest.raises(PutNotFoundError, match="committed before"):
-        engine.confirm(put_id(1), PARTITION, is_committed=False)
-    engine.confirm(put_id(1), PARTITION)
-    assert engine.stat().put_count == 1
 
 
 async def test_unknown_cells_are_ignored(engine):
@@ -369,7 +420,7 @@ async def test_pooled_memory_is_given_back_in_time():
     engine.free([cells(1)])
     assert engine.stat().pooled_bytes == 4 << 20
     clock.now += 3600
-    engine.expire()
+    engine.trim()
     assert engine.stat().pooled_bytes == 0
 
 

@@ -22,7 +22,7 @@ from tq_service.server.composition import (
     recover,
 )
 from tq_service.server.health import Health
-from tq_service.server.heartbeat import announce_storage
+from tq_service.server.heartbeat import register_storage
 from tq_service.server.listener import Listener
 from tq_service.server.process import collect_garbage, tuned_process
 from tq_service.server.rpc.adapter import Services
@@ -81,6 +81,7 @@ class App:
         if settings.role != "storage":
             self.controller = build_controller(
                 settings,
+                self.port,
                 storage=self.storage,
                 store=self.state_store,
                 credentials=self.listener.credentials,
@@ -156,15 +157,21 @@ class App:
         self.supervisor.start("housekeeping", regularly(_HOUSEKEEPING_SECONDS, self._keep_house))
         self.supervisor.start("collecting garbage", collect_garbage())
         if self.storage is not None and settings.controller is not None:
-            announcing = announce_storage(
-                self.storage.engine, self.storage.address, settings.controller, self.listener.credentials
+            registering = register_storage(
+                self.storage.engine,
+                self.storage.receipt_keys,
+                self.storage.address,
+                settings.controller,
+                self.listener.credentials,
             )
-            self.supervisor.start("announcing this storage service to its controller", announcing)
+            self.supervisor.start("registering this storage service with its controller", registering)
 
     def _keep_house(self) -> None:
         self.calls.report()
-        expired = 0 if self.storage is None else self.storage.engine.expire()
-        if expired:
+        if self.storage is None:
+            return
+        self.storage.engine.trim()
+        if self.controller is not None and (expired := self.storage.engine.expire()):
             _log.warning("%d puts expired without a commit; their producers have probably died", expired)
 
     def _fail(self, _failure: ServiceFailedError) -> None:

@@ -31,7 +31,7 @@ from tq_service.durable.state_store import StateStore
 from tq_service.errors import DataLossError, FieldNotFoundError, PreconditionError, PutNotFoundError
 from tq_service.server.answers import pack
 from tq_service.server.loop_watch import watching_loop
-from tq_service.server.storages import StorageDirectory
+from tq_service.server.storages import StorageRegistry
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.columns import Column
 
@@ -58,7 +58,7 @@ class Checkpoints:
         self,
         *,
         catalog: Catalog,
-        storages: StorageDirectory,
+        storages: StorageRegistry,
         store: StateStore | None,
         checkpoint_dir: Path | None,
     ) -> None:
@@ -199,13 +199,13 @@ class Checkpoints:
         )
 
     async def _place(self, checkpoint: Checkpoint, block: StoredBlock) -> Put:
-        storage = self._storages.place(block.size_bytes)
+        storage = self._storages.place(block.size_bytes).storages[0]
         put = Put(storage.storage_id, storage.boot_id, os.urandom(16))
         columns = await _in_thread(lambda: _columns(checkpoint, block))
         header = put_header(put.put_id, block.partition_id, columns)
+        header.controller_id = self._storages.controller_id
         with self._storages.placing(put):
             await storage.driver.put(header, columns, Seconds(_CAPACITY_SECONDS + header.size_bytes / _BYTES_A_SECOND))
-            await storage.confirm(put.put_id, block.partition_id)
         return put
 
     @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """Writing samples: with room for them, once for each request_id, and with the put that has their cells.
 
-    admitted -> (stored elsewhere: confirmed there) -> written and answered in one step
+    (stored elsewhere: its receipt is checked) -> admitted -> written and answered in one step -> confirmed there, later
 
 Insert and Commit end here, and so do puts to a storage service in the process of the controller, which bring their
 commit with them.
@@ -21,16 +21,13 @@ from tq_service.domain.tables.cells import Put
 from tq_service.domain.tables.names import LARGE, Names
 from tq_service.errors import (
     InvalidArgumentError,
-    PreconditionError,
-    PutNotFoundError,
     QuotaExceededError,
-    ResourceExhaustedError,
     TqError,
 )
 from tq_service.server import from_proto, to_proto
 from tq_service.server.progress import wait_until
 from tq_service.server.rpc.limits import WaitingCalls
-from tq_service.server.storages import StorageDirectory
+from tq_service.server.storages import StorageRegistry
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import metadata_pb2
 from tq_service.wire.columns import ColumnShape
@@ -49,7 +46,7 @@ class Commits:
         waiting: counts the calls that wait for room.
     """
 
-    def __init__(self, *, catalog: Catalog, storages: StorageDirectory, waiting: WaitingCalls) -> None:
+    def __init__(self, *, catalog: Catalog, storages: StorageRegistry, waiting: WaitingCalls) -> None:
         self._catalog = catalog
         self._storages = storages
         self._waiting = waiting
@@ -77,25 +74,20 @@ class Commits:
             with await self.admit(request, 0, context, names):
                 return self.commit_stored(request, None, (), names)
         put, columns = from_proto.placement(request.placement), from_proto.put_columns(request)
-        names = await self.look_through_names(request.write)
-        try:
-            room = await self.admit(request, sum(column.value_bytes for column in columns), context, names)
-        except (ResourceExhaustedError, PreconditionError):
-            await self._give_up(put, request.write.partition_id)
-            raise
-        with room:
-            if self._catalog.recorded(request.request_id) is not None:
-                answer = self.commit_stored(request, put, columns, names)
-                await self._give_up(put, request.write.partition_id)  # where it was made with another put
-                return answer
-            self._storages.check_uncommitted(put)
-            try:
-                async with self._storages.confirmed(put, request.write.partition_id) as for_existing_rows:
-                    return self.commit_stored(request, put, columns, names, for_existing_rows=for_existing_rows)
-            except PutNotFoundError:  # a call of the same request_id may have committed it, and it was cleared since
+        partition_id, receipt = request.write.partition_id, request.placement.receipt
+        if (answer := self.recorded(request.request_id)) is not None:
+            if not self._storages.is_committed(put):  # it is a second put for the same commit, or gone since
+                with contextlib.suppress(TqError), self._storages.redeemed(put, partition_id, receipt):
+                    pass
+            return answer
+        self._storages.check_uncommitted(put)
+        with self._storages.redeemed(put, partition_id, receipt) as redeemed:
+            names = await self.look_through_names(request.write)
+            with await self.admit(request, sum(column.value_bytes for column in columns), context, names):
                 if self.recorded(request.request_id) is None:
-                    raise
-                return self.commit_stored(request, put, columns, names)
+                    self._storages.check_uncommitted(put)
+                    redeemed.check()
+                return self.commit_stored(request, put, columns, names, for_existing_rows=redeemed.for_existing_rows)
 
     async def look_through_names(self, write: pb.SampleWrite) -> Names | None:
         """Look the names of a large write through, before the step that makes it; None: there are few."""
@@ -193,11 +185,3 @@ class Commits:
         self, message: pb.SampleWrite, write: SampleWrite, made: Partition | None = None
     ) -> metadata_pb2.BatchMeta:
         return to_proto.written_meta(self._catalog.write(message.partition_id, message.incarnation, write, made))
-
-    async def _give_up(self, put: Put, partition_id: str) -> None:
-        """Free a put that will not be committed; one of another partition is not this caller's to free."""
-        if self._storages.is_committed(put):
-            return
-        with contextlib.suppress(TqError):  # it is another's, gone, or expires by itself
-            async with self._storages.confirmed(put, partition_id):
-                pass

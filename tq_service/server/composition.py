@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
+import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from tq_service.config import ServeSettings, default_shared_memory_dir
@@ -21,9 +23,10 @@ from tq_service.server.checkpoints import Checkpoints
 from tq_service.server.commits import Commits
 from tq_service.server.controller_servicer import ControllerServicer
 from tq_service.server.embedded_storage import EmbeddedStorage
+from tq_service.server.receipts import ReceiptKeys
 from tq_service.server.rpc.limits import WaitingCalls
 from tq_service.server.storage_servicer import StorageServicer
-from tq_service.server.storages import StorageDirectory
+from tq_service.server.storages import StorageRegistry
 from tq_service.server.supervisor import Supervisor
 from tq_service.storage.blobs.base import BlobStore, DurableBlobStore
 from tq_service.storage.blobs.memory import MemoryBlobs
@@ -44,11 +47,13 @@ class Storage:
         engine: holds the puts.
         address: where clients reach it; "": where they reach the controller, whose process it is in.
         shared_memory: where clients of this host share memory with it, None where they cannot.
+        receipt_keys: those of its controllers.
     """
 
     engine: StorageEngine
     address: str
     shared_memory: SharedMemoryServer | None
+    receipt_keys: ReceiptKeys = field(default_factory=ReceiptKeys)
 
     def servicer(
         self, settings: ServeSettings, controller: Controller | None, waiting: WaitingCalls
@@ -64,6 +69,8 @@ class Storage:
             self.engine,
             address=self.address,
             commits=None if controller is None else controller.commits,
+            keys=self.receipt_keys,
+            controller_id=b"" if controller is None else controller.storages.controller_id,
             shared_memory=self.shared_memory,
             stall_seconds=settings.stall_seconds,
             waiting=waiting,
@@ -95,7 +102,7 @@ class Controller:
     """
 
     catalog: Catalog
-    storages: StorageDirectory
+    storages: StorageRegistry
     commits: Commits
     servicer: ControllerServicer
 
@@ -206,6 +213,7 @@ def _open_shared_memory(settings: ServeSettings, boot_id: bytes) -> SharedMemory
 
 def build_controller(
     settings: ServeSettings,
+    port: int,
     *,
     storage: Storage | None,
     store: StateStore | None,
@@ -217,6 +225,7 @@ def build_controller(
 
     Args:
         settings: how it runs.
+        port: the one that the process listens on.
         storage: the storage service in its process.
         store: keeps its state; None: it is gone with the process.
         credentials: what it shows to storage services.
@@ -234,12 +243,16 @@ def build_controller(
     )
     catalog = Catalog(runner, limits, records)
     catalog.machine.fatal = supervisor.fatal
-    storages = StorageDirectory(
-        None if storage is None else EmbeddedStorage(storage.engine, storage.address),
+    # One that keeps no state is the same after a restart: what its storage services hold of before goes at once.
+    controller_id = hashlib.sha256(f"{settings.advertise or socket.gethostname()}:{port}".encode()).digest()[:16]
+    if store is not None:
+        controller_id = store.data_dir.identity.controller_boot_id
+    storages = StorageRegistry(
+        None if storage is None else EmbeddedStorage(storage.engine, storage.address, controller_id),
         HEARTBEAT_SECONDS,
         credentials,
         snapshot_cells=catalog.snapshot_cells,
-        boot_id=None if store is None else store.data_dir.identity.controller_boot_id,
+        controller_id=controller_id,
         after_durable=_at_once if store is None else store.after_durable,
         start_task=supervisor.start,
     )

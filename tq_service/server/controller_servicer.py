@@ -30,10 +30,10 @@ from tq_service.samplers import PlanRunner, SamplerRegistry
 from tq_service.server import from_proto, pages, to_proto
 from tq_service.server.checkpoints import Checkpoints
 from tq_service.server.commits import Commits
-from tq_service.server.remote_storage import Announced, Room
+from tq_service.server.remote_storage import Capacity, Registration
 from tq_service.server.rpc.limits import WaitingCalls
-from tq_service.server.storage_messages import MOST_VERIFIED_PUTS
-from tq_service.server.storages import StorageDirectory
+from tq_service.server.storage_messages import MOST_OVERDUE_PUTS
+from tq_service.server.storages import StorageRegistry
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import controller_service_pb2_grpc
 from tq_service.wire.metadata import decode_meta_columns
@@ -66,7 +66,7 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
         commits: Commits,
         registry: SamplerRegistry,
         runner: PlanRunner,
-        storages: StorageDirectory,
+        storages: StorageRegistry,
         max_wait_cap_seconds: float,
         waiting: WaitingCalls,
         checkpoints: Checkpoints,
@@ -299,41 +299,50 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
 
     async def PlacePut(self, request: pb.PlacePutRequest, context: Context) -> pb.PlacePutResponse:
         from_proto.check_range("size_bytes", request.size_bytes, 0)
-        storage = self._storages.place(request.size_bytes)
+        grant = self._storages.place(request.size_bytes)
         return pb.PlacePutResponse(
-            storage=storage.endpoint,
-            embedded=storage is self._storages.embedded,
-            only_one=self._storages.count == 1,
+            storages=[each.endpoint for each in grant.storages],
+            embedded=grant.storages[0] is self._storages.embedded,
+            controller_id=self._storages.controller_id,
+            grant_seconds=grant.seconds,
+            grant_bytes=grant.max_bytes,
+            max_granted_put_bytes=grant.max_put_bytes,
         )
 
     async def RegisterStorage(self, request: pb.RegisterStorageRequest, context: Context) -> pb.RegisterStorageResponse:
         storage = request.storage
         if not storage.storage_id or not storage.address or len(storage.boot_id) != 16:
             raise InvalidArgumentError(
-                "a storage service announces itself with a storage_id, an address and a boot_id of 16 bytes",
+                "a storage service registers with a storage_id, an address and a boot_id of 16 bytes",
                 field="storage",
             )
         check_name("storage_id", storage.storage_id)
         check_name("address", storage.address)
         if storage.kind not in DRIVERS:
             raise InvalidArgumentError(
-                f"a storage service of kind {storage.kind!r} announces itself; expected one of {', '.join(DRIVERS)}",
+                f"a storage service of kind {storage.kind!r} registers; expected one of {', '.join(DRIVERS)}",
                 field="storage",
             )
-        room = Room(max_bytes=request.max_bytes or None, used_bytes=request.used_bytes)
-        if (count := len(request.unverified_put_ids)) > MOST_VERIFIED_PUTS:
+        if (count := len(request.overdue_put_ids)) > MOST_OVERDUE_PUTS:
             raise InvalidArgumentError(
-                f"unverified_put_ids has {count} puts, expected at most {MOST_VERIFIED_PUTS}; name the others "
+                f"overdue_put_ids has {count} puts, expected at most {MOST_OVERDUE_PUTS}; name the others "
                 "in the next call",
-                field="unverified_put_ids",
+                field="overdue_put_ids",
             )
-        self._storages.register(Announced(endpoint=storage, run_id=request.run_id, room=room))
-        verified = self._storages.verify(storage.storage_id, storage.boot_id, request.unverified_put_ids)
+        is_known = request.controller_id == self._storages.controller_id  # else it speaks of another one's puts
+        registration = Registration(
+            endpoint=storage,
+            run_id=request.run_id,
+            capacity=Capacity(max_bytes=request.max_bytes or None, used_bytes=request.used_bytes),
+            receipts_from=request.receipts_from if is_known else 0,
+        )
+        answer = self._storages.on_heartbeat(registration, request.overdue_put_ids if is_known else ())
         return pb.RegisterStorageResponse(
             heartbeat_seconds=self._storages.heartbeat_seconds,
-            controller_boot_id=self._storages.boot_id,
-            unknown_put_ids=verified.unknown,
-            undecided_put_ids=verified.undecided,
+            controller_id=self._storages.controller_id,
+            receipt_key=answer.receipt_key,
+            unknown_put_ids=answer.unknown,
+            undecided_put_ids=answer.undecided,
         )
 
 

@@ -1,4 +1,4 @@
-"""How a storage service that runs alone stays known to its controller."""
+"""How a storage service that runs alone stays registered with its controller."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import grpc
 from tq_service.errors import PreconditionError, TqError
 from tq_service.server.outages import PeerOutage
 from tq_service.server.peer import Peer
-from tq_service.server.storage_messages import MOST_VERIFIED_PUTS, endpoint_of
+from tq_service.server.receipts import ReceiptKeys
+from tq_service.server.storage_messages import MOST_OVERDUE_PUTS, endpoint_of
 from tq_service.storage.engine import StorageEngine
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.controller_service_pb2_grpc import ControllerServiceStub
@@ -38,21 +39,34 @@ _TAKES_NONE = (
 )
 
 
-async def announce_storage(engine: StorageEngine, address: str, controller: str, credentials: Credentials) -> None:
-    """Announce the storage service to the controller until cancelled, and verify with it which puts are committed."""
+async def register_storage(
+    engine: StorageEngine, keys: ReceiptKeys, address: str, controller: str, credentials: Credentials
+) -> None:
+    """Register a storage service with a controller again and again, and learn what becomes of its puts.
+
+    Overdue puts are dropped only where their controller does not know them, or has been another one for long.
+
+    Args:
+        engine: holds the puts.
+        keys: gets the key for their receipts.
+        address: where clients reach the storage service.
+        controller: where the controller is.
+        credentials: what this service shows it.
+    """
     endpoint = endpoint_of(engine, address)
+    controller_id = b""
     async with contextlib.aclosing(Peer(controller, credentials, _stub)) as peer:
-        known_boot_id = b""
         outage = PeerOutage(_log, f"the controller at {controller}")
         while True:
-            stat = engine.stat()
-            unverified = engine.unverified(MOST_VERIFIED_PUTS)
+            stat, overdue = engine.stat(), engine.overdue(controller_id, MOST_OVERDUE_PUTS)
             request = pb.RegisterStorageRequest(
                 storage=endpoint,
                 max_bytes=stat.max_bytes or 0,
                 used_bytes=stat.used_bytes,
                 run_id=engine.run_id,
-                unverified_put_ids=unverified,
+                overdue_put_ids=overdue.numbers,
+                receipts_from=overdue.receipts_from,
+                controller_id=controller_id,
             )
             try:
                 answer = await peer.stub.RegisterStorage(request, timeout=_CALL_SECONDS, metadata=peer.metadata())
@@ -61,12 +75,24 @@ async def announce_storage(engine: StorageEngine, address: str, controller: str,
                 await asyncio.sleep(_pause_after(error, outage))
                 continue
             outage.is_over()
-            if answer.controller_boot_id != known_boot_id:
-                known_boot_id = answer.controller_boot_id
-                _log.info("known to the controller at %s as %s", controller, engine.storage_id)
-            dropped = engine.verify(unverified, answer.unknown_put_ids, answer.undecided_put_ids)
-            if dropped:
-                _log.warning("dropped %d puts whose commit did not come to its end", dropped)
+            dropped_count = 0
+            if answer.controller_id == controller_id:  # else it was asked about the puts of another one
+                dropped_count = engine.on_answer(
+                    controller_id, overdue, answer.unknown_put_ids, answer.undecided_put_ids
+                )
+            else:
+                controller_id = answer.controller_id
+                _log.info("registered with the controller at %s as %s", controller, engine.storage_id)
+            if keys.renew(controller_id, answer.receipt_key):
+                engine.void_receipts(controller_id)
+            for owner in engine.absent_owners({controller_id}):
+                for count in engine.drop_owner(owner):
+                    dropped_count += count
+                    await asyncio.sleep(0)
+            if dropped_count:
+                _log.warning(
+                    "dropped %d puts that no controller knows; their producers have probably died", dropped_count
+                )
             await asyncio.sleep(answer.heartbeat_seconds)
 
 
@@ -75,7 +101,7 @@ def _stub(channel: grpc.aio.Channel) -> ControllerServiceAsyncStub:
 
 
 def _pause_after(error: grpc.aio.AioRpcError | TqError, outage: PeerOutage) -> float:
-    """Log why the controller did not take an announcement, and return how long to wait with the next.
+    """Log why the controller did not take a registration, and return how long to wait with the next.
 
     The storage service stays healthy meanwhile: it answers reads, and a probe that restarts it would lose samples.
     """

@@ -52,12 +52,12 @@ class KnownPuts:
             yield from map(put_cells, leaving.pop(put_id, ()))
         yield from map(put_cells, chain.from_iterable(leaving.values()))
 
-    def pieces(self) -> Iterator[pb.KeepPutsRequest]:
+    def pieces(self) -> Iterator[pb.ReconcilePutsRequest]:
         """Yield the messages that follow the first one, each of about a thousand puts; any thread may."""
         uncommitted = iter(self.uncommitted)
         while some := list(islice(uncommitted, _MOST_PUTS)):
-            yield pb.KeepPutsRequest(uncommitted_put_ids=some)
-        piece, run_count = pb.KeepPutsRequest(), 0
+            yield pb.ReconcilePutsRequest(uncommitted_put_ids=some)
+        piece, run_count = pb.ReconcilePutsRequest(), 0
         for cells in self.parts():
             if cells.is_whole:
                 piece.whole_put_ids.append(cells.put_id)
@@ -67,10 +67,10 @@ class KnownPuts:
                 run_count += 1 if part.first_rows is None else part.first_rows.size
                 if run_count >= _MOST_RUNS:
                     yield piece
-                    piece, run_count = pb.KeepPutsRequest(), 0
+                    piece, run_count = pb.ReconcilePutsRequest(), 0
             if len(piece.whole_put_ids) + len(piece.cells) >= _MOST_PUTS:
                 yield piece
-                piece, run_count = pb.KeepPutsRequest(), 0
+                piece, run_count = pb.ReconcilePutsRequest(), 0
         piece.is_last = True
         yield piece
 

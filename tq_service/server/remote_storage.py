@@ -1,4 +1,7 @@
-"""A storage service that runs in another process, as its controller uses it."""
+"""A storage service that runs in another process, as its controller uses it.
+
+What it is told of single puts, that they are committed or freed, goes in batches, in order, again until it is answered.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING, cast
 
 import grpc
@@ -18,6 +22,7 @@ from tq_service.errors import PermissionDeniedError, TqError, UnauthenticatedErr
 from tq_service.server.known_puts import KnownPuts, encode_cells
 from tq_service.server.outages import PeerOutage
 from tq_service.server.peer import Peer
+from tq_service.server.receipts import ReceiptBook
 from tq_service.server.supervisor import StartsTasks, Supervisor
 from tq_service.storage.cells import PutCells
 from tq_service.v1 import metadata_pb2
@@ -31,16 +36,17 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _CALL_SECONDS = 10.0
-_KEEP_SECONDS = 1800.0
+_RECONCILIATION_SECONDS = 1800.0
 _RECONCILE_SECONDS = 3600.0
 _FIRST_RETRY_SECONDS = 0.2
 _LAST_RETRY_SECONDS = 10.0
-_MOST_CELLS_A_CALL = 4096
+_MOST_A_CALL = 4096
+_CONFIRM_SECONDS = 0.05  # how long a confirmation waits for others
 _MOST_NAMED = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class Capacity:
     """Bytes of a storage service: its quota (None: no bound) and what is used."""
 
     max_bytes: int | None
@@ -53,98 +59,114 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Announced:
-    """What a storage service tells of itself.
+class Registration:
+    """What a storage service says of itself with each heartbeat.
 
     Attributes:
         endpoint: its name, boot and address.
         run_id: new at every start of its process, also where the boot stays.
-        room: its bytes.
+        capacity: its bytes.
+        receipts_from: its receipts with lower numbers are void.
     """
 
     endpoint: metadata_pb2.StorageEndpoint
     run_id: bytes
-    room: Room
+    capacity: Capacity
+    receipts_from: int = 0
 
 
 class RemoteStorage:
-    """A storage service reached over gRPC; it announces itself again and again.
+    """A storage service reached over gRPC, for as long as the same process of it sends heartbeats.
 
     First of all it is told which puts are known, in pieces, while puts are confirmed and freed.
 
     Args:
-        announced: what it told of itself.
+        registration: its first heartbeat.
         known: returns which of its puts are known at the moment of the call.
-        silence_seconds: how long it may be silent before it gets no more puts.
+        silence_seconds: after how long without a heartbeat it gets no more puts.
         credentials: what this controller shows.
+        controller_id: of this controller, the owner of the puts.
         start_task: runs a background task; None: under a supervisor of its own.
     """
 
     def __init__(
         self,
-        announced: Announced,
+        registration: Registration,
         known: Callable[[], KnownPuts],
         silence_seconds: float,
         credentials: Credentials,
+        *,
+        controller_id: bytes = b"",
         start_task: StartsTasks | None = None,
     ) -> None:
         self._start_task = start_task or Supervisor().start
-        self.storage_id = announced.endpoint.storage_id
-        self.boot_id = announced.endpoint.boot_id
-        self.endpoint = announced.endpoint
-        self._run_id = announced.run_id
+        self.storage_id = registration.endpoint.storage_id
+        self.boot_id = registration.endpoint.boot_id
+        self.endpoint = registration.endpoint
+        self._run_id = registration.run_id
+        self._controller_id = controller_id
         self._known = known
         self._silence_seconds = silence_seconds
-        self._room = announced.room
-        self._placed_bytes = 0  # sent there since it last told of its room
-        self._heard_at = time.monotonic()
+        self._receipts = ReceiptBook()
         self._credentials = credentials
         self._peer = Peer(self.endpoint.address, credentials, _stub)
         self._outage = PeerOutage(_log, f"storage {self.storage_id!r} at {self.endpoint.address}")
         self._bulk: Peer[AsyncGrpcDriver] | None = None  # apart, lest confirmations wait behind bytes
+        self._to_confirm: dict[bytes, None] = {}
         self._to_free: list[PutCells] = []
         self._leaving: set[bytes] = set()  # puts that are to be freed whole
-        self._freeing: asyncio.Task[None] | None = None
+        self._delivering: asyncio.Task[None] | None = None
         self._is_closed = False
+        self.on_heartbeat(registration)
         self._reconciling = self._start_task(
             f"reconciling storage {self.storage_id}", self._reconcile_always(), may_end=True
         )
 
-    def is_same(self, announced: Announced) -> bool:
-        """Whether it is this run of this service at this address that announces itself."""
-        return (self.endpoint, self._run_id) == (announced.endpoint, announced.run_id)
+    @property
+    def receipt_key(self) -> bytes:
+        """What its receipts are sealed with."""
+        return self._receipts.key
 
-    def hear(self, room: Room) -> None:
+    def is_same(self, registration: Registration) -> bool:
+        """Whether it is this run of this service at this address that registers."""
+        return (self.endpoint, self._run_id) == (registration.endpoint, registration.run_id)
+
+    def on_heartbeat(self, registration: Registration) -> None:
         """Take note of a heartbeat."""
-        self._room = room
-        self._placed_bytes = 0
-        self._heard_at = time.monotonic()
+        self._capacity = registration.capacity
+        self._placed_bytes = 0  # sent there since then
+        self._heartbeat_at = time.monotonic()
+        self._receipts.void_before(registration.receipts_from)
 
-    def expect(self, size_bytes: int) -> None:
-        """Count a put that is about to come, so that those of one heartbeat don't all go to one service."""
+    def note_placement(self, size_bytes: int) -> None:
+        """Count puts that are about to come, so that those of one heartbeat don't all go to one service."""
         self._placed_bytes += size_bytes
 
-    def room(self) -> Room | None:
-        """Return the bytes it last told of, None when it has been silent for too long."""
-        is_silent = time.monotonic() - self._heard_at > self._silence_seconds
-        return None if is_silent else replace(self._room, used_bytes=self._room.used_bytes + self._placed_bytes)
+    def capacity(self) -> Capacity | None:
+        """Return the bytes of its last heartbeat, None where that was too long ago."""
+        is_silent = time.monotonic() - self._heartbeat_at > self._silence_seconds
+        return None if is_silent else replace(self._capacity, used_bytes=self._capacity.used_bytes + self._placed_bytes)
 
-    async def confirm(self, put_id: bytes, partition_id: str) -> bool:
-        """Make an uncommitted put of a partition stay; return whether it is for existing rows only."""
-        if put_id in self._leaving:  # it may be told late, or twice, and would take what is committed by then
+    def open_receipt(self, put_id: bytes, partition_id: str, receipt: bytes) -> pb.PutReceipt:
+        """Return what a receipt says of an uncommitted put of a partition."""
+        if put_id in self._leaving:  # it may be freed late, or twice, and with it what is committed by then
             raise UnavailableError(
                 f"put {put_id.hex()} is being given back to storage service {self.storage_id!r}; put it again"
             )
-        request = pb.ConfirmPutRequest(boot_id=self.boot_id, put_id=put_id, partition_id=partition_id)
-        try:
-            with _typed_errors():
-                answer = await self._peer.stub.ConfirmPut(
-                    request, timeout=_CALL_SECONDS, metadata=self._peer.metadata()
-                )
-        except TqError:
-            self._peer.follow_files()
-            raise
-        return answer.for_existing_rows
+        return self._receipts.open(receipt, put_id, partition_id)
+
+    def check_held(self, put_id: bytes, partition_id: str) -> None:
+        """Do nothing: it asks before a put whose commit is under way expires."""
+
+    def spend(self, receipt: pb.PutReceipt) -> None:
+        """Take a receipt no more."""
+        self._receipts.spend(receipt.number)
+
+    def confirm(self, put_id: bytes) -> None:
+        """Say that a put is committed, soon and with others."""
+        if not self._is_closed and put_id not in self._leaving:
+            self._to_confirm[put_id] = None
+            self._deliver()
 
     @property
     def driver(self) -> AsyncDriver:
@@ -167,11 +189,16 @@ class RemoteStorage:
             return
         cells = [each for each in cells if each.put_id not in self._leaving]
         self._to_free += cells
-        self._leaving.update(each.put_id for each in cells if each.is_whole)
-        if self._freeing is None or self._freeing.done():
-            self._freeing = self._start_task(
-                f"freeing cells of storage {self.storage_id}", self._free_all(), may_end=True
-            )
+        for each in cells:
+            if each.is_whole:
+                self._leaving.add(each.put_id)
+                self._to_confirm.pop(each.put_id, None)
+        self._deliver()
+
+    def _deliver(self) -> None:
+        if self._delivering is None or self._delivering.done():
+            name = f"confirming puts and freeing cells of storage {self.storage_id}"
+            self._delivering = self._start_task(name, self._deliver_all(), may_end=True)
 
     async def _reconcile_always(self) -> None:
         """Say which puts are known, until that has come to its end, and then again now and then."""
@@ -191,14 +218,14 @@ class RemoteStorage:
                 continue
             self._outage.is_over()
             delay = _FIRST_RETRY_SECONDS
-            report_kept(self.storage_id, answer.missing_put_ids, answer.missing_count, answer.dropped_count)
+            report_reconciled(self.storage_id, answer.missing_put_ids, answer.missing_count, answer.dropped_count)
             await asyncio.sleep(_RECONCILE_SECONDS)
 
-    async def _reconcile(self) -> pb.KeepPutsResponse:
-        call = self._peer.stub.KeepPuts(timeout=_KEEP_SECONDS, metadata=self._peer.metadata())
+    async def _reconcile(self) -> pb.ReconcilePutsResponse:
+        call = self._peer.stub.ReconcilePuts(timeout=_RECONCILIATION_SECONDS, metadata=self._peer.metadata())
         try:
             with contextlib.suppress(asyncio.InvalidStateError):  # it has ended the call, by an error
-                await call.write(pb.KeepPutsRequest(boot_id=self.boot_id))
+                await call.write(pb.ReconcilePutsRequest(boot_id=self.boot_id, controller_id=self._controller_id))
                 await call.initial_metadata()  # what is confirmed from now on stays there, so look at what is known
                 pieces = self._known().pieces()
                 while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
@@ -208,31 +235,48 @@ class RemoteStorage:
         finally:
             call.cancel()
 
-    async def _free_all(self) -> None:
+    async def _deliver_all(self) -> None:
+        """Confirm and free what is to be, one call after the other, so that nothing is confirmed after it was freed."""
         delay = _FIRST_RETRY_SECONDS
-        while self._to_free:
-            cells = self._to_free[:_MOST_CELLS_A_CALL]
-            request = pb.FreeCellsRequest(boot_id=self.boot_id, cells=map(encode_cells, cells))
+        while self._to_confirm or self._to_free:
+            if not self._to_free:
+                await asyncio.sleep(_CONFIRM_SECONDS)
             try:
                 with _closing_is_an_error():
-                    await self._peer.stub.FreeCells(request, timeout=_CALL_SECONDS, metadata=self._peer.metadata())
+                    await self._confirm_some()
+                    await self._free_some()
             except (grpc.aio.AioRpcError, TqError) as error:
-                self._outage.lasts("cannot be told to free cells", error)
+                self._outage.lasts("cannot be told to confirm puts and free cells", error)
                 self._peer.follow_files()
-                await asyncio.sleep(delay)  # it may come back in the same life; in another there is nothing to free
+                await asyncio.sleep(delay)  # it may come back in the same boot; in another there is nothing to do
                 delay = min(2 * delay, _LAST_RETRY_SECONDS)
                 continue
             self._outage.is_over()
+            delay = _FIRST_RETRY_SECONDS
+
+    async def _confirm_some(self) -> None:
+        put_ids = list(islice(self._to_confirm, _MOST_A_CALL))
+        if put_ids:
+            request = pb.ConfirmPutsRequest(boot_id=self.boot_id, put_ids=put_ids)
+            answer = await self._peer.stub.ConfirmPuts(request, timeout=_CALL_SECONDS, metadata=self._peer.metadata())
+            for put_id in put_ids:
+                self._to_confirm.pop(put_id, None)
+            report_reconciled(self.storage_id, answer.missing_put_ids, len(answer.missing_put_ids), 0)
+
+    async def _free_some(self) -> None:
+        cells = self._to_free[:_MOST_A_CALL]
+        if cells:
+            request = pb.FreeCellsRequest(boot_id=self.boot_id, cells=map(encode_cells, cells))
+            await self._peer.stub.FreeCells(request, timeout=_CALL_SECONDS, metadata=self._peer.metadata())
             del self._to_free[: len(cells)]
             self._leaving.difference_update(each.put_id for each in cells if each.is_whole)
-            delay = _FIRST_RETRY_SECONDS
 
     async def close(self) -> None:
         """Stop what runs in the background and close the channel."""
         self._is_closed = True
         self._reconciling.cancel()
-        if self._freeing is not None:
-            self._freeing.cancel()
+        if self._delivering is not None:
+            self._delivering.cancel()
         await self._peer.aclose()
         if self._bulk is not None:
             await self._bulk.aclose()
@@ -242,8 +286,8 @@ class RemoteStorage:
 def _closing_is_an_error() -> Iterator[None]:
     """Raise UnavailableError where a call ends because its channel is closed.
 
-    gRPC raises CancelledError then too, which would end a task that nobody has cancelled: a commit without an answer,
-    or the loop that frees cells.
+    gRPC raises CancelledError then too, which would end a task that nobody has cancelled, such as the loop that frees
+    cells.
     """
     try:
         yield
@@ -271,7 +315,9 @@ def _stub(channel: grpc.aio.Channel) -> StorageServiceAsyncStub:
     return cast("StorageServiceAsyncStub", StorageServiceStub(channel))
 
 
-def report_kept(storage_id: str, missing_put_ids: Sequence[bytes], missing_count: int, dropped_count: int) -> None:
+def report_reconciled(
+    storage_id: str, missing_put_ids: Sequence[bytes], missing_count: int, dropped_count: int
+) -> None:
     """Log what came of telling a storage service which puts are known."""
     if missing_count:
         names = ", ".join(put_id.hex() for put_id in missing_put_ids[:_MOST_NAMED])

@@ -18,7 +18,7 @@ from tq_service.v1 import metadata_pb2
 from tq_service.v1 import storage_service_pb2 as pb
 from tq_service.wire.columns import ColumnShape, encode_header
 
-MOST_VERIFIED_PUTS: Final = 4096
+MOST_OVERDUE_PUTS: Final = 4096
 """Most puts that a storage service asks about in one call: some milliseconds' work."""
 
 
@@ -65,6 +65,7 @@ class EngineCalls:
                 partition_id=header.partition_id,
                 for_existing_rows=for_existing_rows,
                 deadline=until,
+                owner=header.controller_id,
                 shared=shared,
             )
         try:

@@ -18,12 +18,12 @@ from tq_service.domain.tables.names import Names
 from tq_service.errors import (
     InvalidArgumentError,
     LimitExceededError,
-    PutNotFoundError,
     UnavailableError,
 )
 from tq_service.server import from_proto
 from tq_service.server.commits import Commits
 from tq_service.server.progress import LEAST_PROGRESS_BYTES, Progress, received, wait_until
+from tq_service.server.receipts import ReceiptKeys
 from tq_service.server.rpc.limits import RETRY_AFTER_SECONDS, WaitingCalls
 from tq_service.server.storage_messages import EngineCalls, endpoint_of, get_header, put_cells, shared_columns
 from tq_service.storage.engine import StorageEngine
@@ -57,6 +57,8 @@ class StorageServicer:
         engine: holds the bytes.
         address: where clients reach this service; empty: at the address they used.
         commits: writes samples, where the controller is in this process.
+        keys: those of other controllers, with which receipts are sealed; not needed where it is in this process.
+        controller_id: of the one in this process.
         shared_memory: takes and gives memory shared with clients of this host, where it can.
         stall_seconds: how long the client of a stream may neither send nor take anything.
         waiting: counts the calls that wait for room.
@@ -70,6 +72,8 @@ class StorageServicer:
         *,
         address: str = "",
         commits: Commits | None = None,
+        keys: ReceiptKeys | None = None,
+        controller_id: bytes = b"",
         shared_memory: SharedMemoryServer | None = None,
         stall_seconds: float = 60.0,
         waiting: WaitingCalls | None = None,
@@ -79,6 +83,8 @@ class StorageServicer:
         self._engine = engine
         self._calls = EngineCalls(engine)
         self._commits = commits
+        self._keys = keys or ReceiptKeys()
+        self._controller_id = controller_id
         self._stall_seconds = stall_seconds
         self._waiting = waiting or WaitingCalls()
         self._max_puts = max_puts
@@ -103,11 +109,11 @@ class StorageServicer:
                     self.GetInline, pb.GetInlineRequest.FromString, pb.GetInlineResponse.SerializeToString
                 ),
                 "Stat": unary(self.Stat, pb.StatRequest.FromString, pb.StatResponse.SerializeToString),
-                "ConfirmPut": unary(
-                    self.ConfirmPut, pb.ConfirmPutRequest.FromString, pb.ConfirmPutResponse.SerializeToString
+                "ConfirmPuts": unary(
+                    self.ConfirmPuts, pb.ConfirmPutsRequest.FromString, pb.ConfirmPutsResponse.SerializeToString
                 ),
-                "KeepPuts": grpc.stream_unary_rpc_method_handler(
-                    self.KeepPuts, pb.KeepPutsRequest.FromString, pb.KeepPutsResponse.SerializeToString
+                "ReconcilePuts": grpc.stream_unary_rpc_method_handler(
+                    self.ReconcilePuts, pb.ReconcilePutsRequest.FromString, pb.ReconcilePutsResponse.SerializeToString
                 ),
                 "FreeCells": unary(
                     self.FreeCells, pb.FreeCellsRequest.FromString, pb.FreeCellsResponse.SerializeToString
@@ -178,6 +184,10 @@ class StorageServicer:
                 f"{sum(column.value_bytes for column in columns)} bytes; declare what is sent",
                 field="size_bytes",
             )
+        if self._commits is None:
+            self._keys.check_registered(header.controller_id)
+        else:
+            header.controller_id = self._controller_id
         self._check_put_counts(header)
         names = await self._look_through_names(header)
         with await self._admitted(header, context, names):
@@ -248,15 +258,25 @@ class StorageServicer:
 
     def _done(self, header: pb.PutHeader, columns: Sequence[ColumnShape], names: Names | None) -> pb.PutResponse:
         """Answer a put whose bytes are all there; its commit makes it visible and stay in the same step."""
-        if not header.HasField("commit") or self._commits is None:
+        if self._commits is None:
+            return pb.PutResponse(storage=self._endpoint, receipt=self._receipt(header))
+        if not header.HasField("commit"):
             return pb.PutResponse(storage=self._endpoint)
         put = Put(self._engine.storage_id, self._engine.boot_id, header.put_id)
         answer = self._commits.commit_stored(
             header.commit, put, columns, names, for_existing_rows=self._engine.is_for_existing_rows(header.put_id)
         )
-        with contextlib.suppress(PutNotFoundError):  # all its samples have failed, and the commit freed it
-            self._engine.confirm(header.put_id, header.partition_id)
         return pb.PutResponse(storage=self._endpoint, commit=answer)
+
+    def _receipt(self, header: pb.PutHeader) -> bytes:
+        """Return the receipt of a complete put, empty for one that is committed."""
+        number = self._engine.receipt_number(header.put_id)
+        if number is None:
+            return b""
+        for_existing_rows = self._engine.is_for_existing_rows(header.put_id)
+        return self._keys.seal(
+            header.controller_id, header.put_id, header.partition_id, number, for_existing_rows=for_existing_rows
+        )
 
     async def Get(self, request: pb.GetRequest, context: Context) -> None:
         async def send(header: pb.GetHeader, without: Collection[int] = ()) -> None:
@@ -313,18 +333,21 @@ class StorageServicer:
             shared_memory_count=self._engine.shared_memory_count,
         )
 
-    async def ConfirmPut(self, request: pb.ConfirmPutRequest, context: Context) -> pb.ConfirmPutResponse:
-        self._calls.check_boot(request.boot_id)
-        self._engine.confirm(request.put_id, request.partition_id, is_committed=False)
-        return pb.ConfirmPutResponse(for_existing_rows=self._engine.is_for_existing_rows(request.put_id))
+    async def ConfirmPuts(self, request: pb.ConfirmPutsRequest, context: Context) -> pb.ConfirmPutsResponse:
+        put_ids = request.put_ids if request.boot_id == self._engine.boot_id else ()
+        return pb.ConfirmPutsResponse(
+            missing_put_ids=[put_id for put_id in put_ids if not self._engine.confirm(put_id)]
+        )
 
-    async def KeepPuts(self, parts: AsyncIterator[pb.KeepPutsRequest], context: Context) -> pb.KeepPutsResponse:
+    async def ReconcilePuts(
+        self, parts: AsyncIterator[pb.ReconcilePutsRequest], context: Context
+    ) -> pb.ReconcilePutsResponse:
         state = None
         try:
             async for part in received(parts, self._stall_seconds, lambda _: LEAST_PROGRESS_BYTES):
                 if state is None:
                     self._calls.check_boot(part.boot_id)
-                    state = self._engine.begin_reconciliation()
+                    state = self._engine.begin_reconciliation(part.controller_id)
                     await context.send_initial_metadata(())
                 self._engine.reconcile(
                     state,
@@ -333,21 +356,23 @@ class StorageServicer:
                     uncommitted=part.uncommitted_put_ids,
                 )
                 if part.is_last:
-                    return await self._finish_keeping(state)
+                    return await self._finish_reconciliation(state)
                 await asyncio.sleep(0)  # what has come already is read without a turn for others
         finally:
             if state is not None:
                 self._engine.end_reconciliation(state)
         raise InvalidArgumentError("the stream ended before its last message; nothing is dropped, send all of it again")
 
-    async def _finish_keeping(self, state: Reconciliation) -> pb.KeepPutsResponse:
+    async def _finish_reconciliation(self, state: Reconciliation) -> pb.ReconcilePutsResponse:
         for _ in self._engine.finish_reconciliation(state):
             await asyncio.sleep(0)
-        kept = state.outcome()
-        if kept.dropped_count:
-            _log.warning("dropped %d puts that the controller does not know", kept.dropped_count)
-        return pb.KeepPutsResponse(
-            missing_put_ids=kept.missing_put_ids, missing_count=kept.missing_count, dropped_count=kept.dropped_count
+        outcome = state.outcome()
+        if outcome.dropped_count:
+            _log.warning("dropped %d puts that the controller does not know", outcome.dropped_count)
+        return pb.ReconcilePutsResponse(
+            missing_put_ids=outcome.missing_put_ids,
+            missing_count=outcome.missing_count,
+            dropped_count=outcome.dropped_count,
         )
 
     async def FreeCells(self, request: pb.FreeCellsRequest, context: Context) -> pb.FreeCellsResponse:

@@ -7,10 +7,10 @@ import contextlib
 import logging
 import os
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Final, Protocol
 
 from tq_service.dataplane._async.kinds import AsyncDriver
 from tq_service.domain.tables.cells import CellSet, CellsSnapshot, Put, live_cells
@@ -19,18 +19,25 @@ from tq_service.errors import (
     DataLossError,
     LimitExceededError,
     QuotaExceededError,
+    TqError,
     UnavailableError,
 )
 from tq_service.server.embedded_storage import EmbeddedStorage
 from tq_service.server.known_puts import KnownPuts, put_cells
-from tq_service.server.remote_storage import Announced, RemoteStorage, Room
+from tq_service.server.remote_storage import Capacity, Registration, RemoteStorage
 from tq_service.server.supervisor import StartsTasks, Supervisor
 from tq_service.storage.cells import PutCells
 from tq_service.v1.metadata_pb2 import StorageEndpoint
+from tq_service.v1.storage_service_pb2 import PutReceipt
 from tq_service.wire.credentials import Credentials
 
 _log = logging.getLogger(__name__)
 _MOST_STORAGES = 1024
+_GRANT_SECONDS: Final = 5.0
+_MOST_GRANTED: Final = 16  # storage services
+_GRANTED_SHARE: Final = 64  # of what is free, so that services fill evenly
+_GRANTED_PUT_BYTES: Final = 1 << 20
+_UNBOUNDED_BYTES: Final = 1 << 62
 
 
 class Storage(Protocol):
@@ -45,16 +52,28 @@ class Storage(Protocol):
         """What puts and gets its bytes; a put stays where `confirm` follows."""
         ...
 
-    def room(self) -> Room | None:
+    def capacity(self) -> Capacity | None:
         """Return its bytes, None where it should get no puts now."""
         ...
 
-    def expect(self, size_bytes: int) -> None:
+    def note_placement(self, size_bytes: int) -> None:
         """Count a put that is about to come."""
         ...
 
-    async def confirm(self, put_id: bytes, partition_id: str) -> bool:
-        """Make an uncommitted put of a partition stay; return whether it is for existing rows only."""
+    def open_receipt(self, put_id: bytes, partition_id: str, receipt: bytes) -> PutReceipt:
+        """Return what the receipt of an uncommitted put of a partition says; without a call to anybody."""
+        ...
+
+    def check_held(self, put_id: bytes, partition_id: str) -> None:
+        """Check that a put whose receipt was opened is still here, where it might have expired."""
+        ...
+
+    def spend(self, receipt: PutReceipt) -> None:
+        """Take a receipt no more: its put is committed, or being freed."""
+        ...
+
+    def confirm(self, put_id: bytes) -> None:
+        """Make a committed put stay, now or as soon as it can be reached."""
         ...
 
     def free(self, cells: Sequence[PutCells]) -> None:
@@ -72,32 +91,71 @@ class _Commits:
 
     Attributes:
         call_count: how many there are.
-        is_confirmed: whether the storage service has answered one of them.
+        is_answered: whether one of them has come to an answer, not just to its end.
         is_freed: whether the put was committed, and freed, meanwhile.
+        receipts: what they brought, and who opened it.
     """
 
     call_count: int = 0
-    is_confirmed: bool = False
+    is_answered: bool = False
     is_freed: bool = False
+    receipts: list[tuple[Storage, PutReceipt]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verified:
-    """What a storage service asked about: puts that are not committed, and those that may still be."""
+class Redeemed:
+    """A put that a call is about to commit.
 
+    Attributes:
+        for_existing_rows: whether it may have taken the reserve, so that no samples are made of it.
+        check: raises where it was freed since.
+    """
+
+    for_existing_rows: bool
+    check: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grant:
+    """Where a put is to go, and others for a while, without being placed each.
+
+    Attributes:
+        storages: to put to in turn.
+        max_bytes: of all these others.
+        max_put_bytes: of one of them.
+        seconds: for how long.
+    """
+
+    storages: Sequence[Storage]
+    max_bytes: int
+    max_put_bytes: int
+    seconds: float = _GRANT_SECONDS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a heartbeat is answered.
+
+    Attributes:
+        receipt_key: what receipts are to be sealed with.
+        unknown: overdue puts that are not committed and cannot be any more.
+        undecided: overdue puts whose commit is under way.
+    """
+
+    receipt_key: bytes
     unknown: Sequence[bytes] = ()
     undecided: Sequence[bytes] = ()
 
 
-class StorageDirectory:
+class StorageRegistry:
     """All storage services of a controller by name.
 
     Args:
         embedded: the one in this process.
-        heartbeat_seconds: how often the others announce themselves.
+        heartbeat_seconds: how often the others register.
         credentials: what this controller shows them.
         snapshot_cells: returns the cells that samples have now, by partition.
-        boot_id: of this controller, the same over restarts where it keeps its state; None: a new one.
+        controller_id: of this controller, the owner of its puts, the same over restarts; None: a new one.
         after_durable: calls something once all that has changed here so far cannot be lost any more.
         start_task: runs a background task; None: under a supervisor of its own.
     """
@@ -109,11 +167,11 @@ class StorageDirectory:
         credentials: Credentials,
         *,
         snapshot_cells: Callable[[], Sequence[CellsSnapshot]] = tuple,
-        boot_id: bytes | None = None,
+        controller_id: bytes | None = None,
         after_durable: Callable[[Callable[[], None]], None] = lambda callback: callback(),
         start_task: StartsTasks | None = None,
     ) -> None:
-        self.boot_id = os.urandom(16) if boot_id is None else boot_id
+        self.controller_id = os.urandom(16) if controller_id is None else controller_id
         self.embedded = embedded
         self._snapshot_cells = snapshot_cells
         self.heartbeat_seconds = heartbeat_seconds
@@ -131,7 +189,7 @@ class StorageDirectory:
 
     @property
     def count(self) -> int:
-        """Number of storage services that have announced themselves, silent ones included."""
+        """Number of storage services that have registered, silent ones included."""
         return len(self._storages)
 
     @property
@@ -143,20 +201,34 @@ class StorageDirectory:
         """Learn which puts are committed, and tell the embedded storage, once the samples are there again."""
         self._committed = {cells.put for each in self._snapshot_cells() for cells in live_cells(each)}
         if self.embedded is not None:
-            self.embedded.keep(self._known(self.embedded.storage_id, self.embedded.boot_id).parts())
+            self.embedded.reconcile(self._known(self.embedded.storage_id, self.embedded.boot_id).parts())
 
-    def register(self, announced: Announced) -> None:
-        """Take note of a storage service that announces itself; a new run takes the place of the old one.
+    def on_heartbeat(self, registration: Registration, overdue: Sequence[bytes] = ()) -> Answer:
+        """Register a storage service, and say which of its overdue puts are committed.
+
+        A new run takes the place of the old one. What is said to be unknown stays so: its receipt is void.
 
         Raises:
             AlreadyExistsError: the embedded storage has its name.
-            LimitExceededError: there are too many that are heard of, or hold samples.
+            LimitExceededError: there are too many that send heartbeats, or hold samples.
         """
-        endpoint = announced.endpoint
+        endpoint = registration.endpoint
+        storage = self._storages.get(endpoint.storage_id)
+        if isinstance(storage, RemoteStorage) and storage.is_same(registration):
+            storage.on_heartbeat(registration)
+        else:
+            storage = self._register(registration)
+        puts = [Put(endpoint.storage_id, endpoint.boot_id, put_id) for put_id in overdue]
+        uncommitted = [put for put in puts if put not in self._committed]
+        return Answer(
+            receipt_key=storage.receipt_key,
+            unknown=[put.put_id for put in uncommitted if not self._is_under_way(put)],
+            undecided=[put.put_id for put in uncommitted if self._is_under_way(put)],
+        )
+
+    def _register(self, registration: Registration) -> RemoteStorage:
+        endpoint = registration.endpoint
         known = self._storages.get(endpoint.storage_id)
-        if isinstance(known, RemoteStorage) and known.is_same(announced):
-            known.hear(announced.room)
-            return
         if self.embedded is not None and endpoint.storage_id == self.embedded.storage_id:
             raise AlreadyExistsError(
                 f"the storage service in the controller's process has the name {endpoint.storage_id!r}; give each "
@@ -164,18 +236,24 @@ class StorageDirectory:
             )
         if known is None and len(self._storages) >= _MOST_STORAGES:
             self._forget_lost()
-        known_puts = partial(self._known, endpoint.storage_id, endpoint.boot_id)
-        silence_seconds = 3 * self.heartbeat_seconds
-        storage = RemoteStorage(announced, known_puts, silence_seconds, self._credentials, self._start_task)
+        storage = RemoteStorage(
+            registration,
+            partial(self._known, endpoint.storage_id, endpoint.boot_id),
+            3 * self.heartbeat_seconds,
+            self._credentials,
+            controller_id=self.controller_id,
+            start_task=self._start_task,
+        )
         if isinstance(known, RemoteStorage):
             self._close(known)
         _log.info("storage %s is at %s", endpoint.storage_id, endpoint.address)
         self._storages[endpoint.storage_id] = storage
+        return storage
 
     def _forget_lost(self) -> None:
         """Forget storage services that are silent and hold no samples, such as those of pods that are no more."""
         holders = {put.storage_id for put in self._committed}
-        lost = [each for each in self._storages.values() if each.room() is None and each.storage_id not in holders]
+        lost = [each for each in self._storages.values() if each.capacity() is None and each.storage_id not in holders]
         if not lost:
             raise LimitExceededError(
                 f"there would be {len(self._storages) + 1} storage services, at most {_MOST_STORAGES} expected",
@@ -205,66 +283,85 @@ class StorageDirectory:
             uncommitted=[put.put_id for put in (*self._committing, *self._placed) if put[:2] == owner],
         )
 
-    def place(self, size_bytes: int) -> Storage:
-        """Return the storage service with the most free bytes that could ever take so many."""
-        rooms = [(storage, room) for storage in self._storages.values() if (room := storage.room()) is not None]
-        if not rooms:
-            raise UnavailableError("no storage service has announced itself; start one with --role storage")
-        fitting = [each for each in rooms if each[1].max_bytes is None or size_bytes <= each[1].max_bytes]
+    def place(self, size_bytes: int) -> Grant:
+        """Return where a put is to go: to the most free bytes, where so many could ever be; and others after it.
+
+        Raises:
+            UnavailableError: there is no storage service.
+            QuotaExceededError: all are too small.
+        """
+        known = [(each, capacity) for each in self._storages.values() if (capacity := each.capacity()) is not None]
+        if not known:
+            raise UnavailableError("no storage service has registered; start one with --role storage")
+        fitting = [each for each in known if each[1].max_bytes is None or size_bytes <= each[1].max_bytes]
         if not fitting:
-            largest = max(room.max_bytes or 0 for _, room in rooms)
+            largest = max(capacity.max_bytes or 0 for _, capacity in known)
             raise QuotaExceededError(
                 f"a put of {size_bytes} bytes is larger than the largest quota, {largest} bytes; split it, or raise "
                 f"max_bytes"
             )
-        storage, _ = max(fitting, key=lambda each: (each[1].free_bytes, -each[1].used_bytes))
-        storage.expect(size_bytes)
-        return storage
+        fitting.sort(key=lambda each: (each[1].free_bytes, -each[1].used_bytes), reverse=True)
+        first, free_bytes = fitting[0][0], fitting[0][1].free_bytes
+        first.note_placement(size_bytes)
+        if first is self.embedded or self.count == 1:
+            largest_put = _UNBOUNDED_BYTES if self.count == 1 else _GRANTED_PUT_BYTES
+            return Grant(storages=[first], max_bytes=_UNBOUNDED_BYTES, max_put_bytes=largest_put)
+        alike = [each for each in fitting if each[0] is not self.embedded and 2 * each[1].free_bytes >= free_bytes]
+        alike = alike[:_MOST_GRANTED]
+        return Grant(
+            storages=[storage for storage, _ in alike],
+            max_bytes=int(min(_UNBOUNDED_BYTES, max(0, alike[-1][1].free_bytes) / _GRANTED_SHARE)),
+            max_put_bytes=_GRANTED_PUT_BYTES,
+        )
 
-    @contextlib.asynccontextmanager
-    async def confirmed(self, put: Put, partition_id: str) -> AsyncIterator[bool]:
-        """Make an uncommitted put of a partition stay, for the `with` to commit it.
-
-        Yields whether it is for existing rows only.
+    @contextlib.contextmanager
+    def redeemed(self, put: Put, partition_id: str, receipt: bytes) -> Iterator[Redeemed]:
+        """Take the receipt of an uncommitted put of a partition, for the `with` to commit it.
 
         Several calls may commit one put at once, such as a retry beside the call that was given up. A put that none of
-        them has committed is freed by the last one; where a confirmation may have been made and its answer did not come
-        it is left to its storage service, which asks for it (`verify`), and a retry may still commit it.
+        them has committed is freed by the last one, if it was refused; while it may be committed, its storage service
+        is told that it is undecided. Where all calls were cancelled, or the service was unavailable, a retry may still
+        commit it.
 
         Raises:
-            UnavailableError: the storage service does not answer, or the put is being freed.
+            UnavailableError: the storage service has not registered, or the put is being freed.
             PutNotFoundError: it is not there: never completed, expired, or cleared.
-            InvalidArgumentError: it was put for another partition.
+            InvalidArgumentError: it was put for another partition, or the receipt is another's or nobody's.
             DataLossError: the storage service has restarted.
         """
         storage = self._storages.get(put.storage_id)
         if storage is None:
-            raise UnavailableError(f"storage service {put.storage_id!r} has not announced itself here yet; try again")
+            raise UnavailableError(f"storage service {put.storage_id!r} has not registered here yet; try again")
         if storage.boot_id != put.boot_id:
             raise DataLossError(f"storage service {put.storage_id!r} has restarted since the put; put the data again")
-        commits = self._committing.setdefault(put, _Commits())
-        commits.call_count += 1
-        try:
-            for_existing_rows = await storage.confirm(put.put_id, partition_id)
-            commits.is_confirmed = True
+        opened = storage.open_receipt(put.put_id, partition_id, receipt)
+
+        def check() -> None:
             if commits.is_freed:
                 raise UnavailableError(f"put {put.put_id.hex()} was freed while it was committed again; put it again")
-            yield for_existing_rows
+            storage.check_held(put.put_id, partition_id)
+
+        commits = self._committing.setdefault(put, _Commits())
+        commits.call_count += 1
+        commits.receipts.append((storage, opened))
+        try:
+            yield Redeemed(for_existing_rows=opened.for_existing_rows, check=check)
+            commits.is_answered = True
+        except TqError as error:
+            commits.is_answered |= not isinstance(error, UnavailableError)
+            raise
         finally:
             commits.call_count -= 1
             if not commits.call_count:
                 del self._committing[put]
-                if commits.is_confirmed and not commits.is_freed and put not in self._committed:
-                    self.free([CellSet(put=put)])
+                self._end_commits(put, commits)
 
-    def verify(self, storage_id: str, boot_id: bytes, put_ids: Iterable[bytes]) -> Verified:
-        """Say which confirmed puts of a storage service are not committed."""
-        puts = [Put(storage_id, boot_id, put_id) for put_id in put_ids]
-        uncommitted = [put for put in puts if put not in self._committed]
-        return Verified(
-            unknown=[put.put_id for put in uncommitted if not self._is_under_way(put)],
-            undecided=[put.put_id for put in uncommitted if self._is_under_way(put)],
-        )
+    def _end_commits(self, put: Put, commits: _Commits) -> None:
+        if commits.is_answered or commits.is_freed:
+            for storage, receipt in commits.receipts:
+                storage.spend(receipt)
+        if commits.is_answered and not commits.is_freed and put not in self._committed:
+            self.free([CellSet(put=put)])
 
     def _is_under_way(self, put: Put) -> bool:
         return put in self._committing or put in self._placed
@@ -282,16 +379,33 @@ class StorageDirectory:
 
     @contextlib.contextmanager
     def committing(self, put: Put) -> Iterator[None]:
-        """Take note that a put is committed by what is done in the `with`, unless it raises."""
+        """Take note that a put is committed by what is done in the `with`, unless it raises; it stays from now on."""
         self._committed.add(put)
         try:
             yield
         except BaseException:
             self._committed.discard(put)
             raise
+        self._confirm(put)
+
+    def _confirm(self, put: Put) -> None:
+        """Have the storage service of a committed put confirm it, once the commit cannot be lost any more.
+
+        The embedded one does so at once: it comes back from the journal together with the samples.
+        """
+
+        def confirm() -> None:
+            storage = self.get(put.storage_id, put.boot_id)
+            if storage is not None and put in self._committed:
+                storage.confirm(put.put_id)
+
+        if self.embedded is not None and put.storage_id == self.embedded.storage_id:
+            confirm()
+        else:
+            self._after_durable(confirm)
 
     def get(self, storage_id: str, boot_id: bytes) -> Storage | None:
-        """Return a storage service in one of its lives, None where that is over or unknown."""
+        """Return a storage service under one of its boots, None where that is over or unknown."""
         storage = self._storages.get(storage_id)
         return storage if storage is not None and storage.boot_id == boot_id else None
 
@@ -307,8 +421,11 @@ class StorageDirectory:
 
     def adopt(self, puts: Iterable[Put]) -> None:
         """Take note that puts made here are committed by now."""
+        puts = list(puts)
         self._committed.update(puts)
         self._placed.difference_update(puts)
+        for put in puts:
+            self._confirm(put)
 
     @contextlib.contextmanager
     def holding_frees(self) -> Iterator[None]:
@@ -323,7 +440,7 @@ class StorageDirectory:
                 self._give_back(held)
 
     def free(self, freed: Iterable[CellSet]) -> None:
-        """Give cells back, each to the storage service that holds it; a life that is over has nothing to free."""
+        """Give cells back, each to the storage service that holds it; a boot that is over has nothing to free."""
         freed = list(freed)
         if self._holder_count:  # a put that was not committed may be sent again, and must be gone by then
             self._held += [each for each in freed if each.put in self._committed]

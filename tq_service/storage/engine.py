@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from tq_service.errors import CallCancelledError, InvalidArgumentError, PutNotFoundError
@@ -21,7 +21,7 @@ from tq_service.storage.engine_stat import EngineStat, Reconciled
 from tq_service.storage.index.admission import Admission
 from tq_service.storage.index.checks import check_sound
 from tq_service.storage.index.compaction import compact
-from tq_service.storage.index.confirmations import Confirmations
+from tq_service.storage.index.confirmations import Confirmations, Overdue
 from tq_service.storage.index.pending_put import PendingPut
 from tq_service.storage.index.put_journal import PutJournal
 from tq_service.storage.index.put_records import EncodedPut, PutLog
@@ -42,8 +42,11 @@ class StorageEngine:
     A put is reserved, written, flushed, finished, then confirmed by its commit; one that is not confirmed in time
     expires. Its cells are freed one by one or all at once, and its memory shrinks with them.
 
+    Each put has an owner, the controller that commits it: only that confirms it, and says that it is not known.
+
     With a store that outlives the process, `recover` comes first. That a put is confirmed is not written down:
-    recovered puts stay until `keep` tells which of them are known.
+    recovered puts stay until their owner says which of them are known. Those written down before puts had owners are
+    the first one's that says so.
 
     Args:
         max_bytes: quota in bytes; None: no bound.
@@ -89,12 +92,15 @@ class StorageEngine:
             store.on_freed = self._admission.release
         self._journal = PutJournal(self._store) if isinstance(self._store, DurableBlobStore) else None
         self._puts = PutTable()
-        self._confirmations = Confirmations(put_ttl_seconds, clock)
+        self._put_ttl_seconds = put_ttl_seconds
+        self._owners: dict[bytes, Confirmations] = {}
+        self._heir = b""  # the owner of puts that were recovered without one
+        self._absent_since: dict[bytes, float] = {}  # owners that no controller is
         self._pending: dict[bytes, PendingPut] = {}
         self._holed: dict[bytes, None] = {}  # puts with dead cells that still take memory
         self._specs: dict[FieldSpec, FieldSpec] = {}
         self._trimmed_at = clock()
-        self._reconciliation: Reconciliation | None = None
+        self._reconciliations: dict[bytes, Reconciliation] = {}  # by owner
 
     async def reserve(
         self,
@@ -105,6 +111,7 @@ class StorageEngine:
         partition_id: str,
         for_existing_rows: bool,
         deadline: float | None,
+        owner: bytes = b"",
         shared: bool = False,
     ) -> PendingPut:
         """Reserve capacity for a put, waiting for it in order of arrival.
@@ -117,10 +124,11 @@ class StorageEngine:
             partition_id: the partition it is for; its commit must name the same.
             for_existing_rows: whether the put may use the reserve; no new rows may be made of it.
             deadline: until when to wait, by the engine's clock; None: for as long as the caller is not cancelled.
+            owner: the controller that is to commit it.
             shared: whether the bytes come as shared memory, to be adopted, instead of being written.
 
         Raises:
-            InvalidArgumentError: headers are wrong, or the put is there for another partition.
+            InvalidArgumentError: headers are wrong, or the put is there for another partition or of another owner.
             QuotaExceededError: larger than the quota (at once), or no capacity until the deadline (with
                 `retry_after_seconds`).
             DiskFullError: the disk is full.
@@ -129,6 +137,12 @@ class StorageEngine:
         check_put(put_id, headers, row_count)
         if put_id in self._puts:
             self._check_partition(put_id, partition_id)
+            if self._owner_of(put_id) != owner:
+                raise InvalidArgumentError(
+                    f"put {put_id.hex()} is here for controller {self._owner_of(put_id).hex()}, not {owner.hex()}; put "
+                    "the data under another put_id",
+                    field="controller_id",
+                )
             return PendingPut.completed(put_id)
         stale = self._pending.pop(put_id, None)
         if stale is not None:
@@ -145,6 +159,7 @@ class StorageEngine:
         if pending.is_aborted:
             stored.values.release()
             pending.check_open()
+        stored.owner = owner
         self._begin(pending, stored)
         return pending
 
@@ -199,17 +214,21 @@ class StorageEngine:
             await self._journal.flush(pending)
             pending.check_open()
 
-    def confirm(self, put_id: bytes, partition_id: str, *, is_committed: bool = True) -> None:
-        """Make a complete put stay. Idempotent.
+    def confirm(self, put_id: bytes) -> bool:
+        """Make a complete put stay: its commit is made. Idempotent; return whether it is here."""
+        if put_id not in self._puts:
+            return False
+        owner = self._owner_of(put_id)
+        self._waiting_of(owner).forget(put_id)
+        if (state := self._reconciliations.get(owner)) is not None:
+            state.staying.add(put_id)
+        return True
 
-        Args:
-            put_id: the put.
-            partition_id: what it must have been put for.
-            is_committed: whether its commit is made; one that is about to be made is to be verified, see `unverified`.
+    def check_complete(self, put_id: bytes, partition_id: str) -> None:
+        """Check that a put can be committed.
 
         Raises:
-            PutNotFoundError: it never completed, expired, or was freed; or some of its cells were, so that it was
-                committed before, maybe with a controller that has restarted since and knows nothing of it.
+            PutNotFoundError: it never completed, expired, or was freed.
             InvalidArgumentError: it was put for another partition.
         """
         if put_id not in self._puts:
@@ -217,33 +236,61 @@ class StorageEngine:
                 f"put {put_id.hex()} is not here: never completed, expired without a commit, or cleared; put it again"
             )
         self._check_partition(put_id, partition_id)
-        if not is_committed and put_id not in self.damaged and not self._puts[put_id].is_whole():
+
+    def receipt_number(self, put_id: bytes) -> int | None:
+        """Return the number for the receipt of a complete put, None where it needs none: it is committed.
+
+        Raises:
+            PutNotFoundError: some of its cells were freed, so that it was committed before, maybe with a controller
+                that has restarted since and knows nothing of it.
+        """
+        number = self._waiting_of(self._owner_of(put_id)).receipt_number(put_id)
+        if number is not None and put_id not in self.damaged and not self._puts[put_id].is_whole():
             raise PutNotFoundError(
                 f"put {put_id.hex()} was committed before, and some of its cells were cleared since; put it again"
             )
-        self._confirmations.confirm(put_id, is_committed=is_committed)
-        if self._reconciliation is not None:
-            self._reconciliation.staying.add(put_id)
+        return number
 
-    def unverified(self, most: int) -> dict[bytes, float]:
-        """Return up to so many confirmed puts that are not known to be committed, and when each was confirmed."""
-        return self._confirmations.unverified(most)
+    def void_receipts(self, owner: bytes) -> None:
+        """Take note that a controller takes none of the receipts there are."""
+        self._waiting_of(owner).void_receipts()
 
-    def verify(self, asked: Mapping[bytes, float], unknown: Iterable[bytes], undecided: Iterable[bytes]) -> int:
-        """Learn what the controller knows of puts; drop those that it has not known for `put_ttl_seconds`.
+    def overdue(self, owner: bytes, most: int) -> Overdue:
+        """Return up to so many puts of a controller that wait for their confirmation for too long."""
+        return self._waiting_of(owner).overdue(most)
+
+    def on_answer(self, owner: bytes, asked: Overdue, unknown: Iterable[bytes], undecided: Iterable[bytes]) -> int:
+        """Learn what a controller knows of overdue puts, and drop those that it does not know.
 
         Args:
-            asked: what `unverified` returned before the controller was asked.
-            unknown: those of them that are neither committed nor about to be.
+            owner: the controller.
+            asked: what `overdue` returned before it was asked.
+            unknown: those of them that are neither committed nor can be any more.
             undecided: those of them that may still be committed; all others are.
 
         Returns:
             How many puts were dropped.
         """
-        dropped = self._confirmations.verified(asked, frozenset(unknown), frozenset(undecided))
+        dropped = list(self._waiting_of(owner).on_answer(asked, frozenset(unknown), frozenset(undecided)))
         for put_id in dropped:
             self._drop(put_id)
         return len(dropped)
+
+    def absent_owners(self, controllers: Collection[bytes]) -> list[bytes]:
+        """Return the owners of puts that have been none of the controllers there are for `put_ttl_seconds`."""
+        now = self._clock()
+        absent = (owner for owner in self._owners if owner and owner not in controllers)
+        self._absent_since = {owner: self._absent_since.get(owner, now) for owner in absent}
+        return [owner for owner, since in self._absent_since.items() if since + self._put_ttl_seconds <= now]
+
+    def drop_owner(self, owner: bytes) -> Iterator[int]:
+        """Drop all puts of an owner that is gone, in slices, of each of which the size is yielded."""
+        for put_ids in self._puts.slices():
+            own = [put_id for put_id in put_ids if self._owner_of(put_id) == owner]
+            for put_id in own:
+                self._drop(put_id)
+            yield len(own)
+        self._owners.pop(owner, None)
 
     def is_for_existing_rows(self, put_id: bytes) -> bool:
         """Whether a put was reserved as columns for existing rows, so that no new ones may be made of it."""
@@ -257,19 +304,23 @@ class StorageEngine:
 
     def discard(self, put_id: bytes) -> None:
         """Drop a complete put whose commit was refused; one that is confirmed, or not here, stays as it is."""
-        if self._confirmations.is_new(put_id):
+        if put_id in self._puts and self._waiting_of(self._owner_of(put_id)).is_waiting(put_id):
             self._drop(put_id)
 
     # Learning which puts are known
 
-    def begin_reconciliation(self) -> Reconciliation:
-        """Begin to learn which puts are known; one that has not come to its end is given up.
+    def begin_reconciliation(self, owner: bytes = b"") -> Reconciliation:
+        """Begin to learn which puts of an owner are known; one that has not come to its end is given up.
 
-        `reconcile` follows, piece by piece, and then `finish_reconciliation`, while other calls go on. Who says what is
-        known looks at it after this call: puts that are confirmed from now on stay, listed or not.
+        `reconcile` follows, piece by piece, and then `finish_reconciliation`, while other calls go on. The owner looks
+        at what it knows after this call: puts that are confirmed from now on stay, listed or not.
         """
-        self._reconciliation = Reconciliation()
-        return self._reconciliation
+        if not self._heir and owner:
+            self._heir = owner
+            if (unowned := self._owners.pop(b"", None)) is not None:
+                self._waiting_of(owner).take_over(unowned)
+        state = self._reconciliations[owner] = Reconciliation(owner)
+        return state
 
     def reconcile(
         self,
@@ -309,7 +360,7 @@ class StorageEngine:
             state.parts.append(some)
 
     def finish_reconciliation(self, state: Reconciliation) -> Iterator[None]:
-        """Drop what is confirmed and not known, in slices: others have a turn at each yield.
+        """Drop what is confirmed and not known of the owner's puts, in slices: others have a turn at each yield.
 
         Recovered puts that are not known wait for their commit from now on, as they may have done before.
 
@@ -318,12 +369,14 @@ class StorageEngine:
         """
         self._check_current(state)
         self._free_others(state)
-        work = 0
+        work, waiting = 0, self._waiting_of(state.owner)
         for put_ids in self._puts.slices():
             for put_id in put_ids:
-                if self._confirmations.is_recovered(put_id):
-                    self._confirmations.begin(put_id)
-                elif put_id not in state.staying and not self._confirmations.is_new(put_id):
+                if self._owner_of(put_id) != state.owner:
+                    continue
+                if waiting.is_recovered(put_id):
+                    waiting.begin(put_id)
+                elif put_id not in state.staying and not waiting.is_waiting(put_id):
                     self._drop(put_id)
                     state.dropped_count += 1
                     work += _DROP_WORK
@@ -336,37 +389,45 @@ class StorageEngine:
 
     def end_reconciliation(self, state: Reconciliation) -> None:
         """Forget what was said of known puts, whether or not it came to its end."""
-        if self._reconciliation is state:
-            self._reconciliation = None
+        if self._is_current(state):
+            del self._reconciliations[state.owner]
 
-    def keep(self, cells: Iterable[PutCells], uncommitted: Iterable[bytes] = ()) -> Reconciled:
-        """Learn of all puts that are known at once, before others have to have their turns."""
-        state = self.begin_reconciliation()
+    def reconcile_at_once(
+        self, cells: Iterable[PutCells], uncommitted: Iterable[bytes] = (), *, owner: bytes = b""
+    ) -> Reconciled:
+        """Learn of all puts of an owner that are known at once, before others have to have their turns."""
+        state = self.begin_reconciliation(owner)
         self.reconcile(state, cells=cells, uncommitted=uncommitted)
         for _ in self.finish_reconciliation(state):
             pass
         return state.outcome()
 
     def _check_current(self, state: Reconciliation) -> None:
-        if self._reconciliation is not state:
+        if not self._is_current(state):
             raise CallCancelledError("it is being said anew which puts are known; what was said before is given up")
+
+    def _is_current(self, state: Reconciliation) -> bool:
+        return self._reconciliations.get(state.owner) is state
 
     def _know(self, state: Reconciliation, put_id: bytes) -> None:
         if put_id in state.freed:  # what is listed is gone; a put of this id that is here was stored anew
             return
         state.staying.add(put_id)
-        self._confirmations.confirm(put_id)
-        if put_id in self._puts and put_id not in self.damaged:
+        self._waiting_of(state.owner).forget(put_id)
+        if self._has(state, put_id) and put_id not in self.damaged:
             return
         state.miss(put_id)
         if self._journal is not None:
             self._journal.mark_missing(put_id)
 
+    def _has(self, state: Reconciliation, put_id: bytes) -> bool:
+        return put_id in self._puts and self._owner_of(put_id) == state.owner
+
     def _free_others(self, state: Reconciliation) -> None:
         """Free all cells of the put listed last but those that were listed."""
         put_id, parts = state.put_id, state.parts
         state.put_id, state.parts = b"", []
-        if not parts or any(part.is_whole for part in parts) or put_id not in self._puts or put_id in self.damaged:
+        if not parts or any(part.is_whole for part in parts) or not self._has(state, put_id) or put_id in self.damaged:
             return
         if put_id in state.freed:
             return
@@ -375,24 +436,27 @@ class StorageEngine:
     # Giving back
 
     def expire(self) -> int:
-        """Drop puts whose confirmation is overdue, and return pooled memory that was not needed; call it regularly.
+        """Drop puts that wait for too long, where their controller is in this process and need not be asked.
 
         Returns:
             How many puts were dropped.
         """
-        now = self._clock()
-        overdue = self._confirmations.overdue(now)
+        overdue = [put_id for each in self._owners.values() for put_id in each.overdue().numbers]
         for put_id in overdue:
             self._drop(put_id)
+        return len(overdue)
+
+    def trim(self) -> None:
+        """Return pooled memory that was not needed; call it regularly."""
+        now = self._clock()
         self._store.trim(max(now - self._trimmed_at, 0.0))
         self._trimmed_at = now
-        return len(overdue)
 
     def free(self, cells: Sequence[PutCells]) -> None:
         """Give cells back; those that are not here are ignored."""
         for some in cells:
-            if some.is_whole and self._reconciliation is not None:
-                self._reconciliation.freed.add(some.put_id)
+            if some.is_whole:
+                self._note_freed(some.put_id)
             if some.put_id not in self._puts:
                 if some.is_whole and self._journal is not None:
                     self._journal.forget_missing(some.put_id)
@@ -448,7 +512,7 @@ class StorageEngine:
             used_bytes=self._admission.used_bytes,
             pooled_bytes=self._store.pooled_bytes,
             put_count=len(self._puts),
-            uncommitted_put_count=self._confirmations.waiting_count,
+            uncommitted_put_count=sum(each.waiting_count for each in self._owners.values()),
             damaged_put_count=len(self.damaged),
         )
 
@@ -467,9 +531,13 @@ class StorageEngine:
             How many puts there are.
         """
         journal = self._needed_journal()
-        blobs = journal.recover(records, log)
-        self._puts.add_lazy(blobs, journal.load)
-        self._confirmations.add_recovered(blobs)
+        blobs, owners = journal.recover(records, log)
+        self._puts.add_lazy(blobs, owners, journal.load)
+        put_ids_of: dict[bytes, list[bytes]] = {}
+        for put_id in blobs:
+            put_ids_of.setdefault(owners.get(put_id, b""), []).append(put_id)
+        for owner, put_ids in put_ids_of.items():
+            self._waiting_of(owner).add_recovered(put_ids)
         self._admission.add(sum(blob.charge for blob in blobs.values()))
         return len(blobs)
 
@@ -513,7 +581,7 @@ class StorageEngine:
         if self._journal is not None:
             self._journal.record(pending.put_id, stored, pending.checksum)
         self._puts[pending.put_id] = stored
-        self._confirmations.begin(pending.put_id)
+        self._waiting_of(stored.owner).begin(pending.put_id)
 
     def _abort(self, pending: PendingPut, stored: StoredPut | None) -> None:
         if self._pending.get(pending.put_id) is pending:
@@ -522,15 +590,26 @@ class StorageEngine:
             stored.values.release()
 
     def _drop(self, put_id: bytes) -> None:
-        if self._reconciliation is not None:
-            self._reconciliation.freed.add(put_id)
+        self._note_freed(put_id)
+        self._waiting_of(self._owner_of(put_id)).forget(put_id)
         blob = self._puts.pop(put_id)
-        self._confirmations.forget(put_id)
         self._holed.pop(put_id, None)
         if self._journal is None:
             blob.release()
         else:
             self._journal.drop(put_id, blob)
+
+    def _note_freed(self, put_id: bytes) -> None:
+        for state in self._reconciliations.values():
+            state.freed.add(put_id)
+
+    def _owner_of(self, put_id: bytes) -> bytes:
+        return self._puts.owner_of(put_id) or self._heir
+
+    def _waiting_of(self, owner: bytes) -> Confirmations:
+        if owner not in self._owners:
+            self._owners[owner] = Confirmations(self._put_ttl_seconds, self._clock)
+        return self._owners[owner]
 
     def _compact(self, put_id: bytes) -> bool:
         """Move what is live of a put to a smaller blob; return whether that is possible now."""

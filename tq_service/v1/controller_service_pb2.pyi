@@ -383,8 +383,11 @@ class PutPlacement(google.protobuf.message.Message):
 
     STORAGE_FIELD_NUMBER: builtins.int
     PUT_ID_FIELD_NUMBER: builtins.int
+    RECEIPT_FIELD_NUMBER: builtins.int
     put_id: builtins.bytes
     """The put."""
+    receipt: builtins.bytes
+    """What Put answered; empty where it answered none."""
     @property
     def storage(self) -> tq_service.v1.metadata_pb2.StorageEndpoint:
         """The storage service and boot that took it."""
@@ -394,9 +397,10 @@ class PutPlacement(google.protobuf.message.Message):
         *,
         storage: tq_service.v1.metadata_pb2.StorageEndpoint | None = ...,
         put_id: builtins.bytes = ...,
+        receipt: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["storage", b"storage"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["put_id", b"put_id", "storage", b"storage"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["put_id", b"put_id", "receipt", b"receipt", "storage", b"storage"]) -> None: ...
 
 global___PutPlacement = PutPlacement
 
@@ -1690,30 +1694,41 @@ global___PlacePutRequest = PlacePutRequest
 
 @typing.final
 class PlacePutResponse(google.protobuf.message.Message):
-    """Where to put them."""
+    """Where to put them: for this put, and then for others as far as the grant goes."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    STORAGE_FIELD_NUMBER: builtins.int
+    STORAGES_FIELD_NUMBER: builtins.int
     EMBEDDED_FIELD_NUMBER: builtins.int
-    ONLY_ONE_FIELD_NUMBER: builtins.int
+    CONTROLLER_ID_FIELD_NUMBER: builtins.int
+    GRANT_SECONDS_FIELD_NUMBER: builtins.int
+    GRANT_BYTES_FIELD_NUMBER: builtins.int
+    MAX_GRANTED_PUT_BYTES_FIELD_NUMBER: builtins.int
     embedded: builtins.bool
-    """Whether it is in the controller's process, so that the put can carry its commit."""
-    only_one: builtins.bool
-    """Whether there is no other, so that puts of all sizes would be told the same."""
+    """Whether it is the one in the controller's process, so that puts can carry their commit."""
+    controller_id: builtins.bytes
+    """The controller: PutHeader's `controller_id`."""
+    grant_seconds: builtins.float
+    """For how long other puts may go there unasked, in seconds."""
+    grant_bytes: builtins.int
+    """How many bytes of other puts may go there unasked."""
+    max_granted_put_bytes: builtins.int
+    """Size of the largest put that may go there unasked; larger ones are placed each, so that the services fill evenly."""
     @property
-    def storage(self) -> tq_service.v1.metadata_pb2.StorageEndpoint:
-        """The storage service with the most free bytes."""
+    def storages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[tq_service.v1.metadata_pb2.StorageEndpoint]:
+        """Storage services to put to in turn, the first one first; at least one."""
 
     def __init__(
         self,
         *,
-        storage: tq_service.v1.metadata_pb2.StorageEndpoint | None = ...,
+        storages: collections.abc.Iterable[tq_service.v1.metadata_pb2.StorageEndpoint] | None = ...,
         embedded: builtins.bool = ...,
-        only_one: builtins.bool = ...,
+        controller_id: builtins.bytes = ...,
+        grant_seconds: builtins.float = ...,
+        grant_bytes: builtins.int = ...,
+        max_granted_put_bytes: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["storage", b"storage"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["embedded", b"embedded", "only_one", b"only_one", "storage", b"storage"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["controller_id", b"controller_id", "embedded", b"embedded", "grant_bytes", b"grant_bytes", "grant_seconds", b"grant_seconds", "max_granted_put_bytes", b"max_granted_put_bytes", "storages", b"storages"]) -> None: ...
 
 global___PlacePutResponse = PlacePutResponse
 
@@ -1727,21 +1742,27 @@ class RegisterStorageRequest(google.protobuf.message.Message):
     MAX_BYTES_FIELD_NUMBER: builtins.int
     USED_BYTES_FIELD_NUMBER: builtins.int
     RUN_ID_FIELD_NUMBER: builtins.int
-    UNVERIFIED_PUT_IDS_FIELD_NUMBER: builtins.int
+    OVERDUE_PUT_IDS_FIELD_NUMBER: builtins.int
+    RECEIPTS_FROM_FIELD_NUMBER: builtins.int
+    CONTROLLER_ID_FIELD_NUMBER: builtins.int
     max_bytes: builtins.int
     """Its quota in bytes; 0 means none."""
     used_bytes: builtins.int
     """Bytes stored and reserved."""
     run_id: builtins.bytes
     """Random 16 bytes, new at every start of its process, also where the boot stays since it has kept its puts."""
+    receipts_from: builtins.int
+    """The receipts of this controller's puts with lower numbers are void from now on."""
+    controller_id: builtins.bytes
+    """The controller that it was registered with last, which these two are about; empty: none."""
     @property
     def storage(self) -> tq_service.v1.metadata_pb2.StorageEndpoint:
         """Its name, boot and address."""
 
     @property
-    def unverified_put_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """Puts that were confirmed and of which it does not know yet whether they are committed, at most 4096; the others
-        come with later heartbeats.
+    def overdue_put_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """Puts of this controller that have waited for too long for their confirmation, at most 4096; the others come with
+        later heartbeats.
         """
 
     def __init__(
@@ -1751,10 +1772,12 @@ class RegisterStorageRequest(google.protobuf.message.Message):
         max_bytes: builtins.int = ...,
         used_bytes: builtins.int = ...,
         run_id: builtins.bytes = ...,
-        unverified_put_ids: collections.abc.Iterable[builtins.bytes] | None = ...,
+        overdue_put_ids: collections.abc.Iterable[builtins.bytes] | None = ...,
+        receipts_from: builtins.int = ...,
+        controller_id: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["storage", b"storage"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["max_bytes", b"max_bytes", "run_id", b"run_id", "storage", b"storage", "unverified_put_ids", b"unverified_put_ids", "used_bytes", b"used_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["controller_id", b"controller_id", "max_bytes", b"max_bytes", "overdue_put_ids", b"overdue_put_ids", "receipts_from", b"receipts_from", "run_id", b"run_id", "storage", b"storage", "used_bytes", b"used_bytes"]) -> None: ...
 
 global___RegisterStorageRequest = RegisterStorageRequest
 
@@ -1765,34 +1788,38 @@ class RegisterStorageResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     HEARTBEAT_SECONDS_FIELD_NUMBER: builtins.int
-    CONTROLLER_BOOT_ID_FIELD_NUMBER: builtins.int
+    CONTROLLER_ID_FIELD_NUMBER: builtins.int
     UNKNOWN_PUT_IDS_FIELD_NUMBER: builtins.int
     UNDECIDED_PUT_IDS_FIELD_NUMBER: builtins.int
+    RECEIPT_KEY_FIELD_NUMBER: builtins.int
     heartbeat_seconds: builtins.float
     """When to announce itself again, in seconds; after three missed times it gets no more puts."""
-    controller_boot_id: builtins.bytes
-    """Random 16 bytes, the same over restarts of a controller that keeps its state, else new at every start."""
+    controller_id: builtins.bytes
+    """Identifies the controller as the owner of puts, 16 bytes: the same over restarts."""
+    receipt_key: builtins.bytes
+    """What the receipts of this controller's puts are sealed with from now on, 32 random bytes: another one for every
+    process of the controller and of the storage service, so that receipts of processes that are gone are void.
+    """
     @property
     def unknown_put_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """Of the puts of the request, those that are neither committed nor about to be: the storage service drops them once
-        it has held them for `put_ttl_seconds`.
+        """Of the puts of the request, those that are not committed and cannot be any more, since their receipts are void: they
+        are to be dropped.
         """
 
     @property
     def undecided_put_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """Of the puts of the request, those that may still be committed: they are to be asked for again. All others are
-        committed.
-        """
+        """Of the puts of the request, those whose commit is under way: they are to be asked for again. All others are committed."""
 
     def __init__(
         self,
         *,
         heartbeat_seconds: builtins.float = ...,
-        controller_boot_id: builtins.bytes = ...,
+        controller_id: builtins.bytes = ...,
         unknown_put_ids: collections.abc.Iterable[builtins.bytes] | None = ...,
         undecided_put_ids: collections.abc.Iterable[builtins.bytes] | None = ...,
+        receipt_key: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["controller_boot_id", b"controller_boot_id", "heartbeat_seconds", b"heartbeat_seconds", "undecided_put_ids", b"undecided_put_ids", "unknown_put_ids", b"unknown_put_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["controller_id", b"controller_id", "heartbeat_seconds", b"heartbeat_seconds", "receipt_key", b"receipt_key", "undecided_put_ids", b"undecided_put_ids", "unknown_put_ids", b"unknown_put_ids"]) -> None: ...
 
 global___RegisterStorageResponse = RegisterStorageResponse
 

@@ -326,7 +326,7 @@ class ControllerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PlacePut(self, request, context):
-        """Says which storage service should take a put. Changes nothing, does not block. Errors: RESOURCE_EXHAUSTED (larger
+        """Says which storage service should take a put, and where others may go for a while. Changes nothing, does not block. Errors: RESOURCE_EXHAUSTED (larger
         than any quota), UNAVAILABLE (no storage service is there).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -356,8 +356,7 @@ class ControllerServiceServicer(object):
 
     def RegisterStorage(self, request, context):
         """Announces a storage service; repeated as its heartbeat. Changes: it gets puts from now on. The answer says which of
-        the puts it names are not committed, so that it can drop those whose commit never came to its end. Idempotent, does
-        not block. Errors: INVALID_ARGUMENT (more than 4096 puts).
+        the puts it names are committed, so that it keeps those and drops the others. Idempotent, does not block. Errors: INVALID_ARGUMENT (more than 4096 puts).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

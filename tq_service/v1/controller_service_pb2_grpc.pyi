@@ -201,7 +201,7 @@ class ControllerServiceStub:
         tq_service.v1.controller_service_pb2.PlacePutRequest,
         tq_service.v1.controller_service_pb2.PlacePutResponse,
     ]
-    """Says which storage service should take a put. Changes nothing, does not block. Errors: RESOURCE_EXHAUSTED (larger
+    """Says which storage service should take a put, and where others may go for a while. Changes nothing, does not block. Errors: RESOURCE_EXHAUSTED (larger
     than any quota), UNAVAILABLE (no storage service is there).
     """
 
@@ -231,8 +231,7 @@ class ControllerServiceStub:
         tq_service.v1.controller_service_pb2.RegisterStorageResponse,
     ]
     """Announces a storage service; repeated as its heartbeat. Changes: it gets puts from now on. The answer says which of
-    the puts it names are not committed, so that it can drop those whose commit never came to its end. Idempotent, does
-    not block. Errors: INVALID_ARGUMENT (more than 4096 puts).
+    the puts it names are committed, so that it keeps those and drops the others. Idempotent, does not block. Errors: INVALID_ARGUMENT (more than 4096 puts).
     """
 
 class ControllerServiceAsyncStub:
@@ -418,7 +417,7 @@ class ControllerServiceAsyncStub:
         tq_service.v1.controller_service_pb2.PlacePutRequest,
         tq_service.v1.controller_service_pb2.PlacePutResponse,
     ]
-    """Says which storage service should take a put. Changes nothing, does not block. Errors: RESOURCE_EXHAUSTED (larger
+    """Says which storage service should take a put, and where others may go for a while. Changes nothing, does not block. Errors: RESOURCE_EXHAUSTED (larger
     than any quota), UNAVAILABLE (no storage service is there).
     """
 
@@ -448,8 +447,7 @@ class ControllerServiceAsyncStub:
         tq_service.v1.controller_service_pb2.RegisterStorageResponse,
     ]
     """Announces a storage service; repeated as its heartbeat. Changes: it gets puts from now on. The answer says which of
-    the puts it names are not committed, so that it can drop those whose commit never came to its end. Idempotent, does
-    not block. Errors: INVALID_ARGUMENT (more than 4096 puts).
+    the puts it names are committed, so that it keeps those and drops the others. Idempotent, does not block. Errors: INVALID_ARGUMENT (more than 4096 puts).
     """
 
 class ControllerServiceServicer(metaclass=abc.ABCMeta):
@@ -677,7 +675,7 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.PlacePutRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.PlacePutResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.PlacePutResponse]]:
-        """Says which storage service should take a put. Changes nothing, does not block. Errors: RESOURCE_EXHAUSTED (larger
+        """Says which storage service should take a put, and where others may go for a while. Changes nothing, does not block. Errors: RESOURCE_EXHAUSTED (larger
         than any quota), UNAVAILABLE (no storage service is there).
         """
 
@@ -713,8 +711,7 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.RegisterStorageResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.RegisterStorageResponse]]:
         """Announces a storage service; repeated as its heartbeat. Changes: it gets puts from now on. The answer says which of
-        the puts it names are not committed, so that it can drop those whose commit never came to its end. Idempotent, does
-        not block. Errors: INVALID_ARGUMENT (more than 4096 puts).
+        the puts it names are committed, so that it keeps those and drops the others. Idempotent, does not block. Errors: INVALID_ARGUMENT (more than 4096 puts).
         """
 
 def add_ControllerServiceServicer_to_server(servicer: ControllerServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

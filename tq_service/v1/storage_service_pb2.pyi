@@ -28,6 +28,7 @@ class PutHeader(google.protobuf.message.Message):
     COMMIT_FIELD_NUMBER: builtins.int
     SHARED_MEMORY_SESSION_FIELD_NUMBER: builtins.int
     PARTITION_ID_FIELD_NUMBER: builtins.int
+    CONTROLLER_ID_FIELD_NUMBER: builtins.int
     put_id: builtins.bytes
     """Client-made, random 16 bytes, the same over retries."""
     row_count: builtins.int
@@ -42,6 +43,8 @@ class PutHeader(google.protobuf.message.Message):
     """The session on the socket for shared memory, of a client that can send it; else empty. Put only."""
     partition_id: builtins.str
     """The partition that the put is for: its commit must name the same."""
+    controller_id: builtins.bytes
+    """The controller that owns the put and is to commit it, as PlacePut answered; not needed where it is in the same process."""
     @property
     def columns(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[tq_service.v1.metadata_pb2.ColumnHeader]:
         """The columns, in the order of their bytes in the frames."""
@@ -61,9 +64,10 @@ class PutHeader(google.protobuf.message.Message):
         commit: tq_service.v1.controller_service_pb2.CommitRequest | None = ...,
         shared_memory_session: builtins.bytes = ...,
         partition_id: builtins.str = ...,
+        controller_id: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["commit", b"commit"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["columns", b"columns", "commit", b"commit", "for_existing_rows", b"for_existing_rows", "partition_id", b"partition_id", "put_id", b"put_id", "row_count", b"row_count", "shared_memory_session", b"shared_memory_session", "size_bytes", b"size_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["columns", b"columns", "commit", b"commit", "controller_id", b"controller_id", "for_existing_rows", b"for_existing_rows", "partition_id", b"partition_id", "put_id", b"put_id", "row_count", b"row_count", "shared_memory_session", b"shared_memory_session", "size_bytes", b"size_bytes"]) -> None: ...
 
 global___PutHeader = PutHeader
 
@@ -101,6 +105,11 @@ class PutResponse(google.protobuf.message.Message):
 
     STORAGE_FIELD_NUMBER: builtins.int
     COMMIT_FIELD_NUMBER: builtins.int
+    RECEIPT_FIELD_NUMBER: builtins.int
+    receipt: builtins.bytes
+    """What Commit takes as the proof that the put is here; clients pass it on as it is. Empty where the controller is in the
+    same process, and where the put is committed already.
+    """
     @property
     def storage(self) -> tq_service.v1.metadata_pb2.StorageEndpoint:
         """The storage service that took it."""
@@ -114,11 +123,46 @@ class PutResponse(google.protobuf.message.Message):
         *,
         storage: tq_service.v1.metadata_pb2.StorageEndpoint | None = ...,
         commit: tq_service.v1.controller_service_pb2.CommitResponse | None = ...,
+        receipt: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["commit", b"commit", "storage", b"storage"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["commit", b"commit", "storage", b"storage"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["commit", b"commit", "receipt", b"receipt", "storage", b"storage"]) -> None: ...
 
 global___PutResponse = PutResponse
+
+@typing.final
+class PutReceipt(google.protobuf.message.Message):
+    """What a receipt says, after the 32 bytes of its seal: an HMAC-SHA256 of this with the key of the registration."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KEY_ID_FIELD_NUMBER: builtins.int
+    PUT_ID_FIELD_NUMBER: builtins.int
+    PARTITION_ID_FIELD_NUMBER: builtins.int
+    FOR_EXISTING_ROWS_FIELD_NUMBER: builtins.int
+    NUMBER_FIELD_NUMBER: builtins.int
+    key_id: builtins.bytes
+    """The first 8 bytes of the SHA-256 of the key."""
+    put_id: builtins.bytes
+    """The put."""
+    partition_id: builtins.str
+    """The partition that it is for."""
+    for_existing_rows: builtins.bool
+    """Whether it may have used the reserve for columns of existing samples."""
+    number: builtins.int
+    """Receipts under one key are numbered: once it is told from which number on they are valid, the others are expired."""
+    def __init__(
+        self,
+        *,
+        key_id: builtins.bytes = ...,
+        put_id: builtins.bytes = ...,
+        partition_id: builtins.str = ...,
+        for_existing_rows: builtins.bool = ...,
+        number: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["for_existing_rows", b"for_existing_rows", "key_id", b"key_id", "number", b"number", "partition_id", b"partition_id", "put_id", b"put_id"]) -> None: ...
+
+global___PutReceipt = PutReceipt
 
 @typing.final
 class PutInlineRequest(google.protobuf.message.Message):
@@ -437,48 +481,48 @@ class StatResponse(google.protobuf.message.Message):
 global___StatResponse = StatResponse
 
 @typing.final
-class ConfirmPutRequest(google.protobuf.message.Message):
-    """Makes a put stay."""
+class ConfirmPutsRequest(google.protobuf.message.Message):
+    """Says that puts are committed."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     BOOT_ID_FIELD_NUMBER: builtins.int
-    PUT_ID_FIELD_NUMBER: builtins.int
-    PARTITION_ID_FIELD_NUMBER: builtins.int
+    PUT_IDS_FIELD_NUMBER: builtins.int
     boot_id: builtins.bytes
-    """The boot under which it was stored."""
-    put_id: builtins.bytes
-    """The put."""
-    partition_id: builtins.str
-    """The partition of the commit."""
+    """The boot under which they were stored; requests for another boot are ignored."""
+    @property
+    def put_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """The puts."""
+
     def __init__(
         self,
         *,
         boot_id: builtins.bytes = ...,
-        put_id: builtins.bytes = ...,
-        partition_id: builtins.str = ...,
+        put_ids: collections.abc.Iterable[builtins.bytes] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "partition_id", b"partition_id", "put_id", b"put_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "put_ids", b"put_ids"]) -> None: ...
 
-global___ConfirmPutRequest = ConfirmPutRequest
+global___ConfirmPutsRequest = ConfirmPutsRequest
 
 @typing.final
-class ConfirmPutResponse(google.protobuf.message.Message):
-    """The put stays."""
+class ConfirmPutsResponse(google.protobuf.message.Message):
+    """The puts stay."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    FOR_EXISTING_ROWS_FIELD_NUMBER: builtins.int
-    for_existing_rows: builtins.bool
-    """Whether it is for existing samples only, as its header said: its commit must not make any."""
+    MISSING_PUT_IDS_FIELD_NUMBER: builtins.int
+    @property
+    def missing_put_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """Those that are not here."""
+
     def __init__(
         self,
         *,
-        for_existing_rows: builtins.bool = ...,
+        missing_put_ids: collections.abc.Iterable[builtins.bytes] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["for_existing_rows", b"for_existing_rows"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["missing_put_ids", b"missing_put_ids"]) -> None: ...
 
-global___ConfirmPutResponse = ConfirmPutResponse
+global___ConfirmPutsResponse = ConfirmPutsResponse
 
 @typing.final
 class PutCells(google.protobuf.message.Message):
@@ -517,7 +561,7 @@ class PutCells(google.protobuf.message.Message):
 global___PutCells = PutCells
 
 @typing.final
-class KeepPutsRequest(google.protobuf.message.Message):
+class ReconcilePutsRequest(google.protobuf.message.Message):
     """A piece of what is known."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -527,10 +571,13 @@ class KeepPutsRequest(google.protobuf.message.Message):
     CELLS_FIELD_NUMBER: builtins.int
     UNCOMMITTED_PUT_IDS_FIELD_NUMBER: builtins.int
     IS_LAST_FIELD_NUMBER: builtins.int
+    CONTROLLER_ID_FIELD_NUMBER: builtins.int
     boot_id: builtins.bytes
     """The boot under which the puts were stored; first message only."""
     is_last: builtins.bool
     """Whether this is the last message. A stream that ends without it has broken off."""
+    controller_id: builtins.bytes
+    """The controller that says so; first message only."""
     @property
     def whole_put_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """Puts all of whose cells are known."""
@@ -551,13 +598,14 @@ class KeepPutsRequest(google.protobuf.message.Message):
         cells: collections.abc.Iterable[global___PutCells] | None = ...,
         uncommitted_put_ids: collections.abc.Iterable[builtins.bytes] | None = ...,
         is_last: builtins.bool = ...,
+        controller_id: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "cells", b"cells", "is_last", b"is_last", "uncommitted_put_ids", b"uncommitted_put_ids", "whole_put_ids", b"whole_put_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "cells", b"cells", "controller_id", b"controller_id", "is_last", b"is_last", "uncommitted_put_ids", b"uncommitted_put_ids", "whole_put_ids", b"whole_put_ids"]) -> None: ...
 
-global___KeepPutsRequest = KeepPutsRequest
+global___ReconcilePutsRequest = ReconcilePutsRequest
 
 @typing.final
-class KeepPutsResponse(google.protobuf.message.Message):
+class ReconcilePutsResponse(google.protobuf.message.Message):
     """The puts stay."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -582,7 +630,7 @@ class KeepPutsResponse(google.protobuf.message.Message):
     ) -> None: ...
     def ClearField(self, field_name: typing.Literal["dropped_count", b"dropped_count", "missing_count", b"missing_count", "missing_put_ids", b"missing_put_ids"]) -> None: ...
 
-global___KeepPutsResponse = KeepPutsResponse
+global___ReconcilePutsResponse = ReconcilePutsResponse
 
 @typing.final
 class FreeCellsRequest(google.protobuf.message.Message):

@@ -40,15 +40,15 @@ class StorageServiceStub(object):
                 request_serializer=tq__service_dot_v1_dot_storage__service__pb2.StatRequest.SerializeToString,
                 response_deserializer=tq__service_dot_v1_dot_storage__service__pb2.StatResponse.FromString,
                 )
-        self.ConfirmPut = channel.unary_unary(
-                '/tq_service.v1.StorageService/ConfirmPut',
-                request_serializer=tq__service_dot_v1_dot_storage__service__pb2.ConfirmPutRequest.SerializeToString,
-                response_deserializer=tq__service_dot_v1_dot_storage__service__pb2.ConfirmPutResponse.FromString,
+        self.ConfirmPuts = channel.unary_unary(
+                '/tq_service.v1.StorageService/ConfirmPuts',
+                request_serializer=tq__service_dot_v1_dot_storage__service__pb2.ConfirmPutsRequest.SerializeToString,
+                response_deserializer=tq__service_dot_v1_dot_storage__service__pb2.ConfirmPutsResponse.FromString,
                 )
-        self.KeepPuts = channel.stream_unary(
-                '/tq_service.v1.StorageService/KeepPuts',
-                request_serializer=tq__service_dot_v1_dot_storage__service__pb2.KeepPutsRequest.SerializeToString,
-                response_deserializer=tq__service_dot_v1_dot_storage__service__pb2.KeepPutsResponse.FromString,
+        self.ReconcilePuts = channel.stream_unary(
+                '/tq_service.v1.StorageService/ReconcilePuts',
+                request_serializer=tq__service_dot_v1_dot_storage__service__pb2.ReconcilePutsRequest.SerializeToString,
+                response_deserializer=tq__service_dot_v1_dot_storage__service__pb2.ReconcilePutsResponse.FromString,
                 )
         self.FreeCells = channel.unary_unary(
                 '/tq_service.v1.StorageService/FreeCells',
@@ -71,7 +71,7 @@ class StorageServiceServicer(object):
         names an open session: the bytes are then sent there as shared memory (SendFds), and after that the stream ends
         without a frame. Errors: INVALID_ARGUMENT (stream shorter, longer or
         other than declared, every row of Commit's table), RESOURCE_EXHAUSTED (no room; with RetryInfo unless the put is
-        larger than the quota). After an error nothing is stored.
+        larger than the quota), UNAVAILABLE (this service is not registered with the put's controller yet). After an error nothing is stored.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -113,21 +113,21 @@ class StorageServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ConfirmPut(self, request, context):
-        """Makes an uncommitted put stay: called by the controller in the course of Commit. Since that may come to no end, this
-        service asks afterwards whether the put is committed (RegisterStorage). Idempotent, does not block.
-        Errors: NOT_FOUND (expired or unknown), DATA_LOSS (another boot).
+    def ConfirmPuts(self, request, context):
+        """Says that puts are committed, so that they stay: called by the controller a short time after it committed them, again
+        and again until it is answered. Idempotent, does not block. Puts under another boot are ignored.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def KeepPuts(self, request_iterator, context):
+    def ReconcilePuts(self, request_iterator, context):
         """Says which puts the controller knows, in pieces: called by it when it or this service has started anew, and now and
-        then. The first message has the boot alone; initial metadata answers it, and only then the controller looks at what
+        then. The first message has the boot and the controller alone; initial metadata answers it, and only then the controller looks at what
         it knows, so that a put is listed, or confirmed after the first message, or not known. Changes, after the last
-        message: confirmed puts that are not listed are dropped, but those that were confirmed after the first one; of
-        those listed the cells listed stay. Puts that wait for their commit go on doing so. A stream that breaks off drops
+        message: confirmed puts of this controller that are not listed are dropped, but those that were confirmed after the
+        first one; of those listed the cells listed stay. Puts of other controllers, and those that wait for their commit,
+        stay as they are. A stream that breaks off drops
         nothing but cells that are not listed of puts that are. Other calls go on between the messages. Errors: DATA_LOSS
         (another boot), CANCELLED (a later call of this method has begun).
         """
@@ -171,15 +171,15 @@ def add_StorageServiceServicer_to_server(servicer, server):
                     request_deserializer=tq__service_dot_v1_dot_storage__service__pb2.StatRequest.FromString,
                     response_serializer=tq__service_dot_v1_dot_storage__service__pb2.StatResponse.SerializeToString,
             ),
-            'ConfirmPut': grpc.unary_unary_rpc_method_handler(
-                    servicer.ConfirmPut,
-                    request_deserializer=tq__service_dot_v1_dot_storage__service__pb2.ConfirmPutRequest.FromString,
-                    response_serializer=tq__service_dot_v1_dot_storage__service__pb2.ConfirmPutResponse.SerializeToString,
+            'ConfirmPuts': grpc.unary_unary_rpc_method_handler(
+                    servicer.ConfirmPuts,
+                    request_deserializer=tq__service_dot_v1_dot_storage__service__pb2.ConfirmPutsRequest.FromString,
+                    response_serializer=tq__service_dot_v1_dot_storage__service__pb2.ConfirmPutsResponse.SerializeToString,
             ),
-            'KeepPuts': grpc.stream_unary_rpc_method_handler(
-                    servicer.KeepPuts,
-                    request_deserializer=tq__service_dot_v1_dot_storage__service__pb2.KeepPutsRequest.FromString,
-                    response_serializer=tq__service_dot_v1_dot_storage__service__pb2.KeepPutsResponse.SerializeToString,
+            'ReconcilePuts': grpc.stream_unary_rpc_method_handler(
+                    servicer.ReconcilePuts,
+                    request_deserializer=tq__service_dot_v1_dot_storage__service__pb2.ReconcilePutsRequest.FromString,
+                    response_serializer=tq__service_dot_v1_dot_storage__service__pb2.ReconcilePutsResponse.SerializeToString,
             ),
             'FreeCells': grpc.unary_unary_rpc_method_handler(
                     servicer.FreeCells,
@@ -283,7 +283,7 @@ class StorageService(object):
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 
     @staticmethod
-    def ConfirmPut(request,
+    def ConfirmPuts(request,
             target,
             options=(),
             channel_credentials=None,
@@ -293,14 +293,14 @@ class StorageService(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(request, target, '/tq_service.v1.StorageService/ConfirmPut',
-            tq__service_dot_v1_dot_storage__service__pb2.ConfirmPutRequest.SerializeToString,
-            tq__service_dot_v1_dot_storage__service__pb2.ConfirmPutResponse.FromString,
+        return grpc.experimental.unary_unary(request, target, '/tq_service.v1.StorageService/ConfirmPuts',
+            tq__service_dot_v1_dot_storage__service__pb2.ConfirmPutsRequest.SerializeToString,
+            tq__service_dot_v1_dot_storage__service__pb2.ConfirmPutsResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 
     @staticmethod
-    def KeepPuts(request_iterator,
+    def ReconcilePuts(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -310,9 +310,9 @@ class StorageService(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.stream_unary(request_iterator, target, '/tq_service.v1.StorageService/KeepPuts',
-            tq__service_dot_v1_dot_storage__service__pb2.KeepPutsRequest.SerializeToString,
-            tq__service_dot_v1_dot_storage__service__pb2.KeepPutsResponse.FromString,
+        return grpc.experimental.stream_unary(request_iterator, target, '/tq_service.v1.StorageService/ReconcilePuts',
+            tq__service_dot_v1_dot_storage__service__pb2.ReconcilePutsRequest.SerializeToString,
+            tq__service_dot_v1_dot_storage__service__pb2.ReconcilePutsResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -34,7 +34,7 @@ class StorageServiceStub:
     names an open session: the bytes are then sent there as shared memory (SendFds), and after that the stream ends
     without a frame. Errors: INVALID_ARGUMENT (stream shorter, longer or
     other than declared, every row of Commit's table), RESOURCE_EXHAUSTED (no room; with RetryInfo unless the put is
-    larger than the quota). After an error nothing is stored.
+    larger than the quota), UNAVAILABLE (this service is not registered with the put's controller yet). After an error nothing is stored.
     """
 
     PutInline: grpc.UnaryUnaryMultiCallable[
@@ -72,24 +72,24 @@ class StorageServiceStub:
     ]
     """Tells sizes and counts. Changes nothing, does not block."""
 
-    ConfirmPut: grpc.UnaryUnaryMultiCallable[
-        tq_service.v1.storage_service_pb2.ConfirmPutRequest,
-        tq_service.v1.storage_service_pb2.ConfirmPutResponse,
+    ConfirmPuts: grpc.UnaryUnaryMultiCallable[
+        tq_service.v1.storage_service_pb2.ConfirmPutsRequest,
+        tq_service.v1.storage_service_pb2.ConfirmPutsResponse,
     ]
-    """Makes an uncommitted put stay: called by the controller in the course of Commit. Since that may come to no end, this
-    service asks afterwards whether the put is committed (RegisterStorage). Idempotent, does not block.
-    Errors: NOT_FOUND (expired or unknown), DATA_LOSS (another boot).
+    """Says that puts are committed, so that they stay: called by the controller a short time after it committed them, again
+    and again until it is answered. Idempotent, does not block. Puts under another boot are ignored.
     """
 
-    KeepPuts: grpc.StreamUnaryMultiCallable[
-        tq_service.v1.storage_service_pb2.KeepPutsRequest,
-        tq_service.v1.storage_service_pb2.KeepPutsResponse,
+    ReconcilePuts: grpc.StreamUnaryMultiCallable[
+        tq_service.v1.storage_service_pb2.ReconcilePutsRequest,
+        tq_service.v1.storage_service_pb2.ReconcilePutsResponse,
     ]
     """Says which puts the controller knows, in pieces: called by it when it or this service has started anew, and now and
-    then. The first message has the boot alone; initial metadata answers it, and only then the controller looks at what
+    then. The first message has the boot and the controller alone; initial metadata answers it, and only then the controller looks at what
     it knows, so that a put is listed, or confirmed after the first message, or not known. Changes, after the last
-    message: confirmed puts that are not listed are dropped, but those that were confirmed after the first one; of
-    those listed the cells listed stay. Puts that wait for their commit go on doing so. A stream that breaks off drops
+    message: confirmed puts of this controller that are not listed are dropped, but those that were confirmed after the
+    first one; of those listed the cells listed stay. Puts of other controllers, and those that wait for their commit,
+    stay as they are. A stream that breaks off drops
     nothing but cells that are not listed of puts that are. Other calls go on between the messages. Errors: DATA_LOSS
     (another boot), CANCELLED (a later call of this method has begun).
     """
@@ -118,7 +118,7 @@ class StorageServiceAsyncStub:
     names an open session: the bytes are then sent there as shared memory (SendFds), and after that the stream ends
     without a frame. Errors: INVALID_ARGUMENT (stream shorter, longer or
     other than declared, every row of Commit's table), RESOURCE_EXHAUSTED (no room; with RetryInfo unless the put is
-    larger than the quota). After an error nothing is stored.
+    larger than the quota), UNAVAILABLE (this service is not registered with the put's controller yet). After an error nothing is stored.
     """
 
     PutInline: grpc.aio.UnaryUnaryMultiCallable[
@@ -156,24 +156,24 @@ class StorageServiceAsyncStub:
     ]
     """Tells sizes and counts. Changes nothing, does not block."""
 
-    ConfirmPut: grpc.aio.UnaryUnaryMultiCallable[
-        tq_service.v1.storage_service_pb2.ConfirmPutRequest,
-        tq_service.v1.storage_service_pb2.ConfirmPutResponse,
+    ConfirmPuts: grpc.aio.UnaryUnaryMultiCallable[
+        tq_service.v1.storage_service_pb2.ConfirmPutsRequest,
+        tq_service.v1.storage_service_pb2.ConfirmPutsResponse,
     ]
-    """Makes an uncommitted put stay: called by the controller in the course of Commit. Since that may come to no end, this
-    service asks afterwards whether the put is committed (RegisterStorage). Idempotent, does not block.
-    Errors: NOT_FOUND (expired or unknown), DATA_LOSS (another boot).
+    """Says that puts are committed, so that they stay: called by the controller a short time after it committed them, again
+    and again until it is answered. Idempotent, does not block. Puts under another boot are ignored.
     """
 
-    KeepPuts: grpc.aio.StreamUnaryMultiCallable[
-        tq_service.v1.storage_service_pb2.KeepPutsRequest,
-        tq_service.v1.storage_service_pb2.KeepPutsResponse,
+    ReconcilePuts: grpc.aio.StreamUnaryMultiCallable[
+        tq_service.v1.storage_service_pb2.ReconcilePutsRequest,
+        tq_service.v1.storage_service_pb2.ReconcilePutsResponse,
     ]
     """Says which puts the controller knows, in pieces: called by it when it or this service has started anew, and now and
-    then. The first message has the boot alone; initial metadata answers it, and only then the controller looks at what
+    then. The first message has the boot and the controller alone; initial metadata answers it, and only then the controller looks at what
     it knows, so that a put is listed, or confirmed after the first message, or not known. Changes, after the last
-    message: confirmed puts that are not listed are dropped, but those that were confirmed after the first one; of
-    those listed the cells listed stay. Puts that wait for their commit go on doing so. A stream that breaks off drops
+    message: confirmed puts of this controller that are not listed are dropped, but those that were confirmed after the
+    first one; of those listed the cells listed stay. Puts of other controllers, and those that wait for their commit,
+    stay as they are. A stream that breaks off drops
     nothing but cells that are not listed of puts that are. Other calls go on between the messages. Errors: DATA_LOSS
     (another boot), CANCELLED (a later call of this method has begun).
     """
@@ -204,7 +204,7 @@ class StorageServiceServicer(metaclass=abc.ABCMeta):
         names an open session: the bytes are then sent there as shared memory (SendFds), and after that the stream ends
         without a frame. Errors: INVALID_ARGUMENT (stream shorter, longer or
         other than declared, every row of Commit's table), RESOURCE_EXHAUSTED (no room; with RetryInfo unless the put is
-        larger than the quota). After an error nothing is stored.
+        larger than the quota), UNAVAILABLE (this service is not registered with the put's controller yet). After an error nothing is stored.
         """
 
     @abc.abstractmethod
@@ -251,27 +251,27 @@ class StorageServiceServicer(metaclass=abc.ABCMeta):
         """Tells sizes and counts. Changes nothing, does not block."""
 
     @abc.abstractmethod
-    def ConfirmPut(
+    def ConfirmPuts(
         self,
-        request: tq_service.v1.storage_service_pb2.ConfirmPutRequest,
+        request: tq_service.v1.storage_service_pb2.ConfirmPutsRequest,
         context: _ServicerContext,
-    ) -> typing.Union[tq_service.v1.storage_service_pb2.ConfirmPutResponse, collections.abc.Awaitable[tq_service.v1.storage_service_pb2.ConfirmPutResponse]]:
-        """Makes an uncommitted put stay: called by the controller in the course of Commit. Since that may come to no end, this
-        service asks afterwards whether the put is committed (RegisterStorage). Idempotent, does not block.
-        Errors: NOT_FOUND (expired or unknown), DATA_LOSS (another boot).
+    ) -> typing.Union[tq_service.v1.storage_service_pb2.ConfirmPutsResponse, collections.abc.Awaitable[tq_service.v1.storage_service_pb2.ConfirmPutsResponse]]:
+        """Says that puts are committed, so that they stay: called by the controller a short time after it committed them, again
+        and again until it is answered. Idempotent, does not block. Puts under another boot are ignored.
         """
 
     @abc.abstractmethod
-    def KeepPuts(
+    def ReconcilePuts(
         self,
-        request_iterator: _MaybeAsyncIterator[tq_service.v1.storage_service_pb2.KeepPutsRequest],
+        request_iterator: _MaybeAsyncIterator[tq_service.v1.storage_service_pb2.ReconcilePutsRequest],
         context: _ServicerContext,
-    ) -> typing.Union[tq_service.v1.storage_service_pb2.KeepPutsResponse, collections.abc.Awaitable[tq_service.v1.storage_service_pb2.KeepPutsResponse]]:
+    ) -> typing.Union[tq_service.v1.storage_service_pb2.ReconcilePutsResponse, collections.abc.Awaitable[tq_service.v1.storage_service_pb2.ReconcilePutsResponse]]:
         """Says which puts the controller knows, in pieces: called by it when it or this service has started anew, and now and
-        then. The first message has the boot alone; initial metadata answers it, and only then the controller looks at what
+        then. The first message has the boot and the controller alone; initial metadata answers it, and only then the controller looks at what
         it knows, so that a put is listed, or confirmed after the first message, or not known. Changes, after the last
-        message: confirmed puts that are not listed are dropped, but those that were confirmed after the first one; of
-        those listed the cells listed stay. Puts that wait for their commit go on doing so. A stream that breaks off drops
+        message: confirmed puts of this controller that are not listed are dropped, but those that were confirmed after the
+        first one; of those listed the cells listed stay. Puts of other controllers, and those that wait for their commit,
+        stay as they are. A stream that breaks off drops
         nothing but cells that are not listed of puts that are. Other calls go on between the messages. Errors: DATA_LOSS
         (another boot), CANCELLED (a later call of this method has begun).
         """

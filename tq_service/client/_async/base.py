@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal, Self, TypeVar
 from tq_service.client._async.calls import AsyncCalls
 from tq_service.client.channel import resolve_address
 from tq_service.client.concurrency import AsyncAftermath
+from tq_service.client.placement import PlacementGrant
 from tq_service.client.requests import seconds
 from tq_service.client.retry import Deadline
 from tq_service.wire.credentials import Credentials, Tls
@@ -45,9 +46,7 @@ class AsyncBase:
         self._credentials = Credentials(token, tls, insecure)
         self._calls = AsyncCalls(self.address, self._credentials)
         self._aftermath = AsyncAftermath()
-        # Until when small puts go to the controller's own storage without asking.
-        self._embedded_until = 0.0
-        self._is_only_one = False  # whether large ones do, too
+        self._placement = PlacementGrant()
 
     def _deadline(self, timeout: float | None, more_seconds: float = 0.0) -> Deadline:
         span = self.timeout if timeout is None else seconds("timeout", timeout)

@@ -43,6 +43,7 @@ def compact(put: StoredPut, store: BlobStore, *, with_tables: bool) -> StoredPut
         put.live_bytes,
         for_existing_rows=put.for_existing_rows,
         tables=None if with_tables else bytearray(table_at),
+        owner=put.owner,
     )
     for name, column in columns.items():
         target = moved[name]

@@ -1,93 +1,138 @@
-"""Which puts wait for their commit, and until when.
+"""Which puts of a controller wait for the confirmation that they are committed, and until when.
 
-    waiting -> confirmed, to be verified -> committed
-       |                  |
-    expires       dropped where the controller does not know it
+    waiting -> (overdue, asked for) -> confirmed
+       |              |
+       |        dropped where the controller does not know it
+    confirmed
 
-A controller in another process confirms a put just before it commits it. Its answer may get lost, the commit refused or
-cancelled: so a confirmed put is verified with the controller until that says that the put is committed.
+A controller in another process commits a put on the strength of its receipt and confirms it a short time later. So a
+put that is overdue may be committed all the same, and its controller is asked before it is dropped. It must not commit
+the put once it has said that it does not know it: receipts are numbered, and the controller is told in the same call
+from which number on they are valid.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice, takewhile
+from typing import Final, NamedTuple
+
+_NO_RECEIPT: Final = -1
+
+
+class _Waiting(NamedTuple):
+    """Until when a put waits, by the clock, and the number of its receipt."""
+
+    until: float
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overdue:
+    """What a controller is asked.
+
+    Attributes:
+        numbers: the puts that are overdue, and the number of the receipt of each.
+        receipts_from: receipts with lower numbers are void from now on, those of these puts among them.
+    """
+
+    numbers: dict[bytes, int]
+    receipts_from: int
 
 
 class Confirmations:
-    """Puts that are not confirmed yet: new ones, and recovered ones of which it is not known whether they were.
+    """Puts that are not confirmed: new ones, and recovered ones of which it is not known whether they were.
 
-    Those of the second kind do not expire before it is known which of them are: their controller may be down for long.
+    Those of the second kind are not overdue before it is known which of them were: their controller may be down for
+    long.
 
     Args:
-        ttl_seconds: how long a new put waits, and a confirmed one that its controller does not know.
+        ttl_seconds: how long a put waits.
         clock: what that is measured with.
     """
 
     def __init__(self, ttl_seconds: float, clock: Callable[[], float]) -> None:
         self._ttl_seconds = ttl_seconds
         self._clock = clock
-        self._expiries: dict[bytes, float] = {}  # oldest first
+        self._waiting: dict[bytes, _Waiting] = {}  # in the order of their times, and of their receipts' numbers
         self._recovered: dict[bytes, None] = {}
-        self._unverified: dict[bytes, float] = {}  # and when it was confirmed last
+        self._next_number = 0
+        self._valid_from = 0  # the controller takes no receipts with lower numbers
 
     @property
     def waiting_count(self) -> int:
         """Number of puts that are not known to be confirmed."""
-        return len(self._expiries) + len(self._recovered)
+        return len(self._waiting) + len(self._recovered)
 
-    def is_new(self, put_id: bytes) -> bool:
+    def is_waiting(self, put_id: bytes) -> bool:
         """Whether a put was never confirmed."""
-        return put_id in self._expiries
+        return put_id in self._waiting
 
     def is_recovered(self, put_id: bytes) -> bool:
         """Whether a put was recovered, and it is not known yet whether it was confirmed."""
         return put_id in self._recovered
 
-    def begin(self, put_id: bytes) -> None:
+    def begin(self, put_id: bytes, number: int = _NO_RECEIPT) -> None:
         """Have a put wait from now on."""
-        self._recovered.pop(put_id, None)
-        self._expiries[put_id] = self._clock() + self._ttl_seconds
-
-    def confirm(self, put_id: bytes, *, is_committed: bool = True) -> None:
-        """Have a put wait no more; one of which it is not known whether it is committed is to be verified."""
         self.forget(put_id)
-        if not is_committed:
-            self._unverified[put_id] = self._clock()
+        self._waiting[put_id] = _Waiting(self._clock() + self._ttl_seconds, number)
 
     def forget(self, put_id: bytes) -> None:
-        """Forget a put that is gone."""
-        self._expiries.pop(put_id, None)
+        """Have a put wait no more: it is confirmed, or gone."""
+        self._waiting.pop(put_id, None)
         self._recovered.pop(put_id, None)
-        self._unverified.pop(put_id, None)
 
-    def unverified(self, most: int) -> dict[bytes, float]:
-        """Return puts that are to be verified, and when each was confirmed."""
-        return dict(islice(self._unverified.items(), most))
+    def receipt_number(self, put_id: bytes) -> int | None:
+        """Return the number for a receipt of a put, None where it is confirmed.
 
-    def verified(
-        self, asked: Mapping[bytes, float], unknown: Collection[bytes], undecided: Collection[bytes]
-    ) -> list[bytes]:
-        """Take note of what the controller said of puts, and return those that are to be dropped.
-
-        A put that was confirmed again after it was asked for stays: a later commit of it may be under way.
+        A put has one valid receipt at a time, lest it be committed with one and, when it is freed, with the other.
+        Where that is void it gets another number, and its time begins anew.
         """
-        now, dropped = self._clock(), []
-        for put_id, confirmed_at in asked.items():
-            if self._unverified.get(put_id) != confirmed_at:
-                continue
-            del self._unverified[put_id]
-            is_overdue = confirmed_at + self._ttl_seconds <= now
-            if put_id in unknown and is_overdue:
-                dropped.append(put_id)
-            elif put_id in unknown or put_id in undecided:
-                self._unverified[put_id] = confirmed_at  # to be asked for again, after the others
-        return dropped
+        if not (self.is_waiting(put_id) or self.is_recovered(put_id)):
+            return None
+        if not self.is_waiting(put_id) or self._waiting[put_id].number < self._valid_from:
+            self.begin(put_id, self._next_number)
+            self._next_number += 1
+        return self._waiting[put_id].number
 
-    def overdue(self, now: float) -> list[bytes]:
-        """Return the puts that have waited for too long."""
-        return [put_id for put_id, _ in takewhile(lambda item: item[1] <= now, self._expiries.items())]
+    def void_receipts(self) -> None:
+        """Take note that all receipts so far are void."""
+        self._valid_from = self._next_number
+
+    def overdue(self, most: int | None = None) -> Overdue:
+        """Return up to so many of the puts that have waited for too long; None: all of them."""
+        now = self._clock()
+        overdue = takewhile(lambda item: item[1].until <= now, self._waiting.items())
+        valid = (each.number for each in self._waiting.values() if each.until > now and each.number >= self._valid_from)
+        return Overdue(
+            numbers={put_id: each.number for put_id, each in islice(overdue, most)},
+            receipts_from=next(valid, self._next_number),
+        )
+
+    def on_answer(self, asked: Overdue, unknown: Collection[bytes], undecided: Collection[bytes]) -> Iterator[bytes]:
+        """Take note of what the controller knows of overdue puts, and yield those that are to be dropped.
+
+        A put that has got another receipt after it was asked for stays: that may be committed.
+        """
+        self._valid_from = max(self._valid_from, asked.receipts_from)
+        for put_id, number in asked.numbers.items():
+            if put_id not in self._waiting:
+                continue
+            if put_id not in unknown and put_id not in undecided:
+                self.forget(put_id)
+            elif self._waiting[put_id].number == number:
+                if put_id in unknown:
+                    yield put_id
+                else:
+                    self.begin(put_id)
 
     def add_recovered(self, put_ids: Iterable[bytes]) -> None:
         """Take note of recovered puts."""
         self._recovered |= dict.fromkeys(put_ids)
+
+    def take_over(self, other: Confirmations) -> None:
+        """Take over the puts that another one has, none of which has a receipt."""
+        self._recovered |= other._recovered
+        for put_id in other._waiting:
+            self.begin(put_id)

@@ -166,13 +166,13 @@ class PutJournal:
 
     # After a restart
 
-    def recover(self, records: Iterable[bytes], log: PutLog) -> dict[bytes, Blob]:
+    def recover(self, records: Iterable[bytes], log: PutLog) -> tuple[dict[bytes, Blob], dict[bytes, bytes]]:
         """Find the bytes of puts that were written down, and write down what becomes of puts from now on.
 
         A put whose blob is missing is damaged. What is in the blobs is not looked at yet.
 
         Returns:
-            The blob of each put.
+            The blob of each put, and the owners of those that have one.
         """
         self._log = log
         left = left_puts(records, log.decode_put)
@@ -192,7 +192,7 @@ class PutJournal:
             elif record.segment:
                 self.checks.expect(put_id, blob, record.checksum)
             blobs[put_id] = blob
-        return blobs
+        return blobs, {put_id: record.owner for put_id, record, _ in puts if record.owner}
 
     def load(self, put_id: bytes, blob: Blob) -> StoredPut:
         """Return a recovered put."""

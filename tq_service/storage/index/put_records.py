@@ -48,6 +48,7 @@ class PutStored:
         checksum: XXH3 of what is in the file.
         left_rows: of the columns that do not have all rows.
         for_existing_rows: whether no new samples may be made of it.
+        owner: the controller that owns it; b"" where it was written down before puts had owners.
     """
 
     put_id: bytes
@@ -59,6 +60,7 @@ class PutStored:
     checksum: int = 0
     left_rows: tuple[LeftRows, ...] = ()
     for_existing_rows: bool = False
+    owner: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +137,7 @@ def describe_put(put_id: bytes, put: StoredPut, size: int, *, segment: int = 0, 
         checksum=checksum,
         left_rows=_left_rows(put),
         for_existing_rows=put.for_existing_rows,
+        owner=put.owner,
     )
 
 
@@ -161,7 +164,13 @@ def restore_put(record: PutStored, blob: Blob) -> StoredPut:
         values_at += column.value_bytes
         columns[column.spec.name] = column
     return StoredPut(
-        blob, columns, record.row_count, record.partition_id, blob.size, for_existing_rows=record.for_existing_rows
+        blob,
+        columns,
+        record.row_count,
+        record.partition_id,
+        blob.size,
+        for_existing_rows=record.for_existing_rows,
+        owner=record.owner,
     )
 
 

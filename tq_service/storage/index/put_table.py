@@ -21,15 +21,18 @@ class PutTable(Mapping[bytes, StoredPut]):
     def __init__(self) -> None:
         self._shards: list[dict[bytes, StoredPut | Blob]] = [{} for _ in range(_SHARDS)]
         self._count = 0
+        self._owners: Mapping[bytes, bytes] = {}
         self._load: Load | None = None
 
-    def add_lazy(self, blobs: Mapping[bytes, Blob], load: Load) -> None:
+    def add_lazy(self, blobs: Mapping[bytes, Blob], owners: Mapping[bytes, bytes], load: Load) -> None:
         """Add recovered puts.
 
         Args:
             blobs: the bytes of each.
+            owners: the controllers of those that have one.
             load: makes the put of a blob when it is needed.
         """
+        self._owners = owners
         self._load = load
         for put_id, blob in blobs.items():
             self._shard(put_id)[put_id] = blob
@@ -54,6 +57,11 @@ class PutTable(Mapping[bytes, StoredPut]):
         put = self._shard(put_id).pop(put_id)
         self._count -= 1
         return put if isinstance(put, Blob) else put.values
+
+    def owner_of(self, put_id: bytes) -> bytes:
+        """Return the controller that owns a put, b"" for none."""
+        put = self._shard(put_id)[put_id]
+        return self._owners.get(put_id, b"") if isinstance(put, Blob) else put.owner
 
     def slices(self) -> Iterator[list[bytes]]:
         """Yield the names of all puts, some at a time; of those that come or go meanwhile some."""

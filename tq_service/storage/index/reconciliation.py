@@ -20,6 +20,7 @@ class Reconciliation:
     """How far it is said which puts are known. From its begin to its end other calls confirm and free puts.
 
     Attributes:
+        owner: the controller that says so.
         staying: puts that are known, or were confirmed meanwhile: whatever else is confirmed is dropped at the end.
         freed: puts that were freed meanwhile: they may be listed, and are not missing. A put that is stored later under
             the id of one of them is another put, of which the list says nothing.
@@ -28,6 +29,7 @@ class Reconciliation:
         parts: what was listed of it so far.
     """
 
+    owner: bytes = b""
     staying: set[bytes] = field(default_factory=set)
     freed: set[bytes] = field(default_factory=set)
     partial: set[bytes] = field(default_factory=set)

@@ -209,6 +209,7 @@ class StoredPut:
         partition_id: the partition it is for.
         live_bytes: bytes of live cells, with their part of the tables.
         for_existing_rows: whether it was reserved as columns for existing rows; no new ones may be made of it.
+        owner: the controller that owns it.
     """
 
     __slots__ = (
@@ -216,6 +217,7 @@ class StoredPut:
         "columns",
         "for_existing_rows",
         "live_bytes",
+        "owner",
         "partition_id",
         "row_count",
         "values",
@@ -231,6 +233,7 @@ class StoredPut:
         *,
         for_existing_rows: bool,
         tables: bytearray | None = None,
+        owner: bytes = b"",
     ) -> None:
         self.values = values
         self._tables = tables  # None: the values' blob begins with them
@@ -239,6 +242,7 @@ class StoredPut:
         self.partition_id = partition_id
         self.live_bytes = live_bytes
         self.for_existing_rows = for_existing_rows
+        self.owner = owner
 
     @classmethod
     def of(

@@ -1,0 +1,120 @@
+"""Receipts that are forged, altered, swapped, replayed, expired or of others are refused, each with its error."""
+
+import os
+import time
+
+import pytest
+
+from tq_service.errors import InvalidArgumentError, PutNotFoundError, UnavailableError
+from tq_service.server.receipts import ReceiptBook, ReceiptKeys
+from tq_service.v1.storage_service_pb2 import PutReceipt
+
+OWNER, PUT_ID = b"c" * 16, b"p" * 16
+
+
+@pytest.fixture
+def book():
+    return ReceiptBook()
+
+
+def sealed(book, number=0, put_id=PUT_ID, partition_id="train", *, for_existing_rows=False):
+    keys = ReceiptKeys()
+    assert keys.renew(OWNER, book.key)
+    assert not keys.renew(OWNER, book.key)
+    return keys.seal(OWNER, put_id, partition_id, number, for_existing_rows=for_existing_rows)
+
+
+@pytest.mark.parametrize("for_existing_rows", [False, True])
+def test_a_receipt_says_what_was_sealed_as_often_as_it_is_opened(book, for_existing_rows):
+    receipt = sealed(book, 3, for_existing_rows=for_existing_rows)
+    for _ in range(2):
+        said = book.open(receipt, PUT_ID, "train")
+        assert (said.for_existing_rows, said.number) == (for_existing_rows, 3)
+
+
+def test_no_bit_of_a_receipt_can_be_changed(book):
+    receipt = sealed(book)
+    for position in range(len(receipt)):
+        for bit in range(8):
+            altered = bytearray(receipt)
+            altered[position] ^= 1 << bit
+            with pytest.raises((InvalidArgumentError, PutNotFoundError)):  # another key, where its name was changed
+                book.open(bytes(altered), PUT_ID, "train")
+
+
+def test_what_is_no_receipt_is_refused(book):
+    receipt = sealed(book)
+    for garbage in (b"x", receipt[:-1], receipt + b"\0", receipt[:32], receipt[32:], os.urandom(100), b"\0" * 1000):
+        with pytest.raises((InvalidArgumentError, PutNotFoundError)):
+            book.open(garbage, PUT_ID, "train")
+    content = PutReceipt.FromString(receipt[32:])
+    content.for_existing_rows = True
+    with pytest.raises(InvalidArgumentError, match="not the one that its storage service gave"):
+        book.open(receipt[:32] + content.SerializeToString(), PUT_ID, "train")
+    with pytest.raises(PutNotFoundError, match="has no receipt"):
+        book.open(b"", PUT_ID, "train")
+
+
+def test_the_receipt_of_another_put_or_partition_is_refused(book):
+    with pytest.raises(InvalidArgumentError, match="not the one") as swapped:
+        book.open(sealed(book, put_id=b"q" * 16), PUT_ID, "train")
+    assert swapped.value.metadata["field"] == "placement.receipt"
+    with pytest.raises(InvalidArgumentError, match="not put for partition 'other'") as elsewhere:
+        book.open(sealed(book), PUT_ID, "other")
+    assert elsewhere.value.metadata["field"] == "partition_id"
+
+
+def test_the_receipt_of_another_registration_is_refused(book):
+    """Of another storage service or another run of it, for another controller or another run of it."""
+    with pytest.raises(PutNotFoundError, match="not of this run"):
+        book.open(sealed(ReceiptBook()), PUT_ID, "train")
+    content = PutReceipt.FromString(sealed(ReceiptBook())[32:])
+    content.key_id = PutReceipt.FromString(sealed(book)[32:]).key_id
+    with pytest.raises(InvalidArgumentError, match="not the one"):  # who names the key does not have it
+        book.open(sealed(ReceiptBook())[:32] + content.SerializeToString(), PUT_ID, "train")
+
+
+def test_a_receipt_is_taken_until_it_is_void_or_spent(book):
+    receipts = [sealed(book, number) for number in range(8)]
+    book.spend(3)
+    book.spend(6)
+    book.void_before(2)
+    book.void_before(1)
+    taken = []
+    for number, receipt in enumerate(receipts):
+        try:
+            book.open(receipt, PUT_ID, "train")
+            taken.append(number)
+        except PutNotFoundError as error:
+            assert ("waited" in error.message) == (number < 2)
+    assert taken == [2, 4, 5, 7]
+    book.void_before(8)
+    assert book._unspent == set()
+
+
+def test_only_what_waits_for_its_commit_is_remembered(book):
+    for number in range(10_000):
+        if number % 100:
+            book.spend(number)
+        if number % 1000 == 999:
+            book.void_before(number - 1000)
+    assert len(book._unspent) <= 30
+
+
+def test_no_receipt_is_given_for_a_controller_that_is_not_known():
+    with pytest.raises(UnavailableError, match="not registered with controller 6363"):
+        ReceiptKeys().check_registered(OWNER)
+    with pytest.raises(UnavailableError, match="none given"):
+        ReceiptKeys().seal(b"", PUT_ID, "train", 0, for_existing_rows=False)
+
+
+def test_a_receipt_costs_a_few_microseconds(book):
+    keys = ReceiptKeys()
+    keys.renew(OWNER, book.key)
+    best = float("inf")
+    for _ in range(20):
+        began = time.perf_counter()
+        for number in range(100):
+            book.open(keys.seal(OWNER, PUT_ID, "train", number, for_existing_rows=False), PUT_ID, "train")
+        best = min(best, time.perf_counter() - began)
+    assert best / 100 < 100e-6  # 10 us when the machine is idle

@@ -1,0 +1,146 @@
+"""Receipts of puts: what a storage service gives a client, and its controller takes for the put itself.
+
+    storage service: put is complete -> sealed receipt -> client -> Commit -> controller: opened, no call to anybody
+
+The controller makes a random key for each registration of a storage service and tells it in the answer. So a key
+belongs to one process of each of the two: what was sealed for another controller, by another storage service, or before
+either of them started anew opens nowhere. Receipts under one key are numbered; a number is spent when its put is freed,
+since the storage service may not have heard of that yet, and void once the storage service says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from typing import Final
+
+from google.protobuf.message import DecodeError
+
+from tq_service.errors import InvalidArgumentError, PutNotFoundError, UnavailableError
+from tq_service.v1.storage_service_pb2 import PutReceipt
+
+KEY_BYTES: Final = 32
+_SEAL_BYTES: Final = 32
+
+
+class ReceiptKeys:
+    """The keys with which a storage service seals receipts, one for each controller that it is registered with."""
+
+    def __init__(self) -> None:
+        self._keys: dict[bytes, bytes] = {}
+
+    def renew(self, controller_id: bytes, key: bytes) -> bool:
+        """Take the key that a controller has told; return whether it is another one than before."""
+        is_new = self._keys.get(controller_id) != key
+        self._keys[controller_id] = key
+        return is_new
+
+    def check_registered(self, controller_id: bytes) -> None:
+        """Refuse a put that could not be given a receipt.
+
+        Raises:
+            UnavailableError: this service is not registered with its controller.
+        """
+        if controller_id not in self._keys:
+            raise UnavailableError(
+                f"this storage service is not registered with controller {controller_id.hex() or '(none given)'}, the one "
+                "of the put; ask the controller where to put (PlacePut), and try again"
+            )
+
+    def seal(
+        self, controller_id: bytes, put_id: bytes, partition_id: str, number: int, *, for_existing_rows: bool
+    ) -> bytes:
+        """Return the receipt of a put."""
+        self.check_registered(controller_id)
+        key = self._keys[controller_id]
+        content = PutReceipt(
+            key_id=_key_id(key),
+            put_id=put_id,
+            partition_id=partition_id,
+            for_existing_rows=for_existing_rows,
+            number=number,
+        ).SerializeToString()
+        return _seal(key, content) + content
+
+
+class ReceiptBook:
+    """Opens the receipts of one process of a storage service, and knows which of them are of no use any more.
+
+    Attributes:
+        key: what they are sealed with.
+    """
+
+    def __init__(self) -> None:
+        self.key = secrets.token_bytes(KEY_BYTES)
+        self._valid_from = 0
+        # Numbers from `_next` on, and these below it, are not spent: as many as puts that wait for their commit.
+        self._next = 0
+        self._unspent: set[int] = set()
+
+    def void_before(self, number: int) -> None:
+        """Take no receipts with lower numbers any more."""
+        if number > self._valid_from:
+            self._valid_from = number
+            self._next = max(self._next, number)
+            self._unspent = {each for each in self._unspent if each >= number}
+
+    def spend(self, number: int) -> None:
+        """Take a receipt no more: its put is freed, or will be."""
+        self._unspent.update(range(self._next, number))
+        self._unspent.discard(number)
+        self._next = max(self._next, number + 1)
+
+    def open(self, receipt: bytes, put_id: bytes, partition_id: str) -> PutReceipt:
+        """Return what a receipt says.
+
+        Args:
+            receipt: what the storage service has answered, or anything else.
+            put_id: the put that it must be of.
+            partition_id: what the put must be for.
+
+        Raises:
+            InvalidArgumentError: nobody has sealed it so, or it is for another put or partition.
+            PutNotFoundError: it was given before this controller or the storage service started, is expired or spent;
+                or there is none, as where the put was committed before.
+        """
+        seal, content = receipt[:_SEAL_BYTES], receipt[_SEAL_BYTES:]
+        if not receipt:
+            raise PutNotFoundError(
+                f"put {put_id.hex()} has no receipt: either it was committed before, or placement.receipt is not what "
+                "Put answered; put it again"
+            )
+        try:
+            said = PutReceipt.FromString(content)
+        except DecodeError:
+            said = PutReceipt()
+        if said.key_id and said.key_id != _key_id(self.key):
+            raise PutNotFoundError(
+                f"the receipt of put {put_id.hex()} is not of this run of its storage service and this controller; put "
+                "it again"
+            )
+        if not hmac.compare_digest(seal, _seal(self.key, content)) or said.put_id != put_id:
+            raise InvalidArgumentError(
+                f"the receipt of put {put_id.hex()} is not the one that its storage service gave; send what Put "
+                "answered, as it is",
+                field="placement.receipt",
+            )
+        if said.partition_id != partition_id:
+            raise InvalidArgumentError(
+                f"put {put_id.hex()} was not put for partition {partition_id!r}; commit it to the partition that its "
+                "header named",
+                field="partition_id",
+            )
+        if said.number < self._valid_from:
+            raise PutNotFoundError(f"put {put_id.hex()} waited for too long for its commit; put it again")
+        if said.number < self._next and said.number not in self._unspent:
+            raise PutNotFoundError(f"put {put_id.hex()} was freed since its receipt was given; put it again")
+        return said
+
+
+def _key_id(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()[:8]
+
+
+def _seal(key: bytes, content: bytes) -> bytes:
+    return hmac.digest(key, content, "sha256")
