@@ -93,7 +93,7 @@ async def test_an_outage_is_logged_once_and_again_when_it_is_over(log):
     outage, end, known = log()
     assert outage == ("WARNING", f"the controller at {address} does not answer: connection refused")
     assert re.fullmatch(rf"the controller at {address} answers again, after \d+\.\d s", end[1])
-    assert known == ("INFO", f"known to the controller at {address} as s")
+    assert known == ("INFO", f"registered with the controller at {address} as s")
 
 
 async def test_a_refusal_is_logged_once_with_the_reason(log):

@@ -44,8 +44,8 @@ class ReceiptKeys:
         """
         if controller_id not in self._keys:
             raise UnavailableError(
-                f"this storage service is not registered with controller {controller_id.hex() or '(none given)'}, the one "
-                "of the put; ask the controller where to put (PlacePut), and try again"
+                f"this storage service is not registered with controller {controller_id.hex() or '(none given)'}, that of "
+                "the put; ask the controller where to put (PlacePut), and try again"
             )
 
     def seal(
