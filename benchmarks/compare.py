@@ -76,6 +76,8 @@ FIGURES = (
     Figure(name="insert", what="samples/s with keys and custom_meta", load="insert"),
     Figure(name="put_small", what="puts/s of 4 KiB", load="small"),
     Figure(name="get_small", what="gets/s of 4 KiB", load="small"),
+    Figure(name="put_remote", what="puts/s of 4 KiB to another storage service", load="remote"),
+    Figure(name="put_remote_by_8", what="the same by 8 producers", load="remote"),
     Figure(name="put_large", what="put of 64 MiB, GB/s", load="large"),
     Figure(name="get_large", what="get of 64 MiB, GB/s", load="large"),
     Figure(name="put_jagged", what="put of 16 MiB, jagged, GB/s", load="jagged"),

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
+import numpy as np
+
 import tq_service as tq
 from benchmarks import durability_cost
 from benchmarks.compare_service import checked_package
@@ -27,6 +29,7 @@ _PART = 4
 _WAITS = 8
 _SMALL_BYTES, _LARGE_BYTES = 4 << 10, 64 << 20
 _ROW_COUNT = 64
+_REMOTE_PUTS = 160
 _TIMEOUT_SECONDS = 60.0
 _SERVICE = (sys.executable, "-m", "benchmarks.compare_service")
 
@@ -76,8 +79,8 @@ class _Loads:
     def _sync_client(self, kind: str) -> tq.Client:
         return self._stack.enter_context(tq.Client(self._address(kind), timeout=_TIMEOUT_SECONDS))
 
-    def _async_client(self, kind: str) -> tq.AsyncClient:
-        address = self._address(kind)
+    def _async_client(self, kind: str, address: str | None = None) -> tq.AsyncClient:
+        address = address or self._address(kind)
 
         async def connected() -> tq.AsyncClient:
             return tq.AsyncClient(address, timeout=_TIMEOUT_SECONDS)
@@ -112,6 +115,28 @@ class _Loads:
     def small(self) -> Unit:
         """Puts and gets of 4 KiB over the wire, one after the other."""
         return self._round_trips("small", _SMALL_BYTES, 1.0)
+
+    def remote(self) -> Unit:
+        """Puts of 4 KiB to a storage service in another process than the controller, by 1 and by 8 producers."""
+        started = ServiceProcess("--role", "controller", command=_SERVICE)
+        controller = self._stack.enter_context(started).address
+        flags = ("--role", "storage", "--controller", controller, *_FLAGS["wire"])
+        self._stack.enter_context(ServiceProcess(*flags, command=_SERVICE))
+        client = self._async_client("wire", controller)
+        values = np.zeros((1, _SMALL_BYTES), np.uint8)
+
+        async def producer(put_count: int) -> None:
+            for _ in range(put_count):
+                await client.put({"x": values}, partition_id="train")
+
+        async def rate(producer_count: int) -> float:
+            began = time.perf_counter()
+            await asyncio.gather(*(producer(_REMOTE_PUTS // producer_count) for _ in range(producer_count)))
+            seconds = time.perf_counter() - began
+            await client.clear_partition("train")
+            return _REMOTE_PUTS / seconds
+
+        return lambda: {"put_remote": self._runner.run(rate(1)), "put_remote_by_8": self._runner.run(rate(8))}
 
     def large(self) -> Unit:
         """GB/s of puts and gets of 64 MiB over the wire."""

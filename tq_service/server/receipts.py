@@ -43,9 +43,10 @@ class ReceiptKeys:
             UnavailableError: this service is not registered with its controller.
         """
         if controller_id not in self._keys:
+            name = controller_id.hex() or "(none given)"
             raise UnavailableError(
-                f"this storage service is not registered with controller {controller_id.hex() or '(none given)'}, that of "
-                "the put; ask the controller where to put (PlacePut), and try again"
+                f"this storage service is not registered with controller {name}, to which the put belongs; ask the "
+                "controller where to put (PlacePut), and try again"
             )
 
     def seal(
