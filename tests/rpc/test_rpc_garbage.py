@@ -63,9 +63,11 @@ def test_garbled_calls_between_services_never_end_in_an_internal_error(
     cells = storage_service_pb2.PutCells(put_id=new_id(), field_names=["x"], first_rows=[0], row_counts=[2])
     boot_id = server.app.storage.engine.boot_id
     for name, request in {
-        "ConfirmPuts": storage_service_pb2.ConfirmPutRequest(boot_id=boot_id, put_id=new_id(), partition_id="train"),
+        "ConfirmPuts": storage_service_pb2.ConfirmPutsRequest(boot_id=boot_id, put_ids=[new_id()]),
         "FreeCells": storage_service_pb2.FreeCellsRequest(boot_id=boot_id, cells=[cells]),
-        "ReconcilePuts": storage_service_pb2.ReconcilePutsRequest(boot_id=boot_id, cells=[cells]),
+        "ReconcilePuts": storage_service_pb2.ReconcilePutsRequest(
+            boot_id=boot_id, controller_id=new_id(), cells=[cells]
+        ),
     }.items():
         for _ in range(25):
             try:

@@ -10,7 +10,7 @@ import pytest
 from tq_service.errors import UnavailableError
 from tq_service.server.known_puts import KnownPuts
 from tq_service.server.receipts import ReceiptKeys
-from tq_service.server.remote_storage import Capacity, Registration, RemoteStorage
+from tq_service.server.remote_storage import Capacity, Registration, RemoteStorage, _typed_errors
 from tq_service.storage.cells import PutCells
 from tq_service.v1 import metadata_pb2
 from tq_service.v1 import storage_service_pb2 as pb
@@ -127,3 +127,10 @@ async def test_frees_are_told_again_until_they_are_heard_and_the_log_says_so_onc
     warning, end = caplog.messages
     assert warning == "storage 's' at 127.0.0.1:1 cannot be told to confirm puts and free cells: UNAVAILABLE"
     assert end.startswith("storage 's' at 127.0.0.1:1 answers again, after ")
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED])
+def test_a_refusal_of_the_controller_is_no_fault_of_the_client(code):
+    refusal = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), "not you")
+    with pytest.raises(UnavailableError, match="does not accept its controller: not you"), _typed_errors():
+        raise refusal
