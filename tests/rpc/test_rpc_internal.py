@@ -21,7 +21,6 @@ from live_server import LiveServer, StartServer
 from rpc_methods import CONTROLLER, DESCRIBED, INTERNAL, STORAGE, call
 from rpc_samples import new_id, reason_of
 
-import tq_service as tq
 from tq_service.errors import InvalidArgumentError
 from tq_service.server.audit import LOGGER_NAME, AuditLine
 from tq_service.server.rpc.adapter import Services
