@@ -267,6 +267,19 @@ async def test_a_put_that_gets_another_receipt_while_it_is_asked_for_stays():
     assert engine.overdue(b"", 9) == Overdue(numbers={}, receipts_from=1)
 
 
+async def test_a_put_of_which_an_answer_says_that_it_is_committed_outlasts_a_reconciliation_of_before():
+    clock = Clock()
+    engine = StorageEngine(max_bytes=None, put_ttl_seconds=10, clock=clock)
+    await put(engine, 1, SMALL, confirm=False)
+    clock.now += 10
+    state = engine.begin_reconciliation()
+    asked = engine.overdue(b"", 9)
+    engine.on_answer(b"", asked, unknown=(), undecided=())  # it was committed after the controller looked at its puts
+    for _ in engine.finish_reconciliation(state):
+        pass
+    assert (engine.stat().put_count, engine.stat().uncommitted_put_count) == (1, 0)
+
+
 async def test_void_receipts_are_replaced(engine):
     await put(engine, 1, SMALL, confirm=False)
     await put(engine, 2, SMALL, confirm=False)

@@ -271,7 +271,10 @@ class StorageEngine:
         Returns:
             How many puts were dropped.
         """
-        dropped = list(self._waiting_of(owner).on_answer(asked, frozenset(unknown), frozenset(undecided)))
+        unknown, undecided = frozenset(unknown), frozenset(undecided)
+        for put_id in asked.numbers.keys() - unknown - undecided:
+            self.confirm(put_id)  # a reconciliation that began before the commit must not drop it
+        dropped = list(self._waiting_of(owner).on_answer(asked, unknown, undecided))
         for put_id in dropped:
             self._drop(put_id)
         return len(dropped)

@@ -111,21 +111,18 @@ class Confirmations:
         )
 
     def on_answer(self, asked: Overdue, unknown: Collection[bytes], undecided: Collection[bytes]) -> Iterator[bytes]:
-        """Take note of what the controller knows of overdue puts, and yield those that are to be dropped.
+        """Take note of what the controller does not know of overdue puts, and yield those that are to be dropped.
 
         A put that has got another receipt after it was asked for stays: that may be committed.
         """
         self._valid_from = max(self._valid_from, asked.receipts_from)
         for put_id, number in asked.numbers.items():
-            if put_id not in self._waiting:
+            if put_id not in self._waiting or self._waiting[put_id].number != number:
                 continue
-            if put_id not in unknown and put_id not in undecided:
-                self.forget(put_id)
-            elif self._waiting[put_id].number == number:
-                if put_id in unknown:
-                    yield put_id
-                else:
-                    self.begin(put_id)
+            if put_id in unknown:
+                yield put_id
+            elif put_id in undecided:
+                self.begin(put_id)
 
     def add_recovered(self, put_ids: Iterable[bytes]) -> None:
         """Take note of recovered puts."""
