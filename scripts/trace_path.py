@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""Show through which files of the service one put, one leased claim and one acknowledgement pass.
+"""Show through which files of the service one put, one get, one leased claim and one acknowledgement pass.
 
-A service with a data directory runs in this process and a client calls it over gRPC. A file counts for an operation
+A service runs in this process and a client calls it over gRPC. A file counts for an operation
 when a function of it, or a method that a dataclass of it generates, runs on any thread before the service is at rest
 again; module and class bodies do not count. Each operation is repeated after a warm-up, and a file counts where it ran
 in most of the repetitions: what is done once, such as an import, or now and then, such as the growth of a column or a
 background task, is not on the path.
 
   put            new rows in a partition that no task consumes
+  get            a field of a batch that a queue worker has claimed
   put-consumed   new rows in a partition that a task consumes, all of whose samples are acknowledged
   claim          those rows, by a queue worker under a lease
   ack            of that claim
@@ -15,6 +16,8 @@ background task, is not on the path.
 scripts/trace_path.py                                 print the number of files by layer
 scripts/trace_path.py --files                         and the files
 scripts/trace_path.py --most put=14 claim=20 ack=11   fail where more files of domain, samplers and durable are passed
+scripts/trace_path.py --in-memory                     without a data directory
+scripts/trace_path.py --most-of-all put=60 get=40     the same for the files of all layers, generated ones apart
 """
 
 from __future__ import annotations
@@ -42,7 +45,8 @@ WARM_UP_COUNT = 4
 REPETITION_COUNT = 7
 ROW_COUNT = 4
 FIELD = "prompt"
-OPERATIONS = ("put", "put-consumed", "claim", "ack")
+GENERATED = "v1"
+OPERATIONS = ("put", "put-consumed", "claim", "get", "ack")
 REST_SECONDS = 0.02  # the server ends a call a little after the client has its answer
 
 Paths = dict[str, list[str]]  # by operation: the files it passes through, relative to the package
@@ -82,13 +86,15 @@ class Recorder:
         threading.setprofile(None)
 
 
-async def trace(data_dir: Path) -> Paths:
+async def trace(data_dir: Path | None) -> Paths:
     """Run a service and a client, and return the path of each operation."""
     recorder = Recorder()
     counts: dict[str, Counter[str]] = {operation: Counter() for operation in OPERATIONS}
     try:
         async with (
-            running(load_settings({"port": 0, "data_dir": data_dir}).settings) as app,
+            running(
+                load_settings({"port": 0} if data_dir is None else {"port": 0, "data_dir": data_dir}).settings
+            ) as app,
             tq.AsyncClient(f"127.0.0.1:{app.port}") as client,
         ):
             for index in range(WARM_UP_COUNT + REPETITION_COUNT):
@@ -118,6 +124,9 @@ async def _one_round(client: tq.AsyncClient, recorder: Recorder) -> AsyncIterato
     )
     yield "claim", await _stopped(recorder)
     recorder.start()
+    await client.get_data(meta)
+    yield "get", await _stopped(recorder)
+    recorder.start()
     await client.ack(meta)
     yield "ack", await _stopped(recorder)
 
@@ -135,6 +144,11 @@ def layer_of(file: str) -> str:
 def core_of(files: list[str]) -> list[str]:
     """Return those of the files that are added up."""
     return [file for file in files if layer_of(file) in CORE]
+
+
+def written_of(files: list[str]) -> list[str]:
+    """Return those of the files that are written by hand."""
+    return [file for file in files if layer_of(file) != GENERATED]
 
 
 def report(paths: Paths, *, with_files: bool) -> str:
@@ -164,14 +178,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--files", action="store_true", help="print the files, too")
     parser.add_argument("--most", type=limit, nargs="+", default=[], metavar="OPERATION=NUMBER", help="fail beyond it")
+    parser.add_argument(
+        "--most-of-all", type=limit, nargs="+", default=[], metavar="OPERATION=NUMBER", help="the same for all layers"
+    )
+    parser.add_argument("--in-memory", action="store_true", help="trace a service without a data directory")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as data_dir:
-        paths = asyncio.run(trace(Path(data_dir)))
+        paths = asyncio.run(trace(None if arguments.in_memory else Path(data_dir)))
     print(report(paths, with_files=arguments.files))
     too_long = [
         f"{operation}: {found} files of {', '.join(CORE)}, expected {most} at most"
         for operation, most in arguments.most
         if (found := len(core_of(paths[operation]))) > most
+    ] + [
+        f"{operation}: {found} files of all layers, expected {most} at most"
+        for operation, most in arguments.most_of_all
+        if (found := len(written_of(paths[operation]))) > most
     ]
     for line in too_long:
         print(line, file=sys.stderr)

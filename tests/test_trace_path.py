@@ -16,13 +16,17 @@ import pytest
 SCRIPT = Path(__file__).parent.parent / "scripts" / "trace_path.py"
 
 # The most files of domain, samplers and durable that an operation may pass through.
-MOST = {"put": 14, "put-consumed": 15, "claim": 20, "ack": 11}
+MOST = {"put": 14, "put-consumed": 15, "claim": 20, "get": 0, "ack": 11}
+
+# The most hand-written files of all layers, client and service in memory together.
+MOST_OF_ALL = {"put": 49, "get": 39}
 
 # What surely is on each path, so that a tracer that sees nothing fails: files, and folders that have one.
 EXPECTED = {
     "put": ("domain/partition.py", "domain/tables/", "durable/", "storage/engine.py", "wire/columns.py", "client/"),
     "put-consumed": ("domain/partition.py", "domain/claims/", "durable/"),
     "claim": ("domain/catalog.py", "domain/claims/", "samplers/sequential.py", "durable/"),
+    "get": ("dataplane/_async/grpc_driver.py", "storage/engine.py", "wire/decoding.py", "client/reads.py"),
     "ack": ("domain/catalog.py", "domain/claims/", "durable/", "server/controller_servicer.py"),
 }
 
@@ -51,6 +55,19 @@ def test_no_path_is_longer_than_it_may_be() -> None:
             assert any(file.startswith(path) for file in found[operation]), (operation, path)
     assert all("server/app.py" not in files for files in found.values())  # it ran before, and loads everything
     assert [operation for operation in found if "samplers/sequential.py" in found[operation]] == ["claim"]
+
+
+def test_no_path_through_all_layers_is_longer_than_it_may_be() -> None:
+    most = [f"{operation}={most}" for operation, most in MOST_OF_ALL.items()]
+    done = traced("--in-memory", "--files", "--most-of-all", *most)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = files_by_operation(done.stdout)
+    assert not any(file.startswith("durable/") for file in found["put"])
+    assert "dataplane/_async/grpc_driver.py" in found["put"] & found["get"]
+    done = traced("--in-memory", "--most-of-all", "get=1", "put=1000")
+    assert done.returncode == 1
+    assert done.stderr.startswith("get: ")
+    assert "put" not in done.stderr
 
 
 def test_a_path_that_is_too_long_fails_and_is_named() -> None:

@@ -2,8 +2,10 @@
 
 import asyncio
 import time
+from contextlib import nullcontext
 from itertools import pairwise
 
+import grpc
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from fake_server import FakeController, FakeStorage, Script, serving
 
 import tq_service as tq
 from tq_service.client.retry import Backoff, Deadline
+from tq_service.dataplane._sync import grpc_driver
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import metadata_pb2
 from tq_service.v1 import storage_service_pb2 as storage_pb
@@ -397,6 +400,38 @@ async def test_small_gets_are_one_message_large_ones_streams_from_the_second_on(
     # The stream sent little, so that the next is tried in one message again.
     assert calls == [(1, 0), (2, 1), (3, 1), (4, 2)]
     assert storage.inline_get_requests[0].get == storage.get_requests[0]
+
+
+@pytest.mark.parametrize("more_rows", [0, 1])
+async def test_a_get_of_known_size_goes_at_once_the_way_that_suits_it(kind, more_rows):
+    row_count = INLINE_BYTES // 8 + more_rows
+    header, frame = answer_of(np.arange(row_count))
+    storage = FakeStorage(get_answers=[[header, frame]])
+    storage.inline_get_answer = storage_pb.GetInlineResponse(header=header.header, values=frame.frame)
+    meta = located([endpoint("one")], [0])
+    meta.fields[0].row_shape_known = True
+    meta.ClearField("keys")
+    meta.global_indexes[:] = range(row_count)
+    meta.locations.runs[0].row_counts[:] = [row_count]
+    async with serving(FakeController(Locate=Script(pb.LocateResponse(meta=meta))), storage) as address:
+        client = make_client(kind, address, timeout=20)
+        for _ in range(2):
+            batch = await client.get_data(partition_id="p", global_indexes=range(row_count), data_fields=["x"])
+            assert batch["x"].tolist() == list(range(row_count))
+        await client.aclose()
+    calls = (len(storage.inline_get_requests), len(storage.get_requests))
+    assert calls == ((0, 2) if more_rows else (2, 0))
+
+
+def test_what_is_remembered_of_answers_is_bounded(monkeypatch):
+    monkeypatch.setattr(grpc_driver, "_MOST_REMEMBERED", 8)
+    with grpc.insecure_channel("127.0.0.1:1") as channel:
+        driver = grpc_driver.GrpcDriver(channel, metadata=lambda: None, errors=lambda _: nullcontext())
+        for number in range(100):
+            driver._note_sent((f"field {number}",), 10, 1000)
+            assert driver._expected_bytes((f"field {number}",), 3) == 300
+            assert driver._expected_bytes(("another",), 3) == 0
+        assert len(driver._sent_row_bytes) <= 8
 
 
 async def test_a_batch_in_two_storages_comes_back_in_order(kind):

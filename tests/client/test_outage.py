@@ -11,8 +11,8 @@ from client_support import make_client
 from fake_server import FakeController, Script, serving
 
 import tq_service as tq
-from tq_service.client import outage as module
-from tq_service.client.outage import Outage
+from tq_service.client import retry as module
+from tq_service.client.retry import Outage
 from tq_service.v1 import controller_service_pb2 as pb
 
 REFUSED = tq.UnavailableError("cannot reach h:1: connection refused", metadata={"address": "h:1"})

@@ -5,6 +5,7 @@ import os
 import socket
 import sys
 import threading
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -124,7 +125,7 @@ async def test_fds_that_are_not_taken_are_closed(server):
 async def test_offered_memory_is_collected_in_order(server, count):
     client = await connect(server)
     paths = [os.memfd_create(f"part-{number}") for number in range(count)]
-    with server.session(client.session_id).offering(paths) as offer:
+    with closing(server.session(client.session_id).offer(paths)) as offer:
         fds = await asyncio.to_thread(client.receive_fds, offer.offer_id, count)
         await asyncio.wait_for(offer.wait(), 10)
     assert [os.fstat(fd).st_ino for fd in fds] == [os.fstat(fd).st_ino for fd in paths]
@@ -137,7 +138,7 @@ async def test_only_the_session_of_the_get_collects_and_only_while_it_lasts(serv
     fd = os.memfd_create("part")
     before = open_files()
     session = server.session(owner.session_id)
-    with session.offering([fd]) as offer, pytest.raises(UnavailableError, match="no get of this session"):
+    with closing(session.offer([fd])) as offer, pytest.raises(UnavailableError, match="no get of this session"):
         await asyncio.to_thread(stranger.receive_fds, offer.offer_id, 1)
     with pytest.raises(UnavailableError, match="no get of this session"):
         await asyncio.to_thread(owner.receive_fds, offer.offer_id, 1)
@@ -148,10 +149,10 @@ async def test_only_the_session_of_the_get_collects_and_only_while_it_lasts(serv
 async def test_an_offer_ends_when_its_client_is_gone(server):
     client = await connect(server)
     session = server.session(client.session_id)
-    with session.offering([0]) as offer:
+    with closing(session.offer([0])) as offer:
         client.close()
         await asyncio.wait_for(offer.wait(), 10)
-    with session.offering([0]) as offer:
+    with closing(session.offer([0])) as offer:
         await asyncio.wait_for(offer.wait(), 10)
     assert server.session(client.session_id) is None
 
@@ -244,7 +245,7 @@ async def test_who_opens_sessions_but_makes_no_calls_keeps_nobody_out(server, mo
     greeted = await connect(server)
     assert server.session(greeted.session_id) is not None
     assert server.session(used.session_id) is not None
-    assert len(server._connections) <= 4
+    assert len(server._sessions) <= 4
     assert await ask(idle[-1], SharedMemoryRequest(hello=Hello(boot_id=BOOT))) == "hello"
     assert idle[0].recv(1) == b""
     for connection in idle:
@@ -312,7 +313,7 @@ async def test_what_nobody_collects_is_ended_soon_after_the_drain_began(server, 
     monkeypatch.setattr(server_side, "_DRAIN_SECONDS", 0.0)
     client = await connect(server)
     fds = shared_memory.write_columns(COLUMNS)
-    with server.session(client.session_id).offering(fds) as offer:
+    with closing(server.session(client.session_id).offer(fds)) as offer:
         server.drain()
         async with asyncio.timeout(20):
             await offer.wait()

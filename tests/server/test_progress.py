@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from tq_service.errors import DeadlineError
-from tq_service.server.progress import LEAST_PROGRESS_BYTES, Progress, received, wait_until
+from tq_service.server.progress import LEAST_PROGRESS_BYTES, Progress, received
+from tq_service.server.rpc.limits import wait_until
 
 SECONDS = 1000.0
 
@@ -29,6 +30,7 @@ class Clock:
 def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr("tq_service.server.progress.time", clock)
+    monkeypatch.setattr("tq_service.server.rpc.limits.time", clock)
     return clock
 
 

@@ -244,7 +244,7 @@ def test_a_failure_leaves_no_file_descriptor(columns, monkeypatch):
         raise OSError("no memory")
 
     before = open_files()
-    monkeypatch.setattr(os, "pwritev", fail)
+    monkeypatch.setattr(os, "writev", fail)
     with pytest.raises(OSError, match="no memory"):
         shared_memory.write_columns(columns)
     assert open_files() <= before

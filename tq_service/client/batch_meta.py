@@ -82,7 +82,7 @@ class BatchMeta:
             epoch=message.epoch,
             indexes=indexes,
             fields=tuple(map(decode_spec, message.fields)),
-            steps=steps_from_proto(message.steps),
+            steps=steps_from_proto(message.steps) if message.steps else (),
             skipped=message.skipped,
             end=read_message(EndCounts, message.end) if message.HasField("end") else None,
             locations=CellLocations.from_proto(message.locations) if message.HasField("locations") else None,
@@ -290,3 +290,12 @@ def _check_concat(first: BatchMeta, part: BatchMeta) -> None:
             )
     if part.status != "batch":
         raise InvalidArgumentError(f"a part has status {part.status!r}, expected 'batch'", field="parts")
+
+
+def check_is_batch(metadata: BatchMeta) -> None:
+    """Raise InvalidArgumentError where metadata is "not_yet" or "end", which name no samples."""
+    if metadata.status != "batch":
+        raise InvalidArgumentError(
+            f"metadata has status {metadata.status!r}, expected 'batch'; look at the status before using its samples",
+            field="metadata",
+        )

@@ -1,25 +1,31 @@
-"""Reads of a batch: which storage service is asked for what, and how the answers become one batch again."""
+"""Reads of a batch: which storage service is asked for what, how the answers become one batch, and what is lost."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from itertools import pairwise
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
+from tq_service.client.batch_meta import BatchMeta
 from tq_service.client.locations import CellLocations, FieldRuns, Indexes, StorageRef
-from tq_service.dataplane.parties import Received, get_request
+from tq_service.client.retry import Deadline
+from tq_service.dataplane.messages import get_request
+from tq_service.dataplane.parties import Received
 from tq_service.dataplane.receive_buffers import RECEIVE_BUFFERS
-from tq_service.errors import InternalError
+from tq_service.errors import DataLossError, DeadlineError, InternalError, UnavailableError
 from tq_service.schema import FieldSpec, Layout
 from tq_service.v1.storage_service_pb2 import GetRequest
 from tq_service.wire.columns import ColumnShape, fixed_row_bytes, merge_specs, widen_extents
+from tq_service.wire.decoding import decode_columns, to_tensordict
 from tq_service.wire.dtypes import Bytes
 
 # Slices of fewer items on average are copied by an index of all items: a step in Python costs more than so many.
 _SCATTER_BELOW_ITEMS: Final = 64
+_MOST_NAMED: Final = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,8 +49,14 @@ class StorageRead:
 
     def size_bytes(self, specs: Mapping[str, FieldSpec]) -> int | None:
         """Return the bytes of all values, None where a field has rows that differ."""
-        row_bytes = [fixed_row_bytes(specs[name]) if name in specs else None for name in self.field_names]
-        return None if None in row_bytes else self.positions.size * sum(each or 0 for each in row_bytes)
+        total = 0
+        for name in self.field_names:
+            spec = specs.get(name)
+            row_bytes = None if spec is None or spec.row_shape is None else fixed_row_bytes(spec)
+            if row_bytes is None:
+                return None
+            total += row_bytes * self.positions.size
+        return total
 
 
 def plan_reads(locations: CellLocations, data_fields: Sequence[str]) -> list[StorageRead]:
@@ -212,3 +224,82 @@ def _empty_column(spec: FieldSpec) -> ColumnShape:
     known = FieldSpec(spec.name, dtype=spec.dtype or "float32", layout=layout, row_shape=shape)
     extents = np.empty((0, len(known.ragged_dims)), np.int64) if layout is Layout.JAGGED else None
     return ColumnShape(spec=known, row_count=0, extents=extents, value_bytes=0)
+
+
+def to_batch(received: Sequence[Received], row_count: int) -> Any:
+    """Return received columns as a TensorDict `[row_count]`, or as a dict where torch or tensordict is missing.
+
+    Without torch, columns are numpy arrays and lists of them.
+    """
+    data = decode_columns([column for column, _ in received], [buffer for _, buffer in received])
+    if find_spec("torch") is None or find_spec("tensordict") is None:
+        return data
+    return to_tensordict(data, row_count)
+
+
+def lost_samples(metadata: BatchMeta, read: StorageRead, error: DataLossError) -> DataLossError:
+    """Return the error of a storage service that lost bytes, naming samples of the batch, and fields.
+
+    Where the service says which puts it lost, these are the samples in them; else all that it was asked for.
+    """
+    positions, fields = _lost_cells(read, error.metadata.get("put_ids", ""))
+    part = metadata.select_samples(positions)
+    names = [
+        f"{index} ({key})" if key else str(index)
+        for index, key in zip(part.global_indexes[:_MOST_NAMED], part.keys, strict=False)
+    ]
+    more = f" and {part.size - len(names)} more" if part.size > len(names) else ""
+    keys = [key for key in part.keys if key]
+    facts = {"global_indexes": ",".join(map(str, part.global_indexes))} | ({"keys": ",".join(keys)} if keys else {})
+    return DataLossError(
+        f"{', '.join(map(repr, fields))} of samples {', '.join(names)}{more} of partition {metadata.partition_id!r} "
+        f"are lost: {error.message}",
+        metadata={**error.metadata, **facts, "partition_id": metadata.partition_id, "data_fields": ",".join(fields)},
+    )
+
+
+def _lost_cells(read: StorageRead, put_ids: str) -> tuple[Indexes, list[str]]:
+    """Return the positions in the batch of samples that have cells in some puts, and the fields of those cells."""
+    named = set(put_ids.split(",")) if put_ids else {put_id.hex() for put_id in read.request.put_ids}
+    is_lost = np.array([put_id.hex() in named for put_id in read.request.put_ids], np.bool_)
+    lost = np.zeros(read.positions.size, np.bool_)
+    fields: list[str] = []
+    for runs in read.request.runs:
+        of_row = np.repeat(is_lost[np.array(runs.put_indexes, np.int64)], np.array(runs.row_counts, np.int64))
+        if of_row.any():
+            lost |= of_row
+            fields += runs.field_names
+    return read.positions[lost], fields
+
+
+def unread_samples(
+    metadata: BatchMeta,
+    read: StorageRead,
+    storage: StorageRef,
+    deadline: Deadline,
+    error: DeadlineError | UnavailableError,
+) -> DeadlineError | UnavailableError:
+    """Return the error of a storage service that did not answer, saying what of the batch lies there.
+
+    Args:
+        metadata: the batch.
+        read: what was asked of the storage service.
+        storage: it, as the controller last located it.
+        deadline: until when it was tried.
+        error: why it was not read.
+    """
+    reason = error.__cause__ if isinstance(error.__cause__, UnavailableError) else error
+    place = f" at {storage.address}" if storage.address else ""
+    fields = ", ".join(repr(name) for name in read.field_names)
+    return type(error)(
+        f"storage service {storage.storage_id!r}{place} did not answer within {deadline.timeout:g} s; it "
+        f"holds {fields} of {read.positions.size} of the {metadata.size} samples of partition "
+        f"{metadata.partition_id!r}: {reason.message}",
+        metadata={
+            **error.metadata,
+            "storage_id": storage.storage_id,
+            "address": storage.address,
+            "sample_count": str(read.positions.size),
+            "data_fields": ",".join(read.field_names),
+        },
+    )

@@ -1,8 +1,10 @@
-"""Deadlines, the pauses between tries, and the error of a call that ended badly."""
+"""Deadlines, the pauses between tries, the error of a call that ended badly, and outages: logged while they last."""
 
 from __future__ import annotations
 
+import logging
 import random
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,6 +15,11 @@ import grpc
 from tq_service.addresses import cause_of
 from tq_service.errors import DeadlineError, TqError, UnavailableError
 from tq_service.wire.error_table import from_rpc_error, status_from_trailers
+
+_log = logging.getLogger(__name__)
+
+_WARN_AFTER_SECONDS: Final = (1.0, 10.0)
+_WARN_EVERY_SECONDS: Final = 60.0
 
 FIRST_PAUSE_SECONDS: Final = 0.05
 SHORTEST_TRY_SECONDS: Final = 0.02
@@ -97,3 +104,50 @@ def error_of(error: grpc.RpcError, address: str) -> TqError:
         return UnavailableError(f"cannot reach {address}: {cause_of(failure.message)}", metadata=metadata)
     failure.message = f"{failure.message} (calling {address})"
     return failure
+
+
+class Outage:
+    """What the calls on one channel know together about whether its service is reached. May be used by several threads.
+
+    Args:
+        address: of the service.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._lock = threading.Lock()
+        self._began: float | None = None
+        self._warn_at = 0.0
+        self._warning_count = 0
+
+    def lasts(self, began: float, failure: UnavailableError, remaining_seconds: float) -> None:
+        """Note that a try failed, and log it when the outage lasts for one second, for ten, and then each minute.
+
+        Args:
+            began: when the try began, on the monotonic clock.
+            failure: why it failed.
+            remaining_seconds: for how long the call will be tried again.
+        """
+        now = time.monotonic()
+        with self._lock:
+            if self._began is None:
+                self._began, self._warn_at, self._warning_count = began, began + _WARN_AFTER_SECONDS[0], 0
+            if now < self._warn_at:
+                return
+            self._warning_count += 1
+            self._warn_at = now + _WARN_EVERY_SECONDS
+            if self._warning_count < len(_WARN_AFTER_SECONDS):
+                self._warn_at = max(now, self._began + _WARN_AFTER_SECONDS[self._warning_count])
+        is_of_connection = "address" in failure.metadata  # else the service has answered that it is unavailable
+        reason = failure.message if is_of_connection else f"{self._address} is unavailable: {failure.message}"
+        _log.warning("%s; retrying for %.0f s", reason, remaining_seconds)
+
+    def is_over(self) -> None:
+        """Note that the service has answered."""
+        if self._began is None:  # which is so for nearly all calls, and needs no lock
+            return
+        with self._lock:
+            began, self._began = self._began, None
+            is_logged = self._warning_count > 0
+        if began is not None and is_logged:
+            _log.info("reached %s again after %.0f s", self._address, time.monotonic() - began)

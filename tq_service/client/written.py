@@ -53,15 +53,6 @@ def written_meta(
     )
 
 
-def check_is_batch(metadata: BatchMeta) -> None:
-    """Raise InvalidArgumentError where metadata is "not_yet" or "end", which name no samples."""
-    if metadata.status != "batch":
-        raise InvalidArgumentError(
-            f"metadata has status {metadata.status!r}, expected 'batch'; look at the status before using its samples",
-            field="metadata",
-        )
-
-
 def check_row_counts(columns: Sequence[Column], metadata: BatchMeta) -> None:
     """Raise InvalidArgumentError where a column has more or fewer rows than there are samples to put it to."""
     for column in columns:

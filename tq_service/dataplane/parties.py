@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.v1 import metadata_pb2
 from tq_service.v1.storage_service_pb2 import GetRequest, PutHeader
-from tq_service.wire.columns import ColumnShape, encode_header
+from tq_service.wire.columns import ColumnShape
 from tq_service.wire.dtypes import Bytes
 
 GRPC_KIND: Final = "grpc"
@@ -120,32 +119,3 @@ class Engine(Protocol):
     async def open(self, request: GetRequest) -> AbstractContextManager[Reading]:
         """Find cells, which stay as they are within the `with`."""
         ...
-
-
-def put_header(put_id: bytes, partition_id: str, columns: Sequence[ColumnShape], **more: Any) -> PutHeader:
-    """Return the header of a put of these columns; `more` are its other fields."""
-    return PutHeader(
-        put_id=put_id,
-        row_count=columns[0].row_count,
-        columns=map(encode_header, columns),
-        size_bytes=sum(column.value_bytes for column in columns),
-        partition_id=partition_id,
-        **more,
-    )
-
-
-def get_request(boot_id: bytes, put_ids: Iterable[bytes], runs: Iterable[Runs]) -> GetRequest:
-    """Return the request for cells of puts that were stored under a boot; `runs` index the puts."""
-    return GetRequest(
-        boot_id=boot_id,
-        put_ids=put_ids,
-        runs=[
-            metadata_pb2.CellRuns(
-                field_names=run.field_names,
-                put_indexes=run.put_indexes.tolist(),
-                first_rows=run.first_rows.tolist(),
-                row_counts=run.row_counts.tolist(),
-            )
-            for run in runs
-        ],
-    )

@@ -34,6 +34,7 @@ from tq_service.server.rpc.middleware import Middleware
 from tq_service.server.storage_servicer import SERVICE as STORAGE_SERVICE
 from tq_service.server.supervisor import FAILED_EXIT_CODE, FailingWith, Supervisor
 from tq_service.v1.controller_service_pb2_grpc import add_ControllerServiceServicer_to_server
+from tq_service.v1.storage_service_pb2_grpc import add_StorageServiceServicer_to_server
 from tq_service.wire.connection import LISTENING_OPTIONS
 
 _log = logging.getLogger(__name__)
@@ -132,8 +133,9 @@ class App:
         server: Any = Services(self._server.grpc, middleware, unserved=unserved)  # what generated code takes for one
         services = []
         if self.storage is not None:
-            servicer = self.storage.servicer(settings, self.controller, self.waiting)
-            server.add_generic_rpc_handlers((servicer.handler(),))
+            servicer: Any = self.storage.servicer(settings, self.controller, self.waiting)
+            server.add_generic_rpc_handlers((servicer.bulk_handler(),))  # the first that has a method serves it
+            add_StorageServiceServicer_to_server(servicer, server)
             services.append(STORAGE_SERVICE)
         if self.controller is not None:
             add_ControllerServiceServicer_to_server(self.controller.servicer, server)

@@ -12,7 +12,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from tq_service.dataplane.parties import Seconds, get_request, put_header
+from tq_service.dataplane.messages import get_request, put_header
+from tq_service.dataplane.parties import Seconds
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.idempotency import Entry, merged
 from tq_service.domain.partition import Partition, PartitionSnapshot

@@ -25,8 +25,7 @@ from tq_service.errors import (
     TqError,
 )
 from tq_service.server import from_proto, to_proto
-from tq_service.server.progress import wait_until
-from tq_service.server.rpc.limits import WaitingCalls
+from tq_service.server.rpc.limits import WaitingCalls, wait_until
 from tq_service.server.storages import StorageRegistry
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import metadata_pb2

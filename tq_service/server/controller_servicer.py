@@ -36,7 +36,7 @@ from tq_service.server.storage_messages import MOST_OVERDUE_PUTS
 from tq_service.server.storages import StorageRegistry
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import controller_service_pb2_grpc
-from tq_service.wire.metadata import decode_meta_columns
+from tq_service.wire.metadata import decode_integers, decode_meta_columns
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Request = TypeVar("Request", bound=Any)  # a message with a request_id
@@ -118,7 +118,7 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
     @_once
     def SetCustomMeta(self, request: pb.SetCustomMetaRequest) -> pb.SetCustomMetaResponse:
         partition = self._catalog.get(request.partition_id, request.incarnation)
-        indexes = from_proto.indexes(request.global_indexes)
+        indexes = decode_integers(request.global_indexes)
         columns = decode_meta_columns(request.custom_meta, indexes.size)
         self._catalog.limits.check_meta(partition, columns)
         change = MetaSet(partition_id=partition.partition_id, global_indexes=indexes, columns=columns)
@@ -141,7 +141,7 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
             partition = self._catalog.get(request.partition_id, request.incarnation)
             return pb.ClearSamplesResponse(cleared_count=cleared_count + clear(partition, last))
 
-        listed = from_proto.indexes(request.global_indexes)
+        listed = decode_integers(request.global_indexes)
         cleared_count, last = 0, _last_part(listed.size + len(request.keys))
         if last and self._catalog.recorded(request.request_id, pb.ClearSamplesResponse) is None:
             from_proto.check_request_id(request.request_id, "request_id")
@@ -348,7 +348,7 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
 
 def _named_indexes(request: pb.ReleaseClaimRequest | pb.AckClaimRequest) -> Indexes | None:
     """Return the samples of a claim that are named, None for all that are left of it."""
-    return from_proto.indexes(request.global_indexes) if request.global_indexes else None
+    return decode_integers(request.global_indexes) if request.global_indexes else None
 
 
 def _check_fields(partition: Partition, names: list[str]) -> None:
@@ -380,7 +380,7 @@ def _rows_to_locate(partition: Partition, request: pb.LocateRequest) -> Indexes:
     if request.keys and request.global_indexes:
         raise InvalidArgumentError("samples are named by index or by key, not by both", field="keys")
     if not request.keys:
-        rows = from_proto.indexes(request.global_indexes)
+        rows = decode_integers(request.global_indexes)
         if not request.skip_missing:
             partition.positions_of(rows)
         return rows

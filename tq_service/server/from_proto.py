@@ -16,7 +16,6 @@ from tq_service.domain.catalog import check_name
 from tq_service.domain.changes.samples import SampleWrite
 from tq_service.domain.claims.request import BatchSpec, ClaimRequest, ClaimSpec, LeaseTerms, Rank
 from tq_service.domain.partition import PartitionSettings
-from tq_service.domain.plan import Indexes
 from tq_service.domain.tables.cells import ColumnWrite, Put
 from tq_service.domain.tables.meta import Condition, Order
 from tq_service.domain.tables.names import Names, look_through
@@ -54,11 +53,6 @@ def check_range(name: str, value: float, least: int, most: int | None = None, *,
 def _check_unique(name: str, names: Sequence[str]) -> None:
     if len(set(names)) != len(names):
         raise InvalidArgumentError(f"{name} has one twice: {list(names)}; name each once", field=name)
-
-
-def indexes(values: Sequence[int]) -> Indexes:
-    """Return global indexes as an array."""
-    return decode_integers(values)
 
 
 def partition_settings(request: pb.CreatePartitionRequest) -> PartitionSettings:
@@ -127,7 +121,7 @@ def sample_write(
             )
     return SampleWrite(
         row_count=write.row_count,
-        global_indexes=indexes(write.global_indexes) if write.global_indexes else None,
+        global_indexes=decode_integers(write.global_indexes) if write.global_indexes else None,
         keys=(list(write.keys) or None) if names is None else names.keys,
         key_mode=KEY_MODES.decode(write.key_mode) or "upsert",
         groups=(list(write.groups) or None) if names is None else names.groups,

@@ -18,12 +18,6 @@ LEAST_PROGRESS_BYTES: Final = 64 * 1024
 """What must come, or go, within the time that a stream may stall; less is as good as nothing."""
 
 
-def wait_until(context: Context) -> float | None:
-    """Return until when a call may wait, by `time.monotonic`, so that a refusal still arrives before its deadline."""
-    remaining = context.time_remaining()
-    return None if remaining is None else time.monotonic() + remaining - min(1.0, remaining / 4)
-
-
 class Progress:
     """Counts down while the other side of a stream is waited for, and starts anew whenever enough bytes have moved.
 

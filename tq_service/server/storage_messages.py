@@ -8,7 +8,6 @@ from typing import Final
 
 from tq_service.dataplane.parties import CONTROLLER_KIND, GRPC_KIND
 from tq_service.errors import DataLossError, InvalidArgumentError
-from tq_service.server import from_proto
 from tq_service.storage.cells import PutCells, ReadRuns
 from tq_service.storage.engine import StorageEngine
 from tq_service.storage.index.pending_put import PendingPut
@@ -17,6 +16,7 @@ from tq_service.storage.index.sharing import Shared
 from tq_service.v1 import metadata_pb2
 from tq_service.v1 import storage_service_pb2 as pb
 from tq_service.wire.columns import ColumnShape, encode_header
+from tq_service.wire.metadata import decode_integers
 
 MOST_OVERDUE_PUTS: Final = 4096
 """Most puts that a storage service asks about in one call: some milliseconds' work."""
@@ -100,9 +100,9 @@ class EngineCalls:
 def _read_runs(run: metadata_pb2.CellRuns) -> ReadRuns:
     return ReadRuns(
         field_names=tuple(run.field_names),
-        put_indexes=from_proto.indexes(run.put_indexes),
-        first_rows=from_proto.indexes(run.first_rows),
-        row_counts=from_proto.indexes(run.row_counts),
+        put_indexes=decode_integers(run.put_indexes),
+        first_rows=decode_integers(run.first_rows),
+        row_counts=decode_integers(run.row_counts),
     )
 
 
@@ -144,6 +144,6 @@ def put_cells(cells: pb.PutCells) -> PutCells:
     return PutCells(
         put_id=cells.put_id,
         field_names=tuple(cells.field_names),
-        first_rows=from_proto.indexes(cells.first_rows) if has_rows else None,
-        row_counts=from_proto.indexes(cells.row_counts) if has_rows else None,
+        first_rows=decode_integers(cells.first_rows) if has_rows else None,
+        row_counts=decode_integers(cells.row_counts) if has_rows else None,
     )

@@ -22,9 +22,9 @@ from tq_service.errors import (
 )
 from tq_service.server import from_proto
 from tq_service.server.commits import Commits
-from tq_service.server.progress import LEAST_PROGRESS_BYTES, Progress, received, wait_until
+from tq_service.server.progress import LEAST_PROGRESS_BYTES, Progress, received
 from tq_service.server.receipts import ReceiptKeys
-from tq_service.server.rpc.limits import RETRY_AFTER_SECONDS, WaitingCalls
+from tq_service.server.rpc.limits import RETRY_AFTER_SECONDS, WaitingCalls, wait_until
 from tq_service.server.storage_messages import EngineCalls, endpoint_of, get_header, put_cells, shared_columns
 from tq_service.storage.engine import StorageEngine
 from tq_service.storage.index.pending_put import PendingPut
@@ -92,34 +92,11 @@ class StorageServicer:
         self._shared_memory = shared_memory
         self._endpoint = endpoint_of(engine, address)
 
-    def handler(self) -> grpc.GenericRpcHandler:
-        """Return the handlers: as generated, but for the two bulk methods, whose frames are coded by hand."""
-        unary = grpc.unary_unary_rpc_method_handler
-        return grpc.method_handlers_generic_handler(
-            SERVICE,
-            {
-                "Put": grpc.stream_unary_rpc_method_handler(
-                    self.Put, decode_put_request, pb.PutResponse.SerializeToString
-                ),
-                "PutInline": unary(
-                    self.PutInline, pb.PutInlineRequest.FromString, pb.PutInlineResponse.SerializeToString
-                ),
-                "Get": grpc.unary_stream_rpc_method_handler(self.Get, pb.GetRequest.FromString, encode_get_response),
-                "GetInline": unary(
-                    self.GetInline, pb.GetInlineRequest.FromString, pb.GetInlineResponse.SerializeToString
-                ),
-                "Stat": unary(self.Stat, pb.StatRequest.FromString, pb.StatResponse.SerializeToString),
-                "ConfirmPuts": unary(
-                    self.ConfirmPuts, pb.ConfirmPutsRequest.FromString, pb.ConfirmPutsResponse.SerializeToString
-                ),
-                "ReconcilePuts": grpc.stream_unary_rpc_method_handler(
-                    self.ReconcilePuts, pb.ReconcilePutsRequest.FromString, pb.ReconcilePutsResponse.SerializeToString
-                ),
-                "FreeCells": unary(
-                    self.FreeCells, pb.FreeCellsRequest.FromString, pb.FreeCellsResponse.SerializeToString
-                ),
-            },
-        )
+    def bulk_handler(self) -> grpc.GenericRpcHandler:
+        """Return the handlers of the bulk methods, whose frames are coded by hand: instead of the generated ones."""
+        put = grpc.stream_unary_rpc_method_handler(self.Put, decode_put_request, pb.PutResponse.SerializeToString)
+        get = grpc.unary_stream_rpc_method_handler(self.Get, pb.GetRequest.FromString, encode_get_response)
+        return grpc.method_handlers_generic_handler(SERVICE, {"Put": put, "Get": get})
 
     async def Put(self, parts: AsyncIterator[Part], context: Context) -> pb.PutResponse:
         async def receive_frames(pending: PendingPut) -> None:
@@ -165,7 +142,7 @@ class StorageServicer:
             return None
         if self._engine.shared_memory_count >= self._shared_memory.most_memories:
             return None
-        return self._shared_memory.session(header.shared_memory_session)
+        return self._session(header.shared_memory_session)
 
     async def _take(
         self, header: pb.PutHeader, receive: Receive, context: Context, *, shared: bool = False
@@ -293,7 +270,7 @@ class StorageServicer:
             if session is None:
                 await send(header)
                 return
-            with session.offering(shared.fds) as offer:
+            with contextlib.closing(session.offer(shared.fds)) as offer:
                 header.shared.MergeFrom(shared_columns(shared, offer.offer_id))
                 await send(header, shared.column_indexes)
                 await progress.wait_for(offer.wait())
@@ -315,9 +292,12 @@ class StorageServicer:
 
     def _shared_part(self, request: pb.GetRequest, reading: Reading) -> tuple[Session | None, Shared]:
         """Return what the client can take from shared memory, and the session for it; None where that is nothing."""
-        session = None if self._shared_memory is None else self._shared_memory.session(request.shared_memory_session)
-        shared = Shared() if session is None else shared_part(reading)
-        return (session, shared) if shared.columns else (None, Shared())
+        shared = shared_part(reading) if request.shared_memory_session else Shared()
+        session = self._session(request.shared_memory_session) if shared.columns else None
+        return (session, shared) if session is not None else (None, Shared())
+
+    def _session(self, session_id: bytes) -> Session | None:
+        return self._shared_memory.session(session_id) if self._shared_memory is not None and session_id else None
 
     async def Stat(self, request: pb.StatRequest, context: Context) -> pb.StatResponse:
         stat = self._engine.stat()

@@ -59,11 +59,11 @@ def to_tensordict(columns: Mapping[str, Any], row_count: int) -> Any:
         raise ImportError(
             "a TensorDict was asked for, and tensordict is not installed: tq-service[data] has it"
         ) from error
-    with no_collection():
-        fields = {
-            name: NonTensorStack(*(NonTensorData(value) for value in values)) if isinstance(values, list) else values
-            for name, values in columns.items()
-        }
+    fields = dict(columns)
+    for name, values in columns.items():
+        if isinstance(values, list):
+            with no_collection():
+                fields[name] = NonTensorStack(*(NonTensorData(value) for value in values))
     return TensorDict(fields, batch_size=[row_count])
 
 

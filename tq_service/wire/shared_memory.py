@@ -14,7 +14,7 @@ import mmap
 import os
 import socket
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeAlias
 
@@ -23,6 +23,7 @@ import numpy as np
 from tq_service.errors import InvalidArgumentError
 from tq_service.wire.columns import Column, ColumnShape
 from tq_service.wire.dtypes import Bytes
+from tq_service.wire.frames import iter_frames
 from tq_service.wire.mapping import READ_WRITE, map_memory, unmapper
 
 if sys.platform == "linux":
@@ -88,76 +89,47 @@ def write_columns(columns: Sequence[Column]) -> list[int]:
     Raises:
         OSError: the system has no memory, or no file descriptors, left.
     """
-    starts, size = place_columns(columns)
-    segments = [_Segment(each) for each in segment_sizes(size)]
-    _share_out(columns, starts, segments, segment_bytes(size))
+    _, size = place_columns(columns)
+    segments = list(iter_frames(_placed(columns), segment_bytes(size)))
     thread_count = min(len(segments), _MOST_THREADS, len(os.sched_getaffinity(0)))
+    fds: list[int] = []
     try:
-        if thread_count == 1:
-            for segment in segments:
-                segment.fill()
+        for _ in segments:
+            fds.append(os.memfd_create("tq_service", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))  # noqa: PERF401  (all are closed)
+        if thread_count <= 1:
+            for fd, parts in zip(fds, segments, strict=True):
+                _fill(fd, parts)
         else:
             with ThreadPoolExecutor(thread_count, thread_name_prefix="tq-fill") as pool:
-                for _ in pool.map(_Segment.fill, segments):
+                for _ in pool.map(_fill, fds, segments):
                     pass
     except BaseException:
-        close_all(segment.fd for segment in segments if segment.fd >= 0)
+        close_all(fds)
         raise
-    return [segment.fd for segment in segments]
+    return fds
 
 
-def _share_out(columns: Sequence[Column], starts: Sequence[int], segments: Sequence[_Segment], each_bytes: int) -> None:
-    """Give each segment its parts of the columns."""
-    for start, column in zip(starts, columns, strict=True):
-        at = start
-        for chunk in column.chunks:
-            rest = chunk
-            while len(rest):
-                number, inside = divmod(at, each_bytes)
-                part = rest[: each_bytes - inside]
-                segments[number].add(inside, part)
-                at += len(part)
-                rest = rest[len(part) :]
+def _placed(columns: Sequence[Column]) -> Iterator[memoryview]:
+    """Yield the bytes of columns and, as `place_columns` says, what is between them.
+
+    All is written: a file that is made longer has a hole, which `check` refuses.
+    """
+    for column in columns:
+        yield from column.chunks
+        yield memoryview(bytes(-column.value_bytes % _ALIGNMENT_BYTES))
 
 
-class _Segment:
-    """A memfd to be: what goes into it, and where."""
-
-    def __init__(self, size: int) -> None:
-        self.fd = -1
-        self._size = size
-        self._runs: list[tuple[int, list[memoryview]]] = []
-        self._end = -1
-
-    def add(self, start: int, part: memoryview) -> None:
-        """Take a part that goes to `start`, the next one mostly where this one ends."""
-        if start != self._end:
-            self._runs.append((start, []))
-        self._runs[-1][1].append(part)
-        self._end = start + len(part)
-
-    def fill(self) -> None:
-        """Make the memory, write it and seal it."""
-        self.fd = os.memfd_create("tq_service", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        for start, parts in self._runs:
-            _write(self.fd, parts, start)
-        missing = self._size - os.fstat(self.fd).st_size
-        if missing > 0:  # written, since a file that is made longer has a hole there, which `check` refuses
-            os.pwrite(self.fd, bytes(missing), self._size - missing)
-        _seal(self.fd)
-
-
-def _write(fd: int, parts: Sequence[memoryview], start: int) -> None:
-    waiting = list(parts)
-    first = 0
+def _fill(fd: int, parts: Sequence[memoryview]) -> None:
+    """Write a memfd and seal it."""
+    waiting, first = list(parts), 0
     while first < len(waiting):
-        written = os.pwritev(fd, waiting[first : first + _MOST_BUFFERS_OF_A_WRITE], start)
-        start += written
+        written = os.writev(fd, waiting[first : first + _MOST_BUFFERS_OF_A_WRITE])
         while first < len(waiting) and written >= len(waiting[first]):
             written -= len(waiting[first])
             first += 1
         if written:
             waiting[first] = waiting[first][written:]
+    _seal(fd)
 
 
 def _seal(fd: int) -> None:

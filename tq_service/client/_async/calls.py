@@ -11,8 +11,7 @@ import grpc
 
 from tq_service.client.channel import CHANNEL_OPTIONS, controller_stub, health_stub, storage_stub
 from tq_service.client.concurrency import AsyncHome, async_is_of_closing, async_sleep
-from tq_service.client.outage import Outage
-from tq_service.client.retry import Backoff, Deadline, error_of
+from tq_service.client.retry import Backoff, Deadline, Outage, error_of
 from tq_service.dataplane import parties
 from tq_service.dataplane._async.grpc_driver import AsyncGrpcDriver
 from tq_service.dataplane._async.kinds import AsyncDriver, async_driver

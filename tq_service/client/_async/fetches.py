@@ -7,15 +7,21 @@ from functools import partial
 from typing import Any, Final, Literal
 
 from tq_service.client._async.base import AsyncBase
-from tq_service.client.batch_meta import BatchMeta
-from tq_service.client.batches import lost_samples, to_batch, unread_samples
+from tq_service.client.batch_meta import BatchMeta, check_is_batch
 from tq_service.client.concurrency import async_gather, async_sleep
 from tq_service.client.locations import StorageRef
 from tq_service.client.pages import NAMED_AT_ONCE, joined, located_in_parts
-from tq_service.client.reads import StorageRead, empty_columns, merge_answers, plan_reads
+from tq_service.client.reads import (
+    StorageRead,
+    empty_columns,
+    lost_samples,
+    merge_answers,
+    plan_reads,
+    to_batch,
+    unread_samples,
+)
 from tq_service.client.requests import listed, partition_of, request_of
 from tq_service.client.retry import SHORTEST_TRY_SECONDS, Deadline
-from tq_service.client.written import check_is_batch
 from tq_service.dataplane.parties import Received
 from tq_service.errors import (
     DataLossError,

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tq_service.client._async.puts import AsyncPuts
-from tq_service.client.batch_meta import BatchMeta
+from tq_service.client.batch_meta import BatchMeta, check_is_batch
 from tq_service.client.pages import in_parts, joined
 from tq_service.client.requests import check_meta_count, listed, partition_of, request_of, sample_write
-from tq_service.client.written import check_is_batch, check_row_counts, declared_layouts, put_nothing, written_meta
+from tq_service.client.written import check_row_counts, declared_layouts, put_nothing, written_meta
 from tq_service.schema import KeyMode, MetaValue, SampleState
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.encoding import encode_columns

@@ -12,8 +12,7 @@ import grpc
 
 from tq_service.client.channel import CHANNEL_OPTIONS, controller_stub, health_stub, storage_stub
 from tq_service.client.concurrency import Home, is_of_closing, sleep
-from tq_service.client.outage import Outage
-from tq_service.client.retry import Backoff, Deadline, error_of
+from tq_service.client.retry import Backoff, Deadline, Outage, error_of
 from tq_service.dataplane import parties
 from tq_service.dataplane._sync.grpc_driver import GrpcDriver
 from tq_service.dataplane._sync.kinds import Driver, driver

@@ -9,12 +9,13 @@ from typing import Final
 from tq_service.client._sync.base import Base
 from tq_service.client.requests import new_id
 from tq_service.client.retry import Deadline
+from tq_service.dataplane.messages import put_header
 from tq_service.dataplane.parties import CONTROLLER_KIND
 from tq_service.errors import DataLossError, PutNotFoundError, TqError, UnavailableError
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.metadata_pb2 import StorageEndpoint
 from tq_service.v1.storage_service_pb2 import PutHeader
-from tq_service.wire.columns import Column, encode_header
+from tq_service.wire.columns import Column
 
 _COMMIT_PATIENCE_SECONDS: Final = 5.0
 _MOST_LOSSES: Final = 3
@@ -28,13 +29,11 @@ class Puts(Base):
         self, request: pb.CommitRequest, columns: Sequence[Column], deadline: Deadline
     ) -> pb.CommitResponse:
         """Put columns and commit them, all again under the same ids where a service is unavailable in the middle."""
-        header = PutHeader(
-            put_id=new_id(),
-            row_count=columns[0].row_count,
-            columns=[encode_header(column) for column in columns],
-            size_bytes=sum(column.value_bytes for column in columns),
+        header = put_header(
+            new_id(),
+            request.write.partition_id,
+            columns,
             for_existing_rows=bool(request.write.global_indexes) or request.write.key_mode == pb.KEY_MODE_EXISTING,
-            partition_id=request.write.partition_id,
         )
 
         loss_count = 0

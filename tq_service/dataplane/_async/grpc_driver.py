@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final
 
-from tq_service.dataplane.answer_reader import AnswerReader
 from tq_service.dataplane.concurrency import AsyncPutCall, async_in_thread
-from tq_service.dataplane.heap import keep_frame_buffers
+from tq_service.dataplane.messages import AnswerReader
 from tq_service.dataplane.parties import Deadline, Received
+from tq_service.dataplane.receive_buffers import keep_frame_buffers
 from tq_service.dataplane.shared_memory.client import FdChannel, HostLink
 from tq_service.errors import TqError
 from tq_service.v1.storage_service_pb2 import (

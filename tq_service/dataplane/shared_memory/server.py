@@ -62,9 +62,7 @@ class SharedMemoryServer:
         self.path = directory / f"{boot_id[:8].hex()}{_SUFFIX}"  # paths of sockets are short
         self._boot_id = boot_id
         self._listener: socket.socket | None = None
-        self._connections: dict[Session, None] = {}  # in the order in which they came
-        self._proven: set[Session] = set()
-        self._sessions: dict[bytes, Session] = {}
+        self._sessions: dict[bytes, Session] = {}  # in the order in which they came
         self._drained: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
@@ -95,7 +93,7 @@ class SharedMemoryServer:
         """Return the open session of this name, for an authorized call that names it."""
         session = self._sessions.get(session_id)
         if session is not None:
-            self._proven.add(session)
+            session.is_proven = True
         return session
 
     def drain(self) -> None:
@@ -103,7 +101,7 @@ class SharedMemoryServer:
         self._drained = asyncio.get_running_loop().call_later(_DRAIN_SECONDS, self._end_offers)
 
     def _end_offers(self) -> None:
-        for session in self._connections:
+        for session in self._sessions.values():
             session.end_offers()
 
     def close(self) -> None:
@@ -115,7 +113,7 @@ class SharedMemoryServer:
             self._listener.close()
             self._listener = None
             self.path.unlink(missing_ok=True)
-        for session in list(self._connections):
+        for session in list(self._sessions.values()):
             session.close()
 
     def _accept(self) -> None:
@@ -132,15 +130,16 @@ class SharedMemoryServer:
                     self._pause()
                     return
                 continue
-            if len(self._connections) >= _MOST_SESSIONS and not self._end_an_unproven():
+            if len(self._sessions) >= _MOST_SESSIONS and not self._end_an_unproven():
                 connection.close()
                 continue
             connection.setblocking(False)
-            self._connections[Session(connection, self._boot_id, self._opened, self._closed)] = None
+            session = Session(connection, self._boot_id, on_close=lambda closed: self._sessions.pop(closed.session_id))
+            self._sessions[session.session_id] = session
 
     def _end_an_unproven(self) -> bool:
         """End the oldest session that no call has named yet; who cannot make calls cannot exclude others."""
-        unproven = next((session for session in self._connections if session not in self._proven), None)
+        unproven = next((session for session in self._sessions.values() if not session.is_proven), None)
         if unproven is None:
             return False
         unproven.close()
@@ -156,14 +155,6 @@ class SharedMemoryServer:
     def _resume(self) -> None:
         if self._listener is not None:
             asyncio.get_running_loop().add_reader(self._listener, self._accept)
-
-    def _opened(self, session: Session) -> None:
-        self._sessions[session.session_id] = session
-
-    def _closed(self, session: Session) -> None:
-        self._connections.pop(session, None)
-        self._proven.discard(session)
-        self._sessions.pop(session.session_id, None)
 
 
 def make_private(directory: Path) -> None:
@@ -201,22 +192,25 @@ class Session:
     Args:
         connection: does not block.
         boot_id: what the client must name.
-        on_open: called when the client has said hello.
         on_close: called once, when the connection is gone.
+
+    Attributes:
+        session_id: names it; random, and told to its client alone.
+        is_proven: whether an authorized call has named it.
     """
 
     def __init__(
         self,
         connection: socket.socket,
         boot_id: bytes,
-        on_open: Callable[[Session], None],
-        on_close: Callable[[Session], None],
+        *,
+        on_close: Callable[[Session], object],
     ) -> None:
         self.session_id = os.urandom(16)
         self._connection = connection
         self._boot_id = boot_id
-        self._on_open = on_open
         self._on_close = on_close
+        self.is_proven = False
         self._is_open = True
         self._has_said_hello = False
         self._awaited: dict[bytes, PendingFds] = {}
@@ -235,15 +229,6 @@ class Session:
                 del self._awaited[put_id]
             pending_fds.discard()
 
-    @contextlib.contextmanager
-    def offering(self, fds: Sequence[int]) -> Iterator[Offer]:
-        """Offer file descriptors within the `with`, during which they must stay open."""
-        offer = self._offer(fds)
-        try:
-            yield offer
-        finally:
-            offer.end()
-
     def lease(self, fds: Sequence[int], on_end: Callable[[], None]) -> Offer:
         """Offer file descriptors until all were received, at most for some seconds.
 
@@ -251,18 +236,19 @@ class Session:
             fds: they must stay open until then.
             on_end: called when no client needs them any more.
         """
-        offer = self._offer(fds)
-        timer = asyncio.get_running_loop().call_later(_LEASE_SECONDS, offer.end)
+        offer = self.offer(fds)
+        timer = asyncio.get_running_loop().call_later(_LEASE_SECONDS, offer.close)
         offer.on_end(timer.cancel)
         offer.on_end(on_end)
         return offer
 
-    def _offer(self, fds: Sequence[int]) -> Offer:
+    def offer(self, fds: Sequence[int]) -> Offer:
+        """Offer file descriptors until the result is closed, before which they must stay open."""
         offer = Offer(fds)
         self._offers[offer.offer_id] = offer
         offer.on_end(lambda: self._offers.pop(offer.offer_id, None))
         if not self._is_open:
-            offer.end()
+            offer.close()
         return offer
 
     def close(self) -> None:
@@ -278,7 +264,7 @@ class Session:
     def end_offers(self) -> None:
         """End what has been offered and not received."""
         for offer in list(self._offers.values()):
-            offer.end()
+            offer.close()
 
     def _read(self) -> None:
         try:
@@ -322,9 +308,7 @@ class Session:
     def _hello(self, boot_id: bytes) -> SharedMemoryAnswer:
         if boot_id != self._boot_id:
             return _refuse("another storage service listens here")
-        if not self._has_said_hello:
-            self._has_said_hello = True
-            self._on_open(self)
+        self._has_said_hello = True
         return SharedMemoryAnswer(hello=HelloAnswer(session_id=self.session_id))
 
     def _take_fds(self, put_id: bytes, fds: list[int]) -> SharedMemoryAnswer:
@@ -346,7 +330,7 @@ class Session:
         """End an offer of which all was sent."""
         offer = self._offers.get(request.offer_id)
         if offer is not None and request.received_count + count == len(offer.fds):
-            offer.end()
+            offer.close()
 
 
 class PendingFds:
@@ -402,7 +386,7 @@ class Offer:
         else:
             self._on_end.append(call)
 
-    def end(self) -> None:
+    def close(self) -> None:
         """End the offer: all was received, or no client can ask for it any more; a second call does nothing."""
         self._ended.set()
         calls, self._on_end = self._on_end, []

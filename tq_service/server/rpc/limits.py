@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,12 @@ from tq_service.server.rpc.middleware import Behavior, Caller, Context, Middlewa
 
 _log = logging.getLogger(__name__)
 RETRY_AFTER_SECONDS = 1.0
+
+
+def wait_until(context: Context) -> float | None:
+    """Return until when a call may wait, by `time.monotonic`, so that a refusal still arrives before its deadline."""
+    remaining = context.time_remaining()
+    return None if remaining is None else time.monotonic() + remaining - min(1.0, remaining / 4)
 
 
 class WaitingCalls:
