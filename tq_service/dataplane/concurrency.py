@@ -100,14 +100,17 @@ class PutCall:
     """One put, of a channel for threads; see `AsyncPutCall`."""
 
     def __init__(self, call: Any, timeout: float, metadata: Metadata | None) -> None:
+        self._call = call
+        self._options: dict[str, Any] = {"timeout": timeout, "metadata": metadata}
         self._messages: SimpleQueue[PutHeader | FrameParts | None] = SimpleQueue()
-        self._stream = call.future(iter(self._messages.get, None), timeout=timeout, metadata=metadata)
+        self._stream: Any = None
 
     def start(self, header: PutHeader) -> str | None:
         """Send the header; return how the bytes are to be sent: without a session frames may follow at once."""
         self._messages.put(header)
         if not header.shared_memory_session:
             return SEND_AS_FRAMES
+        self._stream = self._call.future(iter(self._messages.get, None), **self._options)
         return dict(self._stream.initial_metadata()).get(SEND_AS_KEY)
 
     def send(self, frames: Iterable[FrameParts]) -> None:
@@ -122,10 +125,14 @@ class PutCall:
             grpc.RpcError: the call failed.
         """
         self._messages.put(None)
-        answer: PutResponse = self._stream.result()
+        if self._stream is None:  # all at once: this thread handles the call's events itself, which is faster
+            answer: PutResponse = self._call(iter(self._messages.get, None), **self._options)
+        else:
+            answer = self._stream.result()
         return answer
 
     def cancel(self) -> None:
         """End the call, if it has not ended."""
         self._messages.put(None)
-        self._stream.cancel()
+        if self._stream is not None:
+            self._stream.cancel()
