@@ -404,20 +404,19 @@ async def test_small_gets_are_one_message_large_ones_streams_from_the_second_on(
 
 @pytest.mark.parametrize("more_rows", [0, 1])
 async def test_a_get_of_known_size_goes_at_once_the_way_that_suits_it(kind, more_rows):
-    row_count = INLINE_BYTES // 8 + more_rows
-    header, frame = answer_of(np.arange(row_count))
+    row_count = INLINE_BYTES // 8192 + more_rows
+    header, frame = answer_of(np.arange(row_count * 1024))
+    spec = header.header.columns[0].spec
+    spec.row_shape[:], header.header.row_count = [1024], row_count
     storage = FakeStorage(get_answers=[[header, frame]])
     storage.inline_get_answer = storage_pb.GetInlineResponse(header=header.header, values=frame.frame)
-    meta = located([endpoint("one")], [0])
-    meta.fields[0].row_shape_known = True
-    meta.ClearField("keys")
-    meta.global_indexes[:] = range(row_count)
-    meta.locations.runs[0].row_counts[:] = [row_count]
+    meta = located([endpoint("one")], [0] * row_count)
+    meta.fields[0].CopyFrom(spec)
     async with serving(FakeController(Locate=Script(pb.LocateResponse(meta=meta))), storage) as address:
         client = make_client(kind, address, timeout=20)
         for _ in range(2):
-            batch = await client.get_data(partition_id="p", global_indexes=range(row_count), data_fields=["x"])
-            assert batch["x"].tolist() == list(range(row_count))
+            batch = await client.get_data(partition_id="p", keys=["k"], data_fields=["x"])
+            assert batch["x"].flatten().tolist() == list(range(row_count * 1024))
         await client.aclose()
     calls = (len(storage.inline_get_requests), len(storage.get_requests))
     assert calls == ((0, 2) if more_rows else (2, 0))
