@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,31 +37,37 @@ def concat_names(parts: Sequence[tuple[str, ...]], sizes: Sequence[int]) -> tupl
 def concat_columns(parts: Sequence[Sequence[MetaColumn]], sizes: Sequence[int]) -> tuple[MetaColumn, ...]:
     """Return the custom_meta of several batches; a batch without a column has no values in it.
 
+    Columns without any value are left out.
+
     Raises:
         InvalidArgumentError: a column has text in one batch and numbers in another.
     """
-    by_name = [{column.name: column for column in part} for part in parts]
+    by_name = [{column.name: column for column in part if column.present.any()} for part in parts]
     names = dict.fromkeys(name for columns in by_name for name in columns)
     return tuple(_concat_column(name, [columns.get(name) for columns in by_name], sizes) for name in names)
 
 
 def _concat_column(name: str, parts: Sequence[MetaColumn | None], sizes: Sequence[int]) -> MetaColumn:
-    dtypes = {part.values.dtype for part in parts if part is not None and part.present.any()}
+    """Return the column of several batches; None is a batch without a value of it."""
+    dtypes = {part.values.dtype for part in parts if part is not None}
     if len(dtypes) > 1 and not dtypes <= {np.dtype(np.int64), np.dtype(np.float64)}:
         raise InvalidArgumentError(
             f"custom_meta column {name!r} has values of {' and of '.join(sorted(map(str, dtypes)))}; one kind expected",
             field="parts",
         )
-    dtype = np.result_type(*dtypes) if dtypes else next(part.values.dtype for part in parts if part is not None)
-    values: NDArray[Any] = np.full(sum(sizes), "" if dtype.hasobject else 0, dtype)
-    present = np.zeros(sum(sizes), np.bool_)
-    start = 0
-    for part, size in zip(parts, sizes, strict=True):
-        if part is not None and part.present.any():
-            values[start : start + size] = part.values
-            present[start : start + size] = part.present
-        start += size
-    return MetaColumn(name=name, values=values, present=present)
+    dtype = np.result_type(*dtypes)
+    no_value = "" if dtype.hasobject else 0
+    columns = [
+        MetaColumn(name=name, values=np.full(size, no_value, dtype), present=np.zeros(size, np.bool_))
+        if part is None
+        else part
+        for part, size in zip(parts, sizes, strict=True)
+    ]
+    return MetaColumn(
+        name=name,
+        values=np.concatenate([column.values for column in columns]),
+        present=np.concatenate([column.present for column in columns]),
+    )
 
 
 def merge_columns(old: Sequence[MetaColumn], new: Sequence[MetaColumn]) -> tuple[MetaColumn, ...]:

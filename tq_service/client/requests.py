@@ -22,6 +22,7 @@ from tq_service.wire.metadata import encode_meta_columns, encode_spec, rows_to_m
 
 Request = TypeVar("Request", bound=Message)
 Bound = TypeVar("Bound", int, float, int | None)
+Given = TypeVar("Given")
 Converter = Callable[[str, Any], Any]
 
 
@@ -127,22 +128,21 @@ def seconds(name: str, value: float) -> float:
 
 def field_specs(fields: Iterable[FieldSpec]) -> list[Any]:
     """Return field specs as messages."""
-    specs = list(fields)
-    for spec in specs:
-        if not isinstance(spec, FieldSpec):
-            raise InvalidArgumentError(f"fields has a {type(spec).__name__}, expected FieldSpec", field="fields")
-    return [encode_spec(spec) for spec in specs]
+    return [encode_spec(spec) for spec in _all_of(FieldSpec, "fields", fields)]
 
 
 def staleness_limit_messages(limits: Iterable[StalenessLimit]) -> list[pb.StalenessLimit]:
     """Return staleness limits as messages."""
-    given = list(limits)
-    for limit in given:
-        if not isinstance(limit, StalenessLimit):
-            raise InvalidArgumentError(
-                f"staleness_limits has a {type(limit).__name__}, expected StalenessLimit", field="staleness_limits"
-            )
+    given = _all_of(StalenessLimit, "staleness_limits", limits)
     return [request_of(pb.StalenessLimit, **asdict(limit)) for limit in given]
+
+
+def _all_of(kind: type[Given], name: str, values: Iterable[Given]) -> list[Given]:
+    given = list(values)
+    for value in given:
+        if not isinstance(value, kind):
+            raise InvalidArgumentError(f"{name} has a {type(value).__name__}, expected {kind.__name__}", field=name)
+    return given
 
 
 def sample_write(
