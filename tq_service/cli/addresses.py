@@ -25,7 +25,12 @@ Address = Annotated[
     ),
 ]
 
-TIMEOUT_HELP: Final = "Seconds to wait for an answer; a service that cannot be reached is tried for one second."
+Timeout = Annotated[
+    float,
+    typer.Option(
+        min=0.1, help="Seconds to wait for an answer; a service that cannot be reached is tried for one second."
+    ),
+]
 
 _START_SECONDS: Final = 1.0
 _ASK_AGAIN_SECONDS: Final = 0.1

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tq_service.cli.addresses import Address, open_client
+from tq_service.cli.addresses import Address, Timeout, open_client
 from tq_service.cli.options import with_client_options
 from tq_service.cli.output import AsJson, print_json
 
@@ -22,7 +22,7 @@ def command(
     name: Name,
     address: Address = None,
     as_json: AsJson = False,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds until the call times out.")] = 3600.0,
+    timeout: Timeout = 3600.0,
     **credentials: Any,
 ) -> None:
     """Write a consistent copy of everything to the controller's disk, while the service goes on.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from tq_service.cli.addresses import Address, open_client
+from tq_service.cli.addresses import Address, Timeout, open_client
 from tq_service.cli.checkpoint import Name
 from tq_service.cli.options import with_client_options
 from tq_service.cli.output import AsJson, print_json
@@ -21,7 +21,7 @@ def command(
     name: Name,
     address: Address = None,
     as_json: AsJson = False,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds until the call times out.")] = 3600.0,
+    timeout: Timeout = 3600.0,
     **credentials: Any,
 ) -> None:
     """Bring back what a checkpoint holds, into a service that has no partitions.

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from tq_service.cli.addresses import TIMEOUT_HELP, Address, open_client
+from tq_service.cli.addresses import Address, Timeout, open_client
 from tq_service.cli.options import with_client_options
 from tq_service.cli.output import AsJson, print_json, print_table
 
@@ -19,7 +17,7 @@ EXAMPLES = """\
 def command(
     address: Address = None,
     as_json: AsJson = False,
-    timeout: Annotated[float, typer.Option(min=0.1, help=TIMEOUT_HELP)] = 5.0,
+    timeout: Timeout = 5.0,
     **credentials: Any,
 ) -> None:
     """List the samplers that get_meta may name, with their options."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tq_service.cli.addresses import TIMEOUT_HELP, Address, open_client
+from tq_service.cli.addresses import Address, Timeout, open_client
 from tq_service.cli.options import with_client_options
 from tq_service.cli.output import console, print_json
 
@@ -28,7 +28,7 @@ def command(
         typer.Option(metavar="SECONDS", min=0.1, help="Show it again every so many seconds.", show_default=False),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; with --watch one line each time.")] = False,
-    timeout: Annotated[float, typer.Option(min=0.1, help=TIMEOUT_HELP)] = 5.0,
+    timeout: Timeout = 5.0,
     **credentials: Any,
 ) -> None:
     """Show partitions, their fields, and how far each task has come."""

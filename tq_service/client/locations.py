@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.v1 import metadata_pb2 as pb
+from tq_service.wire.index_ranges import expand_runs
 from tq_service.wire.metadata import decode_integers
 
 Indexes = NDArray[np.int64]
@@ -73,9 +74,7 @@ class FieldRuns:
 
     def expand(self) -> tuple[Indexes, Indexes]:
         """Return the cells one by one: the put `(n,)` and the row in it `(n,)`."""
-        starts = np.cumsum(self.row_counts) - self.row_counts
-        rows = np.repeat(self.first_rows - starts, self.row_counts) + np.arange(self.row_count)
-        return np.repeat(self.put_indexes, self.row_counts), rows
+        return np.repeat(self.put_indexes, self.row_counts), expand_runs(self.first_rows, self.row_counts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

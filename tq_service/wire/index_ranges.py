@@ -56,5 +56,10 @@ def read_indexes(message: pb.BatchMeta) -> Indexes:
         raise InvalidArgumentError(
             f"index_ranges names more than {_MOST_INDEXES} samples; ask for fewer", field="index_ranges"
         )
+    return expand_runs(firsts, counts)
+
+
+def expand_runs(firsts: Indexes, counts: Indexes) -> Indexes:
+    """Return the numbers in runs of neighbours: of each run the first, and how many there are."""
     starts = np.cumsum(counts) - counts
     return np.repeat(firsts - starts, counts) + np.arange(int(counts.sum()), dtype=np.int64)
