@@ -18,7 +18,7 @@ import grpc
 
 from tq_service.dataplane._async.grpc_driver import AsyncGrpcDriver
 from tq_service.dataplane._async.kinds import AsyncDriver, async_driver
-from tq_service.errors import PermissionDeniedError, TqError, UnauthenticatedError, UnavailableError
+from tq_service.errors import PermissionDeniedError, PutNotFoundError, TqError, UnauthenticatedError, UnavailableError
 from tq_service.server.known_puts import KnownPuts, encode_cells
 from tq_service.server.outages import PeerOutage
 from tq_service.server.peer import Peer
@@ -115,6 +115,8 @@ class RemoteStorage:
         self._to_confirm: dict[bytes, None] = {}
         self._to_free: list[PutCells] = []
         self._leaving: set[bytes] = set()  # puts that are to be freed whole
+        # Puts whose free was sent more than once: the last one may have dropped what was stored under the same id since.
+        self._freed_again: set[bytes] = set()
         self._delivering: asyncio.Task[None] | None = None
         self._is_closed = False
         self.on_heartbeat(registration)
@@ -153,6 +155,8 @@ class RemoteStorage:
             raise UnavailableError(
                 f"put {put_id.hex()} is being given back to storage service {self.storage_id!r}; put it again"
             )
+        if put_id in self._freed_again:
+            raise PutNotFoundError(f"put {put_id.hex()} was freed; put the data again under another put_id")
         return self._receipts.open(receipt, put_id, partition_id)
 
     def check_held(self, put_id: bytes, partition_id: str) -> None:
@@ -248,6 +252,7 @@ class RemoteStorage:
             except (grpc.aio.AioRpcError, TqError) as error:
                 self._outage.lasts("cannot be told to confirm puts and free cells", error)
                 self._peer.follow_files()
+                self._freed_again.update(each.put_id for each in self._to_free[:_MOST_A_CALL] if each.is_whole)
                 await asyncio.sleep(delay)  # it may come back in the same boot; in another there is nothing to do
                 delay = min(2 * delay, _LAST_RETRY_SECONDS)
                 continue
