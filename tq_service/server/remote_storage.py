@@ -115,7 +115,7 @@ class RemoteStorage:
         self._to_confirm: dict[bytes, None] = {}
         self._to_free: list[PutCells] = []
         self._leaving: set[bytes] = set()  # puts that are to be freed whole
-        # Puts whose free was sent more than once: the last one may have dropped what was stored under the same id since.
+        # Puts whose free was sent again: that may have dropped what was stored under the same id since.
         self._freed_again: set[bytes] = set()
         self._delivering: asyncio.Task[None] | None = None
         self._is_closed = False
