@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, TypeVar, get_type_hints
 
 import grpc
@@ -51,121 +52,110 @@ def _once(
     answer: type = get_type_hints(change)["return"]
 
     async def method(self: ControllerServicer, request: Request, context: Context) -> Answer:
-        return self._catalog.run_once(request.request_id, lambda: change(self, request), answer)
+        return self.catalog.run_once(request.request_id, lambda: change(self, request), answer)
 
     return method
 
 
+@dataclass(eq=False, kw_only=True)
 class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
     """Implements `ControllerService`; what each method changes and answers stands in its proto."""
 
-    def __init__(
-        self,
-        *,
-        catalog: Catalog,
-        commits: Commits,
-        registry: SamplerRegistry,
-        runner: PlanRunner,
-        storages: StorageRegistry,
-        max_wait_cap_seconds: float,
-        waiting: WaitingCalls,
-        checkpoints: Checkpoints,
-    ) -> None:
-        self._catalog = catalog
-        self._commits = commits
-        self._registry = registry
-        self._runner = runner
-        self._storages = storages
-        self._max_wait_cap_seconds = max_wait_cap_seconds
-        self._waiting = waiting
-        self._checkpoints = checkpoints
+    catalog: Catalog
+    commits: Commits
+    registry: SamplerRegistry
+    runner: PlanRunner
+    storages: StorageRegistry
+    max_wait_cap_seconds: float
+    waiting: WaitingCalls
+    checkpoints: Checkpoints
 
     # Partitions
 
     @_once
     def CreatePartition(self, request: pb.CreatePartitionRequest) -> pb.CreatePartitionResponse:
-        partition = self._catalog.create(request.partition_id, from_proto.partition_settings(request))
+        partition = self.catalog.create(request.partition_id, from_proto.partition_settings(request))
         return pb.CreatePartitionResponse(incarnation=partition.incarnation)
 
     @_once
     def SealPartition(self, request: pb.SealPartitionRequest) -> pb.SealPartitionResponse:
-        partition = self._catalog.get(request.partition_id, request.incarnation)
-        self._catalog.commit(PartitionSealed(partition_id=partition.partition_id))
+        partition = self.catalog.get(request.partition_id, request.incarnation)
+        self.catalog.commit(PartitionSealed(partition_id=partition.partition_id))
         return pb.SealPartitionResponse(inserted_count=partition.inserted_count)
 
     @_once
     def ClearPartition(self, request: pb.ClearPartitionRequest) -> pb.ClearPartitionResponse:
-        count = self._catalog.remove(request.partition_id, request.incarnation)
+        count = self.catalog.remove(request.partition_id, request.incarnation)
         return pb.ClearPartitionResponse(cleared_count=count)
 
     async def ListPartitions(self, request: pb.ListPartitionsRequest, context: Context) -> pb.ListPartitionsResponse:
-        names = sorted(name for name in self._catalog.names() if name.startswith(request.prefix))
-        return pb.ListPartitionsResponse(partitions=[to_proto.summary(self._catalog.get(name)) for name in names])
+        names = sorted(name for name in self.catalog.names() if name.startswith(request.prefix))
+        return pb.ListPartitionsResponse(partitions=[to_proto.summary(self.catalog.get(name)) for name in names])
 
     async def DescribePartition(
         self, request: pb.DescribePartitionRequest, context: Context
     ) -> pb.DescribePartitionResponse:
-        return to_proto.description(self._catalog, self._catalog.get(request.partition_id))
+        return to_proto.description(self.catalog, self.catalog.get(request.partition_id))
 
     # Samples
 
     async def Insert(self, request: pb.InsertRequest, context: Context) -> pb.InsertResponse:
-        return await self._commits.insert(request, context)
+        return await self.commits.insert(request, context)
 
     async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:
-        return await self._commits.commit(request, context)
+        return await self.commits.commit(request, context)
 
     @_once
     def SetCustomMeta(self, request: pb.SetCustomMetaRequest) -> pb.SetCustomMetaResponse:
-        partition = self._catalog.get(request.partition_id, request.incarnation)
+        partition = self.catalog.get(request.partition_id, request.incarnation)
         indexes = decode_integers(request.global_indexes)
         columns = decode_meta_columns(request.custom_meta, indexes.size)
-        self._catalog.limits.check_meta(partition, columns)
+        self.catalog.limits.check_meta(partition, columns)
         change = MetaSet(partition_id=partition.partition_id, global_indexes=indexes, columns=columns)
-        self._catalog.commit(change)
+        self.catalog.commit(change)
         return pb.SetCustomMetaResponse()
 
     @_once
     def CloseGroups(self, request: pb.CloseGroupsRequest) -> pb.CloseGroupsResponse:
-        partition = self._catalog.get(request.partition_id, request.incarnation)
-        self._catalog.commit(GroupsClosed(partition_id=partition.partition_id, names=list(request.groups)))
+        partition = self.catalog.get(request.partition_id, request.incarnation)
+        self.catalog.commit(GroupsClosed(partition_id=partition.partition_id, names=list(request.groups)))
         return pb.CloseGroupsResponse()
 
     async def ClearSamples(self, request: pb.ClearSamplesRequest, context: Context) -> pb.ClearSamplesResponse:
         def clear(partition: Partition, start: int) -> int:
             indexes = _indexes_to_clear(partition, listed, request.keys, start)
             change = SamplesCleared(partition_id=partition.partition_id, global_indexes=indexes)
-            return self._catalog.commit(change) or 0
+            return self.catalog.commit(change) or 0
 
         def change() -> pb.ClearSamplesResponse:
-            partition = self._catalog.get(request.partition_id, request.incarnation)
+            partition = self.catalog.get(request.partition_id, request.incarnation)
             return pb.ClearSamplesResponse(cleared_count=cleared_count + clear(partition, last))
 
         listed = decode_integers(request.global_indexes)
         cleared_count, last = 0, _last_part(listed.size + len(request.keys))
-        if last and self._catalog.recorded(request.request_id, pb.ClearSamplesResponse) is None:
+        if last and self.catalog.recorded(request.request_id, pb.ClearSamplesResponse) is None:
             from_proto.check_request_id(request.request_id, "request_id")
-            partition = self._catalog.get(request.partition_id, request.incarnation)
+            partition = self.catalog.get(request.partition_id, request.incarnation)
             request.incarnation = partition.incarnation  # what comes under the name meanwhile is another
             for start in range(0, last, _CLEARED_AT_ONCE):
-                partition = self._catalog.get(request.partition_id, request.incarnation)
+                partition = self.catalog.get(request.partition_id, request.incarnation)
                 cleared_count += clear(partition, start)
                 await asyncio.sleep(0)
-        return self._catalog.run_once(request.request_id, change, pb.ClearSamplesResponse)
+        return self.catalog.run_once(request.request_id, change, pb.ClearSamplesResponse)
 
     # Finding samples and cells
 
     async def LookupSamples(self, request: pb.LookupSamplesRequest, context: Context) -> pb.LookupSamplesResponse:
-        partition, page = pages.find_page(self._catalog, request)
+        partition, page = pages.find_page(self.catalog, request)
         fields = list(partition.cells.fields)
         return pb.LookupSamplesResponse(
-            meta=to_proto.samples_meta(partition, page.rows, fields, self._storages.endpoints),
+            meta=to_proto.samples_meta(partition, page.rows, fields, self.storages.endpoints),
             missing_keys=page.missing_keys,
             next_page_token=pages.token_of(partition, page),
         )
 
     async def Locate(self, request: pb.LocateRequest, context: Context) -> pb.LocateResponse:
-        partition = self._catalog.get(request.partition_id, request.incarnation)
+        partition = self.catalog.get(request.partition_id, request.incarnation)
         names = list(request.data_fields) or list(partition.cells.fields)
         _check_fields(partition, names)
         rows = _rows_to_locate(partition, request)
@@ -174,7 +164,7 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
         found[found] = partition.cells.produced(names, positions[found])
         if not found.all() and not request.skip_missing:
             raise _missing_cell(partition, names, rows[~found])
-        meta = to_proto.located_meta(partition, positions[found], names, self._storages.endpoints)
+        meta = to_proto.located_meta(partition, positions[found], names, self.storages.endpoints)
         return pb.LocateResponse(meta=meta)
 
     # Tasks
@@ -182,21 +172,21 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
     async def GetMeta(self, request: pb.GetMetaRequest, context: Context) -> pb.GetMetaResponse:
         if request.max_wait_seconds <= 0:
             return await self._claim(request, context)
-        with self._waiting.one(context):  # before all that costs, so that one too many costs little
+        with self.waiting.one(context):  # before all that costs, so that one too many costs little
             return await self._claim(request, context)
 
     async def _claim(self, request: pb.GetMetaRequest, context: Context) -> pb.GetMetaResponse:
         spec = from_proto.claim_spec(request)
-        sampler = await self._registry.resolve_json(spec.batch_spec.sampler, spec.batch_spec.sampler_config)
+        sampler = await self.registry.resolve_json(spec.batch_spec.sampler, spec.batch_spec.sampler_config)
         claim = from_proto.claim_request(request, spec, sampler)
-        self._runner.check(sampler, spec.plan_request)
-        seconds = from_proto.max_wait(request, self._max_wait_cap_seconds)
+        self.runner.check(sampler, spec.plan_request)
+        seconds = from_proto.max_wait(request, self.max_wait_cap_seconds)
         remaining = context.time_remaining()
         if remaining is not None and remaining <= 0:  # no client would get what is delivered now
             raise DeadlineError("the call's deadline had passed when it arrived")
-        claimed = await self._catalog.claim(request.partition_id, request.incarnation, claim, seconds)
+        claimed = await self.catalog.claim(request.partition_id, request.incarnation, claim, seconds)
         meta = to_proto.claim_meta(
-            request.partition_id, claimed, claim.task_name, spec.data_fields, self._storages.endpoints,
+            request.partition_id, claimed, claim.task_name, spec.data_fields, self.storages.endpoints,
             now=asyncio.get_running_loop().time(),
         )  # fmt: skip
         if claimed.partition is not None and isinstance(claimed.answer, QueueClaim):
@@ -210,7 +200,7 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
         def when_done(done: Context) -> None:
             partition = asked()
             if done.cancelled() and partition is not None:
-                self._catalog.retract(partition, task_name, request_id)
+                self.catalog.retract(partition, task_name, request_id)
 
         context.add_done_callback(when_done)  # type: ignore[arg-type]  # typed as a class, called as a function
 
@@ -218,51 +208,51 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
     def ReleaseClaim(self, request: pb.ReleaseClaimRequest) -> pb.ReleaseClaimResponse:
         from_proto.check_request_id(request.claim_request_id, "claim_request_id")
         check_name("task_name", request.task_name)
-        if request.partition_id not in self._catalog.names():  # the claim went with its partition
+        if request.partition_id not in self.catalog.names():  # the claim went with its partition
             return pb.ReleaseClaimResponse()
-        partition = self._catalog.get(request.partition_id)
-        self._catalog.task(partition, request.task_name)
+        partition = self.catalog.get(request.partition_id)
+        self.catalog.task(partition, request.task_name)
         change = ClaimReleased(
             partition_id=request.partition_id,
             task_name=request.task_name,
             request_id=request.claim_request_id,
             global_indexes=_named_indexes(request),
         )
-        return pb.ReleaseClaimResponse(released_count=self._catalog.commit(change) or 0)
+        return pb.ReleaseClaimResponse(released_count=self.catalog.commit(change) or 0)
 
     @_once
     def AckClaim(self, request: pb.AckClaimRequest) -> pb.AckClaimResponse:
         from_proto.check_request_id(request.claim_request_id, "claim_request_id")
-        self._catalog.get(request.partition_id, request.incarnation)
+        self.catalog.get(request.partition_id, request.incarnation)
         change = ClaimAcked(
             partition_id=request.partition_id,
             task_name=request.task_name,
             request_id=request.claim_request_id,
             global_indexes=_named_indexes(request),
         )
-        return pb.AckClaimResponse(acked_count=self._catalog.commit(change) or 0)
+        return pb.AckClaimResponse(acked_count=self.catalog.commit(change) or 0)
 
     @_once
     def ExtendClaim(self, request: pb.ExtendClaimRequest) -> pb.ExtendClaimResponse:
         from_proto.check_request_id(request.claim_request_id, "claim_request_id")
         seconds = from_proto.lease_seconds(request.lease_seconds)
-        self._catalog.get(request.partition_id, request.incarnation)
+        self.catalog.get(request.partition_id, request.incarnation)
         change = ClaimExtended(
             partition_id=request.partition_id,
             task_name=request.task_name,
             request_id=request.claim_request_id,
             lease_seconds=seconds,
         )
-        return pb.ExtendClaimResponse(leased_count=self._catalog.commit(change))
+        return pb.ExtendClaimResponse(leased_count=self.catalog.commit(change))
 
     async def CheckConsumption(
         self, request: pb.CheckConsumptionRequest, context: Context
     ) -> pb.CheckConsumptionResponse:
-        partition = self._catalog.get(request.partition_id)
+        partition = self.catalog.get(request.partition_id)
         return to_proto.consumption(partition, partition.known_task(request.task_name))
 
     async def CheckProduction(self, request: pb.CheckProductionRequest, context: Context) -> pb.CheckProductionResponse:
-        partition = self._catalog.get(request.partition_id)
+        partition = self.catalog.get(request.partition_id)
         if not request.data_fields:
             raise InvalidArgumentError("data_fields is empty; name at least one field", field="data_fields")
         _check_fields(partition, list(request.data_fields))
@@ -276,34 +266,34 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
             keep_consumed=request.keep_consumed,
             epoch=request.epoch,
         )
-        return pb.ResetConsumptionResponse(epoch=self._catalog.commit(change))
+        return pb.ResetConsumptionResponse(epoch=self.catalog.commit(change))
 
     async def ListSamplers(self, request: pb.ListSamplersRequest, context: Context) -> pb.ListSamplersResponse:
         return pb.ListSamplersResponse(
             samplers=[
                 pb.SamplerDescription(name=info.name, summary=info.summary, options=info.options)
-                for info in self._registry.describe()
+                for info in self.registry.describe()
             ]
         )
 
     # Checkpoints
 
     async def Checkpoint(self, request: pb.CheckpointRequest, context: Context) -> pb.CheckpointResponse:
-        return await self._checkpoints.write(request.name)
+        return await self.checkpoints.write(request.name)
 
     async def Restore(self, request: pb.RestoreRequest, context: Context) -> pb.RestoreResponse:
         from_proto.check_request_id(request.request_id, "request_id")
-        return await self._checkpoints.restore(request.request_id, request.name)
+        return await self.checkpoints.restore(request.request_id, request.name)
 
     # Storage services
 
     async def PlacePut(self, request: pb.PlacePutRequest, context: Context) -> pb.PlacePutResponse:
         from_proto.check_range("size_bytes", request.size_bytes, 0)
-        grant = self._storages.place(request.size_bytes)
+        grant = self.storages.place(request.size_bytes)
         return pb.PlacePutResponse(
             storages=[each.endpoint for each in grant.storages],
-            embedded=grant.storages[0] is self._storages.embedded,
-            controller_id=self._storages.controller_id,
+            embedded=grant.storages[0] is self.storages.embedded,
+            controller_id=self.storages.controller_id,
             grant_seconds=grant.seconds,
             grant_bytes=grant.max_bytes,
             max_granted_put_bytes=grant.max_put_bytes,
@@ -329,17 +319,17 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
                 "in the next call",
                 field="overdue_put_ids",
             )
-        is_known = request.controller_id == self._storages.controller_id  # else it speaks of another one's puts
+        is_known = request.controller_id == self.storages.controller_id  # else it speaks of another one's puts
         registration = Registration(
             endpoint=storage,
             run_id=request.run_id,
             capacity=Capacity(max_bytes=request.max_bytes or None, used_bytes=request.used_bytes),
             receipts_from=request.receipts_from if is_known else 0,
         )
-        answer = self._storages.on_heartbeat(registration, request.overdue_put_ids if is_known else ())
+        answer = self.storages.on_heartbeat(registration, request.overdue_put_ids if is_known else ())
         return pb.RegisterStorageResponse(
-            heartbeat_seconds=self._storages.heartbeat_seconds,
-            controller_id=self._storages.controller_id,
+            heartbeat_seconds=self.storages.heartbeat_seconds,
+            controller_id=self.storages.controller_id,
             receipt_key=answer.receipt_key,
             unknown_put_ids=answer.unknown,
             undecided_put_ids=answer.undecided,

@@ -11,7 +11,7 @@ from tq_service.client._sync.base import Base
 from tq_service.client.batch_meta import BatchMeta, check_is_batch
 from tq_service.client.concurrency import gather, sleep
 from tq_service.client.locations import StorageRef
-from tq_service.client.pages import NAMED_AT_ONCE, joined, located_in_parts
+from tq_service.client.pages import joined, located_in_parts
 from tq_service.client.reads import (
     StorageRead,
     empty_columns,
@@ -105,9 +105,6 @@ class FetchCalls(Base):
                 stale, located = located, self._locate(request, deadline)
 
     def _locate(self, request: pb.LocateRequest, deadline: Deadline) -> BatchMeta:
-        if len(request.keys) <= NAMED_AT_ONCE and len(request.global_indexes) <= NAMED_AT_ONCE:
-            answer = self._calls.unary(lambda to: to.controller.Locate, request, deadline)
-            return BatchMeta.from_proto(answer.meta)
         parts: list[BatchMeta] = []
         for part in located_in_parts(request):
             answer = self._calls.unary(lambda to: to.controller.Locate, part, deadline)
