@@ -127,11 +127,6 @@ class PooledStore(LocalStore, Generic[BackingT]):
         """Hold a backing that no put uses for the next one."""
         self._pool.setdefault(capacity, []).append(backing)
         self.pooled_bytes += capacity
-        self._raise_mark()
-
-    def _raise_mark(self) -> None:
-        """Let what is used and pooled stay."""
-        self._high_water_bytes = max(self._high_water_bytes, self.used_bytes + self.pooled_bytes)
 
     def free(self, blob: Blob) -> None:
         if isinstance(blob, LocalBlob):
@@ -141,8 +136,7 @@ class PooledStore(LocalStore, Generic[BackingT]):
             if blob.is_damaged:
                 self._drop(blob.backing)
             else:
-                self.pooled_bytes += blob.capacity
-                self._pool.setdefault(blob.capacity, []).append(blob.backing)
+                self.recycle(blob.backing, blob.capacity)
                 self._shrink()
         self.on_freed(blob.charge)
 

@@ -13,7 +13,6 @@ import mmap
 import os
 import re
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -33,7 +32,6 @@ MIN_FREE_BYTES: Final = 256 << 20
 
 _READ_BYTES: Final = 4 << 20
 _COPY_BYTES: Final = 1 << 20
-_FREE_KNOWN_SECONDS: Final = 0.05
 _NAME: Final = re.compile(r"(?:\d{8}|[1-9]\d{8,})\.seg")
 # The system takes about 0.1 ms a MiB to drop a file: too long for the event loop.
 _BACKGROUND: Final = ThreadPoolExecutor(1, thread_name_prefix="tq-segment-drop")
@@ -91,11 +89,20 @@ class Segment:
         Raises:
             OSError: they cannot be read, or the file is shorter.
         """
+        digest = xxhash.xxh3_64()
+        buffer = memoryview(bytearray(min(size, _READ_BYTES)))
+        at = 0
         fd = self.open()
         try:
-            return _checksum(fd, size)
+            while at < size:
+                count = os.preadv(fd, [buffer[: min(size - at, _READ_BYTES)]], at)
+                if not count:
+                    raise OSError(errno.EIO, f"the file ends after {at} bytes, {size} were written")
+                digest.update(buffer[:count])
+                at += count
         finally:
             os.close(fd)
+        return digest.intdigest()
 
     def sync(self) -> None:
         """Wait until what was written is on the disk, the name of the file included."""
@@ -145,8 +152,6 @@ class SegmentBlobs(PooledStore[Segment], DurableBlobStore):
         self._min_free_bytes = min_free_bytes
         self._last_number = 0
         self._numbering = threading.Lock()
-        self._free_bytes = 0
-        self._free_known_until = float("-inf")
         self._executor = ThreadPoolExecutor(_THREAD_COUNT, thread_name_prefix="tq-segment")
 
     async def allocate(self, size: int) -> Blob:
@@ -155,7 +160,9 @@ class SegmentBlobs(PooledStore[Segment], DurableBlobStore):
                 self._check_capacity(size)
                 return self.allocate_now(size)
             capacity = size_class(size)
-            return self._use(self._recycled(capacity) or await self._create_in_thread(capacity), size, capacity)
+            while (segment := self._recycled(capacity)) is None:
+                await self._create(capacity)
+            return self._use(segment, size, capacity)
         except OSError as error:
             if is_temporary(error):
                 raise UnavailableError(f"a put of {size} bytes cannot be kept now: {error}; try again") from error
@@ -165,30 +172,21 @@ class SegmentBlobs(PooledStore[Segment], DurableBlobStore):
                 retry_after_seconds=RETRY_AFTER_SECONDS,
             ) from error
 
-    async def _create_in_thread(self, capacity: int) -> Segment:
-        """Return a new segment; on a full disk those that are held for reuse are removed first."""
+    async def _create(self, capacity: int) -> None:
+        """Have one more segment for reuse; on a full disk all others that are held for reuse are removed first."""
         try:
-            return await self._create_shielded(capacity)
+            await self._run(self._make, capacity, then=self._recycle_new)
         except OSError as error:
-            unused = [] if is_temporary(error) else [segment for pooled in self._pool.values() for segment in pooled]
-            if not unused:
+            unused = [segment for pooled in self._pool.values() for segment in pooled]
+            if is_temporary(error) or not unused:
                 raise
             self._pool.clear()
             self.pooled_bytes = 0
             await self._run(_remove_all, unused)
-            return await self._create_shielded(capacity)
+            await self._run(self._make, capacity, then=self._recycle_new)
 
-    async def _create_shielded(self, capacity: int) -> Segment:
-        created = self._run(self._make, capacity)
-        try:
-            return await asyncio.shield(created)
-        except asyncio.CancelledError:
-            created.add_done_callback(self._recycle_unused)
-            raise
-
-    def _recycle_unused(self, created: asyncio.Future[Segment]) -> None:
-        if created.exception() is None:
-            self.recycle(created.result(), created.result().capacity)
+    def _recycle_new(self, segment: Segment) -> None:
+        self.recycle(segment, segment.capacity)
 
     def _make(self, capacity: int) -> Segment:
         """Make a file of so many bytes; any thread may.
@@ -209,7 +207,6 @@ class SegmentBlobs(PooledStore[Segment], DurableBlobStore):
             raise
         finally:
             os.close(fd)
-        self._free_known_until = float("-inf")
         return Segment(self._directory, number, capacity)
 
     def _wrap(self, backing: Segment, size: int, capacity: int) -> SegmentBlob:
@@ -230,15 +227,12 @@ class SegmentBlobs(PooledStore[Segment], DurableBlobStore):
         Raises:
             OSError: it has not.
         """
-        now = time.monotonic()
-        if now >= self._free_known_until:
-            stat = os.statvfs(self._directory)
-            self._free_bytes = stat.f_bavail * stat.f_frsize
-            self._free_known_until = now + _FREE_KNOWN_SECONDS
-        if self._free_bytes - size < self._min_free_bytes:
+        stat = os.statvfs(self._directory)
+        free_bytes = stat.f_bavail * stat.f_frsize
+        if free_bytes - size < self._min_free_bytes:
             raise OSError(
                 errno.ENOSPC,
-                f"the disk of {self._directory} has {self._free_bytes} bytes free; {self._min_free_bytes} stay so",
+                f"the disk of {self._directory} has {free_bytes} bytes free; {self._min_free_bytes} stay so",
             )
 
     # What outlives the process
@@ -255,12 +249,12 @@ class SegmentBlobs(PooledStore[Segment], DurableBlobStore):
         if source is None and sync is None:
             return None
         pinned = [blob] if source is None else [blob, source[1]]
-        return await asyncio.shield(self._run(_flush, blob.view(), source, sync, pinned=pinned))
+        return await self._run(_flush, blob.view(), source, sync, pinned=pinned)
 
     async def checksum(self, blob: Blob) -> int:
         if not isinstance(blob, SegmentBlob):
             raise TypeError("only blobs in segments have a checksum")
-        checksum = await asyncio.shield(self._run(blob.backing.checksum, blob.size, pinned=[blob]))
+        checksum = await self._run(blob.backing.checksum, blob.size, pinned=[blob])
         blob.memory()
         return checksum
 
@@ -286,22 +280,36 @@ class SegmentBlobs(PooledStore[Segment], DurableBlobStore):
                 self.recycle(segment, segment.capacity)
             else:  # the process ended before it was made as large as it was to be
                 self._drop(segment)
-        self._raise_mark()
+        self._high_water_bytes = self.used_bytes + self.pooled_bytes
         return recovered
 
-    def _run(self, work: Callable[..., T], *args: object, pinned: Sequence[Blob] = ()) -> asyncio.Future[T]:
-        """Do something in a thread, which cannot be cancelled; blobs that it works on stay until it is done."""
-        future = asyncio.get_running_loop().run_in_executor(self._executor, work, *args)
+    async def _run(
+        self,
+        work: Callable[..., T],
+        *args: object,
+        pinned: Sequence[Blob] = (),
+        then: Callable[[T], None] | None = None,
+    ) -> T:
+        """Return what a thread returns; it goes on where whoever waits is cancelled.
+
+        Args:
+            work: what it does.
+            args: what with.
+            pinned: blobs that it works on, which stay until it is done.
+            then: called with what it returns, in the event loop, even if nobody waits any more.
+        """
+
+        def end(done: asyncio.Future[T]) -> None:
+            if done.exception() is None and then is not None:
+                then(done.result())
+            for blob in pinned:
+                blob.unpin()
+
         for blob in pinned:
             blob.pin()
-        future.add_done_callback(lambda done: _end(done, pinned))
-        return future
-
-
-def _end(done: asyncio.Future[T], pinned: Sequence[Blob]) -> None:
-    done.exception()  # where nobody waits any more, nobody is to be told of it
-    for blob in pinned:
-        blob.unpin()
+        future = asyncio.get_running_loop().run_in_executor(self._executor, work, *args)
+        future.add_done_callback(end)
+        return await asyncio.shield(future)
 
 
 def _flush(view: memoryview, source: CopySource | None, sync: Callable[[], None] | None) -> int | None:
@@ -341,16 +349,3 @@ def sync_directory(directory: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _checksum(fd: int, size: int) -> int:
-    digest = xxhash.xxh3_64()
-    buffer = memoryview(bytearray(min(size, _READ_BYTES)))
-    at = 0
-    while at < size:
-        count = os.preadv(fd, [buffer[: min(size - at, _READ_BYTES)]], at)
-        if not count:
-            raise OSError(errno.EIO, f"the file ends after {at} bytes, {size} were written")
-        digest.update(buffer[:count])
-        at += count
-    return digest.intdigest()
