@@ -166,7 +166,7 @@ def _open_blobs(settings: ServeSettings, store: StateStore | None) -> BlobStore:
     name = settings.blob_store if settings.blob_store != "auto" else ("memory" if store is None else "segments")
     if name not in BLOB_STORES:
         raise InvalidArgumentError(
-            f"blob_store is {name!r}; expected one of {', '.join(BLOB_STORES)}", field="blob_store"
+            f"blob_store is {name!r}; expected one of auto, {', '.join(BLOB_STORES)}", field="blob_store"
         )
     blobs = BLOB_STORES[name](settings, store)
     if isinstance(blobs, DurableBlobStore) != (store is not None):

@@ -14,7 +14,7 @@ from typing import Final
 from tq_service.errors import CallCancelledError, InvalidArgumentError, PutNotFoundError
 from tq_service.schema import FieldSpec
 from tq_service.storage.blobs.base import BlobStore, DurableBlobStore
-from tq_service.storage.blobs.memfd import MemfdBlob, MemfdBlobs
+from tq_service.storage.blobs.memfd import MemfdBlobs
 from tq_service.storage.blobs.memory import MemoryBlobs
 from tq_service.storage.cells import PutCells, ReadRuns
 from tq_service.storage.engine_stat import EngineStat, Reconciled
@@ -191,7 +191,7 @@ class StorageEngine:
                 shared=shared,
                 with_tables=with_tables,
             )
-            if isinstance(blob, MemfdBlob) and self._journal is not None:
+            if shared and self._journal is not None:
                 blob.copy = await self._store.allocate(tables + values_size(headers, shared=False))
                 blob.copy.charge = 0
         except BaseException:

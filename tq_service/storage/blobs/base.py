@@ -9,7 +9,7 @@ What a store can do beyond that, it says:
   turn of the event loop; all others through `write` and `read`.
 - `partial_free`: a blob can be replaced by a smaller one at once (`allocate_now`), so that puts with dead cells are
   compacted. Without it a put is freed when its last cell is.
-- `adopt`: it takes shared memory that a client has made, instead of being written.
+- `adopts`: its blobs take shared memory that a client has made (`Blob.adopt`), instead of being written.
 - `DurableBlobStore`: its blobs outlive the process.
 """
 
@@ -34,19 +34,21 @@ class Blob:
         size: bytes allocated.
         charge: bytes of the quota that it takes until it is freed; its owner may change them.
         is_damaged: whether what is behind it is not to be used again.
-        fds: file descriptors of its memory, where that can be shared.
+        fds: file descriptors of its memory, where that is shared.
+        segment_bytes: size of what is behind each of them but the last.
         copy: what outlives the process in its place, freed with it.
     """
 
-    __slots__ = ("_is_released", "_pin_count", "charge", "is_damaged", "size", "store")
+    __slots__ = ("_is_released", "_pin_count", "charge", "copy", "is_damaged", "size", "store")
 
     fds: Sequence[int] = ()
-    copy: Blob | None = None
+    segment_bytes = 0
 
     def __init__(self, store: BlobStore, size: int) -> None:
         self.store = store
         self.size = size
         self.charge = size
+        self.copy: Blob | None = None
         self.is_damaged = False
         self._pin_count = 0
         self._is_released = False
@@ -62,6 +64,15 @@ class Blob:
     def read_into(self, target: memoryview, start: int) -> None:
         """Copy bytes from `start` on until `target` is full; any thread may while it is pinned; as `view`."""
         target[:] = self.view()[start : start + len(target)]
+
+    def adopt(self, fds: Sequence[int]) -> None:
+        """Take over file descriptors of its memory, whatever comes of it; only where its store `adopts`.
+
+        Raises:
+            InvalidArgumentError: they are not sealed memory of the sizes announced.
+            OSError: the system refuses the mapping.
+        """
+        raise TypeError(f"{type(self.store).__name__} takes no shared memory")
 
     def pin(self) -> None:
         """Keep its bytes for a reader, even if it is released."""
@@ -95,6 +106,7 @@ class BlobStore(ABC):
 
     local_view: ClassVar[bool] = False
     partial_free: ClassVar[bool] = False
+    adopts: ClassVar[bool] = False
 
     on_freed: Callable[[int], None] = staticmethod(lambda _: None)
     pooled_bytes = 0

@@ -28,12 +28,11 @@ class MemfdBlob(LocalBlob):
         segment_bytes: size of each of its memfds but the last.
     """
 
-    __slots__ = ("copy", "fds", "segment_bytes")
+    __slots__ = ("fds", "segment_bytes")
 
     def __init__(self, store: MemfdBlobs, size: int) -> None:
         self.fds: list[int] = []
         super().__init__(store, size, mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-        self.copy: Blob | None = None
         self.segment_bytes = shared_memory.segment_bytes(size)
 
     @property
@@ -42,12 +41,7 @@ class MemfdBlob(LocalBlob):
         return len(shared_memory.segment_sizes(self.size))
 
     def adopt(self, fds: Sequence[int]) -> None:
-        """Take over file descriptors, whatever comes of it.
-
-        Raises:
-            InvalidArgumentError: they are not sealed memory of the sizes announced.
-            OSError: the system refuses the mapping.
-        """
+        """Map file descriptors, see `Blob.adopt`."""
         sizes = shared_memory.segment_sizes(self.size)
         try:
             if len(fds) != len(sizes):
@@ -99,6 +93,7 @@ class MemfdBlobs(LocalStore):
         memory_count: number of their memfds.
     """
 
+    adopts = True
     memory_count = 0
 
     async def allocate(self, size: int) -> MemfdBlob:

@@ -8,7 +8,6 @@ from enum import Enum, auto
 from xxhash import xxh3_64
 
 from tq_service.errors import CallCancelledError, InvalidArgumentError
-from tq_service.storage.blobs.memfd import MemfdBlob
 from tq_service.storage.index.stored_put import StoredPut
 from tq_service.wire.shared_memory import close_all
 
@@ -137,7 +136,7 @@ class PendingPut:
     @property
     def is_shared(self) -> bool:
         """Whether its bytes are to come as shared memory."""
-        return self._stored is not None and isinstance(self._stored.values, MemfdBlob)
+        return self._stored is not None and self._stored.values.store.adopts
 
     def adopt(self, fds: Sequence[int]) -> None:
         """Take all bytes at once, as file descriptors of shared memory, which are closed when they are not needed.
@@ -147,14 +146,13 @@ class PendingPut:
             CallCancelledError: a retry took over.
             OSError: the system refuses to map them.
         """
-        blob = None if self._stored is None else self._stored.values
-        if self._stage is not _Stage.OPEN or not isinstance(blob, MemfdBlob):
+        if self._stored is None or not self.is_shared:
             close_all(fds)
             self.check_open()
             raise InvalidArgumentError(
                 "shared memory came for a put whose bytes are to come in frames", field="send_fds"
             )
-        blob.adopt(fds)
+        self._stored.values.adopt(fds)
         self._filled = self._size
 
     def whole(self) -> StoredPut | None:

@@ -8,7 +8,6 @@ from typing import Final
 
 import numpy as np
 
-from tq_service.storage.blobs.memfd import MemfdBlob
 from tq_service.storage.cells import Rows, expand_runs
 from tq_service.storage.index.reading import Reading
 
@@ -72,8 +71,8 @@ def _shared_slices(
     """Return the slices of a column in memfds, which are added to `fds`; nothing where one is not in shared memory."""
     puts, starts, sizes = slices
     distinct, put_of = np.unique(puts, return_inverse=True)
-    blobs = [blob for put in distinct.tolist() if isinstance(blob := reading.blob(put), MemfdBlob)]
-    if len(blobs) < len(distinct):
+    blobs = [reading.blob(put) for put in distinct.tolist()]
+    if not all(blob.fds for blob in blobs):
         return []
     segment_bytes = np.array([blob.segment_bytes for blob in blobs], np.int64)[put_of]
     first_segments = starts // segment_bytes
