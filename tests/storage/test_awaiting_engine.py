@@ -122,7 +122,7 @@ async def test_a_put_that_is_not_confirmed_expires(engine, store, clock):
     await store.idle()
     assert len(store.values) == 1
     with pytest.raises(PutNotFoundError, match="put it again"):
-        engine.confirm(put_id(1), PARTITION)
+        engine.check_complete(put_id(1), PARTITION)
     check(await read(engine, [2], runs(DATA, (0, 0, 5))), range(5))
 
 
