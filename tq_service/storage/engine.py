@@ -576,8 +576,7 @@ class StorageEngine:
         for column in stored.columns.values():
             if column is not None:
                 column.spec = self._specs.setdefault(column.spec, column.spec)
-        with_checksum = self._journal is not None and self._journal.is_numbered(stored.values)
-        pending.begin(stored, with_checksum=with_checksum)
+        pending.begin(stored, with_checksum=stored.values.number != 0)
 
     def _finish(self, pending: PendingPut, stored: StoredPut) -> None:
         del self._pending[pending.put_id]

@@ -44,6 +44,11 @@ class Blob:
     fds: Sequence[int] = ()
     segment_bytes = 0
 
+    @property
+    def number(self) -> int:
+        """What names it after a restart; 0: nothing does."""
+        return 0
+
     def __init__(self, store: BlobStore, size: int) -> None:
         self.store = store
         self.size = size
@@ -154,14 +159,10 @@ class BlobStore(ABC):
 
 
 class DurableBlobStore(BlobStore):
-    """A store whose blobs outlive the process: by their number, or with the record of their put where they are small.
+    """A store whose blobs outlive the process: by their number, or, without one, with the record of their put.
 
     Blobs begin with the tables of their puts, so that one number and one checksum stand for all of a put.
     """
-
-    @abstractmethod
-    def number(self, blob: Blob) -> int:
-        """Return what names a blob after a restart; 0: its bytes are to be written down with the record of its put."""
 
     @abstractmethod
     def inline(self, blob: Blob) -> bytes | bytearray:

@@ -63,14 +63,11 @@ class LocalStore(BlobStore):
 class PooledBlob(LocalBlob, Generic[BackingT]):
     """A blob with a backing that goes back to the pool of its store."""
 
-    __slots__ = ("backing", "capacity")
+    __slots__ = ("backing",)
 
-    def __init__(
-        self, store: BlobStore, size: int, memory: bytes | mmap.mmap, backing: BackingT, capacity: int
-    ) -> None:
+    def __init__(self, store: BlobStore, size: int, memory: bytes | mmap.mmap, backing: BackingT) -> None:
         super().__init__(store, size, memory)
         self.backing = backing
-        self.capacity = capacity
 
 
 class PooledStore(LocalStore, Generic[BackingT]):
@@ -92,7 +89,7 @@ class PooledStore(LocalStore, Generic[BackingT]):
         """Return a new backing."""
 
     @abstractmethod
-    def _wrap(self, backing: BackingT, size: int, capacity: int) -> PooledBlob[BackingT]:
+    def _wrap(self, backing: BackingT, size: int) -> PooledBlob[BackingT]:
         """Return a blob that uses a backing; where that fails, the backing is dropped."""
 
     def _drop(self, backing: BackingT) -> None:
@@ -102,7 +99,7 @@ class PooledStore(LocalStore, Generic[BackingT]):
         if size < SMALL_BYTES:
             return LocalBlob(self, size, bytearray(size))
         capacity = size_class(size)
-        return self._use(self._recycled(capacity) or self._make(capacity), size, capacity)
+        return self._use(self._recycled(capacity) or self._make(capacity), size)
 
     def _recycled(self, capacity: int) -> BackingT | None:
         """Return a backing that is held for reuse, None where there is none of that capacity."""
@@ -115,10 +112,10 @@ class PooledStore(LocalStore, Generic[BackingT]):
             del self._pool[capacity]
         return backing
 
-    def _use(self, backing: BackingT, size: int, capacity: int) -> PooledBlob[BackingT]:
+    def _use(self, backing: BackingT, size: int) -> PooledBlob[BackingT]:
         """Return a blob of a backing that was recycled or made for it."""
-        blob = self._wrap(backing, size, capacity)
-        self.used_bytes += capacity
+        blob = self._wrap(backing, size)
+        self.used_bytes += size_class(size)
         self._high_water_bytes = max(self._high_water_bytes, self.used_bytes)
         self._shrink()
         return blob
@@ -132,11 +129,12 @@ class PooledStore(LocalStore, Generic[BackingT]):
         if isinstance(blob, LocalBlob):
             blob.close()
         if isinstance(blob, PooledBlob):
-            self.used_bytes -= blob.capacity
+            capacity = size_class(blob.size)
+            self.used_bytes -= capacity
             if blob.is_damaged:
                 self._drop(blob.backing)
             else:
-                self.recycle(blob.backing, blob.capacity)
+                self.recycle(blob.backing, capacity)
                 self._shrink()
         self.on_freed(blob.charge)
 
@@ -170,8 +168,8 @@ class MemoryBlobs(PooledStore[mmap.mmap]):
             memory.madvise(mmap.MADV_HUGEPAGE)
         return memory
 
-    def _wrap(self, backing: mmap.mmap, size: int, capacity: int) -> PooledBlob[mmap.mmap]:
-        return PooledBlob(self, size, backing, backing, capacity)
+    def _wrap(self, backing: mmap.mmap, size: int) -> PooledBlob[mmap.mmap]:
+        return PooledBlob(self, size, backing, backing)
 
 
 def no_memory(size: int, error: BaseException) -> QuotaExceededError:

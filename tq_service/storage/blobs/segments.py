@@ -126,6 +126,10 @@ class SegmentBlob(PooledBlob[Segment]):
 
     __slots__ = ()
 
+    @property
+    def number(self) -> int:
+        return self.backing.number
+
     def memory(self) -> bytes | bytearray | mmap.mmap:
         return self.backing.map()
 
@@ -162,7 +166,7 @@ class SegmentBlobs(PooledStore[Segment], DurableBlobStore):
             capacity = size_class(size)
             while (segment := self._recycled(capacity)) is None:
                 await self._create(capacity)
-            return self._use(segment, size, capacity)
+            return self._use(segment, size)
         except OSError as error:
             if is_temporary(error):
                 raise UnavailableError(f"a put of {size} bytes cannot be kept now: {error}; try again") from error
@@ -209,13 +213,13 @@ class SegmentBlobs(PooledStore[Segment], DurableBlobStore):
             os.close(fd)
         return Segment(self._directory, number, capacity)
 
-    def _wrap(self, backing: Segment, size: int, capacity: int) -> SegmentBlob:
+    def _wrap(self, backing: Segment, size: int) -> SegmentBlob:
         try:
             backing.map()
         except BaseException:
             self._drop(backing)
             raise
-        return SegmentBlob(self, size, b"", backing, capacity)
+        return SegmentBlob(self, size, b"", backing)
 
     def _drop(self, backing: Segment) -> None:
         """Remove a file, soon."""
@@ -236,9 +240,6 @@ class SegmentBlobs(PooledStore[Segment], DurableBlobStore):
             )
 
     # What outlives the process
-
-    def number(self, blob: Blob) -> int:
-        return blob.backing.number if isinstance(blob, SegmentBlob) else 0
 
     def inline(self, blob: Blob) -> bytes | bytearray:
         memory = blob.memory() if isinstance(blob, LocalBlob) else b""
@@ -266,10 +267,9 @@ class SegmentBlobs(PooledStore[Segment], DurableBlobStore):
             self._last_number = max(self._last_number, number)  # no new file takes the number of a missing one
             if number in found:
                 found.discard(number)
-                capacity = size_class(size)
-                segment = Segment(self._directory, number, capacity)
-                recovered.append(SegmentBlob(self, size, b"", segment, capacity))
-                self.used_bytes += capacity
+                segment = Segment(self._directory, number, size_class(size))
+                recovered.append(SegmentBlob(self, size, b"", segment))
+                self.used_bytes += segment.capacity
             else:
                 recovered.append(None)
         self._last_number = max(self._last_number, *found, 0)

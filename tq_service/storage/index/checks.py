@@ -95,8 +95,7 @@ class BlobChecks:
         try:
             found = await self._store.checksum(blob)
             if found != expected:
-                number = self._store.number(blob)
-                reason = f"segment {number} has checksum {found:016x}, expected {expected:016x}"
+                reason = f"segment {blob.number} has checksum {found:016x}, expected {expected:016x}"
         except OSError as error:
             if is_temporary(error):
                 raise UnavailableError(f"put {put_id.hex()} cannot be looked at now ({error}); try again") from error

@@ -84,14 +84,10 @@ class PutJournal:
         if checksum is not None:
             pending.checksum = checksum
 
-    def is_numbered(self, blob: Blob) -> bool:
-        """Whether a blob is found by its number after a restart; else its bytes are in the record of its put."""
-        return self._store.number(blob) != 0
-
     def record(self, put_id: bytes, put: StoredPut, checksum: int | None) -> None:
         """Write down that a put is complete, or was moved."""
         blob = put.values.copy or put.values
-        number = self._store.number(blob)
+        number = blob.number
         if number and checksum is None:
             raise RuntimeError(f"put {put_id.hex()} was finished before it was flushed")
         record = describe_put(put_id, put, blob.size, segment=number, checksum=(number and checksum) or 0)
@@ -126,11 +122,11 @@ class PutJournal:
     def move(self, put_id: bytes, old: Blob, moved: StoredPut) -> None:
         """Write down a put that was compacted, and release its old blob once that cannot be lost any more."""
         blob = moved.values
-        if not self.is_numbered(blob):
+        if not blob.number:
             self.record(put_id, moved, None)
             self._release_later(old)
             return
-        record = describe_put(put_id, moved, blob.size, segment=self._store.number(blob))
+        record = describe_put(put_id, moved, blob.size, segment=blob.number)
         blob.pin()  # it may be dropped before its checksum is taken
         finish = self._finish_move(record, self._records[put_id], old, blob)
         task = self._moving[put_id] = asyncio.get_running_loop().create_task(finish)
