@@ -36,34 +36,38 @@ def request_of(kind: type[Request], **arguments: Any) -> Request:
     Raises:
         InvalidArgumentError: an argument cannot be what its field holds.
     """
-    converters = _converters(kind)
-    values = {
-        name: convert(name, value) if (convert := converters.get(name)) else value for name, value in arguments.items()
-    }
+    converters, required = _rules(kind)
+    for name, convert in converters.items():
+        if name in arguments:
+            arguments[name] = convert(name, arguments[name])
+    for name in required:
+        if arguments.get(name, "") is None:  # which protobuf takes for 0 or ""
+            raise InvalidArgumentError(f"{name} is None, which it cannot be", field=name)
     if "request_id" in kind.DESCRIPTOR.fields_by_name:
-        values["request_id"] = new_id()
+        arguments["request_id"] = new_id()
     try:
-        return kind(**values)
+        return kind(**arguments)
     except (TypeError, ValueError) as error:  # protobuf does not say of which field
-        for name, value in values.items():
+        for name, value in arguments.items():
             _check(kind, name, value)
         raise InvalidArgumentError(f"the arguments cannot be sent: {error}") from None
 
 
-def _converters_of(kind: Any) -> dict[str, Converter]:
-    """Return what some fields take that protobuf does not take as it is, or would take for something else."""
-    found: dict[str, Converter] = {}
+def _rules_of(kind: Any) -> tuple[dict[str, Converter], list[str]]:
+    """Return what makes lists and enums of arguments, and which other fields must be given."""
+    converters: dict[str, Converter] = {}
+    required = []
     for field in kind.DESCRIPTOR.fields:
         if field.default_value == []:
-            found[field.name] = listed
+            converters[field.name] = listed
         elif field.enum_type is not None and field.enum_type.name in _ENUMS:
-            found[field.name] = partial(_encode_word, _ENUMS[field.enum_type.name])
+            converters[field.name] = partial(_encode_word, _ENUMS[field.enum_type.name])
         elif field.type in _EXPECTED and field.containing_oneof is None:
-            found[field.name] = _given
-    return found
+            required.append(field.name)
+    return converters, required
 
 
-_converters: Final[Callable[[Any], dict[str, Converter]]] = cache(_converters_of)
+_rules: Final[Callable[[Any], tuple[dict[str, Converter], list[str]]]] = cache(_rules_of)
 _EXPECTED: Final = {
     FieldDescriptor.TYPE_STRING: "a string, in valid Unicode",
     FieldDescriptor.TYPE_INT64: "an integer of 64 bits",
@@ -76,12 +80,6 @@ _ENUMS: Final[Mapping[str, Any]] = {
 
 def _encode_word(words: EnumWords[Any], name: str, value: Any) -> Any:
     return words.encode(value, name)
-
-
-def _given(name: str, value: Any) -> Any:
-    if value is None:  # which protobuf takes for 0 or ""
-        raise InvalidArgumentError(f"{name} is None, which it cannot be", field=name)
-    return value
 
 
 def listed(name: str, values: Any) -> list[Any]:
