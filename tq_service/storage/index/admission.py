@@ -1,4 +1,4 @@
-"""Who may store how much: the byte quota, and the queue of those who wait for room."""
+"""Who may store how much: the byte quota, and the queue of those who wait for capacity."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tq_service.storage.blobs.base import RETRY_AFTER_SECONDS
 
 
 class Admission:
-    """Counts the bytes stored and reserved, and lets puts wait for room in order of arrival.
+    """Counts the bytes stored and reserved, and lets puts wait for capacity in order of arrival.
 
     Puts for new rows leave a reserve that columns for existing rows may use, so that a full store can be drained. Each
     of the two kinds is served first come, first served, however small a later put is, and new rows wait while existing
@@ -42,11 +42,11 @@ class Admission:
         self._is_draining = False
 
     async def reserve(self, size: int, *, for_existing_rows: bool, deadline: float | None) -> None:
-        """Count `size` bytes as used, waiting for room until the deadline.
+        """Count `size` bytes as used, waiting for capacity until the deadline.
 
         Raises:
-            QuotaExceededError: larger than the quota (at once), or no room until the deadline (with retry-after).
-            UnavailableError: no room, and the service is draining.
+            QuotaExceededError: larger than the quota (at once), or no capacity until the deadline (with retry-after).
+            UnavailableError: no capacity, and the service is draining.
         """
         limit = self.max_bytes if for_existing_rows else self._new_rows_limit
         if limit is not None and size > limit:
@@ -88,7 +88,7 @@ class Admission:
         self.used_bytes += size
 
     def admit(self) -> None:
-        """Let those in, in order, for whom there is room, or can be made."""
+        """Let those in, in order, for whom there is capacity, or can be made."""
         lacking = self._admit_fitting()
         if lacking and not self._is_relieving:
             self._is_relieving = True
@@ -99,7 +99,7 @@ class Admission:
             self._admit_fitting()
 
     def _admit_fitting(self) -> int:
-        """Let those in for whom there is room; return how many bytes the next one lacks, 0 where nobody waits."""
+        """Let those in for whom there is capacity; return how many bytes the next one lacks, 0 where nobody waits."""
         for queue in (self._existing, self._new):
             while queue:
                 waiter = queue[0]
@@ -118,7 +118,7 @@ class Admission:
             async with asyncio.timeout(None if deadline is None else deadline - self._clock()):
                 await waiter.granted
         except BaseException as error:
-            # Room may have been granted in the very turn in which the wait was given up.
+            # Capacity may have been granted in the very turn in which the wait was given up.
             if waiter.is_granted:
                 self.release(waiter.size)
             else:
@@ -139,7 +139,7 @@ class Admission:
 
 
 class _Waiter:
-    """A put that waits for room."""
+    """A put that waits for capacity."""
 
     __slots__ = ("granted", "limit", "size")
 
@@ -150,5 +150,5 @@ class _Waiter:
 
     @property
     def is_granted(self) -> bool:
-        """Whether it has its room."""
+        """Whether it has its capacity."""
         return self.granted.done() and not self.granted.cancelled() and self.granted.exception() is None

@@ -15,7 +15,7 @@ _SCRUB_BYTES_PER_SECOND: Final = 100e6
 _LEAST_PAUSE_SECONDS: Final = 0.001
 _RETRY_SECONDS: Final = 1.0
 _MOST_NAMED: Final = 5
-_MOST_TOLD: Final = 100  # the metadata of an answer has room for about twice as many
+_MOST_TOLD: Final = 100  # the metadata of an answer has capacity for about twice as many
 
 
 class BlobChecks:
