@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
+import sys
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Final
@@ -35,6 +35,7 @@ _MOST_SAMPLES = 2**24
 _REMEMBERED_REQUEST_BYTES = 1024
 _MOST_CLAIM_BYTES: Final = 256 * 1024  # what is asked for is kept while the call waits, and with its batches
 MAX_LEASE_SECONDS: Final = 86_400.0
+_LARGEST: Final = sys.float_info.max
 _RANK_FIELDS: Final = ("dp_rank", "dp_size", "batch_index")
 # Of GetMetaRequest: what differs between calls of the ranks of one task.
 _FIELDS_OF_ONE_CALL: Final = (
@@ -43,10 +44,10 @@ _FIELDS_OF_ONE_CALL: Final = (
 )  # fmt: skip
 
 
-def check_range(name: str, value: float, least: int, most: int | None = None, *, hint: str = "") -> None:
-    """Refuse a number of a request that is too small or too large, and what is none; `hint` ends the message."""
-    if not least <= value < math.inf or (most is not None and value > most):  # NaN is neither
-        expected = f"{least} or more" if most is None else f"{least} to {most}"
+def check_range(name: str, value: float, least: int, most: float = _LARGEST, hint: str = "") -> None:
+    """Refuse a number of a request that is too small or too large; `hint` ends the message."""
+    if not least <= value <= most:  # which neither NaN nor infinity are
+        expected = f"{least} or more" if most == _LARGEST else f"{least} to {most}"
         raise InvalidArgumentError(f"{name} is {value}; give {expected}{hint}", field=name)
 
 
@@ -283,7 +284,7 @@ def _rank(request: pb.GetMetaRequest) -> Rank | None:
         )
     dp_rank, dp_size, batch_index = request.dp_rank, request.dp_size, request.batch_index
     check_range("dp_size", dp_size, 1, _MOST_RANKS)
-    check_range("dp_rank", dp_rank, 0, dp_size - 1, hint=f" for dp_size {dp_size}")
+    check_range("dp_rank", dp_rank, 0, dp_size - 1, hint=", less than dp_size")
     check_range("batch_index", batch_index, 0, hint="; count from 0")
     return Rank(dp_rank=dp_rank, dp_size=dp_size, batch_index=batch_index)
 
