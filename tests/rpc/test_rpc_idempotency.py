@@ -14,6 +14,7 @@ from rpc_methods import DESCRIBED
 from rpc_samples import new_id, put_train, reason_of, snapshot
 
 import tq_service as tq
+from tq_service.server.receipts import key_id
 from tq_service.server.rpc.method_table import METHODS
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import metadata_pb2, storage_service_pb2
@@ -401,10 +402,39 @@ def test_confirming_and_freeing_again_changes_nothing(start_server: StartServer,
     server.storage.FreeCells(other_boot, metadata=as_service)
     assert stat().put_count == 1
     for _ in range(2):
-        free = storage_service_pb2.FreeCellsRequest(boot_id=boot_id, cells=[cells])
+        free = storage_service_pb2.FreeCellsRequest(
+            boot_id=boot_id, cells=[cells], controller_id=b"c" * 16, key_id=key_id(b"k" * 32), number=1
+        )
         server.storage.FreeCells(free, metadata=as_service)
         assert stat().used_bytes == 0
     assert list(server.storage.ConfirmPuts(confirm, metadata=as_service).missing_put_ids) == [put_id]
+    send_put(server, messages)  # again, under the same id
+    server.storage.FreeCells(free, metadata=as_service)
+    assert stat().put_count == 1
+    free.number = 2
+    server.storage.FreeCells(free, metadata=as_service)
+    assert stat().put_count == 0
+
+
+@pytest.mark.parametrize("wrong", [{"controller_id": b"d" * 16}, {"key_id": key_id(b"l" * 32)}, {"key_id": b""}])
+def test_cells_are_freed_under_the_present_key_of_a_controller_only(
+    start_server: StartServer, send_put: SendPut, wrong: dict[str, bytes]
+) -> None:
+    """As by a controller that has ended, or that the storage service has not heard of yet."""
+    server = start_server(role="storage", controller="127.0.0.1:1")
+    server.app.storage.receipt_keys.renew(b"c" * 16, b"k" * 32)
+    messages = put_stream()
+    messages[0].header.controller_id = b"c" * 16
+    stored = send_put(server, messages)
+    said = {"controller_id": b"c" * 16, "key_id": key_id(b"k" * 32), "number": 1, **wrong}
+    cells = storage_service_pb2.PutCells(put_id=messages[0].header.put_id)
+    free = storage_service_pb2.FreeCellsRequest(boot_id=stored.storage.boot_id, cells=[cells], **said)
+    with pytest.raises(grpc.RpcError) as caught:
+        server.storage.FreeCells(free, metadata=server.as_service)
+    call: Any = caught.value
+    assert call.code() == grpc.StatusCode.UNAVAILABLE
+    assert "is not registered with controller" in call.details()
+    assert server.storage.Stat(storage_service_pb2.StatRequest()).put_count == 1
 
 
 def test_placing_and_announcing_change_nothing_that_is_stored(server: LiveServer) -> None:

@@ -11,6 +11,7 @@ from live_server import LiveServer, StartServer
 from rpc_samples import new_id
 
 import tq_service as tq
+from tq_service.server.receipts import key_id
 from tq_service.v1 import metadata_pb2
 from tq_service.v1 import storage_service_pb2 as pb
 from tq_service.v1.controller_service_pb2 import LocateRequest
@@ -175,7 +176,10 @@ def test_puts_that_the_storage_service_has_lost_are_told_and_named(deployment: D
     locate = LocateRequest(partition_id="train", global_indexes=[0], data_fields=["x"])
     located = deployment.controller.controller.Locate(locate)
     cells = pb.PutCells(put_id=located.meta.locations.puts[0].put_id)
-    free = pb.FreeCellsRequest(boot_id=boot_id, cells=[cells])
+    ((controller_id, key),) = deployment.storage.app.storage.receipt_keys._keys.items()
+    free = pb.FreeCellsRequest(
+        boot_id=boot_id, cells=[cells], controller_id=controller_id, key_id=key_id(key), number=1
+    )
     deployment.storage.storage.FreeCells(free, metadata=deployment.storage.as_service)
     deployment.restart_storage()
     deployment.wait(lambda stat: stat.damaged_put_count == 1)

@@ -29,12 +29,35 @@ class ReceiptKeys:
 
     def __init__(self) -> None:
         self._keys: dict[bytes, bytes] = {}
+        self._freed: dict[bytes, int] = {}  # by controller: the number of its last FreeCells that was taken
 
     def renew(self, controller_id: bytes, key: bytes) -> bool:
         """Take the key that a controller has told; return whether it is another one than before."""
         is_new = self._keys.get(controller_id) != key
-        self._keys[controller_id] = key
+        if is_new:
+            self._keys[controller_id], self._freed[controller_id] = key, 0
         return is_new
+
+    def takes_free(self, controller_id: bytes, key: bytes, number: int) -> bool:
+        """Return whether a FreeCells is to be done; one that was done before could free what was stored since.
+
+        Args:
+            controller_id: whose it is.
+            key: the `key_id` of the key under which it is numbered.
+            number: its number.
+
+        Raises:
+            UnavailableError: the key is none that this service has, any more or yet.
+        """
+        if controller_id not in self._keys or key_id(self._keys[controller_id]) != key:
+            raise UnavailableError(
+                f"this storage service is not registered with controller {controller_id.hex() or '(none given)'} under "
+                "such a key; try again after its next heartbeat"
+            )
+        if number <= self._freed[controller_id]:
+            return False
+        self._freed[controller_id] = number
+        return True
 
     def check_registered(self, controller_id: bytes) -> None:
         """Refuse a put that could not be given a receipt.
@@ -56,7 +79,7 @@ class ReceiptKeys:
         self.check_registered(controller_id)
         key = self._keys[controller_id]
         content = PutReceipt(
-            key_id=_key_id(key),
+            key_id=key_id(key),
             put_id=put_id,
             partition_id=partition_id,
             for_existing_rows=for_existing_rows,
@@ -115,7 +138,7 @@ class ReceiptBook:
             said = PutReceipt.FromString(content)
         except DecodeError:
             said = PutReceipt()
-        if said.key_id and said.key_id != _key_id(self.key):
+        if said.key_id and said.key_id != key_id(self.key):
             raise PutNotFoundError(
                 f"the receipt of put {put_id.hex()} is not of this run of its storage service and this controller; put "
                 "it again"
@@ -139,7 +162,8 @@ class ReceiptBook:
         return said
 
 
-def _key_id(key: bytes) -> bytes:
+def key_id(key: bytes) -> bytes:
+    """Return what names a key without telling it."""
     return hashlib.sha256(key).digest()[:8]
 
 

@@ -18,11 +18,11 @@ import grpc
 
 from tq_service.dataplane._async.grpc_driver import AsyncGrpcDriver
 from tq_service.dataplane._async.kinds import AsyncDriver, async_driver
-from tq_service.errors import PermissionDeniedError, PutNotFoundError, TqError, UnauthenticatedError, UnavailableError
+from tq_service.errors import PermissionDeniedError, TqError, UnauthenticatedError, UnavailableError
 from tq_service.server.known_puts import KnownPuts, encode_cells
 from tq_service.server.outages import PeerOutage
 from tq_service.server.peer import Peer
-from tq_service.server.receipts import ReceiptBook
+from tq_service.server.receipts import ReceiptBook, key_id
 from tq_service.server.supervisor import StartsTasks, Supervisor
 from tq_service.storage.cells import PutCells
 from tq_service.v1 import metadata_pb2
@@ -114,9 +114,9 @@ class RemoteStorage:
         self._bulk: Peer[AsyncGrpcDriver] | None = None  # apart, lest confirmations wait behind bytes
         self._to_confirm: dict[bytes, None] = {}
         self._to_free: list[PutCells] = []
+        self._freeing: list[PutCells] = []  # sent, until it is answered
+        self._free_count = 0
         self._leaving: set[bytes] = set()  # puts that are to be freed whole
-        # Puts whose free was sent again: that may have dropped what was stored under the same id since.
-        self._freed_again: set[bytes] = set()
         self._delivering: asyncio.Task[None] | None = None
         self._is_closed = False
         self.on_heartbeat(registration)
@@ -155,8 +155,6 @@ class RemoteStorage:
             raise UnavailableError(
                 f"put {put_id.hex()} is being given back to storage service {self.storage_id!r}; put it again"
             )
-        if put_id in self._freed_again:
-            raise PutNotFoundError(f"put {put_id.hex()} was freed; put the data again under another put_id")
         return self._receipts.open(receipt, put_id, partition_id)
 
     def check_held(self, put_id: bytes, partition_id: str) -> None:
@@ -242,8 +240,8 @@ class RemoteStorage:
     async def _deliver_all(self) -> None:
         """Confirm and free what is to be, one call after the other, so that nothing is confirmed after it was freed."""
         delay = _FIRST_RETRY_SECONDS
-        while self._to_confirm or self._to_free:
-            if not self._to_free:
+        while self._to_confirm or self._to_free or self._freeing:
+            if not (self._to_free or self._freeing):
                 await asyncio.sleep(_CONFIRM_SECONDS)
             try:
                 with _closing_is_an_error():
@@ -252,7 +250,6 @@ class RemoteStorage:
             except (grpc.aio.AioRpcError, TqError) as error:
                 self._outage.lasts("cannot be told to confirm puts and free cells", error)
                 self._peer.follow_files()
-                self._freed_again.update(each.put_id for each in self._to_free[:_MOST_A_CALL] if each.is_whole)
                 await asyncio.sleep(delay)  # it may come back in the same boot; in another there is nothing to do
                 delay = min(2 * delay, _LAST_RETRY_SECONDS)
                 continue
@@ -269,12 +266,20 @@ class RemoteStorage:
             report_reconciled(self.storage_id, answer.missing_put_ids, len(answer.missing_put_ids), 0)
 
     async def _free_some(self) -> None:
-        cells = self._to_free[:_MOST_A_CALL]
-        if cells:
-            request = pb.FreeCellsRequest(boot_id=self.boot_id, cells=map(encode_cells, cells))
+        if not self._freeing and self._to_free:
+            self._freeing, self._to_free = self._to_free[:_MOST_A_CALL], self._to_free[_MOST_A_CALL:]
+            self._free_count += 1
+        if self._freeing:  # the same again under its number: it may have been done, and the answer lost
+            request = pb.FreeCellsRequest(
+                boot_id=self.boot_id,
+                cells=map(encode_cells, self._freeing),
+                controller_id=self._controller_id,
+                key_id=key_id(self.receipt_key),
+                number=self._free_count,
+            )
             await self._peer.stub.FreeCells(request, timeout=_CALL_SECONDS, metadata=self._peer.metadata())
-            del self._to_free[: len(cells)]
-            self._leaving.difference_update(each.put_id for each in cells if each.is_whole)
+            self._leaving.difference_update(each.put_id for each in self._freeing if each.is_whole)
+            self._freeing = []
 
     async def close(self) -> None:
         """Stop what runs in the background and close the channel."""

@@ -356,8 +356,10 @@ class StorageServicer:
         )
 
     async def FreeCells(self, request: pb.FreeCellsRequest, context: Context) -> pb.FreeCellsResponse:
-        if request.boot_id == self._engine.boot_id:
-            self._engine.free([put_cells(cells) for cells in request.cells])
+        cells = [put_cells(cells) for cells in request.cells]
+        is_own = request.boot_id == self._engine.boot_id
+        if is_own and self._keys.takes_free(request.controller_id, request.key_id, request.number):
+            self._engine.free(cells)
         return pb.FreeCellsResponse()
 
 

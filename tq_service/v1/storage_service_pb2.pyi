@@ -640,8 +640,17 @@ class FreeCellsRequest(google.protobuf.message.Message):
 
     BOOT_ID_FIELD_NUMBER: builtins.int
     CELLS_FIELD_NUMBER: builtins.int
+    CONTROLLER_ID_FIELD_NUMBER: builtins.int
+    KEY_ID_FIELD_NUMBER: builtins.int
+    NUMBER_FIELD_NUMBER: builtins.int
     boot_id: builtins.bytes
     """The boot under which they were stored; requests for another boot are ignored."""
+    controller_id: builtins.bytes
+    """The controller that calls."""
+    key_id: builtins.bytes
+    """The first 8 bytes of the SHA-256 of the receipt key that it gave with its present registration."""
+    number: builtins.int
+    """Counts the calls under one key, from 1: each is made again until it is answered, before the next one."""
     @property
     def cells(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PutCells]:
         """The cells."""
@@ -651,8 +660,11 @@ class FreeCellsRequest(google.protobuf.message.Message):
         *,
         boot_id: builtins.bytes = ...,
         cells: collections.abc.Iterable[global___PutCells] | None = ...,
+        controller_id: builtins.bytes = ...,
+        key_id: builtins.bytes = ...,
+        number: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "cells", b"cells"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "cells", b"cells", "controller_id", b"controller_id", "key_id", b"key_id", "number", b"number"]) -> None: ...
 
 global___FreeCellsRequest = FreeCellsRequest
 

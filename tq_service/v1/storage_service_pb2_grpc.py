@@ -136,8 +136,9 @@ class StorageServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def FreeCells(self, request, context):
-        """Gives cells back: called by the controller when they were cleared, overwritten or failed. Unknown puts are ignored,
-        so a repeat is harmless. Does not block.
+        """Gives cells back: called by the controller when they were cleared, overwritten or failed. Unknown puts are ignored. A
+        call whose number was taken before changes nothing: what was stored since under an id that it names stays. Does not
+        block. Errors: UNAVAILABLE (the key is not that of the present registration).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

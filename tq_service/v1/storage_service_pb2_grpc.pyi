@@ -98,8 +98,9 @@ class StorageServiceStub:
         tq_service.v1.storage_service_pb2.FreeCellsRequest,
         tq_service.v1.storage_service_pb2.FreeCellsResponse,
     ]
-    """Gives cells back: called by the controller when they were cleared, overwritten or failed. Unknown puts are ignored,
-    so a repeat is harmless. Does not block.
+    """Gives cells back: called by the controller when they were cleared, overwritten or failed. Unknown puts are ignored. A
+    call whose number was taken before changes nothing: what was stored since under an id that it names stays. Does not
+    block. Errors: UNAVAILABLE (the key is not that of the present registration).
     """
 
 class StorageServiceAsyncStub:
@@ -182,8 +183,9 @@ class StorageServiceAsyncStub:
         tq_service.v1.storage_service_pb2.FreeCellsRequest,
         tq_service.v1.storage_service_pb2.FreeCellsResponse,
     ]
-    """Gives cells back: called by the controller when they were cleared, overwritten or failed. Unknown puts are ignored,
-    so a repeat is harmless. Does not block.
+    """Gives cells back: called by the controller when they were cleared, overwritten or failed. Unknown puts are ignored. A
+    call whose number was taken before changes nothing: what was stored since under an id that it names stays. Does not
+    block. Errors: UNAVAILABLE (the key is not that of the present registration).
     """
 
 class StorageServiceServicer(metaclass=abc.ABCMeta):
@@ -282,8 +284,9 @@ class StorageServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.storage_service_pb2.FreeCellsRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.storage_service_pb2.FreeCellsResponse, collections.abc.Awaitable[tq_service.v1.storage_service_pb2.FreeCellsResponse]]:
-        """Gives cells back: called by the controller when they were cleared, overwritten or failed. Unknown puts are ignored,
-        so a repeat is harmless. Does not block.
+        """Gives cells back: called by the controller when they were cleared, overwritten or failed. Unknown puts are ignored. A
+        call whose number was taken before changes nothing: what was stored since under an id that it names stays. Does not
+        block. Errors: UNAVAILABLE (the key is not that of the present registration).
         """
 
 def add_StorageServiceServicer_to_server(servicer: StorageServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
