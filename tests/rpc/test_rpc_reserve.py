@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import grpc
 import numpy as np
@@ -13,6 +14,7 @@ from live_server import LiveServer, StartServer
 from rpc_samples import new_id
 
 import tq_service as tq
+from tq_service.dataplane.messages import put_header
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import storage_service_pb2 as storage_pb
 from tq_service.wire.columns import encode_header
@@ -37,13 +39,11 @@ def service(request: pytest.FixtureRequest, start_server: StartServer) -> Servic
 def liar(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Return what makes clients say of every put that it is for existing rows."""
 
-    def lying(**fields: object) -> storage_pb.PutHeader:
-        header = storage_pb.PutHeader(**fields)  # type: ignore[arg-type]
-        header.for_existing_rows = True
-        return header
+    def lying(*given: Any, **more: Any) -> storage_pb.PutHeader:
+        return put_header(*given, **more | {"for_existing_rows": True})
 
     def lie() -> None:
-        monkeypatch.setattr("tq_service.client._sync.puts.PutHeader", lying)
+        monkeypatch.setattr("tq_service.client._sync.puts.put_header", lying)
 
     return lie
 

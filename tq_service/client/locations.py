@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ class StorageRef(NamedTuple):
         boot_id: names the instance.
         kind: which driver reaches it.
         address: where it is, for kinds that have one.
-        params: what else its driver needs.
+        parameters: what else its driver needs, in the order of their names.
         is_away: whether the controller does not know where it is.
     """
 
@@ -32,8 +32,13 @@ class StorageRef(NamedTuple):
     boot_id: bytes
     kind: str
     address: str = ""
-    params: tuple[tuple[str, str], ...] = ()
+    parameters: tuple[tuple[str, str], ...] = ()
     is_away: bool = False
+
+    @property
+    def params(self) -> Mapping[str, str]:
+        """What else its driver needs, by name."""
+        return dict(self.parameters)
 
 
 class PutRef(NamedTuple):

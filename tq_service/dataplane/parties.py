@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeAlias
@@ -52,6 +52,11 @@ class Place(Protocol):
         ...
 
     @property
+    def boot_id(self) -> bytes:
+        """Names the instance that holds the puts."""
+        ...
+
+    @property
     def kind(self) -> str:
         """Which driver reaches it, see `tq_service.dataplane._async.kinds`."""
         ...
@@ -59,6 +64,11 @@ class Place(Protocol):
     @property
     def address(self) -> str:
         """Where it is, for kinds that have an address."""
+        ...
+
+    @property
+    def params(self) -> Mapping[str, str]:
+        """What else its driver needs."""
         ...
 
 
