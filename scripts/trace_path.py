@@ -86,15 +86,16 @@ class Recorder:
         threading.setprofile(None)
 
 
-async def trace(data_dir: Path | None) -> Paths:
+async def trace(directory: Path, *, in_memory: bool) -> Paths:
     """Run a service and a client, and return the path of each operation."""
     recorder = Recorder()
     counts: dict[str, Counter[str]] = {operation: Counter() for operation in OPERATIONS}
+    # A directory of its own for the socket: other services of this host look at the sockets in the one that they share.
+    flags = {"port": 0, "shared_memory_dir": directory / "sockets"}
+    settings = load_settings(flags if in_memory else flags | {"data_dir": directory / "data"}).settings
     try:
         async with (
-            running(
-                load_settings({"port": 0} if data_dir is None else {"port": 0, "data_dir": data_dir}).settings
-            ) as app,
+            running(settings) as app,
             tq.AsyncClient(f"127.0.0.1:{app.port}") as client,
         ):
             for index in range(WARM_UP_COUNT + REPETITION_COUNT):
@@ -183,8 +184,8 @@ def main() -> int:
     )
     parser.add_argument("--in-memory", action="store_true", help="trace a service without a data directory")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as data_dir:
-        paths = asyncio.run(trace(None if arguments.in_memory else Path(data_dir)))
+    with tempfile.TemporaryDirectory() as directory:
+        paths = asyncio.run(trace(Path(directory), in_memory=arguments.in_memory))
     print(report(paths, with_files=arguments.files))
     too_long = [
         f"{operation}: {found} files of {', '.join(CORE)}, expected {most} at most"
