@@ -22,11 +22,7 @@ def test_the_larger_the_state_the_shorter_the_log_but_no_shorter_than_it_is_wort
 
 
 def test_a_snapshot_that_takes_long_is_taken_less_often() -> None:
-    assert seconds_when_too_high(2_000_000, snapshot_seconds=2.0) == pytest.approx(1.0, abs=0.02)
-
-
-def test_a_snapshot_that_took_as_long_as_under_load_does_not_delay_the_next_one() -> None:
-    assert seconds_when_too_high(1_000_000, snapshot_seconds=0.8) == seconds_when_too_high(1_000_000)
+    assert seconds_when_too_high(2_000_000, snapshot_seconds=2.0) == pytest.approx(2.0, abs=0.02)
 
 
 def test_puts_cost_less_than_changes() -> None:

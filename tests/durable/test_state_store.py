@@ -4,7 +4,9 @@ import asyncio
 import os
 import sys
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -225,6 +227,35 @@ def test_a_snapshot_that_fails_by_a_fault_is_not_tried_again_at_once(tmp_path, m
     assert after == before
     assert len(tries) <= 2  # one in each life
     assert "a fault of the service" in caplog.text
+
+
+def test_after_a_snapshot_that_took_long_the_disk_is_left_to_the_log_for_a_while(tmp_path, monkeypatch):
+    now, taken_at = [1000.0], []
+    write_snapshot = state_store.write_snapshot
+
+    def slowly(path, snapshot):
+        taken_at.append(now[0])
+        now[0] += 10.0
+        write_snapshot(path, snapshot)
+
+    monkeypatch.setattr(state_store, "_WORTH_SECONDS", 0.0)
+    monkeypatch.setattr(state_store, "_LONGEST_START_SECONDS", 0.0)
+    monkeypatch.setattr(state_store, "write_snapshot", slowly)
+    monkeypatch.setattr(
+        state_store, "time", SimpleNamespace(**{**vars(time), "monotonic": lambda: now[0], "thread_time": lambda: 0.0})
+    )
+
+    async def write_now_and_then(life):
+        taken_at.clear()
+        for _ in range(20):
+            life.write(1)
+            while life.store._snapshot is not None:
+                await asyncio.wait([life.store._snapshot])
+            now[0] += 1.0
+
+    lives(tmp_path, write_now_and_then)
+    assert len(taken_at) >= 3
+    assert np.diff(taken_at).min() >= 15.0
 
 
 def fail(*_):

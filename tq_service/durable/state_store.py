@@ -62,7 +62,6 @@ _FILE_SECONDS: Final = 1e-3
 _SAMPLE_SECONDS: Final = 0.7e-6
 _LONGEST_START_SECONDS: Final = 1.1
 _WORTH_SECONDS: Final = 0.4
-_SNAPSHOT_SHARE: Final = 0.5  # most of the time that a snapshot is written it waits: for the loop, and for the disk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,12 +80,13 @@ class StartCost:
     """Estimates how long a start would take, and when a snapshot is to save it some of that.
 
     A snapshot is due before restoring the last one and applying the log since then take longer, together, than a start
-    may take; but not before applying the log takes half as long as writing a snapshot does, which grows with the state.
+    may take; but not before applying the log takes as much of a processor as writing a snapshot does, which grows with
+    the state.
 
     Attributes:
         log_seconds: for what is in the log now.
         restore_seconds: for the last snapshot.
-        snapshot_seconds: how long it took to write that.
+        snapshot_seconds: what of a processor it took to write that.
     """
 
     log_seconds: float = 0.0
@@ -101,7 +101,7 @@ class StartCost:
     def is_too_high(self) -> bool:
         """Whether a snapshot is due."""
         return self.log_seconds >= max(
-            _LONGEST_START_SECONDS - self.restore_seconds, _WORTH_SECONDS, _SNAPSHOT_SHARE * self.snapshot_seconds
+            _LONGEST_START_SECONDS - self.restore_seconds, _WORTH_SECONDS, self.snapshot_seconds
         )
 
 
@@ -390,7 +390,8 @@ class StateStore:
             ) from error
 
     async def _try_snapshot(self) -> None:
-        self._retry_at = time.monotonic() + self._retry_seconds
+        started_at = time.monotonic()
+        self._retry_at = started_at + self._retry_seconds
         self._retry_seconds = min(2 * self._retry_seconds, _LAST_RETRY_SECONDS)  # each try begins another file
         try:
             await self._write_snapshot(self._now, lambda: None)
@@ -399,23 +400,24 @@ class StateStore:
         except Exception:
             _log.exception("no snapshot can be written, which is a fault of the service; the journal grows")
         else:
-            self._retry_at, self._retry_seconds = 0.0, _FIRST_RETRY_SECONDS
+            # A slow disk is left to the log alone for half as long as the snapshot took.
+            ended_at = time.monotonic()
+            self._retry_at, self._retry_seconds = ended_at + (ended_at - started_at) / 2, _FIRST_RETRY_SECONDS
 
     async def _write_snapshot(self, contents: Callable[[], ServiceSnapshot], appear: Callable[[], None]) -> None:
         try:
             number = self._log.rotate()
             snapshot = contents()  # in one step with that number: the log has whatever comes later
             restore_seconds, log_seconds, self._cost.log_seconds = self._restore_seconds(), self._cost.log_seconds, 0.0
-            started_at = time.monotonic()
             try:
                 await self._log.wait_durable()
-                await asyncio.to_thread(self._write_to_disk, number, snapshot)
+                snapshot_seconds = await asyncio.to_thread(self._write_to_disk, number, snapshot)
             except BaseException:
                 self._cost.log_seconds += log_seconds
                 raise
             appear()
             await asyncio.to_thread(self._remove_unneeded, number)
-            self._cost.restore_seconds, self._cost.snapshot_seconds = restore_seconds, time.monotonic() - started_at
+            self._cost.restore_seconds, self._cost.snapshot_seconds = restore_seconds, snapshot_seconds
         finally:
             self._snapshot = None
 
@@ -426,9 +428,12 @@ class StateStore:
             puts=() if self._engine is None else map(b"".join, self._engine.put_records()),
         )
 
-    def _write_to_disk(self, number: int, snapshot: ServiceSnapshot) -> None:
+    def _write_to_disk(self, number: int, snapshot: ServiceSnapshot) -> float:
+        """Write a snapshot, in a thread; return what that took of a processor, in seconds."""
+        started_at = time.thread_time()
         self._log.sync_rotated(number)  # a start that finds the snapshot refuses to go on without it
         write_snapshot(snapshot_path(self.data_dir.path, number), snapshot)
+        return time.thread_time() - started_at
 
     def _remove_unneeded(self, number: int) -> None:
         try:
