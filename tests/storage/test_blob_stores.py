@@ -21,6 +21,7 @@ STORES = {
     "memfd": lambda path: MemfdBlobs(),
     "awaiting": lambda path: AwaitingStore(),
 }
+DURABLE_STORES = ["segments", "synced segments"]
 SIZES = [0, 1, 5000, (64 << 10) - 1, 64 << 10, 300_000]
 
 
@@ -58,6 +59,10 @@ async def freed(store):
     if isinstance(store, AwaitingStore):
         await store.idle()
     return store.freed
+
+
+async def test_the_durable_stores_are_known(store, request):
+    assert isinstance(store, DurableBlobStore) == (request.node.callspec.params["store"] in DURABLE_STORES)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -184,9 +189,8 @@ async def test_memory_of_another_size_is_not_adopted_and_closed(store):
     assert store.memory_count == 0
 
 
+@pytest.mark.parametrize("store", DURABLE_STORES, indirect=True)
 async def test_a_durable_blob_is_there_after_a_restart(store, tmp_path):
-    if not isinstance(store, DurableBlobStore):
-        pytest.skip("ends with the process")
     small, large, other, gone = [await allocated(store, size) for size in (6400, 128_000, 128_064, 128_128)]
     for blob in (small, large, other):
         await store.flush(blob)
@@ -205,9 +209,8 @@ async def test_a_durable_blob_is_there_after_a_restart(store, tmp_path):
     assert (await allocated(after, 1 << 20)).number > 999
 
 
+@pytest.mark.parametrize("store", DURABLE_STORES, indirect=True)
 async def test_a_copy_has_a_beginning_and_spans(store):
-    if not isinstance(store, DurableBlobStore):
-        pytest.skip("ends with the process")
     source = await allocated(MemoryBlobs(), 3 << 20)
     data = content(3 << 20)
     for spans in ([(5, 100), (1 << 20, 2000)], [(64, 2 << 20), (0, 1)]):

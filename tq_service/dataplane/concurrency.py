@@ -61,7 +61,7 @@ class AsyncPutCall:
             await writing
             # Older versions of grpcio have keys() of pairs, which dict() would look up; so it gets an iterator.
             return dict(iter(await self._stream.initial_metadata())).get(SEND_AS_KEY)
-        except asyncio.InvalidStateError:
+        except (asyncio.InvalidStateError, grpc.aio.AioRpcError):
             return None
         except asyncio.CancelledError:
             if not self._stream.done():
@@ -69,8 +69,8 @@ class AsyncPutCall:
             return None
 
     async def send(self, frames: Iterable[FrameParts]) -> None:
-        """Send frames, as long as the call has not ended."""
-        with suppress(asyncio.InvalidStateError):
+        """Send frames, as long as the call has not ended: `answer` says how."""
+        with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
             for frame in frames:
                 await self._stream.write(frame)
 
@@ -82,7 +82,7 @@ class AsyncPutCall:
             UnavailableError: it ended while frames were sent, and why is lost; another attempt will tell.
         """
         try:
-            with suppress(asyncio.InvalidStateError):
+            with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
                 await self._stream.done_writing()
             answer: PutResponse = await self._stream
         except grpc.aio.AioRpcError as error:
