@@ -11,22 +11,32 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar
 
+import numpy as np
+
 from tq_service.domain.admission.limits import Limits
 from tq_service.domain.admission.queue import AdmissionQueue
 from tq_service.domain.changes.claims import LeaseExpired, TaskSeen
 from tq_service.domain.changes.partitions import PartitionCleared, PartitionCreated
-from tq_service.domain.changes.samples import CheckedWrite, SamplesWritten, SampleWrite, Written, check_write
+from tq_service.domain.changes.samples import (
+    CheckedWrite,
+    SamplesCleared,
+    SamplesWritten,
+    SampleWrite,
+    Written,
+    check_write,
+)
 from tq_service.domain.changes.state_machine import Change, RequestAnswered, State, StateMachine, Step
+from tq_service.domain.checks import check_name
 from tq_service.domain.claims.ledger import LeaseTimer, QueueClaim, TaskLedger
 from tq_service.domain.claims.planner import Planner, RunsPlans
 from tq_service.domain.claims.request import ClaimRequest
 from tq_service.domain.claims.wait_queue import Answer, LoopYielder, NotYet
 from tq_service.domain.idempotency import IdempotencyCache
 from tq_service.domain.partition import Partition, PartitionSettings, PartitionSnapshot
+from tq_service.domain.plan import Indexes
 from tq_service.domain.tables.cells import CellSet, CellsSnapshot
 from tq_service.errors import (
     AlreadyExistsError,
-    InvalidArgumentError,
     PartitionClearedError,
     PreconditionError,
     StaleIncarnationError,
@@ -36,6 +46,7 @@ from tq_service.errors import (
 
 Made = TypeVar("Made")
 _FREED_AT_ONCE: Final = 1 << 16  # samples
+_CLEARED_AT_ONCE: Final = 1 << 15  # samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,6 +423,56 @@ class Catalog:
             raise _is_draining()
 
 
+class Clearing:
+    """Clears samples in parts, between which others have their turn; unknown ones are ignored.
+
+    Args:
+        catalog: where their partition is.
+        partition_id: the partition.
+        incarnation: that is meant; empty: whichever there is at the first part.
+        indexes: some of the samples `(n,)`.
+        keys: those of others.
+    """
+
+    def __init__(
+        self, catalog: Catalog, partition_id: str, incarnation: bytes, indexes: Indexes, keys: Sequence[str]
+    ) -> None:
+        self._catalog = catalog
+        self._partition_id = partition_id
+        self._incarnation = incarnation
+        self._indexes = indexes
+        self._keys = keys
+        self._last = max(0, indexes.size + len(keys) - 1) // _CLEARED_AT_ONCE * _CLEARED_AT_ONCE
+        self._cleared_count = 0
+
+    async def begin(self) -> None:
+        """Clear all but the last part."""
+        for start in range(0, self._last, _CLEARED_AT_ONCE):
+            self._clear(start)
+            await asyncio.sleep(0)
+
+    def finish(self) -> int:
+        """Clear the last part; return how many samples were cleared in all."""
+        self._clear(self._last)
+        return self._cleared_count
+
+    def _clear(self, start: int) -> None:
+        partition = self._catalog.get(self._partition_id, self._incarnation)
+        self._incarnation = partition.incarnation  # what comes under the name meanwhile is another
+        change = SamplesCleared(partition_id=self._partition_id, global_indexes=self._part(partition, start))
+        self._cleared_count += self._catalog.commit(change) or 0
+
+    def _part(self, partition: Partition, start: int) -> Indexes:
+        """Return a part of the samples, -1 for a key that none has."""
+        end, listed_count = start + _CLEARED_AT_ONCE, self._indexes.size
+        keys = self._keys[max(0, start - listed_count) : max(0, end - listed_count)]
+        if not keys:
+            return self._indexes[start:end]
+        positions = partition.key_index.positions_of(keys)
+        rows = np.where(positions < 0, -1, partition.table.index.data[positions])
+        return np.concatenate([self._indexes[start:end], rows])
+
+
 async def _free(partition: Partition) -> None:
     """Free what a cleared partition has, some at a time: to free millions of objects takes the loop a second."""
     for _ in partition.free():
@@ -424,12 +485,6 @@ async def _wake_all(arrivals: Iterable[asyncio.Future[bool]]) -> None:
         if not arrival.done():
             arrival.set_result(True)
             await pace.step()
-
-
-def check_name(what: str, name: str) -> None:
-    """Refuse names that nobody could type or print."""
-    if not name or len(name) > 512 or not name.isprintable():
-        raise InvalidArgumentError(f"{what} is {name[:64]!r}; give 1 to 512 printable characters", field=what)
 
 
 def _was_cleared(partition_id: str) -> Callable[[], PartitionClearedError]:

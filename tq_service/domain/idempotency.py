@@ -7,6 +7,7 @@ from itertools import chain, islice
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
+from tq_service.domain.checks import check_id
 from tq_service.errors import InvalidArgumentError
 
 _MOST_FORGOTTEN: Final = 1024  # entries that stay in the list, and
@@ -75,11 +76,7 @@ class IdempotencyCache:
             InvalidArgumentError: the id has not 16 bytes, or the recorded answer is not of this kind: it is that of
                 another method, to which the caller gave the same id.
         """
-        if len(request_id) != 16:
-            raise InvalidArgumentError(
-                f"request_id has {len(request_id)} bytes; send 16 random bytes, the same over retries",
-                field="request_id",
-            )
+        check_id("request_id", request_id)
         known = self._newest.get(request_id)
         if known is None or known.seconds < now_seconds - self._keep_seconds:
             return None

@@ -110,7 +110,6 @@ class Commits:
         queue = self._catalog.admission_queue(request.write.partition_id)
         if queue is None or self._catalog.recorded(request.request_id) is not None:
             return contextlib.nullcontext()
-        from_proto.check_request_id(request.request_id, "request_id")
         self._catalog.get(request.write.partition_id, request.write.incarnation)
         write = from_proto.sample_write(request.write, names=names)
         with self._waiting.one(context):

@@ -4,31 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias, TypeVar, get_type_hints
+from typing import Any, TypeAlias, TypeVar, get_type_hints
 
 import grpc
-import numpy as np
 
 from tq_service.dataplane._async.kinds import DRIVERS
-from tq_service.domain.catalog import Catalog, check_name
+from tq_service.domain.catalog import Catalog, Clearing
 from tq_service.domain.changes.claims import ClaimAcked, ClaimExtended, ClaimReleased, ConsumptionReset
 from tq_service.domain.changes.partitions import PartitionSealed
-from tq_service.domain.changes.samples import GroupsClosed, MetaSet, SamplesCleared
+from tq_service.domain.changes.samples import GroupsClosed, MetaSet
+from tq_service.domain.checks import check_id, check_name, check_range
 from tq_service.domain.claims.ledger import QueueClaim
+from tq_service.domain.lookup import check_fields, find_page, locate
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes
-from tq_service.errors import (
-    CellNotFoundError,
-    DeadlineError,
-    FieldNotFoundError,
-    InvalidArgumentError,
-    KeyNotFoundError,
-    nearest,
-)
+from tq_service.errors import DeadlineError, InvalidArgumentError
 from tq_service.samplers import PlanRunner, SamplerRegistry
-from tq_service.server import from_proto, pages, to_proto
+from tq_service.server import from_proto, to_proto
 from tq_service.server.checkpoints import Checkpoints
 from tq_service.server.commits import Commits
 from tq_service.server.remote_storage import Capacity, Registration
@@ -42,7 +36,6 @@ from tq_service.wire.metadata import decode_integers, decode_meta_columns
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Request = TypeVar("Request", bound=Any)  # a message with a request_id
 Answer = TypeVar("Answer")
-_CLEARED_AT_ONCE: Final = 1 << 15  # samples, between which others have their turn
 
 
 def _once(
@@ -122,50 +115,34 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
         return pb.CloseGroupsResponse()
 
     async def ClearSamples(self, request: pb.ClearSamplesRequest, context: Context) -> pb.ClearSamplesResponse:
-        def clear(partition: Partition, start: int) -> int:
-            indexes = _indexes_to_clear(partition, listed, request.keys, start)
-            change = SamplesCleared(partition_id=partition.partition_id, global_indexes=indexes)
-            return self.catalog.commit(change) or 0
-
-        def change() -> pb.ClearSamplesResponse:
-            partition = self.catalog.get(request.partition_id, request.incarnation)
-            return pb.ClearSamplesResponse(cleared_count=cleared_count + clear(partition, last))
-
-        listed = decode_integers(request.global_indexes)
-        cleared_count, last = 0, _last_part(listed.size + len(request.keys))
-        if last and self.catalog.recorded(request.request_id, pb.ClearSamplesResponse) is None:
-            from_proto.check_request_id(request.request_id, "request_id")
-            partition = self.catalog.get(request.partition_id, request.incarnation)
-            request.incarnation = partition.incarnation  # what comes under the name meanwhile is another
-            for start in range(0, last, _CLEARED_AT_ONCE):
-                partition = self.catalog.get(request.partition_id, request.incarnation)
-                cleared_count += clear(partition, start)
-                await asyncio.sleep(0)
-        return self.catalog.run_once(request.request_id, change, pb.ClearSamplesResponse)
+        indexes = decode_integers(request.global_indexes)
+        clearing = Clearing(self.catalog, request.partition_id, request.incarnation, indexes, request.keys)
+        if self.catalog.recorded(request.request_id, pb.ClearSamplesResponse) is None:
+            await clearing.begin()
+        return self.catalog.run_once(
+            request.request_id,
+            lambda: pb.ClearSamplesResponse(cleared_count=clearing.finish()),
+            pb.ClearSamplesResponse,
+        )
 
     # Finding samples and cells
 
     async def LookupSamples(self, request: pb.LookupSamplesRequest, context: Context) -> pb.LookupSamplesResponse:
-        partition, page = pages.find_page(self.catalog, request)
-        fields = list(partition.cells.fields)
+        keys = None if request.all_samples else request.keys
+        page = find_page(self.catalog, request.partition_id, keys, size=request.page_size, token=request.page_token)
+        fields = list(page.partition.cells.fields)
         return pb.LookupSamplesResponse(
-            meta=to_proto.samples_meta(partition, page.rows, fields, self.storages.endpoints),
+            meta=to_proto.samples_meta(page.partition, page.rows, fields, self.storages.endpoints),
             missing_keys=page.missing_keys,
-            next_page_token=pages.token_of(partition, page),
+            next_page_token=page.next_token,
         )
 
     async def Locate(self, request: pb.LocateRequest, context: Context) -> pb.LocateResponse:
         partition = self.catalog.get(request.partition_id, request.incarnation)
         names = list(request.data_fields) or list(partition.cells.fields)
-        _check_fields(partition, names)
-        rows = _rows_to_locate(partition, request)
-        positions = partition.table.find(rows)
-        found = positions >= 0
-        found[found] = partition.cells.produced(names, positions[found])
-        if not found.all() and not request.skip_missing:
-            raise _missing_cell(partition, names, rows[~found])
-        meta = to_proto.located_meta(partition, positions[found], names, self.storages.endpoints)
-        return pb.LocateResponse(meta=meta)
+        indexes = decode_integers(request.global_indexes)
+        positions = locate(partition, names, indexes=indexes, keys=request.keys, skip_missing=request.skip_missing)
+        return pb.LocateResponse(meta=to_proto.located_meta(partition, positions, names, self.storages.endpoints))
 
     # Tasks
 
@@ -206,7 +183,7 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
 
     @_once
     def ReleaseClaim(self, request: pb.ReleaseClaimRequest) -> pb.ReleaseClaimResponse:
-        from_proto.check_request_id(request.claim_request_id, "claim_request_id")
+        check_id("claim_request_id", request.claim_request_id)
         check_name("task_name", request.task_name)
         if request.partition_id not in self.catalog.names():  # the claim went with its partition
             return pb.ReleaseClaimResponse()
@@ -222,7 +199,7 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
 
     @_once
     def AckClaim(self, request: pb.AckClaimRequest) -> pb.AckClaimResponse:
-        from_proto.check_request_id(request.claim_request_id, "claim_request_id")
+        check_id("claim_request_id", request.claim_request_id)
         self.catalog.get(request.partition_id, request.incarnation)
         change = ClaimAcked(
             partition_id=request.partition_id,
@@ -234,7 +211,7 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
 
     @_once
     def ExtendClaim(self, request: pb.ExtendClaimRequest) -> pb.ExtendClaimResponse:
-        from_proto.check_request_id(request.claim_request_id, "claim_request_id")
+        check_id("claim_request_id", request.claim_request_id)
         seconds = from_proto.lease_seconds(request.lease_seconds)
         self.catalog.get(request.partition_id, request.incarnation)
         change = ClaimExtended(
@@ -255,7 +232,7 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
         partition = self.catalog.get(request.partition_id)
         if not request.data_fields:
             raise InvalidArgumentError("data_fields is empty; name at least one field", field="data_fields")
-        _check_fields(partition, list(request.data_fields))
+        check_fields(partition, request.data_fields)
         return to_proto.production(partition, list(request.data_fields))
 
     @_once
@@ -282,13 +259,12 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
         return await self.checkpoints.write(request.name)
 
     async def Restore(self, request: pb.RestoreRequest, context: Context) -> pb.RestoreResponse:
-        from_proto.check_request_id(request.request_id, "request_id")
         return await self.checkpoints.restore(request.request_id, request.name)
 
     # Storage services
 
     async def PlacePut(self, request: pb.PlacePutRequest, context: Context) -> pb.PlacePutResponse:
-        from_proto.check_range("size_bytes", request.size_bytes, 0)
+        check_range("size_bytes", request.size_bytes, 0)
         grant = self.storages.place(request.size_bytes)
         return pb.PlacePutResponse(
             storages=[each.endpoint for each in grant.storages],
@@ -339,58 +315,3 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
 def _named_indexes(request: pb.ReleaseClaimRequest | pb.AckClaimRequest) -> Indexes | None:
     """Return the samples of a claim that are named, None for all that are left of it."""
     return decode_integers(request.global_indexes) if request.global_indexes else None
-
-
-def _check_fields(partition: Partition, names: list[str]) -> None:
-    for name in names:
-        if name not in partition.cells.fields:
-            known = nearest(name, partition.cells.fields)
-            raise FieldNotFoundError(f"partition {partition.partition_id!r} has no field {name!r}; {known}")
-
-
-def _last_part(count: int) -> int:
-    """Return where the last part of so many samples begins that are to be cleared."""
-    return max(0, count - 1) // _CLEARED_AT_ONCE * _CLEARED_AT_ONCE
-
-
-def _indexes_to_clear(partition: Partition, listed: Indexes, keys: Sequence[str], start: int) -> Indexes:
-    """Return a part of the samples that are to be cleared, -1 for a key that none has."""
-    end = start + _CLEARED_AT_ONCE
-    some = keys[max(0, start - listed.size) : max(0, end - listed.size)]
-    if not some:
-        return listed[start:end]
-    positions = partition.key_index.positions_of(some)
-    rows = np.where(positions < 0, -1, partition.table.index.data[positions])
-    return np.concatenate([listed[start:end], rows])
-
-
-def _rows_to_locate(partition: Partition, request: pb.LocateRequest) -> Indexes:
-    pages.check_named("keys", len(request.keys))
-    pages.check_named("global_indexes", len(request.global_indexes))
-    if request.keys and request.global_indexes:
-        raise InvalidArgumentError("samples are named by index or by key, not by both", field="keys")
-    if not request.keys:
-        rows = decode_integers(request.global_indexes)
-        if not request.skip_missing:
-            partition.positions_of(rows)
-        return rows
-    positions = partition.key_index.positions_of(list(request.keys))
-    if not request.skip_missing and bool((positions < 0).any()):
-        key = request.keys[int(np.argmax(positions < 0))]
-        raise KeyNotFoundError(
-            f"partition {partition.partition_id!r} has no key {key!r}; {nearest(key, partition.key_index)}; "
-            f"pass missing='skip' to leave it out"
-        )
-    named: Indexes = partition.table.index.data[positions[positions >= 0]]
-    return named
-
-
-def _missing_cell(partition: Partition, names: list[str], rows: Indexes) -> CellNotFoundError:
-    positions = partition.table.find(rows[:1])
-    lacking = [name for name in names if not partition.cells.produced([name], positions)[0]]
-    key = partition.key.data[positions[0]]
-    return CellNotFoundError(
-        f"sample {int(rows[0])}{'' if key is None else f' (key {key!r})'} of partition {partition.partition_id!r} has "
-        f"no {', '.join(map(repr, lacking))} yet ({rows.size} samples lack a field); wait with get_meta, or pass "
-        f"missing='skip'"
-    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Final
@@ -12,8 +11,8 @@ from typing import Any, Final
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.struct_pb2 import Struct
 
-from tq_service.domain.catalog import check_name
 from tq_service.domain.changes.samples import SampleWrite
+from tq_service.domain.checks import MOST_SAMPLES, check_id, check_name, check_range, check_unique
 from tq_service.domain.claims.request import BatchSpec, ClaimRequest, ClaimSpec, LeaseTerms, Rank
 from tq_service.domain.partition import PartitionSettings
 from tq_service.domain.tables.cells import ColumnWrite, Put
@@ -31,29 +30,15 @@ from tq_service.wire.metadata import decode_integers, decode_meta_columns, decod
 
 DEFAULT_SAMPLER = "sequential"
 _MOST_RANKS = 65_536
-_MOST_SAMPLES = 2**24
 _REMEMBERED_REQUEST_BYTES = 1024
 _MOST_CLAIM_BYTES: Final = 256 * 1024  # what is asked for is kept while the call waits, and with its batches
 MAX_LEASE_SECONDS: Final = 86_400.0
-_LARGEST: Final = sys.float_info.max
 _RANK_FIELDS: Final = ("dp_rank", "dp_size", "batch_index")
 # Of GetMetaRequest: what differs between calls of the ranks of one task.
 _FIELDS_OF_ONE_CALL: Final = (
     "request_id", "partition_id", "incarnation", "task_name", "epoch", "dp_rank", "batch_index", "max_wait_seconds",
     "lease_seconds", "max_deliveries",
 )  # fmt: skip
-
-
-def check_range(name: str, value: float, least: int, most: float = _LARGEST, hint: str = "") -> None:
-    """Refuse a number of a request that is too small or too large; `hint` ends the message."""
-    if not least <= value <= most:  # which neither NaN nor infinity are
-        expected = f"{least} or more" if most == _LARGEST else f"{least} to {most}"
-        raise InvalidArgumentError(f"{name} is {value}; give {expected}{hint}", field=name)
-
-
-def _check_unique(name: str, names: Sequence[str]) -> None:
-    if len(set(names)) != len(names):
-        raise InvalidArgumentError(f"{name} has one twice: {list(names)}; name each once", field=name)
 
 
 def partition_settings(request: pb.CreatePartitionRequest) -> PartitionSettings:
@@ -65,7 +50,7 @@ def partition_settings(request: pb.CreatePartitionRequest) -> PartitionSettings:
     if max_bytes is not None:
         check_range("max_bytes", max_bytes, 1, hint=", or leave it out")
     fields = tuple(decode_spec(spec) for spec in request.fields)
-    _check_unique("fields", [spec.name for spec in fields])
+    check_unique("fields", [spec.name for spec in fields])
     return PartitionSettings(
         expected_samples=expected,
         default_layout=LAYOUTS.decode(request.default_layout),
@@ -80,7 +65,7 @@ def _staleness_limits(messages: Sequence[pb.StalenessLimit]) -> tuple[StalenessL
     limits = [read_message(StalenessLimit, message) for message in messages]
     for limit in limits:
         check_name("task_name", limit.task_name)
-    _check_unique("staleness_limits", [limit.task_name for limit in limits])
+    check_unique("staleness_limits", [limit.task_name for limit in limits])
     return tuple(sorted(limits, key=lambda limit: limit.task_name))
 
 
@@ -107,7 +92,7 @@ def sample_write(
         raise InvalidArgumentError(
             "global_indexes need the incarnation they belong to; send that of their BatchMeta", field="incarnation"
         )
-    check_range("row_count", write.row_count, 0, _MOST_SAMPLES)
+    check_range("row_count", write.row_count, 0, MOST_SAMPLES)
     if write.key_mode == pb.KEY_MODE_EXISTING and not write.keys and not write.global_indexes:
         raise InvalidArgumentError(
             "key_mode is existing, but neither keys nor global_indexes name the samples; give one of them",
@@ -207,7 +192,7 @@ def _read_claim_spec(request: pb.GetMetaRequest) -> ClaimSpec:
 def claim_request(request: pb.GetMetaRequest, spec: ClaimSpec, sampler: Sampler) -> ClaimRequest:
     """Return a GetMeta request as the planner takes it."""
     check_name("task_name", request.task_name)
-    check_request_id(request.request_id, "request_id")
+    check_id("request_id", request.request_id)
     return ClaimRequest(
         request_id=request.request_id,
         task_name=request.task_name,
@@ -248,14 +233,6 @@ def lease_seconds(seconds: float) -> float:
     return seconds
 
 
-def check_request_id(request_id: bytes, name: str) -> None:
-    """Refuse ids that are not 16 bytes."""
-    if len(request_id) != 16:
-        raise InvalidArgumentError(
-            f"{name} has {len(request_id)} bytes; send 16 random bytes, the same over retries", field=name
-        )
-
-
 def max_wait(request: pb.GetMetaRequest, cap_seconds: float) -> float:
     """Return how long a claim waits, in seconds."""
     check_range("max_wait_seconds", request.max_wait_seconds, 0)
@@ -267,7 +244,7 @@ def _data_fields(names: Sequence[str]) -> tuple[str, ...]:
         raise InvalidArgumentError("data_fields is empty; name at least one field", field="data_fields")
     if "" in names:
         raise InvalidArgumentError(f"data_fields is {list(names)}; name each field", field="data_fields")
-    _check_unique("data_fields", names)
+    check_unique("data_fields", names)
     return tuple(names)
 
 
@@ -292,10 +269,10 @@ def _rank(request: pb.GetMetaRequest) -> Rank | None:
 def _sizes(request: pb.GetMetaRequest) -> int:
     """Check the sizes of a claim and return the least a queue worker takes."""
     rank_count = request.dp_size or 1
-    if request.batch_size <= 0 or request.batch_size * rank_count > _MOST_SAMPLES:
+    if request.batch_size <= 0 or request.batch_size * rank_count > MOST_SAMPLES:
         raise InvalidArgumentError(
             f"batch_size is {request.batch_size} for {rank_count} ranks; give a positive number, at most "
-            f"{_MOST_SAMPLES} over all ranks",
+            f"{MOST_SAMPLES} over all ranks",
             field="batch_size",
         )
     check_range("micro_batch_size", request.micro_batch_size, 0, hint=": a positive number, or 0 for the whole batch")

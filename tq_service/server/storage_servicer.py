@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import grpc
 
 from tq_service.dataplane.shared_memory.server import Session, SharedMemoryServer
-from tq_service.domain.catalog import check_name
+from tq_service.domain.checks import check_id, check_name
 from tq_service.domain.tables.cells import Put
 from tq_service.domain.tables.names import Names
 from tq_service.errors import (
@@ -20,7 +20,6 @@ from tq_service.errors import (
     LimitExceededError,
     UnavailableError,
 )
-from tq_service.server import from_proto
 from tq_service.server.commits import Commits
 from tq_service.server.progress import LEAST_PROGRESS_BYTES, Progress, received
 from tq_service.server.receipts import ReceiptKeys
@@ -148,7 +147,7 @@ class StorageServicer:
         self, header: pb.PutHeader, receive: Receive, context: Context, *, shared: bool = False
     ) -> pb.PutResponse:
         """Reserve room for a put, let `receive` write its bytes, commit it; after an error nothing of it is left."""
-        from_proto.check_request_id(header.put_id, "put_id")
+        check_id("put_id", header.put_id)
         _check_partition(header)
         if header.HasField("commit"):
             answer = self._recorded(header)
@@ -229,7 +228,6 @@ class StorageServicer:
                 "this storage service has no controller in its process; send Commit to the controller after the put",
                 field="commit",
             )
-        from_proto.check_request_id(header.commit.request_id, "request_id")
         recorded = self._commits.recorded(header.commit.request_id)
         return None if recorded is None else pb.PutResponse(storage=self._endpoint, commit=recorded)
 

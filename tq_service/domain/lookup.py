@@ -1,0 +1,212 @@
+"""Which samples of a partition a request means: pages of long lists, those with some cells, those to be cleared.
+
+Pages are bounded by count and by what is known of the samples, so that each is made quickly. The token of a page says
+where the next one begins and in which incarnation of the partition. It is no secret: who has it could ask for any page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, cast
+
+import numpy as np
+
+from tq_service.domain.catalog import Catalog
+from tq_service.domain.checks import check_range
+from tq_service.domain.partition import Partition
+from tq_service.domain.plan import Indexes
+from tq_service.errors import (
+    CellNotFoundError,
+    FieldNotFoundError,
+    InvalidArgumentError,
+    KeyNotFoundError,
+    StaleIncarnationError,
+    nearest,
+)
+
+_MOST_OF_A_PAGE: Final = 16_384  # samples
+_MOST_NAMED: Final = 65_536  # by the keys or indexes of one request
+_MOST_CHARACTERS: Final = 1 << 19  # of keys, groups and text of custom_meta; 2 MiB at most
+_MOST_NUMBERS: Final = 1 << 17  # of custom_meta; 1.3 MB at most
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Samples of a partition.
+
+    Attributes:
+        partition: the partition.
+        rows: their global indexes `(n,)`.
+        missing_keys: keys of the page that no sample has.
+        next_place: where the next page begins: an index, or a position among the keys; None: nowhere.
+    """
+
+    partition: Partition
+    rows: Indexes
+    missing_keys: Sequence[str] = ()
+    next_place: int | None = None
+
+    @property
+    def next_token(self) -> str:
+        """The token that asks for the page after this one, "" where there is none."""
+        return "" if self.next_place is None else f"{self.partition.incarnation.hex()}-{self.next_place}"
+
+
+def find_page(catalog: Catalog, partition_id: str, keys: Sequence[str] | None, *, size: int, token: str) -> Page:
+    """Return a page of samples.
+
+    Args:
+        catalog: where the partition is.
+        partition_id: the partition.
+        keys: those of the samples, in all pages the same; None: all samples.
+        size: the most samples of the page; 0: as many as a page has at most.
+        token: that of the page, "" for the first one.
+
+    Raises:
+        StaleIncarnationError: the partition has been cleared since the page before.
+        InvalidArgumentError: the size, the token or the number of keys.
+    """
+    check_range("page_size", size, 0, hint="; 0 is the largest")
+    size = min(size or _MOST_OF_A_PAGE, _MOST_OF_A_PAGE)
+    _check_named("keys", keys or ())
+    incarnation, place = _read_token(token)
+    if incarnation and partition_id not in catalog.names():
+        raise StaleIncarnationError(
+            f"partition {partition_id!r} of incarnation {incarnation.hex()} was cleared while it was listed; "
+            f"drop the pages you have of it"
+        )
+    partition = catalog.get(partition_id, incarnation)
+    if keys is None:
+        return _page_of_all(partition, place, size)
+    return _page_of_keys(partition, list(keys[place : place + size]), place, len(keys))
+
+
+def _check_named(name: str, named: Sequence[object]) -> None:
+    """Refuse a request that names more samples than one answer is about."""
+    if len(named) > _MOST_NAMED:
+        raise InvalidArgumentError(
+            f"{name} names {len(named)} samples, at most {_MOST_NAMED} expected; ask for them in several calls",
+            field=name,
+        )
+
+
+def _read_token(token: str) -> tuple[bytes, int]:
+    """Return the incarnation that a list is of, and where a page of it begins."""
+    if not token:
+        return b"", 0
+    incarnation, _, place = token.partition("-")
+    if len(incarnation) == 32 and len(place) <= 18 and place.isascii() and place.isdecimal():
+        try:
+            return bytes.fromhex(incarnation), int(place)
+        except ValueError:
+            pass
+    raise InvalidArgumentError(
+        f"page_token is {token[:64]!r}; send the next_page_token of the page before, or none for the first page",
+        field="page_token",
+    )
+
+
+def _page_of_all(partition: Partition, first_index: int, size: int) -> Page:
+    positions = partition.table.present_from(first_index, size + 1)
+    count = min(size, _fitting(partition, positions))
+    rows = partition.table.index.data[positions]
+    return Page(partition, rows[:count], next_place=int(rows[count]) if count < rows.size else None)
+
+
+def _page_of_keys(partition: Partition, keys: list[str], place: int, key_count: int) -> Page:
+    positions = partition.key_index.positions_of(keys)
+    found = np.flatnonzero(positions >= 0)
+    count = _fitting(partition, positions[found])
+    end = len(keys) if count == found.size else int(found[count])
+    missing = [keys[each] for each in np.flatnonzero(positions[:end] < 0).tolist()]
+    rows = partition.table.index.data[positions[found[:count]]]
+    return Page(partition, rows, missing, place + end if place + end < key_count else None)
+
+
+def _fitting(partition: Partition, positions: Indexes) -> int:
+    """Return how many of the first samples fit on a page, at least one."""
+    columns = [column for name in partition.meta.names() if (column := partition.meta.read(name, positions))]
+    texts = [column.values[column.present] for column in columns if column.values.dtype.kind == "O"]
+    count = min(positions.size, _MOST_NUMBERS // max(1, len(columns) - len(texts)))
+    characters = np.zeros(positions.size, np.int64)
+    for column in columns:
+        if column.values.dtype.kind == "O":
+            characters[column.present] += _lengths(column.values[column.present].tolist())
+    if not partition.key.is_blank:
+        characters += _lengths(partition.key.data[positions].tolist())
+    if partition.groups.in_use:
+        characters += _lengths(partition.groups.names_of(positions))
+    within = int(np.searchsorted(np.cumsum(characters), _MOST_CHARACTERS, side="right"))
+    return max(min(count, within), min(1, positions.size))
+
+
+def _lengths(names: Sequence[str | None]) -> Indexes:
+    if None in names:
+        names = [name or "" for name in names]
+    return np.fromiter(map(len, cast("Sequence[str]", names)), np.int64, len(names))
+
+
+def check_fields(partition: Partition, names: Sequence[str]) -> None:
+    """Refuse fields that a partition has not."""
+    for name in names:
+        if name not in partition.cells.fields:
+            known = nearest(name, partition.cells.fields)
+            raise FieldNotFoundError(f"partition {partition.partition_id!r} has no field {name!r}; {known}")
+
+
+def locate(
+    partition: Partition, names: Sequence[str], *, indexes: Indexes, keys: Sequence[str], skip_missing: bool
+) -> Indexes:
+    """Return the positions of those samples that have all cells of some fields.
+
+    Args:
+        partition: where they are.
+        names: the fields.
+        indexes: the samples, where they are not named by their keys.
+        keys: theirs.
+        skip_missing: whether samples may be missing, or cells of theirs.
+
+    Raises:
+        FieldNotFoundError: there is no such field.
+        KeyNotFoundError, SampleNotFoundError, CellNotFoundError: something is missing that may not be.
+        InvalidArgumentError: too many are named, or by index and by key.
+    """
+    check_fields(partition, names)
+    _check_named("keys", keys)
+    _check_named("global_indexes", cast("Sequence[object]", indexes))
+    if keys and indexes.size:
+        raise InvalidArgumentError("samples are named by index or by key, not by both", field="keys")
+    rows = _rows_of_keys(partition, keys, skip_missing=skip_missing) if keys else indexes
+    if not keys and not skip_missing:
+        partition.positions_of(rows)
+    positions = partition.table.find(rows)
+    found = positions >= 0
+    found[found] = partition.cells.produced(names, positions[found])
+    if not found.all() and not skip_missing:
+        raise _missing_cell(partition, names, rows[~found])
+    located: Indexes = positions[found]
+    return located
+
+
+def _rows_of_keys(partition: Partition, keys: Sequence[str], *, skip_missing: bool) -> Indexes:
+    positions = partition.key_index.positions_of(list(keys))
+    if not skip_missing and bool((positions < 0).any()):
+        key = keys[int(np.argmax(positions < 0))]
+        raise KeyNotFoundError(
+            f"partition {partition.partition_id!r} has no key {key!r}; {nearest(key, partition.key_index)}; "
+            f"pass missing='skip' to leave it out"
+        )
+    rows: Indexes = partition.table.index.data[positions[positions >= 0]]
+    return rows
+
+
+def _missing_cell(partition: Partition, names: Sequence[str], rows: Indexes) -> CellNotFoundError:
+    positions = partition.table.find(rows[:1])
+    lacking = [name for name in names if not partition.cells.produced([name], positions)[0]]
+    key = partition.key.data[positions[0]]
+    return CellNotFoundError(
+        f"sample {int(rows[0])}{'' if key is None else f' (key {key!r})'} of partition {partition.partition_id!r} has "
+        f"no {', '.join(map(repr, lacking))} yet ({rows.size} samples lack a field); wait with get_meta, or pass "
+        f"missing='skip'"
+    )
