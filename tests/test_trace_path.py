@@ -19,14 +19,14 @@ SCRIPT = Path(__file__).parent.parent / "scripts" / "trace_path.py"
 MOST = {"put": 14, "put-consumed": 15, "claim": 20, "get": 2, "ack": 11}
 
 # The most hand-written files of all layers, client and service in memory together.
-MOST_OF_ALL = {"put": 52, "get": 40}
+MOST_OF_ALL = {"put": 49, "get": 34}
 
 # What surely is on each path, so that a tracer that sees nothing fails: files, and folders that have one.
 EXPECTED = {
     "put": ("domain/partition.py", "domain/tables/", "durable/", "storage/engine.py", "wire/columns.py", "client/"),
     "put-consumed": ("domain/partition.py", "domain/claims/", "durable/"),
     "claim": ("domain/catalog.py", "domain/claims/", "samplers/sequential.py", "durable/"),
-    "get": ("dataplane/_async/grpc_driver.py", "storage/engine.py", "wire/decoding.py", "client/reads.py"),
+    "get": ("dataplane/_async/drivers.py", "storage/engine.py", "wire/decoding.py", "client/reads.py"),
     "ack": ("domain/catalog.py", "domain/claims/", "durable/", "server/controller_servicer.py"),
 }
 
@@ -63,7 +63,7 @@ def test_no_path_through_all_layers_is_longer_than_it_may_be() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     found = files_by_operation(done.stdout)
     assert not any(file.startswith("durable/") for file in found["put"])
-    assert "dataplane/_async/grpc_driver.py" in found["put"] & found["get"]
+    assert "dataplane/_async/drivers.py" in found["put"] & found["get"]
     done = traced("--in-memory", "--most-of-all", "get=1", "put=1000")
     assert done.returncode == 1
     assert done.stderr.startswith("get: ")

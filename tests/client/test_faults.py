@@ -14,7 +14,7 @@ from fake_server import FakeController, FakeStorage, Script, serving
 
 import tq_service as tq
 from tq_service.client.retry import Backoff, Deadline
-from tq_service.dataplane._sync import grpc_driver
+from tq_service.dataplane._sync import drivers
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import metadata_pb2
 from tq_service.v1 import storage_service_pb2 as storage_pb
@@ -423,9 +423,9 @@ async def test_a_get_of_known_size_goes_at_once_the_way_that_suits_it(kind, more
 
 
 def test_what_is_remembered_of_answers_is_bounded(monkeypatch):
-    monkeypatch.setattr(grpc_driver, "_MOST_REMEMBERED", 8)
+    monkeypatch.setattr(drivers, "_MOST_REMEMBERED", 8)
     with grpc.insecure_channel("127.0.0.1:1") as channel:
-        driver = grpc_driver.GrpcDriver(channel, metadata=lambda: None, errors=lambda _: nullcontext())
+        driver = drivers.GrpcDriver(channel, metadata=lambda: None, errors=lambda _: nullcontext())
         for number in range(100):
             driver._note_sent((f"field {number}",), 10, 1000)
             assert driver._expected_bytes((f"field {number}",), 3) == 300

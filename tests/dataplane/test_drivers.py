@@ -11,8 +11,8 @@ import pytest
 from live_server import LiveServer, StartServer
 
 from tq_service.client.retry import Deadline
-from tq_service.dataplane._async.kinds import async_driver
-from tq_service.dataplane._sync.kinds import driver as sync_driver
+from tq_service.dataplane._async.drivers import async_driver
+from tq_service.dataplane._sync.drivers import driver as sync_driver
 from tq_service.dataplane.local import LocalDriver
 from tq_service.dataplane.messages import get_request, put_header
 from tq_service.dataplane.parties import GRPC_KIND, Received

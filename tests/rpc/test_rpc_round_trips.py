@@ -13,13 +13,13 @@ from live_server import AnyClient, LiveServer
 from padded_rows import LENGTHS, assert_pads_like, columns_of
 
 import tq_service as tq
-from tq_service.dataplane._async import grpc_driver as async_driver
-from tq_service.dataplane._async.grpc_driver import AsyncGrpcDriver
-from tq_service.dataplane._sync import grpc_driver as sync_driver
-from tq_service.dataplane._sync.grpc_driver import GrpcDriver
+from tq_service.dataplane._async import drivers as async_driver
+from tq_service.dataplane._async.drivers import AsyncGrpcDriver
+from tq_service.dataplane._sync import drivers as sync_driver
+from tq_service.dataplane._sync.drivers import GrpcDriver
 from tq_service.schema import DTYPE_SIZES
 from tq_service.server import storage_servicer
-from tq_service.storage.index import sharing
+from tq_service.storage.index import reading
 
 DTYPES = sorted(name for name in DTYPE_SIZES if hasattr(torch, name))
 
@@ -56,8 +56,8 @@ def _every_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
             monkeypatch.setattr(kind, "_expected_bytes", lambda *_: -1)
     if request.param.startswith("shared memory"):
         monkeypatch.setattr(storage_servicer, "INLINE_BYTES", 0)
-        monkeypatch.setattr(sharing, "_LEAST_COLUMN_BYTES", 1)
-        monkeypatch.setattr(sharing, "_LEAST_MEAN_SLICE_BYTES", 0)
+        monkeypatch.setattr(reading, "_LEAST_COLUMN_BYTES", 1)
+        monkeypatch.setattr(reading, "_LEAST_MEAN_SLICE_BYTES", 0)
 
 
 every_way = pytest.mark.usefixtures("_every_way")

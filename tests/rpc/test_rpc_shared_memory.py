@@ -19,8 +19,8 @@ import torch
 from live_server import AnyClient, LiveServer, StartServer
 
 import tq_service as tq
-from tq_service.dataplane._async.grpc_driver import AsyncGrpcDriver
-from tq_service.dataplane._sync.grpc_driver import GrpcDriver
+from tq_service.dataplane._async.drivers import AsyncGrpcDriver
+from tq_service.dataplane._sync.drivers import GrpcDriver
 from tq_service.dataplane.shared_memory.client import FdChannel
 from tq_service.errors import UnavailableError
 from tq_service.testing import ServiceProcess

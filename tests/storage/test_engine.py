@@ -17,7 +17,7 @@ from tq_service.schema import FieldSpec, Layout
 from tq_service.storage.cells import PutCells
 from tq_service.storage.engine import StorageEngine
 from tq_service.storage.index.confirmations import Overdue
-from tq_service.storage.index.stored_put import StoredPut
+from tq_service.storage.index.put import StoredPut
 from tq_service.wire.columns import ColumnShape
 from tq_service.wire.encoding import encode_columns
 

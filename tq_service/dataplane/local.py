@@ -4,13 +4,50 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from typing import Protocol
 
-from tq_service.dataplane.parties import Deadline, Engine, Received
+from tq_service.dataplane.parties import Deadline, Received
 from tq_service.dataplane.receive_buffers import RECEIVE_BUFFERS
 from tq_service.v1.storage_service_pb2 import GetRequest, PutHeader, PutResponse
-from tq_service.wire.columns import Column
+from tq_service.wire.columns import Column, ColumnShape
 from tq_service.wire.frames import ColumnReceiver
+
+
+class Pending(Protocol):
+    """A put of an engine whose bytes are to come."""
+
+    async def write(self, data: memoryview | bytes) -> None:
+        """Append bytes of the values; ignored where the put was complete before."""
+        ...
+
+
+class Reading(Protocol):
+    """Cells of an engine."""
+
+    @property
+    def headers(self) -> Sequence[ColumnShape]:
+        """The columns, in the order asked for."""
+        ...
+
+    def parts(self) -> AsyncIterator[Iterable[memoryview]]:
+        """Yield the bytes of all columns in order, as chunks to be used before the next part."""
+        ...
+
+
+class Engine(Protocol):
+    """A storage engine in the same process, asked by messages."""
+
+    def storing(
+        self, header: PutHeader, columns: Sequence[ColumnShape], *, until: float | None
+    ) -> AbstractAsyncContextManager[Pending]:
+        """Reserve capacity for a put, at most until a time of the engine's clock; it is complete at the end."""
+        ...
+
+    async def open(self, request: GetRequest) -> AbstractContextManager[Reading]:
+        """Find cells, which stay as they are within the `with`."""
+        ...
 
 
 class LocalDriver:

@@ -1,16 +1,14 @@
-"""What the data plane needs of those who use it: of callers, and of a storage engine in the same process."""
+"""What the data plane needs of those who use it."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.v1.storage_service_pb2 import GetRequest, PutHeader
 from tq_service.wire.columns import ColumnShape
 from tq_service.wire.dtypes import Bytes
 
@@ -58,7 +56,7 @@ class Place(Protocol):
 
     @property
     def kind(self) -> str:
-        """Which driver reaches it, see `tq_service.dataplane._async.kinds`."""
+        """Which driver reaches it, see `tq_service.dataplane._async.drivers`."""
         ...
 
     @property
@@ -93,39 +91,4 @@ class Runs(Protocol):
     @property
     def row_counts(self) -> NDArray[np.int64]:
         """For each run its number of rows `(runs,)`."""
-        ...
-
-
-class Pending(Protocol):
-    """A put of an engine whose bytes are to come."""
-
-    async def write(self, data: memoryview | bytes) -> None:
-        """Append bytes of the values; ignored where the put was complete before."""
-        ...
-
-
-class Reading(Protocol):
-    """Cells of an engine."""
-
-    @property
-    def headers(self) -> Sequence[ColumnShape]:
-        """The columns, in the order asked for."""
-        ...
-
-    def parts(self) -> AsyncIterator[Iterable[memoryview]]:
-        """Yield the bytes of all columns in order, as chunks to be used before the next part."""
-        ...
-
-
-class Engine(Protocol):
-    """A storage engine in the same process, asked by messages."""
-
-    def storing(
-        self, header: PutHeader, columns: Sequence[ColumnShape], *, until: float | None
-    ) -> AbstractAsyncContextManager[Pending]:
-        """Reserve capacity for a put, at most until a time of the engine's clock; it is complete at the end."""
-        ...
-
-    async def open(self, request: GetRequest) -> AbstractContextManager[Reading]:
-        """Find cells, which stay as they are within the `with`."""
         ...

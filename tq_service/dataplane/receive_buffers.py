@@ -12,7 +12,6 @@ import time
 import weakref
 from collections import deque
 from contextlib import suppress
-from functools import cache
 from typing import Final
 
 import numpy as np
@@ -22,8 +21,6 @@ from tq_service.wire.dtypes import Bytes
 # Below this malloc reuses memory well enough, see `keep_frame_buffers`.
 _SMALL_BYTES: Final = 4 << 20
 _GRAIN_BYTES: Final = 2 << 20  # a huge page
-# Just under glibc's largest dynamic mmap threshold (32 MiB).
-_BLOCK_BYTES: Final = (32 << 20) - (64 << 10)
 # For batches of a GiB; a process that gets smaller ones keeps the few blocks that it had in the last minute.
 _KEPT_BYTES: Final = 2 << 30
 _KEPT_SECONDS: Final = 60.0
@@ -108,16 +105,3 @@ def _map(size: int) -> mmap.mmap:
 
 # Of this process: clients come and go, and batches outlive them.
 RECEIVE_BUFFERS: Final = ReceiveBuffers()
-
-
-@cache
-def keep_frame_buffers() -> None:
-    """Raise glibc's thresholds for this process, once; elsewhere it does nothing.
-
-    Fresh pages cost more than the copy into them. glibc maps blocks above a threshold anew each time, and raises the
-    threshold to the size of the largest such block that was freed (`M_MMAP_THRESHOLD` in mallopt(3)), so freeing one
-    untouched block of 32 MiB is enough. Gets were seen to go from 0.7 to 1.3 GB/s, puts of asyncio clients that never
-    get to take half of the CPU time.
-    """
-    block = bytes(_BLOCK_BYTES)
-    del block

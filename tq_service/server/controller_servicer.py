@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, TypeVar, get_type_hints
 
 import grpc
 
-from tq_service.dataplane._async.kinds import DRIVERS
+from tq_service.dataplane._async.drivers import DRIVERS
 from tq_service.domain.catalog import Catalog, Clearing
 from tq_service.domain.changes.claims import ClaimAcked, ClaimExtended, ClaimReleased, ConsumptionReset
 from tq_service.domain.changes.partitions import PartitionSealed

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, cast
 
 import grpc
 
-from tq_service.dataplane._async.grpc_driver import AsyncGrpcDriver
-from tq_service.dataplane._async.kinds import AsyncDriver, async_driver
+from tq_service.dataplane._async.drivers import AsyncDriver, AsyncGrpcDriver, async_driver
 from tq_service.errors import PermissionDeniedError, TqError, UnauthenticatedError, UnavailableError
 from tq_service.server.known_puts import KnownPuts, encode_cells
 from tq_service.server.outages import PeerOutage

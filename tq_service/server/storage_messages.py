@@ -10,9 +10,8 @@ from tq_service.dataplane.parties import CONTROLLER_KIND, GRPC_KIND
 from tq_service.errors import DataLossError, InvalidArgumentError
 from tq_service.storage.cells import PutCells, ReadRuns
 from tq_service.storage.engine import StorageEngine
-from tq_service.storage.index.pending_put import PendingPut
-from tq_service.storage.index.reading import Reading
-from tq_service.storage.index.sharing import Shared
+from tq_service.storage.index.put import PendingPut
+from tq_service.storage.index.reading import Reading, Shared
 from tq_service.v1 import metadata_pb2
 from tq_service.v1 import storage_service_pb2 as pb
 from tq_service.wire.columns import ColumnShape, encode_header

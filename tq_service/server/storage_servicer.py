@@ -26,10 +26,9 @@ from tq_service.server.receipts import ReceiptKeys
 from tq_service.server.rpc.limits import RETRY_AFTER_SECONDS, WaitingCalls, wait_until
 from tq_service.server.storage_messages import EngineCalls, endpoint_of, get_header, put_cells, shared_columns
 from tq_service.storage.engine import StorageEngine
-from tq_service.storage.index.pending_put import PendingPut
-from tq_service.storage.index.reading import Reading
+from tq_service.storage.index.put import PendingPut
+from tq_service.storage.index.reading import Reading, Shared, shared_part
 from tq_service.storage.index.reconciliation import Reconciliation
-from tq_service.storage.index.sharing import Shared, shared_part
 from tq_service.v1 import storage_service_pb2 as pb
 from tq_service.wire.columns import ColumnShape, decode_headers
 from tq_service.wire.frames import (
@@ -344,13 +343,12 @@ class StorageServicer:
     async def _finish_reconciliation(self, state: Reconciliation) -> pb.ReconcilePutsResponse:
         for _ in self._engine.finish_reconciliation(state):
             await asyncio.sleep(0)
-        outcome = state.outcome()
-        if outcome.dropped_count:
-            _log.warning("dropped %d puts that the controller does not know", outcome.dropped_count)
+        if state.dropped_count:
+            _log.warning("dropped %d puts that the controller does not know", state.dropped_count)
         return pb.ReconcilePutsResponse(
-            missing_put_ids=outcome.missing_put_ids,
-            missing_count=outcome.missing_count,
-            dropped_count=outcome.dropped_count,
+            missing_put_ids=state.missing_put_ids,
+            missing_count=state.missing_count,
+            dropped_count=state.dropped_count,
         )
 
     async def FreeCells(self, request: pb.FreeCellsRequest, context: Context) -> pb.FreeCellsResponse:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Protocol
 
-from tq_service.dataplane._async.kinds import AsyncDriver
+from tq_service.dataplane._async.drivers import AsyncDriver
 from tq_service.domain.tables.cells import CellSet, CellsSnapshot, Put, live_cells
 from tq_service.errors import (
     AlreadyExistsError,

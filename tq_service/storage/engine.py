@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from tq_service.errors import CallCancelledError, InvalidArgumentError, PutNotFoundError
@@ -17,23 +18,41 @@ from tq_service.storage.blobs.base import BlobStore, DurableBlobStore
 from tq_service.storage.blobs.memfd import MemfdBlobs
 from tq_service.storage.blobs.memory import MemoryBlobs
 from tq_service.storage.cells import PutCells, ReadRuns
-from tq_service.storage.engine_stat import EngineStat, Reconciled
 from tq_service.storage.index.admission import Admission
-from tq_service.storage.index.checks import check_sound
 from tq_service.storage.index.compaction import compact
 from tq_service.storage.index.confirmations import Confirmations, Overdue
-from tq_service.storage.index.pending_put import PendingPut
+from tq_service.storage.index.put import PendingPut, StoredPut, check_put, tables_size, values_size
 from tq_service.storage.index.put_journal import PutJournal
 from tq_service.storage.index.put_records import EncodedPut, PutLog
 from tq_service.storage.index.put_table import PutTable
-from tq_service.storage.index.reading import Reading, open_reading
+from tq_service.storage.index.reading import Reading, check_sound, open_reading
 from tq_service.storage.index.reconciliation import Reconciliation, cells_besides
-from tq_service.storage.index.stored_put import StoredPut, check_put, tables_size, values_size
 from tq_service.wire.columns import ColumnShape
 
 _KNOWN_SPECS: Final = 4096
 _MOST_WORK: Final = 4096  # puts that are looked at before others have their turn; some milliseconds
 _DROP_WORK: Final = 8  # what to drop one costs, in puts looked at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStat:
+    """Sizes and counts of an engine.
+
+    Attributes:
+        max_bytes: the quota; None: no bound.
+        used_bytes: bytes stored and reserved: values, and the extents of jagged and object rows.
+        pooled_bytes: bytes of memory held for reuse, besides `used_bytes`.
+        put_count: complete puts held.
+        uncommitted_put_count: those of them that are not confirmed yet.
+        damaged_put_count: those whose bytes are lost, as far as that is known.
+    """
+
+    max_bytes: int | None
+    used_bytes: int
+    pooled_bytes: int
+    put_count: int
+    uncommitted_put_count: int
+    damaged_put_count: int = 0
 
 
 class StorageEngine:
@@ -397,13 +416,13 @@ class StorageEngine:
 
     def reconcile_at_once(
         self, cells: Iterable[PutCells], uncommitted: Iterable[bytes] = (), *, owner: bytes = b""
-    ) -> Reconciled:
+    ) -> Reconciliation:
         """Learn of all puts of an owner that are known at once, before others have to have their turns."""
         state = self.begin_reconciliation(owner)
         self.reconcile(state, cells=cells, uncommitted=uncommitted)
         for _ in self.finish_reconciliation(state):
             pass
-        return state.outcome()
+        return state
 
     def _check_current(self, state: Reconciliation) -> None:
         if not self._is_current(state):

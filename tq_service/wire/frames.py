@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -38,6 +39,8 @@ INLINE_BYTES: Final = 256 << 10
 No quota counts the bytes of such a put while it waits for capacity.
 """
 
+# Just under glibc's largest dynamic mmap threshold (32 MiB).
+_LARGEST_THRESHOLD_BYTES: Final = (32 << 20) - (64 << 10)
 _FRAME_TAG: Final = 0x12  # field 2, length-delimited
 _MAX_VARINT_BYTES: Final = 5  # of a size; the library refuses longer ones
 
@@ -198,3 +201,16 @@ def _plain_frame(data: bytes) -> memoryview | None:
             start = position + 2
             return memoryview(data)[start:] if len(data) - start == length else None
     return None
+
+
+@cache
+def keep_frame_buffers() -> None:
+    """Raise glibc's thresholds for this process, once; elsewhere it does nothing.
+
+    Fresh pages cost more than the copy into them. glibc maps blocks above a threshold anew each time, and raises the
+    threshold to the size of the largest such block that was freed (`M_MMAP_THRESHOLD` in mallopt(3)), so freeing one
+    untouched block of 32 MiB is enough. Gets were seen to go from 0.7 to 1.3 GB/s, puts of asyncio clients that never
+    get to take half of the CPU time.
+    """
+    block = bytes(_LARGEST_THRESHOLD_BYTES)
+    del block

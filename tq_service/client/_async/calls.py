@@ -13,8 +13,7 @@ from tq_service.client.channel import CHANNEL_OPTIONS, controller_stub, health_s
 from tq_service.client.concurrency import AsyncHome, async_is_of_closing, async_sleep
 from tq_service.client.retry import Backoff, Deadline, Outage, error_of
 from tq_service.dataplane import parties
-from tq_service.dataplane._async.grpc_driver import AsyncGrpcDriver
-from tq_service.dataplane._async.kinds import AsyncDriver, async_driver
+from tq_service.dataplane._async.drivers import AsyncDriver, AsyncGrpcDriver, async_driver
 from tq_service.dataplane.shared_memory.client import HostLink
 from tq_service.errors import CallCancelledError, PreconditionError, TqError, UnavailableError
 from tq_service.v1.storage_service_pb2 import GetRequest, PutHeader, PutResponse

@@ -14,8 +14,7 @@ from tq_service.client.channel import CHANNEL_OPTIONS, controller_stub, health_s
 from tq_service.client.concurrency import Home, is_of_closing, sleep
 from tq_service.client.retry import Backoff, Deadline, Outage, error_of
 from tq_service.dataplane import parties
-from tq_service.dataplane._sync.grpc_driver import GrpcDriver
-from tq_service.dataplane._sync.kinds import Driver, driver
+from tq_service.dataplane._sync.drivers import Driver, GrpcDriver, driver
 from tq_service.dataplane.shared_memory.client import HostLink
 from tq_service.errors import CallCancelledError, PreconditionError, TqError, UnavailableError
 from tq_service.v1.storage_service_pb2 import GetRequest, PutHeader, PutResponse

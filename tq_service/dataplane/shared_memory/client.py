@@ -28,9 +28,6 @@ from tq_service.wire.columns import Column, ColumnShape
 from tq_service.wire.dtypes import Bytes
 
 SWITCH_VARIABLE: Final = "TQ_SHARED_MEMORY"
-SHARED_FROM_BYTES: Final = 1 << 20
-"""Smaller puts go over the wire: it is as fast, and takes no file descriptor in the service."""
-
 _EXCHANGE_SECONDS: Final = 10.0
 _ASK_AGAIN_SECONDS: Final = 60.0
 _TRY_AGAIN_SECONDS: Final = 5.0

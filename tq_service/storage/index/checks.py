@@ -7,15 +7,13 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from tq_service.errors import DataLossError, UnavailableError
+from tq_service.errors import UnavailableError
 from tq_service.storage.blobs.base import Blob, DurableBlobStore, is_temporary
 
 _log = logging.getLogger(__name__)
 _SCRUB_BYTES_PER_SECOND: Final = 100e6
 _LEAST_PAUSE_SECONDS: Final = 0.001
 _RETRY_SECONDS: Final = 1.0
-_MOST_NAMED: Final = 5
-_MOST_TOLD: Final = 100  # the metadata of an answer has capacity for about twice as many
 
 
 class BlobChecks:
@@ -102,20 +100,3 @@ class BlobChecks:
             reason = f"its segment cannot be read: {error}"
         if self._expected.pop(put_id, None) is not None and reason:
             self.mark_damaged(put_id, reason)
-
-
-def check_sound(put_ids: Iterable[bytes], damaged: Mapping[bytes, str], storage_id: str) -> None:
-    """Refuse to read puts that are damaged.
-
-    Raises:
-        DataLossError: some are; it names them.
-    """
-    lost = [put_id for put_id in put_ids if put_id in damaged] if damaged else []
-    if lost:
-        names = ", ".join(put_id.hex() for put_id in lost[:_MOST_NAMED])
-        more = f" and {len(lost) - _MOST_NAMED} more" if len(lost) > _MOST_NAMED else ""
-        raise DataLossError(
-            f"storage service {storage_id!r} has lost the bytes of put {names}{more}: {damaged[lost[0]]}; put them "
-            "again, or clear them",
-            metadata={"storage_id": storage_id, "put_ids": ",".join(put_id.hex() for put_id in lost[:_MOST_TOLD])},
-        )

@@ -6,7 +6,7 @@ import numpy as np
 
 from tq_service.storage.blobs.base import BlobStore
 from tq_service.storage.cells import Rows
-from tq_service.storage.index.stored_put import RowSet, StoredColumn, StoredPut, table_bytes
+from tq_service.storage.index.put import RowSet, StoredColumn, StoredPut, table_bytes
 from tq_service.wire.columns import fixed_row_bytes
 
 

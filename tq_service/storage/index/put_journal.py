@@ -18,7 +18,7 @@ from tq_service.errors import DiskFailedError
 from tq_service.storage.blobs.base import Blob, DurableBlobStore, is_temporary
 from tq_service.storage.blobs.memory import LocalBlob
 from tq_service.storage.index.checks import BlobChecks
-from tq_service.storage.index.pending_put import PendingPut
+from tq_service.storage.index.put import PendingPut, StoredPut
 from tq_service.storage.index.put_records import (
     EncodedPut,
     PutDropped,
@@ -28,7 +28,6 @@ from tq_service.storage.index.put_records import (
     left_puts,
     restore_put,
 )
-from tq_service.storage.index.stored_put import StoredPut
 
 _log = logging.getLogger(__name__)
 

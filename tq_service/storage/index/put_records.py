@@ -12,7 +12,7 @@ import numpy as np
 from tq_service.schema import FieldSpec
 from tq_service.storage.blobs.base import Blob
 from tq_service.storage.cells import Rows
-from tq_service.storage.index.stored_put import RowSet, StoredColumn, StoredPut
+from tq_service.storage.index.put import RowSet, StoredColumn, StoredPut
 
 _spec: Final = lru_cache(maxsize=1024)(FieldSpec)  # every put brings the same few
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 from tq_service.storage.blobs.base import Blob
-from tq_service.storage.index.stored_put import StoredPut
+from tq_service.storage.index.put import StoredPut
 
 Load = Callable[[bytes, Blob], StoredPut]
 _SHARDS: Final = 1024

@@ -1,25 +1,133 @@
-"""Reading cells in the order asked for: headers first, then bytes, as views on local blobs or as stores send them."""
+"""Reading cells: where they lie in the blobs of their puts, their bytes in the order asked for, what of it is shared.
+
+    runs of rows -> spans of blobs, with a header for each column -> views of local blobs, bytes as stores send them, or
+    slices of shared memory that a client of the same host maps
+
+A read may touch thousands of puts of one row each. So what is done for each put is kept to a few attributes in a list;
+the rest is done for all puts at once whose columns are of one spec, with their tables joined where those are small.
+"""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from operator import itemgetter
 from types import TracebackType
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 
-from tq_service.errors import InvalidArgumentError, PutNotFoundError
+from tq_service.errors import DataLossError, InvalidArgumentError, PutNotFoundError
 from tq_service.storage.blobs.base import Blob
 from tq_service.storage.cells import ReadRuns, Rows, expand_runs
-from tq_service.storage.index.spans import SpanFinder, Spans
-from tq_service.storage.index.stored_put import StoredPut
-from tq_service.wire.columns import MAX_ROWS, fixed_row_bytes
+from tq_service.storage.index.put import RowSet, StoredColumn, StoredPut
+from tq_service.wire.columns import (
+    MAX_ROWS,
+    ColumnShape,
+    Extents,
+    extent_count,
+    fixed_row_bytes,
+    merge_specs,
+    widen_extents,
+)
 
 _GATHER_BELOW_BYTES: Final = 1024
 _GATHER_FROM_SLICES: Final = 16
 _GATHER_BLOCK_BYTES: Final = 1 << 20
+# Tables of columns of up to so many rows are joined, which copies them; larger ones are looked into where they are.
+_SMALL_TABLE_ROWS: Final = 64
+# Below these, the bytes are sent sooner than a file descriptor is sent and mapped, or slices are copied one by
+# one.
+_LEAST_COLUMN_BYTES: Final = 64 << 10
+_LEAST_MEAN_SLICE_BYTES: Final = 4 << 10
+_MOST_NAMED: Final = 5
+_MOST_TOLD: Final = 100  # the metadata of an answer has capacity for about twice as many
+
+Runs: TypeAlias = Rows | slice
+"""Which of the runs: their positions, or all of them."""
+
+_ALL: Final = slice(None)
+
+
+def open_reading(puts: Mapping[bytes, StoredPut], runs: Sequence[ReadRuns], put_ids: Sequence[bytes]) -> Reading:
+    """Find the cells of a read and pin their blobs; see `StorageEngine.open_read`."""
+    row_count = _check_runs(runs, len(put_ids))
+    held: dict[int, StoredPut] = {}
+    spans: list[Spans] = []
+    for fields in runs:
+        used, owners = _owners(fields.put_indexes)
+        for index in used:
+            if index not in held:
+                held[index] = _find_put(puts, put_ids[index])
+        finder = SpanFinder(fields, [held[index] for index in used], [put_ids[index] for index in used], owners)
+        spans.extend(finder.find(name) for name in fields.field_names)
+    return Reading({index: put.values for index, put in held.items()}, spans, row_count)
+
+
+def _find_put(puts: Mapping[bytes, StoredPut], put_id: bytes) -> StoredPut:
+    put = puts.get(put_id)
+    if put is None:
+        raise PutNotFoundError(
+            f"put {put_id.hex()} is not here: never completed, expired without a commit, or cleared; get the rows anew"
+        )
+    return put
+
+
+def _check_runs(runs: Sequence[ReadRuns], put_count: int) -> int:
+    """Return the number of rows asked for."""
+    names = [name for fields in runs for name in fields.field_names]
+    if not names or len(set(names)) != len(names):
+        raise InvalidArgumentError(f"expected at least one field, each once; got {names}", field="runs")
+    row_counts = {fields.field_names: _count_rows(fields, put_count) for fields in runs}
+    if len(set(row_counts.values())) > 1:
+        got = "; ".join(f"{', '.join(names)}: {count}" for names, count in row_counts.items())
+        raise InvalidArgumentError(f"row counts differ between fields ({got}); ask for the same rows", field="runs")
+    return next(iter(row_counts.values()))
+
+
+def _count_rows(fields: ReadRuns, put_count: int) -> int:
+    puts, firsts, counts = fields.put_indexes, fields.first_rows, fields.row_counts
+    what = f"runs of {', '.join(fields.field_names)}"
+    if not len(puts) == len(firsts) == len(counts):
+        raise InvalidArgumentError(
+            f"{what} have {len(puts)} puts, {len(firsts)} first rows and {len(counts)} counts; give one of each for "
+            "each run",
+            field="runs",
+        )
+    if not len(puts):
+        raise InvalidArgumentError(f"{what} are empty; ask for at least one row", field="runs")
+    if int(puts.min()) < 0 or int(puts.max()) >= put_count:
+        raise InvalidArgumentError(f"{what} name a put outside the {put_count} puts given", field="runs")
+    if int(counts.min()) < 1 or int(counts.max()) > MAX_ROWS or int(counts.sum()) > MAX_ROWS:
+        raise InvalidArgumentError(f"{what} must have 1 to {MAX_ROWS} rows each and together", field="runs")
+    return int(counts.sum())
+
+
+def _owners(put_indexes: Rows) -> tuple[list[int], Rows]:
+    """Return the puts of runs, each once, and for each run the position of its put among them."""
+    if (put_indexes == put_indexes[0]).all():
+        return [int(put_indexes[0])], np.zeros(len(put_indexes), np.int64)
+    used, owners = np.unique(put_indexes, return_inverse=True)
+    return used.tolist(), owners
+
+
+def check_sound(put_ids: Iterable[bytes], damaged: Mapping[bytes, str], storage_id: str) -> None:
+    """Refuse to read puts that are damaged.
+
+    Raises:
+        DataLossError: some are; it names them.
+    """
+    lost = [put_id for put_id in put_ids if put_id in damaged] if damaged else []
+    if lost:
+        names = ", ".join(put_id.hex() for put_id in lost[:_MOST_NAMED])
+        more = f" and {len(lost) - _MOST_NAMED} more" if len(lost) > _MOST_NAMED else ""
+        raise DataLossError(
+            f"storage service {storage_id!r} has lost the bytes of put {names}{more}: {damaged[lost[0]]}; put them "
+            "again, or clear them",
+            metadata={"storage_id": storage_id, "put_ids": ",".join(put_id.hex() for put_id in lost[:_MOST_TOLD])},
+        )
 
 
 class Reading:
@@ -123,63 +231,238 @@ def _join_neighbours(span: Spans) -> tuple[Rows, Rows, Rows]:
     return puts[heads], starts[heads], np.add.reduceat(sizes, heads)
 
 
-def open_reading(puts: Mapping[bytes, StoredPut], runs: Sequence[ReadRuns], put_ids: Sequence[bytes]) -> Reading:
-    """Find the cells of a read and pin their blobs; see `StorageEngine.open_read`."""
-    row_count = _check_runs(runs, len(put_ids))
-    held: dict[int, StoredPut] = {}
-    spans: list[Spans] = []
-    for fields in runs:
-        used, owners = _owners(fields.put_indexes)
-        for index in used:
-            if index not in held:
-                held[index] = _find_put(puts, put_ids[index])
-        finder = SpanFinder(fields, [held[index] for index in used], [put_ids[index] for index in used], owners)
-        spans.extend(finder.find(name) for name in fields.field_names)
-    return Reading({index: put.values for index, put in held.items()}, spans, row_count)
+@dataclass(frozen=True, slots=True, eq=False)
+class Spans:
+    """The bytes of one column that is read: for each run, its put, and its first byte and size in the put's blob."""
+
+    column: ColumnShape
+    put_indexes: Rows
+    starts: Rows
+    sizes: Rows
 
 
-def _find_put(puts: Mapping[bytes, StoredPut], put_id: bytes) -> StoredPut:
-    put = puts.get(put_id)
-    if put is None:
+class SpanFinder:
+    """Finds the runs that some fields share.
+
+    Args:
+        runs: what is read.
+        puts: the puts that the runs are in, each once.
+        put_ids: their names, for errors.
+        owners: for each run its position in `puts`.
+
+    Raises:
+        InvalidArgumentError: a run goes beyond the rows of its put.
+    """
+
+    def __init__(self, runs: ReadRuns, puts: Sequence[StoredPut], put_ids: Sequence[bytes], owners: Rows) -> None:
+        self._runs = runs
+        self._puts = puts
+        self._put_ids = put_ids
+        self._owners = owners
+        self._row_count = int(runs.row_counts.sum())
+        self._targets = np.cumsum(runs.row_counts) - runs.row_counts
+        self._positions: list[tuple[list[RowSet], Rows]] = []
+        limits = self._of_runs([put.row_count for put in puts]) - runs.row_counts
+        wrong = np.flatnonzero((runs.first_rows < 0) | (runs.first_rows > limits))
+        if wrong.size:
+            first, count, put = (int(of_run[wrong[0]]) for of_run in (runs.first_rows, runs.row_counts, owners))
+            raise InvalidArgumentError(
+                f"rows {first} to {first + count - 1} are outside put {put_ids[put].hex()}, which has "
+                f"{puts[put].row_count} rows",
+                field="runs",
+            )
+
+    def find(self, name: str) -> Spans:
+        """Return where the runs of a field are, with its header.
+
+        Raises:
+            FieldNotFoundError: a put never had the field.
+            PutNotFoundError: a cell was freed.
+            FieldMismatchError: puts hold different kinds of it.
+        """
+        columns = [put.column(name, put_id) for put, put_id in zip(self._puts, self._put_ids, strict=True)]
+        merged = merge_specs(list({id(column.spec): column.spec for column in columns}.values()))
+        positions = self._find_rows(name, [column.row_set for column in columns])
+        starts, sizes = np.empty_like(positions), np.empty_like(positions)
+        width = extent_count(merged)
+        extents = np.empty((self._row_count, width), np.int64) if width else None
+        for numbers in _alike(columns):
+            some = _ALL if len(numbers) == len(columns) else self._runs_of(numbers)
+            counts = self._runs.row_counts[some]
+            spec = columns[numbers[0]].spec
+            row_bytes = fixed_row_bytes(spec)
+            found = None
+            if row_bytes is not None:
+                starts[some], sizes[some] = positions[some] * row_bytes, counts * row_bytes
+            else:
+                starts[some], sizes[some], found = self._cut(columns, numbers, some, positions[some])
+            row_count = self._row_count if some is _ALL else int(counts.sum())
+            widened = widen_extents(found, spec, merged, row_count)
+            if extents is not None and widened is not None:
+                extents[_ALL if some is _ALL else expand_runs(self._targets[some], counts)] = widened
+        starts += self._of_runs([column.values_at for column in columns])
+        shape = ColumnShape(spec=merged, row_count=self._row_count, extents=extents, value_bytes=int(sizes.sum()))
+        return Spans(shape, self._runs.put_indexes, starts, sizes)
+
+    def _find_rows(self, name: str, row_sets: list[RowSet]) -> Rows:
+        """Return the position of each run among the stored rows; fields that were freed alike share the search."""
+        for known, found in self._positions:
+            if known == row_sets:
+                return found
+        firsts, counts = self._runs.first_rows, self._runs.row_counts
+        positions: Rows = firsts - self._of_runs([row_set.base for row_set in row_sets])
+        ends = self._of_runs([row_set.stored_count for row_set in row_sets]) - counts
+        positions[(positions < 0) | (positions > ends)] = -1
+        for number, row_set in enumerate(row_sets):
+            if row_set.kept is not None or row_set.live is not None:
+                some = self._runs_of([number])
+                positions[some] = row_set.positions(firsts[some], counts[some])
+        self._check_found(name, positions)
+        self._positions.append((row_sets, positions))
+        return positions
+
+    def _check_found(self, name: str, positions: Rows) -> None:
+        gone = np.flatnonzero(positions < 0)
+        if not gone.size:
+            return
+        put = int(self._owners[gone[0]])
+        gone = gone[self._owners[gone] == put][:_MOST_NAMED]
+        firsts, lasts = self._runs.first_rows[gone], (self._runs.first_rows + self._runs.row_counts - 1)[gone]
+        rows = ", ".join(
+            f"{first}" if first == last else f"{first}-{last}"
+            for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True)
+        )
         raise PutNotFoundError(
-            f"put {put_id.hex()} is not here: never completed, expired without a commit, or cleared; get the rows anew"
+            f"field {name!r} of put {self._put_ids[put].hex()}: rows in {rows} were cleared or overwritten; get the "
+            "rows anew"
         )
-    return put
+
+    def _cut(
+        self, columns: Sequence[StoredColumn], numbers: Sequence[int], some: Runs, positions: Rows
+    ) -> tuple[Rows, Rows, Extents]:
+        """Return where runs begin in the values of their columns, their sizes, and the extents of their rows."""
+        tables = [columns[number].table(self._puts[number].tables()) for number in numbers]
+        stored = [columns[number].row_set.stored_count for number in numbers]
+        width = extent_count(columns[numbers[0]].spec)
+        counts = self._runs.row_counts[some]
+        if len(tables) == 1:
+            joined, rows_at = tables[0], positions
+            extents_at = positions * width + (stored[0] + 1)
+        else:
+            joined = np.concatenate(tables)
+            place = np.zeros(len(columns), np.int64)
+            place[numbers] = np.arange(len(numbers))
+            owners = place[self._owners[some]]
+            lengths = _integers([len(table) for table in tables])
+            tables_at = (np.cumsum(lengths) - lengths)[owners]
+            rows_at = tables_at + positions
+            extents_at = tables_at + (_integers(stored) + 1)[owners] + positions * width
+        begins = joined[rows_at]
+        sizes = joined[rows_at + counts] - begins
+        return begins, sizes, joined[expand_runs(extents_at, counts * width)].reshape(-1, width)
+
+    def _of_runs(self, values: list[int]) -> Rows | int:
+        """Return for each run the value of its put; one number where there is one put."""
+        return values[0] if len(values) == 1 else _integers(values)[self._owners]
+
+    def _runs_of(self, numbers: Sequence[int]) -> Rows:
+        """Return the positions of the runs of some puts."""
+        order, bounds = self._by_put
+        parts = [order[bounds[number] : bounds[number + 1]] for number in numbers]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    @cached_property
+    def _by_put(self) -> tuple[Rows, list[int]]:
+        """The runs ordered by put, and where in this order those of each put begin and end."""
+        order = np.argsort(self._owners, kind="stable")
+        bounds = np.searchsorted(self._owners[order], np.arange(len(self._puts) + 1))
+        return order, bounds.tolist()
 
 
-def _check_runs(runs: Sequence[ReadRuns], put_count: int) -> int:
-    """Return the number of rows asked for."""
-    names = [name for fields in runs for name in fields.field_names]
-    if not names or len(set(names)) != len(names):
-        raise InvalidArgumentError(f"expected at least one field, each once; got {names}", field="runs")
-    row_counts = {fields.field_names: _count_rows(fields, put_count) for fields in runs}
-    if len(set(row_counts.values())) > 1:
-        got = "; ".join(f"{', '.join(names)}: {count}" for names, count in row_counts.items())
-        raise InvalidArgumentError(f"row counts differ between fields ({got}); ask for the same rows", field="runs")
-    return next(iter(row_counts.values()))
+def _alike(columns: Sequence[StoredColumn]) -> list[list[int]]:
+    """Return the puts by number, together those whose columns have one spec and no large table."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for number, column in enumerate(columns):
+        is_large = column.row_set.stored_count > _SMALL_TABLE_ROWS and fixed_row_bytes(column.spec) is None
+        groups.setdefault((id(column.spec), number if is_large else -1), []).append(number)
+    return list(groups.values())
 
 
-def _count_rows(fields: ReadRuns, put_count: int) -> int:
-    puts, firsts, counts = fields.put_indexes, fields.first_rows, fields.row_counts
-    what = f"runs of {', '.join(fields.field_names)}"
-    if not len(puts) == len(firsts) == len(counts):
-        raise InvalidArgumentError(
-            f"{what} have {len(puts)} puts, {len(firsts)} first rows and {len(counts)} counts; give one of each for "
-            "each run",
-            field="runs",
+def _integers(values: list[int]) -> Rows:
+    return np.array(values, np.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SharedSlices:
+    """A column in shared memory: slices, one after the other.
+
+    Attributes:
+        column_index: which column of the read.
+        memory_indexes: for each slice, the index of its memfd in `Shared.fds`.
+        starts: where each starts in its memfd, in bytes.
+        sizes: their bytes.
+    """
+
+    column_index: int
+    memory_indexes: Rows
+    starts: Rows
+    sizes: Rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """The part of a read that is in shared memory.
+
+    Attributes:
+        fds: file descriptors of the memfds, open as long as the read is.
+        columns: the columns in them.
+    """
+
+    fds: Sequence[int] = ()
+    columns: Sequence[SharedSlices] = ()
+
+    @property
+    def column_indexes(self) -> frozenset[int]:
+        """Which columns of the read these are."""
+        return frozenset(column.column_index for column in self.columns)
+
+
+def shared_part(reading: Reading) -> Shared:
+    """Return the columns of a read that lie in shared memory from end to end, in slices large enough to pay."""
+    fds: dict[int, int] = {}  # each with its index
+    columns = []
+    for index, header in enumerate(reading.headers):
+        if header.value_bytes < _LEAST_COLUMN_BYTES:
+            continue
+        puts, starts, sizes = reading.slices(index)
+        if header.value_bytes >= _LEAST_MEAN_SLICE_BYTES * len(sizes):
+            columns += _shared_slices(reading, index, (puts, starts, sizes), fds)
+    return Shared(fds=list(fds), columns=columns)
+
+
+def _shared_slices(
+    reading: Reading, column_index: int, slices: tuple[Rows, Rows, Rows], fds: dict[int, int]
+) -> list[SharedSlices]:
+    """Return the slices of a column in memfds, which are added to `fds`; nothing where one is not in shared memory."""
+    puts, starts, sizes = slices
+    distinct, put_of = np.unique(puts, return_inverse=True)
+    blobs = [reading.blob(put) for put in distinct.tolist()]
+    if not all(blob.fds for blob in blobs):
+        return []
+    segment_bytes = np.array([blob.segment_bytes for blob in blobs], np.int64)[put_of]
+    first_segments = starts // segment_bytes
+    counts = (starts + sizes - 1) // segment_bytes - first_segments + 1
+    owners = np.repeat(np.arange(len(counts)), counts)
+    segments = expand_runs(first_segments, counts)
+    segment_starts = segments * segment_bytes[owners]
+    first = np.maximum(starts[owners], segment_starts)
+    last = np.minimum((starts + sizes)[owners], segment_starts + segment_bytes[owners])
+    memories = [blobs[put].fds[segment] for put, segment in zip(put_of[owners], segments.tolist(), strict=True)]
+    return [
+        SharedSlices(
+            column_index=column_index,
+            memory_indexes=np.array([fds.setdefault(fd, len(fds)) for fd in memories], np.int64),
+            starts=first - segment_starts,
+            sizes=last - first,
         )
-    if not len(puts):
-        raise InvalidArgumentError(f"{what} are empty; ask for at least one row", field="runs")
-    if int(puts.min()) < 0 or int(puts.max()) >= put_count:
-        raise InvalidArgumentError(f"{what} name a put outside the {put_count} puts given", field="runs")
-    if int(counts.min()) < 1 or int(counts.max()) > MAX_ROWS or int(counts.sum()) > MAX_ROWS:
-        raise InvalidArgumentError(f"{what} must have 1 to {MAX_ROWS} rows each and together", field="runs")
-    return int(counts.sum())
-
-
-def _owners(put_indexes: Rows) -> tuple[list[int], Rows]:
-    """Return the puts of runs, each once, and for each run the position of its put among them."""
-    if (put_indexes == put_indexes[0]).all():
-        return [int(put_indexes[0])], np.zeros(len(put_indexes), np.int64)
-    used, owners = np.unique(put_indexes, return_inverse=True)
-    return used.tolist(), owners
+    ]

@@ -9,8 +9,7 @@ from typing import Final
 import numpy as np
 
 from tq_service.storage.cells import PutCells, Rows, expand_runs
-from tq_service.storage.engine_stat import Reconciled
-from tq_service.storage.index.stored_put import StoredPut
+from tq_service.storage.index.put import StoredPut
 
 _MOST_NAMED: Final = 16
 
@@ -27,6 +26,9 @@ class Reconciliation:
         partial: puts of which cells were listed.
         put_id: the one whose cells are being listed.
         parts: what was listed of it so far.
+        missing_put_ids: some of the known puts that are not here, or damaged.
+        missing_count: number of all of them.
+        dropped_count: number of confirmed puts that are not known, and were dropped.
     """
 
     owner: bytes = b""
@@ -44,12 +46,6 @@ class Reconciliation:
         self.missing_count += 1
         if len(self.missing_put_ids) < _MOST_NAMED:
             self.missing_put_ids.append(put_id)
-
-    def outcome(self) -> Reconciled:
-        """Return what came of it."""
-        return Reconciled(
-            missing_put_ids=self.missing_put_ids, missing_count=self.missing_count, dropped_count=self.dropped_count
-        )
 
 
 def cells_besides(put_id: bytes, put: StoredPut, parts: Sequence[PutCells]) -> list[PutCells]:

@@ -1,21 +1,21 @@
-"""Puts and gets at a storage service over gRPC, each in the way that suits its size.
+"""Puts and gets at a storage service, by the driver of the kind that the controller says it is of.
 
-Inline: one message, for up to `INLINE_BYTES`. Stream: a header, then frames. Shared memory, with a service of the same
-host: a stream whose bytes are file descriptors, sent over a Unix socket; gets take them with inline answers, too.
+Another place for bytes is one more driver, and a line in `DRIVERS`. Over gRPC each call goes in the way that suits its
+size. Inline: one message, for up to `INLINE_BYTES`. Stream: a header, then frames. Shared memory, with a service of the
+same host: a stream whose bytes are file descriptors, sent over a Unix socket; gets take them with inline answers, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from tq_service.dataplane.concurrency import AsyncPutCall, async_in_thread
 from tq_service.dataplane.messages import AnswerReader
-from tq_service.dataplane.parties import Deadline, Received
-from tq_service.dataplane.receive_buffers import keep_frame_buffers
+from tq_service.dataplane.parties import CONTROLLER_KIND, GRPC_KIND, Deadline, Place, Received
 from tq_service.dataplane.shared_memory.client import FdChannel, HostLink
-from tq_service.errors import TqError
+from tq_service.errors import PreconditionError, TqError
 from tq_service.v1.storage_service_pb2 import (
     GetInlineRequest,
     GetRequest,
@@ -27,7 +27,14 @@ from tq_service.v1.storage_service_pb2 import (
 from tq_service.v1.storage_service_pb2_grpc import StorageServiceStub
 from tq_service.wire.columns import Column
 from tq_service.wire.credentials import Metadata
-from tq_service.wire.frames import INLINE_BYTES, SEND_AS_FDS, decode_get_response, encode_put_request, iter_frames
+from tq_service.wire.frames import (
+    INLINE_BYTES,
+    SEND_AS_FDS,
+    decode_get_response,
+    encode_put_request,
+    iter_frames,
+    keep_frame_buffers,
+)
 
 if TYPE_CHECKING:
     from tq_service.dataplane.concurrency import AsyncStorageStub
@@ -38,6 +45,43 @@ _MOST_REMEMBERED: Final = 1024
 
 SHARED_FROM_BYTES: Final = 1 << 20
 """A smaller put does not ask whether the service is on this host: sending it takes as long, and no file descriptor."""
+
+
+class AsyncDriver(Protocol):
+    """Puts bytes at one place, and gets them back."""
+
+    async def put(self, header: PutHeader, columns: Sequence[Column], deadline: Deadline) -> PutResponse:
+        """Store a put, which is to be committed. Idempotent under the put_id of the header.
+
+        Args:
+            header: describes the columns.
+            columns: with their bytes.
+            deadline: until when it may wait for capacity and take.
+
+        Raises:
+            InvalidArgumentError: header and columns do not agree.
+            QuotaExceededError: there is no capacity.
+            UnavailableError: it cannot be reached, or was broken off; it may be tried again.
+        """
+        ...
+
+    async def get(
+        self, request: GetRequest, row_count: int, deadline: Deadline, size_bytes: int | None = None
+    ) -> list[Received]:
+        """Return columns with their bytes, in memory that is the caller's, in the order of the request.
+
+        Args:
+            request: the cells.
+            row_count: rows asked for of each column.
+            deadline: until when it may take.
+            size_bytes: of all values; None where that is not known.
+
+        Raises:
+            DataLossError: another boot of the service took the puts.
+            PutNotFoundError: a put, or a cell of it, is not there.
+            UnavailableError: it cannot be reached, or was broken off; it may be tried again.
+        """
+        ...
 
 
 class AsyncGrpcDriver:
@@ -175,3 +219,32 @@ class AsyncGrpcDriver:
             self._link.postpone()
             return
         await async_in_thread(self._link.open, stat)
+
+
+class AsyncConnections(Protocol):
+    """What a caller has for drivers to use."""
+
+    def over_grpc(self, address: str) -> AsyncDriver:
+        """Return the driver of the storage service at an address; an empty one is that of the caller's controller."""
+        ...
+
+
+DRIVERS: Final[dict[str, Callable[[Place, AsyncConnections], AsyncDriver]]] = {
+    GRPC_KIND: lambda place, connections: connections.over_grpc(place.address),
+    CONTROLLER_KIND: lambda _, connections: connections.over_grpc(""),
+}
+
+
+def async_driver(place: Place, connections: AsyncConnections) -> AsyncDriver:
+    """Return what reaches a storage service.
+
+    Raises:
+        PreconditionError: it is of a kind that this version does not know.
+    """
+    make = DRIVERS.get(place.kind)
+    if make is None:
+        raise PreconditionError(
+            f"storage service {place.storage_id!r} is of kind {place.kind!r}, and this tq-service knows "
+            f"{', '.join(DRIVERS)}; use the version of the controller here, too"
+        )
+    return make(place, connections)
