@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tq_service.cli.output import print_json, print_table
-from tq_service.client.results import ProductionStatus
+from tq_service.results import ProductionStatus
 
 
 def test_cells_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,10 @@ import dataclasses
 
 import pytest
 
-from tq_service.client.results import (
+from tq_service.domain.claims.request import BatchSpec
+from tq_service.domain.tables.meta import Condition, Order
+from tq_service.errors import InvalidArgumentError
+from tq_service.results import (
     CheckpointCopy,
     ConsumptionStatus,
     FieldStatus,
@@ -88,3 +91,58 @@ def test_what_is_empty_has_the_default_of_the_dataclass():
     message = pb.StalenessLimit(task_name="t", max_samples=7)
     assert read_message(StalenessLimit, message) == StalenessLimit(task_name="t", max_samples=7)
     assert not message.version_column
+
+
+def test_words_and_values_are_read_as_what_they_mean():
+    message = pb.GetMetaRequest(
+        batch_size=4,
+        batch_unit=pb.BATCH_UNIT_GROUP,
+        where=[pb.Condition(column="v", operator=pb.OPERATOR_IN, values=[pb.MetaValue(int64_value=0)])],
+        order_by=[pb.Order(column="v", descending=True)],
+    )
+    spec = read_message(BatchSpec, message, sampler_config="{}", data_fields=("x",))
+    assert (spec.batch_unit, spec.micro_batch_size, spec.sampler) == ("group", None, "sequential")
+    assert spec.where == (Condition("v", "in", (0,)),)
+    assert spec.order_by == (Order("v", descending=True),)
+    message.where[0].values.add()
+    with pytest.raises(InvalidArgumentError, match="got 1 values"):
+        read_message(BatchSpec, message, sampler_config="{}", data_fields=("x",))
+    message.batch_unit = 9  # type: ignore[assignment]
+    with pytest.raises(InvalidArgumentError, match="the number 9 is unknown"):
+        read_message(BatchSpec, message, sampler_config="{}", data_fields=("x",))
+
+
+def test_dataclasses_become_messages_in_messages():
+    summary = PartitionSummary(
+        partition_id="train", incarnation=b"i" * 16, inserted_count=4, present_count=3, sealed=True
+    )
+    description = PartitionDescription(
+        summary=summary,
+        expected_samples=None,
+        live_count=1,
+        held_count=1,
+        failed_count=1,
+        group_count=0,
+        fields=(FieldStatus(spec=FieldSpec("x", "int64"), produced_count=3),),
+        tasks=(
+            TaskStatus(
+                task_name="t",
+                epoch=1,
+                consumed_count=2,
+                skipped_count=0,
+                planned_batch_count=0,
+                dp_size=0,
+                waiting_count=0,
+                complete=False,
+                dead_lettered_indexes=(3, 1),
+            ),
+        ),
+        custom_meta_columns=("v",),
+        used_bytes=8,
+        max_bytes=9,
+        staleness_limits=(StalenessLimit(task_name="t", max_versions=0),),
+        waiting_put_count=0,
+    )
+    message = to_message(pb.DescribePartitionResponse, description)
+    assert not message.HasField("expected_samples")
+    assert read_message(PartitionDescription, message) == description

@@ -74,7 +74,7 @@ class Call:
             task=task,
             sampler=driver.sampler(asking),
             sampler_config=repr((asking.sampler, asking.block_size, asking.take, asking.slow)),
-            least=asking.min_size,
+            least=asking.min_size if rank is None else None,
             request_id=request_id,
             epoch=epoch,
             batch_size=asking.batch_size,

@@ -212,7 +212,7 @@ def asks(rank=None, *, task="t", sampler=None, least=None, request_id=None, epoc
         spec=ClaimSpec(
             batch_spec=fixed,
             data_fields=fixed.data_fields,
-            min_batch_size=least or fixed.batch_size,
+            min_batch_size=least or 0,
             dp_size=None if rank is None else rank[1],
         ),
         sampler=sampler,

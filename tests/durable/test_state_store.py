@@ -23,7 +23,7 @@ from tq_service.durable.log.log import Stream
 from tq_service.durable.state_store import StateStore
 from tq_service.errors import DataDirError, DiskFullError, JournalDamagedError, SnapshotDamagedError
 from tq_service.samplers import PlanRunner
-from tq_service.server import answers
+from tq_service.server import converters
 from tq_service.storage.index.put_records import PutStored
 from tq_service.v1 import controller_service_pb2 as pb
 
@@ -33,7 +33,7 @@ class Life:
 
     def __init__(self, path):
         self.store = StateStore.open(path, sync=False)
-        cache = IdempotencyCache(600.0, pack=answers.pack, unpack=answers.unpack)
+        cache = IdempotencyCache(600.0, pack=converters.pack, unpack=converters.unpack)
         self.catalog = Catalog(PlanRunner(), answers=cache)
         self.recovered = self.store.recover(catalog=self.catalog)
 

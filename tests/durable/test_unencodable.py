@@ -23,7 +23,7 @@ from tq_service.durable import codec
 from tq_service.durable.state_store import StateStore
 from tq_service.errors import InvalidArgumentError, ServiceFailedError, TqError
 from tq_service.samplers import PlanRunner, Sampler
-from tq_service.server import answers
+from tq_service.server import converters
 from tq_service.v1 import controller_service_pb2 as pb
 
 
@@ -45,7 +45,7 @@ class Service:
 
     def __init__(self, path, *, sync=False):
         self.store = StateStore.open(path, sync=sync)
-        cache = IdempotencyCache(600.0, pack=answers.pack, unpack=answers.unpack)
+        cache = IdempotencyCache(600.0, pack=converters.pack, unpack=converters.unpack)
         self.catalog = Catalog(PlanRunner(), answers=cache)
         self.store.recover(catalog=self.catalog)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from tq_service.domain.claims.ledger import TaskLedger
 from tq_service.samplers import Plan, PlanRequest, Sampler, View
-from tq_service.server import to_proto
+from tq_service.server import converters
 
 
 def _fail(*_arguments: Any) -> Any:
@@ -17,7 +17,7 @@ class LosesAnswers(Sampler):
     """From its first plan on, writes are made and cannot be answered."""
 
     def plan(self, view: View, request: PlanRequest) -> Plan | None:
-        to_proto.written_meta = _fail
+        converters.written_meta = _fail
         return None
 
 

@@ -10,7 +10,7 @@ from grpc_health.v1 import health_pb2
 import tq_service as tq
 from tq_service.config import ServeSettings
 from tq_service.errors import JournalDamagedError
-from tq_service.server import to_proto
+from tq_service.server import converters
 from tq_service.server.app import running
 
 
@@ -46,7 +46,7 @@ async def test_a_service_that_cannot_go_on_raises_in_its_owner_and_keeps_what_wa
     async def write(app):
         async with tq.AsyncClient(f"127.0.0.1:{app.port}", timeout=2.0) as client:
             await client.put({"x": np.ones((2, 1))}, partition_id="train")
-            monkeypatch.setattr(to_proto, "written_meta", no_answer)  # after the samples were written
+            monkeypatch.setattr(converters, "written_meta", no_answer)  # after the samples were written
             try:
                 await client.put({"x": np.ones((1, 1))}, partition_id="train")
             except tq.TqError as error:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from tq_service.client._async.client import AsyncClient
 from tq_service.client._sync.client import Client
 from tq_service.client.batch_meta import BatchMeta
-from tq_service.client.results import (
+from tq_service.client.steps import Pack, Step
+from tq_service.results import (
     CheckpointCopy,
     ConsumptionStatus,
     FieldStatus,
@@ -17,7 +18,6 @@ from tq_service.client.results import (
     StorageStat,
     TaskStatus,
 )
-from tq_service.client.steps import Pack, Step
 from tq_service.schema import EndCounts
 from tq_service.wire.credentials import Tls
 

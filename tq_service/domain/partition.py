@@ -9,10 +9,12 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
+from tq_service.domain.checks import check_name, check_range, check_unique
 from tq_service.domain.claims.ledger import TaskLedger, TaskSnapshot
 from tq_service.domain.plan import Indexes
 from tq_service.domain.states import FAILED, HELD, LIVE
@@ -39,7 +41,11 @@ class PartitionSettings:
 
     Attributes:
         max_bytes: most bytes that its cells may take before new samples wait; None: no bound.
-        staleness_limits: how far producers may be ahead of its tasks.
+        staleness_limits: how far producers may be ahead of its tasks, in the order of these, so that the same ones
+            compare equal.
+
+    Raises:
+        InvalidArgumentError: a number is out of its range, or a field or a task comes twice.
     """
 
     expected_samples: int | None = None
@@ -47,6 +53,18 @@ class PartitionSettings:
     fields: tuple[FieldSpec, ...] = ()
     max_bytes: int | None = None
     staleness_limits: tuple[StalenessLimit, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.expected_samples is not None:
+            check_range("expected_samples", self.expected_samples, 0)
+        if self.max_bytes is not None:
+            check_range("max_bytes", self.max_bytes, 1, hint=", or leave it out")
+        check_unique("fields", [spec.name for spec in self.fields])
+        limits = sorted(self.staleness_limits, key=attrgetter("task_name"))
+        for limit in limits:
+            check_name("task_name", limit.task_name)
+        check_unique("staleness_limits", [limit.task_name for limit in limits])
+        object.__setattr__(self, "staleness_limits", tuple(limits))
 
     @property
     def is_bounded(self) -> bool:

@@ -30,7 +30,7 @@ from tq_service.durable.checkpoint import (
 from tq_service.durable.snapshot import ServiceSnapshot, StoredBlock
 from tq_service.durable.state_store import StateStore
 from tq_service.errors import DataLossError, FieldNotFoundError, PreconditionError, PutNotFoundError
-from tq_service.server.answers import pack
+from tq_service.server.converters import pack
 from tq_service.server.loop_watch import watching_loop
 from tq_service.server.storages import StorageRegistry
 from tq_service.v1 import controller_service_pb2 as pb

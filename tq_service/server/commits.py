@@ -18,13 +18,13 @@ from tq_service.domain.catalog import Catalog
 from tq_service.domain.changes.samples import SampleWrite
 from tq_service.domain.partition import Partition
 from tq_service.domain.tables.cells import Put
-from tq_service.domain.tables.names import LARGE, Names
+from tq_service.domain.tables.names import LARGE, Names, look_through_in_turns
 from tq_service.errors import (
     InvalidArgumentError,
     QuotaExceededError,
     TqError,
 )
-from tq_service.server import from_proto, to_proto
+from tq_service.server import converters
 from tq_service.server.rpc.limits import WaitingCalls, wait_until
 from tq_service.server.storages import StorageRegistry
 from tq_service.v1 import controller_service_pb2 as pb
@@ -60,7 +60,7 @@ class Commits:
         with await self.admit(request, 0, context, names):
             if (recorded := self._catalog.recorded(request.request_id, pb.InsertResponse)) is not None:
                 return cast("pb.InsertResponse", recorded)
-            write = from_proto.sample_write(request.write, names=names)
+            write = converters.sample_write(request.write, names=names)
             async with self._room(request.write, write) as made:
                 return self._catalog.run_once(request.request_id, change, pb.InsertResponse)
 
@@ -72,7 +72,7 @@ class Commits:
             names = await self.look_through_names(request.write)
             with await self.admit(request, 0, context, names):
                 return self.commit_stored(request, None, (), names)
-        put, columns = from_proto.placement(request.placement), from_proto.put_columns(request)
+        put, columns = converters.placement(request.placement), converters.put_columns(request)
         partition_id, receipt = request.write.partition_id, request.placement.receipt
         if (answer := self.recorded(request.request_id)) is not None:
             if not self._storages.is_committed(put):  # it is a second put for the same commit, or gone since
@@ -92,7 +92,7 @@ class Commits:
         """Look the names of a large write through, before the step that makes it; None: there are few."""
         if len(write.keys) + len(write.groups) < LARGE:
             return None
-        return await from_proto.look_through_names(write)
+        return await look_through_in_turns(write.keys, write.groups)
 
     async def admit(
         self,
@@ -111,7 +111,7 @@ class Commits:
         if queue is None or self._catalog.recorded(request.request_id) is not None:
             return contextlib.nullcontext()
         self._catalog.get(request.write.partition_id, request.write.incarnation)
-        write = from_proto.sample_write(request.write, names=names)
+        write = converters.sample_write(request.write, names=names)
         with self._waiting.one(context):
             return await queue.enter(request.request_id, write, size_bytes, wait_until(context))
 
@@ -136,10 +136,10 @@ class Commits:
 
         def change() -> pb.CommitResponse:
             if put is None:
-                write = from_proto.sample_write(request.write, names=names)
+                write = converters.sample_write(request.write, names=names)
                 return pb.CommitResponse(meta=self._write(request.write, write))
             self._storages.check_uncommitted(put)
-            write = from_proto.sample_write(request.write, put, columns, names)
+            write = converters.sample_write(request.write, put, columns, names)
             if for_existing_rows and self.makes_samples(request.write):
                 raise QuotaExceededError(
                     f"put {put.put_id.hex()} was put as columns for existing samples, which may use a reserve that new "
@@ -182,4 +182,4 @@ class Commits:
     def _write(
         self, message: pb.SampleWrite, write: SampleWrite, made: Partition | None = None
     ) -> metadata_pb2.BatchMeta:
-        return to_proto.written_meta(self._catalog.write(message.partition_id, message.incarnation, write, made))
+        return converters.written_meta(self._catalog.write(message.partition_id, message.incarnation, write, made))

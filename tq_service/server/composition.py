@@ -18,7 +18,7 @@ from tq_service.domain.idempotency import IdempotencyCache
 from tq_service.durable.state_store import StateStore
 from tq_service.errors import InvalidArgumentError
 from tq_service.samplers import PlanRunner, SamplerRegistry
-from tq_service.server import answers
+from tq_service.server import converters
 from tq_service.server.checkpoints import Checkpoints
 from tq_service.server.commits import Commits
 from tq_service.server.controller_servicer import ControllerServicer
@@ -236,10 +236,10 @@ def build_controller(
     limits = Limits(**{each.name: getattr(settings, each.name) for each in dataclasses.fields(Limits)})
     records = IdempotencyCache(
         settings.request_record_seconds,
-        pack=answers.pack,
-        unpack=answers.unpack,
+        pack=converters.pack,
+        unpack=converters.unpack,
         max_bytes=settings.request_record_bytes,
-        weigh=answers.weigh,
+        weigh=converters.weigh,
     )
     catalog = Catalog(runner, limits, records)
     catalog.machine.fatal = supervisor.fatal

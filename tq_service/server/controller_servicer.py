@@ -17,12 +17,13 @@ from tq_service.domain.changes.partitions import PartitionSealed
 from tq_service.domain.changes.samples import GroupsClosed, MetaSet
 from tq_service.domain.checks import check_id, check_name, check_range
 from tq_service.domain.claims.ledger import QueueClaim
-from tq_service.domain.lookup import check_fields, find_page, locate
-from tq_service.domain.partition import Partition
+from tq_service.domain.lookup import find_page, locate
+from tq_service.domain.partition import Partition, PartitionSettings
 from tq_service.domain.plan import Indexes
+from tq_service.domain.status import consumption_of, description_of, production_of, summary_of
 from tq_service.errors import DeadlineError, InvalidArgumentError
 from tq_service.samplers import PlanRunner, SamplerRegistry
-from tq_service.server import from_proto, to_proto
+from tq_service.server import converters
 from tq_service.server.checkpoints import Checkpoints
 from tq_service.server.commits import Commits
 from tq_service.server.remote_storage import Capacity, Registration
@@ -31,6 +32,7 @@ from tq_service.server.storage_messages import MOST_OVERDUE_PUTS
 from tq_service.server.storages import StorageRegistry
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import controller_service_pb2_grpc
+from tq_service.wire.mapper import read_message, to_message
 from tq_service.wire.metadata import decode_integers, decode_meta_columns
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -67,7 +69,7 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
 
     @_once
     def CreatePartition(self, request: pb.CreatePartitionRequest) -> pb.CreatePartitionResponse:
-        partition = self.catalog.create(request.partition_id, from_proto.partition_settings(request))
+        partition = self.catalog.create(request.partition_id, read_message(PartitionSettings, request))
         return pb.CreatePartitionResponse(incarnation=partition.incarnation)
 
     @_once
@@ -83,12 +85,15 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
 
     async def ListPartitions(self, request: pb.ListPartitionsRequest, context: Context) -> pb.ListPartitionsResponse:
         names = sorted(name for name in self.catalog.names() if name.startswith(request.prefix))
-        return pb.ListPartitionsResponse(partitions=[to_proto.summary(self.catalog.get(name)) for name in names])
+        return pb.ListPartitionsResponse(
+            partitions=[to_message(pb.PartitionSummary, summary_of(self.catalog.get(name))) for name in names]
+        )
 
     async def DescribePartition(
         self, request: pb.DescribePartitionRequest, context: Context
     ) -> pb.DescribePartitionResponse:
-        return to_proto.description(self.catalog, self.catalog.get(request.partition_id))
+        partition = self.catalog.get(request.partition_id)
+        return to_message(pb.DescribePartitionResponse, description_of(self.catalog, partition))
 
     # Samples
 
@@ -132,7 +137,7 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
         page = find_page(self.catalog, request.partition_id, keys, size=request.page_size, token=request.page_token)
         fields = list(page.partition.cells.fields)
         return pb.LookupSamplesResponse(
-            meta=to_proto.samples_meta(page.partition, page.rows, fields, self.storages.endpoints),
+            meta=converters.samples_meta(page.partition, page.rows, fields, self.storages.endpoints),
             missing_keys=page.missing_keys,
             next_page_token=page.next_token,
         )
@@ -142,7 +147,7 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
         names = list(request.data_fields) or list(partition.cells.fields)
         indexes = decode_integers(request.global_indexes)
         positions = locate(partition, names, indexes=indexes, keys=request.keys, skip_missing=request.skip_missing)
-        return pb.LocateResponse(meta=to_proto.located_meta(partition, positions, names, self.storages.endpoints))
+        return pb.LocateResponse(meta=converters.located_meta(partition, positions, names, self.storages.endpoints))
 
     # Tasks
 
@@ -153,16 +158,17 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
             return await self._claim(request, context)
 
     async def _claim(self, request: pb.GetMetaRequest, context: Context) -> pb.GetMetaResponse:
-        spec = from_proto.claim_spec(request)
+        spec = converters.claim_spec(request)
         sampler = await self.registry.resolve_json(spec.batch_spec.sampler, spec.batch_spec.sampler_config)
-        claim = from_proto.claim_request(request, spec, sampler)
+        claim = converters.claim_request(request, spec, sampler)
         self.runner.check(sampler, spec.plan_request)
-        seconds = from_proto.max_wait(request, self.max_wait_cap_seconds)
+        check_range("max_wait_seconds", request.max_wait_seconds, 0)
+        seconds = min(request.max_wait_seconds, self.max_wait_cap_seconds)
         remaining = context.time_remaining()
         if remaining is not None and remaining <= 0:  # no client would get what is delivered now
             raise DeadlineError("the call's deadline had passed when it arrived")
         claimed = await self.catalog.claim(request.partition_id, request.incarnation, claim, seconds)
-        meta = to_proto.claim_meta(
+        meta = converters.claim_meta(
             request.partition_id, claimed, claim.task_name, spec.data_fields, self.storages.endpoints,
             now=asyncio.get_running_loop().time(),
         )  # fmt: skip
@@ -212,13 +218,12 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
     @_once
     def ExtendClaim(self, request: pb.ExtendClaimRequest) -> pb.ExtendClaimResponse:
         check_id("claim_request_id", request.claim_request_id)
-        seconds = from_proto.lease_seconds(request.lease_seconds)
         self.catalog.get(request.partition_id, request.incarnation)
         change = ClaimExtended(
             partition_id=request.partition_id,
             task_name=request.task_name,
             request_id=request.claim_request_id,
-            lease_seconds=seconds,
+            lease_seconds=request.lease_seconds,
         )
         return pb.ExtendClaimResponse(leased_count=self.catalog.commit(change))
 
@@ -226,14 +231,12 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
         self, request: pb.CheckConsumptionRequest, context: Context
     ) -> pb.CheckConsumptionResponse:
         partition = self.catalog.get(request.partition_id)
-        return to_proto.consumption(partition, partition.known_task(request.task_name))
+        task = partition.known_task(request.task_name)
+        return to_message(pb.CheckConsumptionResponse, consumption_of(partition, task))
 
     async def CheckProduction(self, request: pb.CheckProductionRequest, context: Context) -> pb.CheckProductionResponse:
         partition = self.catalog.get(request.partition_id)
-        if not request.data_fields:
-            raise InvalidArgumentError("data_fields is empty; name at least one field", field="data_fields")
-        check_fields(partition, request.data_fields)
-        return to_proto.production(partition, list(request.data_fields))
+        return to_message(pb.CheckProductionResponse, production_of(partition, request.data_fields))
 
     @_once
     def ResetConsumption(self, request: pb.ResetConsumptionRequest) -> pb.ResetConsumptionResponse:
@@ -247,10 +250,7 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
 
     async def ListSamplers(self, request: pb.ListSamplersRequest, context: Context) -> pb.ListSamplersResponse:
         return pb.ListSamplersResponse(
-            samplers=[
-                pb.SamplerDescription(name=info.name, summary=info.summary, options=info.options)
-                for info in self.registry.describe()
-            ]
+            samplers=[to_message(pb.SamplerDescription, info) for info in self.registry.describe()]
         )
 
     # Checkpoints

@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields
-from functools import cache
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache, partial
 from types import NoneType
 from typing import Any, Final, TypeVar, get_args, get_origin, get_type_hints
 
 from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 
-from tq_service.schema import FieldSpec
-from tq_service.wire.metadata import decode_spec
+from tq_service.schema import BatchUnit, FieldSpec, Layout, MetaValue, Operator
+from tq_service.wire.enums import BATCH_UNITS, LAYOUTS, OPERATORS
+from tq_service.wire.metadata import decode_spec, decode_value, encode_spec
 
 Result = TypeVar("Result")
 Sent = TypeVar("Sent", bound=Message)
-# Dataclasses whose fields are not those of their messages.
-_READERS: Final[Mapping[Any, Callable[[Any], Any]]] = {FieldSpec: decode_spec}
+# Types that are not dataclasses whose fields are those of their messages.
+_READERS: Final[Mapping[Any, Callable[[Any], Any]]] = {
+    FieldSpec: decode_spec,
+    MetaValue: decode_value,
+    BatchUnit: BATCH_UNITS.decode,
+    Layout: LAYOUTS.decode,
+    Operator: OPERATORS.decode,
+}
 
 
 def read_message(kind: type[Result], message: Message, **given: Any) -> Result:
     """Return a dataclass whose fields are the fields of the same names of a message.
 
-    What is optional and not set becomes None, what is repeated a tuple, messages become the dataclasses of the fields'
-    types. What is empty has the default of the dataclass, where there is one.
+    What may be None and is not set, or empty where that cannot be distinguished, becomes None; what is repeated a
+    tuple; messages become the dataclasses of the fields' types. What is empty has the default of the dataclass, where
+    there is one.
 
     Args:
         kind: the dataclass.
@@ -31,8 +40,8 @@ def read_message(kind: type[Result], message: Message, **given: Any) -> Result:
         **given: fields of the dataclass that are not as in the message.
     """
     values = {
-        name: _value(message, name, hint)
-        for name, hint, has_default in _fields(kind)
+        name: read(message)
+        for name, read, has_default in _fields(kind)
         if name not in given and not (has_default and not getattr(message, name))
     }
     return kind(**values, **given)
@@ -43,34 +52,59 @@ def to_message(kind: type[Sent], source: object, **given: Any) -> Sent:
 
     Args:
         kind: the message.
-        source: has the attributes; None stands for an optional field that is not set.
+        source: has the attributes; None stands for a field that is not set, and objects for the messages of them.
         **given: fields of the message that are no attributes, or others.
     """
-    names = [field.name for field in kind.DESCRIPTOR.fields if field.name not in given]
-    return kind(**{name: getattr(source, name) for name in names}, **given)
+    values = {
+        field.name: _sent(getattr(source, field.name), field.message_type)
+        for field in kind.DESCRIPTOR.fields
+        if field.name not in given
+    }
+    return kind(**values, **given)
 
 
-def _fields_of(kind: Any) -> list[tuple[str, Any, bool]]:
-    """Return of each field its name, its type and whether it has a default but None."""
+def _fields_of(kind: Any) -> list[tuple[str, Callable[[Message], Any], bool]]:
+    """Return of each field its name, what reads it from a message, and whether it has a default but None."""
     hints = get_type_hints(kind)
-    return [(field.name, hints[field.name], field.default not in {MISSING, None}) for field in fields(kind)]
+    return [
+        (field.name, partial(_value, field.name, *_parts(hints[field.name])), field.default not in {MISSING, None})
+        for field in fields(kind)
+    ]
 
 
-_fields: Callable[[Any], list[tuple[str, Any, bool]]] = cache(_fields_of)
+_fields: Callable[[Any], list[tuple[str, Callable[[Message], Any], bool]]] = cache(_fields_of)
 
 
-def _value(message: Message, name: str, hint: Any) -> Any:
-    if NoneType in get_args(hint) and not message.HasField(name):
-        return None
+def _parts(hint: Any) -> tuple[Callable[[Any], Any] | None, bool, bool]:
+    """Return what reads a value of a type, or one of a tuple; whether it may be None; and whether it is a tuple."""
+    is_optional = NoneType in get_args(hint)
+    if is_optional:
+        (hint,) = (each for each in get_args(hint) if each is not NoneType)
+    is_tuple = get_origin(hint) is tuple
+    if is_tuple:
+        hint = get_args(hint)[0]
+    read = _READERS.get(hint)
+    if read is None and is_dataclass(hint):
+        kind: Any = hint
+        read = partial(read_message, kind)
+    return read, is_optional, is_tuple
+
+
+def _value(name: str, read: Callable[[Any], Any] | None, is_optional: bool, is_tuple: bool, message: Message) -> Any:
     value = getattr(message, name)
-    if get_origin(hint) is tuple:
-        element = get_args(hint)[0]
-        return tuple(_read(each, element) for each in value)
-    return _read(value, hint)
+    if is_optional:
+        has_presence = message.DESCRIPTOR.fields_by_name[name].has_presence
+        if not (message.HasField(name) if has_presence else value):
+            return None
+    if is_tuple:
+        return tuple(value if read is None else map(read, value))
+    return value if read is None else read(value)
 
 
-def _read(value: Any, hint: Any) -> Any:
-    if not isinstance(value, Message):
+def _sent(value: Any, described: Any) -> Any:
+    """Return what an attribute is in a message, whose descriptor is given where it is one, or some."""
+    if described is None or value is None:
         return value
-    reader = _READERS.get(hint)
-    return read_message(hint, value) if reader is None else reader(value)
+    if isinstance(value, tuple):
+        return [_sent(each, described) for each in value]
+    return encode_spec(value) if isinstance(value, FieldSpec) else to_message(GetMessageClass(described), value)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from tq_service.errors import InvalidArgumentError
 from tq_service.schema import FieldSpec, MetaColumn, MetaValue
+from tq_service.v1 import controller_service_pb2
 from tq_service.v1 import metadata_pb2 as pb
 from tq_service.wire.enums import LAYOUTS
 
@@ -64,6 +65,13 @@ def _read_spec(message: pb.FieldSpec) -> FieldSpec:
         layout=LAYOUTS.decode(message.layout),
         row_shape=tuple(message.row_shape) if message.row_shape_known else None,
     )
+
+
+def decode_value(message: controller_service_pb2.MetaValue) -> MetaValue | None:
+    """Return a value of custom_meta, None for a message that has none."""
+    kind = message.WhichOneof("kind")
+    value: MetaValue | None = None if kind is None else getattr(message, kind)
+    return value
 
 
 def decode_integers(values: Sequence[int]) -> NDArray[np.int64]:

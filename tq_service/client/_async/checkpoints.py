@@ -6,7 +6,7 @@ from typing import Final
 
 from tq_service.client._async.base import AsyncBase
 from tq_service.client.requests import request_of
-from tq_service.client.results import CheckpointCopy, RestoredCheckpoint
+from tq_service.results import CheckpointCopy, RestoredCheckpoint
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.mapper import read_message
 

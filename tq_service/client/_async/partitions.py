@@ -13,7 +13,7 @@ from tq_service.client.requests import (
     request_of,
     staleness_limit_messages,
 )
-from tq_service.client.results import (
+from tq_service.results import (
     PartitionDescription,
     PartitionSummary,
     SamplerDescription,

@@ -7,7 +7,7 @@ from typing import Final
 
 from tq_service.client._sync.base import Base
 from tq_service.client.requests import request_of
-from tq_service.client.results import CheckpointCopy, RestoredCheckpoint
+from tq_service.results import CheckpointCopy, RestoredCheckpoint
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.mapper import read_message
 

@@ -11,9 +11,9 @@ from tq_service.client._sync.base import Base
 from tq_service.client.batch_meta import BatchMeta
 from tq_service.client.concurrency import sleep
 from tq_service.client.requests import get_meta_request, request_of, seconds
-from tq_service.client.results import ConsumptionStatus, ProductionStatus
 from tq_service.client.retry import Backoff, Deadline
 from tq_service.errors import CallCancelledError, DeadlineError, InternalError, TqError, UnavailableError
+from tq_service.results import ConsumptionStatus, ProductionStatus
 from tq_service.schema import BatchUnit
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.metadata_pb2 import BATCH_STATUS_NOT_YET

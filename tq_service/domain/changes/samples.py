@@ -47,6 +47,9 @@ class SampleWrite:
         names: what is known of keys and groups already; None: nothing.
         put: where the columns are, None for metadata and state only.
         columns: the columns of the put.
+
+    Raises:
+        InvalidArgumentError: no sample is named where they must be existing ones.
     """
 
     row_count: int
@@ -60,6 +63,13 @@ class SampleWrite:
     meta: Sequence[MetaColumn] = ()
     put: Put | None = None
     columns: Sequence[ColumnWrite] = ()
+
+    def __post_init__(self) -> None:
+        if self.key_mode == "existing" and self.keys is None and self.global_indexes is None:
+            raise InvalidArgumentError(
+                "key_mode is existing, but neither keys nor global_indexes name the samples; give one of them",
+                field="key_mode",
+            )
 
     @property
     def may_add_samples(self) -> bool:

@@ -2,28 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from typing import Final
 
+from tq_service.domain.checks import MOST_SAMPLES, check_id, check_name, check_range, check_unique
 from tq_service.domain.plan import PlanRequest, Sampler
 from tq_service.domain.tables.meta import Condition, Order
+from tq_service.errors import InvalidArgumentError
 from tq_service.schema import BatchUnit
+
+MAX_LEASE_SECONDS: Final = 86_400.0
+_MOST_RANKS: Final = 65_536
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSpec:
-    """What the first plan of a batch_index fixes for all ranks."""
+    """What the first plan of a batch_index fixes for all ranks.
+
+    Raises:
+        InvalidArgumentError: the micro-batches have no size.
+    """
 
     batch_size: int
-    batch_unit: BatchUnit
+    batch_unit: BatchUnit = "sample"
     micro_batch_size: int | None
-    sampler: str
+    sampler: str = "sequential"
     sampler_config: str
     where: tuple[Condition, ...]
     order_by: tuple[Order, ...]
     data_fields: tuple[str, ...]
     drop_last: bool
     finite: bool
+
+    def __post_init__(self) -> None:
+        if self.micro_batch_size is not None:
+            hint = ": a positive number, or 0 for the whole batch"
+            check_range("micro_batch_size", self.micro_batch_size, 0, hint=hint)
 
     def disagreement(self, other: BatchSpec) -> tuple[str, object, object] | None:
         """Return the first argument that differs, with both values."""
@@ -35,11 +51,37 @@ class BatchSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
-    """Which part of which batch a trainer rank asks for."""
+    """Which part of which batch a trainer rank asks for.
+
+    Raises:
+        InvalidArgumentError: a number is out of its range.
+    """
 
     dp_rank: int
     dp_size: int
     batch_index: int
+
+    def __post_init__(self) -> None:
+        check_range("dp_size", self.dp_size, 1, _MOST_RANKS)
+        check_range("dp_rank", self.dp_rank, 0, self.dp_size - 1, hint=", less than dp_size")
+        check_range("batch_index", self.batch_index, 0, hint="; count from 0")
+
+    @classmethod
+    def of(cls, **numbers: int | None) -> Rank | None:
+        """Return the rank of these numbers, None where all are None.
+
+        Raises:
+            InvalidArgumentError: some are None, or one is out of its range.
+        """
+        given = {name: number for name, number in numbers.items() if number is not None}
+        missing = [name for name in numbers if name not in given]
+        if given and missing:
+            raise InvalidArgumentError(
+                f"got {' and '.join(given)} without {' and '.join(missing)}; give all three for a trainer rank, none "
+                f"for a queue worker",
+                field=missing[0],
+            )
+        return cls(**given) if given else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,11 +94,30 @@ class LeaseTerms:
         group_block_size: where the claim is of whole groups, which then are acknowledged, released and redelivered
             whole: 0 for named groups, else the length of the blocks of consecutive indexes that stand in for
             them; None: samples come and go one by one.
+
+    Raises:
+        InvalidArgumentError: a number is out of its range.
     """
 
     seconds: float
     max_deliveries: int | None = None
     group_block_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.seconds == 0 and self.max_deliveries:
+            raise InvalidArgumentError(
+                f"max_deliveries is {self.max_deliveries} without a lease; give lease_seconds too",
+                field="max_deliveries",
+            )
+        if not 0 < self.seconds <= MAX_LEASE_SECONDS:  # which NaN fails too
+            raise InvalidArgumentError(
+                f"lease_seconds is {self.seconds}; give a positive number of at most {MAX_LEASE_SECONDS:g} (a day), "
+                f"and extend the lease where the work takes longer",
+                field="lease_seconds",
+            )
+        if self.max_deliveries is not None:
+            hint = ": a positive number, or 0 for no bound"
+            check_range("max_deliveries", self.max_deliveries, 0, hint=hint)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,14 +126,33 @@ class ClaimSpec:
 
     Attributes:
         data_fields: what the answer locates; `batch_spec.data_fields` has the same names in one order for all ranks.
-        min_batch_size: the least a queue worker takes.
+        min_batch_size: the least a queue worker takes; 0 stands for the whole batch.
         dp_size: number of ranks, None for queue workers.
+
+    Raises:
+        InvalidArgumentError: a size is out of its range, or fields are not named each once.
     """
 
     batch_spec: BatchSpec
     data_fields: tuple[str, ...] = field(compare=False)
-    min_batch_size: int
+    min_batch_size: int = 0
     dp_size: int | None = None
+
+    def __post_init__(self) -> None:
+        check_data_fields(self.data_fields)
+        batch_size, rank_count = self.batch_spec.batch_size, self.dp_size or 1
+        if batch_size <= 0 or batch_size * rank_count > MOST_SAMPLES:
+            raise InvalidArgumentError(
+                f"batch_size is {batch_size} for {rank_count} ranks; give a positive number, at most {MOST_SAMPLES} "
+                f"over all ranks",
+                field="batch_size",
+            )
+        if self.dp_size is not None and self.min_batch_size:
+            raise InvalidArgumentError(
+                "min_batch_size is for queue workers; a rank's batch is short only at the end", field="min_batch_size"
+            )
+        object.__setattr__(self, "min_batch_size", self.min_batch_size or batch_size)
+        check_range("min_batch_size", self.min_batch_size, 1, batch_size, hint=", the batch_size")
 
     @cached_property
     def plan_request(self) -> PlanRequest:
@@ -96,14 +176,26 @@ class ClaimSpec:
         return self._hash
 
 
+def check_data_fields(names: Sequence[str]) -> None:
+    """Refuse fields that are not named, or not each once."""
+    if not names:
+        raise InvalidArgumentError("data_fields is empty; name at least one field", field="data_fields")
+    if "" in names:
+        raise InvalidArgumentError(f"data_fields is {list(names)}; name each field", field="data_fields")
+    check_unique("data_fields", names)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimRequest:
-    """A GetMeta call, validated.
+    """What a GetMeta call asks for.
 
     Attributes:
         rank: the rank that asks, None for a queue worker; of the `dp_size` of `asked`.
         epoch: the epoch the caller means, None for whichever.
         lease: how a queue worker leases its samples, None where they are done once they are delivered.
+
+    Raises:
+        InvalidArgumentError: the id or the name is none, or a rank asks for a lease.
     """
 
     request_id: bytes
@@ -113,6 +205,16 @@ class ClaimRequest:
     rank: Rank | None = None
     epoch: int | None = None
     lease: LeaseTerms | None = None
+
+    def __post_init__(self) -> None:
+        check_name("task_name", self.task_name)
+        check_id("request_id", self.request_id)
+        if self.rank is not None and self.lease is not None:
+            raise InvalidArgumentError(
+                "lease_seconds is for queue workers; the batches of ranks are not leased, a rank that asks again gets "
+                "the same",
+                field="lease_seconds",
+            )
 
     @property
     def batch_spec(self) -> BatchSpec:

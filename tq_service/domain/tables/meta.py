@@ -22,11 +22,32 @@ _FILLS: dict[str, Any] = {"i": 0, "f": 0.0, "b": False, "O": None}
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """What a sample must satisfy; one without a value does not."""
+    """What a sample must satisfy; one without a value does not.
+
+    Raises:
+        InvalidArgumentError: something is missing, values are of several types, or more than the operator takes.
+    """
 
     column: str
     operator: Operator
     values: tuple[MetaValue, ...]
+
+    def __post_init__(self) -> None:
+        if not self.operator or not self.column:
+            raise InvalidArgumentError(
+                f"where: got column {self.column!r} and operator {self.operator!r}; give both", field="where"
+            )
+        given = [value for value in self.values if value is not None]
+        if len(given) != len(self.values) or (self.operator != "in" and len(given) != 1):
+            raise InvalidArgumentError(
+                f"where: column {self.column!r} {self.operator} got {len(given)} values; give one, or any number with "
+                f"'in'",
+                field="where",
+            )
+        if len({isinstance(value, str) for value in given}) > 1:
+            raise InvalidArgumentError(
+                f"where: column {self.column!r} is compared with text and numbers; use one type", field="where"
+            )
 
     def holds(self, data: NDArray[Any]) -> NDArray[np.bool_]:
         """Return where the condition holds `(n,)`, for values that are present."""

@@ -6,6 +6,7 @@ names.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -96,6 +97,18 @@ def look_through(keys: Sequence[str], groups: Sequence[str]) -> Generator[None, 
         longest_key=longest_key,
         longest_group=max(map(len, group_names.names), default=0),
     )
+
+
+async def look_through_in_turns(keys: Sequence[str], groups: Sequence[str]) -> Names:
+    """Look names through, while others have their turns."""
+    looking = look_through(keys, groups)
+    while True:
+        try:
+            next(looking)
+        except StopIteration as done:
+            names: Names = done.value
+            return names
+        await asyncio.sleep(0)
 
 
 def _codes(names: list[str], code_of: dict[str, int]) -> Indexes:

@@ -1,0 +1,119 @@
+"""What is said of partitions and their tasks to those who ask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from tq_service.domain.catalog import Catalog
+from tq_service.domain.claims.ledger import TaskLedger
+from tq_service.domain.lookup import check_fields
+from tq_service.domain.partition import Partition
+from tq_service.domain.states import FAILED, HELD, LIVE
+from tq_service.errors import InvalidArgumentError
+from tq_service.results import (
+    ConsumptionStatus,
+    FieldStatus,
+    PartitionDescription,
+    PartitionSummary,
+    ProductionStatus,
+    TaskStatus,
+)
+
+_MOST_DEAD_LETTERED: Final = 100  # named in a status
+
+
+def consumption_of(partition: Partition, task: TaskLedger) -> ConsumptionStatus:
+    """Return what a task has consumed."""
+    return ConsumptionStatus(
+        consumed=task.consumed_count,
+        total=partition.inserted_count,
+        skipped=_skipped_count(partition, task),
+        sealed=partition.sealed,
+        complete=_is_complete(partition, task),
+        epoch=task.epoch,
+        leased=task.leased_count,
+        dead_lettered=task.dead_lettered_count,
+    )
+
+
+def _skipped_count(partition: Partition, task: TaskLedger) -> int:
+    """Return how many samples a task will never get, as far as is known."""
+    if task.end is not None:
+        return task.end.skipped
+    return partition.inserted_count - task.consumed_count - task.backlog
+
+
+def _is_complete(partition: Partition, task: TaskLedger) -> bool:
+    """Return whether nothing is left for a task."""
+    return task.end is not None or (partition.sealed and task.backlog == 0 and task.leased_count == 0)
+
+
+def production_of(partition: Partition, names: Sequence[str]) -> ProductionStatus:
+    """Return how many samples have all of some fields.
+
+    Raises:
+        InvalidArgumentError: no field is named.
+        FieldNotFoundError: the partition has not all of them.
+    """
+    if not names:
+        raise InvalidArgumentError("data_fields is empty; name at least one field", field="data_fields")
+    check_fields(partition, names)
+    if len(names) == 1:  # counted as they are written
+        produced = partition.cells.fields[names[0]].produced_count
+    else:
+        produced = int(np.count_nonzero(partition.cells.produced(names, partition.table.present_positions())))
+    total = partition.open_count
+    return ProductionStatus(produced=produced, total=total, complete=partition.sealed and produced == total)
+
+
+def summary_of(partition: Partition) -> PartitionSummary:
+    """Return a partition in short."""
+    return PartitionSummary(
+        partition_id=partition.partition_id,
+        incarnation=partition.incarnation,
+        inserted_count=partition.inserted_count,
+        present_count=partition.table.present_count,
+        sealed=partition.sealed,
+    )
+
+
+def description_of(catalog: Catalog, partition: Partition) -> PartitionDescription:
+    """Return a partition with its fields and tasks."""
+    return PartitionDescription(
+        summary=summary_of(partition),
+        expected_samples=partition.settings.expected_samples,
+        live_count=partition.state_counts[LIVE],
+        held_count=partition.state_counts[HELD],
+        failed_count=partition.state_counts[FAILED],
+        group_count=len(partition.groups),
+        fields=tuple(
+            FieldStatus(spec=field.spec, produced_count=field.produced_count)
+            for field in partition.cells.fields.values()
+        ),
+        tasks=tuple(_status_of(catalog, partition, task) for task in partition.tasks.values()),
+        custom_meta_columns=tuple(partition.meta.names()),
+        used_bytes=partition.cells.used_bytes,
+        max_bytes=partition.settings.max_bytes,
+        staleness_limits=partition.settings.staleness_limits,
+        waiting_put_count=catalog.waiting_put_count(partition.partition_id),
+    )
+
+
+def _status_of(catalog: Catalog, partition: Partition, task: TaskLedger) -> TaskStatus:
+    dead_lettered = partition.table.index.data[task.dead_lettered()[:_MOST_DEAD_LETTERED]]
+    return TaskStatus(
+        task_name=task.name,
+        epoch=task.epoch,
+        consumed_count=task.consumed_count,
+        skipped_count=_skipped_count(partition, task),
+        planned_batch_count=task.next_batch_index,
+        dp_size=task.dp_size or 0,
+        waiting_count=catalog.waiting_count(partition, task.name),
+        complete=_is_complete(partition, task),
+        leased_count=task.leased_count,
+        dead_lettered_count=task.dead_lettered_count,
+        dead_lettered_indexes=tuple(dead_lettered.tolist()),
+    )

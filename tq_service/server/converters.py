@@ -1,0 +1,321 @@
+"""Messages of the controller as what the domain knows, and the other way round; answers as they are kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Final
+
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+from google.protobuf.struct_pb2 import Struct
+
+from tq_service.domain.catalog import Claimed
+from tq_service.domain.changes.samples import SampleWrite, Written
+from tq_service.domain.checks import MOST_SAMPLES, check_range
+from tq_service.domain.claims.ledger import QueueClaim
+from tq_service.domain.claims.request import BatchSpec, ClaimRequest, ClaimSpec, LeaseTerms, Rank
+from tq_service.domain.partition import Partition
+from tq_service.domain.plan import Indexes, RankPlan
+from tq_service.domain.tables.cells import CellRuns, ColumnWrite, Put
+from tq_service.domain.tables.names import Names
+from tq_service.errors import InvalidArgumentError
+from tq_service.samplers import Sampler
+from tq_service.schema import EndCounts, Layout
+from tq_service.v1 import controller_service_pb2 as pb
+from tq_service.v1 import metadata_pb2
+from tq_service.wire.columns import ColumnShape, decode_headers
+from tq_service.wire.enums import KEY_MODES, STATES
+from tq_service.wire.index_ranges import set_indexes
+from tq_service.wire.mapper import read_message, to_message
+from tq_service.wire.metadata import decode_integers, decode_meta_columns, encode_meta_columns, encode_spec
+
+_REMEMBERED_REQUEST_BYTES: Final = 1024
+_MOST_CLAIM_BYTES: Final = 256 * 1024  # what is asked for is kept while the call waits, and with its batches
+_RANK_FIELDS: Final = ("dp_rank", "dp_size", "batch_index")
+# Of GetMetaRequest: what differs between calls of the ranks of one task.
+_FIELDS_OF_ONE_CALL: Final = (
+    "request_id", "partition_id", "incarnation", "task_name", "epoch", "dp_rank", "batch_index", "max_wait_seconds",
+    "lease_seconds", "max_deliveries",
+)  # fmt: skip
+
+
+Endpoints = Mapping[str, metadata_pb2.StorageEndpoint]
+Packed = tuple[str, bytes]
+
+
+# Requests
+
+
+def sample_write(
+    write: pb.SampleWrite,
+    put: Put | None = None,
+    columns: Sequence[ColumnShape] = (),
+    names: Names | None = None,
+) -> SampleWrite:
+    """Return what Insert or Commit writes."""
+    if write.global_indexes and not write.incarnation:
+        raise InvalidArgumentError(
+            "global_indexes need the incarnation they belong to; send that of their BatchMeta", field="incarnation"
+        )
+    for column in columns:
+        if column.row_count != write.row_count:
+            raise InvalidArgumentError(
+                f"field {column.spec.name!r} has {column.row_count} rows for {write.row_count} samples; give one row a "
+                f"sample",
+                field=column.spec.name,
+            )
+    check_range("row_count", write.row_count, 0, MOST_SAMPLES)  # before memory is reserved for so many
+    return SampleWrite(
+        row_count=write.row_count,
+        global_indexes=decode_integers(write.global_indexes) if write.global_indexes else None,
+        keys=(list(write.keys) or None) if names is None else names.keys,
+        key_mode=KEY_MODES.decode(write.key_mode) or "upsert",
+        groups=(list(write.groups) or None) if names is None else names.groups,
+        names=names,
+        group_size=write.group_size,
+        state=STATES.decode(write.state),
+        meta=decode_meta_columns(write.custom_meta, write.row_count),
+        put=put,
+        columns=[_column_write(column) for column in columns],
+    )
+
+
+def _column_write(column: ColumnShape) -> ColumnWrite:
+    extents = column.extents if column.spec.layout is Layout.JAGGED else None
+    return ColumnWrite(spec=column.spec, extents=extents, value_bytes=column.value_bytes)
+
+
+def put_columns(commit: pb.CommitRequest) -> list[ColumnShape]:
+    """Return the columns of a commit that has a placement."""
+    return decode_headers(commit.columns, commit.write.row_count)
+
+
+def placement(message: pb.PutPlacement) -> Put:
+    """Return where a commit's put is."""
+    storage: metadata_pb2.StorageEndpoint = message.storage
+    if len(message.put_id) != 16 or len(storage.boot_id) != 16 or not storage.storage_id:
+        raise InvalidArgumentError(
+            "the placement needs a storage_id and 16 bytes each of boot_id and put_id; send what Put answered",
+            field="placement",
+        )
+    return Put(storage.storage_id, storage.boot_id, message.put_id)
+
+
+def claim_spec(request: pb.GetMetaRequest) -> ClaimSpec:
+    """Return what a GetMeta request has in common with those of other ranks and batches; read once for all of them."""
+    if request.ByteSize() > _MOST_CLAIM_BYTES:
+        raise InvalidArgumentError(
+            f"the request has {request.ByteSize()} bytes, at most {_MOST_CLAIM_BYTES} expected; name fewer fields, and "
+            f"tag samples with custom_meta by what they are asked for, instead of listing many values in where",
+            field="where",
+        )
+    alike = pb.GetMetaRequest()
+    alike.CopyFrom(request)
+    for name in _FIELDS_OF_ONE_CALL:
+        alike.ClearField(name)
+    if alike.ByteSize() > _REMEMBERED_REQUEST_BYTES:
+        return _read_claim_spec(alike)
+    return _remembered_claim_spec(alike.SerializeToString(deterministic=True))
+
+
+@lru_cache(maxsize=1024)
+def _remembered_claim_spec(serialized: bytes) -> ClaimSpec:
+    return _read_claim_spec(pb.GetMetaRequest.FromString(serialized))
+
+
+def _read_claim_spec(request: pb.GetMetaRequest) -> ClaimSpec:
+    data_fields = tuple(request.data_fields)
+    return ClaimSpec(
+        batch_spec=read_message(
+            BatchSpec,
+            request,
+            sampler_config=_config_json(request.sampler_config),
+            data_fields=tuple(sorted(data_fields)),
+        ),
+        data_fields=data_fields,
+        min_batch_size=request.min_batch_size,
+        dp_size=request.dp_size if request.HasField("dp_size") else None,
+    )
+
+
+def _config_json(message: Struct) -> str:
+    """Return sampler options as canonical JSON, by which those of ranks are compared; whole numbers are integers."""
+    config = {name: _plain(value) for name, value in MessageToDict(message).items()}
+    return json.dumps(config, sort_keys=True)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    return value
+
+
+def claim_request(request: pb.GetMetaRequest, spec: ClaimSpec, sampler: Sampler) -> ClaimRequest:
+    """Return a GetMeta request as the planner takes it."""
+    numbers = {name: getattr(request, name) if request.HasField(name) else None for name in _RANK_FIELDS}
+    lease = None
+    if request.lease_seconds or request.max_deliveries:
+        lease = LeaseTerms(seconds=request.lease_seconds, max_deliveries=request.max_deliveries or None)
+    return ClaimRequest(
+        request_id=request.request_id,
+        task_name=request.task_name,
+        spec=spec,
+        sampler=sampler,
+        rank=Rank.of(**numbers),
+        epoch=request.epoch if request.HasField("epoch") else None,
+        lease=lease,
+    )
+
+
+# Answers
+
+
+def written_meta(written: Written) -> metadata_pb2.BatchMeta:
+    """Return what a write answers: only what the client does not know already."""
+    meta = metadata_pb2.BatchMeta(
+        status=metadata_pb2.BATCH_STATUS_BATCH,
+        partition_id=written.partition.partition_id,
+        incarnation=written.partition.incarnation,
+        fields=[encode_spec(spec) for spec in written.specs],
+    )
+    set_indexes(meta, written.global_indexes)
+    return meta
+
+
+def claim_meta(
+    partition_id: str,
+    claimed: Claimed,
+    task_name: str,
+    data_fields: Sequence[str],
+    endpoints: Endpoints,
+    *,
+    now: float,
+) -> metadata_pb2.BatchMeta:
+    """Return what a claim answers; `now` by the clock of the event loop."""
+    partition, answer = claimed.partition, claimed.answer
+    if partition is None:
+        return metadata_pb2.BatchMeta(status=metadata_pb2.BATCH_STATUS_NOT_YET, partition_id=partition_id)
+    epoch = partition.tasks[task_name].epoch
+    if isinstance(answer, RankPlan | QueueClaim):
+        part = answer if isinstance(answer, RankPlan) else answer.plan.part()
+        meta = samples_meta(partition, part.rows, data_fields, endpoints)
+        meta.epoch = epoch
+        _add_steps(meta, part)
+        if isinstance(answer, QueueClaim) and answer.delivery_counts is not None:
+            meta.claim_request_id = answer.request_id
+            meta.lease_seconds = answer.leased_seconds(now)
+            meta.delivery_counts.extend(answer.delivery_counts.tolist())
+        return meta
+    end = answer if isinstance(answer, EndCounts) else None
+    return metadata_pb2.BatchMeta(
+        status=metadata_pb2.BATCH_STATUS_END if end is not None else metadata_pb2.BATCH_STATUS_NOT_YET,
+        partition_id=partition_id,
+        incarnation=partition.incarnation,
+        epoch=epoch,
+        skipped=0 if end is None else end.skipped,
+        end=None if end is None else to_message(metadata_pb2.EndCounts, end),
+    )
+
+
+def samples_meta(
+    partition: Partition,
+    rows: Indexes,
+    data_fields: Sequence[str],
+    endpoints: Endpoints,
+) -> metadata_pb2.BatchMeta:
+    """Return what is known of samples that are there, and where those of their fields are that all of them have."""
+    positions = partition.table.find(rows)
+    meta = located_meta(partition, positions, data_fields, endpoints)
+    if partition.groups.in_use:
+        meta.groups.extend(_names(partition.groups.names_of(positions)))
+    meta.custom_meta.extend(encode_meta_columns(partition.meta.read_all(positions)))
+    return meta
+
+
+def located_meta(
+    partition: Partition,
+    positions: Indexes,
+    data_fields: Sequence[str],
+    endpoints: Endpoints,
+) -> metadata_pb2.BatchMeta:
+    """Return samples at positions, their keys, and where those of their fields are that all of them have."""
+    known = [name for name in data_fields if name in partition.cells.fields]
+    meta = metadata_pb2.BatchMeta(
+        status=metadata_pb2.BATCH_STATUS_BATCH,
+        partition_id=partition.partition_id,
+        incarnation=partition.incarnation,
+        keys=_names(partition.key.data[positions].tolist()) if not partition.key.is_blank else (),
+        fields=[encode_spec(partition.cells.fields[name].spec) for name in known],
+    )
+    set_indexes(meta, partition.table.index.data[positions])
+    _add_locations(meta.locations, partition.cells.locate(known, positions), endpoints)
+    return meta
+
+
+def _names(names: Sequence[str | None]) -> list[str]:
+    return [name or "" for name in names] if any(names) else []
+
+
+def _add_locations(message: metadata_pb2.Locations, runs: Iterable[CellRuns], endpoints: Endpoints) -> None:
+    storage_indexes: dict[tuple[str, bytes], int] = {}
+    put_indexes: dict[Put, int] = {}
+    for run in runs:
+        for put in run.puts:
+            if put in put_indexes:
+                continue
+            storage = (put.storage_id, put.boot_id)
+            if storage not in storage_indexes:
+                storage_indexes[storage] = len(storage_indexes)
+                known = endpoints.get(put.storage_id)
+                storage_message = message.storages.add()
+                if known is not None:
+                    storage_message.CopyFrom(known)
+                storage_message.storage_id, storage_message.boot_id = storage
+                storage_message.is_away = known is None
+            put_indexes[put] = len(put_indexes)
+            message.puts.add(put_id=put.put_id, storage_index=storage_indexes[storage])
+        numbers = [put_indexes[put] for put in run.puts]
+        message.runs.add(
+            field_names=run.field_names,
+            put_indexes=[numbers[index] for index in run.put_indexes],
+            first_rows=run.first_rows,
+            row_counts=run.row_counts,
+        )
+
+
+def _add_steps(meta: metadata_pb2.BatchMeta, part: RankPlan) -> None:
+    for packs in part.steps:
+        step = meta.steps.add()
+        for pack in packs:
+            step.packs.add(
+                rows=pack.positions.tolist(),
+                lengths=() if pack.lengths is None else pack.lengths.tolist(),
+                padding_tokens=pack.padding_tokens,
+            )
+
+
+# What is kept of an answer: a message of protobuf takes 2 KB in memory, its bytes a few hundred.
+
+
+def pack(answer: Message) -> Packed:
+    """Return what is kept of an answer: the name of its message, and its bytes."""
+    return answer.DESCRIPTOR.name, answer.SerializeToString()
+
+
+def weigh(packed: Packed) -> int:
+    """Return the bytes of what is kept of an answer."""
+    return len(packed[1])
+
+
+def unpack(packed: Packed) -> Message:
+    """Return the answer."""
+    name, data = packed
+    kind: Any = getattr(pb, name)
+    message: Message = kind.FromString(data)
+    return message
