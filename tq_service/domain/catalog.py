@@ -26,7 +26,6 @@ from tq_service.domain.changes.samples import (
     check_write,
 )
 from tq_service.domain.changes.state_machine import Change, RequestAnswered, State, StateMachine, Step
-from tq_service.domain.checks import check_name
 from tq_service.domain.claims.ledger import LeaseTimer, QueueClaim, TaskLedger
 from tq_service.domain.claims.planner import Planner, RunsPlans
 from tq_service.domain.claims.request import ClaimRequest
@@ -43,6 +42,7 @@ from tq_service.errors import (
     TqError,
     UnavailableError,
 )
+from tq_service.schema import check_name
 
 Made = TypeVar("Made")
 _FREED_AT_ONCE: Final = 1 << 16  # samples

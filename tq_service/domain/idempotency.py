@@ -7,8 +7,8 @@ from itertools import chain, islice
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
-from tq_service.domain.checks import check_id
 from tq_service.errors import InvalidArgumentError
+from tq_service.schema import check_id
 
 _MOST_FORGOTTEN: Final = 1024  # entries that stay in the list, and
 _FORGOTTEN_SHARE: Final = 8  # one of so many

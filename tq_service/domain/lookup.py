@@ -13,7 +13,6 @@ from typing import Final, cast
 import numpy as np
 
 from tq_service.domain.catalog import Catalog
-from tq_service.domain.checks import check_range
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes
 from tq_service.errors import (
@@ -24,6 +23,7 @@ from tq_service.errors import (
     StaleIncarnationError,
     nearest,
 )
+from tq_service.schema import check_range
 
 _MOST_OF_A_PAGE: Final = 16_384  # samples
 _MOST_NAMED: Final = 65_536  # by the keys or indexes of one request

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from tq_service.domain.checks import check_name, check_range, check_unique
 from tq_service.domain.claims.ledger import TaskLedger, TaskSnapshot
 from tq_service.domain.plan import Indexes
 from tq_service.domain.states import FAILED, HELD, LIVE
@@ -30,7 +29,7 @@ from tq_service.errors import (
     TaskNotFoundError,
     nearest,
 )
-from tq_service.schema import FieldSpec, Layout, StalenessLimit
+from tq_service.schema import FieldSpec, Layout, StalenessLimit, check_name, check_range, check_unique
 
 _log = logging.getLogger(__name__)
 

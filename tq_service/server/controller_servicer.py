@@ -15,7 +15,6 @@ from tq_service.domain.catalog import Catalog, Clearing
 from tq_service.domain.changes.claims import ClaimAcked, ClaimExtended, ClaimReleased, ConsumptionReset
 from tq_service.domain.changes.partitions import PartitionSealed
 from tq_service.domain.changes.samples import GroupsClosed, MetaSet
-from tq_service.domain.checks import check_id, check_name, check_range
 from tq_service.domain.claims.ledger import QueueClaim
 from tq_service.domain.lookup import find_page, locate
 from tq_service.domain.partition import Partition, PartitionSettings
@@ -23,6 +22,7 @@ from tq_service.domain.plan import Indexes
 from tq_service.domain.status import consumption_of, description_of, production_of, summary_of
 from tq_service.errors import DeadlineError, InvalidArgumentError
 from tq_service.samplers import PlanRunner, SamplerRegistry
+from tq_service.schema import check_id, check_name, check_range
 from tq_service.server import converters
 from tq_service.server.checkpoints import Checkpoints
 from tq_service.server.commits import Commits

@@ -13,7 +13,6 @@ from google.protobuf.struct_pb2 import Struct
 
 from tq_service.domain.catalog import Claimed
 from tq_service.domain.changes.samples import SampleWrite, Written
-from tq_service.domain.checks import MOST_SAMPLES, check_range
 from tq_service.domain.claims.ledger import QueueClaim
 from tq_service.domain.claims.request import BatchSpec, ClaimRequest, ClaimSpec, LeaseTerms, Rank
 from tq_service.domain.partition import Partition
@@ -22,7 +21,7 @@ from tq_service.domain.tables.cells import CellRuns, ColumnWrite, Put
 from tq_service.domain.tables.names import Names
 from tq_service.errors import InvalidArgumentError
 from tq_service.samplers import Sampler
-from tq_service.schema import EndCounts, Layout
+from tq_service.schema import MOST_SAMPLES, EndCounts, Layout, check_range
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import metadata_pb2
 from tq_service.wire.columns import ColumnShape, decode_headers

@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 import grpc
 
 from tq_service.dataplane.shared_memory.server import Session, SharedMemoryServer
-from tq_service.domain.checks import check_id, check_name
 from tq_service.domain.tables.cells import Put
 from tq_service.domain.tables.names import Names
 from tq_service.errors import (
@@ -20,6 +19,7 @@ from tq_service.errors import (
     LimitExceededError,
     UnavailableError,
 )
+from tq_service.schema import check_id, check_name
 from tq_service.server.commits import Commits
 from tq_service.server.progress import LEAST_PROGRESS_BYTES, Progress, received
 from tq_service.server.receipts import ReceiptKeys

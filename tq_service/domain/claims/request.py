@@ -7,11 +7,10 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Final
 
-from tq_service.domain.checks import MOST_SAMPLES, check_id, check_name, check_range, check_unique
 from tq_service.domain.plan import PlanRequest, Sampler
 from tq_service.domain.tables.meta import Condition, Order
 from tq_service.errors import InvalidArgumentError
-from tq_service.schema import BatchUnit
+from tq_service.schema import MOST_SAMPLES, BatchUnit, check_id, check_name, check_range, check_unique
 
 MAX_LEASE_SECONDS: Final = 86_400.0
 _MOST_RANKS: Final = 65_536
