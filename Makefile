@@ -9,6 +9,7 @@
 #   make fuzz               10,000 odd calls on every method, 100,000 odd frames, damaged files
 #   make compare BASE=...   is this tree slower than that commit? 20 to 25 minutes
 #   make check              format, lint, types, protos, generated code, layers: all that CI asks besides the tests
+#   make accept-protos      the protos as they are now become what `make check` holds later ones against
 #
 # Torch is installed first and alone, so that its build can be chosen: on Linux, PyPI's is for CUDA and has some GB. For
 # CPU:
@@ -25,10 +26,10 @@ export PYTHON
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install format lint typecheck generate check test properties chaos fuzz soak bench compare demo clean FORCE
+.PHONY: help install format lint typecheck generate accept-protos check test properties chaos fuzz soak bench compare demo clean FORCE
 
 help:
-	@sed -n '3,11s/^# *//p' Makefile
+	@sed -n '3,12s/^# *//p' Makefile
 	@echo "also: format lint typecheck generate bench clean"
 
 # A virtual environment whose interpreter is gone (after an upgrade of Python, or a move of the folder) is stale too.
@@ -53,6 +54,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/buf lint protos
+	@$(BIN)/buf breaking protos --against protos/accepted.binpb || { echo "clients and stored data of the accepted protos would break; if that is meant: make accept-protos" >&2; exit 1; }
 
 typecheck: $(INSTALLED)
 	$(BIN)/mypy
@@ -61,6 +63,10 @@ generate: $(INSTALLED)
 	scripts/generate.sh
 	$(BIN)/python scripts/unasync.py
 	$(BIN)/python scripts/settings_table.py
+
+# Messages and methods without comments, as descriptors: a fresh clone without history or network can be checked.
+accept-protos: $(INSTALLED)
+	$(BIN)/buf build protos --exclude-source-info --output protos/accepted.binpb
 
 check: lint typecheck
 	scripts/generate.sh --check
