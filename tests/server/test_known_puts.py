@@ -160,7 +160,7 @@ async def test_what_is_unknown_is_dropped_in_slices():
     assert engine.stat().put_count == 1000
     assert max(before - after for before, after in itertools.pairwise(left)) <= 1024
     assert len(left) > 4
-    assert state.outcome().dropped_count == 4000
+    assert state.dropped_count == 4000
 
 
 async def test_what_is_confirmed_after_the_begin_stays_and_what_waits_goes_on_waiting():
@@ -175,7 +175,7 @@ async def test_what_is_confirmed_after_the_begin_stays_and_what_waits_goes_on_wa
         pass
     assert [number for number in range(6) if engine.partition_of(ids(number)[0])] == [0, 1, 3, 4, 5]
     assert engine.stat().uncommitted_put_count == 1
-    assert state.outcome().missing_count == 0
+    assert state.missing_count == 0
 
 
 async def test_a_put_that_was_freed_meanwhile_is_not_missing():
@@ -189,7 +189,7 @@ async def test_a_put_that_was_freed_meanwhile_is_not_missing():
     )
     for _ in engine.finish_reconciliation(state):
         pass
-    kept = state.outcome()
+    kept = state
     assert (kept.missing_put_ids, kept.missing_count, kept.dropped_count) == (ids(7), 1, 0)
     assert not engine.confirm(ids(1)[0])
 

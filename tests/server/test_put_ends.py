@@ -159,7 +159,7 @@ async def test_a_put_that_gets_another_receipt_while_it_is_asked_about_stays(spl
     await split.until(lambda: fault.is_made)
     with pytest.raises(PutNotFoundError):
         await split.commit(await split.store(request.placement.put_id))  # neither service has heard of the other's mind
-    split.engine.void_receipts(split.directory.controller_id)
+    split.engine.confirmations(split.directory.controller_id).void_receipts()
     last = await split.store(request.placement.put_id)
     fault.answer.set()
     await split.heartbeats()

@@ -58,7 +58,7 @@ async def register_storage(
     async with contextlib.aclosing(Peer(controller, credentials, _stub)) as peer:
         outage = PeerOutage(_log, f"the controller at {controller}")
         while True:
-            stat, overdue = engine.stat(), engine.overdue(controller_id, MOST_OVERDUE_PUTS)
+            stat, overdue = engine.stat(), engine.confirmations(controller_id).overdue(MOST_OVERDUE_PUTS)
             request = pb.RegisterStorageRequest(
                 storage=endpoint,
                 max_bytes=stat.max_bytes or 0,
@@ -84,7 +84,7 @@ async def register_storage(
                 controller_id = answer.controller_id
                 _log.info("registered with the controller at %s as %s", controller, engine.storage_id)
             if keys.renew(controller_id, answer.receipt_key):
-                engine.void_receipts(controller_id)
+                engine.confirmations(controller_id).void_receipts()
             for owner in engine.absent_owners({controller_id}):
                 for count in engine.drop_owner(owner):
                     dropped_count += count

@@ -20,11 +20,10 @@ from tq_service.storage.blobs.memory import MemoryBlobs
 from tq_service.storage.cells import PutCells, ReadRuns
 from tq_service.storage.index.admission import Admission
 from tq_service.storage.index.compaction import compact
-from tq_service.storage.index.confirmations import Confirmations, Overdue
 from tq_service.storage.index.put import PendingPut, StoredPut, check_put, tables_size, values_size
 from tq_service.storage.index.put_journal import PutJournal
 from tq_service.storage.index.put_records import EncodedPut, PutLog
-from tq_service.storage.index.put_table import PutTable
+from tq_service.storage.index.put_table import Confirmations, Overdue, PutTable
 from tq_service.storage.index.reading import Reading, check_sound, open_reading
 from tq_service.storage.index.reconciliation import Reconciliation, cells_besides
 from tq_service.wire.columns import ColumnShape
@@ -110,11 +109,7 @@ class StorageEngine:
         for store in (self._store, self._memfds):
             store.on_freed = self._admission.release
         self._journal = PutJournal(self._store) if isinstance(self._store, DurableBlobStore) else None
-        self._puts = PutTable()
-        self._put_ttl_seconds = put_ttl_seconds
-        self._owners: dict[bytes, Confirmations] = {}
-        self._heir = b""  # the owner of puts that were recovered without one
-        self._absent_since: dict[bytes, float] = {}  # owners that no controller is
+        self._puts = PutTable(put_ttl_seconds, clock)
         self._pending: dict[bytes, PendingPut] = {}
         self._holed: dict[bytes, None] = {}  # puts with dead cells that still take memory
         self._specs: dict[FieldSpec, FieldSpec] = {}
@@ -156,9 +151,9 @@ class StorageEngine:
         check_put(put_id, headers, row_count)
         if put_id in self._puts:
             self._check_partition(put_id, partition_id)
-            if self._owner_of(put_id) != owner:
+            if (known := self._puts.owner_of(put_id)) != owner:
                 raise InvalidArgumentError(
-                    f"put {put_id.hex()} is here for controller {self._owner_of(put_id).hex()}, not {owner.hex()}; put "
+                    f"put {put_id.hex()} is here for controller {known.hex()}, not {owner.hex()}; put "
                     "the data under another put_id",
                     field="controller_id",
                 )
@@ -237,8 +232,8 @@ class StorageEngine:
         """Make a complete put stay: its commit is made. Idempotent; return whether it is here."""
         if put_id not in self._puts:
             return False
-        owner = self._owner_of(put_id)
-        self._waiting_of(owner).forget(put_id)
+        owner = self._puts.owner_of(put_id)
+        self._puts.confirmations(owner).forget(put_id)
         if (state := self._reconciliations.get(owner)) is not None:
             state.staying.add(put_id)
         return True
@@ -263,27 +258,23 @@ class StorageEngine:
             PutNotFoundError: some of its cells were freed, so that it was committed before, maybe with a controller
                 that has restarted since and knows nothing of it.
         """
-        number = self._waiting_of(self._owner_of(put_id)).receipt_number(put_id)
+        number = self._puts.confirmations_of(put_id).receipt_number(put_id)
         if number is not None and put_id not in self.damaged and not self._puts[put_id].is_whole():
             raise PutNotFoundError(
                 f"put {put_id.hex()} was committed before, and some of its cells were cleared since; put it again"
             )
         return number
 
-    def void_receipts(self, owner: bytes) -> None:
-        """Take note that a controller takes none of the receipts there are."""
-        self._waiting_of(owner).void_receipts()
-
-    def overdue(self, owner: bytes, most: int) -> Overdue:
-        """Return up to so many puts of a controller that wait for their confirmation for too long."""
-        return self._waiting_of(owner).overdue(most)
+    def confirmations(self, owner: bytes) -> Confirmations:
+        """Return which puts of a controller wait for their confirmation, and which receipts it takes."""
+        return self._puts.confirmations(owner)
 
     def on_answer(self, owner: bytes, asked: Overdue, unknown: Iterable[bytes], undecided: Iterable[bytes]) -> int:
         """Learn what a controller knows of overdue puts, and drop those that it does not know.
 
         Args:
             owner: the controller.
-            asked: what `overdue` returned before it was asked.
+            asked: what its `Confirmations.overdue` returned before it was asked.
             unknown: those of them that are neither committed nor can be any more.
             undecided: those of them that may still be committed; all others are.
 
@@ -293,26 +284,23 @@ class StorageEngine:
         unknown, undecided = frozenset(unknown), frozenset(undecided)
         for put_id in asked.numbers.keys() - unknown - undecided:
             self.confirm(put_id)  # a reconciliation that began before the commit must not drop it
-        dropped = list(self._waiting_of(owner).on_answer(asked, unknown, undecided))
+        dropped = list(self._puts.confirmations(owner).on_answer(asked, unknown, undecided))
         for put_id in dropped:
             self._drop(put_id)
         return len(dropped)
 
     def absent_owners(self, controllers: Collection[bytes]) -> list[bytes]:
         """Return the owners of puts that have been none of the controllers there are for `put_ttl_seconds`."""
-        now = self._clock()
-        absent = (owner for owner in self._owners if owner and owner not in controllers)
-        self._absent_since = {owner: self._absent_since.get(owner, now) for owner in absent}
-        return [owner for owner, since in self._absent_since.items() if since + self._put_ttl_seconds <= now]
+        return self._puts.absent_owners(controllers)
 
     def drop_owner(self, owner: bytes) -> Iterator[int]:
         """Drop all puts of an owner that is gone, in slices, of each of which the size is yielded."""
         for put_ids in self._puts.slices():
-            own = [put_id for put_id in put_ids if self._owner_of(put_id) == owner]
+            own = [put_id for put_id in put_ids if self._puts.owner_of(put_id) == owner]
             for put_id in own:
                 self._drop(put_id)
             yield len(own)
-        self._owners.pop(owner, None)
+        self._puts.forget_owner(owner)
 
     def is_for_existing_rows(self, put_id: bytes) -> bool:
         """Whether a put was reserved as columns for existing rows, so that no new ones may be made of it."""
@@ -326,7 +314,7 @@ class StorageEngine:
 
     def discard(self, put_id: bytes) -> None:
         """Drop a complete put whose commit was refused; one that is confirmed, or not here, stays as it is."""
-        if put_id in self._puts and self._waiting_of(self._owner_of(put_id)).is_waiting(put_id):
+        if put_id in self._puts and self._puts.confirmations_of(put_id).is_waiting(put_id):
             self._drop(put_id)
 
     # Learning which puts are known
@@ -337,10 +325,7 @@ class StorageEngine:
         `reconcile` follows, piece by piece, and then `finish_reconciliation`, while other calls go on. The owner looks
         at what it knows after this call: puts that are confirmed from now on stay, listed or not.
         """
-        if not self._heir and owner:
-            self._heir = owner
-            if (unowned := self._owners.pop(b"", None)) is not None:
-                self._waiting_of(owner).take_over(unowned)
+        self._puts.inherit(owner)
         state = self._reconciliations[owner] = Reconciliation(owner)
         return state
 
@@ -391,10 +376,10 @@ class StorageEngine:
         """
         self._check_current(state)
         self._free_others(state)
-        work, waiting = 0, self._waiting_of(state.owner)
+        work, waiting = 0, self._puts.confirmations(state.owner)
         for put_ids in self._puts.slices():
             for put_id in put_ids:
-                if self._owner_of(put_id) != state.owner:
+                if self._puts.owner_of(put_id) != state.owner:
                     continue
                 if waiting.is_recovered(put_id):
                     waiting.begin(put_id)
@@ -435,7 +420,7 @@ class StorageEngine:
         if put_id in state.freed:  # what is listed is gone; a put of this id that is here was stored anew
             return
         state.staying.add(put_id)
-        self._waiting_of(state.owner).forget(put_id)
+        self._puts.confirmations(state.owner).forget(put_id)
         if self._has(state, put_id) and put_id not in self.damaged:
             return
         state.miss(put_id)
@@ -443,7 +428,7 @@ class StorageEngine:
             self._journal.mark_missing(put_id)
 
     def _has(self, state: Reconciliation, put_id: bytes) -> bool:
-        return put_id in self._puts and self._owner_of(put_id) == state.owner
+        return put_id in self._puts and self._puts.owner_of(put_id) == state.owner
 
     def _free_others(self, state: Reconciliation) -> None:
         """Free all cells of the put listed last but those that were listed."""
@@ -463,7 +448,7 @@ class StorageEngine:
         Returns:
             How many puts were dropped.
         """
-        overdue = [put_id for each in self._owners.values() for put_id in each.overdue().numbers]
+        overdue = self._puts.overdue()
         for put_id in overdue:
             self._drop(put_id)
         return len(overdue)
@@ -534,7 +519,7 @@ class StorageEngine:
             used_bytes=self._admission.used_bytes,
             pooled_bytes=self._store.pooled_bytes,
             put_count=len(self._puts),
-            uncommitted_put_count=sum(each.waiting_count for each in self._owners.values()),
+            uncommitted_put_count=self._puts.waiting_count,
             damaged_put_count=len(self.damaged),
         )
 
@@ -553,15 +538,10 @@ class StorageEngine:
             How many puts there are.
         """
         journal = self._needed_journal()
-        blobs, owners = journal.recover(records, log)
-        self._puts.add_lazy(blobs, owners, journal.load)
-        put_ids_of: dict[bytes, list[bytes]] = {}
-        for put_id in blobs:
-            put_ids_of.setdefault(owners.get(put_id, b""), []).append(put_id)
-        for owner, put_ids in put_ids_of.items():
-            self._waiting_of(owner).add_recovered(put_ids)
-        self._admission.add(sum(blob.charge for blob in blobs.values()))
-        return len(blobs)
+        puts = journal.recover(records, log)
+        self._puts.recover(puts, journal.load)
+        self._admission.add(sum(put.values.charge for put in puts.values()))
+        return len(puts)
 
     def put_records(self) -> Sequence[EncodedPut]:
         """Return what is written down of each put, as of now."""
@@ -601,8 +581,7 @@ class StorageEngine:
         del self._pending[pending.put_id]
         if self._journal is not None:
             self._journal.record(pending.put_id, stored, pending.checksum)
-        self._puts[pending.put_id] = stored
-        self._waiting_of(stored.owner).begin(pending.put_id)
+        self._puts.add(pending.put_id, stored)
 
     def _abort(self, pending: PendingPut, stored: StoredPut | None) -> None:
         if self._pending.get(pending.put_id) is pending:
@@ -612,7 +591,6 @@ class StorageEngine:
 
     def _drop(self, put_id: bytes) -> None:
         self._note_freed(put_id)
-        self._waiting_of(self._owner_of(put_id)).forget(put_id)
         blob = self._puts.pop(put_id)
         self._holed.pop(put_id, None)
         if self._journal is None:
@@ -624,14 +602,6 @@ class StorageEngine:
         for state in self._reconciliations.values():
             state.freed.add(put_id)
 
-    def _owner_of(self, put_id: bytes) -> bytes:
-        return self._puts.owner_of(put_id) or self._heir
-
-    def _waiting_of(self, owner: bytes) -> Confirmations:
-        if owner not in self._owners:
-            self._owners[owner] = Confirmations(self._put_ttl_seconds, self._clock)
-        return self._owners[owner]
-
     def _compact(self, put_id: bytes) -> bool:
         """Move what is live of a put to a smaller blob; return whether that is possible now."""
         put = self._puts[put_id]
@@ -641,7 +611,7 @@ class StorageEngine:
             smaller = compact(put, self._store, with_tables=self._journal is not None)
         except OSError:  # the disk is full: what is dead of the put goes with the rest of it
             return False
-        self._puts[put_id] = smaller
+        self._puts.replace(put_id, smaller)
         self._holed.pop(put_id, None)
         self._admission.add(smaller.values.charge)
         if self._journal is None:

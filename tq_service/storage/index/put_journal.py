@@ -28,6 +28,7 @@ from tq_service.storage.index.put_records import (
     left_puts,
     restore_put,
 )
+from tq_service.storage.index.put_table import RecoveredPut
 
 _log = logging.getLogger(__name__)
 
@@ -161,13 +162,13 @@ class PutJournal:
 
     # After a restart
 
-    def recover(self, records: Iterable[bytes], log: PutLog) -> tuple[dict[bytes, Blob], dict[bytes, bytes]]:
+    def recover(self, records: Iterable[bytes], log: PutLog) -> dict[bytes, RecoveredPut]:
         """Find the bytes of puts that were written down, and write down what becomes of puts from now on.
 
         A put whose blob is missing is damaged. What is in the blobs is not looked at yet.
 
         Returns:
-            The blob of each put, and the owners of those that have one.
+            The blob of each put, and its owner.
         """
         self._log = log
         left = left_puts(records, log.decode_put)
@@ -178,7 +179,7 @@ class PutJournal:
         found = iter(
             self._store.recover([(record.segment, record.size_bytes) for _, record, _ in puts if record.segment])
         )
-        blobs = {}
+        recovered = {}
         for put_id, record, values in puts:
             blob = next(found) if record.segment else LocalBlob(self._store, len(values), values)
             if blob is None:
@@ -186,8 +187,8 @@ class PutJournal:
                 blob = LocalBlob(self._store, record.size_bytes, b"")
             elif record.segment:
                 self.checks.expect(put_id, blob, record.checksum)
-            blobs[put_id] = blob
-        return blobs, {put_id: record.owner for put_id, record, _ in puts if record.owner}
+            recovered[put_id] = RecoveredPut(blob, record.owner)
+        return recovered
 
     def load(self, put_id: bytes, blob: Blob) -> StoredPut:
         """Return a recovered put."""

@@ -1,72 +1,254 @@
-"""The complete puts of an engine by name. Recovered ones are loaded when they are first needed."""
+"""The complete puts of an engine by name, and which of them wait for the confirmation that they are committed.
+
+    waiting -> (overdue, asked for) -> confirmed
+       |              |
+       |        dropped where the controller does not know it
+    confirmed
+
+A controller in another process commits a put on the strength of its receipt and confirms it a short time later. So a
+put that is overdue may be committed all the same, and its controller is asked before it is dropped. It must not commit
+the put once it has said that it does not know it: receipts are numbered, and the controller is told in the same call
+from which number on they are valid.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Final
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice, takewhile
+from typing import Final, NamedTuple
 
 from tq_service.storage.blobs.base import Blob
 from tq_service.storage.index.put import StoredPut
 
-Load = Callable[[bytes, Blob], StoredPut]
 _SHARDS: Final = 1024
+_NO_RECEIPT: Final = -1
+
+
+class _Waiting(NamedTuple):
+    """Until when a put waits, by the clock, and the number of its receipt."""
+
+    until: float
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overdue:
+    """What a controller is asked.
+
+    Attributes:
+        numbers: the puts that are overdue, and the number of the receipt of each.
+        receipts_from: receipts with lower numbers are void from now on, those of these puts among them.
+    """
+
+    numbers: dict[bytes, int]
+    receipts_from: int
+
+
+class Confirmations:
+    """Puts that are not confirmed: new ones, and recovered ones of which it is not known whether they were.
+
+    Those of the second kind are not overdue before it is known which of them were: their controller may be down for
+    long.
+
+    Args:
+        ttl_seconds: how long a put waits.
+        clock: what that is measured with.
+    """
+
+    def __init__(self, ttl_seconds: float, clock: Callable[[], float]) -> None:
+        self._ttl_seconds = ttl_seconds
+        self._clock = clock
+        self._waiting: dict[bytes, _Waiting] = {}  # in the order of their times, and of their receipts' numbers
+        self._recovered: dict[bytes, None] = {}
+        self._next_number = 0
+        self._valid_from = 0  # the controller takes no receipts with lower numbers
+
+    @property
+    def waiting_count(self) -> int:
+        """Number of puts that are not known to be confirmed."""
+        return len(self._waiting) + len(self._recovered)
+
+    def is_waiting(self, put_id: bytes) -> bool:
+        """Whether a put was never confirmed."""
+        return put_id in self._waiting
+
+    def is_recovered(self, put_id: bytes) -> bool:
+        """Whether a put was recovered, and it is not known yet whether it was confirmed."""
+        return put_id in self._recovered
+
+    def begin(self, put_id: bytes, number: int = _NO_RECEIPT) -> None:
+        """Have a put wait from now on."""
+        self.forget(put_id)
+        self._waiting[put_id] = _Waiting(self._clock() + self._ttl_seconds, number)
+
+    def forget(self, put_id: bytes) -> None:
+        """Have a put wait no more: it is confirmed, or gone."""
+        self._waiting.pop(put_id, None)
+        self._recovered.pop(put_id, None)
+
+    def receipt_number(self, put_id: bytes) -> int | None:
+        """Return the number for a receipt of a put, None where it is confirmed.
+
+        A put has one valid receipt at a time, lest it be committed with one and, when it is freed, with the other.
+        Where that is void it gets another number, and its time begins anew.
+        """
+        if not (self.is_waiting(put_id) or self.is_recovered(put_id)):
+            return None
+        if not self.is_waiting(put_id) or self._waiting[put_id].number < self._valid_from:
+            self.begin(put_id, self._next_number)
+            self._next_number += 1
+        return self._waiting[put_id].number
+
+    def void_receipts(self) -> None:
+        """Take note that all receipts so far are void."""
+        self._valid_from = self._next_number
+
+    def overdue(self, most: int | None = None) -> Overdue:
+        """Return up to so many of the puts that have waited for too long; None: all of them."""
+        now = self._clock()
+        overdue = takewhile(lambda item: item[1].until <= now, self._waiting.items())
+        valid = (each.number for each in self._waiting.values() if each.until > now and each.number >= self._valid_from)
+        return Overdue(
+            numbers={put_id: each.number for put_id, each in islice(overdue, most)},
+            receipts_from=next(valid, self._next_number),
+        )
+
+    def on_answer(self, asked: Overdue, unknown: Collection[bytes], undecided: Collection[bytes]) -> Iterator[bytes]:
+        """Take note of what the controller does not know of overdue puts, and yield those that are to be dropped.
+
+        A put that has got another receipt after it was asked for stays: that may be committed.
+        """
+        self._valid_from = max(self._valid_from, asked.receipts_from)
+        for put_id, number in asked.numbers.items():
+            if put_id not in self._waiting or self._waiting[put_id].number != number:
+                continue
+            if put_id in unknown:
+                yield put_id
+            elif put_id in undecided:
+                self.begin(put_id)
+
+    def add_recovered(self, put_id: bytes) -> None:
+        """Take note of a recovered put."""
+        self._recovered[put_id] = None
+
+    def take_over(self, other: Confirmations) -> None:
+        """Take over the puts that another one has, none of which has a receipt."""
+        self._recovered |= other._recovered
+        for put_id in other._waiting:
+            self.begin(put_id)
+
+
+class RecoveredPut(NamedTuple):
+    """What is in memory of a put that was recovered and not needed since: its blob and its owner."""
+
+    values: Blob
+    owner: bytes
 
 
 class PutTable(Mapping[bytes, StoredPut]):
-    """Puts by name; a service that has just been started has many that nobody may ever ask for again.
+    """Puts by name; recovered ones, of which there may be many that nobody ever asks for, are loaded when needed.
 
     They are in many small dicts, so that all can be looked at in slices while others come and go.
+
+    Args:
+        ttl_seconds: how long a put waits for its confirmation.
+        clock: what that is measured with.
     """
 
-    def __init__(self) -> None:
-        self._shards: list[dict[bytes, StoredPut | Blob]] = [{} for _ in range(_SHARDS)]
+    def __init__(self, ttl_seconds: float, clock: Callable[[], float]) -> None:
+        self._ttl_seconds = ttl_seconds
+        self._clock = clock
+        self._shards: list[dict[bytes, StoredPut | RecoveredPut]] = [{} for _ in range(_SHARDS)]
         self._count = 0
-        self._owners: Mapping[bytes, bytes] = {}
-        self._load: Load | None = None
+        self._load: Callable[[bytes, Blob], StoredPut] | None = None
+        self._confirmations: dict[bytes, Confirmations] = {}  # by owner
+        self._heir = b""  # the owner of puts that were recovered without one
+        self._absent_since: dict[bytes, float] = {}  # owners that no controller is
 
-    def add_lazy(self, blobs: Mapping[bytes, Blob], owners: Mapping[bytes, bytes], load: Load) -> None:
-        """Add recovered puts.
+    def recover(self, puts: Mapping[bytes, RecoveredPut], load: Callable[[bytes, Blob], StoredPut]) -> None:
+        """Take over puts of an earlier process.
 
         Args:
-            blobs: the bytes of each.
-            owners: the controllers of those that have one.
+            puts: their blobs and owners.
             load: makes the put of a blob when it is needed.
         """
-        self._owners = owners
         self._load = load
-        for put_id, blob in blobs.items():
-            self._shard(put_id)[put_id] = blob
-        self._count = sum(map(len, self._shards))
+        for put_id, put in puts.items():
+            self._shard(put_id)[put_id] = put
+            self.confirmations(put.owner).add_recovered(put_id)
+        self._count = len(puts)
 
-    def __getitem__(self, put_id: bytes) -> StoredPut:
-        shard = self._shard(put_id)
-        put = shard[put_id]
-        if isinstance(put, Blob):
-            if self._load is None:
-                raise KeyError(put_id)
-            put = shard[put_id] = self._load(put_id, put)
-        return put
+    def add(self, put_id: bytes, put: StoredPut) -> None:
+        """Add a put, which waits for its confirmation from now on."""
+        self._shard(put_id)[put_id] = put
+        self._count += 1
+        self.confirmations_of(put_id).begin(put_id)
 
-    def __setitem__(self, put_id: bytes, put: StoredPut) -> None:
-        shard = self._shard(put_id)
-        self._count += put_id not in shard
-        shard[put_id] = put
+    def replace(self, put_id: bytes, put: StoredPut) -> None:
+        """Have what is left of a put in its place."""
+        self._shard(put_id)[put_id] = put
 
     def pop(self, put_id: bytes) -> Blob:
         """Remove a put and return the blob of its values."""
-        put = self._shard(put_id).pop(put_id)
+        self.confirmations_of(put_id).forget(put_id)
         self._count -= 1
-        return put if isinstance(put, Blob) else put.values
+        return self._shard(put_id).pop(put_id).values
 
     def owner_of(self, put_id: bytes) -> bytes:
         """Return the controller that owns a put, b"" for none."""
-        put = self._shard(put_id)[put_id]
-        return self._owners.get(put_id, b"") if isinstance(put, Blob) else put.owner
+        return self._shard(put_id)[put_id].owner or self._heir
+
+    def confirmations_of(self, put_id: bytes) -> Confirmations:
+        """Return those of the owner of a put."""
+        return self.confirmations(self.owner_of(put_id))
+
+    def confirmations(self, owner: bytes) -> Confirmations:
+        """Return which puts of an owner wait."""
+        if owner not in self._confirmations:
+            self._confirmations[owner] = Confirmations(self._ttl_seconds, self._clock)
+        return self._confirmations[owner]
+
+    @property
+    def waiting_count(self) -> int:
+        """Number of puts that are not known to be confirmed."""
+        return sum(each.waiting_count for each in self._confirmations.values())
+
+    def overdue(self) -> list[bytes]:
+        """Return the puts of all owners that have waited for too long."""
+        return [put_id for each in self._confirmations.values() for put_id in each.overdue().numbers]
+
+    def inherit(self, owner: bytes) -> None:
+        """Give the puts that were recovered without an owner to the first one that is there."""
+        if not self._heir and owner:
+            self._heir = owner
+            if (unowned := self._confirmations.pop(b"", None)) is not None:
+                self.confirmations(owner).take_over(unowned)
+
+    def absent_owners(self, controllers: Collection[bytes]) -> list[bytes]:
+        """Return the owners that have been none of the controllers there are for the time that a put waits."""
+        now = self._clock()
+        absent = (owner for owner in self._confirmations if owner and owner not in controllers)
+        self._absent_since = {owner: self._absent_since.get(owner, now) for owner in absent}
+        return [owner for owner, since in self._absent_since.items() if since + self._ttl_seconds <= now]
+
+    def forget_owner(self, owner: bytes) -> None:
+        """Forget an owner that has no puts any more."""
+        self._confirmations.pop(owner, None)
 
     def slices(self) -> Iterator[list[bytes]]:
         """Yield the names of all puts, some at a time; of those that come or go meanwhile some."""
         for shard in self._shards:
             yield list(shard)
+
+    def __getitem__(self, put_id: bytes) -> StoredPut:
+        shard = self._shard(put_id)
+        put = shard[put_id]
+        if isinstance(put, RecoveredPut):
+            if self._load is None:
+                raise KeyError(put_id)
+            put = shard[put_id] = self._load(put_id, put.values)
+        return put
 
     def __contains__(self, put_id: object) -> bool:
         return put_id in self._shard(put_id)
@@ -78,5 +260,5 @@ class PutTable(Mapping[bytes, StoredPut]):
     def __len__(self) -> int:
         return self._count
 
-    def _shard(self, put_id: object) -> dict[bytes, StoredPut | Blob]:
+    def _shard(self, put_id: object) -> dict[bytes, StoredPut | RecoveredPut]:
         return self._shards[hash(put_id) & (_SHARDS - 1)]
