@@ -23,7 +23,7 @@ from tq_service.errors import (
     PutNotFoundError,
     QuotaExceededError,
 )
-from tq_service.server.storage_messages import EngineCalls
+from tq_service.server.storage_servicer import EngineCalls
 from tq_service.storage.cells import ReadRuns
 from tq_service.storage.engine import StorageEngine
 from tq_service.v1.metadata_pb2 import StorageEndpoint

@@ -17,7 +17,7 @@ from tq_service.server.commits import Commits
 from tq_service.server.controller_servicer import ControllerServicer
 from tq_service.server.receipts import ReceiptKeys
 from tq_service.server.rpc.limits import WaitingCalls
-from tq_service.server.storage_servicer import StorageServicer
+from tq_service.server.storage_servicer import StorageServicer, endpoint_of
 from tq_service.server.storages import StorageRegistry
 from tq_service.storage.cells import ReadRuns
 from tq_service.storage.engine import StorageEngine
@@ -160,7 +160,7 @@ class Split:
         self.now = 1000.0
         self.engine = StorageEngine(max_bytes=None, storage_id="s", put_ttl_seconds=TTL_SECONDS, clock=lambda: self.now)
         self.keys = ReceiptKeys()
-        self.storage = StorageServicer(self.engine, keys=self.keys)
+        self.storage = StorageServicer(self.engine, endpoint_of(self.engine, ""), keys=self.keys)
         self.link = Link(self.storage)
         self.to_controller = Link(None)
         monkeypatch.setattr(heartbeat, "Peer", lambda *_: self._peer(self.to_controller))
@@ -175,7 +175,9 @@ class Split:
         self._closing = []
         self.restart_controller()
         self._announcing = asyncio.ensure_future(
-            heartbeat.register_storage(self.engine, self.keys, "localhost:1", "localhost:2", _NO_CREDENTIALS)
+            heartbeat.register_storage(
+                self.engine, self.keys, endpoint_of(self.engine, "localhost:1"), "localhost:2", _NO_CREDENTIALS
+            )
         )
 
     @staticmethod

@@ -13,6 +13,7 @@ from tq_service.server import heartbeat
 from tq_service.server.app import running
 from tq_service.server.heartbeat import register_storage
 from tq_service.server.receipts import ReceiptKeys
+from tq_service.server.storage_servicer import endpoint_of
 from tq_service.storage.engine import StorageEngine
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.controller_service_pb2_grpc import (
@@ -50,7 +51,13 @@ async def announcing(engine, answers):
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     task = asyncio.ensure_future(
-        register_storage(engine, ReceiptKeys(), "localhost:1", f"127.0.0.1:{port}", Credentials(None, None, None))
+        register_storage(
+            engine,
+            ReceiptKeys(),
+            endpoint_of(engine, "localhost:1"),
+            f"127.0.0.1:{port}",
+            Credentials(None, None, None),
+        )
     )
     try:
         async with asyncio.timeout(60):

@@ -11,6 +11,7 @@ import pytest
 
 from tq_service.server import heartbeat
 from tq_service.server.receipts import ReceiptKeys
+from tq_service.server.storage_servicer import endpoint_of
 from tq_service.storage.engine import StorageEngine
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.controller_service_pb2_grpc import ControllerServiceServicer, add_ControllerServiceServicer_to_server
@@ -51,7 +52,9 @@ class Engine(StorageEngine):
 async def announcing(address):
     engine = Engine()
     task = asyncio.create_task(
-        heartbeat.register_storage(engine, ReceiptKeys(), "127.0.0.1:1", address, Credentials(None, None, None))
+        heartbeat.register_storage(
+            engine, ReceiptKeys(), endpoint_of(engine, "127.0.0.1:1"), address, Credentials(None, None, None)
+        )
     )
     try:
         yield engine

@@ -6,12 +6,13 @@ import os
 
 import pytest
 
+from tq_service.dataplane.local import LocalDriver
 from tq_service.domain.tables.cells import Put
 from tq_service.errors import AlreadyExistsError, LimitExceededError
 from tq_service.server import storages
-from tq_service.server.embedded_storage import EmbeddedStorage
 from tq_service.server.remote_storage import Capacity, Registration
-from tq_service.server.storages import StorageRegistry
+from tq_service.server.storage_servicer import EngineCalls, endpoint_of
+from tq_service.server.storages import EmbeddedStorage, StorageRegistry
 from tq_service.storage.engine import StorageEngine
 from tq_service.v1 import metadata_pb2
 from tq_service.wire.credentials import Credentials
@@ -34,7 +35,8 @@ def registration(name):
 
 
 async def test_the_name_of_the_embedded_storage_is_taken():
-    embedded = EmbeddedStorage(StorageEngine(max_bytes=None, storage_id="mine"))
+    engine = StorageEngine(max_bytes=None, storage_id="mine")
+    embedded = EmbeddedStorage(engine, endpoint_of(engine, ""), LocalDriver(EngineCalls(engine)))
     async with registry_of(embedded) as registry:
         with pytest.raises(AlreadyExistsError, match="another storage_id"):
             registry.on_heartbeat(registration("mine"))

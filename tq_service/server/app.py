@@ -162,7 +162,7 @@ class App:
             registering = register_storage(
                 self.storage.engine,
                 self.storage.receipt_keys,
-                self.storage.address,
+                self.storage.endpoint,
                 settings.controller,
                 self.listener.credentials,
             )

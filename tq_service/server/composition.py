@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from tq_service.config import ServeSettings, default_shared_memory_dir
+from tq_service.dataplane.local import LocalDriver
 from tq_service.dataplane.shared_memory.server import SharedMemoryServer, make_private
 from tq_service.domain.admission.limits import Limits
 from tq_service.domain.catalog import Catalog
@@ -22,16 +23,16 @@ from tq_service.server import converters
 from tq_service.server.checkpoints import Checkpoints
 from tq_service.server.commits import Commits
 from tq_service.server.controller_servicer import ControllerServicer
-from tq_service.server.embedded_storage import EmbeddedStorage
 from tq_service.server.receipts import ReceiptKeys
 from tq_service.server.rpc.limits import WaitingCalls
-from tq_service.server.storage_servicer import StorageServicer
-from tq_service.server.storages import StorageRegistry
+from tq_service.server.storage_servicer import EngineCalls, StorageServicer, endpoint_of
+from tq_service.server.storages import EmbeddedStorage, StorageRegistry
 from tq_service.server.supervisor import Supervisor
 from tq_service.storage.blobs.base import BlobStore, DurableBlobStore
 from tq_service.storage.blobs.memory import MemoryBlobs
 from tq_service.storage.blobs.segments import SegmentBlobs
 from tq_service.storage.engine import StorageEngine
+from tq_service.v1.metadata_pb2 import StorageEndpoint
 from tq_service.wire.credentials import Credentials
 from tq_service.wire.shared_memory import check_supported
 
@@ -45,13 +46,13 @@ class Storage:
 
     Attributes:
         engine: holds the puts.
-        address: where clients reach it; "": where they reach the controller, whose process it is in.
+        endpoint: how clients reach it.
         shared_memory: where clients of this host share memory with it, None where they cannot.
         receipt_keys: those of its controllers.
     """
 
     engine: StorageEngine
-    address: str
+    endpoint: StorageEndpoint
     shared_memory: SharedMemoryServer | None
     receipt_keys: ReceiptKeys = field(default_factory=ReceiptKeys)
 
@@ -67,7 +68,7 @@ class Storage:
         """
         return StorageServicer(
             self.engine,
-            address=self.address,
+            self.endpoint,
             commits=None if controller is None else controller.commits,
             keys=self.receipt_keys,
             controller_id=b"" if controller is None else controller.storages.controller_id,
@@ -152,7 +153,7 @@ def build_storage(settings: ServeSettings, port: int, store: StateStore | None) 
     )
     return Storage(
         engine=engine,
-        address=settings.advertised_address(port),
+        endpoint=endpoint_of(engine, settings.advertised_address(port)),
         shared_memory=_open_shared_memory(settings, engine.boot_id),
     )
 
@@ -247,8 +248,12 @@ def build_controller(
     controller_id = hashlib.sha256(f"{settings.advertise or socket.gethostname()}:{port}".encode()).digest()[:16]
     if store is not None:
         controller_id = store.data_dir.identity.controller_boot_id
+    embedded = None
+    if storage is not None:
+        driver = LocalDriver(EngineCalls(storage.engine))
+        embedded = EmbeddedStorage(storage.engine, storage.endpoint, driver, controller_id)
     storages = StorageRegistry(
-        None if storage is None else EmbeddedStorage(storage.engine, storage.address, controller_id),
+        embedded,
         HEARTBEAT_SECONDS,
         credentials,
         snapshot_cells=catalog.snapshot_cells,

@@ -26,9 +26,9 @@ from tq_service.schema import check_id, check_name, check_range
 from tq_service.server import converters
 from tq_service.server.checkpoints import Checkpoints
 from tq_service.server.commits import Commits
+from tq_service.server.heartbeat import MOST_OVERDUE_PUTS
 from tq_service.server.remote_storage import Capacity, Registration
 from tq_service.server.rpc.limits import WaitingCalls
-from tq_service.server.storage_messages import MOST_OVERDUE_PUTS
 from tq_service.server.storages import StorageRegistry
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import controller_service_pb2_grpc

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Final, cast
 
 import grpc
 
@@ -13,15 +13,17 @@ from tq_service.errors import PreconditionError, TqError
 from tq_service.server.outages import PeerOutage
 from tq_service.server.peer import Peer
 from tq_service.server.receipts import ReceiptKeys
-from tq_service.server.storage_messages import MOST_OVERDUE_PUTS, endpoint_of
 from tq_service.storage.engine import StorageEngine
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.controller_service_pb2_grpc import ControllerServiceStub
+from tq_service.v1.metadata_pb2 import StorageEndpoint
 from tq_service.wire.credentials import Credentials
 
 if TYPE_CHECKING:
     from tq_service.v1.controller_service_pb2_grpc import ControllerServiceAsyncStub  # exists for type checkers only
 
+MOST_OVERDUE_PUTS: Final = 4096
+"""Most puts that a storage service asks about in one call: some milliseconds' work."""
 _log = logging.getLogger(__name__)
 _CALL_SECONDS = 5.0
 _RETRY_SECONDS = 0.25
@@ -40,7 +42,7 @@ _TAKES_NONE = (
 
 
 async def register_storage(
-    engine: StorageEngine, keys: ReceiptKeys, address: str, controller: str, credentials: Credentials
+    engine: StorageEngine, keys: ReceiptKeys, endpoint: StorageEndpoint, controller: str, credentials: Credentials
 ) -> None:
     """Register a storage service with a controller again and again, and learn what becomes of its puts.
 
@@ -49,11 +51,10 @@ async def register_storage(
     Args:
         engine: holds the puts.
         keys: gets the key for their receipts.
-        address: where clients reach the storage service.
+        endpoint: how clients reach the storage service.
         controller: where the controller is.
         credentials: what this service shows it.
     """
-    endpoint = endpoint_of(engine, address)
     controller_id = b""
     async with contextlib.aclosing(Peer(controller, credentials, _stub)) as peer:
         outage = PeerOutage(_log, f"the controller at {controller}")

@@ -11,10 +11,12 @@ from typing import Any, TypeAlias
 
 import grpc
 
+from tq_service.dataplane.parties import CONTROLLER_KIND, GRPC_KIND
 from tq_service.dataplane.shared_memory.server import Session, SharedMemoryServer
 from tq_service.domain.tables.cells import Put
 from tq_service.domain.tables.names import Names
 from tq_service.errors import (
+    DataLossError,
     InvalidArgumentError,
     LimitExceededError,
     UnavailableError,
@@ -24,13 +26,14 @@ from tq_service.server.commits import Commits
 from tq_service.server.progress import LEAST_PROGRESS_BYTES, Progress, received
 from tq_service.server.receipts import ReceiptKeys
 from tq_service.server.rpc.limits import RETRY_AFTER_SECONDS, WaitingCalls, wait_until
-from tq_service.server.storage_messages import EngineCalls, endpoint_of, get_header, put_cells, shared_columns
+from tq_service.storage.cells import PutCells, ReadRuns
 from tq_service.storage.engine import StorageEngine
 from tq_service.storage.index.put import PendingPut
 from tq_service.storage.index.reading import Reading, Shared, shared_part
 from tq_service.storage.index.reconciliation import Reconciliation
+from tq_service.v1 import metadata_pb2
 from tq_service.v1 import storage_service_pb2 as pb
-from tq_service.wire.columns import ColumnShape, decode_headers
+from tq_service.wire.columns import ColumnShape, decode_headers, encode_header
 from tq_service.wire.frames import (
     INLINE_BYTES,
     SEND_AS_FDS,
@@ -40,6 +43,7 @@ from tq_service.wire.frames import (
     encode_get_response,
     iter_frames,
 )
+from tq_service.wire.metadata import decode_integers
 
 _log = logging.getLogger(__name__)
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -48,12 +52,87 @@ Receive = Callable[[PendingPut], Awaitable[None]]
 SERVICE = "tq_service.v1.StorageService"
 
 
+def endpoint_of(engine: StorageEngine, address: str) -> metadata_pb2.StorageEndpoint:
+    """Return how clients reach an engine; an empty address is that of the controller, whose process it is in."""
+    kind = GRPC_KIND if address else CONTROLLER_KIND
+    return metadata_pb2.StorageEndpoint(
+        storage_id=engine.storage_id, boot_id=engine.boot_id, kind=kind, address=address
+    )
+
+
+class EngineCalls:
+    """The storage engine, asked by messages: for the servicer, and for a driver in the same process."""
+
+    def __init__(self, engine: StorageEngine) -> None:
+        self._engine = engine
+
+    @contextlib.asynccontextmanager
+    async def storing(
+        self,
+        header: pb.PutHeader,
+        columns: Sequence[ColumnShape],
+        *,
+        until: float | None,
+        for_existing_rows: bool = False,
+        shared: bool = False,
+        waiting: contextlib.AbstractContextManager[None] | None = None,
+    ) -> AsyncIterator[PendingPut]:
+        """Reserve capacity for a put, whose bytes are written within the `with`; after an error nothing of it is left.
+
+        Args:
+            header: of the put.
+            columns: as it describes them.
+            until: when to stop waiting, by the engine's clock; None: never.
+            for_existing_rows: whether it may use the reserve.
+            shared: whether the bytes come as shared memory.
+            waiting: held while there is no capacity.
+        """
+        with waiting or contextlib.nullcontext():
+            pending = await self._engine.reserve(
+                header.put_id,
+                columns,
+                header.row_count,
+                partition_id=header.partition_id,
+                for_existing_rows=for_existing_rows,
+                deadline=until,
+                owner=header.controller_id,
+                shared=shared,
+            )
+        try:
+            yield pending
+            if not pending.already_complete:
+                await self._engine.flush(pending)
+                pending.finish()
+        except BaseException:
+            pending.abort()  # and no more: a retry may have completed the put meanwhile
+            raise
+
+    async def open(self, request: pb.GetRequest) -> Reading:
+        """Find cells and keep them as they are until the result is closed; use it in a `with`."""
+        self.check_boot(request.boot_id)
+        await self._engine.check(request.put_ids)
+        return self._engine.open_read(list(map(_read_runs, request.runs)), list(request.put_ids))
+
+    def check_boot(self, boot_id: bytes) -> None:
+        """Check that cells were put into this engine, and not into one that came back empty.
+
+        Raises:
+            DataLossError: they were not.
+        """
+        if boot_id != self._engine.boot_id:
+            raise DataLossError(
+                f"storage service {self._engine.storage_id!r} has restarted since these cells were put, and came back "
+                f"empty; put them again, or clear them",
+                metadata={"storage_id": self._engine.storage_id},
+            )
+
+
 class StorageServicer:
     """Implements `StorageService`; what each method changes and answers stands in its proto.
 
     Args:
         engine: holds the bytes.
-        address: where clients reach this service; empty: at the address they used.
+        endpoint: how clients reach it.
         commits: writes samples, where the controller is in this process.
         keys: those of other controllers, with which receipts are sealed; not needed where it is in this process.
         controller_id: of the one in this process.
@@ -67,8 +146,8 @@ class StorageServicer:
     def __init__(
         self,
         engine: StorageEngine,
+        endpoint: metadata_pb2.StorageEndpoint,
         *,
-        address: str = "",
         commits: Commits | None = None,
         keys: ReceiptKeys | None = None,
         controller_id: bytes = b"",
@@ -88,7 +167,7 @@ class StorageServicer:
         self._max_puts = max_puts
         self._max_uncommitted_puts = max_uncommitted_puts
         self._shared_memory = shared_memory
-        self._endpoint = endpoint_of(engine, address)
+        self._endpoint = endpoint
 
     def bulk_handler(self) -> grpc.GenericRpcHandler:
         """Return the handlers of the bulk methods, whose frames are coded by hand: instead of the generated ones."""
@@ -262,13 +341,13 @@ class StorageServicer:
 
         progress = Progress(self._stall_seconds, f"fewer than {LEAST_PROGRESS_BYTES} bytes of the answer were taken")
         with await self._calls.open(request) as reading:
-            header = get_header(reading)
+            header = _get_header(reading)
             session, shared = self._shared_part(request, reading)
             if session is None:
                 await send(header)
                 return
             with contextlib.closing(session.offer(shared.fds)) as offer:
-                header.shared.MergeFrom(shared_columns(shared, offer.offer_id))
+                header.shared.MergeFrom(_shared_columns(shared, offer.offer_id))
                 await send(header, shared.column_indexes)
                 await progress.wait_for(offer.wait())
 
@@ -281,10 +360,10 @@ class StorageServicer:
             if size > INLINE_BYTES:
                 return pb.GetInlineResponse(size_bytes=size)
             values = b"".join([chunk async for part in reading.parts(shared.column_indexes) for chunk in part])
-            answer = pb.GetInlineResponse(header=get_header(reading), values=values, size_bytes=size)
+            answer = pb.GetInlineResponse(header=_get_header(reading), values=values, size_bytes=size)
             if session is not None:
                 offer = session.lease(shared.fds, stack.pop_all().close)
-                answer.header.shared.MergeFrom(shared_columns(shared, offer.offer_id))
+                answer.header.shared.MergeFrom(_shared_columns(shared, offer.offer_id))
             return answer
 
     def _shared_part(self, request: pb.GetRequest, reading: Reading) -> tuple[Session | None, Shared]:
@@ -329,7 +408,7 @@ class StorageServicer:
                 self._engine.reconcile(
                     state,
                     whole=part.whole_put_ids,
-                    cells=map(put_cells, part.cells),
+                    cells=map(_put_cells, part.cells),
                     uncommitted=part.uncommitted_put_ids,
                 )
                 if part.is_last:
@@ -352,7 +431,7 @@ class StorageServicer:
         )
 
     async def FreeCells(self, request: pb.FreeCellsRequest, context: Context) -> pb.FreeCellsResponse:
-        cells = [put_cells(cells) for cells in request.cells]
+        cells = [_put_cells(cells) for cells in request.cells]
         is_own = request.boot_id == self._engine.boot_id
         if is_own and self._keys.takes_free(request.controller_id, request.key_id, request.number):
             self._engine.free(cells)
@@ -389,3 +468,55 @@ def _frame(part: Part) -> memoryview:
 
 def _name(part: Part) -> str:
     return "a second header" if isinstance(part, pb.PutHeader) else f"a frame of {len(part)} bytes"
+
+
+def _read_runs(run: metadata_pb2.CellRuns) -> ReadRuns:
+    return ReadRuns(
+        field_names=tuple(run.field_names),
+        put_indexes=decode_integers(run.put_indexes),
+        first_rows=decode_integers(run.first_rows),
+        row_counts=decode_integers(run.row_counts),
+    )
+
+
+def _get_header(reading: Reading) -> pb.GetHeader:
+    """Say what a reading has."""
+    return pb.GetHeader(row_count=reading.row_count, columns=map(encode_header, reading.headers))
+
+
+def _shared_columns(shared: Shared, offer_id: bytes) -> pb.SharedColumns:
+    """Say where the columns of a reading are in the memory that is offered."""
+    return pb.SharedColumns(
+        offer_id=offer_id,
+        memory_count=len(shared.fds),
+        columns=[
+            pb.SharedColumn(
+                column_index=column.column_index,
+                memory_indexes=column.memory_indexes.tolist(),
+                starts=column.starts.tolist(),
+                sizes=column.sizes.tolist(),
+            )
+            for column in shared.columns
+        ],
+    )
+
+
+def _put_cells(cells: pb.PutCells) -> PutCells:
+    """Return cells of a put.
+
+    Raises:
+        InvalidArgumentError: first rows and counts do not belong together.
+    """
+    if len(cells.first_rows) != len(cells.row_counts):
+        raise InvalidArgumentError(
+            f"the cells of a put have {len(cells.first_rows)} first rows and {len(cells.row_counts)} counts; give "
+            f"one of each for each run, or neither for all rows",
+            field="cells",
+        )
+    has_rows = len(cells.first_rows) > 0
+    return PutCells(
+        put_id=cells.put_id,
+        field_names=tuple(cells.field_names),
+        first_rows=decode_integers(cells.first_rows) if has_rows else None,
+        row_counts=decode_integers(cells.row_counts) if has_rows else None,
+    )
