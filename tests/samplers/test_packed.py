@@ -80,6 +80,14 @@ def test_requests_that_do_not_fit_are_refused():
         sampler.check(ranked(6, 2))
 
 
+@pytest.mark.parametrize(("steps", "ranks"), [(1 << 30, 1), (1 << 15, 3)])
+def test_more_steps_than_a_plan_has_are_refused_before_they_take_memory(steps, ranks):
+    sampler = PackedSampler(optimizer_steps=steps, pack_max_length=CAP)
+    with pytest.raises(InvalidArgumentError, match=rf"optimizer_steps: got {steps} for {ranks} rank.*at most 65536"):
+        sampler.plan(view_of_samples(2), ranked(2, ranks))
+    PackedSampler(optimizer_steps=1 << 15, pack_max_length=CAP).check(ranked(2, 2))
+
+
 def test_it_names_its_length():
     sampler = PackedSampler(optimizer_steps=1, pack_max_length=CAP, length_key="tokens", length_field="input_ids")
     assert sampler.length == LengthSource(key="tokens", field="input_ids")

@@ -17,6 +17,8 @@ from tq_service.samplers.token_lengths import LengthSampler
 # Planning up to so many samples for so many steps of all ranks takes less than a millisecond.
 _QUICK_SAMPLES = 32
 _QUICK_STEPS = 8
+# Of all ranks: a plan has packs for each step, empty ones included, so that a step too many costs as much as any other.
+_MOST_STEPS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +57,21 @@ class PackedSampler(LengthSampler):
         check_cost_name(self.cost)
 
     def check(self, request: PlanRequest) -> None:
-        """Raise InvalidArgumentError where `batch_size` does not hold whole groups, or a micro-batch size is given."""
+        """Refuse a request that the options do not fit.
+
+        Raises:
+            InvalidArgumentError: `batch_size` does not hold whole groups, a micro-batch size is given, or the steps of
+                all ranks are more than one plan has.
+        """
         LengthSampler.check(self, request)
         self.refuse_micro_batch_size(request, "pack_max_length")
+        step_count = self.optimizer_steps * request.rank_count
+        if step_count > _MOST_STEPS:
+            raise InvalidArgumentError(
+                f"optimizer_steps: got {self.optimizer_steps} for {request.rank_count} rank(s), {step_count} steps "
+                f"together, expected at most {_MOST_STEPS}; plan fewer steps with a batch",
+                field="optimizer_steps",
+            )
 
     def runs_inline(self, request: PlanRequest) -> bool:
         """Whether few samples are to be packed for few steps."""
