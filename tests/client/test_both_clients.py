@@ -191,6 +191,16 @@ async def test_what_cannot_be_sent_is_refused_before_anything_is_sent(kind, argu
     await client.aclose()
 
 
+@pytest.mark.parametrize("seconds", [1e10, float(1 << 63), 1e308])
+async def test_any_finite_timeout_is_waited_for(client, seconds):
+    await put_eight(client)
+    assert len(await client.list_partitions(timeout=seconds)) == 1
+    claim = await client.get_meta(
+        partition_id="p", task_name="t", data_fields=["score"], batch_size=8, max_wait=seconds, timeout=seconds
+    )
+    assert (claim.size, (await client.get_data(claim, timeout=seconds)).batch_size) == (8, torch.Size([8]))
+
+
 async def test_a_closed_client_says_so(client):
     await client.list_partitions()
     await client.aclose()

@@ -164,6 +164,8 @@ def sample_write(
     rows = next(count if isinstance(count, int) else len(count) for count in counts if count is not None)
     if custom_meta is not None:
         check_meta_count(len(custom_meta), rows)
+    keys = None if keys is None else _for_all("keys", listed("keys", keys), rows)
+    groups = None if groups is None else _for_all("groups", listed("groups", groups), rows)
     write = request_of(
         pb.SampleWrite,
         partition_id=partition_of(partition_id, metadata),
@@ -177,6 +179,16 @@ def sample_write(
         **others,
     )
     return write, meta_columns
+
+
+def _for_all(name: str, names: list[Given], row_count: int) -> list[Given]:
+    """Return names that are some, or of no samples: the server takes an empty list for one that was not given."""
+    if row_count and not names:
+        raise InvalidArgumentError(
+            f"{name} is empty, expected one for each of {row_count} samples; leave it out where they have none",
+            field=name,
+        )
+    return names
 
 
 def check_meta_count(meta_count: int, row_count: int) -> None:

@@ -23,6 +23,7 @@ _WARN_EVERY_SECONDS: Final = 60.0
 
 FIRST_PAUSE_SECONDS: Final = 0.05
 SHORTEST_TRY_SECONDS: Final = 0.02
+_LONGEST_TRY_SECONDS: Final = 1e9  # gRPC takes a deadline that 64 bits of nanoseconds cannot hold for one long past
 LONGEST_PAUSE_SECONDS: Final = 0.5
 
 _GRPC_MESSAGE: Final = "grpc_message"
@@ -41,8 +42,8 @@ class Deadline:
         return cls(time.monotonic() + timeout, timeout)
 
     def remaining(self) -> float:
-        """Return the seconds left, 0 when it has passed."""
-        return max(0.0, self.at - time.monotonic())
+        """Return the seconds left, 0 when it has passed; of very many no more than gRPC can count."""
+        return min(max(0.0, self.at - time.monotonic()), _LONGEST_TRY_SECONDS)
 
 
 @dataclass(slots=True)
