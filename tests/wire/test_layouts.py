@@ -42,6 +42,10 @@ def random_tensor(dtype, *shape):
     return raw.view(getattr(torch, dtype)).reshape(shape) if size else torch.empty(shape, dtype=getattr(torch, dtype))
 
 
+def jagged(lengths):
+    return torch.nested.nested_tensor([torch.ones(length) for length in lengths], layout=torch.jagged)
+
+
 @pytest.mark.parametrize("dtype", sorted(DTYPE_SIZES))
 @pytest.mark.parametrize("shape", [(4,), (3, 5), (2, 0), (3, 2, 4), (1, 1, 1, 1)])
 def test_dense_comes_back_bit_for_bit(dtype, shape):
@@ -288,14 +292,29 @@ def test_lazy_stacks_of_rows_of_different_length():
         ({"a": [torch.ones(1), torch.ones(1, 1)]}, "dimensions"),
         ({"a": [torch.ones(1), torch.ones(1).int()]}, "one dtype"),
         ({"a": torch.eye(2).to_sparse()}, "to_dense"),
+        ({"a": [torch.eye(2).to_sparse()] * 2}, "'a' has layout torch.sparse_coo.*to_dense"),
+        ({"a": torch.ones(2, device="meta")}, "'a' has tensors on the device 'meta'"),
+        ({"a": [torch.ones(2, device="meta"), torch.ones(3)]}, "'a' has tensors on the device 'meta'"),
+        ({"a": [jagged([1, 2]), jagged([2, 1])]}, "'a' has nested tensors for rows"),
+        ({"a": np.ma.array([1, 2], mask=[0, 1])}, "'a' has a masked array, whose mask would be lost"),
+        ({"a": [np.ma.array([1, 2], mask=[0, 1])] * 2}, "'a' has a masked array"),
+        ({"a": [np.ma.array([1, 2], mask=[0, 1]), torch.ones(2)]}, "'a' has a masked array"),
+        ({"a": [np.ones(2, np.longdouble), torch.ones(2)]}, "'a' has dtype 'float128'"),
+        ({"a\ud800": [1]}, "not valid Unicode"),
         ({"a": np.array(["2020-01-01"], "datetime64[D]")}, "datetime64"),
         ({"a": TensorDict({"b": torch.ones(2)}, batch_size=[2])}, "nested TensorDict"),
         (TensorDict({"b": torch.ones(2)}, batch_size=[]), "batch_size"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype stage")
 def test_wrong_data_is_refused(data, message):
     with pytest.raises(InvalidArgumentError, match=message):
         encode_columns(data)
+
+
+def test_arrays_of_any_byte_order_are_rows_beside_tensors():
+    back = send({"x": [np.arange(3, dtype=">i8"), torch.arange(2)]})["x"]
+    assert [row.tolist() for row in back.unbind()] == [[0, 1, 2], [0, 1]]
 
 
 def test_objects_are_refused_with_field_and_row():

@@ -135,6 +135,7 @@ def test_integers_of_a_repeated_field(count):
         ([{"k": None}], r"custom_meta\[0\]\['k'\] is NoneType"),
         ([{"k": np.zeros(2)}], r"custom_meta\[0\]\['k'\] is ndarray"),
         ([{}, {"k": 2**63}], r"custom_meta\[1\]\['k'\] is 9223372036854775808.*64 bits"),
+        ([{"k": 0.5}, {"k": 2**70}], r"custom_meta\[1\]\['k'\] is 1180591620717411303424, expected .* 64 bits"),
         ([{"k": 0.5}, {"k": 10**400}], r"custom_meta\[1\]\['k'\] is 10+, expected an integer of 64 bits"),
         ([{1: 2}], "key 1"),
         ([{"k": 1}, 5], r"custom_meta\[1\] is int"),
@@ -143,6 +144,20 @@ def test_integers_of_a_repeated_field(count):
 def test_wrong_values_are_refused_by_row_and_key(rows, words):
     with pytest.raises(InvalidArgumentError, match=words):
         rows_to_meta_columns(rows)
+
+
+@pytest.mark.parametrize("integer", [(1 << 53) + 1, -(1 << 53) - 1, 1 << 60])
+def test_integers_that_floats_do_not_hold_are_refused_among_floats(integer):
+    with pytest.raises(InvalidArgumentError, match=rf"custom_meta\[2\]\['id'\] is {integer}, while .* floats"):
+        rows_to_meta_columns([{"id": 0.5}, {}, {"id": integer}])
+    (column,) = rows_to_meta_columns([{"id": 0.5}, {"id": 1 << 53}, {"id": -(1 << 53)}])
+    assert column.values.tolist() == [0.5, 2.0**53, -(2.0**53)]
+
+
+@pytest.mark.parametrize("row", [{"tag": "\ud800"}, {"\ud800": 1}])
+def test_text_that_is_not_unicode_is_refused_by_its_column(row):
+    with pytest.raises(InvalidArgumentError, match=r"custom_meta column .*valid Unicode"):
+        encode_meta_columns(rows_to_meta_columns([row]))
 
 
 def test_absent_strings_decode_to_empty_text():

@@ -128,6 +128,19 @@ def test_what_only_pickle_could_carry_is_refused_with_its_path(culprit):
     assert isinstance(caught.value, TypeError)
 
 
+@pytest.mark.parametrize(
+    ("culprit", "words"),
+    [
+        (np.array(["2020"], "datetime64[Y]"), "numpy.ndarray of datetime64"),
+        (torch.zeros(2).to_sparse(), "torch.sparse_coo"),
+        (torch.zeros(2, device="meta"), "on meta"),
+    ],
+)
+def test_an_array_or_tensor_that_is_refused_is_told_from_those_that_are_taken(culprit, words):
+    with pytest.raises(UnsupportedObjectError, match=words):
+        encode_object([culprit])
+
+
 def test_cycles_and_deep_nests_are_refused():
     cycle = []
     cycle.append(cycle)

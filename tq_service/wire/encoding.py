@@ -66,6 +66,10 @@ def encode_columns(data: Any, declared: Mapping[str, Layout] | None = None) -> l
 def _checked_name(name: Any) -> str:
     if not isinstance(name, str) or not name:
         raise InvalidArgumentError(f"field name {name!r} is no text; name fields by non-empty strings", field="data")
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgumentError(f"field name {name!r} is not valid Unicode ({error})", field="data") from None
     return name
 
 
@@ -170,14 +174,24 @@ def _encode_dense(name: str, values: Any, declared: Layout | None) -> Column:
 
 
 def _bytes_of(name: str, values: Any) -> tuple[str, memoryview]:
+    _check_values(name, values)
     if is_tensor(values):
-        torch = sys.modules["torch"]
-        if values.layout is not torch.strided:
-            raise InvalidArgumentError(
-                f"field {name!r} has layout {values.layout}; call to_dense() first", field="data"
-            )
         return name_of_torch(values.dtype, f"field {name!r}"), tensor_bytes(values)
     return name_of_numpy(values.dtype, f"field {name!r}"), array_bytes(values)
+
+
+def _check_values(name: str, values: Any) -> None:
+    """Refuse tensors and arrays that have more, or less, than the values of a plain one."""
+    if not is_tensor(values):
+        problem = "a masked array, whose mask would be lost; fill it first" if np.ma.isMaskedArray(values) else ""
+    elif values.is_nested:
+        problem = "nested tensors for rows; put each row as a plain tensor"
+    elif values.layout is not sys.modules["torch"].strided:
+        problem = f"layout {values.layout}; call to_dense() first"
+    else:
+        problem = "tensors on the device 'meta', which have no values" if values.is_meta else ""
+    if problem:
+        raise InvalidArgumentError(f"field {name!r} has {problem}", field="data")
 
 
 def _column(spec: FieldSpec, row_count: int, extents: Extents | None, chunks: tuple[memoryview, ...]) -> Column:
@@ -212,7 +226,12 @@ def _encode_list(name: str, values: Sequence[Any], declared: Layout | None) -> C
         return _encode_dense(name, np.zeros(0, np.float32), None)  # refused for its 0 rows, with all others
     if declared is not Layout.OBJECT:
         if _are_arrays(values):
-            return _encode_arrays(name, values, declared)
+            try:
+                return _encode_arrays(name, values, declared)
+            except (AttributeError, RuntimeError):  # torch does not say of which field
+                for row in values:
+                    _check_values(name, row)
+                raise
         numbers = _as_numbers(values)
         if numbers is not None:
             return _encode_dense(name, numbers, declared)
@@ -230,8 +249,7 @@ def _are_arrays(values: Sequence[Any]) -> bool:
 def _encode_arrays(name: str, values: Sequence[Any], declared: Layout | None) -> Column:
     rows = list(values)
     if len({is_tensor_type(kind) for kind in set(map(type, rows))}) > 1:
-        torch = sys.modules["torch"]
-        rows = [row if is_tensor(row) else torch.from_numpy(row.copy()) for row in rows]
+        rows = [row if is_tensor(row) else _as_tensor(name, row) for row in rows]
     dim_counts = {row.ndim for row in rows}
     if len(dim_counts) > 1:
         raise InvalidArgumentError(
@@ -247,6 +265,12 @@ def _encode_arrays(name: str, values: Sequence[Any], declared: Layout | None) ->
             field="data",
         )
     return _column(FieldSpec(name, dtype, Layout.DENSE, ()), len(rows), None, chunks)
+
+
+def _as_tensor(name: str, array: NDArray[Any]) -> Any:
+    _check_values(name, array)
+    dtype = name_of_numpy(array.dtype, f"field {name!r}")
+    return sys.modules["torch"].from_numpy(np.array(array, dtype))  # a copy in the byte order of the machine
 
 
 def _encode_rows(name: str, rows: list[Any], ragged_dims: tuple[int, ...]) -> Column:

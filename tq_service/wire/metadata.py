@@ -28,6 +28,7 @@ _FEW_VALUES: Final = 64
 
 _NO_VALUE: Final = object()
 _INT64: Final = np.iinfo(np.int64)
+_LARGEST_EXACT_DOUBLE: Final = 1 << 53
 _DTYPES: Final[dict[type, Any]] = {bool: np.bool_, int: np.int64, float: np.float64}
 
 
@@ -90,12 +91,20 @@ def encode_meta_columns(columns: Iterable[MetaColumn]) -> list[pb.MetaColumn]:
 
 def _encode_meta_column(column: MetaColumn) -> pb.MetaColumn:
     complete = bool(column.present.all())
-    message = pb.MetaColumn(name=column.name)
+    message = pb.MetaColumn()
     if not complete:
         message.present = column.present.astype(np.uint8).tobytes()
     kind: Any = getattr(message, _VALUE_FIELDS.get(column.values.dtype.kind, "string_values"))
     kind.SetInParent()  # also without a value the column has its type
-    kind.values.extend((column.values if complete else column.values[column.present]).tolist())
+    values: list[Any] = (column.values if complete else column.values[column.present]).tolist()
+    try:
+        message.name = column.name
+        kind.values.extend(values)
+    except UnicodeEncodeError as error:
+        raise InvalidArgumentError(
+            f"custom_meta column {column.name!r} has {error.object!r:.200}, expected text in valid Unicode ({error})",
+            field="custom_meta",
+        ) from None
     return message
 
 
@@ -231,6 +240,7 @@ def _typed_column(name: str, values: list[Any], present: NDArray[np.bool_]) -> M
         values = [_plain_value(name, position, value) for position, value in zip(_rows(present), values, strict=True)]
         kinds = set(map(type, values))
     if kinds == {int, float}:
+        _check_exact(name, present, values)
         kinds = {float}
     if kinds == {str}:
         return _spread(name, _string_array(values), present)
@@ -239,6 +249,19 @@ def _typed_column(name: str, values: list[Any], present: NDArray[np.bool_]) -> M
         return _spread(name, np.array(values, _DTYPES[kind]), present)
     except (ValueError, OverflowError):
         raise _unlike(name, present, values) from None
+
+
+def _check_exact(name: str, present: NDArray[np.bool_], values: list[Any]) -> None:
+    """Refuse integers that are not what they were once they are floats."""
+    for position, value in zip(_rows(present), values, strict=True):
+        if type(value) is int and not _INT64.min <= value <= _INT64.max:
+            raise _unlike(name, present, values)
+        if type(value) is int and abs(value) > _LARGEST_EXACT_DOUBLE:
+            raise InvalidArgumentError(
+                f"custom_meta[{position}][{name!r}] is {value}, while other samples have floats, as which it would be "
+                "another number; give all as integers, or as strings",
+                field="custom_meta",
+            )
 
 
 def _rows(present: NDArray[np.bool_]) -> list[int]:

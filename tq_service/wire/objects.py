@@ -108,7 +108,7 @@ _SEQUENCES: Final[dict[type, int]] = {tuple: _TUPLE, set: _SET, frozenset: _FROZ
 
 def _is_plain_tensor(tensor: Any) -> bool:
     torch = loaded_torch()
-    strided = torch is not None and tensor.layout is torch.strided and not tensor.is_nested
+    strided = torch is not None and tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_meta)
     return strided and str(tensor.dtype).removeprefix("torch.") in DTYPE_SIZES
 
 
@@ -125,7 +125,12 @@ def _explain(value: Any, path: str, error: Exception) -> UnsupportedObjectError:
     if culprit is None:
         reason = f"is nested too deeply, or too large, for msgpack ({error})"
     else:
-        reason = f"has type {type(culprit).__module__}.{type(culprit).__qualname__}, which only pickle could carry"
+        kind = f"{type(culprit).__module__}.{type(culprit).__qualname__}"
+        if isinstance(culprit, np.ndarray):
+            kind += f" of {culprit.dtype}"
+        elif is_tensor(culprit):
+            kind += f" of {culprit.dtype}, {culprit.layout} on {culprit.device}"
+        reason = f"has type {kind}, which only pickle could carry"
     return UnsupportedObjectError(
         f"{place} {reason}; put plain values, tensors, arrays, or lists, tuples, sets and dicts of them"
     )
