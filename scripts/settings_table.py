@@ -14,9 +14,12 @@ BEGIN, END = "<!-- settings: begin, by scripts/settings_table.py -->", "<!-- set
 
 
 def table() -> str:
-    """Return the table as Markdown, one line a setting."""
-    lines = ["| setting | environment | default | meaning |", "|---|---|---|---|"]
+    """Return a table for each section as Markdown, one line a setting."""
+    lines: list[str] = []
+    section = None
     for name, field in ServeSettings.model_fields.items():
+        if section != (section := ServeSettings.section_of(name)):
+            lines += ["", f"### {section}", "", "| setting | environment | default | meaning |", "|---|---|---|---|"]
         meaning, _, computed = (field.description or "").partition(" Default: ")
         if computed:
             default = computed.rstrip(".")
@@ -26,7 +29,7 @@ def table() -> str:
         values = f" One of {', '.join(f'`{choice}`' for choice in choices)}." if choices else ""
         flag = f"`--{name.replace('_', '-')}`"
         lines.append(f"| {flag} | `{ENV_PREFIX}{name.upper()}` | {default} | {meaning}{values} |")
-    return "\n".join(lines)
+    return "\n".join([*lines[1:], ""])
 
 
 def main(arguments: list[str]) -> int:

@@ -35,7 +35,7 @@ def test_it_listens_in_the_block_and_is_gone_after_it() -> None:
 
 
 def test_the_environment_is_for_other_services(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("TQ_TLS_CA", "TQ_TOKENS_FILE", "TQ_CONFIG", "TQ_DATA_DIR"):
+    for name in ("TQ_TLS_CA", "TQ_AUTH_TOKENS_FILE", "TQ_CONFIG", "TQ_DATA_DIR"):
         monkeypatch.setenv(name, "/there/is/no/such")
     monkeypatch.setenv("TQ_HOST", "0.0.0.0")
     with ServiceProcess(env={"TQ_ROLE": "controller"}) as service:

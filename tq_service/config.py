@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import ipaddress
 import os
 import re
@@ -107,15 +108,73 @@ Size = Annotated[int, BeforeValidator(parse_size)]
 SizeOrNone = Annotated[int | None, BeforeValidator(parse_size)]
 
 
-class ServeSettings(BaseSettings):
-    """What `tq-service serve` runs with. Each setting's description is its help text and its line in the docs."""
+class _Section(BaseSettings):
+    """Some of the settings; what a section is for is the title of its group in the help and the docs."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_ignore_empty=True, frozen=True, extra="forbid")
 
+
+class _Network(_Section):
+    """Network."""
+
     host: str = Field("127.0.0.1", min_length=1, description="Address to listen on; 0.0.0.0 for all interfaces.")
     port: int = Field(DEFAULT_PORT, ge=0, le=65535, description="Port to listen on; 0 lets the system choose one.")
+    advertise: AdvertisedAddress | None = Field(
+        None,
+        description="Address host:port at which clients reach this storage service; without a port it is the one "
+        "listened on. Default: host name and port for role storage, the address used for the "
+        "controller for role all.",
+    )
+    controller: Address | None = Field(
+        None,
+        description="Address host:port of the controller with which a storage service registers; without a port "
+        "it is 50051.",
+    )
+    shared_memory: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="Whether clients on this host use shared memory instead of sending bytes: on, off, or auto "
+        "(where the system and the directory allow it).",
+    )
+    shared_memory_dir: Path = Field(
+        default_factory=default_shared_memory_dir,
+        description="Directory of the socket for shared memory; its permissions decide who may use it. Containers "
+        "of one host mount the same directory. Default: tq_service-<uid> in the directory for "
+        "temporary files, for this user alone.",
+    )
+    reflection: bool = Field(False, description="Whether to serve gRPC reflection, for grpcurl and similar tools.")
+    max_message_bytes: Size = Field(
+        256 * 2**20, ge=2**20, description="Largest gRPC message accepted; bulk data comes in frames far below it."
+    )
+    max_metadata_bytes: Size = Field(
+        16 * 2**10, ge=2**10, description="Largest metadata of one call: its headers, the token among them."
+    )
+    stall_seconds: float = Field(
+        60.0,
+        gt=0,
+        description="Idle timeout of streaming calls: a client that takes longer to send or to receive 64 KiB has "
+        "its call aborted and its memory released.",
+    )
+
+
+class _Process(_Section):
+    """Process."""
+
     role: Role = Field(
         "all", description="What runs in this process: the controller, a storage service, or both (all)."
+    )
+    uvloop: Literal["auto", "on", "off"] = Field(
+        "auto", description="Event loop: uvloop (on), asyncio's own (off), or uvloop where installed (auto)."
+    )
+    grace_seconds: float = Field(15.0, ge=0, description="How long running calls may take to finish after SIGTERM.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Lowest level that is logged.")
+    log_format: Literal["text", "json"] = Field("text", description="Format of the log lines on stderr.")
+
+
+class _StorageAndDurability(_Section):
+    """Storage and durability."""
+
+    storage_id: str | None = Field(
+        None, description="Name of the storage service; it must not change over restarts. Default: host name and port."
     )
     max_bytes: SizeOrNone = Field(
         default_factory=default_max_bytes,
@@ -124,171 +183,156 @@ class ServeSettings(BaseSettings):
     )
     data_dir: Path | None = Field(
         None,
-        description="Directory in which the service keeps its state, for itself alone. Default: none, and what it "
-        "holds is gone when it stops.",
+        description="Data directory: the service's state, used by one process at a time. Default: none; the state "
+        "is in memory and lost when the service stops.",
     )
     durability: Literal["auto", "memory", "process", "disk"] = Field(
         "auto",
-        description="What an acknowledged change survives: nothing (memory), the death of any process (process), or "
-        "that of the machine (disk); auto is process with data_dir, memory without.",
+        description="What an acknowledged change survives: nothing (memory), a crash of any process (process), or "
+        "of the host (disk); auto is process with data_dir, memory without.",
     )
     blob_store: str = Field(
         "auto",
         min_length=1,
-        description="Where the storage service has the bytes of puts: memory, or segments, files in data_dir; auto is "
-        "segments with data_dir, memory without.",
-    )
-    accept_journal_loss: bool = Field(
-        False,
-        description="Whether to start although a record of the journal in data_dir is damaged, with what was written "
-        "before it; all that came later is forgotten. For one start, after a look at what the refused one said.",
+        description="Where the storage service stores the bytes of puts: memory, or segments (files in data_dir); "
+        "auto is segments with data_dir, memory without.",
     )
     checkpoint_dir: Path | None = Field(
         None,
-        description="Directory of the controller's host below which checkpoints are written and read, by name; best on "
-        "another disk than data_dir. Default: checkpoints in data_dir; without data_dir none, and Checkpoint and "
-        "Restore are refused.",
+        description="Directory on the controller's host that holds the checkpoints, by name; best on another disk "
+        "than data_dir. Default: checkpoints in data_dir; without data_dir none, and Checkpoint and "
+        "Restore are rejected.",
     )
-    storage_id: str | None = Field(
-        None, description="Name of the storage service, the same over restarts. Default: made of host name and port."
-    )
-    advertise: AdvertisedAddress | None = Field(
-        None,
-        description="Address host:port at which clients reach this storage service; without a port it is the one "
-        "listened on. Default: host name and port for role storage, the address used for the controller for role all.",
-    )
-    controller: Address | None = Field(
-        None,
-        description="Address host:port of the controller, to which a storage service announces itself; without a "
-        "port it is 50051.",
+    accept_journal_loss: bool = Field(
+        False,
+        description="Start although a journal record in data_dir is damaged: the records before it are kept, "
+        "later ones are dropped. Set it for one start, after reading the error of the start that "
+        "failed.",
     )
     put_ttl_seconds: float = Field(300.0, gt=0, description="How long a put may stay uncommitted before it expires.")
-    max_wait_cap_seconds: float = Field(
-        60.0, gt=0, description="Longest wait of one GetMeta call; clients go on asking until their own is spent."
-    )
-    sampler_timeout_seconds: float = Field(30.0, gt=0, description="How long a sampler may take for one batch.")
-    sampler_threads: int = Field(4, ge=1, description="Threads for samplers, apart from those of all other work.")
-    shared_memory: Literal["auto", "on", "off"] = Field(
-        "auto",
-        description="Whether clients of this host may share memory instead of sending bytes: on, off, or where the "
-        "system and the directory allow it (auto).",
-    )
-    shared_memory_dir: Path = Field(
-        default_factory=default_shared_memory_dir,
-        description="Directory of the socket for shared memory; whoever may enter it may use it. Containers of one "
-        "host mount the same. Default: tq_service-<uid> in the directory for temporary files, for this user alone.",
-    )
-    allow_sampler_import: bool = Field(
-        False,
-        description="Whether clients may name samplers as module:Class, which imports the module in the server. "
-        "Default: yes where only this machine reaches the server and no tokens are asked for, else no.",
-    )
-    reflection: bool = Field(False, description="Whether grpcurl and the like may ask for the services' descriptions.")
-    tls_cert: Path | None = Field(
-        None,
-        description="Certificate with its chain (PEM) with which the service proves who it is; what it listens on is "
-        "TLS then. Read again when it changes.",
-    )
-    tls_key: Path | None = Field(
-        None, description="Private key of tls_cert (PEM, no passphrase), which others may not read."
-    )
-    tls_client_ca: Path | None = Field(
-        None, description="Authorities (PEM) one of which must have signed the certificate of every client (mTLS)."
-    )
-    tls_ca: Path | None = Field(
-        None,
-        description="Authorities (PEM) that the certificates of other services are checked against; they are reached "
-        "over TLS where this or tls_cert is given, with tls_cert shown to those that ask for one. Default: those that "
-        "gRPC knows.",
-    )
-    tokens_file: Path | None = Field(
-        None,
-        description="File with the digests of the bearer tokens that are valid, made by `tq-service token new`; calls "
-        "without one are refused then. Read again when it changes.",
-    )
-    token_file: Path | None = Field(
-        None, description="File with the token of role service that this service shows to others."
-    )
-    internal_secret_file: Path | None = Field(
-        None,
-        description="File with the secret that the services of one deployment share, by which they know each other "
-        "from clients; one of role controller or all makes it where it is missing. Read again when it changes. "
-        "Default: none where services have tokens of role service; one of this user's own where all is on this "
-        "machine's loopback address; else none, and services that are split do not start.",
-    )
-    insecure: bool = Field(
-        False, description="Listen beyond this machine without TLS and tokens, which only a trusted network allows."
-    )
-    audit_file: Path | None = Field(
-        None,
-        description="File to which the audit log is appended: a line for each refused and each administrative call. "
-        "Default: stderr, with the other log lines.",
-    )
-    audit_repeat_seconds: float = Field(
-        0.0,
-        ge=0,
-        description="For how many seconds further refusals of one kind are counted and then logged in one line, so "
-        "that a flood of them cannot fill the disk; 0: each has its line.",
-    )
-    grace_seconds: float = Field(15.0, ge=0, description="How long running calls may take to finish after SIGTERM.")
     request_record_seconds: float = Field(
         600.0, gt=0, description="How long the answer of a mutating request is kept for retries."
-    )
-    max_message_bytes: Size = Field(
-        256 * 2**20, ge=2**20, description="Largest gRPC message accepted; bulk data comes in frames far below it."
-    )
-    max_metadata_bytes: Size = Field(
-        16 * 2**10, ge=2**10, description="Largest metadata of one call: its headers, the token among them."
-    )
-    max_connections: int = Field(16_384, ge=1, description="Connections there may be at once; more are closed.")
-    max_streams: int = Field(
-        4_096, ge=1, description="Calls of one connection at once; its client holds further ones back."
-    )
-    max_calls: int = Field(65_536, ge=1, description="Calls that are answered at once, health checks not counted.")
-    max_waiting_calls: int = Field(32_768, ge=1, description="Calls that wait for samples or for capacity at once.")
-    max_waiting_calls_per_client: int = Field(
-        2_048, ge=1, description="Of these, calls of one client, which is a connection."
-    )
-    stall_seconds: float = Field(
-        60.0,
-        gt=0,
-        description="How long the client of a stream may take to send or to take 64 KiB before the call is ended and "
-        "its memory given back.",
-    )
-    max_puts: int = Field(4_000_000, ge=1, description="Puts that the storage service holds.")
-    max_uncommitted_puts: int = Field(
-        65_536, ge=1, description="Of these, puts that wait for a commit to another process."
     )
     request_record_bytes: Size = Field(
         128 * 2**20,
         ge=2**20,
-        description="Memory for the answers kept for retries; the oldest are forgotten sooner when it is full.",
+        description="Memory for the answers kept for retries; when it is full the oldest are dropped.",
     )
-    max_partitions: int = Field(10_000, ge=1, description="Partitions there may be at once.")
+
+
+class _Batches(_Section):
+    """Batches and samplers."""
+
+    max_wait_cap_seconds: float = Field(
+        60.0, gt=0, description="Longest wait of one GetMeta call; clients repeat the call until their own timeout."
+    )
+    sampler_timeout_seconds: float = Field(30.0, gt=0, description="Timeout of a sampler for one batch.")
+    sampler_threads: int = Field(4, ge=1, description="Threads that run samplers, and nothing else.")
+    allow_sampler_import: bool = Field(
+        False,
+        description="Whether clients may name samplers as module:Class, which imports the module in the server. "
+        "Default: yes where only this machine reaches the server and no tokens are asked for, else "
+        "no.",
+    )
+
+
+class _Security(_Section):
+    """TLS, tokens and audit."""
+
+    tls_cert: Path | None = Field(
+        None,
+        description="Certificate of the service with its chain (PEM); turns TLS on. Reloaded when it changes.",
+    )
+    tls_key: Path | None = Field(
+        None, description="Private key of tls_cert (PEM, no passphrase); other users must not be able to read it."
+    )
+    tls_client_ca: Path | None = Field(
+        None, description="CA certificates (PEM); every client must show a certificate signed by one of them (mTLS)."
+    )
+    tls_ca: Path | None = Field(
+        None,
+        description="CA certificates (PEM) that verify the other services' certificates; with this or tls_cert "
+        "they are called over TLS, and tls_cert is the client certificate. Default: the CA "
+        "certificates that gRPC knows.",
+    )
+    auth_tokens_file: Path | None = Field(
+        None,
+        description="File with the digests of the valid bearer tokens, written by `tq-service token new`; calls "
+        "without a valid token are rejected. Reloaded when it changes.",
+    )
+    peer_token_file: Path | None = Field(
+        None, description="File with the token of role service that this service sends to other services."
+    )
+    internal_secret_file: Path | None = Field(
+        None,
+        description="File with the secret that the services of one deployment share, which tells their calls from "
+        "those of clients; role controller or all creates it where it is missing. Reloaded when it "
+        "changes. Default: none where services have tokens of role service; a file of this user where "
+        "all is on the loopback address; else none, and split services do not start.",
+    )
+    insecure: bool = Field(
+        False, description="Listen beyond this machine without TLS and tokens; for trusted networks only."
+    )
+    audit_file: Path | None = Field(
+        None,
+        description="File to which the audit log is appended: a line for each rejected and each administrative "
+        "call. Default: stderr, with the other log lines.",
+    )
+    audit_repeat_seconds: float = Field(
+        0.0,
+        ge=0,
+        description="Window in which repeated rejections of one kind are logged as one line with their count, so "
+        "that they cannot fill the disk; 0 logs each.",
+    )
+
+
+class _Limits(_Section):
+    """Limits."""
+
+    max_connections: int = Field(16_384, ge=1, description="Open connections; further ones are closed.")
+    max_streams: int = Field(
+        4_096, ge=1, description="Concurrent calls of one connection; its client queues further ones."
+    )
+    max_calls: int = Field(65_536, ge=1, description="Concurrent calls, health checks not counted.")
+    max_waiting_calls: int = Field(32_768, ge=1, description="Calls that wait for samples or for capacity.")
+    max_waiting_calls_per_client: int = Field(
+        2_048, ge=1, description="Of these, calls of one client (one connection)."
+    )
+    max_puts: int = Field(4_000_000, ge=1, description="Puts that the storage service stores.")
+    max_uncommitted_puts: int = Field(
+        65_536, ge=1, description="Of these, puts not committed yet whose controller is another process."
+    )
+    max_partitions: int = Field(10_000, ge=1, description="Partitions.")
     max_samples: int = Field(
         50_000_000,
         ge=1,
-        description="Samples there may be in all partitions; each takes the controller some 60 bytes, and 8 a field.",
+        description="Samples in all partitions; each takes about 60 bytes of the controller's memory, and 8 per field.",
     )
     max_fields: int = Field(1_024, ge=1, description="Fields of one partition.")
     max_tasks: int = Field(256, ge=1, description="Tasks of one partition.")
     max_meta_columns: int = Field(256, ge=1, description="custom_meta columns of one partition.")
-    max_sample_meta_bytes: Size = Field(
-        16 * 2**10, ge=8, description="custom_meta that is written for one sample at once."
-    )
+    max_sample_meta_bytes: Size = Field(16 * 2**10, ge=8, description="custom_meta of one sample in one write.")
     max_name_length: int = Field(
         512, ge=1, description="Characters of a key, or of the name of a group, field, task or custom_meta column."
     )
-    uvloop: Literal["auto", "on", "off"] = Field(
-        "auto", description="Event loop: uvloop (on), asyncio's own (off), or uvloop where installed (auto)."
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged.")
-    log_format: Literal["text", "json"] = Field("text", description="Log lines for people or for machines, on stderr.")
+
+
+class ServeSettings(_Limits, _Security, _Batches, _StorageAndDurability, _Process, _Network):
+    """What `tq-service serve` runs with. Each setting's description is its help text and its line in the docs.
+
+    The sections are named last to first, since pydantic takes the fields of the last base first.
+    """
+
+    @classmethod
+    def section_of(cls, name: str) -> str:
+        """Return the title of the section of a setting."""
+        sections = (base for base in cls.__bases__ if issubclass(base, _Section) and name in base.model_fields)
+        return inspect.cleandoc(next(sections).__doc__ or "").rstrip(".")
 
     @model_validator(mode="before")
     @classmethod
     def _import_follows_auth(cls, values: dict[str, Any]) -> dict[str, Any]:
-        is_private = is_loopback(str(values.get("host", "127.0.0.1"))) and not values.get("tokens_file")
+        is_private = is_loopback(str(values.get("host", "127.0.0.1"))) and not values.get("auth_tokens_file")
         return {"allow_sampler_import": is_private, **values}
 
     @model_validator(mode="after")
@@ -302,7 +346,7 @@ class ServeSettings(BaseSettings):
     @model_validator(mode="after")
     def _is_secured_beyond_loopback(self) -> ServeSettings:
         if not self.is_secured and not is_loopback(self.host) and not self.insecure:
-            lacking = [name for name in ("tls_cert", "tokens_file") if getattr(self, name) is None]
+            lacking = [name for name in ("tls_cert", "auth_tokens_file") if getattr(self, name) is None]
             raise ValueError(
                 f"other machines reach {self.host}, and there is no {' and no '.join(lacking)}; give TLS and tokens "
                 "(docs/security.md), listen on 127.0.0.1, or set insecure where the network itself is trusted"
@@ -312,7 +356,7 @@ class ServeSettings(BaseSettings):
     @property
     def is_secured(self) -> bool:
         """Whether calls need a token, and travel encrypted."""
-        return self.tls_cert is not None and self.tokens_file is not None
+        return self.tls_cert is not None and self.auth_tokens_file is not None
 
     @model_validator(mode="after")
     def _storage_needs_controller(self) -> ServeSettings:

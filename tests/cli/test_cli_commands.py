@@ -171,7 +171,7 @@ def test_nobody_there_is_one_line_and_exit_code_1_long_before_the_timeout(argume
 
 
 def test_bench_shows_its_own_service_nothing_that_is_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("TQ_TLS_CA", "TQ_TOKENS_FILE", "TQ_TOKEN_FILE"):
+    for name in ("TQ_TLS_CA", "TQ_AUTH_TOKENS_FILE", "TQ_TOKEN_FILE"):
         monkeypatch.setenv(name, "/there/is/no/such")
     monkeypatch.setenv("TQ_HOST", "0.0.0.0")
     monkeypatch.delenv("TQ_ADDRESS", raising=False)

@@ -142,17 +142,17 @@ def test_clients_may_name_classes_only_where_no_other_machine_reaches(host: str,
     assert is_loopback(host) is expected
     assert load_settings({"host": host, "insecure": True}).settings.allow_sampler_import is expected
     assert load_settings({"host": host, "insecure": True, "allow_sampler_import": True}).settings.allow_sampler_import
-    assert not load_settings({"host": host, "insecure": True, "tokens_file": "t"}).settings.allow_sampler_import
+    assert not load_settings({"host": host, "insecure": True, "auth_tokens_file": "t"}).settings.allow_sampler_import
 
 
 def test_a_port_beyond_this_machine_takes_tls_and_tokens_or_insecure() -> None:
     pair = {"tls_cert": "c", "tls_key": "k"}
-    assert load_settings({"host": "0.0.0.0", "tokens_file": "t", **pair}).settings.is_secured
+    assert load_settings({"host": "0.0.0.0", "auth_tokens_file": "t", **pair}).settings.is_secured
     assert not load_settings({"host": "0.0.0.0", "insecure": True}).settings.is_secured
     for partly, lacking in (
-        ({}, "tls_cert and no tokens_file"),
-        (pair, "no tokens_file"),
-        ({"tokens_file": "t"}, "no tls_cert"),
+        ({}, "tls_cert and no auth_tokens_file"),
+        (pair, "no auth_tokens_file"),
+        ({"auth_tokens_file": "t"}, "no tls_cert"),
     ):
         for host in ("0.0.0.0", "::", "tq", "10.0.0.1"):
             with pytest.raises(InvalidArgumentError, match=f"{lacking}.*set insecure"):
@@ -244,6 +244,16 @@ def test_the_page_of_limits_has_all_of_them_as_they_are() -> None:
     ]  # above the table
     shown = {name: format_size(defaults[name]) if name.endswith("_bytes") else f"{defaults[name]:.0f}" for name in told}
     assert told == shown
+
+
+def test_help_groups_the_settings() -> None:
+    shown = CliRunner().invoke(app, ["serve", "--help"]).stdout
+    groups = re.split(r"^(\w[^:\n]*):\n", shown, flags=re.MULTILINE)
+    told = dict(zip(groups[1::2], groups[2::2], strict=True))
+    for name in ServeSettings.model_fields:
+        assert f"  --{name.replace('_', '-')} " in told[ServeSettings.section_of(name)]
+    assert next(iter(told)) == "Options"
+    assert {"--config", "--show-config", "--help"} <= set(re.findall(r"--[\w-]+", told["Options"]))
 
 
 def test_help_shows_defaults_the_way_they_are_given() -> None:

@@ -101,6 +101,6 @@ def test_a_file_that_cannot_be_written_is_named(option: str, tmp_path: Path) -> 
 
 
 def test_a_list_takes_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TQ_TOKENS_FILE", raising=False)
+    monkeypatch.delenv("TQ_AUTH_TOKENS_FILE", raising=False)
     with pytest.raises(tq.InvalidArgumentError, match="no file given"):
         run("list")

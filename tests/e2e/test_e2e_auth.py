@@ -54,8 +54,8 @@ class Deployment:
             "tls_key": str(tls.key),
             "tls_client_ca": str(self.authority.ca),
             "tls_ca": str(self.authority.ca),
-            "tokens_file": str(self.tokens),
-            "token_file": str(service),
+            "auth_tokens_file": str(self.tokens),
+            "peer_token_file": str(service),
         }
 
     def client(self, kind: ClientKind, loop: LoopThread, token: str) -> AnyClient:
@@ -206,7 +206,7 @@ def test_the_command_line(tmp_path: Path) -> None:
         "--tls-cert": service.cert,
         "--tls-key": service.key,
         "--tls-client-ca": service.ca,
-        "--tokens-file": tokens,
+        "--auth-tokens-file": tokens,
         "--audit-file": audit,
         "--log-format": "json",
     }
@@ -236,7 +236,7 @@ def test_an_open_port_is_refused_or_said_loudly(tmp_path: Path) -> None:
     everywhere = ("--host", "0.0.0.0", "--log-level", "error")
     with pytest.raises(tq.UnavailableError, match="ended with exit code 1 before it listened") as refused:
         ServiceProcess(*everywhere, cwd=tmp_path, log=tmp_path / "refused").start()
-    assert "no tls_cert and no tokens_file" in str(refused.value)
+    assert "no tls_cert and no auth_tokens_file" in str(refused.value)
     with ServiceProcess(*everywhere, "--insecure", cwd=tmp_path, log=tmp_path / "warned") as warned:
         assert warned.address.startswith("0.0.0.0:")
         assert "INSECURE: every machine that reaches 0.0.0.0:" in warned.read_log()

@@ -88,7 +88,7 @@ class Guarded:
 def guarded(loop_thread: LoopThread, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     tokens = tmp_path_factory.mktemp("auth") / "tokens.toml"
     admin = add_token(tokens, "boss", ["admin"])
-    with LiveServer(loop_thread, tokens_file=str(tokens)) as live:
+    with LiveServer(loop_thread, auth_tokens_file=str(tokens)) as live:
         client = live.client(token=admin)
         client.put({"x": np.arange(8)}, partition_id=_SECRET, keys=[f"k{i}" for i in range(8)])
         located = live.controller.Locate(
@@ -278,7 +278,7 @@ def test_errors_of_puts_name_no_partitions_of_others(guarded: Guarded, name: str
 def test_a_stream_that_does_not_begin_is_ended(start_server: StartServer, tmp_path: Path) -> None:
     tokens = tmp_path / "tokens.toml"
     secret = add_token(tokens, "rollouts", ["produce"])
-    live = start_server(tokens_file=str(tokens), stall_seconds=0.5)
+    live = start_server(auth_tokens_file=str(tokens), stall_seconds=0.5)
     is_over = threading.Event()
 
     def nothing() -> Iterator[storage_pb.PutRequest]:
@@ -330,7 +330,7 @@ def test_who_is_not_let_in_does_not_learn_of_a_disk_that_is_full(
 
     tokens = tmp_path / "tokens.toml"
     reader, writer = add_token(tokens, "reader", ["read"]), add_token(tokens, "writer", ["produce"])
-    live = start_server(tokens_file=str(tokens), data_dir=str(tmp_path / "data"))
+    live = start_server(auth_tokens_file=str(tokens), data_dir=str(tmp_path / "data"))
     monkeypatch.setattr(live.app.state_store, "is_failing", True)
     monkeypatch.setattr(live.app.state_store, "wait_durable", never_durable)
     name = CONTROLLER + "Insert"
@@ -376,7 +376,7 @@ def test_clients_raise_at_once_and_do_not_try_again(
 def test_health_is_open_and_reflection_asks_for_a_token(start_server: StartServer, tmp_path: Path) -> None:
     tokens = tmp_path / "tokens.toml"
     secret = add_token(tokens, "reader", ["read"], ("mine/",))
-    live = start_server(tokens_file=str(tokens), reflection=True)
+    live = start_server(auth_tokens_file=str(tokens), reflection=True)
     health = health_pb2_grpc.HealthStub(live.channel)
     assert health.Check(health_pb2.HealthCheckRequest()).status == health_pb2.HealthCheckResponse.SERVING
     assert next(health.Watch(health_pb2.HealthCheckRequest())).status == health_pb2.HealthCheckResponse.SERVING
@@ -402,7 +402,7 @@ def test_without_a_certificate_no_call_arrives(start_server: StartServer, tmp_pa
     tokens = tmp_path / "tokens.toml"
     secret = add_token(tokens, "boss", ["admin"])
     live = start_server(
-        tls_cert=str(own.cert), tls_key=str(own.key), tls_client_ca=str(own.ca), tokens_file=str(tokens)
+        tls_cert=str(own.cert), tls_key=str(own.key), tls_client_ca=str(own.ca), auth_tokens_file=str(tokens)
     )
     target = f"localhost:{live.app.port}"
     ca = Path(str(own.ca)).read_bytes()

@@ -121,10 +121,10 @@ def topology(request: pytest.FixtureRequest, start_server: StartServer, tmp_path
         roles = ("admin", "produce", "consume", "read")
         tokens = [add_token(path, role, [role]) for role in roles]
         service = add_token(path, "service", ["service"])
-        settings["tokens_file"] = str(path)
+        settings["auth_tokens_file"] = str(path)
         if request.param in {"split tokens", "all tokens service"}:
             replace(tmp_path / "service.token", service.encode())
-            settings["token_file"] = str(tmp_path / "service.token")
+            settings["peer_token_file"] = str(tmp_path / "service.token")
     if "file" in request.param:
         replace(tmp_path / "internal.secret", SECRET)
         settings["internal_secret_file"] = str(tmp_path / "internal.secret")
@@ -205,7 +205,7 @@ def test_refusals_are_in_the_audit_log(
     settings = {}
     if has_tokens:
         add_token(tmp_path / "tokens.toml", "boss", ["admin"])
-        settings["tokens_file"] = str(tmp_path / "tokens.toml")
+        settings["auth_tokens_file"] = str(tmp_path / "tokens.toml")
     server = start_server(role="controller", **settings)
     name = CONTROLLER + "RegisterStorage"
     error = code_of(server, name, pb.RegisterStorageRequest(), None if proof is None else ((KEY, proof),))
@@ -282,9 +282,9 @@ def test_no_service_is_split_without_a_secret_or_tokens(tmp_path: Path, start_se
         {"role": "storage", "controller": "127.0.0.1:1", **open_},
         {"role": "storage", "controller": "elsewhere:1"},
         {"role": "storage", "controller": "127.0.0.1:1", "advertise": "elsewhere:1"},
-        {"role": "controller", "tokens_file": str(tmp_path / "tokens.toml"), **open_},  # and no token of its own
+        {"role": "controller", "auth_tokens_file": str(tmp_path / "tokens.toml"), **open_},  # and no token of its own
     ):
-        with pytest.raises(InvalidArgumentError, match=r"TQ_INTERNAL_SECRET_FILE.*token_file") as caught:
+        with pytest.raises(InvalidArgumentError, match=r"TQ_INTERNAL_SECRET_FILE.*peer_token_file") as caught:
             start_server(**settings)
         assert caught.value.field == "internal_secret_file"
 

@@ -121,6 +121,6 @@ async def test_a_token_that_would_go_in_plaintext_stops_the_start(tmp_path):
         path.chmod(0o600)
     with pytest.raises(InvalidArgumentError, match=r"the token would go to controller\.example:50051 in plaintext"):
         async with running(
-            settings(controller="controller.example:50051", token_file=token, internal_secret_file=secret)
+            settings(controller="controller.example:50051", peer_token_file=token, internal_secret_file=secret)
         ):
             raise AssertionError("it started")

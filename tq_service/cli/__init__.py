@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from tq_service.errors import TqError
 
@@ -26,6 +26,20 @@ _COMMANDS = {
     "plan": "Show what each sampler would do with the samples of a file of lengths.",
     "bench": "Measure claims, puts and gets against a service for a few seconds.",
 }
+
+
+class _GroupedOptions(TyperCommand):
+    """Shows options under the titles of their `rich_help_panel`, as plain text; the others under Options."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            if (record := param.get_help_record(ctx)) is not None:
+                kind = "Arguments" if param.param_type_name == "argument" else "Options"
+                groups.setdefault(getattr(param, "rich_help_panel", None) or kind, []).append(record)
+        for title, records in groups.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
 
 
 class _CommandsOnDemand(TyperGroup):
@@ -47,7 +61,7 @@ class _CommandsOnDemand(TyperGroup):
             return command
         holder = typer.Typer(add_completion=False, rich_markup_mode=None)
         function: Callable[..., None] = module.command
-        holder.command(cmd_name, epilog=f"\b\nExamples:\n{module.EXAMPLES}")(function)
+        holder.command(cmd_name, cls=_GroupedOptions, epilog=f"\b\nExamples:\n{module.EXAMPLES}")(function)
         command = typer.main.get_command(holder)
         command.name = cmd_name
         return command
@@ -84,7 +98,7 @@ def _root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """The data service between rollout workers and trainer ranks: start it, look into it, load it."""
+    """Run, inspect and benchmark the data service between rollout workers and trainer ranks."""
 
 
 def main() -> None:

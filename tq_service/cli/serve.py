@@ -19,7 +19,7 @@ from tq_service.config import CONFIG_VARIABLE, ServeSettings, load_settings
 EXAMPLES = """\
   tq-service serve
   tq-service serve --port 6000 --max-bytes 8GiB
-  tq-service serve --host 0.0.0.0 --tls-cert tq.pem --tls-key tq.key --tokens-file tokens.toml
+  tq-service serve --host 0.0.0.0 --tls-cert tq.pem --tls-key tq.key --auth-tokens-file tokens.toml
   tq-service serve --role storage --port 50052 --controller localhost:50051
   TQ_PORT=6000 tq-service serve --config tq.toml --show-config"""
 

@@ -29,9 +29,17 @@ def _flag(name: str) -> inspect.Parameter:
     # The settings validate, so that a value is judged alike wherever it comes from; only numbers and switches keep
     # their type, since it shows in the help.
     kind = kind if kind in (int, float, bool) and metavar is None else str
-    is_told = field.default_factory is not None or field.default is None or "Default:" in (field.description or "")
-    default = "" if is_told else f" [default: {format_setting(name, field.default)}]"
-    return option(name, kind, typer.Option(help=f"{field.description}{default}", metavar=metavar, show_default=False))
+    has_default_text = (
+        field.default_factory is not None or field.default is None or "Default:" in (field.description or "")
+    )
+    default = "" if has_default_text else f" [default: {format_setting(name, field.default)}]"
+    info = typer.Option(
+        help=f"{field.description}{default}",
+        metavar=metavar,
+        show_default=False,
+        rich_help_panel=ServeSettings.section_of(name),
+    )
+    return option(name, kind, info)
 
 
 def show_settings(loaded: LoadedSettings, *, as_json: bool) -> None:

@@ -24,7 +24,7 @@ _SPAN = re.compile(r"(\d+)([hd])")
 group = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=True)
 File = Annotated[
     Path | None,
-    typer.Option(envvar="TQ_TOKENS_FILE", help="The service's file of tokens (TOML).", show_default=False),
+    typer.Option(envvar="TQ_AUTH_TOKENS_FILE", help="The service's file of tokens (TOML).", show_default=False),
 ]
 
 
@@ -91,7 +91,7 @@ def list_tokens(
     from tq_service.server.tokens import ROLES, read_tokens  # noqa: PLC0415  (--help does without)
 
     if file is None:
-        raise InvalidArgumentError("no file given; name it with --file or TQ_TOKENS_FILE", field="file")
+        raise InvalidArgumentError("no file given; name it with --file or TQ_AUTH_TOKENS_FILE", field="file")
     shown: list[dict[str, Any]] = [
         {
             "name": token.name,

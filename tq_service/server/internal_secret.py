@@ -225,7 +225,7 @@ def find_secret(settings: ServeSettings, *, has_tokens: bool) -> InternalSecret 
     raise InvalidArgumentError(
         f"a service of role {settings.role} and the others of its deployment must know each other from clients: give "
         "all of them the same internal_secret_file (--internal-secret-file, TQ_INTERNAL_SECRET_FILE; `openssl rand "
-        "-hex 32` makes what it holds), or each a tokens_file and a token_file with a token of role service "
+        "-hex 32` makes what it holds), or each an auth_tokens_file and a peer_token_file with a token of role service "
         "(docs/security.md)",
         field="internal_secret_file",
     )

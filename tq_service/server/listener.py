@@ -41,14 +41,14 @@ class Listener:
         if settings.tls_cert is not None and settings.tls_key is not None:
             files = TlsFiles(cert=settings.tls_cert, key=settings.tls_key, client_ca=settings.tls_client_ca)
             self._certificate = ServerCertificate(files)
-        self._tokens = None if settings.tokens_file is None else TokenFile(settings.tokens_file)
+        self._tokens = None if settings.auth_tokens_file is None else TokenFile(settings.auth_tokens_file)
         self._audit = Audit(settings.audit_repeat_seconds)
         tls = None
         if settings.tls_ca is not None or settings.tls_cert is not None:
             tls = Tls(ca=settings.tls_ca, cert=settings.tls_cert, key=settings.tls_key)
         if settings.tls_ca is not None:
             check_authorities(settings.tls_ca)
-        self.credentials = ServiceCredentials(settings.token_file, tls, settings.insecure)
+        self.credentials = ServiceCredentials(settings.peer_token_file, tls, settings.insecure)
         self.credentials.secret = find_secret(settings, has_tokens=self._has_tokens)
 
     @property
