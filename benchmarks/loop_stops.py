@@ -25,6 +25,7 @@ from benchmarks.harness import Options, main, median, run_async
 from benchmarks.report import Aim, Report
 from tq_service.config import load_settings
 from tq_service.server.app import running
+from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.controller_service_pb2_grpc import ControllerServiceStub
 
@@ -40,7 +41,7 @@ _PARTITION = "train"
 
 
 def _insert(address: str, row_count: int, keys_from: int | None = None) -> None:
-    write = pb.SampleWrite(partition_id=_PARTITION, row_count=row_count)
+    write = commit_pb2.SampleWrite(partition_id=_PARTITION, row_count=row_count)
     if keys_from is not None:
         write.keys.extend(f"prompt-{row}-{row % 8}" for row in range(keys_from, keys_from + row_count))
     _call(address, "Insert", pb.InsertRequest(request_id=secrets.token_bytes(16), write=write))

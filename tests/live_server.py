@@ -13,6 +13,8 @@ import grpc
 
 import tq_service as tq
 from tq_service.config import load_settings
+from tq_service.internal.v1.storage_control_pb2_grpc import StorageControlServiceStub
+from tq_service.internal.v1.storage_registry_pb2_grpc import StorageRegistryServiceStub
 from tq_service.server.app import App, running
 from tq_service.v1.controller_service_pb2_grpc import ControllerServiceStub
 from tq_service.v1.storage_service_pb2_grpc import StorageServiceStub
@@ -85,6 +87,8 @@ class LiveServer:
         self.channel = grpc.insecure_channel(self.address, options=[("grpc.use_local_subchannel_pool", 1)])
         self.controller = ControllerServiceStub(self.channel)
         self.storage = StorageServiceStub(self.channel)
+        self.registry = StorageRegistryServiceStub(self.channel)
+        self.control = StorageControlServiceStub(self.channel)
 
     def __enter__(self) -> LiveServer:
         return self

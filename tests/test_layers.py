@@ -22,14 +22,15 @@ ARROWS: dict[str, set[str]] = {
     "schema": set(),
     "config": set(),
     "v1": set(),
+    "internal": {"v1"},
     "domain": set(),
     "balancing": set(),
     "samplers": {"balancing", "domain"},
     "wire": {"v1"},
     "storage": {"wire", "v1"},
-    "dataplane": {"wire", "v1"},
+    "dataplane": {"wire", "v1", "internal"},
     "durable": {"domain", "storage", "wire", "v1"},
-    "server": {"durable", "samplers", "storage", "dataplane", "wire", "domain", "v1", "config"},
+    "server": {"durable", "samplers", "storage", "dataplane", "wire", "domain", "v1", "internal", "config"},
     "client": {"dataplane", "wire", "v1"},
     "data": {"client", "balancing", "wire"},
     "testing": set(),
@@ -157,12 +158,13 @@ def test_inner_layers_run_without_grpc(layer: str) -> None:
     assert output.stdout.strip() == "[]", output.stdout + output.stderr
 
 
-def test_v1_holds_only_generated_files() -> None:
-    protos = {path.stem for path in (ROOT / "protos/tq_service/v1").glob("*.proto")}
+@pytest.mark.parametrize("package", ["v1", "internal/v1"])
+def test_a_package_of_protos_holds_only_generated_files(package: str) -> None:
+    protos = {path.stem for path in (ROOT / "protos/tq_service" / package).glob("*.proto")}
     expected = {f"{stem}_pb2{suffix}" for stem in protos for suffix in (".py", ".pyi", "_grpc.py", "_grpc.pyi")}
-    found = {path.name for path in (PACKAGE / "v1").iterdir() if path.name != "__pycache__"}
+    found = {path.name for path in (PACKAGE / package).iterdir() if path.name != "__pycache__"}
     assert found == expected | {"__init__.py"}
-    for path in (PACKAGE / "v1").glob("*.py"):
+    for path in (PACKAGE / package).glob("*.py"):
         head = path.read_text()[:200]
         assert "generated" in head.lower(), f"{path.name} does not say that it is generated"
 
@@ -181,3 +183,15 @@ def test_a_layer_has_no_circles_and_no_import_that_hides_one(layer: str) -> None
     while free := {path for path, needed in waiting_for.items() if not needed}:
         waiting_for = {path: needed - free for path, needed in waiting_for.items() if path not in free}
     assert not waiting_for, "these import each other: " + ", ".join(str(path.relative_to(ROOT)) for path in waiting_for)
+
+
+def test_what_clients_compile_knows_nothing_of_what_services_tell_each_other() -> None:
+    """The public protos import none of the internal ones, nor does the client's half of the package."""
+    public = [path.read_text() for path in (ROOT / "protos/tq_service/v1").glob("*.proto")]
+    assert public
+    assert not [text for text in public if "tq_service/internal" in text]
+
+
+def test_storage_services_are_described_without_those_of_the_controller() -> None:
+    text = (ROOT / "protos/tq_service/v1/storage_service.proto").read_text()
+    assert "controller_service.proto" not in text

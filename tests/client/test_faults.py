@@ -15,8 +15,8 @@ from fake_server import FakeController, FakeStorage, Script, serving
 import tq_service as tq
 from tq_service.client.retry import Backoff, Deadline
 from tq_service.dataplane._sync import drivers
+from tq_service.v1 import commit_pb2, metadata_pb2
 from tq_service.v1 import controller_service_pb2 as pb
-from tq_service.v1 import metadata_pb2
 from tq_service.v1 import storage_service_pb2 as storage_pb
 from tq_service.wire.frames import INLINE_BYTES
 
@@ -215,7 +215,7 @@ async def test_refused_claims_and_ranks_release_nothing(kind):
 @pytest.mark.parametrize("row_count", [4, 1 << 19])
 async def test_an_interrupted_put_is_sent_whole_again_under_its_ids(kind, row_count):
     data = torch.arange(row_count)
-    commit = pb.CommitResponse(meta=metadata_pb2.BatchMeta(partition_id="p", global_indexes=[0]))
+    commit = commit_pb2.CommitResponse(meta=metadata_pb2.BatchMeta(partition_id="p", global_indexes=[0]))
     storage = FakeStorage([DRAINING], storage_pb.PutResponse(commit=commit))
     controller = FakeController(PlacePut=Script(EMBEDDED))
     async with serving(controller, storage) as address:
@@ -232,7 +232,7 @@ async def test_an_interrupted_put_is_sent_whole_again_under_its_ids(kind, row_co
 
 @pytest.mark.parametrize("more_bytes", [0, 1])
 async def test_puts_up_to_a_limit_are_one_message(kind, more_bytes):
-    storage = FakeStorage(put_answer=storage_pb.PutResponse(commit=pb.CommitResponse()))
+    storage = FakeStorage(put_answer=storage_pb.PutResponse(commit=commit_pb2.CommitResponse()))
     controller = FakeController(PlacePut=Script(EMBEDDED))
     data = torch.zeros(1, INLINE_BYTES - 8 + more_bytes, dtype=torch.uint8)
     async with serving(controller, storage) as address:
@@ -245,7 +245,7 @@ async def test_puts_up_to_a_limit_are_one_message(kind, more_bytes):
 
 async def test_small_puts_into_the_controllers_own_storage_take_one_call(kind):
     place = Script(EMBEDDED)
-    storage = FakeStorage(put_answer=storage_pb.PutResponse(commit=pb.CommitResponse()))
+    storage = FakeStorage(put_answer=storage_pb.PutResponse(commit=commit_pb2.CommitResponse()))
     async with serving(FakeController(PlacePut=place), storage) as address:
         client = make_client(kind, address, timeout=20)
         for _ in range(3):
@@ -266,7 +266,7 @@ async def test_large_puts_are_placed_each_unless_there_is_only_one_storage(kind,
             max_granted_put_bytes=1 << 40 if only_one else (1 << 20) - 1,
         )
     )
-    storage = FakeStorage(put_answer=storage_pb.PutResponse(commit=pb.CommitResponse()))
+    storage = FakeStorage(put_answer=storage_pb.PutResponse(commit=commit_pb2.CommitResponse()))
     async with serving(FakeController(PlacePut=place), storage) as address:
         client = make_client(kind, address, timeout=20)
         for _ in range(3):
@@ -293,7 +293,7 @@ async def test_puts_go_to_the_storage_services_of_a_grant_in_turn_for_as_long_as
     remotes = [FakeStorage(put_answer=storage_pb.PutResponse(storage=endpoint("x"), receipt=b"r")) for _ in range(2)]
     async with serving(storage=remotes[0]) as first, serving(storage=remotes[1]) as second:
         place = Script(grant_of(endpoint("one", first), endpoint("two", second), **bounds))
-        commit = Script(pb.CommitResponse())
+        commit = Script(commit_pb2.CommitResponse())
         async with serving(FakeController(PlacePut=place, Commit=commit)) as address:
             client = make_client(kind, address, timeout=20)
             for _ in range(6):
@@ -312,7 +312,7 @@ async def test_a_storage_service_that_fails_is_left_at_once(kind, failure):
     other = FakeStorage(put_answer=storage_pb.PutResponse(storage=endpoint("two")))
     async with serving(storage=gone) as first, serving(storage=other) as second:
         place = Script(grant_of(endpoint("one", first)), grant_of(endpoint("two", second)))
-        async with serving(FakeController(PlacePut=place, Commit=Script(pb.CommitResponse()))) as address:
+        async with serving(FakeController(PlacePut=place, Commit=Script(commit_pb2.CommitResponse()))) as address:
             client = make_client(kind, address, timeout=20)
             await client.put({"x": torch.zeros(4)}, partition_id="p")
             if failure is DRAINING:
@@ -330,7 +330,7 @@ async def test_a_put_into_another_storage_is_committed_after_it(kind):
     remote = FakeStorage(put_answer=storage_pb.PutResponse(storage=endpoint("two", boot=b"2" * 16)))
     async with serving(storage=remote) as remote_address:
         place = Script(pb.PlacePutResponse(storages=[endpoint("two", remote_address)]))
-        commit = Script(pb.CommitResponse(), tq.PutNotFoundError("the put has expired"))
+        commit = Script(commit_pb2.CommitResponse(), tq.PutNotFoundError("the put has expired"))
         async with serving(FakeController(PlacePut=place, Commit=commit)) as address:
             client = make_client(kind, address, timeout=20)
             await client.put({"x": torch.zeros(4)}, partition_id="p")
@@ -354,7 +354,7 @@ async def test_a_put_that_was_lost_before_its_commit_is_sent_again_under_its_ids
     remote = FakeStorage(put_answer=storage_pb.PutResponse(storage=endpoint("two")))
     async with serving(storage=remote) as remote_address:
         place = Script(pb.PlacePutResponse(storages=[endpoint("two", remote_address)]))
-        commit = Script(failure, pb.CommitResponse(meta=metadata_pb2.BatchMeta(global_indexes=[3])))
+        commit = Script(failure, commit_pb2.CommitResponse(meta=metadata_pb2.BatchMeta(global_indexes=[3])))
         async with serving(FakeController(PlacePut=place, Commit=commit)) as address:
             client = make_client(kind, address, timeout=20)
             meta = await client.put({"x": torch.zeros(1)}, partition_id="p")

@@ -17,7 +17,7 @@ from tq_service.dataplane.shared_memory import server as shared_memory_session
 from tq_service.dataplane.shared_memory.client import FdChannel
 from tq_service.dataplane.shared_memory.server import SharedMemoryServer
 from tq_service.errors import UnavailableError
-from tq_service.v1.shared_memory_pb2 import Hello, ReceiveFds, SendFds, SharedMemoryAnswer, SharedMemoryRequest
+from tq_service.internal.v1.shared_memory_pb2 import Hello, ReceiveFds, SendFds, SharedMemoryAnswer, SharedMemoryRequest
 from tq_service.wire import shared_memory
 from tq_service.wire.encoding import encode_columns
 

@@ -8,7 +8,7 @@ import pytest
 
 from tq_service.dataplane.shared_memory import messages
 from tq_service.dataplane.shared_memory.client import SWITCH_VARIABLE, HostLink
-from tq_service.v1.shared_memory_pb2 import HelloAnswer, SharedMemoryAnswer, SharedMemoryRequest
+from tq_service.internal.v1.shared_memory_pb2 import HelloAnswer, SharedMemoryAnswer, SharedMemoryRequest
 from tq_service.v1.storage_service_pb2 import StatResponse
 from tq_service.wire.shared_memory import is_supported
 

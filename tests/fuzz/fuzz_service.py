@@ -22,6 +22,7 @@ import tq_service as tq
 from tq_service.server.internal_secret import INTERNAL_KEY, InternalSecret, own_secret_path
 from tq_service.server.rpc.method_table import METHODS as TABLE
 from tq_service.testing import ServiceProcess
+from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import storage_service_pb2 as storage_pb
 from tq_service.v1.controller_service_pb2_grpc import ControllerServiceStub
@@ -102,7 +103,7 @@ class FuzzedService:
             )
         stat = self.storage.Stat(storage_pb.StatRequest())
         self.ids = {BOOT_ID: stat.storage.boot_id, PUT_ID: os.urandom(16), OTHER_PUT_ID: os.urandom(16)}
-        write = pb.SampleWrite(partition_id="train", row_count=4, keys=["k0", "k1", "k2", "k3"], group_size=2)
+        write = commit_pb2.SampleWrite(partition_id="train", row_count=4, keys=["k0", "k1", "k2", "k3"], group_size=2)
         write.groups.extend(["g0", "g0", "g1", "g1"])
         write.custom_meta.add(name="total_lengths").int64_values.values.extend([5, 3, 8, 2])
         write.custom_meta.add(name="version").int64_values.values.extend([3, 3, 4, 4])
@@ -111,14 +112,14 @@ class FuzzedService:
             "score": np.arange(12, dtype=np.float32).reshape(4, 3),
             "text": ["a", "bb", "", "dddd"],
         }
-        answer = self._put(PUT_ID, rows, pb.CommitRequest(request_id=os.urandom(16), write=write))
+        answer = self._put(PUT_ID, rows, commit_pb2.CommitRequest(request_id=os.urandom(16), write=write))
         self.ids[INCARNATION] = answer.put.commit.meta.incarnation
         self._put(OTHER_PUT_ID, {"score": np.zeros((2, 3), np.float32)}, None)
         self._claim(0)
         claim = {"partition_id": "train", "task_name": "reward", "data_fields": ["text"], "batch_size": 2}
         self.controller.GetMeta(pb.GetMetaRequest(**claim, request_id=CLAIM_ID))
 
-    def _put(self, put_id: bytes, data: Any, commit: pb.CommitRequest | None) -> storage_pb.PutInlineResponse:
+    def _put(self, put_id: bytes, data: Any, commit: commit_pb2.CommitRequest | None) -> storage_pb.PutInlineResponse:
         columns = encode_columns(data)
         header = storage_pb.PutHeader(
             put_id=self.ids[put_id],

@@ -17,7 +17,8 @@ from open_files import open_files
 
 from tq_service.dataplane.shared_memory import messages as fd_channel
 from tq_service.errors import InvalidArgumentError
-from tq_service.v1 import metadata_pb2, shared_memory_pb2
+from tq_service.internal.v1 import shared_memory_pb2
+from tq_service.v1 import metadata_pb2
 from tq_service.v1.storage_service_pb2 import GetResponse, PutHeader, PutRequest
 from tq_service.wire.columns import decode_headers, encode_header
 from tq_service.wire.decoding import decode_columns

@@ -18,6 +18,7 @@ from google.protobuf.message_factory import GetMessageClass
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import storage_service_pb2 as storage_pb
 from tq_service.v1.metadata_pb2 import Int64Values, MetaColumn
@@ -25,7 +26,7 @@ from tq_service.v1.metadata_pb2 import Int64Values, MetaColumn
 CALLS_A_ROUND = 10
 TRAIN: dict[str, Any] = {"request_id": FRESH_ID, "partition_id": "train"}
 CHANGES: dict[str, Message] = {
-    "Insert": pb.InsertRequest(request_id=FRESH_ID, write=pb.SampleWrite(partition_id="train", row_count=1)),
+    "Insert": pb.InsertRequest(request_id=FRESH_ID, write=commit_pb2.SampleWrite(partition_id="train", row_count=1)),
     "SetCustomMeta": pb.SetCustomMetaRequest(
         **TRAIN,
         global_indexes=[0],

@@ -8,20 +8,23 @@ import grpc
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import Message
 
+from tq_service.internal.v1 import storage_control_pb2, storage_registry_pb2
 from tq_service.server.rpc.method_table import METHODS
 from tq_service.v1 import controller_service_pb2, storage_service_pb2
 
 CONTROLLER = "/tq_service.v1.ControllerService/"
 STORAGE = "/tq_service.v1.StorageService/"
+REGISTRY = "/tq_service.internal.v1.StorageRegistryService/"
+CONTROL = "/tq_service.internal.v1.StorageControlService/"
 DESCRIBED: dict[str, MethodDescriptor] = {
     f"/{service.full_name}/{method.name}": method
-    for file in (controller_service_pb2.DESCRIPTOR, storage_service_pb2.DESCRIPTOR)
-    for service in file.services_by_name.values()
+    for file in (controller_service_pb2, storage_service_pb2, storage_registry_pb2, storage_control_pb2)
+    for service in file.DESCRIPTOR.services_by_name.values()
     for method in service.methods
 }
 """The methods of our own protos, by their full names; read anew, so that none can be missing in the table."""
 INTERNAL = [name for name in DESCRIBED if METHODS[name].is_internal]
-SERVED = [name for name in DESCRIBED if name not in INTERNAL or name.startswith(CONTROLLER)]
+SERVED = [name for name in DESCRIBED if name not in INTERNAL or name.startswith(REGISTRY)]
 """What a service for all has: its storage service is embedded, and needs no calls between services."""
 
 

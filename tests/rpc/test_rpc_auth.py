@@ -24,6 +24,7 @@ import tq_service as tq
 from tq_service.server.audit import LOGGER_NAME, AuditLine
 from tq_service.server.rpc.method_table import METHODS
 from tq_service.server.tokens import ROLES
+from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import storage_service_pb2 as storage_pb
 from tq_service.wire.columns import encode_header
@@ -118,10 +119,10 @@ def request_of(name: str, live: LiveServer, partition_id: str, put_id: bytes) ->
     header.commit.write.partition_id = partition_id
     header.commit.request_id = request_id()
     get = storage_pb.GetRequest(boot_id=boot_id, put_ids=[put_id])
-    write = pb.SampleWrite(partition_id=partition_id, row_count=4)
+    write = commit_pb2.SampleWrite(partition_id=partition_id, row_count=4)
     special: dict[str, Message] = {
         "Insert": pb.InsertRequest(request_id=request_id(), write=write),
-        "Commit": pb.CommitRequest(request_id=request_id(), write=write),
+        "Commit": commit_pb2.CommitRequest(request_id=request_id(), write=write),
         "Put": storage_pb.PutRequest(header=header),
         "PutInline": storage_pb.PutInlineRequest(header=header),
         "Get": get,
@@ -227,7 +228,9 @@ def test_a_put_is_refused_for_the_partition_of_its_commit_too(guarded: Guarded) 
     guarded.read_tokens()
     before = guarded.state()
     header = storage_pb.PutHeader(put_id=request_id(), partition_id="mine/a")
-    header.commit.CopyFrom(pb.CommitRequest(request_id=request_id(), write=pb.SampleWrite(partition_id=_SECRET)))
+    header.commit.CopyFrom(
+        commit_pb2.CommitRequest(request_id=request_id(), write=commit_pb2.SampleWrite(partition_id=_SECRET))
+    )
     put, small = storage_pb.PutRequest(header=header), storage_pb.PutInlineRequest(header=header)
     for name, request in (("Put", put), ("PutInline", small)):
         error = refused(guarded.live, STORAGE + name, request, bearer(secret))
@@ -261,8 +264,10 @@ def test_errors_of_puts_name_no_partitions_of_others(guarded: Guarded, name: str
     header = storage_pb.PutHeader(
         put_id=request_id(), row_count=1, partition_id="secret/trai", columns=[encode_header(column)], size_bytes=8
     )
-    write = pb.SampleWrite(partition_id="secret/trai", row_count=1, keys=["k0"], key_mode=pb.KEY_MODE_EXISTING)
-    header.commit.CopyFrom(pb.CommitRequest(request_id=request_id(), write=write))
+    write = commit_pb2.SampleWrite(
+        partition_id="secret/trai", row_count=1, keys=["k0"], key_mode=commit_pb2.KEY_MODE_EXISTING
+    )
+    header.commit.CopyFrom(commit_pb2.CommitRequest(request_id=request_id(), write=write))
     small = storage_pb.PutInlineRequest(header=header, values=bytes(8))
     parts = [storage_pb.PutRequest(header=header), storage_pb.PutRequest(frame=bytes(8))]
     metadata = bearer(guarded.token(STORAGE + name, (prefix,)))

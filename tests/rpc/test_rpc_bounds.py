@@ -16,6 +16,7 @@ from rpc_samples import new_id
 
 import tq_service as tq
 from tq_service.testing import ServiceProcess
+from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 
 ROW = np.zeros((1, 1000), np.uint8)
@@ -149,7 +150,7 @@ def test_a_clear_ends_the_wait(client: AnyClient, threads: ThreadPoolExecutor) -
 def test_a_client_that_leaves_leaves_the_line(server: LiveServer, client: AnyClient) -> None:
     client.create_partition("p", staleness_limits=[tq.StalenessLimit(task_name="t", max_samples=1)])
     meta = client.insert("p", 1)
-    request = pb.InsertRequest(request_id=new_id(), write=pb.SampleWrite(partition_id="p", row_count=1))
+    request = pb.InsertRequest(request_id=new_id(), write=commit_pb2.SampleWrite(partition_id="p", row_count=1))
     call = server.controller.Insert.future(request, timeout=60)
     until(lambda: waiting(client) == 1)
     call.cancel()
@@ -161,7 +162,7 @@ def test_a_client_that_leaves_leaves_the_line(server: LiveServer, client: AnyCli
 def test_a_retry_takes_the_place_of_the_call_that_it_repeats(server: LiveServer, client: AnyClient) -> None:
     client.create_partition("p", staleness_limits=[tq.StalenessLimit(task_name="t", max_samples=1)])
     meta = client.insert("p", 1)
-    request = pb.InsertRequest(request_id=new_id(), write=pb.SampleWrite(partition_id="p", row_count=1))
+    request = pb.InsertRequest(request_id=new_id(), write=commit_pb2.SampleWrite(partition_id="p", row_count=1))
     first = server.controller.Insert.future(request, timeout=60)
     until(lambda: waiting(client) == 1)
     again = server.controller.Insert.future(request, timeout=60)

@@ -12,13 +12,14 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from live_server import LiveServer, StartServer
-from rpc_methods import CONTROLLER, DESCRIBED, INTERNAL, STORAGE
+from rpc_methods import CONTROL, DESCRIBED, INTERNAL, REGISTRY
 from rpc_samples import call_raw, new_id, put_train, reason_of, snapshot, still_works
 
 import tq_service as tq
+from tq_service.internal.v1 import storage_control_pb2
 from tq_service.server.receipts import key_id
+from tq_service.v1 import commit_pb2, metadata_pb2, storage_service_pb2
 from tq_service.v1 import controller_service_pb2 as controller_pb
-from tq_service.v1 import metadata_pb2, storage_service_pb2
 
 CODE = grpc.StatusCode
 PUBLIC = [name for name in DESCRIBED if name not in INTERNAL]
@@ -30,7 +31,7 @@ GARBAGE = [
     b"\x0a\x02\xc3\x28\x07",
 ]
 
-WRITE = controller_pb.SampleWrite(
+WRITE = commit_pb2.SampleWrite(
     partition_id="train",
     row_count=2,
     keys=["a", "b"],
@@ -55,7 +56,7 @@ def internal_server(start_server: StartServer) -> Callable[[str], LiveServer]:
     """Returns a server that has an internal method."""
 
     def start(method: str) -> LiveServer:
-        if method.startswith(CONTROLLER):
+        if method.startswith(REGISTRY):
             return start_server(role="controller")
         return start_server(role="storage", controller="127.0.0.1:1")
 
@@ -78,23 +79,23 @@ def test_garbled_calls_between_services_never_end_in_an_internal_error(
     internal_server: Callable[[str], LiveServer],
 ) -> None:
     random_ = random.Random(7)
-    server = internal_server(STORAGE)
-    cells = storage_service_pb2.PutCells(put_id=new_id(), field_names=["x"], first_rows=[0], row_counts=[2])
+    server = internal_server(CONTROL)
+    cells = storage_control_pb2.PutCells(put_id=new_id(), field_names=["x"], first_rows=[0], row_counts=[2])
     boot_id = server.app.storage.engine.boot_id
     server.app.storage.receipt_keys.renew(b"c" * 16, b"k" * 32)
     for name, request in {
-        "ConfirmPuts": storage_service_pb2.ConfirmPutsRequest(boot_id=boot_id, put_ids=[new_id()]),
-        "FreeCells": storage_service_pb2.FreeCellsRequest(
+        "ConfirmPuts": storage_control_pb2.ConfirmPutsRequest(boot_id=boot_id, put_ids=[new_id()]),
+        "FreeCells": storage_control_pb2.FreeCellsRequest(
             boot_id=boot_id, cells=[cells], controller_id=b"c" * 16, key_id=key_id(b"k" * 32), number=1
         ),
-        "ReconcilePuts": storage_service_pb2.ReconcilePutsRequest(
+        "ReconcilePuts": storage_control_pb2.ReconcilePutsRequest(
             boot_id=boot_id, controller_id=new_id(), cells=[cells]
         ),
     }.items():
         for _ in range(25):
             try:
                 call_raw(
-                    server, STORAGE + name, [garbled(random_, request.SerializeToString())], metadata=server.as_service
+                    server, CONTROL + name, [garbled(random_, request.SerializeToString())], metadata=server.as_service
                 )
             except grpc.RpcError as error:
                 call: Any = error
@@ -129,10 +130,10 @@ def requests_of_all_methods(meta: tq.BatchMeta) -> dict[str, Message]:
     return requests
 
 
-def commit_request() -> controller_pb.CommitRequest:
+def commit_request() -> commit_pb2.CommitRequest:
     endpoint = metadata_pb2.StorageEndpoint(storage_id="other", boot_id=new_id(), kind="grpc", address="127.0.0.1:1")
-    placement = controller_pb.PutPlacement(storage=endpoint, put_id=new_id())
-    return controller_pb.CommitRequest(request_id=new_id(), write=WRITE, placement=placement, columns=[COLUMN])
+    placement = commit_pb2.PutPlacement(storage=endpoint, put_id=new_id())
+    return commit_pb2.CommitRequest(request_id=new_id(), write=WRITE, placement=placement, columns=[COLUMN])
 
 
 def put_inline_request() -> storage_service_pb2.PutInlineRequest:
@@ -142,7 +143,7 @@ def put_inline_request() -> storage_service_pb2.PutInlineRequest:
         columns=[COLUMN],
         size_bytes=24,
         partition_id="train",
-        commit=controller_pb.CommitRequest(request_id=new_id(), write=WRITE),
+        commit=commit_pb2.CommitRequest(request_id=new_id(), write=WRITE),
     )
     return storage_service_pb2.PutInlineRequest(header=header, values=bytes(24))
 
@@ -304,9 +305,9 @@ def test_requests_of_extreme_values_are_refused(server: LiveServer) -> None:
     claim = {**TRAIN_IDS, "task_name": "t", "data_fields": ["score"], "batch_size": 1}
     requests: list[tuple[str, Message]] = [
         *(
-            (name, kind(request_id=new_id(), write=controller_pb.SampleWrite(**{**write, **changes})))
+            (name, kind(request_id=new_id(), write=commit_pb2.SampleWrite(**{**write, **changes})))
             for changes in EXTREME_WRITES
-            for name, kind in (("Insert", controller_pb.InsertRequest), ("Commit", controller_pb.CommitRequest))
+            for name, kind in (("Insert", controller_pb.InsertRequest), ("Commit", commit_pb2.CommitRequest))
         ),
         *(("GetMeta", controller_pb.GetMetaRequest(**{**claim, **changes})) for changes in EXTREME_CLAIMS),
         *EXTREME_REQUESTS,

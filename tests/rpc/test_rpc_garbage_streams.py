@@ -14,8 +14,7 @@ from google.protobuf.message import DecodeError
 from live_server import LiveServer, StartServer
 from rpc_samples import call_raw, new_id, put_train, reason_of, snapshot, still_works
 
-from tq_service.v1 import controller_service_pb2 as controller_pb
-from tq_service.v1 import metadata_pb2, storage_service_pb2
+from tq_service.v1 import commit_pb2, metadata_pb2, storage_service_pb2
 from tq_service.wire.frames import INLINE_BYTES
 
 CODE = grpc.StatusCode
@@ -37,8 +36,8 @@ def column(name: str = "x", **changes: Any) -> metadata_pb2.ColumnHeader:
 
 def header(*columns: metadata_pb2.ColumnHeader, **changes: Any) -> bytes:
     """Return the first message of a put of four rows with its commit."""
-    commit = controller_pb.CommitRequest(
-        request_id=new_id(), write=controller_pb.SampleWrite(partition_id="garbage", row_count=4)
+    commit = commit_pb2.CommitRequest(
+        request_id=new_id(), write=commit_pb2.SampleWrite(partition_id="garbage", row_count=4)
     )
     columns = columns or (column(),)
     size = sum(one.value_bytes for one in columns)
@@ -121,14 +120,14 @@ BAD_STREAMS: dict[str, list[bytes]] = {
     "object extents below 0": [header(column(**OBJECT, extents=extents(40, -8, 0, 0))), GOOD],
     "object extents of other bytes": [header(column(**OBJECT, extents=extents(8, 8, 8, 9))), GOOD],
     "object with a dtype": [header(column(layout=metadata_pb2.LAYOUT_OBJECT, extents=extents(8, 8, 8, 8))), GOOD],
-    "commit without request_id": [header(commit=controller_pb.CommitRequest()), GOOD],
+    "commit without request_id": [header(commit=commit_pb2.CommitRequest()), GOOD],
     "commit of no partition": [
-        header(commit=controller_pb.CommitRequest(request_id=new_id(), write=controller_pb.SampleWrite(row_count=4))),
+        header(commit=commit_pb2.CommitRequest(request_id=new_id(), write=commit_pb2.SampleWrite(row_count=4))),
         GOOD,
     ],
     "commit of fewer rows": [
-        header(commit=controller_pb.CommitRequest(
-            request_id=new_id(), write=controller_pb.SampleWrite(partition_id="garbage", row_count=3))),
+        header(commit=commit_pb2.CommitRequest(
+            request_id=new_id(), write=commit_pb2.SampleWrite(partition_id="garbage", row_count=3))),
         GOOD,
     ],
 }  # fmt: skip

@@ -14,15 +14,16 @@ from rpc_methods import DESCRIBED
 from rpc_samples import new_id, put_train, reason_of, snapshot
 
 import tq_service as tq
+from tq_service.internal.v1 import storage_control_pb2, storage_registry_pb2
 from tq_service.server.receipts import key_id
 from tq_service.server.rpc.method_table import METHODS
+from tq_service.v1 import commit_pb2, metadata_pb2, storage_service_pb2
 from tq_service.v1 import controller_service_pb2 as pb
-from tq_service.v1 import metadata_pb2, storage_service_pb2
 from tq_service.wire.columns import encode_header
 from tq_service.wire.encoding import encode_columns
 
 CLAIM: dict[str, Any] = {"partition_id": "train", "task_name": "t", "data_fields": ["score"]}
-WRITE = pb.SampleWrite(partition_id="train", row_count=2, keys=["a", "b"], key_mode=pb.KEY_MODE_NEW)
+WRITE = commit_pb2.SampleWrite(partition_id="train", row_count=2, keys=["a", "b"], key_mode=commit_pb2.KEY_MODE_NEW)
 
 
 def ids(request_id: bytes, **more: Any) -> dict[str, Any]:
@@ -35,7 +36,7 @@ def mutating_requests(meta: tq.BatchMeta, request_id: bytes) -> dict[str, Messag
         "CreatePartition": pb.CreatePartitionRequest(request_id=request_id, partition_id="new", expected_samples=5),
         "SealPartition": pb.SealPartitionRequest(**ids(request_id)),
         "Insert": pb.InsertRequest(request_id=request_id, write=WRITE),
-        "Commit": pb.CommitRequest(request_id=request_id, write=WRITE),
+        "Commit": commit_pb2.CommitRequest(request_id=request_id, write=WRITE),
         "GetMeta": pb.GetMetaRequest(**CLAIM, request_id=request_id, batch_size=2),
         "ReleaseClaim": pb.ReleaseClaimRequest(**ids(request_id, task_name="held", claim_request_id=bytes(16))),
         "AckClaim": pb.AckClaimRequest(**ids(request_id, task_name="leased", claim_request_id=bytes(16))),
@@ -122,7 +123,7 @@ def test_an_id_of_another_call_is_refused_and_nothing_changes(server: LiveServer
 def test_a_refused_request_is_not_recorded(server: LiveServer) -> None:
     client = server.client()
     put_train(client)
-    write = pb.SampleWrite(partition_id="train", row_count=1, keys=["k1"], key_mode=pb.KEY_MODE_NEW)
+    write = commit_pb2.SampleWrite(partition_id="train", row_count=1, keys=["k1"], key_mode=commit_pb2.KEY_MODE_NEW)
     request = pb.InsertRequest(request_id=new_id(), write=write)
     with pytest.raises(grpc.RpcError):
         server.controller.Insert(request)
@@ -132,11 +133,11 @@ def test_a_refused_request_is_not_recorded(server: LiveServer) -> None:
 
 def test_a_large_insert_that_is_sent_twice_is_made_once(server: LiveServer) -> None:
     count = 1 << 19
-    write = pb.SampleWrite(partition_id="train", row_count=count)
+    write = commit_pb2.SampleWrite(partition_id="train", row_count=count)
     request = pb.InsertRequest(request_id=new_id(), write=write)
     calls = [server.controller.Insert.future(request, timeout=60) for _ in range(4)]
     server.controller.Insert(
-        pb.InsertRequest(request_id=new_id(), write=pb.SampleWrite(partition_id="train", row_count=5))
+        pb.InsertRequest(request_id=new_id(), write=commit_pb2.SampleWrite(partition_id="train", row_count=5))
     )
     answers = [call.result() for call in calls]
     assert all(answer == answers[0] for answer in answers)
@@ -165,7 +166,9 @@ def test_a_released_claim_refuses_its_retry(server: LiveServer) -> None:
     assert server.client().check_consumption("train", "t").consumed == 0
 
 
-def put_stream(*, commit: pb.CommitRequest | None = None, put_id: bytes = b"") -> list[storage_service_pb2.PutRequest]:
+def put_stream(
+    *, commit: commit_pb2.CommitRequest | None = None, put_id: bytes = b""
+) -> list[storage_service_pb2.PutRequest]:
     """Return the messages of a put of four samples."""
     columns = encode_columns({"x": torch.arange(4), "j": [torch.arange(n) for n in (2, 0, 3, 1)]})
     header = storage_service_pb2.PutHeader(
@@ -207,8 +210,10 @@ def send_put(request: pytest.FixtureRequest) -> SendPut:
     return way
 
 
-def commit_of_four(request_id: bytes) -> pb.CommitRequest:
-    return pb.CommitRequest(request_id=request_id, write=pb.SampleWrite(partition_id="train", row_count=4))
+def commit_of_four(request_id: bytes) -> commit_pb2.CommitRequest:
+    return commit_pb2.CommitRequest(
+        request_id=request_id, write=commit_pb2.SampleWrite(partition_id="train", row_count=4)
+    )
 
 
 def test_a_repeated_put_with_its_commit_is_one_put(server: LiveServer, send_put: SendPut) -> None:
@@ -289,7 +294,7 @@ def test_a_refused_commit_leaves_a_put_that_was_there_before(server: LiveServer,
     stored = send_put(server, messages)
     after = snapshot(client)
     refused = commit_of_four(new_id())
-    refused.write.key_mode = pb.KEY_MODE_EXISTING
+    refused.write.key_mode = commit_pb2.KEY_MODE_EXISTING
     refused.write.keys.extend("abcd")
     with pytest.raises(grpc.RpcError):
         send_put(server, put_stream(commit=refused, put_id=messages[0].header.put_id))
@@ -368,10 +373,10 @@ def test_a_put_for_another_partition_is_not_committed(server: LiveServer, send_p
     client = server.client()
     messages = put_stream()
     stored = send_put(server, messages)
-    placement = pb.PutPlacement(storage=stored.storage, put_id=messages[0].header.put_id)
-    commit = pb.CommitRequest(
+    placement = commit_pb2.PutPlacement(storage=stored.storage, put_id=messages[0].header.put_id)
+    commit = commit_pb2.CommitRequest(
         request_id=new_id(),
-        write=pb.SampleWrite(partition_id="other", row_count=4),
+        write=commit_pb2.SampleWrite(partition_id="other", row_count=4),
         placement=placement,
         columns=messages[0].header.columns,
     )
@@ -390,29 +395,29 @@ def test_confirming_and_freeing_again_changes_nothing(start_server: StartServer,
     messages[0].header.controller_id = b"c" * 16
     stored = send_put(server, messages)
     put_id, boot_id = messages[0].header.put_id, stored.storage.boot_id
-    confirm = storage_service_pb2.ConfirmPutsRequest(boot_id=new_id(), put_ids=[put_id])
-    server.storage.ConfirmPuts(confirm, metadata=as_service)
+    confirm = storage_control_pb2.ConfirmPutsRequest(boot_id=new_id(), put_ids=[put_id])
+    server.control.ConfirmPuts(confirm, metadata=as_service)
     assert stat().uncommitted_put_count == 1  # it was another boot
     confirm.boot_id = boot_id
     for _ in range(2):
-        assert list(server.storage.ConfirmPuts(confirm, metadata=as_service).missing_put_ids) == []
+        assert list(server.control.ConfirmPuts(confirm, metadata=as_service).missing_put_ids) == []
         assert (stat().put_count, stat().uncommitted_put_count) == (1, 0)
-    cells = storage_service_pb2.PutCells(put_id=put_id)
-    other_boot = storage_service_pb2.FreeCellsRequest(boot_id=new_id(), cells=[cells])
-    server.storage.FreeCells(other_boot, metadata=as_service)
+    cells = storage_control_pb2.PutCells(put_id=put_id)
+    other_boot = storage_control_pb2.FreeCellsRequest(boot_id=new_id(), cells=[cells])
+    server.control.FreeCells(other_boot, metadata=as_service)
     assert stat().put_count == 1
     for _ in range(2):
-        free = storage_service_pb2.FreeCellsRequest(
+        free = storage_control_pb2.FreeCellsRequest(
             boot_id=boot_id, cells=[cells], controller_id=b"c" * 16, key_id=key_id(b"k" * 32), number=1
         )
-        server.storage.FreeCells(free, metadata=as_service)
+        server.control.FreeCells(free, metadata=as_service)
         assert stat().used_bytes == 0
-    assert list(server.storage.ConfirmPuts(confirm, metadata=as_service).missing_put_ids) == [put_id]
+    assert list(server.control.ConfirmPuts(confirm, metadata=as_service).missing_put_ids) == [put_id]
     send_put(server, messages)  # again, under the same id
-    server.storage.FreeCells(free, metadata=as_service)
+    server.control.FreeCells(free, metadata=as_service)
     assert stat().put_count == 1
     free.number = 2
-    server.storage.FreeCells(free, metadata=as_service)
+    server.control.FreeCells(free, metadata=as_service)
     assert stat().put_count == 0
 
 
@@ -427,10 +432,10 @@ def test_cells_are_freed_under_the_present_key_of_a_controller_only(
     messages[0].header.controller_id = b"c" * 16
     stored = send_put(server, messages)
     said = {"controller_id": b"c" * 16, "key_id": key_id(b"k" * 32), "number": 1, **wrong}
-    cells = storage_service_pb2.PutCells(put_id=messages[0].header.put_id)
-    free = storage_service_pb2.FreeCellsRequest(boot_id=stored.storage.boot_id, cells=[cells], **said)
+    cells = storage_control_pb2.PutCells(put_id=messages[0].header.put_id)
+    free = storage_control_pb2.FreeCellsRequest(boot_id=stored.storage.boot_id, cells=[cells], **said)
     with pytest.raises(grpc.RpcError) as caught:
-        server.storage.FreeCells(free, metadata=server.as_service)
+        server.control.FreeCells(free, metadata=server.as_service)
     call: Any = caught.value
     assert call.code() == grpc.StatusCode.UNAVAILABLE
     assert "is not registered with controller" in call.details()
@@ -446,8 +451,8 @@ def test_placing_and_announcing_change_nothing_that_is_stored(server: LiveServer
     assert placed.embedded
     assert placed.storages[0].boot_id == client.storage_stat().boot_id
     endpoint = metadata_pb2.StorageEndpoint(storage_id="other", boot_id=new_id(), kind="grpc", address="127.0.0.1:1")
-    announced = pb.RegisterStorageRequest(storage=endpoint, max_bytes=1 << 50)
-    answers = [server.controller.RegisterStorage(announced, metadata=server.as_service) for _ in range(2)]
+    announced = storage_registry_pb2.RegisterStorageRequest(storage=endpoint, max_bytes=1 << 50)
+    answers = [server.registry.RegisterStorage(announced, metadata=server.as_service) for _ in range(2)]
     assert answers[0] == answers[1]
     assert answers[0].heartbeat_seconds > 0
     placed = server.controller.PlacePut(pb.PlacePutRequest(size_bytes=100))

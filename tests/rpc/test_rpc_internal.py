@@ -18,10 +18,11 @@ import pytest
 from certificates import add_token, bearer, replace
 from google.protobuf.message import Message
 from live_server import LiveServer, StartServer
-from rpc_methods import CONTROLLER, DESCRIBED, INTERNAL, STORAGE, call
+from rpc_methods import CONTROL, CONTROLLER, DESCRIBED, INTERNAL, REGISTRY, call
 from rpc_samples import new_id, reason_of
 
 from tq_service.errors import InvalidArgumentError
+from tq_service.internal.v1 import storage_control_pb2, storage_registry_pb2
 from tq_service.server.audit import LOGGER_NAME, AuditLine
 from tq_service.server.rpc.adapter import Services
 from tq_service.server.rpc.method_table import METHODS
@@ -53,11 +54,11 @@ class Topology:
     tokens: list[str]
 
     def server_of(self, method: str) -> LiveServer:
-        return self.controller if method.startswith(CONTROLLER) else self.storage
+        return self.controller if method.startswith((CONTROLLER, REGISTRY)) else self.storage
 
     def is_served(self, method: str) -> bool:
         """Whether somebody could need it: the embedded storage is used without calls."""
-        return self.controller is not self.storage or method.startswith(CONTROLLER)
+        return self.controller is not self.storage or method.startswith(REGISTRY)
 
     def state(self) -> tuple[object, ...]:
         """Return all that clients see, and which storage services a put may go to."""
@@ -168,18 +169,20 @@ def test_no_client_gets_through_and_nothing_changes(topology: Topology) -> None:
 
 
 def test_services_get_through(topology: Topology) -> None:
-    request = storage_pb.FreeCellsRequest(boot_id=new_id())
-    error = code_of(topology.storage, STORAGE + "FreeCells", request, topology.controller.as_service)
+    request = storage_control_pb2.FreeCellsRequest(boot_id=new_id())
+    error = code_of(topology.storage, CONTROL + "FreeCells", request, topology.controller.as_service)
     assert (error is None) == (topology.storage is not topology.controller)
-    name = CONTROLLER + "RegisterStorage"
-    error = code_of(topology.controller, name, pb.RegisterStorageRequest(), topology.storage.as_service)
+    name = REGISTRY + "RegisterStorage"
+    error = code_of(
+        topology.controller, name, storage_registry_pb2.RegisterStorageRequest(), topology.storage.as_service
+    )
     assert (error.code(), reason_of(error)) == (CODE.INVALID_ARGUMENT, "INVALID_ARGUMENT")  # it was read
 
 
 def test_an_embedded_storage_serves_no_internal_methods_to_services_either(start_server: StartServer) -> None:
     server = start_server()
     for method in INTERNAL:
-        if method.startswith(STORAGE):
+        if method.startswith(CONTROL):
             error = code_of(server, method, DESCRIBED[method].input_type._concrete_class(), server.as_service)
             assert error.code() is CODE.UNIMPLEMENTED
 
@@ -188,8 +191,8 @@ def test_a_service_for_all_without_a_secret_takes_no_others(
     start_server: StartServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = start_server(host="0.0.0.0", insecure=True)
-    name = CONTROLLER + "RegisterStorage"
-    assert code_of(server, name, pb.RegisterStorageRequest()).code() is CODE.UNIMPLEMENTED
+    name = REGISTRY + "RegisterStorage"
+    assert code_of(server, name, storage_registry_pb2.RegisterStorageRequest()).code() is CODE.UNIMPLEMENTED
     replace(tmp_path / "secret", SECRET)
     start_server(role="storage", controller=server.address, internal_secret_file=str(tmp_path / "secret"))
     until(lambda: "takes no further storage services" in caplog.text)
@@ -207,8 +210,10 @@ def test_refusals_are_in_the_audit_log(
         add_token(tmp_path / "tokens.toml", "boss", ["admin"])
         settings["auth_tokens_file"] = str(tmp_path / "tokens.toml")
     server = start_server(role="controller", **settings)
-    name = CONTROLLER + "RegisterStorage"
-    error = code_of(server, name, pb.RegisterStorageRequest(), None if proof is None else ((KEY, proof),))
+    name = REGISTRY + "RegisterStorage"
+    error = code_of(
+        server, name, storage_registry_pb2.RegisterStorageRequest(), None if proof is None else ((KEY, proof),)
+    )
     assert error.code() is CODE.UNAUTHENTICATED
     (line,) = [vars(record)["audit"] for record in caplog.records if record.name == LOGGER_NAME]
     assert isinstance(line, AuditLine)

@@ -11,6 +11,7 @@ from live_server import LiveServer, StartServer
 from rpc_samples import new_id
 
 import tq_service as tq
+from tq_service.internal.v1 import storage_control_pb2
 from tq_service.server.receipts import key_id
 from tq_service.v1 import metadata_pb2
 from tq_service.v1 import storage_service_pb2 as pb
@@ -104,8 +105,8 @@ def test_a_storage_service_that_starts_anew_is_told_what_is_known(deployment: De
     with pytest.raises(tq.PartitionNotFoundError):
         client.get_data(gone)
     # What waits for its commit goes on doing so.
-    confirm = pb.ConfirmPutsRequest(boot_id=after.storage.boot_id, put_ids=[waiting])
-    deployment.storage.storage.ConfirmPuts(confirm, metadata=deployment.storage.as_service)
+    confirm = storage_control_pb2.ConfirmPutsRequest(boot_id=after.storage.boot_id, put_ids=[waiting])
+    deployment.storage.control.ConfirmPuts(confirm, metadata=deployment.storage.as_service)
     assert deployment.stat().uncommitted_put_count == 1
     client.clear_partition("train")
     deployment.wait(lambda stat: stat.put_count == 2)
@@ -124,8 +125,8 @@ def test_what_is_known_is_told_in_pieces_however_much_it_is(
     client.clear_samples(partition_id="train", keys=[f"{number}-3" for number in range(0, 50, 2)])
     deployment.controller.stop()
     stray = store_unconfirmed(deployment.controller, deployment.storage, deployment.stat().storage.boot_id)
-    confirm = pb.ConfirmPutsRequest(boot_id=deployment.stat().storage.boot_id, put_ids=[stray])
-    deployment.storage.storage.ConfirmPuts(confirm, metadata=deployment.storage.as_service)
+    confirm = storage_control_pb2.ConfirmPutsRequest(boot_id=deployment.stat().storage.boot_id, put_ids=[stray])
+    deployment.storage.control.ConfirmPuts(confirm, metadata=deployment.storage.as_service)
     deployment.restart_storage()
     deployment.restart_controller()
     deployment.wait(lambda stat: stat.uncommitted_put_count == 1)  # the stray one, which waits again after the restart
@@ -142,9 +143,9 @@ def test_a_controller_that_starts_anew_tells_what_it_knows(deployment: Deploymen
     boot_id = deployment.stat().storage.boot_id
     deployment.controller.stop()
     stray = store_unconfirmed(deployment.controller, deployment.storage, boot_id)
-    confirm = pb.ConfirmPutsRequest(boot_id=boot_id, put_ids=[stray])
+    confirm = storage_control_pb2.ConfirmPutsRequest(boot_id=boot_id, put_ids=[stray])
     # By a controller that ended before it committed.
-    deployment.storage.storage.ConfirmPuts(confirm, metadata=deployment.storage.as_service)
+    deployment.storage.control.ConfirmPuts(confirm, metadata=deployment.storage.as_service)
     assert deployment.stat().put_count == 2
     deployment.restart_controller()
     deployment.wait(lambda stat: stat.put_count == 1)
@@ -175,12 +176,12 @@ def test_puts_that_the_storage_service_has_lost_are_told_and_named(deployment: D
     boot_id = deployment.stat().storage.boot_id
     locate = LocateRequest(partition_id="train", global_indexes=[0], data_fields=["x"])
     located = deployment.controller.controller.Locate(locate)
-    cells = pb.PutCells(put_id=located.meta.locations.puts[0].put_id)
+    cells = storage_control_pb2.PutCells(put_id=located.meta.locations.puts[0].put_id)
     ((controller_id, key),) = deployment.storage.app.storage.receipt_keys._keys.items()
-    free = pb.FreeCellsRequest(
+    free = storage_control_pb2.FreeCellsRequest(
         boot_id=boot_id, cells=[cells], controller_id=controller_id, key_id=key_id(key), number=1
     )
-    deployment.storage.storage.FreeCells(free, metadata=deployment.storage.as_service)
+    deployment.storage.control.FreeCells(free, metadata=deployment.storage.as_service)
     deployment.restart_storage()
     deployment.wait(lambda stat: stat.damaged_put_count == 1)
     with pytest.raises(tq.DataLossError, match="'x' of samples 0, 1, 2"):
@@ -193,17 +194,24 @@ def test_puts_that_the_storage_service_has_lost_are_told_and_named(deployment: D
 def test_keeping_puts_of_another_boot_is_refused(deployment: Deployment) -> None:
     as_service = deployment.storage.as_service
     with pytest.raises(grpc.RpcError) as caught:
-        deployment.storage.storage.ReconcilePuts(
-            iter([pb.ReconcilePutsRequest(boot_id=new_id(), is_last=True)]), metadata=as_service
+        deployment.storage.control.ReconcilePuts(
+            iter([storage_control_pb2.ReconcilePutsRequest(boot_id=new_id(), is_last=True)]), metadata=as_service
         )
     call: Any = caught.value
     assert call.code() == grpc.StatusCode.DATA_LOSS
     endpoint: metadata_pb2.StorageEndpoint = deployment.stat().storage
-    request = pb.ReconcilePutsRequest(
-        boot_id=endpoint.boot_id, controller_id=b"c" * 16, cells=[pb.PutCells(put_id=b"unknown")], is_last=True
+    request = storage_control_pb2.ReconcilePutsRequest(
+        boot_id=endpoint.boot_id,
+        controller_id=b"c" * 16,
+        cells=[storage_control_pb2.PutCells(put_id=b"unknown")],
+        is_last=True,
     )
-    answers = [deployment.storage.storage.ReconcilePuts(iter([request]), metadata=as_service) for _ in range(2)]
-    assert answers[0] == answers[1] == pb.ReconcilePutsResponse(missing_put_ids=[b"unknown"], missing_count=1)
+    answers = [deployment.storage.control.ReconcilePuts(iter([request]), metadata=as_service) for _ in range(2)]
+    assert (
+        answers[0]
+        == answers[1]
+        == storage_control_pb2.ReconcilePutsResponse(missing_put_ids=[b"unknown"], missing_count=1)
+    )
 
 
 @pytest.mark.parametrize("counts", [[], [1, 1]])
@@ -212,10 +220,10 @@ def test_cells_whose_rows_and_counts_do_not_fit_are_refused_and_nothing_is_dropp
     server, client = deployment.storage, deployment.controller.client()
     meta = client.put({"x": torch.arange(4)}, partition_id="train")
     boot_id = server.storage.Stat(pb.StatRequest()).storage.boot_id
-    cells = [pb.PutCells(put_id=b"p" * 16, first_rows=[0], row_counts=counts)]
-    request = getattr(pb, f"{name}Request")(boot_id=boot_id, cells=cells)
+    cells = [storage_control_pb2.PutCells(put_id=b"p" * 16, first_rows=[0], row_counts=counts)]
+    request = getattr(storage_control_pb2, f"{name}Request")(boot_id=boot_id, cells=cells)
     with pytest.raises(grpc.RpcError) as refused:
-        getattr(server.storage, name)(
+        getattr(server.control, name)(
             iter([request]) if name == "ReconcilePuts" else request, metadata=server.as_service
         )
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -18,6 +18,7 @@ from rpc_samples import new_id, put_train
 import tq_service as tq
 from tq_service.server.rpc.method_table import METHODS, method_of
 from tq_service.server.tokens import ROLES
+from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import storage_service_pb2 as storage_pb
 from tq_service.v1.method_rule_pb2 import PARTITIONS_NONE, ROLE_READ, MethodRule, Role, rule
@@ -134,7 +135,7 @@ def test_no_method_but_those_that_wait_is_refused_for_waiting_calls(start_server
     column = encode_header(encode_columns({"x": np.zeros(1)})[0])
     filled: dict[str, Any] = {
         "partition_id": "train",
-        "write": pb.SampleWrite(partition_id="train", row_count=1),
+        "write": commit_pb2.SampleWrite(partition_id="train", row_count=1),
         "max_wait_seconds": 1.0,
         "get": storage_pb.GetRequest(boot_id=server.app.storage.engine.boot_id),
     }

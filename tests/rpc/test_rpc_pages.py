@@ -16,6 +16,7 @@ from tq_service.domain.catalog import Catalog
 from tq_service.domain.changes.samples import SamplesCleared
 from tq_service.domain.changes.state_machine import Change
 from tq_service.domain.partition import PartitionSettings
+from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 
 COUNT = 33_000
@@ -156,7 +157,7 @@ def test_what_is_no_page_is_refused(server: LiveServer, request_: pb.LookupSampl
 
 
 def test_the_answer_to_a_large_write_is_small(server: LiveServer) -> None:
-    write = pb.SampleWrite(partition_id="train", row_count=1 << 18)
+    write = commit_pb2.SampleWrite(partition_id="train", row_count=1 << 18)
     answer = server.controller.Insert(pb.InsertRequest(request_id=token_bytes(16), write=write), timeout=20)
     assert answer.ByteSize() < 100
     assert server.client().insert("train", 1 << 18).global_indexes == list(range(1 << 18, 1 << 19))

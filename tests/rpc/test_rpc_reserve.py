@@ -15,6 +15,7 @@ from rpc_samples import new_id
 
 import tq_service as tq
 from tq_service.dataplane.messages import put_header
+from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import storage_service_pb2 as storage_pb
 from tq_service.wire.columns import encode_header
@@ -96,7 +97,9 @@ def test_a_sample_that_is_cleared_while_its_column_comes_is_not_made_again_from_
     client = server.client()
     client.put({"x": np.zeros(1)}, partition_id="train", keys=["k"])
     columns = encode_columns({"x": np.ones(1)})
-    commit = pb.CommitRequest(request_id=new_id(), write=pb.SampleWrite(partition_id="train", row_count=1, keys=["k"]))
+    commit = commit_pb2.CommitRequest(
+        request_id=new_id(), write=commit_pb2.SampleWrite(partition_id="train", row_count=1, keys=["k"])
+    )
     header = storage_pb.PutHeader(
         put_id=new_id(),
         row_count=1,
@@ -133,7 +136,7 @@ def test_existing_keys_must_be_named(service: Service, has_columns: bool) -> Non
         if has_columns:
             client.put({"x": np.zeros(1)}, partition_id="train", key_mode="existing")
         else:
-            write = pb.SampleWrite(partition_id="train", row_count=1, key_mode=pb.KEY_MODE_EXISTING)
+            write = commit_pb2.SampleWrite(partition_id="train", row_count=1, key_mode=commit_pb2.KEY_MODE_EXISTING)
             try:
                 service[0].controller.Insert(pb.InsertRequest(request_id=new_id(), write=write))
             except grpc.RpcError as error:

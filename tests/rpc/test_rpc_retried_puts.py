@@ -12,7 +12,7 @@ import pytest
 from live_server import LiveServer
 from rpc_samples import new_id
 
-from tq_service.v1 import controller_service_pb2 as pb
+from tq_service.v1 import commit_pb2
 from tq_service.v1 import storage_service_pb2 as storage_pb
 from tq_service.wire.columns import encode_header
 from tq_service.wire.encoding import encode_columns
@@ -47,7 +47,9 @@ def test_the_end_of_a_call_takes_nothing_from_its_retry(server: LiveServer, ends
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert client.storage_stat().put_count == 1
-    commit = pb.CommitRequest(request_id=new_id(), write=pb.SampleWrite(partition_id="train", row_count=4))
+    commit = commit_pb2.CommitRequest(
+        request_id=new_id(), write=commit_pb2.SampleWrite(partition_id="train", row_count=4)
+    )
     commit.placement.storage.CopyFrom(put.storage)
     commit.placement.put_id = header.put_id
     commit.columns.extend(header.columns)

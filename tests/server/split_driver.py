@@ -12,6 +12,7 @@ import numpy as np
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.tables.cells import live_cells
 from tq_service.errors import PutNotFoundError
+from tq_service.internal.v1 import storage_control_pb2
 from tq_service.server import heartbeat
 from tq_service.server.commits import Commits
 from tq_service.server.controller_servicer import ControllerServicer
@@ -21,8 +22,8 @@ from tq_service.server.storage_servicer import StorageServicer, endpoint_of
 from tq_service.server.storages import StorageRegistry
 from tq_service.storage.cells import ReadRuns
 from tq_service.storage.engine import StorageEngine
+from tq_service.v1 import commit_pb2, metadata_pb2
 from tq_service.v1 import controller_service_pb2 as pb
-from tq_service.v1 import metadata_pb2
 from tq_service.v1 import storage_service_pb2 as pb_storage
 from tq_service.wire.columns import encode_header
 from tq_service.wire.credentials import Credentials
@@ -103,7 +104,7 @@ class Stream:
             raise asyncio.InvalidStateError
         self.written.append(part)
         await asyncio.sleep(0)
-        self._parts.put_nowait(pb_storage.ReconcilePutsRequest.FromString(part.SerializeToString()))
+        self._parts.put_nowait(storage_control_pb2.ReconcilePutsRequest.FromString(part.SerializeToString()))
 
     async def done_writing(self):
         self._parts.put_nowait(None)
@@ -254,10 +255,10 @@ class Split:
         endpoint = metadata_pb2.StorageEndpoint(storage_id="s", boot_id=self.engine.boot_id)
         header = pb_storage.PutHeader(put_id=put_id, partition_id=partition_id, controller_id=owner)
         receipt = self.storage._receipt(header)
-        return pb.CommitRequest(
+        return commit_pb2.CommitRequest(
             request_id=os.urandom(16),
-            write=pb.SampleWrite(partition_id=partition_id, row_count=rows),
-            placement=pb.PutPlacement(storage=endpoint, put_id=put_id, receipt=receipt),
+            write=commit_pb2.SampleWrite(partition_id=partition_id, row_count=rows),
+            placement=commit_pb2.PutPlacement(storage=endpoint, put_id=put_id, receipt=receipt),
             columns=[encode_header(column) for column in columns],
         )
 

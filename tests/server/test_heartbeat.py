@@ -9,21 +9,21 @@ import pytest
 
 from tq_service.config import ServeSettings
 from tq_service.errors import InvalidArgumentError
+from tq_service.internal.v1 import storage_registry_pb2
+from tq_service.internal.v1.storage_registry_pb2_grpc import (
+    StorageRegistryServiceServicer,
+    add_StorageRegistryServiceServicer_to_server,
+)
 from tq_service.server import heartbeat
 from tq_service.server.app import running
 from tq_service.server.heartbeat import register_storage
 from tq_service.server.receipts import ReceiptKeys
 from tq_service.server.storage_servicer import endpoint_of
 from tq_service.storage.engine import StorageEngine
-from tq_service.v1 import controller_service_pb2 as pb
-from tq_service.v1.controller_service_pb2_grpc import (
-    ControllerServiceServicer,
-    add_ControllerServiceServicer_to_server,
-)
 from tq_service.wire.credentials import Credentials
 
 
-class Controller(ControllerServiceServicer):
+class Controller(StorageRegistryServiceServicer):
     """Answers announcements one after the other from a list, then waits."""
 
     def __init__(self, answers):
@@ -39,7 +39,7 @@ class Controller(ControllerServiceServicer):
             await asyncio.Event().wait()
         if isinstance(answer, grpc.StatusCode):
             await context.abort(answer, "not you")
-        return pb.RegisterStorageResponse(controller_id=answer, heartbeat_seconds=0.0)
+        return storage_registry_pb2.RegisterStorageResponse(controller_id=answer, heartbeat_seconds=0.0)
 
 
 @contextlib.asynccontextmanager
@@ -47,7 +47,7 @@ async def announcing(engine, answers):
     """Announce a storage service to a controller with these answers, until the last one was given."""
     server = grpc.aio.server()
     controller = Controller(answers)
-    add_ControllerServiceServicer_to_server(controller, server)
+    add_StorageRegistryServiceServicer_to_server(controller, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     task = asyncio.ensure_future(

@@ -12,10 +12,10 @@ from split_driver import split_service
 from tq_service.domain.changes.samples import SamplesCleared
 from tq_service.domain.tables.cells import CellSet, CellsSnapshot, Put, PutTable
 from tq_service.errors import CallCancelledError, InvalidArgumentError, PutNotFoundError
+from tq_service.internal.v1 import storage_control_pb2
 from tq_service.server.known_puts import KnownPuts
 from tq_service.storage.cells import PutCells, ReadRuns
 from tq_service.storage.engine import StorageEngine
-from tq_service.v1 import storage_service_pb2 as pb
 from tq_service.wire.encoding import encode_columns
 
 BOOT = b"b" * 16
@@ -109,7 +109,11 @@ async def test_puts_that_come_and_go_between_the_pieces_are_neither_lost_nor_mis
 async def test_a_stream_that_breaks_off_drops_nothing(split):
     await commit_many(split, 10)
     before = split.engine.stat().put_count
-    for parts in ([], [pb.ReconcilePutsRequest(boot_id=split.engine.boot_id)], [pb.ReconcilePutsRequest(boot_id=BOOT)]):
+    for parts in (
+        [],
+        [storage_control_pb2.ReconcilePutsRequest(boot_id=split.engine.boot_id)],
+        [storage_control_pb2.ReconcilePutsRequest(boot_id=BOOT)],
+    ):
 
         async def broken(parts=parts):
             for part in parts:

@@ -9,16 +9,19 @@ import socket
 import grpc
 import pytest
 
+from tq_service.internal.v1 import storage_registry_pb2
+from tq_service.internal.v1.storage_registry_pb2_grpc import (
+    StorageRegistryServiceServicer,
+    add_StorageRegistryServiceServicer_to_server,
+)
 from tq_service.server import heartbeat
 from tq_service.server.receipts import ReceiptKeys
 from tq_service.server.storage_servicer import endpoint_of
 from tq_service.storage.engine import StorageEngine
-from tq_service.v1 import controller_service_pb2 as pb
-from tq_service.v1.controller_service_pb2_grpc import ControllerServiceServicer, add_ControllerServiceServicer_to_server
 from tq_service.wire.credentials import Credentials
 
 
-class Controller(ControllerServiceServicer):
+class Controller(StorageRegistryServiceServicer):
     """Hears announcements, refusing the first ones; `heard` is set once its answer to one has arrived."""
 
     def __init__(self, refusals=0):
@@ -33,7 +36,7 @@ class Controller(ControllerServiceServicer):
         if self.is_answered:
             self.heard.set()
         self.is_answered = True
-        return pb.RegisterStorageResponse(heartbeat_seconds=0.01, controller_id=b"c" * 16)
+        return storage_registry_pb2.RegisterStorageResponse(heartbeat_seconds=0.01, controller_id=b"c" * 16)
 
 
 class Engine(StorageEngine):
@@ -66,7 +69,7 @@ async def announcing(address):
 @contextlib.asynccontextmanager
 async def serving(controller, port=0):
     server = grpc.aio.server()
-    add_ControllerServiceServicer_to_server(controller, server)
+    add_StorageRegistryServiceServicer_to_server(controller, server)
     port = server.add_insecure_port(f"127.0.0.1:{port}")
     await server.start()
     try:

@@ -21,7 +21,8 @@ from tq_service.errors import (
     TqError,
     UnavailableError,
 )
-from tq_service.v1 import controller_service_pb2 as pb
+from tq_service.internal.v1 import storage_registry_pb2
+from tq_service.v1 import commit_pb2
 
 
 @pytest.fixture
@@ -32,17 +33,17 @@ async def split(monkeypatch):
 
 def impossible(request):
     """Return a commit of the same put that is refused: of a key that is not there."""
-    other = pb.CommitRequest()
+    other = commit_pb2.CommitRequest()
     other.CopyFrom(request)
     other.request_id = os.urandom(16)
     other.write.keys[:] = [f"unknown-{number}" for number in range(other.write.row_count)]
-    other.write.key_mode = pb.KEY_MODE_EXISTING
+    other.write.key_mode = commit_pb2.KEY_MODE_EXISTING
     return other
 
 
 def again(request):
     """Return the commit under another request_id."""
-    other = pb.CommitRequest()
+    other = commit_pb2.CommitRequest()
     other.CopyFrom(request)
     other.request_id = os.urandom(16)
     return other
@@ -416,7 +417,7 @@ async def test_nothing_goes_while_the_controller_does_not_answer(split):
 
 
 async def test_a_storage_service_of_a_kind_that_nobody_could_reach_is_refused(split):
-    ask = pb.RegisterStorageRequest()
+    ask = storage_registry_pb2.RegisterStorageRequest()
     ask.storage.storage_id, ask.storage.address, ask.storage.boot_id = "s", "localhost:1", split.engine.boot_id
     ask.storage.kind = "tape"
     with pytest.raises(InvalidArgumentError, match="of kind 'tape' registers; expected one of grpc, controller"):
@@ -424,7 +425,7 @@ async def test_a_storage_service_of_a_kind_that_nobody_could_reach_is_refused(sp
 
 
 async def test_a_heartbeat_that_asks_about_too_many_puts_is_refused(split):
-    ask = pb.RegisterStorageRequest(overdue_put_ids=[b"p"] * 4097)
+    ask = storage_registry_pb2.RegisterStorageRequest(overdue_put_ids=[b"p"] * 4097)
     ask.storage.storage_id, ask.storage.address, ask.storage.boot_id = "s", "localhost:1", split.engine.boot_id
     ask.storage.kind = "grpc"
     with pytest.raises(InvalidArgumentError, match="expected at most 4096"):

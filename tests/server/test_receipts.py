@@ -6,8 +6,8 @@ import time
 import pytest
 
 from tq_service.errors import InvalidArgumentError, PutNotFoundError, UnavailableError
+from tq_service.internal.v1.put_receipt_pb2 import PutReceipt
 from tq_service.server.receipts import ReceiptBook, ReceiptKeys
-from tq_service.v1.storage_service_pb2 import PutReceipt
 
 OWNER, PUT_ID = b"c" * 16, b"p" * 16
 

@@ -8,12 +8,12 @@ import grpc
 import pytest
 
 from tq_service.errors import UnavailableError
+from tq_service.internal.v1 import storage_control_pb2
 from tq_service.server.known_puts import KnownPuts
 from tq_service.server.receipts import ReceiptKeys
 from tq_service.server.remote_storage import Capacity, Registration, RemoteStorage, _typed_errors
 from tq_service.storage.cells import PutCells
 from tq_service.v1 import metadata_pb2
-from tq_service.v1 import storage_service_pb2 as pb
 from tq_service.wire.credentials import Credentials
 
 PUT_ID = b"p" * 16
@@ -41,7 +41,7 @@ class Stub:
 
     async def ConfirmPuts(self, request, **_):  # noqa: N802
         self.calls.append(("confirm", list(request.put_ids)))
-        return pb.ConfirmPutsResponse(missing_put_ids=self.missing)
+        return storage_control_pb2.ConfirmPutsResponse(missing_put_ids=self.missing)
 
     async def FreeCells(self, request, **_):  # noqa: N802
         await self.is_answering.wait()

@@ -16,6 +16,7 @@ from google.protobuf.struct_pb2 import Struct
 from tq_service.client.batch_meta import BatchMeta
 from tq_service.errors import InvalidArgumentError
 from tq_service.schema import FieldSpec, MetaColumn, MetaValue, StalenessLimit
+from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.enums import BATCH_UNITS, KEY_MODES, LAYOUTS, OPERATORS, STATES, EnumWords
 from tq_service.wire.metadata import encode_meta_columns, encode_spec, rows_to_meta_columns
@@ -153,7 +154,7 @@ def sample_write(
     group_size: int | None,
     custom_meta: Sequence[Mapping[str, MetaValue]] | None,
     **others: Any,
-) -> tuple[pb.SampleWrite, list[MetaColumn]]:
+) -> tuple[commit_pb2.SampleWrite, list[MetaColumn]]:
     """Return which samples are written and their metadata, and custom_meta in columns.
 
     `row_count` None stands for as many rows as `metadata`, else `keys`, `custom_meta` or `groups` have; `others` are
@@ -167,7 +168,7 @@ def sample_write(
     keys = None if keys is None else _for_all("keys", listed("keys", keys), rows)
     groups = None if groups is None else _for_all("groups", listed("groups", groups), rows)
     write = request_of(
-        pb.SampleWrite,
+        commit_pb2.SampleWrite,
         partition_id=partition_of(partition_id, metadata),
         incarnation=None if metadata is None else metadata.incarnation,
         row_count=rows,

@@ -14,6 +14,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tq_service.config import ServeSettings, join_address
 from tq_service.errors import ServiceFailedError, TqError
+from tq_service.internal.v1.storage_control_pb2_grpc import add_StorageControlServiceServicer_to_server
+from tq_service.internal.v1.storage_registry_pb2_grpc import add_StorageRegistryServiceServicer_to_server
 from tq_service.server.background import regularly
 from tq_service.server.composition import (
     build_controller,
@@ -29,7 +31,6 @@ from tq_service.server.rpc.adapter import Services
 from tq_service.server.rpc.durability import DurableAnswers
 from tq_service.server.rpc.errors import ErrorStatuses
 from tq_service.server.rpc.limits import RunningCalls, WaitingCalls
-from tq_service.server.rpc.method_table import unserved_methods
 from tq_service.server.rpc.middleware import Middleware
 from tq_service.server.storage_servicer import SERVICE as STORAGE_SERVICE
 from tq_service.server.supervisor import FAILED_EXIT_CODE, FailingWith, Supervisor
@@ -129,16 +130,20 @@ class App:
         if self.state_store is not None:
             # The last, so that who is not let in neither waits for a disk nor learns how it is.
             middleware.append(DurableAnswers(self.state_store))
-        unserved = unserved_methods(role=settings.role, takes_services=self.listener.takes_services)
-        server: Any = Services(self._server.grpc, middleware, unserved=unserved)  # what generated code takes for one
+        server: Any = Services(self._server.grpc, middleware)  # what generated code takes for one
+        takes_services = self.listener.takes_services
         services = []
         if self.storage is not None:
             servicer: Any = self.storage.servicer(settings, self.controller, self.waiting)
             server.add_generic_rpc_handlers((servicer.bulk_handler(),))  # the first that has a method serves it
             add_StorageServiceServicer_to_server(servicer, server)
+            if takes_services and self.controller is None:  # one in the same process uses its storage without calls
+                add_StorageControlServiceServicer_to_server(servicer, server)
             services.append(STORAGE_SERVICE)
         if self.controller is not None:
             add_ControllerServiceServicer_to_server(self.controller.servicer, server)
+            if takes_services:
+                add_StorageRegistryServiceServicer_to_server(self.controller.servicer, server)
             services.append(CONTROLLER_SERVICE)
         self.health.add(("", *services))
         health_pb2_grpc.add_HealthServicer_to_server(self.health, server)

@@ -27,8 +27,8 @@ from tq_service.errors import (
 from tq_service.server import converters
 from tq_service.server.rpc.limits import WaitingCalls, wait_until
 from tq_service.server.storages import StorageRegistry
+from tq_service.v1 import commit_pb2, metadata_pb2
 from tq_service.v1 import controller_service_pb2 as pb
-from tq_service.v1 import metadata_pb2
 from tq_service.wire.columns import ColumnShape
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -64,7 +64,7 @@ class Commits:
             async with self._room(request.write, write) as made:
                 return self._catalog.run_once(request.request_id, change, pb.InsertResponse)
 
-    async def commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:
+    async def commit(self, request: commit_pb2.CommitRequest, context: Context) -> commit_pb2.CommitResponse:
         """Make a put that came before visible; a put that is refused is freed."""
         if not request.HasField("placement"):
             if request.columns:
@@ -88,7 +88,7 @@ class Commits:
                     redeemed.check()
                 return self.commit_stored(request, put, columns, names, for_existing_rows=redeemed.for_existing_rows)
 
-    async def look_through_names(self, write: pb.SampleWrite) -> Names | None:
+    async def look_through_names(self, write: commit_pb2.SampleWrite) -> Names | None:
         """Look the names of a large write through, before the step that makes it; None: there are few."""
         if len(write.keys) + len(write.groups) < LARGE:
             return None
@@ -96,7 +96,7 @@ class Commits:
 
     async def admit(
         self,
-        request: pb.InsertRequest | pb.CommitRequest,
+        request: pb.InsertRequest | commit_pb2.CommitRequest,
         size_bytes: int,
         context: Context,
         names: Names | None = None,
@@ -117,13 +117,13 @@ class Commits:
 
     def commit_stored(
         self,
-        request: pb.CommitRequest,
+        request: commit_pb2.CommitRequest,
         put: Put | None,
         columns: Sequence[ColumnShape],
         names: Names | None = None,
         *,
         for_existing_rows: bool = False,
-    ) -> pb.CommitResponse:
+    ) -> commit_pb2.CommitResponse:
         """Make the columns of a stored put visible in one step, once for each request_id.
 
         Args:
@@ -134,10 +134,10 @@ class Commits:
             for_existing_rows: whether it may have taken the reserve, so that no samples are made of it.
         """
 
-        def change() -> pb.CommitResponse:
+        def change() -> commit_pb2.CommitResponse:
             if put is None:
                 write = converters.sample_write(request.write, names=names)
-                return pb.CommitResponse(meta=self._write(request.write, write))
+                return commit_pb2.CommitResponse(meta=self._write(request.write, write))
             self._storages.check_uncommitted(put)
             write = converters.sample_write(request.write, put, columns, names)
             if for_existing_rows and self.makes_samples(request.write):
@@ -146,15 +146,15 @@ class Commits:
                     "ones may not, and its commit makes samples; put it again without for_existing_rows"
                 )
             with self._storages.committing(put):
-                return pb.CommitResponse(meta=self._write(request.write, write))
+                return commit_pb2.CommitResponse(meta=self._write(request.write, write))
 
-        return self._catalog.run_once(request.request_id, change, pb.CommitResponse)
+        return self._catalog.run_once(request.request_id, change, commit_pb2.CommitResponse)
 
-    def makes_samples(self, write: pb.SampleWrite) -> bool:
+    def makes_samples(self, write: commit_pb2.SampleWrite) -> bool:
         """Whether a write makes samples, as of now; one that is refused anyhow may or may not."""
         if write.global_indexes:
             return False
-        if write.key_mode == pb.KEY_MODE_EXISTING:
+        if write.key_mode == commit_pb2.KEY_MODE_EXISTING:
             return not write.keys
         try:
             index = self._catalog.get(write.partition_id, write.incarnation).key_index
@@ -163,16 +163,16 @@ class Commits:
         parts = (write.keys[start : start + _KEYS_A_LOOK] for start in range(0, len(write.keys), _KEYS_A_LOOK))
         return not write.keys or any((index.find(part) < 0).any() for part in parts)
 
-    def recorded(self, request_id: bytes) -> pb.CommitResponse | None:
+    def recorded(self, request_id: bytes) -> commit_pb2.CommitResponse | None:
         """Return the answer of a commit that was made under this request_id.
 
         Raises:
             InvalidArgumentError: it is that of another call.
         """
-        return self._catalog.recorded(request_id, pb.CommitResponse)
+        return self._catalog.recorded(request_id, commit_pb2.CommitResponse)
 
     def _room(
-        self, message: pb.SampleWrite, write: SampleWrite
+        self, message: commit_pb2.SampleWrite, write: SampleWrite
     ) -> contextlib.AbstractAsyncContextManager[Partition | None]:
         """Make room for many new samples, see `Catalog.room`; few need no step of their own for it."""
         if write.row_count < LARGE:
@@ -180,6 +180,6 @@ class Commits:
         return self._catalog.room(message.partition_id, message.incarnation, write)
 
     def _write(
-        self, message: pb.SampleWrite, write: SampleWrite, made: Partition | None = None
+        self, message: commit_pb2.SampleWrite, write: SampleWrite, made: Partition | None = None
     ) -> metadata_pb2.BatchMeta:
         return converters.written_meta(self._catalog.write(message.partition_id, message.incarnation, write, made))

@@ -21,6 +21,7 @@ from tq_service.domain.partition import Partition, PartitionSettings
 from tq_service.domain.plan import Indexes
 from tq_service.domain.status import consumption_of, description_of, production_of, summary_of
 from tq_service.errors import DeadlineError, InvalidArgumentError
+from tq_service.internal.v1 import storage_registry_pb2, storage_registry_pb2_grpc
 from tq_service.samplers import PlanRunner, SamplerRegistry
 from tq_service.schema import check_id, check_name, check_range
 from tq_service.server import converters
@@ -30,8 +31,8 @@ from tq_service.server.heartbeat import MOST_OVERDUE_PUTS
 from tq_service.server.remote_storage import Capacity, Registration
 from tq_service.server.rpc.limits import WaitingCalls
 from tq_service.server.storages import StorageRegistry
+from tq_service.v1 import commit_pb2, controller_service_pb2_grpc
 from tq_service.v1 import controller_service_pb2 as pb
-from tq_service.v1 import controller_service_pb2_grpc
 from tq_service.wire.mapper import read_message, to_message
 from tq_service.wire.metadata import decode_integers, decode_meta_columns
 
@@ -53,8 +54,10 @@ def _once(
 
 
 @dataclass(eq=False, kw_only=True)
-class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
-    """Implements `ControllerService`; what each method changes and answers stands in its proto."""
+class ControllerServicer(
+    controller_service_pb2_grpc.ControllerServiceServicer, storage_registry_pb2_grpc.StorageRegistryServiceServicer
+):
+    """Implements `ControllerService` and `StorageRegistryService`; their protos say what each method changes."""
 
     catalog: Catalog
     commits: Commits
@@ -100,7 +103,7 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
     async def Insert(self, request: pb.InsertRequest, context: Context) -> pb.InsertResponse:
         return await self.commits.insert(request, context)
 
-    async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:
+    async def Commit(self, request: commit_pb2.CommitRequest, context: Context) -> commit_pb2.CommitResponse:
         return await self.commits.commit(request, context)
 
     @_once
@@ -275,7 +278,9 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
             max_granted_put_bytes=grant.max_put_bytes,
         )
 
-    async def RegisterStorage(self, request: pb.RegisterStorageRequest, context: Context) -> pb.RegisterStorageResponse:
+    async def RegisterStorage(
+        self, request: storage_registry_pb2.RegisterStorageRequest, context: Context
+    ) -> storage_registry_pb2.RegisterStorageResponse:
         storage = request.storage
         if not storage.storage_id or not storage.address or len(storage.boot_id) != 16:
             raise InvalidArgumentError(
@@ -303,7 +308,7 @@ class ControllerServicer(controller_service_pb2_grpc.ControllerServiceServicer):
             receipts_from=request.receipts_from if is_known else 0,
         )
         answer = self.storages.on_heartbeat(registration, request.overdue_put_ids if is_known else ())
-        return pb.RegisterStorageResponse(
+        return storage_registry_pb2.RegisterStorageResponse(
             heartbeat_seconds=self.storages.heartbeat_seconds,
             controller_id=self.storages.controller_id,
             receipt_key=answer.receipt_key,

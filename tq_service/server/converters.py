@@ -7,8 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
+from google.protobuf import descriptor_pool
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 from google.protobuf.struct_pb2 import Struct
 
 from tq_service.domain.catalog import Claimed
@@ -22,8 +24,8 @@ from tq_service.domain.tables.names import Names
 from tq_service.errors import InvalidArgumentError
 from tq_service.samplers import Sampler
 from tq_service.schema import MOST_SAMPLES, EndCounts, Layout, check_range
+from tq_service.v1 import commit_pb2, metadata_pb2
 from tq_service.v1 import controller_service_pb2 as pb
-from tq_service.v1 import metadata_pb2
 from tq_service.wire.columns import ColumnShape, decode_headers
 from tq_service.wire.enums import KEY_MODES, STATES
 from tq_service.wire.index_ranges import set_indexes
@@ -48,7 +50,7 @@ Packed = tuple[str, bytes]
 
 
 def sample_write(
-    write: pb.SampleWrite,
+    write: commit_pb2.SampleWrite,
     put: Put | None = None,
     columns: Sequence[ColumnShape] = (),
     names: Names | None = None,
@@ -86,12 +88,12 @@ def _column_write(column: ColumnShape) -> ColumnWrite:
     return ColumnWrite(spec=column.spec, extents=extents, value_bytes=column.value_bytes)
 
 
-def put_columns(commit: pb.CommitRequest) -> list[ColumnShape]:
+def put_columns(commit: commit_pb2.CommitRequest) -> list[ColumnShape]:
     """Return the columns of a commit that has a placement."""
     return decode_headers(commit.columns, commit.write.row_count)
 
 
-def placement(message: pb.PutPlacement) -> Put:
+def placement(message: commit_pb2.PutPlacement) -> Put:
     """Return where a commit's put is."""
     storage: metadata_pb2.StorageEndpoint = message.storage
     if len(message.put_id) != 16 or len(storage.boot_id) != 16 or not storage.storage_id:
@@ -303,7 +305,7 @@ def _add_steps(meta: metadata_pb2.BatchMeta, part: RankPlan) -> None:
 
 
 def pack(answer: Message) -> Packed:
-    """Return what is kept of an answer: the name of its message, and its bytes."""
+    """Return what is kept of an answer: the name of its message in `tq_service.v1`, and its bytes."""
     return answer.DESCRIPTOR.name, answer.SerializeToString()
 
 
@@ -315,6 +317,5 @@ def weigh(packed: Packed) -> int:
 def unpack(packed: Packed) -> Message:
     """Return the answer."""
     name, data = packed
-    kind: Any = getattr(pb, name)
-    message: Message = kind.FromString(data)
-    return message
+    kind = GetMessageClass(descriptor_pool.Default().FindMessageTypeByName(f"tq_service.v1.{name}"))
+    return kind.FromString(data)

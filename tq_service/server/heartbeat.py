@@ -10,17 +10,19 @@ from typing import TYPE_CHECKING, Final, cast
 import grpc
 
 from tq_service.errors import PreconditionError, TqError
+from tq_service.internal.v1 import storage_registry_pb2
+from tq_service.internal.v1.storage_registry_pb2_grpc import StorageRegistryServiceStub
 from tq_service.server.outages import PeerOutage
 from tq_service.server.peer import Peer
 from tq_service.server.receipts import ReceiptKeys
 from tq_service.storage.engine import StorageEngine
-from tq_service.v1 import controller_service_pb2 as pb
-from tq_service.v1.controller_service_pb2_grpc import ControllerServiceStub
 from tq_service.v1.metadata_pb2 import StorageEndpoint
 from tq_service.wire.credentials import Credentials
 
 if TYPE_CHECKING:
-    from tq_service.v1.controller_service_pb2_grpc import ControllerServiceAsyncStub  # exists for type checkers only
+    from tq_service.internal.v1.storage_registry_pb2_grpc import (
+        StorageRegistryServiceAsyncStub,  # exists for type checkers only
+    )
 
 MOST_OVERDUE_PUTS: Final = 4096
 """Most puts that a storage service asks about in one call: some milliseconds' work."""
@@ -60,7 +62,7 @@ async def register_storage(
         outage = PeerOutage(_log, f"the controller at {controller}")
         while True:
             stat, overdue = engine.stat(), engine.confirmations(controller_id).overdue(MOST_OVERDUE_PUTS)
-            request = pb.RegisterStorageRequest(
+            request = storage_registry_pb2.RegisterStorageRequest(
                 storage=endpoint,
                 max_bytes=stat.max_bytes or 0,
                 used_bytes=stat.used_bytes,
@@ -97,8 +99,8 @@ async def register_storage(
             await asyncio.sleep(answer.heartbeat_seconds)
 
 
-def _stub(channel: grpc.aio.Channel) -> ControllerServiceAsyncStub:
-    return cast("ControllerServiceAsyncStub", ControllerServiceStub(channel))
+def _stub(channel: grpc.aio.Channel) -> StorageRegistryServiceAsyncStub:
+    return cast("StorageRegistryServiceAsyncStub", StorageRegistryServiceStub(channel))
 
 
 def _pause_after(error: grpc.aio.AioRpcError | TqError, outage: PeerOutage) -> float:

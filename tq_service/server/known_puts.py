@@ -15,8 +15,8 @@ from typing import Final
 import numpy as np
 
 from tq_service.domain.tables.cells import CellSet, CellsSnapshot, live_cells
+from tq_service.internal.v1 import storage_control_pb2
 from tq_service.storage.cells import PutCells
-from tq_service.v1 import storage_service_pb2 as pb
 
 _MOST_PUTS: Final = 1024  # a piece is some milliseconds' work for the storage service
 _MOST_RUNS: Final = 4096
@@ -52,12 +52,12 @@ class KnownPuts:
             yield from map(put_cells, leaving.pop(put_id, ()))
         yield from map(put_cells, chain.from_iterable(leaving.values()))
 
-    def pieces(self) -> Iterator[pb.ReconcilePutsRequest]:
+    def pieces(self) -> Iterator[storage_control_pb2.ReconcilePutsRequest]:
         """Yield the messages that follow the first one, each of about a thousand puts; any thread may."""
         uncommitted = iter(self.uncommitted)
         while some := list(islice(uncommitted, _MOST_PUTS)):
-            yield pb.ReconcilePutsRequest(uncommitted_put_ids=some)
-        piece, run_count = pb.ReconcilePutsRequest(), 0
+            yield storage_control_pb2.ReconcilePutsRequest(uncommitted_put_ids=some)
+        piece, run_count = storage_control_pb2.ReconcilePutsRequest(), 0
         for cells in self.parts():
             if cells.is_whole:
                 piece.whole_put_ids.append(cells.put_id)
@@ -67,10 +67,10 @@ class KnownPuts:
                 run_count += 1 if part.first_rows is None else part.first_rows.size
                 if run_count >= _MOST_RUNS:
                     yield piece
-                    piece, run_count = pb.ReconcilePutsRequest(), 0
+                    piece, run_count = storage_control_pb2.ReconcilePutsRequest(), 0
             if len(piece.whole_put_ids) + len(piece.cells) >= _MOST_PUTS:
                 yield piece
-                piece, run_count = pb.ReconcilePutsRequest(), 0
+                piece, run_count = storage_control_pb2.ReconcilePutsRequest(), 0
         piece.is_last = True
         yield piece
 
@@ -108,9 +108,9 @@ def split_runs(cells: PutCells, most: int) -> Iterable[PutCells]:
     ]
 
 
-def encode_cells(cells: PutCells) -> pb.PutCells:
+def encode_cells(cells: PutCells) -> storage_control_pb2.PutCells:
     """Return the message of cells."""
-    return pb.PutCells(
+    return storage_control_pb2.PutCells(
         put_id=cells.put_id,
         field_names=cells.field_names,
         first_rows=() if cells.first_rows is None else cells.first_rows.tolist(),

@@ -18,7 +18,7 @@ from typing import Final
 from google.protobuf.message import DecodeError
 
 from tq_service.errors import InvalidArgumentError, PutNotFoundError, UnavailableError
-from tq_service.v1.storage_service_pb2 import PutReceipt
+from tq_service.internal.v1.put_receipt_pb2 import PutReceipt
 
 KEY_BYTES: Final = 32
 _SEAL_BYTES: Final = 32

@@ -18,6 +18,8 @@ import grpc
 
 from tq_service.dataplane._async.drivers import AsyncDriver, AsyncGrpcDriver, async_driver
 from tq_service.errors import PermissionDeniedError, TqError, UnauthenticatedError, UnavailableError
+from tq_service.internal.v1 import put_receipt_pb2, storage_control_pb2
+from tq_service.internal.v1.storage_control_pb2_grpc import StorageControlServiceStub
 from tq_service.server.known_puts import KnownPuts, encode_cells
 from tq_service.server.outages import PeerOutage
 from tq_service.server.peer import Peer
@@ -25,13 +27,13 @@ from tq_service.server.receipts import ReceiptBook, key_id
 from tq_service.server.supervisor import StartsTasks, Supervisor
 from tq_service.storage.cells import PutCells
 from tq_service.v1 import metadata_pb2
-from tq_service.v1 import storage_service_pb2 as pb
-from tq_service.v1.storage_service_pb2_grpc import StorageServiceStub
 from tq_service.wire.credentials import Credentials
 from tq_service.wire.error_table import from_rpc_error, status_from_trailers
 
 if TYPE_CHECKING:
-    from tq_service.v1.storage_service_pb2_grpc import StorageServiceAsyncStub  # exists for type checkers only
+    from tq_service.internal.v1.storage_control_pb2_grpc import (
+        StorageControlServiceAsyncStub,  # exists for type checkers only
+    )
 
 _log = logging.getLogger(__name__)
 _CALL_SECONDS = 10.0
@@ -148,7 +150,7 @@ class RemoteStorage:
         is_silent = time.monotonic() - self._heartbeat_at > self._silence_seconds
         return None if is_silent else replace(self._capacity, used_bytes=self._capacity.used_bytes + self._placed_bytes)
 
-    def open_receipt(self, put_id: bytes, partition_id: str, receipt: bytes) -> pb.PutReceipt:
+    def open_receipt(self, put_id: bytes, partition_id: str, receipt: bytes) -> put_receipt_pb2.PutReceipt:
         """Return what a receipt says of an uncommitted put of a partition."""
         if put_id in self._leaving:  # it may be freed late, or twice, and with it what is committed by then
             raise UnavailableError(
@@ -159,7 +161,7 @@ class RemoteStorage:
     def check_held(self, put_id: bytes, partition_id: str) -> None:
         """Do nothing: it asks before a put whose commit is under way expires."""
 
-    def spend(self, receipt: pb.PutReceipt) -> None:
+    def spend(self, receipt: put_receipt_pb2.PutReceipt) -> None:
         """Take a receipt no more."""
         self._receipts.spend(receipt.number)
 
@@ -222,11 +224,13 @@ class RemoteStorage:
             report_reconciled(self.storage_id, answer.missing_put_ids, answer.missing_count, answer.dropped_count)
             await asyncio.sleep(_RECONCILE_SECONDS)
 
-    async def _reconcile(self) -> pb.ReconcilePutsResponse:
+    async def _reconcile(self) -> storage_control_pb2.ReconcilePutsResponse:
         call = self._peer.stub.ReconcilePuts(timeout=_RECONCILIATION_SECONDS, metadata=self._peer.metadata())
         try:
             with contextlib.suppress(asyncio.InvalidStateError):  # it has ended the call, by an error
-                await call.write(pb.ReconcilePutsRequest(boot_id=self.boot_id, controller_id=self._controller_id))
+                await call.write(
+                    storage_control_pb2.ReconcilePutsRequest(boot_id=self.boot_id, controller_id=self._controller_id)
+                )
                 await call.initial_metadata()  # what is confirmed from now on stays there, so look at what is known
                 pieces = self._known().pieces()
                 while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
@@ -258,7 +262,7 @@ class RemoteStorage:
     async def _confirm_some(self) -> None:
         put_ids = list(islice(self._to_confirm, _MOST_A_CALL))
         if put_ids:
-            request = pb.ConfirmPutsRequest(boot_id=self.boot_id, put_ids=put_ids)
+            request = storage_control_pb2.ConfirmPutsRequest(boot_id=self.boot_id, put_ids=put_ids)
             answer = await self._peer.stub.ConfirmPuts(request, timeout=_CALL_SECONDS, metadata=self._peer.metadata())
             for put_id in put_ids:
                 self._to_confirm.pop(put_id, None)
@@ -269,7 +273,7 @@ class RemoteStorage:
             self._freeing, self._to_free = self._to_free[:_MOST_A_CALL], self._to_free[_MOST_A_CALL:]
             self._free_count += 1
         if self._freeing:  # the same again under its number: it may have been done, and the answer lost
-            request = pb.FreeCellsRequest(
+            request = storage_control_pb2.FreeCellsRequest(
                 boot_id=self.boot_id,
                 cells=map(encode_cells, self._freeing),
                 controller_id=self._controller_id,
@@ -320,8 +324,8 @@ def _typed_errors() -> Iterator[None]:
         raise meant from error
 
 
-def _stub(channel: grpc.aio.Channel) -> StorageServiceAsyncStub:
-    return cast("StorageServiceAsyncStub", StorageServiceStub(channel))
+def _stub(channel: grpc.aio.Channel) -> StorageControlServiceAsyncStub:
+    return cast("StorageControlServiceAsyncStub", StorageControlServiceStub(channel))
 
 
 def report_reconciled(

@@ -21,6 +21,7 @@ from tq_service.errors import (
     LimitExceededError,
     UnavailableError,
 )
+from tq_service.internal.v1 import storage_control_pb2
 from tq_service.schema import check_id, check_name
 from tq_service.server.commits import Commits
 from tq_service.server.progress import LEAST_PROGRESS_BYTES, Progress, received
@@ -128,7 +129,7 @@ class EngineCalls:
 
 
 class StorageServicer:
-    """Implements `StorageService`; what each method changes and answers stands in its proto.
+    """Implements `StorageService` and `StorageControlService`; their protos say what each method changes and answers.
 
     Args:
         engine: holds the bytes.
@@ -389,15 +390,17 @@ class StorageServicer:
             shared_memory_count=self._engine.shared_memory_count,
         )
 
-    async def ConfirmPuts(self, request: pb.ConfirmPutsRequest, context: Context) -> pb.ConfirmPutsResponse:
+    async def ConfirmPuts(
+        self, request: storage_control_pb2.ConfirmPutsRequest, context: Context
+    ) -> storage_control_pb2.ConfirmPutsResponse:
         put_ids = request.put_ids if request.boot_id == self._engine.boot_id else ()
-        return pb.ConfirmPutsResponse(
+        return storage_control_pb2.ConfirmPutsResponse(
             missing_put_ids=[put_id for put_id in put_ids if not self._engine.confirm(put_id)]
         )
 
     async def ReconcilePuts(
-        self, parts: AsyncIterator[pb.ReconcilePutsRequest], context: Context
-    ) -> pb.ReconcilePutsResponse:
+        self, parts: AsyncIterator[storage_control_pb2.ReconcilePutsRequest], context: Context
+    ) -> storage_control_pb2.ReconcilePutsResponse:
         state = None
         try:
             async for part in received(parts, self._stall_seconds, lambda _: LEAST_PROGRESS_BYTES):
@@ -419,23 +422,25 @@ class StorageServicer:
                 self._engine.end_reconciliation(state)
         raise InvalidArgumentError("the stream ended before its last message; nothing is dropped, send all of it again")
 
-    async def _finish_reconciliation(self, state: Reconciliation) -> pb.ReconcilePutsResponse:
+    async def _finish_reconciliation(self, state: Reconciliation) -> storage_control_pb2.ReconcilePutsResponse:
         for _ in self._engine.finish_reconciliation(state):
             await asyncio.sleep(0)
         if state.dropped_count:
             _log.warning("dropped %d puts that the controller does not know", state.dropped_count)
-        return pb.ReconcilePutsResponse(
+        return storage_control_pb2.ReconcilePutsResponse(
             missing_put_ids=state.missing_put_ids,
             missing_count=state.missing_count,
             dropped_count=state.dropped_count,
         )
 
-    async def FreeCells(self, request: pb.FreeCellsRequest, context: Context) -> pb.FreeCellsResponse:
+    async def FreeCells(
+        self, request: storage_control_pb2.FreeCellsRequest, context: Context
+    ) -> storage_control_pb2.FreeCellsResponse:
         cells = [_put_cells(cells) for cells in request.cells]
         is_own = request.boot_id == self._engine.boot_id
         if is_own and self._keys.takes_free(request.controller_id, request.key_id, request.number):
             self._engine.free(cells)
-        return pb.FreeCellsResponse()
+        return storage_control_pb2.FreeCellsResponse()
 
 
 def _check_partition(header: pb.PutHeader) -> None:
@@ -501,7 +506,7 @@ def _shared_columns(shared: Shared, offer_id: bytes) -> pb.SharedColumns:
     )
 
 
-def _put_cells(cells: pb.PutCells) -> PutCells:
+def _put_cells(cells: storage_control_pb2.PutCells) -> PutCells:
     """Return cells of a put.
 
     Raises:

@@ -22,13 +22,13 @@ from tq_service.errors import (
     TqError,
     UnavailableError,
 )
+from tq_service.internal.v1.put_receipt_pb2 import PutReceipt
 from tq_service.server.known_puts import KnownPuts, put_cells
 from tq_service.server.remote_storage import Capacity, Registration, RemoteStorage, report_reconciled
 from tq_service.server.supervisor import StartsTasks, Supervisor
 from tq_service.storage.cells import PutCells
 from tq_service.storage.engine import StorageEngine
 from tq_service.v1.metadata_pb2 import StorageEndpoint
-from tq_service.v1.storage_service_pb2 import PutReceipt
 from tq_service.wire.credentials import Credentials
 
 _log = logging.getLogger(__name__)

@@ -11,6 +11,7 @@ import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import google.protobuf.struct_pb2
 import sys
+import tq_service.v1.commit_pb2
 import tq_service.v1.metadata_pb2
 import typing
 
@@ -20,34 +21,6 @@ else:
     import typing_extensions
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
-
-class _KeyMode:
-    ValueType = typing.NewType("ValueType", builtins.int)
-    V: typing_extensions.TypeAlias = ValueType
-
-class _KeyModeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_KeyMode.ValueType], builtins.type):
-    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
-    KEY_MODE_UNSPECIFIED: _KeyMode.ValueType  # 0
-    """Not given: UPSERT for puts with keys."""
-    KEY_MODE_UPSERT: _KeyMode.ValueType  # 1
-    """Known keys name their sample, unknown ones make one."""
-    KEY_MODE_NEW: _KeyMode.ValueType  # 2
-    """Every key makes a sample."""
-    KEY_MODE_EXISTING: _KeyMode.ValueType  # 3
-    """Every key names its sample; without keys it is INVALID_ARGUMENT, but where `global_indexes` name the samples."""
-
-class KeyMode(_KeyMode, metaclass=_KeyModeEnumTypeWrapper):
-    """How keys are resolved."""
-
-KEY_MODE_UNSPECIFIED: KeyMode.ValueType  # 0
-"""Not given: UPSERT for puts with keys."""
-KEY_MODE_UPSERT: KeyMode.ValueType  # 1
-"""Known keys name their sample, unknown ones make one."""
-KEY_MODE_NEW: KeyMode.ValueType  # 2
-"""Every key makes a sample."""
-KEY_MODE_EXISTING: KeyMode.ValueType  # 3
-"""Every key names its sample; without keys it is INVALID_ARGUMENT, but where `global_indexes` name the samples."""
-global___KeyMode = KeyMode
 
 class _BatchUnit:
     ValueType = typing.NewType("ValueType", builtins.int)
@@ -268,68 +241,6 @@ class SealPartitionResponse(google.protobuf.message.Message):
 global___SealPartitionResponse = SealPartitionResponse
 
 @typing.final
-class SampleWrite(google.protobuf.message.Message):
-    """Which samples are written, and their metadata."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    PARTITION_ID_FIELD_NUMBER: builtins.int
-    INCARNATION_FIELD_NUMBER: builtins.int
-    ROW_COUNT_FIELD_NUMBER: builtins.int
-    GLOBAL_INDEXES_FIELD_NUMBER: builtins.int
-    KEYS_FIELD_NUMBER: builtins.int
-    KEY_MODE_FIELD_NUMBER: builtins.int
-    GROUPS_FIELD_NUMBER: builtins.int
-    GROUP_SIZE_FIELD_NUMBER: builtins.int
-    STATE_FIELD_NUMBER: builtins.int
-    CUSTOM_META_FIELD_NUMBER: builtins.int
-    partition_id: builtins.str
-    """The partition; made on first use."""
-    incarnation: builtins.bytes
-    """Its incarnation; empty: whichever. Must be given with `global_indexes`."""
-    row_count: builtins.int
-    """Number of samples written."""
-    key_mode: global___KeyMode.ValueType
-    """How `keys` are resolved."""
-    group_size: builtins.int
-    """Number of members that completes each group of `groups`; 0: not declared."""
-    state: tq_service.v1.metadata_pb2.SampleState.ValueType
-    """State of the samples."""
-    @property
-    def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Existing samples; empty: new ones, or those of `keys`."""
-
-    @property
-    def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Unique names of the samples, in order; empty: none."""
-
-    @property
-    def groups(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Groups of new samples, in order, "" for none; empty: none."""
-
-    @property
-    def custom_meta(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[tq_service.v1.metadata_pb2.MetaColumn]:
-        """custom_meta; merges with what is there."""
-
-    def __init__(
-        self,
-        *,
-        partition_id: builtins.str = ...,
-        incarnation: builtins.bytes = ...,
-        row_count: builtins.int = ...,
-        global_indexes: collections.abc.Iterable[builtins.int] | None = ...,
-        keys: collections.abc.Iterable[builtins.str] | None = ...,
-        key_mode: global___KeyMode.ValueType = ...,
-        groups: collections.abc.Iterable[builtins.str] | None = ...,
-        group_size: builtins.int = ...,
-        state: tq_service.v1.metadata_pb2.SampleState.ValueType = ...,
-        custom_meta: collections.abc.Iterable[tq_service.v1.metadata_pb2.MetaColumn] | None = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["custom_meta", b"custom_meta", "global_indexes", b"global_indexes", "group_size", b"group_size", "groups", b"groups", "incarnation", b"incarnation", "key_mode", b"key_mode", "keys", b"keys", "partition_id", b"partition_id", "row_count", b"row_count", "state", b"state"]) -> None: ...
-
-global___SampleWrite = SampleWrite
-
-@typing.final
 class InsertRequest(google.protobuf.message.Message):
     """Allocates samples without data."""
 
@@ -340,14 +251,14 @@ class InsertRequest(google.protobuf.message.Message):
     request_id: builtins.bytes
     """16 random bytes, the same over retries."""
     @property
-    def write(self) -> global___SampleWrite:
+    def write(self) -> tq_service.v1.commit_pb2.SampleWrite:
         """The samples."""
 
     def __init__(
         self,
         *,
         request_id: builtins.bytes = ...,
-        write: global___SampleWrite | None = ...,
+        write: tq_service.v1.commit_pb2.SampleWrite | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["write", b"write"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["request_id", b"request_id", "write", b"write"]) -> None: ...
@@ -374,93 +285,6 @@ class InsertResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["meta", b"meta"]) -> None: ...
 
 global___InsertResponse = InsertResponse
-
-@typing.final
-class PutPlacement(google.protobuf.message.Message):
-    """The put that a commit makes visible."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    STORAGE_FIELD_NUMBER: builtins.int
-    PUT_ID_FIELD_NUMBER: builtins.int
-    RECEIPT_FIELD_NUMBER: builtins.int
-    put_id: builtins.bytes
-    """The put."""
-    receipt: builtins.bytes
-    """What Put answered; empty where it answered none."""
-    @property
-    def storage(self) -> tq_service.v1.metadata_pb2.StorageEndpoint:
-        """The storage service and boot that took it."""
-
-    def __init__(
-        self,
-        *,
-        storage: tq_service.v1.metadata_pb2.StorageEndpoint | None = ...,
-        put_id: builtins.bytes = ...,
-        receipt: builtins.bytes = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["storage", b"storage"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["put_id", b"put_id", "receipt", b"receipt", "storage", b"storage"]) -> None: ...
-
-global___PutPlacement = PutPlacement
-
-@typing.final
-class CommitRequest(google.protobuf.message.Message):
-    """Makes a put visible."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    REQUEST_ID_FIELD_NUMBER: builtins.int
-    WRITE_FIELD_NUMBER: builtins.int
-    PLACEMENT_FIELD_NUMBER: builtins.int
-    COLUMNS_FIELD_NUMBER: builtins.int
-    request_id: builtins.bytes
-    """16 random bytes, the same over retries."""
-    @property
-    def write(self) -> global___SampleWrite:
-        """Which samples, and their metadata."""
-
-    @property
-    def placement(self) -> global___PutPlacement:
-        """Where the put is; not given: metadata and state only."""
-
-    @property
-    def columns(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[tq_service.v1.metadata_pb2.ColumnHeader]:
-        """The columns of the put."""
-
-    def __init__(
-        self,
-        *,
-        request_id: builtins.bytes = ...,
-        write: global___SampleWrite | None = ...,
-        placement: global___PutPlacement | None = ...,
-        columns: collections.abc.Iterable[tq_service.v1.metadata_pb2.ColumnHeader] | None = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["placement", b"placement", "write", b"write"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["columns", b"columns", "placement", b"placement", "request_id", b"request_id", "write", b"write"]) -> None: ...
-
-global___CommitRequest = CommitRequest
-
-@typing.final
-class CommitResponse(google.protobuf.message.Message):
-    """The put is visible."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    META_FIELD_NUMBER: builtins.int
-    @property
-    def meta(self) -> tq_service.v1.metadata_pb2.BatchMeta:
-        """Partition, incarnation, indexes and fields; nothing else that the client sent itself."""
-
-    def __init__(
-        self,
-        *,
-        meta: tq_service.v1.metadata_pb2.BatchMeta | None = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["meta", b"meta"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["meta", b"meta"]) -> None: ...
-
-global___CommitResponse = CommitResponse
 
 @typing.final
 class MetaValue(google.protobuf.message.Message):
@@ -1731,97 +1555,6 @@ class PlacePutResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["controller_id", b"controller_id", "embedded", b"embedded", "grant_bytes", b"grant_bytes", "grant_seconds", b"grant_seconds", "max_granted_put_bytes", b"max_granted_put_bytes", "storages", b"storages"]) -> None: ...
 
 global___PlacePutResponse = PlacePutResponse
-
-@typing.final
-class RegisterStorageRequest(google.protobuf.message.Message):
-    """Announces a storage service."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    STORAGE_FIELD_NUMBER: builtins.int
-    MAX_BYTES_FIELD_NUMBER: builtins.int
-    USED_BYTES_FIELD_NUMBER: builtins.int
-    RUN_ID_FIELD_NUMBER: builtins.int
-    OVERDUE_PUT_IDS_FIELD_NUMBER: builtins.int
-    RECEIPTS_FROM_FIELD_NUMBER: builtins.int
-    CONTROLLER_ID_FIELD_NUMBER: builtins.int
-    max_bytes: builtins.int
-    """Its quota in bytes; 0 means none."""
-    used_bytes: builtins.int
-    """Bytes stored and reserved."""
-    run_id: builtins.bytes
-    """Random 16 bytes, new at every start of its process, also where the boot stays since it has kept its puts."""
-    receipts_from: builtins.int
-    """The receipts of this controller's puts with lower numbers are void from now on."""
-    controller_id: builtins.bytes
-    """The controller that it was registered with last, which these two are about; empty: none."""
-    @property
-    def storage(self) -> tq_service.v1.metadata_pb2.StorageEndpoint:
-        """Its name, boot and address."""
-
-    @property
-    def overdue_put_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """Puts of this controller that have waited for too long for their confirmation, at most 4096; the others come with
-        later heartbeats.
-        """
-
-    def __init__(
-        self,
-        *,
-        storage: tq_service.v1.metadata_pb2.StorageEndpoint | None = ...,
-        max_bytes: builtins.int = ...,
-        used_bytes: builtins.int = ...,
-        run_id: builtins.bytes = ...,
-        overdue_put_ids: collections.abc.Iterable[builtins.bytes] | None = ...,
-        receipts_from: builtins.int = ...,
-        controller_id: builtins.bytes = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["storage", b"storage"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["controller_id", b"controller_id", "max_bytes", b"max_bytes", "overdue_put_ids", b"overdue_put_ids", "receipts_from", b"receipts_from", "run_id", b"run_id", "storage", b"storage", "used_bytes", b"used_bytes"]) -> None: ...
-
-global___RegisterStorageRequest = RegisterStorageRequest
-
-@typing.final
-class RegisterStorageResponse(google.protobuf.message.Message):
-    """The storage service is known."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    HEARTBEAT_SECONDS_FIELD_NUMBER: builtins.int
-    CONTROLLER_ID_FIELD_NUMBER: builtins.int
-    UNKNOWN_PUT_IDS_FIELD_NUMBER: builtins.int
-    UNDECIDED_PUT_IDS_FIELD_NUMBER: builtins.int
-    RECEIPT_KEY_FIELD_NUMBER: builtins.int
-    heartbeat_seconds: builtins.float
-    """When to announce itself again, in seconds; after three missed times it gets no more puts."""
-    controller_id: builtins.bytes
-    """Identifies the controller as the owner of puts, 16 bytes: the same over restarts."""
-    receipt_key: builtins.bytes
-    """What the receipts of this controller's puts are sealed with from now on, 32 random bytes: another one for every
-    process of the controller and of the storage service, so that receipts of processes that are gone are void.
-    """
-    @property
-    def unknown_put_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """Of the puts of the request, those that are not committed and cannot be any more, since their receipts are void: they
-        are to be dropped.
-        """
-
-    @property
-    def undecided_put_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """Of the puts of the request, those whose commit is under way: they are to be asked for again. All others are committed."""
-
-    def __init__(
-        self,
-        *,
-        heartbeat_seconds: builtins.float = ...,
-        controller_id: builtins.bytes = ...,
-        unknown_put_ids: collections.abc.Iterable[builtins.bytes] | None = ...,
-        undecided_put_ids: collections.abc.Iterable[builtins.bytes] | None = ...,
-        receipt_key: builtins.bytes = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["controller_id", b"controller_id", "heartbeat_seconds", b"heartbeat_seconds", "receipt_key", b"receipt_key", "undecided_put_ids", b"undecided_put_ids", "unknown_put_ids", b"unknown_put_ids"]) -> None: ...
-
-global___RegisterStorageResponse = RegisterStorageResponse
 
 @typing.final
 class CheckpointRequest(google.protobuf.message.Message):

@@ -2,6 +2,7 @@
 """Client and server classes corresponding to protobuf-defined services."""
 import grpc
 
+from tq_service.v1 import commit_pb2 as tq__service_dot_v1_dot_commit__pb2
 from tq_service.v1 import controller_service_pb2 as tq__service_dot_v1_dot_controller__service__pb2
 
 
@@ -37,8 +38,8 @@ class ControllerServiceStub(object):
                 )
         self.Commit = channel.unary_unary(
                 '/tq_service.v1.ControllerService/Commit',
-                request_serializer=tq__service_dot_v1_dot_controller__service__pb2.CommitRequest.SerializeToString,
-                response_deserializer=tq__service_dot_v1_dot_controller__service__pb2.CommitResponse.FromString,
+                request_serializer=tq__service_dot_v1_dot_commit__pb2.CommitRequest.SerializeToString,
+                response_deserializer=tq__service_dot_v1_dot_commit__pb2.CommitResponse.FromString,
                 )
         self.GetMeta = channel.unary_unary(
                 '/tq_service.v1.ControllerService/GetMeta',
@@ -134,11 +135,6 @@ class ControllerServiceStub(object):
                 '/tq_service.v1.ControllerService/Restore',
                 request_serializer=tq__service_dot_v1_dot_controller__service__pb2.RestoreRequest.SerializeToString,
                 response_deserializer=tq__service_dot_v1_dot_controller__service__pb2.RestoreResponse.FromString,
-                )
-        self.RegisterStorage = channel.unary_unary(
-                '/tq_service.v1.ControllerService/RegisterStorage',
-                request_serializer=tq__service_dot_v1_dot_controller__service__pb2.RegisterStorageRequest.SerializeToString,
-                response_deserializer=tq__service_dot_v1_dot_controller__service__pb2.RegisterStorageResponse.FromString,
                 )
 
 
@@ -354,14 +350,6 @@ class ControllerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def RegisterStorage(self, request, context):
-        """Announces a storage service; repeated as its heartbeat. Changes: it gets puts from now on. The answer says which of
-        the puts it names are committed, so that it keeps those and drops the others. Idempotent, does not block. Errors: INVALID_ARGUMENT (more than 4096 puts).
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_ControllerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -382,8 +370,8 @@ def add_ControllerServiceServicer_to_server(servicer, server):
             ),
             'Commit': grpc.unary_unary_rpc_method_handler(
                     servicer.Commit,
-                    request_deserializer=tq__service_dot_v1_dot_controller__service__pb2.CommitRequest.FromString,
-                    response_serializer=tq__service_dot_v1_dot_controller__service__pb2.CommitResponse.SerializeToString,
+                    request_deserializer=tq__service_dot_v1_dot_commit__pb2.CommitRequest.FromString,
+                    response_serializer=tq__service_dot_v1_dot_commit__pb2.CommitResponse.SerializeToString,
             ),
             'GetMeta': grpc.unary_unary_rpc_method_handler(
                     servicer.GetMeta,
@@ -480,11 +468,6 @@ def add_ControllerServiceServicer_to_server(servicer, server):
                     request_deserializer=tq__service_dot_v1_dot_controller__service__pb2.RestoreRequest.FromString,
                     response_serializer=tq__service_dot_v1_dot_controller__service__pb2.RestoreResponse.SerializeToString,
             ),
-            'RegisterStorage': grpc.unary_unary_rpc_method_handler(
-                    servicer.RegisterStorage,
-                    request_deserializer=tq__service_dot_v1_dot_controller__service__pb2.RegisterStorageRequest.FromString,
-                    response_serializer=tq__service_dot_v1_dot_controller__service__pb2.RegisterStorageResponse.SerializeToString,
-            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'tq_service.v1.ControllerService', rpc_method_handlers)
@@ -564,8 +547,8 @@ class ControllerService(object):
             timeout=None,
             metadata=None):
         return grpc.experimental.unary_unary(request, target, '/tq_service.v1.ControllerService/Commit',
-            tq__service_dot_v1_dot_controller__service__pb2.CommitRequest.SerializeToString,
-            tq__service_dot_v1_dot_controller__service__pb2.CommitResponse.FromString,
+            tq__service_dot_v1_dot_commit__pb2.CommitRequest.SerializeToString,
+            tq__service_dot_v1_dot_commit__pb2.CommitResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 
@@ -889,22 +872,5 @@ class ControllerService(object):
         return grpc.experimental.unary_unary(request, target, '/tq_service.v1.ControllerService/Restore',
             tq__service_dot_v1_dot_controller__service__pb2.RestoreRequest.SerializeToString,
             tq__service_dot_v1_dot_controller__service__pb2.RestoreResponse.FromString,
-            options, channel_credentials,
-            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
-
-    @staticmethod
-    def RegisterStorage(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(request, target, '/tq_service.v1.ControllerService/RegisterStorage',
-            tq__service_dot_v1_dot_controller__service__pb2.RegisterStorageRequest.SerializeToString,
-            tq__service_dot_v1_dot_controller__service__pb2.RegisterStorageResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)

@@ -7,6 +7,7 @@ import abc
 import collections.abc
 import grpc
 import grpc.aio
+import tq_service.v1.commit_pb2
 import tq_service.v1.controller_service_pb2
 import typing
 
@@ -55,8 +56,8 @@ class ControllerServiceStub:
     """
 
     Commit: grpc.UnaryUnaryMultiCallable[
-        tq_service.v1.controller_service_pb2.CommitRequest,
-        tq_service.v1.controller_service_pb2.CommitResponse,
+        tq_service.v1.commit_pb2.CommitRequest,
+        tq_service.v1.commit_pb2.CommitResponse,
     ]
     """Makes a stored put visible and writes keys, groups, state and custom_meta, all in one step: allocates rows for new
     samples, or adds and overwrites columns of existing ones; without a placement it writes metadata and state only.
@@ -226,14 +227,6 @@ class ControllerServiceStub:
     INVALID_ARGUMENT (the name, no checkpoint, or one of another format), DATA_LOSS (a file of it is damaged), RESOURCE_EXHAUSTED (no room for its bytes).
     """
 
-    RegisterStorage: grpc.UnaryUnaryMultiCallable[
-        tq_service.v1.controller_service_pb2.RegisterStorageRequest,
-        tq_service.v1.controller_service_pb2.RegisterStorageResponse,
-    ]
-    """Announces a storage service; repeated as its heartbeat. Changes: it gets puts from now on. The answer says which of
-    the puts it names are committed, so that it keeps those and drops the others. Idempotent, does not block. Errors: INVALID_ARGUMENT (more than 4096 puts).
-    """
-
 class ControllerServiceAsyncStub:
     """Partitions, samples and claims.
 
@@ -271,8 +264,8 @@ class ControllerServiceAsyncStub:
     """
 
     Commit: grpc.aio.UnaryUnaryMultiCallable[
-        tq_service.v1.controller_service_pb2.CommitRequest,
-        tq_service.v1.controller_service_pb2.CommitResponse,
+        tq_service.v1.commit_pb2.CommitRequest,
+        tq_service.v1.commit_pb2.CommitResponse,
     ]
     """Makes a stored put visible and writes keys, groups, state and custom_meta, all in one step: allocates rows for new
     samples, or adds and overwrites columns of existing ones; without a placement it writes metadata and state only.
@@ -442,14 +435,6 @@ class ControllerServiceAsyncStub:
     INVALID_ARGUMENT (the name, no checkpoint, or one of another format), DATA_LOSS (a file of it is damaged), RESOURCE_EXHAUSTED (no room for its bytes).
     """
 
-    RegisterStorage: grpc.aio.UnaryUnaryMultiCallable[
-        tq_service.v1.controller_service_pb2.RegisterStorageRequest,
-        tq_service.v1.controller_service_pb2.RegisterStorageResponse,
-    ]
-    """Announces a storage service; repeated as its heartbeat. Changes: it gets puts from now on. The answer says which of
-    the puts it names are committed, so that it keeps those and drops the others. Idempotent, does not block. Errors: INVALID_ARGUMENT (more than 4096 puts).
-    """
-
 class ControllerServiceServicer(metaclass=abc.ABCMeta):
     """Partitions, samples and claims.
 
@@ -495,9 +480,9 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
     def Commit(
         self,
-        request: tq_service.v1.controller_service_pb2.CommitRequest,
+        request: tq_service.v1.commit_pb2.CommitRequest,
         context: _ServicerContext,
-    ) -> typing.Union[tq_service.v1.controller_service_pb2.CommitResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.CommitResponse]]:
+    ) -> typing.Union[tq_service.v1.commit_pb2.CommitResponse, collections.abc.Awaitable[tq_service.v1.commit_pb2.CommitResponse]]:
         """Makes a stored put visible and writes keys, groups, state and custom_meta, all in one step: allocates rows for new
         samples, or adds and overwrites columns of existing ones; without a placement it writes metadata and state only.
         Idempotent under `request_id`. Blocks for one call to the storage service that holds the put, and with new samples
@@ -702,16 +687,6 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         before anything is changed; then its bytes go to the storage services there are now, and all its partitions appear
         in one step. Errors: FAILED_PRECONDITION (there are partitions, or the service has no directory for checkpoints),
         INVALID_ARGUMENT (the name, no checkpoint, or one of another format), DATA_LOSS (a file of it is damaged), RESOURCE_EXHAUSTED (no room for its bytes).
-        """
-
-    @abc.abstractmethod
-    def RegisterStorage(
-        self,
-        request: tq_service.v1.controller_service_pb2.RegisterStorageRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[tq_service.v1.controller_service_pb2.RegisterStorageResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.RegisterStorageResponse]]:
-        """Announces a storage service; repeated as its heartbeat. Changes: it gets puts from now on. The answer says which of
-        the puts it names are committed, so that it keeps those and drops the others. Idempotent, does not block. Errors: INVALID_ARGUMENT (more than 4096 puts).
         """
 
 def add_ControllerServiceServicer_to_server(servicer: ControllerServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

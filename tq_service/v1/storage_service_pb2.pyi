@@ -8,7 +8,7 @@ import collections.abc
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
 import google.protobuf.message
-import tq_service.v1.controller_service_pb2
+import tq_service.v1.commit_pb2
 import tq_service.v1.metadata_pb2
 import typing
 
@@ -50,7 +50,7 @@ class PutHeader(google.protobuf.message.Message):
         """The columns, in the order of their bytes in the frames."""
 
     @property
-    def commit(self) -> tq_service.v1.controller_service_pb2.CommitRequest:
+    def commit(self) -> tq_service.v1.commit_pb2.CommitRequest:
         """Where the controller is in the same process: the commit, its placement and columns left empty."""
 
     def __init__(
@@ -61,7 +61,7 @@ class PutHeader(google.protobuf.message.Message):
         columns: collections.abc.Iterable[tq_service.v1.metadata_pb2.ColumnHeader] | None = ...,
         size_bytes: builtins.int = ...,
         for_existing_rows: builtins.bool = ...,
-        commit: tq_service.v1.controller_service_pb2.CommitRequest | None = ...,
+        commit: tq_service.v1.commit_pb2.CommitRequest | None = ...,
         shared_memory_session: builtins.bytes = ...,
         partition_id: builtins.str = ...,
         controller_id: builtins.bytes = ...,
@@ -115,54 +115,20 @@ class PutResponse(google.protobuf.message.Message):
         """The storage service that took it."""
 
     @property
-    def commit(self) -> tq_service.v1.controller_service_pb2.CommitResponse:
+    def commit(self) -> tq_service.v1.commit_pb2.CommitResponse:
         """The commit's answer, where the header carried a commit."""
 
     def __init__(
         self,
         *,
         storage: tq_service.v1.metadata_pb2.StorageEndpoint | None = ...,
-        commit: tq_service.v1.controller_service_pb2.CommitResponse | None = ...,
+        commit: tq_service.v1.commit_pb2.CommitResponse | None = ...,
         receipt: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["commit", b"commit", "storage", b"storage"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["commit", b"commit", "receipt", b"receipt", "storage", b"storage"]) -> None: ...
 
 global___PutResponse = PutResponse
-
-@typing.final
-class PutReceipt(google.protobuf.message.Message):
-    """What a receipt says, after the 32 bytes of its seal: an HMAC-SHA256 of this with the key of the registration."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    KEY_ID_FIELD_NUMBER: builtins.int
-    PUT_ID_FIELD_NUMBER: builtins.int
-    PARTITION_ID_FIELD_NUMBER: builtins.int
-    FOR_EXISTING_ROWS_FIELD_NUMBER: builtins.int
-    NUMBER_FIELD_NUMBER: builtins.int
-    key_id: builtins.bytes
-    """The first 8 bytes of the SHA-256 of the key."""
-    put_id: builtins.bytes
-    """The put."""
-    partition_id: builtins.str
-    """The partition that it is for."""
-    for_existing_rows: builtins.bool
-    """Whether it may have used the reserve for columns of existing samples."""
-    number: builtins.int
-    """Receipts under one key are numbered: once it is told from which number on they are valid, the others are expired."""
-    def __init__(
-        self,
-        *,
-        key_id: builtins.bytes = ...,
-        put_id: builtins.bytes = ...,
-        partition_id: builtins.str = ...,
-        for_existing_rows: builtins.bool = ...,
-        number: builtins.int = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["for_existing_rows", b"for_existing_rows", "key_id", b"key_id", "number", b"number", "partition_id", b"partition_id", "put_id", b"put_id"]) -> None: ...
-
-global___PutReceipt = PutReceipt
 
 @typing.final
 class PutInlineRequest(google.protobuf.message.Message):
@@ -479,203 +445,3 @@ class StatResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["damaged_put_count", b"damaged_put_count", "max_bytes", b"max_bytes", "pooled_bytes", b"pooled_bytes", "put_count", b"put_count", "shared_memory_count", b"shared_memory_count", "shared_memory_socket", b"shared_memory_socket", "storage", b"storage", "uncommitted_put_count", b"uncommitted_put_count", "used_bytes", b"used_bytes"]) -> None: ...
 
 global___StatResponse = StatResponse
-
-@typing.final
-class ConfirmPutsRequest(google.protobuf.message.Message):
-    """Says that puts are committed."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    BOOT_ID_FIELD_NUMBER: builtins.int
-    PUT_IDS_FIELD_NUMBER: builtins.int
-    boot_id: builtins.bytes
-    """The boot under which they were stored; requests for another boot are ignored."""
-    @property
-    def put_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """The puts."""
-
-    def __init__(
-        self,
-        *,
-        boot_id: builtins.bytes = ...,
-        put_ids: collections.abc.Iterable[builtins.bytes] | None = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "put_ids", b"put_ids"]) -> None: ...
-
-global___ConfirmPutsRequest = ConfirmPutsRequest
-
-@typing.final
-class ConfirmPutsResponse(google.protobuf.message.Message):
-    """The puts stay."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    MISSING_PUT_IDS_FIELD_NUMBER: builtins.int
-    @property
-    def missing_put_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """Those that are not here."""
-
-    def __init__(
-        self,
-        *,
-        missing_put_ids: collections.abc.Iterable[builtins.bytes] | None = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["missing_put_ids", b"missing_put_ids"]) -> None: ...
-
-global___ConfirmPutsResponse = ConfirmPutsResponse
-
-@typing.final
-class PutCells(google.protobuf.message.Message):
-    """Cells of one put."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    PUT_ID_FIELD_NUMBER: builtins.int
-    FIELD_NAMES_FIELD_NUMBER: builtins.int
-    FIRST_ROWS_FIELD_NUMBER: builtins.int
-    ROW_COUNTS_FIELD_NUMBER: builtins.int
-    put_id: builtins.bytes
-    """The put."""
-    @property
-    def field_names(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """The fields; empty: all of the put."""
-
-    @property
-    def first_rows(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """First row of each run of rows; empty: all rows."""
-
-    @property
-    def row_counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Number of rows of each run."""
-
-    def __init__(
-        self,
-        *,
-        put_id: builtins.bytes = ...,
-        field_names: collections.abc.Iterable[builtins.str] | None = ...,
-        first_rows: collections.abc.Iterable[builtins.int] | None = ...,
-        row_counts: collections.abc.Iterable[builtins.int] | None = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["field_names", b"field_names", "first_rows", b"first_rows", "put_id", b"put_id", "row_counts", b"row_counts"]) -> None: ...
-
-global___PutCells = PutCells
-
-@typing.final
-class ReconcilePutsRequest(google.protobuf.message.Message):
-    """A piece of what is known."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    BOOT_ID_FIELD_NUMBER: builtins.int
-    WHOLE_PUT_IDS_FIELD_NUMBER: builtins.int
-    CELLS_FIELD_NUMBER: builtins.int
-    UNCOMMITTED_PUT_IDS_FIELD_NUMBER: builtins.int
-    IS_LAST_FIELD_NUMBER: builtins.int
-    CONTROLLER_ID_FIELD_NUMBER: builtins.int
-    boot_id: builtins.bytes
-    """The boot under which the puts were stored; first message only."""
-    is_last: builtins.bool
-    """Whether this is the last message. A stream that ends without it has broken off."""
-    controller_id: builtins.bytes
-    """The controller that says so; first message only."""
-    @property
-    def whole_put_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """Puts all of whose cells are known."""
-
-    @property
-    def cells(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PutCells]:
-        """Cells of other puts; those of one put follow each other, over messages too."""
-
-    @property
-    def uncommitted_put_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """Puts whose commit is under way: they stay as they are, confirmed or not."""
-
-    def __init__(
-        self,
-        *,
-        boot_id: builtins.bytes = ...,
-        whole_put_ids: collections.abc.Iterable[builtins.bytes] | None = ...,
-        cells: collections.abc.Iterable[global___PutCells] | None = ...,
-        uncommitted_put_ids: collections.abc.Iterable[builtins.bytes] | None = ...,
-        is_last: builtins.bool = ...,
-        controller_id: builtins.bytes = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "cells", b"cells", "controller_id", b"controller_id", "is_last", b"is_last", "uncommitted_put_ids", b"uncommitted_put_ids", "whole_put_ids", b"whole_put_ids"]) -> None: ...
-
-global___ReconcilePutsRequest = ReconcilePutsRequest
-
-@typing.final
-class ReconcilePutsResponse(google.protobuf.message.Message):
-    """The puts stay."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    MISSING_PUT_IDS_FIELD_NUMBER: builtins.int
-    MISSING_COUNT_FIELD_NUMBER: builtins.int
-    DROPPED_COUNT_FIELD_NUMBER: builtins.int
-    missing_count: builtins.int
-    """Number of all of them."""
-    dropped_count: builtins.int
-    """Number of puts that were dropped."""
-    @property
-    def missing_put_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """Some of those that are not here, or damaged."""
-
-    def __init__(
-        self,
-        *,
-        missing_put_ids: collections.abc.Iterable[builtins.bytes] | None = ...,
-        missing_count: builtins.int = ...,
-        dropped_count: builtins.int = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["dropped_count", b"dropped_count", "missing_count", b"missing_count", "missing_put_ids", b"missing_put_ids"]) -> None: ...
-
-global___ReconcilePutsResponse = ReconcilePutsResponse
-
-@typing.final
-class FreeCellsRequest(google.protobuf.message.Message):
-    """Gives cells back."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    BOOT_ID_FIELD_NUMBER: builtins.int
-    CELLS_FIELD_NUMBER: builtins.int
-    CONTROLLER_ID_FIELD_NUMBER: builtins.int
-    KEY_ID_FIELD_NUMBER: builtins.int
-    NUMBER_FIELD_NUMBER: builtins.int
-    boot_id: builtins.bytes
-    """The boot under which they were stored; requests for another boot are ignored."""
-    controller_id: builtins.bytes
-    """The controller that calls."""
-    key_id: builtins.bytes
-    """The first 8 bytes of the SHA-256 of the receipt key that it gave with its present registration."""
-    number: builtins.int
-    """Counts the calls under one key, from 1: each is made again until it is answered, before the next one."""
-    @property
-    def cells(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PutCells]:
-        """The cells."""
-
-    def __init__(
-        self,
-        *,
-        boot_id: builtins.bytes = ...,
-        cells: collections.abc.Iterable[global___PutCells] | None = ...,
-        controller_id: builtins.bytes = ...,
-        key_id: builtins.bytes = ...,
-        number: builtins.int = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "cells", b"cells", "controller_id", b"controller_id", "key_id", b"key_id", "number", b"number"]) -> None: ...
-
-global___FreeCellsRequest = FreeCellsRequest
-
-@typing.final
-class FreeCellsResponse(google.protobuf.message.Message):
-    """Empty: the cells are gone."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-
-global___FreeCellsResponse = FreeCellsResponse

@@ -40,21 +40,6 @@ class StorageServiceStub(object):
                 request_serializer=tq__service_dot_v1_dot_storage__service__pb2.StatRequest.SerializeToString,
                 response_deserializer=tq__service_dot_v1_dot_storage__service__pb2.StatResponse.FromString,
                 )
-        self.ConfirmPuts = channel.unary_unary(
-                '/tq_service.v1.StorageService/ConfirmPuts',
-                request_serializer=tq__service_dot_v1_dot_storage__service__pb2.ConfirmPutsRequest.SerializeToString,
-                response_deserializer=tq__service_dot_v1_dot_storage__service__pb2.ConfirmPutsResponse.FromString,
-                )
-        self.ReconcilePuts = channel.stream_unary(
-                '/tq_service.v1.StorageService/ReconcilePuts',
-                request_serializer=tq__service_dot_v1_dot_storage__service__pb2.ReconcilePutsRequest.SerializeToString,
-                response_deserializer=tq__service_dot_v1_dot_storage__service__pb2.ReconcilePutsResponse.FromString,
-                )
-        self.FreeCells = channel.unary_unary(
-                '/tq_service.v1.StorageService/FreeCells',
-                request_serializer=tq__service_dot_v1_dot_storage__service__pb2.FreeCellsRequest.SerializeToString,
-                response_deserializer=tq__service_dot_v1_dot_storage__service__pb2.FreeCellsResponse.FromString,
-                )
 
 
 class StorageServiceServicer(object):
@@ -113,37 +98,6 @@ class StorageServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ConfirmPuts(self, request, context):
-        """Says that puts are committed, so that they stay: called by the controller a short time after it committed them, again
-        and again until it is answered. Idempotent, does not block. Puts under another boot are ignored.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ReconcilePuts(self, request_iterator, context):
-        """Says which puts the controller knows, in pieces: called by it when it or this service has started anew, and now and
-        then. The first message has the boot and the controller alone; initial metadata answers it, and only then the controller looks at what
-        it knows, so that a put is listed, or confirmed after the first message, or not known. Changes, after the last
-        message: confirmed puts of this controller that are not listed are dropped, but those that were confirmed after the
-        first one; of those listed the cells listed stay. Puts of other controllers, and those that wait for their commit,
-        stay as they are. A stream that breaks off drops
-        nothing but cells that are not listed of puts that are. Other calls go on between the messages. Errors: DATA_LOSS
-        (another boot), CANCELLED (a later call of this method has begun).
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def FreeCells(self, request, context):
-        """Gives cells back: called by the controller when they were cleared, overwritten or failed. Unknown puts are ignored. A
-        call whose number was taken before changes nothing: what was stored since under an id that it names stays. Does not
-        block. Errors: UNAVAILABLE (the key is not that of the present registration).
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_StorageServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -171,21 +125,6 @@ def add_StorageServiceServicer_to_server(servicer, server):
                     servicer.Stat,
                     request_deserializer=tq__service_dot_v1_dot_storage__service__pb2.StatRequest.FromString,
                     response_serializer=tq__service_dot_v1_dot_storage__service__pb2.StatResponse.SerializeToString,
-            ),
-            'ConfirmPuts': grpc.unary_unary_rpc_method_handler(
-                    servicer.ConfirmPuts,
-                    request_deserializer=tq__service_dot_v1_dot_storage__service__pb2.ConfirmPutsRequest.FromString,
-                    response_serializer=tq__service_dot_v1_dot_storage__service__pb2.ConfirmPutsResponse.SerializeToString,
-            ),
-            'ReconcilePuts': grpc.stream_unary_rpc_method_handler(
-                    servicer.ReconcilePuts,
-                    request_deserializer=tq__service_dot_v1_dot_storage__service__pb2.ReconcilePutsRequest.FromString,
-                    response_serializer=tq__service_dot_v1_dot_storage__service__pb2.ReconcilePutsResponse.SerializeToString,
-            ),
-            'FreeCells': grpc.unary_unary_rpc_method_handler(
-                    servicer.FreeCells,
-                    request_deserializer=tq__service_dot_v1_dot_storage__service__pb2.FreeCellsRequest.FromString,
-                    response_serializer=tq__service_dot_v1_dot_storage__service__pb2.FreeCellsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -280,56 +219,5 @@ class StorageService(object):
         return grpc.experimental.unary_unary(request, target, '/tq_service.v1.StorageService/Stat',
             tq__service_dot_v1_dot_storage__service__pb2.StatRequest.SerializeToString,
             tq__service_dot_v1_dot_storage__service__pb2.StatResponse.FromString,
-            options, channel_credentials,
-            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
-
-    @staticmethod
-    def ConfirmPuts(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(request, target, '/tq_service.v1.StorageService/ConfirmPuts',
-            tq__service_dot_v1_dot_storage__service__pb2.ConfirmPutsRequest.SerializeToString,
-            tq__service_dot_v1_dot_storage__service__pb2.ConfirmPutsResponse.FromString,
-            options, channel_credentials,
-            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
-
-    @staticmethod
-    def ReconcilePuts(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_unary(request_iterator, target, '/tq_service.v1.StorageService/ReconcilePuts',
-            tq__service_dot_v1_dot_storage__service__pb2.ReconcilePutsRequest.SerializeToString,
-            tq__service_dot_v1_dot_storage__service__pb2.ReconcilePutsResponse.FromString,
-            options, channel_credentials,
-            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
-
-    @staticmethod
-    def FreeCells(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(request, target, '/tq_service.v1.StorageService/FreeCells',
-            tq__service_dot_v1_dot_storage__service__pb2.FreeCellsRequest.SerializeToString,
-            tq__service_dot_v1_dot_storage__service__pb2.FreeCellsResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)

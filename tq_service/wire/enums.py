@@ -7,8 +7,8 @@ from typing import Any, Final, Generic, TypeVar, get_args
 
 from tq_service.errors import InvalidArgumentError
 from tq_service.schema import BatchUnit, KeyMode, Layout, Operator, SampleState
+from tq_service.v1 import commit_pb2, metadata_pb2
 from tq_service.v1 import controller_service_pb2 as pb
-from tq_service.v1 import metadata_pb2
 
 Word = TypeVar("Word", bound=str)
 
@@ -61,7 +61,7 @@ def _numbers(enum: Any, words: Iterable[Word]) -> dict[Word, int]:
 
 LAYOUTS: Final = EnumWords("layout", _numbers(metadata_pb2.Layout, Layout))
 STATES: Final = EnumWords("state", _numbers(metadata_pb2.SampleState, SampleState))
-KEY_MODES: Final[EnumWords[KeyMode]] = EnumWords("key_mode", _numbers(pb.KeyMode, get_args(KeyMode)))
+KEY_MODES: Final[EnumWords[KeyMode]] = EnumWords("key_mode", _numbers(commit_pb2.KeyMode, get_args(KeyMode)))
 BATCH_UNITS: Final[EnumWords[BatchUnit]] = EnumWords("batch_unit", _numbers(pb.BatchUnit, get_args(BatchUnit)))
 OPERATORS: Final[EnumWords[Operator]] = EnumWords(
     "where",

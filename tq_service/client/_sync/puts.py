@@ -12,6 +12,7 @@ from tq_service.client.retry import Deadline
 from tq_service.dataplane.messages import put_header
 from tq_service.dataplane.parties import CONTROLLER_KIND
 from tq_service.errors import DataLossError, PutNotFoundError, TqError, UnavailableError
+from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.metadata_pb2 import StorageEndpoint
 from tq_service.v1.storage_service_pb2 import PutHeader
@@ -26,19 +27,20 @@ class Puts(Base):
     """Streams puts. See `Client.put`."""
 
     def _put_columns(
-        self, request: pb.CommitRequest, columns: Sequence[Column], deadline: Deadline
-    ) -> pb.CommitResponse:
+        self, request: commit_pb2.CommitRequest, columns: Sequence[Column], deadline: Deadline
+    ) -> commit_pb2.CommitResponse:
         """Put columns and commit them, all again under the same ids where a service is unavailable in the middle."""
         header = put_header(
             new_id(),
             request.write.partition_id,
             columns,
-            for_existing_rows=bool(request.write.global_indexes) or request.write.key_mode == pb.KEY_MODE_EXISTING,
+            for_existing_rows=bool(request.write.global_indexes)
+            or request.write.key_mode == commit_pb2.KEY_MODE_EXISTING,
         )
 
         loss_count = 0
 
-        def attempt() -> pb.CommitResponse:
+        def attempt() -> commit_pb2.CommitResponse:
             nonlocal loss_count
             try:
                 return self._put_where_told(header, request, columns, deadline)
@@ -53,8 +55,8 @@ class Puts(Base):
         return self._calls.retried(attempt, deadline)
 
     def _put_where_told(
-        self, header: PutHeader, request: pb.CommitRequest, columns: Sequence[Column], deadline: Deadline
-    ) -> pb.CommitResponse:
+        self, header: PutHeader, request: commit_pb2.CommitRequest, columns: Sequence[Column], deadline: Deadline
+    ) -> commit_pb2.CommitResponse:
         place = self._placement.place(header.size_bytes)
         if place is None:
             asked = pb.PlacePutRequest(size_bytes=header.size_bytes, partition_id=header.partition_id)
@@ -67,10 +69,10 @@ class Puts(Base):
             return answer.commit
         header.ClearField("commit")
         answer = self._calls.put_once(self._placement.endpoint(place), header, columns, deadline)
-        commit = pb.CommitRequest(
+        commit = commit_pb2.CommitRequest(
             request_id=request.request_id,
             write=request.write,
-            placement=pb.PutPlacement(storage=answer.storage, put_id=header.put_id, receipt=answer.receipt),
+            placement=commit_pb2.PutPlacement(storage=answer.storage, put_id=header.put_id, receipt=answer.receipt),
             columns=header.columns,
         )
         # Where it stays unavailable, the put is sent again: perhaps to another storage service.

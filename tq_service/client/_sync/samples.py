@@ -12,6 +12,7 @@ from tq_service.client.pages import in_parts, joined
 from tq_service.client.requests import check_meta_count, listed, partition_of, request_of, sample_write
 from tq_service.client.written import check_row_counts, declared_layouts, put_nothing, written_meta
 from tq_service.schema import KeyMode, MetaValue, SampleState
+from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.encoding import encode_columns
 from tq_service.wire.metadata import encode_meta_columns, rows_to_meta_columns
@@ -85,7 +86,7 @@ class SampleCalls(Puts):
             custom_meta=custom_meta,
             state=state,
         )
-        request = request_of(pb.CommitRequest, write=write)
+        request = request_of(commit_pb2.CommitRequest, write=write)
         deadline = self._deadline(timeout)
         if columns:
             answer = self._put_columns(request, columns, deadline)

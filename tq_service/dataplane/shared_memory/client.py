@@ -21,7 +21,7 @@ from typing import Final
 from tq_service.dataplane.receive_buffers import RECEIVE_BUFFERS
 from tq_service.dataplane.shared_memory import messages
 from tq_service.errors import InternalError, InvalidArgumentError, TqError, UnavailableError
-from tq_service.v1.shared_memory_pb2 import Hello, ReceiveFds, SendFds, SharedMemoryAnswer, SharedMemoryRequest
+from tq_service.internal.v1.shared_memory_pb2 import Hello, ReceiveFds, SendFds, SharedMemoryAnswer, SharedMemoryRequest
 from tq_service.v1.storage_service_pb2 import SharedColumn, SharedColumns, StatResponse
 from tq_service.wire import shared_memory
 from tq_service.wire.columns import Column, ColumnShape

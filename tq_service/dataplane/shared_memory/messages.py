@@ -9,7 +9,7 @@ from typing import Final, TypeVar
 from google.protobuf.message import DecodeError
 
 from tq_service.errors import InvalidArgumentError
-from tq_service.v1.shared_memory_pb2 import SharedMemoryAnswer, SharedMemoryRequest
+from tq_service.internal.v1.shared_memory_pb2 import SharedMemoryAnswer, SharedMemoryRequest
 from tq_service.wire.shared_memory import close_all
 
 Message = TypeVar("Message", SharedMemoryRequest, SharedMemoryAnswer)

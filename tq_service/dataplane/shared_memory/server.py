@@ -21,7 +21,7 @@ from typing import Final
 
 from tq_service.dataplane.shared_memory import messages
 from tq_service.errors import InvalidArgumentError, TqError, UnavailableError
-from tq_service.v1.shared_memory_pb2 import (
+from tq_service.internal.v1.shared_memory_pb2 import (
     HelloAnswer,
     ReceiveFds,
     ReceiveFdsAnswer,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
@@ -27,7 +27,6 @@ class Services(grpc.GenericRpcHandler):
         server: where calls come in.
         middleware: what each call passes, the outermost first. Who calls is what the first says that says anything.
         methods: what is known of methods; of one that is missing, nothing is.
-        unserved: methods of the services that are added which this server has not.
     """
 
     def __init__(
@@ -35,11 +34,9 @@ class Services(grpc.GenericRpcHandler):
         server: grpc.aio.Server,
         middleware: Sequence[Middleware],
         methods: Mapping[str, Method] = METHODS,
-        unserved: Collection[str] = (),
     ) -> None:
         self._middleware = middleware
         self._methods = methods
-        self._unserved = unserved
         self._admitting = [each for each in middleware if type(each).admit is not Middleware.admit]
         self._anyone = Caller()
         self._services: list[grpc.GenericRpcHandler] = []
@@ -75,8 +72,6 @@ class Services(grpc.GenericRpcHandler):
     def _find(self, details: grpc.HandlerCallDetails) -> bool:
         """Find the handler of a method; return whether there is one."""
         name = details.method
-        if name in self._unserved:
-            return False
         for service in self._services:
             handler = service.service(details)
             if handler is not None:

@@ -16,6 +16,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescri
 from google.protobuf.descriptor_pb2 import MethodOptions
 from google.protobuf.message_factory import GetMessageClass
 
+from tq_service.internal.v1 import storage_control_pb2, storage_registry_pb2
 from tq_service.server.tokens import ROLES, Role
 from tq_service.v1 import controller_service_pb2, method_rule_pb2, storage_service_pb2
 from tq_service.v1.method_rule_pb2 import PARTITIONS_ALL, PARTITIONS_LISTED, PARTITIONS_UNSPECIFIED, MethodRule
@@ -197,8 +198,8 @@ def _standard_methods() -> Iterator[Method]:
 
 
 def _own_methods() -> Iterator[Method]:
-    for file in (controller_service_pb2.DESCRIPTOR, storage_service_pb2.DESCRIPTOR):
-        for service in file.services_by_name.values():
+    for file in (controller_service_pb2, storage_service_pb2, storage_registry_pb2, storage_control_pb2):
+        for service in file.DESCRIPTOR.services_by_name.values():
             yield from map(method_of, service.methods)
 
 
@@ -206,15 +207,3 @@ METHODS: Final[Mapping[str, Method]] = MappingProxyType(
     {method.name: method for method in (*_own_methods(), *_standard_methods())}
 )
 """All methods that a process of the service may have, by their full names."""
-
-
-def unserved_methods(*, role: str, takes_services: bool) -> frozenset[str]:
-    """Return the internal methods that a service does not serve.
-
-    Args:
-        role: of the service; a controller in the same process uses its storage without calls.
-        takes_services: whether it can distinguish other services from clients.
-    """
-    served = "/tq_service.v1.StorageService/" if role == "storage" else "/tq_service.v1.ControllerService/"
-    internal = [name for name, method in METHODS.items() if method.is_internal]
-    return frozenset(name for name in internal if not (takes_services and name.startswith(served)))
