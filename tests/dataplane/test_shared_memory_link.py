@@ -111,3 +111,20 @@ def test_a_service_that_goes_away_is_asked_for_again_at_once(service, opening):
     give_up = time.monotonic() + 20
     while not link.is_due():
         assert time.monotonic() < give_up
+
+
+def test_a_socket_that_this_user_may_not_look_at_is_that_of_no_service_of_this_host(service, tmp_path):
+    """As the one of a service that another user runs, whose directory is private."""
+    link = HostLink()
+    user = os.geteuid()
+    tmp_path.chmod(0o000)
+    try:
+        if user == 0:
+            os.seteuid(65534)
+        link.open(service.stat())
+    finally:
+        os.seteuid(user)
+        tmp_path.chmod(0o700)
+    assert not link.is_due()
+    with link.session() as session:
+        assert session is None
