@@ -165,7 +165,13 @@ class StorageEngine:
         self._pending[put_id] = pending
         try:
             stored = await self._allocate(
-                headers, row_count, partition_id, for_existing_rows=for_existing_rows, deadline=deadline, shared=shared
+                headers,
+                row_count,
+                partition_id,
+                for_existing_rows=for_existing_rows,
+                deadline=deadline,
+                owner=owner,
+                store=self._memfds if shared else self._store,
             )
         except BaseException:
             pending.abort()
@@ -173,7 +179,6 @@ class StorageEngine:
         if pending.is_aborted:
             stored.values.release()
             pending.check_open()
-        stored.owner = owner
         self._begin(pending, stored)
         return pending
 
@@ -185,28 +190,21 @@ class StorageEngine:
         *,
         for_existing_rows: bool,
         deadline: float | None,
-        shared: bool,
+        owner: bytes,
+        store: BlobStore,
     ) -> StoredPut:
         """Return a put that is to be written, its bytes counted and its blobs allocated."""
-        tables, values = tables_size(headers), values_size(headers, shared=shared)
+        tables, values = tables_size(headers), values_size(headers, store)
         await self._admission.reserve(tables + values, for_existing_rows=for_existing_rows, deadline=deadline)
-        with_tables = self._journal is not None and not shared
         blob = None
         try:
-            store = self._memfds if shared else self._store
-            blob = await store.allocate(values + (tables if with_tables else 0))
+            blob = await store.allocate(values + (tables if store.has_tables else 0))
             blob.charge = tables + values
             stored = StoredPut.of(
-                blob,
-                headers,
-                row_count,
-                partition_id,
-                for_existing_rows=for_existing_rows,
-                shared=shared,
-                with_tables=with_tables,
+                blob, headers, row_count, partition_id, for_existing_rows=for_existing_rows, owner=owner
             )
-            if shared and self._journal is not None:
-                blob.copy = await self._store.allocate(tables + values_size(headers, shared=False))
+            if self._journal is not None and store is not self._store:
+                blob.copy = await self._store.allocate(tables + values_size(headers, self._store))
                 blob.copy.charge = 0
         except BaseException:
             if blob is None:
@@ -575,7 +573,7 @@ class StorageEngine:
         for column in stored.columns.values():
             if column is not None:
                 column.spec = self._specs.setdefault(column.spec, column.spec)
-        pending.begin(stored, with_checksum=stored.values.number != 0)
+        pending.begin(stored)
 
     def _finish(self, pending: PendingPut, stored: StoredPut) -> None:
         del self._pending[pending.put_id]
@@ -608,7 +606,7 @@ class StorageEngine:
         if not self._store.partial_free or (self._journal is not None and not self._journal.may_compact(put_id)):
             return False
         try:
-            smaller = compact(put, self._store, with_tables=self._journal is not None)
+            smaller = compact(put, self._store)
         except OSError:  # the disk is full: what is dead of the put goes with the rest of it
             return False
         self._puts.replace(put_id, smaller)

@@ -10,7 +10,7 @@ What a store can do beyond that, it says:
 - `partial_free`: a blob can be replaced by a smaller one at once (`allocate_now`), so that puts with dead cells are
   compacted. Without it a put is freed when its last cell is.
 - `adopts`: its blobs take shared memory that a client has made (`Blob.adopt`), instead of being written.
-- `DurableBlobStore`: its blobs outlive the process.
+- `DurableBlobStore`: its blobs outlive the process; so each begins with the tables of its put (`has_tables`).
 """
 
 from __future__ import annotations
@@ -112,6 +112,7 @@ class BlobStore(ABC):
     local_view: ClassVar[bool] = False
     partial_free: ClassVar[bool] = False
     adopts: ClassVar[bool] = False
+    has_tables: ClassVar[bool] = False
 
     on_freed: Callable[[int], None] = staticmethod(lambda _: None)
     pooled_bytes = 0
@@ -163,6 +164,8 @@ class DurableBlobStore(BlobStore):
 
     Blobs begin with the tables of their puts, so that one number and one checksum stand for all of a put.
     """
+
+    has_tables = True
 
     @abstractmethod
     def inline(self, blob: Blob) -> bytes | bytearray:

@@ -10,47 +10,37 @@ from tq_service.storage.index.put import RowSet, StoredColumn, StoredPut, table_
 from tq_service.wire.columns import fixed_row_bytes
 
 
-def compact(put: StoredPut, store: BlobStore, *, with_tables: bool) -> StoredPut:
+def compact(put: StoredPut, store: BlobStore) -> StoredPut:
     """Return the put with its live cells only, in a new blob; the old one is left to the caller.
 
     Args:
         put: what is compacted.
         store: where the new blob is allocated.
-        with_tables: whether it begins with the tables.
 
     Raises:
         OSError: there is no space for it, or the old one cannot be read.
     """
-    columns = {name: column for name, column in put.columns.items() if column is not None}
     kept = {id(row_set): row_set.live_positions() for row_set in put.row_sets()}
     row_sets = {id(row_set): RowSet.of_rows(row_set.rows_at(kept[id(row_set)])) for row_set in put.row_sets()}
     moved: dict[str, StoredColumn | None] = dict.fromkeys(put.columns)
-    table_at = values_size = 0
-    for name, column in columns.items():
-        positions = kept[id(column.row_set)]
-        value_bytes = column.bytes_of(put, positions) - len(positions) * table_bytes(column.spec)
-        placed = StoredColumn(column.spec, row_sets[id(column.row_set)], table_at, values_size, value_bytes)
-        table_at += placed.tables_size()
-        values_size += value_bytes
-        moved[name] = placed
-    values = store.allocate_now(values_size + (table_at if with_tables else 0))
-    values.charge = values_size + table_at
+    tables_size = values_size = 0
+    for name, column in put.columns.items():
+        if column is not None:
+            positions = kept[id(column.row_set)]
+            value_bytes = column.bytes_of(put, positions) - len(positions) * table_bytes(column.spec)
+            placed = moved[name] = StoredColumn(column.spec, row_sets[id(column.row_set)], value_bytes)
+            tables_size += placed.tables_size()
+            values_size += value_bytes
+    values = store.allocate_now(values_size + (tables_size if store.has_tables else 0))
+    values.charge = values_size + tables_size
     smaller = StoredPut(
-        values,
-        moved,
-        put.row_count,
-        put.partition_id,
-        put.live_bytes,
-        for_existing_rows=put.for_existing_rows,
-        tables=None if with_tables else bytearray(table_at),
-        owner=put.owner,
+        values, moved, put.row_count, put.partition_id, for_existing_rows=put.for_existing_rows, owner=put.owner
     )
-    for name, column in columns.items():
-        target = moved[name]
-        if target is not None:
-            target.values_at += table_at if with_tables else 0
-            move = _move_dense if fixed_row_bytes(column.spec) is not None else _move_ragged
-            move(column, put, target, smaller, kept[id(column.row_set)])
+    smaller.live_bytes = put.live_bytes
+    for source, target in zip(put.columns.values(), moved.values(), strict=True):
+        if source is not None and target is not None:
+            move = _move_ragged if fixed_row_bytes(source.spec) is None else _move_dense
+            move(source, put, target, smaller, kept[id(source.row_set)])
     return smaller
 
 

@@ -18,7 +18,7 @@ from xxhash import xxh3_64
 
 from tq_service.errors import CallCancelledError, FieldNotFoundError, InvalidArgumentError, PutNotFoundError, nearest
 from tq_service.schema import FieldSpec, Layout
-from tq_service.storage.blobs.base import Blob, Span
+from tq_service.storage.blobs.base import Blob, BlobStore, Span
 from tq_service.storage.cells import Rows, expand_runs
 from tq_service.wire.columns import ColumnShape, extent_count, fixed_row_bytes
 from tq_service.wire.objects import VERSION as OBJECT_VERSION
@@ -120,12 +120,11 @@ class StoredColumn:
 
     __slots__ = ("row_set", "spec", "table_at", "value_bytes", "values_at")
 
-    def __init__(self, spec: FieldSpec, row_set: RowSet, table_at: int, values_at: int, value_bytes: int) -> None:
+    def __init__(self, spec: FieldSpec, row_set: RowSet, value_bytes: int) -> None:
         self.spec = spec
         self.row_set = row_set
-        self.table_at = table_at
-        self.values_at = values_at
         self.value_bytes = value_bytes
+        self.table_at = self.values_at = 0  # its put says
 
     def offsets(self, tables: Tables) -> Rows:
         """Return where each row starts in the values, and their end: `(stored + 1,)`. Not for dense columns."""
@@ -189,9 +188,9 @@ def check_put(put_id: bytes, headers: Sequence[ColumnShape], row_count: int) -> 
             )
 
 
-def values_size(columns: Sequence[ColumnShape], *, shared: bool) -> int:
+def values_size(columns: Sequence[ColumnShape], store: BlobStore) -> int:
     """Return the bytes of the values of a put, with what lies between them in shared memory."""
-    return place_columns(columns)[1] if shared else sum(column.value_bytes for column in columns)
+    return place_columns(columns)[1] if store.adopts else sum(column.value_bytes for column in columns)
 
 
 def tables_size(columns: Sequence[ColumnShape]) -> int:
@@ -202,7 +201,7 @@ def tables_size(columns: Sequence[ColumnShape]) -> int:
 
 
 class StoredPut:
-    """The cells of one put.
+    """The cells of one put: the tables of its columns one after the other, and so their values.
 
     Attributes:
         values: the blob of its values.
@@ -231,18 +230,26 @@ class StoredPut:
         columns: dict[str, StoredColumn | None],
         row_count: int,
         partition_id: str,
-        live_bytes: int,
         *,
         for_existing_rows: bool,
-        tables: bytearray | None = None,
-        owner: bytes = b"",
+        owner: bytes,
     ) -> None:
+        placed = [column for column in columns.values() if column is not None]
+        size = 0
+        for column in placed:
+            column.table_at = size
+            size += column.tables_size()
+        values_at = size if values.store.has_tables else 0
+        for column in placed:
+            column.values_at = values_at
+            values_at += column.value_bytes
         self.values = values
-        self._tables = tables  # None: the values' blob begins with them
+        # None: the values' blob begins with them
+        self._tables = None if values.store.has_tables else bytearray(size) if size else _NO_TABLES
         self.columns = columns
         self.row_count = row_count
         self.partition_id = partition_id
-        self.live_bytes = live_bytes
+        self.live_bytes = values.charge
         self.for_existing_rows = for_existing_rows
         self.owner = owner
 
@@ -255,38 +262,30 @@ class StoredPut:
         partition_id: str,
         *,
         for_existing_rows: bool,
-        shared: bool = False,
-        with_tables: bool = False,
+        owner: bytes,
     ) -> StoredPut:
         """Lay out a put: its tables are written, its values are to come.
 
         Args:
-            values: the blob of its values, of `values_size`.
+            values: the blob of its values, of `values_size`; where it begins with the tables, `tables_size` larger.
             columns: what it has.
             row_count: number of rows.
             partition_id: the partition it is for.
             for_existing_rows: whether it was reserved as columns for existing rows.
-            shared: whether the values are to lie as in shared memory.
-            with_tables: whether the blob begins with the tables, and has `tables_size` more bytes for them.
+            owner: the controller that owns it.
         """
-        size = tables_size(columns)
-        starts = place_columns(columns)[0] if shared else []
         row_set = RowSet(row_count)
-        own = None if with_tables else bytearray(size) if size else _NO_TABLES
-        stored: dict[str, StoredColumn | None] = {}
-        put = cls(
-            values, stored, row_count, partition_id, values.charge, for_existing_rows=for_existing_rows, tables=own
-        )
-        table_at, values_at = 0, size if with_tables else 0
-        for number, column in enumerate(columns):
-            at = starts[number] if shared else values_at
-            placed = stored[column.spec.name] = StoredColumn(column.spec, row_set, table_at, at, column.value_bytes)
-            if column.extents is not None:
+        placed = [StoredColumn(column.spec, row_set, column.value_bytes) for column in columns]
+        stored: dict[str, StoredColumn | None] = {column.spec.name: column for column in placed}
+        put = cls(values, stored, row_count, partition_id, for_existing_rows=for_existing_rows, owner=owner)
+        for column, shape in zip(placed, columns, strict=True):
+            if shape.extents is not None:
                 tables = put.tables()
-                placed.offsets(tables)[:] = column.row_offsets()
-                placed.extents(tables)[:] = column.extents
-                table_at += placed.tables_size()
-            values_at += column.value_bytes
+                column.offsets(tables)[:] = shape.row_offsets()
+                column.extents(tables)[:] = shape.extents
+        if values.store.adopts:
+            for column, start in zip(placed, place_columns(columns)[0], strict=True):
+                column.values_at = start
         return put
 
     def tables(self) -> Tables:
@@ -501,20 +500,15 @@ class PendingPut:
         """Whether it was aborted, by its owner or by a retry."""
         return self._stage is _Stage.ABORTED
 
-    def begin(self, stored: StoredPut, *, with_checksum: bool = False) -> None:
-        """Give it the blob that it writes to.
-
-        Args:
-            stored: its tables written, its values to come.
-            with_checksum: whether the checksum of the blob is wanted in the end.
-        """
+    def begin(self, stored: StoredPut) -> None:
+        """Give it the put that it fills: its tables are written, its values are to come."""
         self._stored = stored
         self._size = stored.values.size
         self._filled = stored.values_at
         self._stage = _Stage.OPEN
         if stored.values.store.local_view:
             self._view = stored.values.view()
-        if with_checksum:
+        if stored.values.number:
             self._digest = xxh3_64(self._view[: self._filled])
 
     async def write(self, data: memoryview | bytes) -> None:

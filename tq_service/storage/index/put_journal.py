@@ -87,11 +87,10 @@ class PutJournal:
     def record(self, put_id: bytes, put: StoredPut, checksum: int | None) -> None:
         """Write down that a put is complete, or was moved."""
         blob = put.values.copy or put.values
-        number = blob.number
-        if number and checksum is None:
+        if blob.number and checksum is None:
             raise RuntimeError(f"put {put_id.hex()} was finished before it was flushed")
-        record = describe_put(put_id, put, blob.size, segment=number, checksum=(number and checksum) or 0)
-        self._append(record, b"" if number else self._store.inline(blob))
+        record = describe_put(put_id, put, checksum=(blob.number and checksum) or 0)
+        self._append(record, b"" if blob.number else self._store.inline(blob))
 
     def _append(self, record: PutStored, values: bytes | bytearray = b"") -> None:
         encoded = self._records[record.put_id] = self._needed_log.encode_put(record), values
@@ -126,7 +125,7 @@ class PutJournal:
             self.record(put_id, moved, None)
             self._release_later(old)
             return
-        record = describe_put(put_id, moved, blob.size, segment=blob.number)
+        record = describe_put(put_id, moved)
         blob.pin()  # it may be dropped before its checksum is taken
         finish = self._finish_move(record, self._records[put_id], old, blob)
         task = self._moving[put_id] = asyncio.get_running_loop().create_task(finish)

@@ -113,16 +113,15 @@ def left_puts(
     return left
 
 
-def describe_put(put_id: bytes, put: StoredPut, size: int, *, segment: int = 0, checksum: int = 0) -> PutStored:
+def describe_put(put_id: bytes, put: StoredPut, *, checksum: int = 0) -> PutStored:
     """Return the record of a put as it is now.
 
     Args:
         put_id: its name.
         put: the put.
-        size: number of its bytes.
-        segment: the file with these; 0: none.
-        checksum: of what is in the file.
+        checksum: of what is in the file of its bytes, where they are in one.
     """
+    blob = put.values.copy or put.values
     columns = [(column.spec, column.value_bytes) for column in put.columns.values() if column is not None]
     return PutStored(
         put_id=put_id,
@@ -132,8 +131,8 @@ def describe_put(put_id: bytes, put: StoredPut, size: int, *, segment: int = 0, 
             ColumnRecord(spec.name, spec.dtype, spec.layout or "", spec.row_shape or (), value_bytes)
             for spec, value_bytes in columns
         ),
-        size_bytes=size,
-        segment=segment,
+        size_bytes=blob.size,
+        segment=blob.number,
         checksum=checksum,
         left_rows=_left_rows(put),
         for_existing_rows=put.for_existing_rows,
@@ -151,24 +150,14 @@ def restore_put(record: PutStored, blob: Blob) -> StoredPut:
         else:
             columns |= dict.fromkeys(names)
     whole = RowSet(record.row_count)
-    restored = []
-    table_at = 0
-    for each in record.columns:
-        row_set = row_sets.get(each.name, whole)
-        column = StoredColumn(_spec(*each[:-1]), row_set, table_at, 0, each.value_bytes)
-        restored.append(column)
-        table_at += column.tables_size()
-    values_at = table_at
-    for column in restored:
-        column.values_at = values_at
-        values_at += column.value_bytes
-        columns[column.spec.name] = column
+    for name, dtype, layout, row_shape, value_bytes in record.columns:
+        spec = _spec(name, dtype, layout, row_shape)
+        columns[name] = StoredColumn(spec, row_sets.get(name, whole), value_bytes)
     return StoredPut(
         blob,
         columns,
         record.row_count,
         record.partition_id,
-        blob.size,
         for_existing_rows=record.for_existing_rows,
         owner=record.owner,
     )
