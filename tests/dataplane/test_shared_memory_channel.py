@@ -74,9 +74,9 @@ async def settled(condition):
 
 async def test_fds_reach_the_put_that_waits_for_it(server):
     client = await connect(server)
-    with server.session(client.session_id).awaiting(PUT) as pending_fds:
+    with server.session(client.session_id).awaiting(PUT) as take_fds:
         await asyncio.to_thread(client.send_fds, PUT, COLUMNS)
-        (fd,) = pending_fds.take()
+        (fd,) = take_fds()
     values = shared_memory.map_private([(fd, 0, COLUMNS[0].value_bytes)]).view(np.int64)
     assert np.array_equal(values, np.arange(1 << 16))
     os.close(fd)
@@ -105,19 +105,19 @@ async def test_a_second_send_fds_of_one_put_is_refused(server):
 
 async def test_another_session_cannot_send_fds_for_a_put(server):
     owner, stranger = await connect(server), await connect(server)
-    with server.session(owner.session_id).awaiting(PUT) as pending_fds:
+    with server.session(owner.session_id).awaiting(PUT) as take_fds:
         with pytest.raises(UnavailableError, match="no put waits"):
             await asyncio.to_thread(stranger.send_fds, PUT, COLUMNS)
         with pytest.raises(UnavailableError, match="not sent"):
-            pending_fds.take()
+            take_fds()
 
 
 async def test_fds_that_are_not_taken_are_closed(server):
     client = await connect(server)
     before = open_files()
-    with server.session(client.session_id).awaiting(PUT) as pending_fds:
+    with server.session(client.session_id).awaiting(PUT):
         await asyncio.to_thread(client.send_fds, PUT, COLUMNS)
-        assert pending_fds.has_come
+        assert open_files() > before
     assert open_files() <= before
 
 
@@ -220,9 +220,10 @@ async def test_send_fds_without_file_descriptors_is_refused(server):
     with raw(server) as connection:
         assert await ask(connection, SharedMemoryRequest(hello=Hello(boot_id=BOOT))) == "hello"
         session = next(iter(server._sessions.values()))
-        with session.awaiting(PUT) as pending_fds:
+        with session.awaiting(PUT) as take_fds:
             assert await ask(connection, SharedMemoryRequest(send_fds=SendFds(put_id=PUT))) == "refusal"
-            assert not pending_fds.has_come
+            with pytest.raises(UnavailableError, match="not sent"):
+                take_fds()
 
 
 async def test_too_many_sessions_are_refused_the_others_served(server, monkeypatch):
@@ -304,7 +305,8 @@ async def test_threads_share_a_session(server):
     for thread in threads:
         thread.start()
     await asyncio.to_thread(lambda: [thread.join() for thread in threads])
-    assert all(pending_fds.has_come for pending_fds in pending)
+    for take_fds in pending:
+        shared_memory.close_all(take_fds())
     for each in with_all:
         each.__exit__(None, None, None)
 

@@ -47,7 +47,7 @@ def test_columns_lie_one_after_the_other_each_aligned(columns, memory):
         expected = b"".join(bytes(chunk) for chunk in column.chunks)
         assert bytes(shared_memory.map_private([(memory, start, column.value_bytes)])) == expected
         target = np.empty(column.value_bytes, np.uint8)
-        shared_memory.read_into(memory, start, target)
+        shared_memory.read_into(memory, target.data, start)
         assert bytes(target) == expected
 
 
@@ -124,7 +124,7 @@ def test_a_failed_mapping_leaves_nothing(memory):
 
 def test_a_part_is_mapped_wherever_it_starts(memory):
     whole = np.empty(1001, np.uint8)
-    shared_memory.read_into(memory, 0, whole)
+    shared_memory.read_into(memory, whole.data, 0)
     for start in (1, 63, 500, 1000):
         assert shared_memory.map_private([(memory, start, 1001 - start)]).tolist() == whole[start:].tolist()
 
@@ -251,5 +251,5 @@ def test_a_failure_leaves_no_file_descriptor(columns, monkeypatch):
 
 
 def test_reading_behind_the_end_fails(memory):
-    with pytest.raises(OSError, match="ends 10 bytes before"):
-        shared_memory.read_into(memory, os.fstat(memory).st_size - 5, np.empty(15, np.uint8))
+    with pytest.raises(OSError, match="10 bytes before what was asked for"):
+        shared_memory.read_into(memory, memoryview(bytearray(15)), os.fstat(memory).st_size - 5)

@@ -183,7 +183,7 @@ class StorageServicer:
                 await pending.write(_frame(part))
 
         async def receive_fds(pending: PendingPut, session: Session) -> None:
-            with session.awaiting(header.put_id) as pending_fds:
+            with session.awaiting(header.put_id) as take_fds:
                 await context.send_initial_metadata(((SEND_AS_KEY, SEND_AS_FDS),))
                 async for part in parts:
                     raise InvalidArgumentError(
@@ -191,7 +191,7 @@ class StorageServicer:
                         + _name(part)
                     )
                 try:
-                    pending.adopt(pending_fds.take())
+                    pending.adopt(take_fds())
                 except OSError as error:
                     raise UnavailableError(f"the shared memory of a put cannot be used: {error}") from error
 

@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Final
 
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
@@ -73,22 +74,17 @@ def unmapper() -> Callable[[int, int], int]:
     return unmap
 
 
-_library: Any = None
-
-
+@cache
 def _libc() -> Any:
-    global _library  # noqa: PLW0603  (loaded once for the process)
-    if _library is None:
-        library = ctypes.CDLL(None, use_errno=True)
-        library.mmap.restype = ctypes.c_void_p
-        library.mmap.argtypes = (
-            ctypes.c_void_p,
-            ctypes.c_size_t,
-            ctypes.c_int,
-            ctypes.c_int,
-            ctypes.c_int,
-            ctypes.c_long,
-        )
-        library.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-        _library = library
-    return _library
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = (
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_long,
+    )
+    library.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    return library

@@ -10,6 +10,7 @@ The memory is filled by `write`, not through a mapping: whole pages are then nei
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import socket
@@ -177,18 +178,17 @@ def map_private(pieces: Sequence[Piece]) -> Bytes:
     return np.asarray(_PrivateMapping(pieces))
 
 
-def read_into(fd: int, start: int, target: Bytes) -> None:
-    """Copy bytes of shared memory from `start` on until `target` is full.
+def read_into(fd: int, target: memoryview, start: int) -> None:
+    """Copy bytes of a file, which shared memory is too, from `start` on until `target` is full.
 
     Raises:
-        OSError: they cannot be read, or the memory ends before.
+        OSError: they cannot be read, or the file ends before.
     """
-    view, filled = target.data, 0
-    while filled < len(view):
-        count = os.preadv(fd, [view[filled:]], start + filled)
+    while target:
+        count = os.preadv(fd, [target], start)
         if not count:
-            raise OSError(f"shared memory ends {len(view) - filled} bytes before what was asked for")
-        filled += count
+            raise OSError(errno.EIO, f"the file ends at byte {start}, {len(target)} bytes before what was asked for")
+        start, target = start + count, target[count:]
 
 
 def close_all(fds: Iterable[int]) -> None:

@@ -253,7 +253,7 @@ def _values(columns: Sequence[ColumnShape], column: SharedColumn, fds: Sequence[
     values = RECEIVE_BUFFERS.take(columns[column.column_index].value_bytes)
     filled = 0
     for fd, start, size, _ in pieces:
-        shared_memory.read_into(fd, start, values[filled : filled + size])
+        shared_memory.read_into(fd, values[filled : filled + size].data, start)
         filled += size
     return values
 

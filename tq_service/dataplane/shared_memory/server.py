@@ -213,21 +213,32 @@ class Session:
         self.is_proven = False
         self._is_open = True
         self._has_said_hello = False
-        self._awaited: dict[bytes, PendingFds] = {}
+        self._awaited: dict[bytes, list[int]] = {}  # the file descriptors that have come for a put, none so far
         self._offers: dict[bytes, Offer] = {}
         asyncio.get_running_loop().add_reader(connection, self._read)
 
     @contextlib.contextmanager
-    def awaiting(self, put_id: bytes) -> Iterator[PendingFds]:
-        """Wait for the file descriptors of a put within the `with`; those that are not taken are closed."""
-        pending_fds = PendingFds()
-        self._awaited[put_id] = pending_fds
+    def awaiting(self, put_id: bytes) -> Iterator[Callable[[], list[int]]]:
+        """Wait for the file descriptors of a put within the `with`.
+
+        It gives what returns them, which are the caller's then, or raises UnavailableError where they have not come or
+        the session has ended. Those that are not taken are closed at the end.
+        """
+
+        def take() -> list[int]:
+            if not fds:
+                raise UnavailableError("the shared memory of the put was not sent; it is tried again over gRPC")
+            taken = list(fds)
+            fds.clear()
+            return taken
+
+        fds = self._awaited[put_id] = list[int]()
         try:
-            yield pending_fds
+            yield take
         finally:
-            if self._awaited.get(put_id) is pending_fds:
+            if self._awaited.get(put_id) is fds:
                 del self._awaited[put_id]
-            pending_fds.discard()
+            close_all(fds)
 
     def lease(self, fds: Sequence[int], on_end: Callable[[], None]) -> Offer:
         """Offer file descriptors until all were received, at most for some seconds.
@@ -312,11 +323,11 @@ class Session:
         return SharedMemoryAnswer(hello=HelloAnswer(session_id=self.session_id))
 
     def _take_fds(self, put_id: bytes, fds: list[int]) -> SharedMemoryAnswer:
-        pending_fds = self._awaited.get(put_id)
-        if pending_fds is None or not fds or pending_fds.has_come:
+        awaited = self._awaited.get(put_id)
+        if awaited is None or not fds or awaited:
             close_all(fds)
             return _refuse(f"no put waits for {len(fds)} file descriptors; expected those of a put in progress, once")
-        pending_fds.put(fds)
+        awaited += fds
         return SharedMemoryAnswer(send_fds=SendFdsAnswer())
 
     def _send_fds(self, offer_id: bytes, received_count: int) -> tuple[SharedMemoryAnswer, Sequence[int]]:
@@ -333,38 +344,6 @@ class Session:
             offer.close()
 
 
-class PendingFds:
-    """File descriptors on their way from the socket to the put that waits for them."""
-
-    def __init__(self) -> None:
-        self._fds: list[int] = []
-
-    @property
-    def has_come(self) -> bool:
-        """Whether they are here."""
-        return bool(self._fds)
-
-    def put(self, fds: list[int]) -> None:
-        """Hold them until they are taken."""
-        self._fds = fds
-
-    def take(self) -> list[int]:
-        """Return them; they are the caller's now.
-
-        Raises:
-            UnavailableError: they have not come, or their session has ended.
-        """
-        if not self._fds:
-            raise UnavailableError("the shared memory of the put was not sent; it is tried again over gRPC")
-        fds, self._fds = self._fds, []
-        return fds
-
-    def discard(self) -> None:
-        """Close them unless they were taken."""
-        close_all(self._fds)
-        self._fds = []
-
-
 class Offer:
     """File descriptors that a client may receive.
 
@@ -377,21 +356,19 @@ class Offer:
         self.offer_id = os.urandom(16)
         self.fds = fds
         self._ended = asyncio.Event()
-        self._on_end: list[Callable[[], object]] = []
+        self._on_end = contextlib.ExitStack()
 
     def on_end(self, call: Callable[[], object]) -> None:
         """Have a function called at the end, at once where that is over."""
         if self._ended.is_set():
             call()
         else:
-            self._on_end.append(call)
+            self._on_end.callback(call)
 
     def close(self) -> None:
         """End the offer: all was received, or no client can ask for it any more; a second call does nothing."""
         self._ended.set()
-        calls, self._on_end = self._on_end, []
-        for call in calls:
-            call()
+        self._on_end.close()
 
     async def wait(self) -> None:
         """Wait until nothing more is offered."""

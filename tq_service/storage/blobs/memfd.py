@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import mmap
-import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
@@ -68,10 +66,9 @@ class MemfdBlob(LocalBlob):
         """
         while target:
             number, offset = divmod(start, self.segment_bytes)
-            count = os.preadv(self.fds[number], [target[: self.segment_bytes - offset]], offset)
-            if not count:
-                raise OSError(errno.EIO, f"shared memory of a put ends {len(target)} bytes early")
-            start, target = start + count, target[count:]
+            part = target[: self.segment_bytes - offset]
+            shared_memory.read_into(self.fds[number], part, offset)
+            start, target = start + len(part), target[len(part) :]
 
     def __del__(self) -> None:
         shared_memory.close_all(self.fds)  # of a service that was stopped with its puts

@@ -13,8 +13,9 @@ import mmap
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -24,6 +25,7 @@ from tq_service.errors import DiskFullError, UnavailableError
 from tq_service.storage.blobs.base import RETRY_AFTER_SECONDS, Blob, CopySource, DurableBlobStore, Span, is_temporary
 from tq_service.storage.blobs.memory import SMALL_BYTES, LocalBlob, PooledBlob, PooledStore, size_class
 from tq_service.wire.mapping import map_over
+from tq_service.wire.shared_memory import read_into
 
 T = TypeVar("T")
 _THREAD_COUNT: Final = 2
@@ -60,9 +62,14 @@ class Segment:
         """Where it is."""
         return self._directory / _name(self.number)
 
-    def open(self) -> int:
-        """Return a file descriptor of it, to be closed by the caller."""
-        return os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+    @contextmanager
+    def open(self) -> Iterator[int]:
+        """Give a file descriptor of it within the `with`."""
+        fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
 
     def map(self) -> mmap.mmap:
         """Return its memory, mapped when it is first asked for; no file descriptor stays open.
@@ -71,15 +78,12 @@ class Segment:
             OSError: the file cannot be opened, is shorter, or the system refuses the mapping.
         """
         if self._memory is None:
-            fd = self.open()
-            try:
+            with self.open() as fd:
                 size = os.fstat(fd).st_size
                 if size < self.capacity:  # what is not there cannot be mapped: to touch it ends the process
                     raise OSError(errno.EIO, f"segment {self.number} has {size} of {self.capacity} bytes")
                 memory = mmap.mmap(-1, self.capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
                 map_over(memory, 0, fd, self.capacity, writable=True)
-            finally:
-                os.close(fd)
             self._memory = memory
         return self._memory
 
@@ -91,26 +95,17 @@ class Segment:
         """
         digest = xxhash.xxh3_64()
         buffer = memoryview(bytearray(min(size, _READ_BYTES)))
-        at = 0
-        fd = self.open()
-        try:
-            while at < size:
-                count = os.preadv(fd, [buffer[: min(size - at, _READ_BYTES)]], at)
-                if not count:
-                    raise OSError(errno.EIO, f"the file ends after {at} bytes, {size} were written")
-                digest.update(buffer[:count])
-                at += count
-        finally:
-            os.close(fd)
+        with self.open() as fd:
+            for at in range(0, size, _READ_BYTES):
+                part = buffer[: size - at]
+                read_into(fd, part, at)
+                digest.update(part)
         return digest.intdigest()
 
     def sync(self) -> None:
         """Wait until what was written is on the disk, the name of the file included."""
-        fd = self.open()
-        try:
+        with self.open() as fd:
             os.fdatasync(fd)
-        finally:
-            os.close(fd)
         if self.is_new:
             sync_directory(self._directory)
             self.is_new = False
