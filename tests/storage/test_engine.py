@@ -306,6 +306,24 @@ async def test_of_owners_that_are_no_controller_all_goes_in_time_and_of_others_n
     assert (engine.stat().put_count, engine.stat().uncommitted_put_count) == (2, 1)
 
 
+async def test_a_put_that_comes_while_those_of_its_owner_are_dropped_goes_the_next_time():
+    clock = Clock()
+    engine = StorageEngine(max_bytes=None, put_ttl_seconds=10, clock=clock)
+    await put(engine, 0, SMALL, owner=b"a")
+    dropping = engine.drop_owner(b"a")
+    dropped = sum(next(dropping) for _ in range(512))
+    for number in range(1, 32):
+        await put(engine, number, SMALL, confirm=False, owner=b"a")  # into slices to come, and into those that are over
+    dropped += sum(dropping)
+    assert 0 < engine.stat().put_count == engine.stat().uncommitted_put_count == 32 - dropped
+    assert engine.absent_owners([b"b"]) == []
+    clock.now += 10
+    assert engine.absent_owners([b"b"]) == [b"a"]
+    sum(engine.drop_owner(b"a"))
+    assert engine.stat().put_count == engine.stat().used_bytes == 0
+    assert engine.absent_owners([b"b"]) == []
+
+
 async def test_reconciliation_touches_the_puts_of_its_owner_alone(engine):
     for number, owner in enumerate([b"a", b"a", b"b"]):
         await put(engine, number, DATA, owner=owner)

@@ -233,8 +233,9 @@ class PutTable(Mapping[bytes, StoredPut]):
         return [owner for owner, since in self._absent_since.items() if since + self._ttl_seconds <= now]
 
     def forget_owner(self, owner: bytes) -> None:
-        """Forget an owner that has no puts any more."""
-        self._confirmations.pop(owner, None)
+        """Forget an owner, unless puts of it wait: they came while the others were dropped, and go the next time."""
+        if not self.confirmations(owner).waiting_count:
+            del self._confirmations[owner]
 
     def slices(self) -> Iterator[list[bytes]]:
         """Yield the names of all puts, some at a time; of those that come or go meanwhile some."""
