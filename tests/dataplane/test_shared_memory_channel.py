@@ -269,6 +269,16 @@ async def test_sockets_of_killed_services_are_removed_those_of_others_left(serve
     assert (await connect(server)).session_id
 
 
+async def test_a_service_that_was_killed_before_it_listened_listens_when_it_comes_back_in_its_boot(tmp_path):
+    server = SharedMemoryServer(tmp_path, BOOT)
+    with messages.open_socket() as left_behind:
+        left_behind.bind(str(server.path.with_suffix(".new")))
+    server.start()
+    assert (await connect(server)).session_id
+    server.close()
+    assert not list(tmp_path.iterdir())
+
+
 async def test_the_folder_it_makes_is_its_users_alone(tmp_path):
     server = SharedMemoryServer(tmp_path / "new" / "folder", BOOT)
     server.start()

@@ -76,6 +76,7 @@ class SharedMemoryServer:
         _sweep(directory)
         listener = messages.open_socket()
         unready = self.path.with_suffix(".new")
+        unready.unlink(missing_ok=True)  # of an instance that was killed here: its boot_id may be this one
         try:
             listener.bind(str(unready))
             unready.chmod(0o666)  # the directory says who may connect
