@@ -5,6 +5,7 @@ import logging
 from types import SimpleNamespace
 
 import grpc
+import numpy as np
 import pytest
 
 from tq_service.errors import UnavailableError
@@ -97,6 +98,29 @@ async def test_confirmations_go_together_and_not_after_their_put_was_freed(stora
     stub.is_answering.set()
     await storage._delivering
     assert stub.calls == [("confirm", [bytes([number]) * 16 for number in (0, 1, 2, 4)]), ("free", bytes([3]) * 16)]
+
+
+async def test_many_scattered_rows_are_freed_in_calls_of_some_milliseconds_each(storage, monkeypatch):
+    requests = []
+
+    async def take(request, **_):
+        requests.append(request)
+
+    monkeypatch.setattr(storage._peer.stub, "FreeCells", take)
+    scattered = [
+        PutCells(put_id=bytes([number]) * 16, first_rows=np.arange(count) * 2, row_counts=np.ones(count, np.int64))
+        for number, count in enumerate([1, 10_000, 3_000, 3_000])
+    ]
+    storage.free([*scattered, *(PutCells(put_id=PUT_ID) for _ in range(5_000))])
+    await storage._delivering
+    assert max(sum(len(cells.first_rows) for cells in request.cells) for request in requests) <= 4096
+    assert max(len(request.cells) for request in requests) <= 4096
+    assert len(requests) <= 8
+    rows = {}
+    for cells in (cells for request in requests for cells in request.cells if cells.first_rows):
+        rows.setdefault(cells.put_id, []).extend(cells.first_rows)
+    assert rows == {cells.put_id: cells.first_rows.tolist() for cells in scattered}
+    assert sum(not cells.first_rows for request in requests for cells in request.cells) == 5_000
 
 
 async def test_a_committed_put_that_is_not_there_is_logged(storage, caplog):

@@ -19,7 +19,8 @@ from tq_service.internal.v1 import storage_control_pb2
 from tq_service.storage.cells import PutCells
 
 _MOST_PUTS: Final = 1024  # a piece is some milliseconds' work for the storage service
-_MOST_RUNS: Final = 4096
+MOST_RUNS: Final = 4096
+"""Runs of rows in one message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,10 +63,10 @@ class KnownPuts:
             if cells.is_whole:
                 piece.whole_put_ids.append(cells.put_id)
                 run_count += 1
-            for part in split_runs(cells, _MOST_RUNS) if not cells.is_whole else ():
+            for part in split_runs(cells, MOST_RUNS) if not cells.is_whole else ():
                 piece.cells.append(encode_cells(part))
                 run_count += 1 if part.first_rows is None else part.first_rows.size
-                if run_count >= _MOST_RUNS:
+                if run_count >= MOST_RUNS:
                     yield piece
                     piece, run_count = storage_control_pb2.ReconcilePutsRequest(), 0
             if len(piece.whole_put_ids) + len(piece.cells) >= _MOST_PUTS:

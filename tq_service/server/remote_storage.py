@@ -20,7 +20,7 @@ from tq_service.dataplane._async.drivers import AsyncDriver, AsyncGrpcDriver, as
 from tq_service.errors import PermissionDeniedError, TqError, UnauthenticatedError, UnavailableError
 from tq_service.internal.v1 import put_receipt_pb2, storage_control_pb2
 from tq_service.internal.v1.storage_control_pb2_grpc import StorageControlServiceStub
-from tq_service.server.known_puts import KnownPuts, encode_cells
+from tq_service.server.known_puts import MOST_RUNS, KnownPuts, encode_cells, split_runs
 from tq_service.server.outages import PeerOutage
 from tq_service.server.peer import Peer
 from tq_service.server.receipts import ReceiptBook, key_id
@@ -191,8 +191,8 @@ class RemoteStorage:
         if self._is_closed:  # it is told with all that is known, once this controller has started anew
             return
         cells = [each for each in cells if each.put_id not in self._leaving]
-        self._to_free += cells
         for each in cells:
+            self._to_free += split_runs(each, MOST_RUNS)
             if each.is_whole:
                 self._leaving.add(each.put_id)
                 self._to_confirm.pop(each.put_id, None)
@@ -270,7 +270,8 @@ class RemoteStorage:
 
     async def _free_some(self) -> None:
         if not self._freeing and self._to_free:
-            self._freeing, self._to_free = self._to_free[:_MOST_A_CALL], self._to_free[_MOST_A_CALL:]
+            count = self._count_of_a_call()
+            self._freeing, self._to_free = self._to_free[:count], self._to_free[count:]
             self._free_count += 1
         if self._freeing:  # the same again under its number: it may have been done, and the answer lost
             request = storage_control_pb2.FreeCellsRequest(
@@ -283,6 +284,16 @@ class RemoteStorage:
             await self._peer.stub.FreeCells(request, timeout=_CALL_SECONDS, metadata=self._peer.metadata())
             self._leaving.difference_update(each.put_id for each in self._freeing if each.is_whole)
             self._freeing = []
+
+    def _count_of_a_call(self) -> int:
+        """Return how many of the cells that are to be freed go in one call, which both sides do in one step."""
+        count = run_count = 0
+        for cells in islice(self._to_free, _MOST_A_CALL):
+            run_count += 0 if cells.first_rows is None else cells.first_rows.size
+            if count and run_count > MOST_RUNS:
+                break
+            count += 1
+        return count
 
     async def close(self) -> None:
         """Stop what runs in the background and close the channel."""
