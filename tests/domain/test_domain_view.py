@@ -21,7 +21,7 @@ from domain_support import (
 
 from tq_service.domain.claims.grouping import Grouping
 from tq_service.domain.claims.view import PartitionView, ReadyIndex
-from tq_service.domain.plan import LengthSource, Plan
+from tq_service.domain.plan import LengthSource, MustBeAwaited, Plan
 from tq_service.domain.tables.meta import Condition, Order
 from tq_service.errors import InvalidArgumentError, MissingLengthError
 
@@ -42,8 +42,12 @@ def ready(train, limit=None, **bound):
     return view_of(train, **bound).ready(limit).tolist()
 
 
-def groups(train, limit=None, *, no_more=False, unit="sample", block_size=None, take_incomplete=False, **bound):
+def groups(
+    train, limit=None, *, no_more=False, unit="sample", block_size=None, take_incomplete=False, on_loop=True, **bound
+):
     view = view_of(train, **bound)
+    if not on_loop:
+        view.leave_loop()
     view.no_more = view.no_more or no_more
     found = view.ready_groups(limit, unit=unit, block_size=block_size, take_incomplete=take_incomplete)
     return [part.tolist() for part in np.split(found.rows, found.starts[1:])] if len(found) else []
@@ -175,7 +179,9 @@ def test_rows_far_behind_are_found_over_growing_stretches(train):
 def test_groups_are_whole_across_stretches(train):
     names = [f"g{index % 60_000}" for index in range(120_000)]
     insert(train, 120_000, groups=names, group_size=2)
-    assert groups(train, 4) == [[0, 60_000], [1, 60_001]]
+    with pytest.raises(MustBeAwaited):
+        groups(train, 4)
+    assert groups(train, 4, on_loop=False) == [[0, 60_000], [1, 60_001]]
     consume(train, *range(59_999), *range(60_000, 119_999))
     assert groups(train, 4) == [[59_999, 119_999]]
 

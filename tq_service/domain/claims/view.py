@@ -24,6 +24,7 @@ from tq_service.schema import BatchUnit, EndCounts
 
 _LEAST_CHUNK = 1024
 _MOST_ON_LOOP = 1 << 13  # rows that a claim with an order looks at on the event loop; most look at a few dozen
+_MOST_IN_GROUPS_ON_LOOP = 1 << 15  # ready rows among which the event loop looks for whole groups
 _MOST_SCAN_STARTS = 64
 _MOST_SCAN_START_BYTES = 2**20
 _VALUE_BYTES = 64  # of a value beside its text
@@ -172,10 +173,16 @@ class PartitionView:
 
     def ready_groups(self, limit: int | None = None, *, unit: BatchUnit = "sample", block_size: int | None = None,
                      take_incomplete: bool = False) -> Groups:  # fmt: skip
-        """Return whole groups, see `View.ready_groups`."""
+        """Return whole groups, see `View.ready_groups`.
+
+        Raises:
+            MustBeAwaited: the members of groups lie so far apart that they are to be looked for off the event loop.
+        """
         self.grouping = Grouping(self._partition, self._task, block_size, take_incomplete=take_incomplete)
         self.grouping.check()
         for found, is_last in self._scan(limit if limit is None else max(_LEAST_CHUNK, limit)):
+            if self._loop_budget is not None and found.size > _MOST_IN_GROUPS_ON_LOOP:
+                raise MustBeAwaited
             positions = found
             if self._ordered is not None and not is_last:
                 members = self.grouping.members(found)
@@ -285,9 +292,14 @@ class PartitionView:
             return False
         if self.is_plain and self.exhausted:
             return self.unready_count == 0
-        open_rows, is_excluded = self._open_rows()
-        unready = open_rows[~(is_excluded | self._rows.ready(open_rows))]
-        return unready.size == 0 or (self.grouping is not None and bool(self.grouping.is_dead(unready).all()))
+        start, size = 0, _LEAST_CHUNK
+        while start < self._count:  # mostly the first unready row tells
+            open_rows, is_excluded = self._open_rows(start, start + size)
+            unready = open_rows[~(is_excluded | self._rows.ready(open_rows))]
+            if unready.size and not (self.grouping is not None and bool(self.grouping.is_dead(unready).all())):
+                return False
+            start, size = start + size, 2 * size
+        return True
 
     @property
     def is_plain(self) -> bool:
@@ -299,14 +311,18 @@ class PartitionView:
         """Rows left for the task that were not ready, once a scan was exhausted."""
         return self._task.backlog - self.seen_count
 
-    def _open_rows(self) -> tuple[Indexes, NDArray[np.bool_]]:
-        """Return the positions of the rows that are left for the task, ready or not, and which `where` rules out."""
-        positions = self._unclaimed()
+    def _open_rows(self, start: int = 0, end: int | None = None) -> tuple[Indexes, NDArray[np.bool_]]:
+        """Return the positions of the rows that are left for the task, ready or not, and which `where` rules out.
+
+        Of those between two positions, or of all.
+        """
+        positions = self._unclaimed(start, end)
         positions = positions[is_open(self._partition.state.data[positions])]
         return positions, self._rows.excluded(positions)
 
-    def _unclaimed(self) -> Indexes:
-        return np.flatnonzero(self._task.claim.data[: self._count] == UNCLAIMED)
+    def _unclaimed(self, start: int = 0, end: int | None = None) -> Indexes:
+        claims = self._task.claim.data[start : self._count if end is None else min(end, self._count)]
+        return start + np.flatnonzero(claims == UNCLAIMED)
 
     def end(self) -> EndCounts:
         """Return the end; nothing may have changed since the view was made, of which the sampler planned nothing."""
