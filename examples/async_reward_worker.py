@@ -28,7 +28,7 @@ async def main() -> None:
         print(f"scored by each worker: {[worker.result() for worker in workers]}")
 
         produced = await client.check_production(partition_id=PARTITION, data_fields=["reward"])
-        print(f"rewards of {produced.produced} of {produced.total} samples")
+        print(f"rewards of {produced.produced_count} of {produced.total_count} samples")
         await client.clear_partition(PARTITION)
 
 

@@ -50,7 +50,7 @@ def main() -> None:
             print(f"rank {dp_rank}: {batch_meta.groups[0]}, lengths {lengths}, rewards {batch['reward'].tolist()}")
 
         progress = client.check_consumption(partition_id=PARTITION, task_name="update_actor")
-        print(f"consumed {progress.consumed} of {progress.total}, complete: {progress.complete}")
+        print(f"consumed {progress.consumed_count} of {progress.total_count}, complete: {progress.complete}")
         client.clear_partition(PARTITION)
 
 

@@ -12,24 +12,25 @@ class ConsumptionStatus:
     """What a task has consumed of a partition.
 
     Attributes:
-        consumed: samples consumed in this epoch, cleared ones included.
-        total: samples ever inserted.
-        skipped: samples the task will never get.
+        consumed_count: samples consumed in this epoch, cleared ones included.
+        total_count: samples ever inserted.
+        skipped_count: samples the task will never get.
         sealed: whether no new samples will come.
         complete: whether nothing is left for the task.
         epoch: that of the task, which counts its resets.
-        leased: those of `consumed` that are leased and not acknowledged; they may come back.
-        dead_lettered: those of `skipped` that were delivered `max_deliveries` times without being acknowledged.
+        leased_count: those of `consumed_count` that are leased and not acknowledged; they may come back.
+        dead_lettered_count: those of `skipped_count` that were delivered `max_deliveries` times and never
+            acknowledged.
     """
 
-    consumed: int
-    total: int
-    skipped: int
+    consumed_count: int
+    total_count: int
+    skipped_count: int
     sealed: bool
     complete: bool
     epoch: int
-    leased: int = 0
-    dead_lettered: int = 0
+    leased_count: int = 0
+    dead_lettered_count: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,13 +38,13 @@ class ProductionStatus:
     """How many samples have all of some fields.
 
     Attributes:
-        produced: samples that have them.
-        total: samples that can have them: not cleared, not failed.
+        produced_count: samples that have them.
+        total_count: samples that can have them: not cleared, not failed.
         complete: whether all have them and no new samples will come.
     """
 
-    produced: int
-    total: int
+    produced_count: int
+    total_count: int
     complete: bool
 
 

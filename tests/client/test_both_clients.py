@@ -52,7 +52,7 @@ async def test_columns_metadata_and_state_of_existing_samples(client):
     by_key = await client.put({"reward": torch.zeros(1)}, partition_id="p", keys=["k7"], key_mode="existing")
     assert by_key.global_indexes == [7]
     assert (await client.describe_partition("p")).held_count == 2
-    assert (await client.check_production("p", ["reward"])).produced == 3
+    assert (await client.check_production("p", ["reward"])).produced_count == 3
 
 
 async def test_columns_of_other_samples_than_the_metadata_are_refused_before_they_are_sent(kind):

@@ -44,9 +44,11 @@ def test_every_field_of_a_message_is_read_and_no_other(kind):
 
 
 def test_numbers_and_text_are_as_in_the_message():
-    message = pb.CheckConsumptionResponse(consumed=1, total=2, skipped=3, sealed=True, epoch=5, leased=6)
+    message = pb.CheckConsumptionResponse(
+        consumed_count=1, total_count=2, skipped_count=3, sealed=True, epoch=5, leased_count=6
+    )
     assert read_message(ConsumptionStatus, message) == ConsumptionStatus(
-        consumed=1, total=2, skipped=3, sealed=True, complete=False, epoch=5, leased=6, dead_lettered=0
+        consumed_count=1, total_count=2, skipped_count=3, sealed=True, complete=False, epoch=5, leased_count=6
     )
     message = pb.SamplerDescription(name="packed", summary="Packs.", options=["a", "b"])
     assert read_message(SamplerDescription, message).options == ("a", "b")

@@ -20,7 +20,7 @@ async def main(address: str, partition: str, context: str, num_workers: int) -> 
             fill(address, partition, 42)
             read_twice(address, partition, None if context == "default" else context, num_workers)
             assert client.check_consumption(partition, "update_actor").complete
-        assert (await async_client.check_consumption(partition, "update_actor")).consumed == 42
+        assert (await async_client.check_consumption(partition, "update_actor")).consumed_count == 42
         await async_client.clear_partition(partition)
 
 

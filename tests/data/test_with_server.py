@@ -108,7 +108,7 @@ def test_a_queue_worker_acknowledges_leased_micro_batches(address: str, partitio
             items.append((micro_batch, meta))
         status = client.check_consumption(partition, "update_actor")
     assert sorted(taken(items)) == list(range(26))
-    assert (status.consumed, status.leased, status.complete) == (26, 0, True)
+    assert (status.consumed_count, status.leased_count, status.complete) == (26, 0, True)
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 600, 1 << 20])

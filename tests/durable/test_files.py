@@ -133,4 +133,4 @@ def test_a_checkpoint(folder: Path, start_server: StartServer) -> None:
         partition_id="train", task_name="t", data_fields=["dense"], batch_size=2, dp_rank=0, dp_size=1, batch_index=0
     )
     assert again.global_indexes == [0, 1]
-    assert client.check_consumption(partition_id="train", task_name="t").consumed == 2
+    assert client.check_consumption(partition_id="train", task_name="t").consumed_count == 2

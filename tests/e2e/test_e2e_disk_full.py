@@ -80,7 +80,7 @@ def test_consumers_go_on_and_what_they_clear_makes_room(server: ServiceProcess) 
         assert bool((client.get_data(again)["x"] == 7.0).all())
         server.restart()
         assert bool((client.get_data(again)["x"] == 7.0).all())
-        assert client.check_consumption("train", "t").consumed == count
+        assert client.check_consumption("train", "t").consumed_count == count
 
 
 @pytest.mark.parametrize("durability", ["process", "disk"])

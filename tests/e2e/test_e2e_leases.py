@@ -24,7 +24,7 @@ def test_leases_outlive_a_crash_of_the_service(tmp_path: Path) -> None:
         assert client.ack(kept.select_samples([0])) == 1
         assert client.ack(crashed.select_samples([0])) == 1
         server.restart()
-        assert client.check_consumption("train", "t").leased == 6
+        assert client.check_consumption("train", "t").leased_count == 6
         assert client.ack(kept) == 3
         assert client.extend(crashed, 1.0) == 3
         server.restart()
@@ -36,7 +36,12 @@ def test_leases_outlive_a_crash_of_the_service(tmp_path: Path) -> None:
         assert (end.status, end.skipped) == ("end", 3)
         server.restart()
         status = client.check_consumption("train", "t")
-        assert (status.consumed, status.dead_lettered, status.leased, status.complete) == (5, 3, 0, True)
+        assert (status.consumed_count, status.dead_lettered_count, status.leased_count, status.complete) == (
+            5,
+            3,
+            0,
+            True,
+        )
         with pytest.raises(tq.LeaseExpiredError):
             client.ack(again)
         assert client.ack(kept) == 0

@@ -62,7 +62,7 @@ def test_32_workers_on_20000_samples_take_each_once() -> None:
         assert np.unique(taken).size == 20_000
         with tq.Client(server.address) as client:
             status = client.check_consumption("train", "reward")
-            assert (status.consumed, status.complete) == (20_000, True)
+            assert (status.consumed_count, status.complete) == (20_000, True)
 
 
 def wait_until_waiting(client: AnyClient, count: int) -> None:
@@ -98,7 +98,7 @@ def test_50_clients_that_give_up_leave_nothing_claimed(server: LiveServer) -> No
         leaver.wait()
     wait_until_waiting(client, 0)
     client.put({"x": torch.arange(40)}, partition_id="train")
-    assert client.check_consumption("train", "reward").consumed == 0
+    assert client.check_consumption("train", "reward").consumed_count == 0
     assert client.get_meta(**ASKS, batch_size=40, max_wait=0).size == 40
 
 

@@ -124,7 +124,7 @@ def check_consumed(address: str, taken: list[list[tq.BatchMeta]], expected: dict
         assert max(totals) - min(totals) <= max(len(expected[str(key)].text.encode()) for key in times)
     with tq.Client(address) as client:
         status: Any = client.check_consumption(PARTITION, TASK)
-        assert (status.consumed, status.total, status.skipped) == (5120, 5120, 0)
+        assert (status.consumed_count, status.total_count, status.skipped_count) == (5120, 5120, 0)
         assert status.complete
         assert client.check_production(PARTITION, ["reward", "length_reward"]).complete
         assert client.clear_partition(PARTITION) == 5120

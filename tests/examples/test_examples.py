@@ -70,7 +70,7 @@ def test_the_code_of_the_concepts_runs(server: ServiceProcess) -> None:
         for program in programs:
             exec(compile(program, "docs/concepts.md", "exec"), names)
         status = client.check_consumption(partition_id="train@0", task_name="reward")
-        assert (status.consumed, status.leased) == (32, 0)
+        assert (status.consumed_count, status.leased_count) == (32, 0)
         assert [bound.max_versions for bound in client.describe_partition("train").staleness_limits] == [4]
         for summary in client.list_partitions():
             client.clear_partition(summary.partition_id)

@@ -53,7 +53,7 @@ def test_a_long_poll_goes_on_after_a_cut(server: LiveServer, network: Network, f
             wait_until_waiting(near, 1)
         near.put({"x": torch.arange(4)}, partition_id="train")
         assert claim.result(60).global_indexes == [0, 1, 2, 3]
-    assert near.check_consumption("train", "t").consumed == 4
+    assert near.check_consumption("train", "t").consumed_count == 4
 
 
 def test_an_answer_that_a_cut_has_taken_comes_again(server: LiveServer, network: Network, far: AnyClient) -> None:
@@ -64,7 +64,7 @@ def test_an_answer_that_a_cut_has_taken_comes_again(server: LiveServer, network:
         wait_until_waiting(near, 1)
         network.freeze()
         near.put({"x": torch.arange(8)}, partition_id="train")
-        while near.check_consumption("train", "t").consumed != 4:  # it is claimed, and the answer on its way
+        while near.check_consumption("train", "t").consumed_count != 4:  # it is claimed, and the answer on its way
             pass
         network.cut()
         network.mend()

@@ -33,7 +33,7 @@ def test_every_retry_of_a_rank_gets_the_same(client: AnyClient, server: LiveServ
     assert len(last[0].micro_batches) == len(last[1].micro_batches)
     assert [batches[3, rank].status for rank in (0, 1)] == ["end", "end"]
     status = client.check_consumption(**{key: ASKS[key] for key in ("partition_id", "task_name")})
-    assert (status.consumed, status.complete, status.sealed) == (10, True, True)
+    assert (status.consumed_count, status.complete, status.sealed) == (10, True, True)
 
 
 def test_an_empty_rank_gets_a_typed_empty_batch(client: AnyClient) -> None:
@@ -106,7 +106,7 @@ def test_a_released_claim_is_claimable_again(client: AnyClient) -> None:
     assert client.release(first) == 3
     assert client.release(first) == 0
     assert client.get_meta(**ASKS, batch_size=4).global_indexes == [0, 1, 2, 3]
-    assert client.check_consumption("train", "t").consumed == 4
+    assert client.check_consumption("train", "t").consumed_count == 4
 
 
 def test_a_reset_starts_the_next_epoch(client: AnyClient) -> None:
@@ -128,7 +128,7 @@ def test_clearing_consumed_samples_keeps_the_counts(client: AnyClient) -> None:
     got = client.get_meta(**ASKS, batch_size=4)
     assert client.clear_samples(got) == 4
     status = client.check_consumption("train", "t")
-    assert (status.consumed, status.total, status.skipped) == (4, 6, 0)
+    assert (status.consumed_count, status.total_count, status.skipped_count) == (4, 6, 0)
     assert client.clear_samples(partition_id="train", global_indexes=[4, 99]) == 1
     client.seal_partition("train")
     assert client.get_meta(**ASKS, batch_size=4).global_indexes == [5]

@@ -163,7 +163,7 @@ def test_a_released_claim_refuses_its_retry(server: LiveServer) -> None:
     assert server.controller.ReleaseClaim(release).released_count == 0
     with pytest.raises(grpc.RpcError):
         server.controller.GetMeta(early)
-    assert server.client().check_consumption("train", "t").consumed == 0
+    assert server.client().check_consumption("train", "t").consumed_count == 0
 
 
 def put_stream(

@@ -53,7 +53,7 @@ def test_what_is_acknowledged_stays_done_and_the_last_one_brings_the_end(server:
     assert (meta.task_name, meta.delivery_counts) == ("t", (1, 1, 1, 1))
     assert 0 < meta.lease_seconds <= LONG
     status = client.check_consumption("train", "t")
-    assert (status.consumed, status.leased, status.complete) == (4, 4, False)
+    assert (status.consumed_count, status.leased_count, status.complete) == (4, 4, False)
     first, second = meta.chunk(2)
     assert [client.ack(first), client.ack(first)] == [2, 0]
     assert client.get_meta(**ASKS, batch_size=1, max_wait=0).status == "not_yet"  # the rest may come back
@@ -65,7 +65,7 @@ def test_what_is_acknowledged_stays_done_and_the_last_one_brings_the_end(server:
         assert client.ack(tq.BatchMeta.concat([first, second])) == 2
         assert waiting.result().status == "end"
     status = client.check_consumption("train", "t")
-    assert (status.consumed, status.leased, status.skipped, status.complete) == (4, 0, 0, True)
+    assert (status.consumed_count, status.leased_count, status.skipped_count, status.complete) == (4, 0, 0, True)
 
 
 def test_what_is_not_acknowledged_in_time_goes_to_another(server: LiveServer, client: AnyClient) -> None:
@@ -83,7 +83,7 @@ def test_what_is_not_acknowledged_in_time_goes_to_another(server: LiveServer, cl
     with pytest.raises(tq.LeaseExpiredError):
         client.extend(slow, LONG)
     assert client.release(slow) == 0
-    assert client.check_consumption("train", "t").leased == 2
+    assert client.check_consumption("train", "t").leased_count == 2
     assert client.ack(again) == 2
     assert client.get_meta(**ASKS, batch_size=1).status == "end"
 
@@ -98,7 +98,12 @@ def test_what_is_handed_out_too_often_is_dead_lettered(client: AnyClient) -> Non
     assert (end.status, end.skipped) == ("end", 2)
     assert end.end.skipped_by_reason == {"dead_lettered": 2}
     status = client.check_consumption("train", "t")
-    assert (status.consumed, status.skipped, status.dead_lettered, status.leased) == (1, 2, 2, 0)
+    assert (status.consumed_count, status.skipped_count, status.dead_lettered_count, status.leased_count) == (
+        1,
+        2,
+        2,
+        0,
+    )
     assert status.complete
     assert (task_of(client).dead_lettered_count, task_of(client).dead_lettered_indexes) == (2, (1, 2))
     assert client.get_meta(**{**ASKS, "task_name": "other"}, batch_size=3).size == 3  # dead-lettered for one task only
@@ -159,7 +164,7 @@ def test_a_retry_gets_the_same_claim_while_it_is_leased(server: LiveServer) -> N
     )
     third = server.controller.GetMeta(request).meta
     assert (list(third.global_indexes), third.lease_seconds) == ([0, 1], 0.0)
-    assert client.check_consumption("train", "t").consumed == 2
+    assert client.check_consumption("train", "t").consumed_count == 2
 
 
 def test_a_retry_after_the_lease_is_told_so(server: LiveServer) -> None:
@@ -181,7 +186,7 @@ def test_groups_are_acknowledged_and_come_back_whole(client: AnyClient) -> None:
     for call in (client.ack, client.release):
         with pytest.raises(tq.InvalidArgumentError, match="2, 3 are a group"):
             call(meta.select_samples([0, 1, 2]))
-    assert client.check_consumption("train", "t").leased == 6
+    assert client.check_consumption("train", "t").leased_count == 6
     assert client.ack(meta.select_samples([0, 1])) == 2
     client.put(metadata=meta.select_samples([2]), state="failed")
     assert client.extend(meta, SHORT) == 3  # the failed one is done
@@ -209,7 +214,7 @@ def test_samples_that_failed_or_were_cleared_can_be_acknowledged(client: AnyClie
     meta = client.get_meta(**ASKS, batch_size=4, lease=LONG)
     client.put(metadata=meta.select_samples([0]), state="failed")
     client.clear_samples(meta.select_samples([1]))
-    assert client.check_consumption("train", "t").leased == 2
+    assert client.check_consumption("train", "t").leased_count == 2
     assert client.ack(meta) == 2
     client.clear_samples(meta)
     assert client.ack(meta) == 0
@@ -285,7 +290,7 @@ def test_a_killed_worker_with_1000_leased_samples_loses_none(server: LiveServer)
     assert worker.stdout == "1000\n", worker.stderr
     assert worker.returncode < 0
     status = client.check_consumption("train", "t")
-    assert (status.leased, status.complete) == (1000, False)
+    assert (status.leased_count, status.complete) == (1000, False)
     got: list[int] = []
     counts: set[int] = set()
     while (meta := client.get_meta(**ASKS, batch_size=64, lease=LONG, max_wait=30.0)).status == "batch":

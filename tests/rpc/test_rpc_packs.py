@@ -49,7 +49,7 @@ def test_a_sample_longer_than_a_pack_is_an_error_that_consumes_nothing(client: A
     ) as error:
         client.get_meta(**asks(0, "packed", optimizer_steps=1, pack_max_length=100))
     assert error.value.field == "total_lengths"
-    assert client.check_consumption("train", "t").consumed == 0
+    assert client.check_consumption("train", "t").consumed_count == 0
     dropped = [
         client.get_meta(**asks(rank, "packed", optimizer_steps=1, pack_max_length=100, overlong="drop"))
         for rank in range(2)

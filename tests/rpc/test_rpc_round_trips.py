@@ -286,7 +286,7 @@ def test_an_overwrite_is_a_swap_for_those_who_read(server: LiveServer, client: A
     assert client.get_data(claimed)["x"].unique().tolist() == [last]
     assert client.storage_stat().used_bytes == 4 * width * 8
     assert client.storage_stat().put_count == 1
-    assert client.check_consumption("swap", "t").consumed == 4
+    assert client.check_consumption("swap", "t").consumed_count == 4
 
 
 def test_rows_put_one_by_one_keep_the_declared_ragged_dimension(client: AnyClient) -> None:

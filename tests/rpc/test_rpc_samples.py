@@ -94,7 +94,7 @@ def test_states(client: AnyClient) -> None:
     assert (end.status, end.skipped) == ("end", 2)
     assert end.end.skipped_by_reason == {"failed": 2}
     status = client.check_consumption("train", "t")
-    assert (status.consumed, status.total, status.skipped, status.complete) == (2, 4, 2, True)
+    assert (status.consumed_count, status.total_count, status.skipped_count, status.complete) == (2, 4, 2, True)
 
 
 def test_failed_samples_keep_no_bytes(client: AnyClient) -> None:
@@ -183,7 +183,7 @@ def test_production(client: AnyClient) -> None:
     meta = client.put({"score": torch.zeros(3)}, partition_id="train")
     client.put({"reward": torch.zeros(2)}, metadata=meta.select_samples([0, 1]))
     status = client.check_production("train", ["score", "reward"])
-    assert (status.produced, status.total, status.complete) == (2, 3, False)
+    assert (status.produced_count, status.total_count, status.complete) == (2, 3, False)
     client.put({"reward": torch.zeros(1)}, metadata=meta.select_samples([2]))
     assert not client.check_production("train", ["reward"]).complete
     last = client.insert("train", 1)

@@ -234,7 +234,7 @@ def test_no_memory_is_taken_before_there_is_room(client_kind: Any, start_server:
     client.clear_partition("p")
     thread.join()
     assert len(written) == 2
-    assert client.check_production(partition_id="q", data_fields=["x"]).produced == 5
+    assert client.check_production(partition_id="q", data_fields=["x"]).produced_count == 5
 
 
 def test_without_memory_or_a_session_the_bytes_are_sent(client: AnyClient, monkeypatch: Any) -> None:

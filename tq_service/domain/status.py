@@ -28,14 +28,14 @@ _MOST_DEAD_LETTERED: Final = 100  # named in a status
 def consumption_of(partition: Partition, task: TaskLedger) -> ConsumptionStatus:
     """Return what a task has consumed."""
     return ConsumptionStatus(
-        consumed=task.consumed_count,
-        total=partition.inserted_count,
-        skipped=_skipped_count(partition, task),
+        consumed_count=task.consumed_count,
+        total_count=partition.inserted_count,
+        skipped_count=_skipped_count(partition, task),
         sealed=partition.sealed,
         complete=_is_complete(partition, task),
         epoch=task.epoch,
-        leased=task.leased_count,
-        dead_lettered=task.dead_lettered_count,
+        leased_count=task.leased_count,
+        dead_lettered_count=task.dead_lettered_count,
     )
 
 
@@ -66,7 +66,7 @@ def production_of(partition: Partition, names: Sequence[str]) -> ProductionStatu
     else:
         produced = int(np.count_nonzero(partition.cells.produced(names, partition.table.present_positions())))
     total = partition.open_count
-    return ProductionStatus(produced=produced, total=total, complete=partition.sealed and produced == total)
+    return ProductionStatus(produced_count=produced, total_count=total, complete=partition.sealed and produced == total)
 
 
 def summary_of(partition: Partition) -> PartitionSummary:

@@ -708,19 +708,19 @@ class CheckConsumptionResponse(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    CONSUMED_FIELD_NUMBER: builtins.int
-    TOTAL_FIELD_NUMBER: builtins.int
-    SKIPPED_FIELD_NUMBER: builtins.int
+    CONSUMED_COUNT_FIELD_NUMBER: builtins.int
+    TOTAL_COUNT_FIELD_NUMBER: builtins.int
+    SKIPPED_COUNT_FIELD_NUMBER: builtins.int
     SEALED_FIELD_NUMBER: builtins.int
     COMPLETE_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
-    LEASED_FIELD_NUMBER: builtins.int
-    DEAD_LETTERED_FIELD_NUMBER: builtins.int
-    consumed: builtins.int
+    LEASED_COUNT_FIELD_NUMBER: builtins.int
+    DEAD_LETTERED_COUNT_FIELD_NUMBER: builtins.int
+    consumed_count: builtins.int
     """Samples consumed in this epoch, cleared ones included."""
-    total: builtins.int
+    total_count: builtins.int
     """Samples ever inserted."""
-    skipped: builtins.int
+    skipped_count: builtins.int
     """Samples the task will never get: failed or cleared before it took them, and what its end left out."""
     sealed: builtins.bool
     """Whether the partition is sealed."""
@@ -728,23 +728,23 @@ class CheckConsumptionResponse(google.protobuf.message.Message):
     """Whether nothing is left for the task."""
     epoch: builtins.int
     """The epoch of the task, which counts its resets."""
-    leased: builtins.int
-    """Those of `consumed` that are leased and not acknowledged."""
-    dead_lettered: builtins.int
-    """Those of `skipped` that were delivered too often without being acknowledged."""
+    leased_count: builtins.int
+    """Those of `consumed_count` that are leased and not acknowledged."""
+    dead_lettered_count: builtins.int
+    """Those of `skipped_count` that were delivered too often without being acknowledged."""
     def __init__(
         self,
         *,
-        consumed: builtins.int = ...,
-        total: builtins.int = ...,
-        skipped: builtins.int = ...,
+        consumed_count: builtins.int = ...,
+        total_count: builtins.int = ...,
+        skipped_count: builtins.int = ...,
         sealed: builtins.bool = ...,
         complete: builtins.bool = ...,
         epoch: builtins.int = ...,
-        leased: builtins.int = ...,
-        dead_lettered: builtins.int = ...,
+        leased_count: builtins.int = ...,
+        dead_lettered_count: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["complete", b"complete", "consumed", b"consumed", "dead_lettered", b"dead_lettered", "epoch", b"epoch", "leased", b"leased", "sealed", b"sealed", "skipped", b"skipped", "total", b"total"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["complete", b"complete", "consumed_count", b"consumed_count", "dead_lettered_count", b"dead_lettered_count", "epoch", b"epoch", "leased_count", b"leased_count", "sealed", b"sealed", "skipped_count", b"skipped_count", "total_count", b"total_count"]) -> None: ...
 
 global___CheckConsumptionResponse = CheckConsumptionResponse
 
@@ -778,23 +778,23 @@ class CheckProductionResponse(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    PRODUCED_FIELD_NUMBER: builtins.int
-    TOTAL_FIELD_NUMBER: builtins.int
+    PRODUCED_COUNT_FIELD_NUMBER: builtins.int
+    TOTAL_COUNT_FIELD_NUMBER: builtins.int
     COMPLETE_FIELD_NUMBER: builtins.int
-    produced: builtins.int
+    produced_count: builtins.int
     """Samples in the partition that have all of them."""
-    total: builtins.int
+    total_count: builtins.int
     """Samples in the partition that can have them: not cleared, not failed."""
     complete: builtins.bool
-    """Whether `produced` equals `total` and the partition is sealed or as large as expected."""
+    """Whether `produced_count` equals `total_count` and the partition is sealed or as large as expected."""
     def __init__(
         self,
         *,
-        produced: builtins.int = ...,
-        total: builtins.int = ...,
+        produced_count: builtins.int = ...,
+        total_count: builtins.int = ...,
         complete: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["complete", b"complete", "produced", b"produced", "total", b"total"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["complete", b"complete", "produced_count", b"produced_count", "total_count", b"total_count"]) -> None: ...
 
 global___CheckProductionResponse = CheckProductionResponse
 
