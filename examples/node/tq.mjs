@@ -1,0 +1,265 @@
+// A client of tq_service: puts, claims, gets and acknowledges, as docs/protocol.md says. Plain tensors and text only.
+import { randomBytes } from "node:crypto";
+import grpc from "@grpc/grpc-js";
+import loader from "@grpc/proto-loader";
+
+const INLINE_BYTES = 256 * 1024;
+const FRAME_BYTES = 2 * 1024 * 1024;
+const ARRAYS = {
+  bool: Uint8Array, uint8: Uint8Array, int8: Int8Array, uint16: Uint16Array, int16: Int16Array, uint32: Uint32Array,
+  int32: Int32Array, float32: Float32Array, uint64: BigUint64Array, int64: BigInt64Array, float64: Float64Array,
+};
+const OPTIONS = {
+  "grpc.max_receive_message_length": 256 << 20,
+  "grpc.max_send_message_length": 256 << 20,
+  "grpc.keepalive_time_ms": 10_000,
+  "grpc.keepalive_timeout_ms": 10_000,
+};
+
+/** What a column is: rows of numbers of one length ("dense"), of any length ("jagged"), or text ("object"). */
+export function dense(name, dtype, rows) {
+  const spec = { name, dtype, layout: "LAYOUT_DENSE", row_shape: [rows[0].length], row_shape_known: true };
+  return column(spec, rows.map((row) => bytesOf(dtype, row)), []);
+}
+
+export function jagged(name, dtype, rows) {
+  const spec = { name, dtype, layout: "LAYOUT_JAGGED", row_shape: [-1], row_shape_known: true };
+  return column(spec, rows.map((row) => bytesOf(dtype, row)), rows.map((row) => row.length));
+}
+
+export function text(name, rows) {
+  const spec = { name, dtype: "", layout: "LAYOUT_OBJECT", row_shape: [], row_shape_known: true };
+  const values = rows.map((row) => Buffer.concat([Buffer.from([1]), packText(row)]));
+  return column(spec, values, values.map((value) => value.length));
+}
+
+function column(spec, values, extents) {
+  const bytes = Buffer.concat(values);
+  const header = { spec, value_bytes: bytes.length, extents: Buffer.from(BigInt64Array.from(extents, BigInt).buffer) };
+  return { header, bytes, rowCount: values.length };
+}
+
+function bytesOf(dtype, row) {
+  const kind = ARRAYS[dtype];
+  if (kind === undefined) throw new TypeError(`dtype ${dtype}: expected one of ${Object.keys(ARRAYS)}`);
+  // Typed arrays have the order of bytes of the machine; all that Node.js runs on are little-endian.
+  return Buffer.from((row instanceof kind ? row : kind.from(row)).slice().buffer);
+}
+
+function packText(value) {
+  const bytes = Buffer.from(value, "utf8");
+  if (bytes.length < 32) return Buffer.concat([Buffer.from([0xa0 | bytes.length]), bytes]);
+  const head = Buffer.alloc(5);
+  head[0] = 0xdb;
+  head.writeUInt32BE(bytes.length, 1);
+  return Buffer.concat([head, bytes]);
+}
+
+function unpackText(object) {
+  if (object[0] !== 1) throw new Error(`an object has version ${object[0]}, expected 1`);
+  const tag = object[1];
+  const starts = { 0xd9: 3, 0xda: 4, 0xdb: 6 };
+  const start = (tag & 0xe0) === 0xa0 ? 2 : starts[tag];
+  if (start === undefined) throw new Error(`an object is no text: its msgpack begins with ${tag.toString(16)}`);
+  return object.subarray(start).toString("utf8");
+}
+
+/** The rows of a column: typed arrays, or strings. */
+function rowsOf({ spec, value_bytes, extents }, values, rowCount) {
+  if (values.length !== value_bytes) throw new Error(`${spec.name}: ${values.length} bytes, expected ${value_bytes}`);
+  const kind = ARRAYS[spec.dtype];
+  const width = spec.layout === "LAYOUT_OBJECT" ? 1 : kind.BYTES_PER_ELEMENT;
+  const fixed = spec.row_shape.map(Number).filter((size) => size >= 0).reduce((a, b) => a * b, 1);
+  const sizes = [];
+  for (let row = 0, at = 0; row < rowCount; row++) {
+    let count = fixed;
+    const ragged = spec.layout === "LAYOUT_OBJECT" ? 1 : spec.row_shape.filter((size) => Number(size) < 0).length;
+    for (let dim = 0; dim < ragged; dim++, at += 8) count *= Number(extents.readBigInt64LE(at));
+    sizes.push(count * width);
+  }
+  let start = 0;
+  return sizes.map((size) => {
+    const row = values.subarray(start, (start += size));
+    if (spec.layout === "LAYOUT_OBJECT") return unpackText(row);
+    return new kind(Uint8Array.prototype.slice.call(row).buffer); // a copy starts at a multiple of the element's size
+  });
+}
+
+/** An error of the service: `code` is that of gRPC. */
+export class TqError extends Error {
+  constructor(error) {
+    super(`${grpc.status[error.code]}: ${error.details}`);
+    this.code = error.code;
+  }
+}
+
+export class Client {
+  /**
+   * @param address "host:port" of the controller.
+   * @param protos the directory `protos` of tq_service.
+   * @param timeout seconds until a call fails, retries included.
+   */
+  constructor(address, { protos, token, credentials = grpc.credentials.createInsecure(), timeout = 30 }) {
+    const files = ["controller_service", "storage_service"].map((name) => `tq_service/v1/${name}.proto`);
+    const options = { keepCase: true, longs: Number, enums: String, defaults: true, oneofs: true };
+    const definition = loader.loadSync(files, { ...options, includeDirs: [protos] });
+    this.services = grpc.loadPackageDefinition(definition).tq_service.v1;
+    this.address = address;
+    this.credentials = credentials;
+    this.timeout = timeout;
+    this.metadata = new grpc.Metadata();
+    if (token !== undefined) this.metadata.set("authorization", `Bearer ${token}`);
+    this.controller = new this.services.ControllerService(address, credentials, OPTIONS);
+    this.storages = new Map();
+  }
+
+  close() {
+    for (const stub of [this.controller, ...this.storages.values()]) stub.close();
+  }
+
+  /** Put columns as new samples, or as columns of those in `write.global_indexes`; returns the BatchMeta. */
+  async put(partitionId, columns, write = {}) {
+    const rowCount = columns[0].rowCount;
+    const values = Buffer.concat(columns.map((each) => each.bytes));
+    const put_id = randomBytes(16);
+    const request_id = randomBytes(16);
+    const samples = { ...write, partition_id: partitionId, row_count: rowCount };
+    const headers = columns.map((each) => each.header);
+    return this.#retried(async (deadline) => {
+      const asked = { partition_id: partitionId, size_bytes: values.length };
+      const place = await this.#call(this.controller, "PlacePut", asked, deadline);
+      const header = {
+        put_id, partition_id: partitionId, row_count: rowCount, columns: headers, size_bytes: values.length,
+        for_existing_rows: (write.global_indexes ?? []).length > 0, controller_id: place.controller_id,
+      };
+      if (place.embedded) header.commit = { request_id, write: samples };
+      const stub = this.#storage(place.storages[0]);
+      const done = values.length <= INLINE_BYTES
+        ? (await this.#call(stub, "PutInline", { header, values }, deadline)).put
+        : await this.#stream(stub, header, values, deadline);
+      if (place.embedded) return done.commit.meta;
+      const placement = { storage: done.storage, put_id, receipt: done.receipt };
+      const commit = { request_id, write: samples, placement, columns: headers };
+      return (await this.#call(this.controller, "Commit", commit, deadline)).meta;
+    });
+  }
+
+  /** Claim samples as a queue worker; returns the BatchMeta of a batch, null at the end. */
+  async claim(partitionId, taskName, dataFields, batchSize, { leaseSeconds = 0, minBatchSize = 1 } = {}) {
+    const request = {
+      request_id: randomBytes(16), partition_id: partitionId, task_name: taskName, data_fields: dataFields,
+      batch_size: batchSize, min_batch_size: minBatchSize, max_wait_seconds: 10, lease_seconds: leaseSeconds,
+    };
+    for (;;) {
+      const { meta } = await this.#retried((deadline) => this.#call(this.controller, "GetMeta", request, deadline));
+      if (meta.status === "BATCH_STATUS_BATCH") return meta;
+      if (meta.status === "BATCH_STATUS_END") return null;
+    }
+  }
+
+  /** Acknowledge all samples of a leased claim; returns how many there were. */
+  async ack(meta, taskName) {
+    const request = {
+      request_id: randomBytes(16), partition_id: meta.partition_id, incarnation: meta.incarnation,
+      task_name: taskName, claim_request_id: meta.claim_request_id,
+    };
+    const answer = await this.#retried((deadline) => this.#call(this.controller, "AckClaim", request, deadline));
+    return answer.acked_count;
+  }
+
+  async seal(partitionId) {
+    const request = { request_id: randomBytes(16), partition_id: partitionId };
+    await this.#retried((deadline) => this.#call(this.controller, "SealPartition", request, deadline));
+  }
+
+  /** Read the cells of a batch; returns for each field its rows in the order of the batch. */
+  async get(meta) {
+    const { storages, puts, runs } = meta.locations;
+    const fields = new Map(runs.flatMap((each) => each.field_names).map((name) => [name, []]));
+    for (const [index, endpoint] of storages.entries()) {
+      const here = puts.flatMap((put, at) => (put.storage_index === index ? [at] : []));
+      for (const name of fields.keys()) {
+        // One request a field: fields that were put apart may have different numbers of rows in one storage service.
+        const request = { boot_id: endpoint.boot_id, put_ids: here.map((at) => puts[at].put_id), runs: [] };
+        const run = { field_names: [name], put_indexes: [], first_rows: [], row_counts: [] };
+        const positions = [];
+        let position = 0;
+        for (const each of runs.filter((some) => some.field_names.includes(name))) {
+          each.put_indexes.forEach((put, i) => {
+            if (puts[put].storage_index === index) {
+              run.put_indexes.push(here.indexOf(put));
+              run.first_rows.push(each.first_rows[i]);
+              run.row_counts.push(each.row_counts[i]);
+              for (let row = 0; row < each.row_counts[i]; row++) positions.push(position + row);
+            }
+            position += each.row_counts[i];
+          });
+        }
+        if (positions.length === 0) continue;
+        request.runs.push(run);
+        const { header, values } = await this.#read(this.#storage(endpoint), request);
+        const rows = rowsOf(header.columns[0], values, positions.length);
+        positions.forEach((at, i) => (fields.get(name)[at] = rows[i]));
+      }
+    }
+    return Object.fromEntries(fields);
+  }
+
+  #storage({ kind, address }) {
+    const at = kind === "controller" ? this.address : address;
+    if (!this.storages.has(at)) {
+      this.storages.set(at, new this.services.StorageService(at, this.credentials, OPTIONS));
+    }
+    return this.storages.get(at);
+  }
+
+  #read(stub, request) {
+    return this.#retried(async (deadline) => {
+      const answer = await this.#call(stub, "GetInline", { get: request }, deadline);
+      if (answer.header !== null) return answer;
+      let header;
+      const frames = [];
+      for await (const message of stub.Get(request, this.metadata, { deadline })) {
+        if (message.part === "header") header = message.header;
+        else frames.push(message.frame);
+      }
+      return { header, values: Buffer.concat(frames) };
+    });
+  }
+
+  #stream(stub, header, values, deadline) {
+    return new Promise((resolve, reject) => {
+      const call = stub.Put(this.metadata, { deadline }, (error, answer) => (error ? reject(error) : resolve(answer)));
+      call.on("metadata", async (metadata) => {
+        if (metadata.get("tq-send-as")[0] !== "frames") return; // the answer comes instead: the put is there already
+        for (let start = 0; start < values.length; start += FRAME_BYTES) {
+          const frame = values.subarray(start, start + FRAME_BYTES);
+          if (!call.write({ frame })) await new Promise((drained) => call.once("drain", drained));
+        }
+        call.end();
+      });
+      call.write({ header });
+    });
+  }
+
+  #call(stub, name, request, deadline) {
+    return new Promise((resolve, reject) => {
+      stub[name](request, this.metadata, { deadline }, (error, answer) => (error ? reject(error) : resolve(answer)));
+    });
+  }
+
+  /** Make calls again while the service cannot be reached, with the ids that they have. */
+  async #retried(attempt) {
+    const deadline = new Date(Date.now() + this.timeout * 1000);
+    for (let pause = 50; ; pause = Math.min(2 * pause, 500)) {
+      try {
+        return await attempt(deadline);
+      } catch (error) {
+        if (error.code === undefined) throw error;
+        const again = error.code === grpc.status.UNAVAILABLE || error.code === grpc.status.CANCELLED;
+        if (!again || Date.now() + pause > deadline) throw new TqError(error);
+        await new Promise((passed) => setTimeout(passed, pause));
+      }
+    }
+  }
+}
