@@ -24,5 +24,5 @@ def test_dataclasses_and_bytes_are_json(capsys: pytest.CaptureFixture[str]) -> N
         {"id": b"\x01\xff", "status": ProductionStatus(produced_count=1, total_count=2, complete=False)}, indent=None
     )
     out = capsys.readouterr().out
-    assert json.loads(out) == {"id": "01ff", "status": {"produced": 1, "total": 2, "complete": False}}
+    assert json.loads(out) == {"id": "01ff", "status": {"produced_count": 1, "total_count": 2, "complete": False}}
     assert out.count("\n") == 1
