@@ -174,7 +174,9 @@ class _StorageAndDurability(_Section):
     """Storage and durability."""
 
     storage_id: str | None = Field(
-        None, description="Name of the storage service; it must not change over restarts. Default: host name and port."
+        None,
+        description="Name of the storage service; it must not change over restarts, and no other may have it. "
+        "Default: host name and port.",
     )
     max_bytes: SizeOrNone = Field(
         default_factory=default_max_bytes,

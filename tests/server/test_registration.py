@@ -29,9 +29,9 @@ async def registry_of(embedded=None, heartbeat_seconds=60.0):
         await registry.close()
 
 
-def registration(name):
-    endpoint = metadata_pb2.StorageEndpoint(storage_id=name, boot_id=BOOT, kind="grpc", address="localhost:1")
-    return Registration(endpoint=endpoint, run_id=BOOT, capacity=Capacity(max_bytes=None, used_bytes=0))
+def registration(name, *, boot_id=BOOT, run_id=BOOT, port=1):
+    endpoint = metadata_pb2.StorageEndpoint(storage_id=name, boot_id=boot_id, kind="grpc", address=f"localhost:{port}")
+    return Registration(endpoint=endpoint, run_id=run_id, capacity=Capacity(max_bytes=None, used_bytes=0))
 
 
 async def test_the_name_of_the_embedded_storage_is_taken():
@@ -66,3 +66,29 @@ async def test_those_that_are_silent_and_empty_make_way(monkeypatch):
         await asyncio.sleep(0.001)
         registry.on_heartbeat(registration("c"))
         assert set(registry.endpoints) == {"a", "c"}
+
+
+async def test_of_two_services_with_one_name_the_first_one_is_told_so_and_the_second_one_stays():
+    """They would take turns with each heartbeat, each of which made the samples of the other unreachable."""
+    runs = (b"1", b"2", b"3")
+    first, second, third = (registration("a", boot_id=run * 16, run_id=run * 16, port=run[0]) for run in runs)
+    async with registry_of() as registry:
+        registry.on_heartbeat(first)
+        key = registry.on_heartbeat(second).receipt_key
+        for _ in range(2):
+            with pytest.raises(AlreadyExistsError, match=r"localhost:50.* at localhost:49.* another storage_id"):
+                registry.on_heartbeat(first)
+            assert registry.on_heartbeat(second).receipt_key == key
+        registry.on_heartbeat(third)
+        for lost in (first, second):
+            with pytest.raises(AlreadyExistsError):
+                registry.on_heartbeat(lost)
+
+
+async def test_a_service_comes_back_to_its_name_when_the_other_one_with_it_is_silent():
+    first, second = (registration("a", run_id=run * 16, port=run[0]) for run in (b"1", b"2"))
+    async with registry_of(heartbeat_seconds=0.0) as registry:
+        for heartbeat in (first, second, first, second):
+            await asyncio.sleep(0.001)
+            registry.on_heartbeat(heartbeat)
+            assert registry.endpoints["a"] == heartbeat.endpoint

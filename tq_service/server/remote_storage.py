@@ -44,6 +44,7 @@ _LAST_RETRY_SECONDS = 10.0
 _MOST_A_CALL = 4096
 _CONFIRM_SECONDS = 0.05  # how long a confirmation waits for others
 _MOST_NAMED = 5
+_MOST_EARLIER_RUNS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +89,7 @@ class RemoteStorage:
         credentials: what this controller shows.
         controller_id: of this controller, the owner of the puts.
         start_task: runs a background task; None: under a supervisor of its own.
+        replaces: the process of this service that was registered before.
     """
 
     def __init__(
@@ -99,12 +101,15 @@ class RemoteStorage:
         *,
         controller_id: bytes = b"",
         start_task: StartsTasks | None = None,
+        replaces: RemoteStorage | None = None,
     ) -> None:
         self._start_task = start_task or Supervisor().start
         self.storage_id = registration.endpoint.storage_id
         self.boot_id = registration.endpoint.boot_id
         self.endpoint = registration.endpoint
         self._run_id = registration.run_id
+        earlier = () if replaces is None else (*replaces._earlier_run_ids, replaces._run_id)
+        self._earlier_run_ids: tuple[bytes, ...] = earlier[-_MOST_EARLIER_RUNS:]
         self._controller_id = controller_id
         self._known = known
         self._silence_seconds = silence_seconds
@@ -133,6 +138,10 @@ class RemoteStorage:
     def is_same(self, registration: Registration) -> bool:
         """Whether it is this run of this service at this address that registers."""
         return (self.endpoint, self._run_id) == (registration.endpoint, registration.run_id)
+
+    def has_replaced(self, registration: Registration) -> bool:
+        """Whether this is a process that registered before this one: the two have one name, and both live."""
+        return registration.run_id != self._run_id and registration.run_id in self._earlier_run_ids
 
     def on_heartbeat(self, registration: Registration) -> None:
         """Take note of a heartbeat."""

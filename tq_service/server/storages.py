@@ -266,7 +266,7 @@ class StorageRegistry:
         A new run takes the place of the old one. What is said to be unknown stays so: its receipt is void.
 
         Raises:
-            AlreadyExistsError: the embedded storage has its name.
+            AlreadyExistsError: the embedded storage has its name, or one that has registered since and is alive.
             LimitExceededError: there are too many that send heartbeats, or hold samples.
         """
         endpoint = registration.endpoint
@@ -291,6 +291,11 @@ class StorageRegistry:
                 f"the storage service in the controller's process has the name {endpoint.storage_id!r}; give each "
                 "another storage_id"
             )
+        if isinstance(known, RemoteStorage) and known.has_replaced(registration) and known.capacity() is not None:
+            raise AlreadyExistsError(
+                f"another storage service has the name {endpoint.storage_id!r}, at {known.endpoint.address}, and has "
+                f"registered since this one at {endpoint.address} did; give each another storage_id"
+            )
         if known is None and len(self._storages) >= _MOST_STORAGES:
             self._forget_lost()
         storage = RemoteStorage(
@@ -300,6 +305,7 @@ class StorageRegistry:
             self._credentials,
             controller_id=self.controller_id,
             start_task=self._start_task,
+            replaces=known if isinstance(known, RemoteStorage) else None,
         )
         if isinstance(known, RemoteStorage):
             self._close(known)
