@@ -32,7 +32,7 @@ help:
 	@sed -n '3,12s/^# *//p' Makefile
 	@echo "also: format lint typecheck generate bench clean"
 
-# A virtual environment whose interpreter is gone (after an upgrade of Python, or a move of the folder) is stale too.
+# A virtual environment whose interpreter is gone (after an upgrade of Python, or a move of the directory) is stale too.
 ifneq ($(shell $(BIN)/python -c 'print("works")' 2>/dev/null),works)
 $(INSTALLED): FORCE
 endif

@@ -76,8 +76,10 @@ def _summary(reports: Sequence[Report]) -> list[str]:
     return lines or ["All aims are met.", ""]
 
 
-def _write(reports: Sequence[Report], machine: dict[str, str], flags: Sequence[str], folder: Path, date: str) -> Path:
-    plots = folder / date
+def _write(
+    reports: Sequence[Report], machine: dict[str, str], flags: Sequence[str], directory: Path, date: str
+) -> Path:
+    plots = directory / date
     plots.mkdir(parents=True, exist_ok=True)
     lines = [f"# Benchmarks of {date}", "", "Each section can be run alone: `python -m benchmarks.<its name>`.", ""]
     lines += ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in machine.items()), ""]
@@ -87,7 +89,7 @@ def _write(reports: Sequence[Report], machine: dict[str, str], flags: Sequence[s
         for plot in report.plots:
             draw(plot, plots)
         lines.append(report.to_markdown(date))
-    path = folder / f"{date}.md"
+    path = directory / f"{date}.md"
     path.write_text("\n".join(lines).rstrip() + "\n")
     return path
 
@@ -100,7 +102,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"which ones: {', '.join(BENCHMARKS)}; default: all")
     parser.add_argument("--quick", action="store_true", help="little of everything, to see that it works")
     parser.add_argument("--repeats", type=int, help="how often each case is measured")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the table and the plots")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="directory for the table and the plots")
     parser.add_argument("--without", action="append", default=[], choices=PEER_NAMES, help="leave this peer out")
     given = parser.parse_args()
     if unknown := set(given.names) - set(BENCHMARKS):

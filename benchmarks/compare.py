@@ -9,7 +9,7 @@ and, for each load, of trees is drawn anew. So what disturbs the machine, or one
 For each figure the ratio of new to base is taken round by round (of speeds: above 1 is faster), then its median and
 the 95 % interval of the median, and the same for control to base, which should be 1. The interval is made of order
 statistics, so nothing is assumed of how the ratios are spread: Le Boudec, Performance Evaluation of Computer and
-Communication Systems (2010), theorem 2.1. The verdict is
+Communication Systems (2010), theorem 2.1. The outcome is
 
     worse        the interval of new / base lies below 0.97, and that of control / base does not
     no worse     the interval of new / base begins at 0.97 or above, and that of control / base does not lie outside
@@ -49,7 +49,7 @@ LEAST_RATIO = 0.97
 _UNCERTAINTY = 0.05
 _PAIRS, _SECONDS = 21, 1.2
 
-Verdict = Literal["worse", "no worse", "unresolved"]
+Outcome = Literal["worse", "no worse", "unresolved"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,7 @@ class Comparison:
     control: MedianRatio
 
     @property
-    def verdict(self) -> Verdict:
+    def outcome(self) -> Outcome:
         """Whether this tree is slower."""
         if self.new.high < LEAST_RATIO and not self.control.high < LEAST_RATIO:
             return "worse"
@@ -151,8 +151,8 @@ def compare(figure: Figure, rounds: Iterable[Round]) -> Comparison:
     return Comparison(figure=figure, values=values, new=ratio(NEW), control=ratio(CONTROL))
 
 
-def lay_out(base: str, folder: Path) -> dict[str, Path]:
-    """Write the trees below a folder: each has its own package, and this one's benchmarks and launcher.
+def lay_out(base: str, directory: Path) -> dict[str, Path]:
+    """Write the trees below a directory: each has its own package, and this one's benchmarks and launcher.
 
     Raises:
         RuntimeError: git knows no such commit, or it has no package.
@@ -162,7 +162,7 @@ def lay_out(base: str, folder: Path) -> dict[str, Path]:
     )
     if archive.returncode:
         raise RuntimeError(f"git has no package at {base!r}: {archive.stderr.decode().strip()}")
-    trees = {tree: folder / tree for tree in TREES}
+    trees = {tree: directory / tree for tree in TREES}
     unwanted = shutil.ignore_patterns("__pycache__", "results")
     for tree, path in trees.items():
         if tree == NEW:
@@ -179,7 +179,7 @@ def measure_round(trees: Mapping[str, Path], loads: Sequence[str], seconds: floa
     found: dict[str, dict[str, float]] = {tree: {} for tree in trees}
     with ExitStack() as stack:
         programs = {
-            tree: stack.enter_context(program("benchmarks.compare_program", folder=path))
+            tree: stack.enter_context(program("benchmarks.compare_program", directory=path))
             for tree, path in trees.items()
         }
         with ThreadPoolExecutor(len(programs)) as pool:
@@ -196,8 +196,8 @@ def measure_round(trees: Mapping[str, Path], loads: Sequence[str], seconds: floa
 def measure(base: str, figures: Sequence[Figure], pairs: int, seconds: float, seed: int) -> list[Comparison]:
     """Compare this tree with a commit."""
     rng, loads, rounds = random.Random(seed), list(dict.fromkeys(figure.load for figure in figures)), []
-    with tempfile.TemporaryDirectory(prefix="tq-compare-") as folder:
-        trees = lay_out(base, Path(folder))
+    with tempfile.TemporaryDirectory(prefix="tq-compare-") as directory:
+        trees = lay_out(base, Path(directory))
         started = time.monotonic()
         for number in range(pairs):
             rounds.append(measure_round(trees, loads, seconds, rng))
@@ -215,7 +215,7 @@ def to_text(comparisons: Sequence[Comparison], base: str, pairs: int, seconds: f
     return Report(
         name="compare",
         question=f"Is this tree slower than {base}?",
-        columns=["figure", "name", "base", "new", "new / base (95 %)", "control / base (95 %)", "verdict"],
+        columns=["figure", "name", "base", "new", "new / base (95 %)", "control / base (95 %)", "outcome"],
         rows=[
             [
                 one.figure.what,
@@ -223,7 +223,7 @@ def to_text(comparisons: Sequence[Comparison], base: str, pairs: int, seconds: f
                 *(format_cell(median(one.values[tree])) for tree in (BASE, NEW)),
                 ratio_text(one.new),
                 ratio_text(one.control),
-                one.verdict,
+                one.outcome,
             ]
             for one in comparisons
         ],
@@ -244,7 +244,7 @@ def to_json(comparisons: Sequence[Comparison], base: str, pairs: int, seconds: f
     figures: list[dict[str, Any]] = [
         {
             **asdict(one.figure),
-            "verdict": one.verdict,
+            "outcome": one.outcome,
             "new_to_base": bounds(one.new),
             "control_to_base": bounds(one.control),
             "values": one.values,
@@ -278,7 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print((to_json if given.json else to_text)(found, given.base, given.pairs, given.seconds))
-    return int(any(one.verdict == "worse" for one in found))
+    return int(any(one.outcome == "worse" for one in found))
 
 
 if __name__ == "__main__":

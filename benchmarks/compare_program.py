@@ -21,7 +21,7 @@ from benchmarks.compare_service import checked_package
 from benchmarks.harness import median
 from benchmarks.insert_rate import LARGE_COUNT, put_rate
 from benchmarks.peer_program import Commands, serve
-from benchmarks.wake_latency import Handover
+from benchmarks.wake_latency import WakeUp
 from tq_service.testing import ServiceProcess
 
 _FLAGS = {"wire": ("--shared-memory", "off"), "shared": (), "process": ("--shared-memory", "off")}
@@ -51,7 +51,7 @@ class _Loads:
         self._units: dict[str, Unit] = {}
 
     def prepare(self, loads: Sequence[str]) -> str:
-        """Start what the loads need; return the folder of the package that is measured."""
+        """Start what the loads need; return the directory of the package that is measured."""
         for load in loads:
             self._units[load] = getattr(self, load)()
         return checked_package()
@@ -70,8 +70,8 @@ class _Loads:
         if kind not in self._addresses:
             flags = [*_FLAGS[kind]]
             if kind == "process":
-                folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tq-compare-data-"))
-                flags += ["--data-dir", folder, "--durability", "process"]
+                directory = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tq-compare-data-"))
+                flags += ["--data-dir", directory, "--durability", "process"]
             started = ServiceProcess(*flags, command=_SERVICE)
             self._addresses[kind] = self._stack.enter_context(started).address
         return self._addresses[kind]
@@ -104,8 +104,8 @@ class _Loads:
 
     def wake_up(self) -> Unit:
         """Milliseconds from a put until the rank that waits for it has its batch."""
-        handover = Handover(self._async_client("wire"), self._async_client("wire"), 1, _WAITS)
-        return lambda: {"wake_up": 1e3 * median(self._runner.run(handover()))}
+        wake_up = WakeUp(self._async_client("wire"), self._async_client("wire"), 1, _WAITS)
+        return lambda: {"wake_up": 1e3 * median(self._runner.run(wake_up()))}
 
     def insert(self) -> Unit:
         """Samples with keys and custom_meta, in one put."""

@@ -13,7 +13,7 @@ from benchmarks.harness import ROOT
 
 
 def checked_package() -> str:
-    """Return the folder of the package that was imported.
+    """Return the directory of the package that was imported.
 
     Raises:
         RuntimeError: it is not of this tree.
@@ -21,7 +21,7 @@ def checked_package() -> str:
     package = Path(tq_service.__file__).resolve().parent
     if package != ROOT / "tq_service":
         raise RuntimeError(
-            f"imported {package}, expected {ROOT / 'tq_service'}: run it as a module, in its tree's folder"
+            f"imported {package}, expected {ROOT / 'tq_service'}: run it as a module, in its tree's directory"
         )
     return str(package)
 

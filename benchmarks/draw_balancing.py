@@ -16,7 +16,7 @@ from tq_service.balancing import get_seqlen_balanced_partitions, karmarkar_karp
 
 Int64s = NDArray[np.int64]
 
-_FOLDER = ROOT / "docs" / "images"
+_DIRECTORY = ROOT / "docs" / "images"
 _RANKS, _SAMPLES = 64, 1_024
 _PACKED_SAMPLES = 640
 
@@ -68,6 +68,6 @@ def _figure(count: int) -> Any:
 
 
 if __name__ == "__main__":
-    _FOLDER.mkdir(parents=True, exist_ok=True)
-    draw_ranks(_FOLDER / "balancing_ranks.png")
-    draw_packs(_FOLDER / "balancing_packs.png")
+    _DIRECTORY.mkdir(parents=True, exist_ok=True)
+    draw_ranks(_DIRECTORY / "balancing_ranks.png")
+    draw_packs(_DIRECTORY / "balancing_packs.png")

@@ -176,8 +176,8 @@ def _report(rows: list[list[Cell]]) -> Report:
             f"batches of {BATCH_SIZE}; small puts of {_SMALL_ROW_BYTES} B a sample, large ones of "
             f"{_TENSOR_BYTES >> 20} MiB; GB are 10^9 bytes",
             "while producers put: one put of all samples of a batch_index for each",
-            "one client process with one event loop, services of one process; the data folders are on the disk of the "
-            "folder for temporary files",
+            "one client process with one event loop, services of one process; data directories on the disk of the "
+            "directory for temporary files",
         ],
         aims=[Aim(what=f"{row[0]}, process / memory", measured=_number(row[4]), wanted=_WANTED) for row in rows],
         plots=[
@@ -209,8 +209,8 @@ def run(options: Options) -> Report:
             for sharing in ("off", "auto"):
                 flags = ["--shared-memory", sharing]
                 if mode != "memory":
-                    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tq-durability-"))
-                    flags += ["--data-dir", folder, "--durability", mode]
+                    directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="tq-durability-"))
+                    flags += ["--data-dir", directory, "--durability", mode]
                 pair.append(stack.enter_context(ServiceProcess(*flags)).address)
             addresses[mode] = (pair[0], pair[1])
         return run_async(_measure(options, addresses))

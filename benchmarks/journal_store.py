@@ -35,8 +35,8 @@ _MOST_MEGABYTES = 10.0
 class JournalStore:
     """The journal, as the other stores are asked."""
 
-    def __init__(self, folder: Path, sync: bool) -> None:
-        self._journal = SegmentLog(folder, sync=sync)
+    def __init__(self, directory: Path, sync: bool) -> None:
+        self._journal = SegmentLog(directory, sync=sync)
         self._found = sum(1 for _ in self._journal.read(0))
 
     def commit(self, records: Sequence[bytes]) -> None:

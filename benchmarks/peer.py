@@ -71,14 +71,14 @@ def _family(pid: int) -> list[psutil.Process]:
 
 @contextmanager
 def program(
-    module: str, *, python: str = sys.executable, variables: Mapping[str, str] | None = None, folder: Path = ROOT
+    module: str, *, python: str = sys.executable, variables: Mapping[str, str] | None = None, directory: Path = ROOT
 ) -> Iterator[Program]:
-    """Run `python -m module` in a folder until the block ends.
+    """Run `python -m module` in a directory until the block ends.
 
     It stops when its stdin ends, or is killed with all it started.
     """
     command, pipe, environment = [python, "-m", module], subprocess.PIPE, {**os.environ, **(variables or {})}
-    with subprocess.Popen(command, cwd=folder, env=environment, stdin=pipe, stdout=pipe, text=True) as process:
+    with subprocess.Popen(command, cwd=directory, env=environment, stdin=pipe, stdout=pipe, text=True) as process:
         try:
             yield Program(process)
         finally:

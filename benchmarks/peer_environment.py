@@ -38,13 +38,13 @@ class PeerEnvironment:
         Raises:
             RuntimeError: it cannot be made.
         """
-        folder = _ROOT / f".venv-{self.name.lower()}"
-        python, installed = folder / "bin" / "python", folder / "installed.txt"
+        directory = _ROOT / f".venv-{self.name.lower()}"
+        python, installed = directory / "bin" / "python", directory / "installed.txt"
         wanted = "\n".join(self.requirements)
         if python.exists() and installed.exists() and installed.read_text() == wanted:
             return python
-        print(f"installing {self.name} in {folder.name}: some minutes, once", file=sys.stderr, flush=True)
-        _run([sys.executable, "-m", "venv", "--clear", str(folder)])
+        print(f"installing {self.name} in {directory.name}: some minutes, once", file=sys.stderr, flush=True)
+        _run([sys.executable, "-m", "venv", "--clear", str(directory)])
         pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         if self.needs_torch:
             _run([*pip, *shlex.split(os.environ.get("TQ_BENCH_TORCH", _TORCH))])

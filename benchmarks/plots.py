@@ -12,8 +12,8 @@ _SIZE_INCHES = (7.0, 4.2)
 _LEGEND_COLUMNS = {2: 2, 4: 2}
 
 
-def draw(plot: Plot, folder: Path) -> Path:
-    """Write a plot to `<folder>/<name>.png` and return the path."""
+def draw(plot: Plot, directory: Path) -> Path:
+    """Write a plot to `<directory>/<name>.png` and return the path."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -39,7 +39,7 @@ def draw(plot: Plot, folder: Path) -> Path:
     axes.grid(alpha=0.3)
     if len(plot.series) > 1:
         figure.legend(loc="outside lower center", ncols=_LEGEND_COLUMNS.get(len(plot.series), 3), frameon=False)
-    path = folder / f"{plot.name}.png"
+    path = directory / f"{plot.name}.png"
     figure.savefig(path, dpi=110)
     plt.close(figure)
     return path

@@ -11,19 +11,19 @@ import ray
 
 @contextmanager
 def ray_cluster(*, cpu_count: int, object_store_bytes: int) -> Iterator[None]:
-    """Run Ray until the block ends, without its dashboard, its files in a folder that goes with it.
+    """Run Ray until the block ends, without its dashboard, its files in a directory that goes with it.
 
     It listens on loopback only with the variables of `benchmarks.peer_environment`. Its own processes die with this
     one, also when this one is killed.
     """
-    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as directory:
         ray.init(
             num_cpus=cpu_count,
             object_store_memory=object_store_bytes,
             include_dashboard=False,
             log_to_driver=False,
             logging_level="error",
-            _temp_dir=folder,
+            _temp_dir=directory,
         )
         try:
             yield

@@ -109,13 +109,13 @@ class Report:
         lines += ["", *(f"- {note}" for note in self.notes), *(f"- {aim_text(aim)}" for aim in self.aims)]
         return "\n".join(lines)
 
-    def to_markdown(self, plot_folder: str) -> str:
-        """Return it as a section; its plots are linked as `<plot_folder>/<name>.png`."""
+    def to_markdown(self, plot_directory: str) -> str:
+        """Return it as a section; its plots are linked as `<plot_directory>/<name>.png`."""
         lines = [f"## {self.name}", "", self.question, "", "| " + " | ".join(self.columns) + " |"]
         lines.append("|---" + "|--:" * (len(self.columns) - 1) + "|")
         lines += ["| " + " | ".join(map(format_cell, row)) + " |" for row in self.rows]
         lines += ["", *(f"- {note}" for note in self.notes), *(f"- {aim_text(aim)}" for aim in self.aims)]
-        lines += [line for plot in self.plots for line in ("", f"![{plot.title}]({plot_folder}/{plot.name}.png)")]
+        lines += [line for plot in self.plots for line in ("", f"![{plot.title}]({plot_directory}/{plot.name}.png)")]
         return "\n".join([*lines, ""])
 
 

@@ -48,7 +48,7 @@ class Sample:
         resident_mb: memory, in 10^6 bytes.
         open_files: file descriptors.
         threads: their number.
-        disk_mb: of the data folder, in 10^6 bytes.
+        disk_mb: of the data directory, in 10^6 bytes.
     """
 
     seconds: float
@@ -83,9 +83,9 @@ class Course:
         return first, middle, last
 
 
-def _disk_bytes(folder: Path) -> int:
+def _disk_bytes(directory: Path) -> int:
     total = 0
-    for path in folder.rglob("*"):
+    for path in directory.rglob("*"):
         try:
             total += path.stat().st_blocks * 512
         except FileNotFoundError:  # just replaced by the next one
@@ -93,7 +93,7 @@ def _disk_bytes(folder: Path) -> int:
     return total
 
 
-async def _sample(process: psutil.Process, folder: Path, seconds: float, samples: list[Sample]) -> None:
+async def _sample(process: psutil.Process, directory: Path, seconds: float, samples: list[Sample]) -> None:
     loop = asyncio.get_running_loop()
     started = loop.time()
     for number in range(1, SAMPLING_COUNT + 1):
@@ -104,13 +104,13 @@ async def _sample(process: psutil.Process, folder: Path, seconds: float, samples
                 resident_mb=process.memory_info().rss / 1e6,
                 open_files=process.num_fds(),
                 threads=process.num_threads(),
-                disk_mb=_disk_bytes(folder) / 1e6,
+                disk_mb=_disk_bytes(directory) / 1e6,
             )
         )
 
 
 @contextmanager
-def _server(mode: str, folder: Path, seconds: float) -> Iterator[ServiceProcess]:
+def _server(mode: str, directory: Path, seconds: float) -> Iterator[ServiceProcess]:
     shorter = min(1.0, seconds / _HOUR_SECONDS)
     times = (
         "--request-record-seconds",
@@ -118,7 +118,7 @@ def _server(mode: str, folder: Path, seconds: float) -> Iterator[ServiceProcess]
         "--put-ttl-seconds",
         str(_PUT_TTL_SECONDS * shorter),
     )
-    kept = () if mode == "memory" else ("--data-dir", str(folder), "--durability", mode)
+    kept = () if mode == "memory" else ("--data-dir", str(directory), "--durability", mode)
     with ServiceProcess(*times, *kept) as process:
         yield process
 
@@ -188,15 +188,15 @@ def report(courses: Sequence[Course], seconds: float) -> Report:
     )
 
 
-def write(found: Report, folder: Path, date: str) -> Path:
-    """Write `<folder>/<date>-soak.md` and its plots; return the path."""
-    plots = folder / f"{date}-soak"
+def write(found: Report, directory: Path, date: str) -> Path:
+    """Write `<directory>/<date>-soak.md` and its plots; return the path."""
+    plots = directory / f"{date}-soak"
     plots.mkdir(parents=True, exist_ok=True)
     for plot in found.plots:
         draw(plot, plots)
     machine = [f"| {name} | {value} |" for name, value in describe_machine().items()]
     lines = [f"# Soak of {date}", "", "| | |", "|---|---|", *machine, "", found.to_markdown(plots.name)]
-    path = folder / f"{date}-soak.md"
+    path = directory / f"{date}-soak.md"
     path.write_text("\n".join(lines).rstrip() + "\n")
     return path
 
@@ -206,7 +206,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("--seconds", type=float, default=300.0, help="how long, in each mode")
     parser.add_argument("--mode", action="append", choices=MODES, help="a durability; default: memory and process")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the table and the plots")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="directory for the table and the plots")
     given = parser.parse_args()
     found = report([soak(mode, given.seconds) for mode in given.mode or MODES[:2]], given.seconds)
     print(found.to_text())

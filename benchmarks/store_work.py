@@ -19,9 +19,9 @@ KILLED_RECORDS, KILLED_RECORD_BYTES = 20_000, 300
 
 
 class Store(Protocol):
-    """Numbered records in a folder; made anew, or opened again."""
+    """Numbered records in a directory; made anew, or opened again."""
 
-    def __init__(self, folder: Path, sync: bool) -> None: ...
+    def __init__(self, directory: Path, sync: bool) -> None: ...
 
     def commit(self, records: Sequence[bytes]) -> None:
         """Return once the records are written, with `sync` on the disk."""
@@ -37,10 +37,10 @@ class Store(Protocol):
 
 
 def commit_seconds(kind: type[Store], *, sync: bool, record_bytes: int, group: int, count: int) -> list[float]:
-    """Return the seconds that each of `count` commits takes, in a folder of its own."""
+    """Return the seconds that each of `count` commits takes, in a directory of its own."""
     records = [os.urandom(record_bytes) for _ in range(group)]
-    with tempfile.TemporaryDirectory() as folder:
-        store = kind(Path(folder), sync)
+    with tempfile.TemporaryDirectory() as directory:
+        store = kind(Path(directory), sync)
         seconds = []
         for _ in range(count):
             started = time.perf_counter()
@@ -50,9 +50,9 @@ def commit_seconds(kind: type[Store], *, sync: bool, record_bytes: int, group: i
     return seconds
 
 
-def fill_and_die(kind: type[Store], folder: Path) -> None:
+def fill_and_die(kind: type[Store], directory: Path) -> None:
     """Commit records one by one, and be killed; runs in a process of its own."""
-    store = kind(folder, sync=False)
+    store = kind(directory, sync=False)
     for _ in range(KILLED_RECORDS):
         store.commit([os.urandom(KILLED_RECORD_BYTES)])
     os.kill(os.getpid(), signal.SIGKILL)
@@ -63,24 +63,26 @@ def after_kill(kind: type[Store], module: str, name: str) -> dict[str, Any]:
 
     Args:
         kind: of the store.
-        module: that calls `fill_and_die` when it is run with `name` and a folder.
+        module: that calls `fill_and_die` when it is run with `name` and a directory.
         name: of the store.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([sys.executable, "-m", module, name, folder], check=False)
-        killed_bytes = _bytes_in(Path(folder))
+    with tempfile.TemporaryDirectory() as directory:
+        subprocess.run([sys.executable, "-m", module, name, directory], check=False)
+        killed_bytes = _bytes_in(Path(directory))
         started = time.perf_counter()
-        store = kind(Path(folder), sync=False)
+        store = kind(Path(directory), sync=False)
         count = store.read()
         seconds = time.perf_counter() - started
         store.close()
         if count != KILLED_RECORDS:
             raise RuntimeError(f"{name} has {count} records after a kill, of {KILLED_RECORDS} that were committed")
-        return {"seconds": seconds, "killed_bytes": killed_bytes, "rest_bytes": _bytes_in(Path(folder))}
+        return {"seconds": seconds, "killed_bytes": killed_bytes, "rest_bytes": _bytes_in(Path(directory))}
 
 
-def _bytes_in(folder: Path) -> int:
-    return sum(512 * path.stat().st_blocks for path in folder.rglob("*") if path.is_file() and path.name != "reserve")
+def _bytes_in(directory: Path) -> int:
+    return sum(
+        512 * path.stat().st_blocks for path in directory.rglob("*") if path.is_file() and path.name != "reserve"
+    )
 
 
 def run_if_told(kinds: dict[str, Callable[..., Store]]) -> bool:

@@ -28,8 +28,8 @@ _HEAD = struct.Struct("<II")
 class PlainFile:
     """A file that is appended to."""
 
-    def __init__(self, folder: Path, sync: bool) -> None:
-        self._file = (folder / "journal").open("a+b", buffering=0)
+    def __init__(self, directory: Path, sync: bool) -> None:
+        self._file = (directory / "journal").open("a+b", buffering=0)
         self._sync = sync
 
     def commit(self, records: Sequence[bytes]) -> None:
@@ -58,8 +58,8 @@ class PlainFile:
 class Sqlite:
     """A table with the record's number as its primary key."""
 
-    def __init__(self, folder: Path, sync: bool) -> None:
-        self._connection = sqlite3.connect(folder / "journal.sqlite3", isolation_level=None)
+    def __init__(self, directory: Path, sync: bool) -> None:
+        self._connection = sqlite3.connect(directory / "journal.sqlite3", isolation_level=None)
         for pragma in ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "wal_autocheckpoint = 0"):
             self._connection.execute(f"PRAGMA {pragma}")
         self._connection.execute(f"PRAGMA synchronous = {'FULL' if sync else 'NORMAL'}")
@@ -93,10 +93,10 @@ class Sqlite:
 class Lmdb:
     """A tree in memory-mapped pages."""
 
-    def __init__(self, folder: Path, sync: bool) -> None:
+    def __init__(self, directory: Path, sync: bool) -> None:
         import lmdb
 
-        self._environment: Any = lmdb.open(str(folder), map_size=_MAP_BYTES, sync=sync, metasync=sync)
+        self._environment: Any = lmdb.open(str(directory), map_size=_MAP_BYTES, sync=sync, metasync=sync)
         self._number = 0
 
     def commit(self, records: Sequence[bytes]) -> None:
@@ -121,11 +121,11 @@ class Lmdb:
 class RocksDb:
     """A log-structured merge tree with a write-ahead log."""
 
-    def __init__(self, folder: Path, sync: bool) -> None:
+    def __init__(self, directory: Path, sync: bool) -> None:
         from rocksdict import Options, Rdict, WriteBatch, WriteOptions
 
         self._batch = WriteBatch
-        self._database: Any = Rdict(str(folder), Options(raw_mode=True))
+        self._database: Any = Rdict(str(directory), Options(raw_mode=True))
         self._options = WriteOptions()
         self._options.sync = sync
         self._number = 0

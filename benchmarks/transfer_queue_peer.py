@@ -62,7 +62,7 @@ class _Load:
             "claims": self.claims,
             "fetch": self.fetch,
             "check_consumption": self.check_consumption,
-            "handover": self.handover,
+            "wake_up": self.wake_up,
             "load": self.load,
             "round_trip": self.round_trip,
         }
@@ -136,25 +136,25 @@ class _Load:
             times.append(time.perf_counter())
         return [end - start for start, end in itertools.pairwise(times)]
 
-    def handover(self, count: int) -> list[float]:
+    def wake_up(self, count: int) -> list[float]:
         """Return the seconds from the start of each put of one sample until a consumer that waits has claimed it.
 
         The consumer waits as `StreamingDataset` does: it asks, and sleeps for a second where there is nothing. The put
         comes at any moment of that second.
         """
-        return list(self._run(self._handover(count)))
+        return list(self._run(self._wake_up(count)))
 
-    async def _handover(self, count: int) -> list[float]:
+    async def _wake_up(self, count: int) -> list[float]:
         task, row, times = next(self._tasks), _numbers(1), []
-        await self._client.async_put(row, partition_id="handover")
-        await self._claim("handover", task, 1)
+        await self._client.async_put(row, partition_id="wake_up")
+        await self._claim("wake_up", task, 1)
         for _ in range(count):
-            served = asyncio.ensure_future(self._served("handover", task))
+            served = asyncio.ensure_future(self._served("wake_up", task))
             await asyncio.sleep(random.uniform(0.0, _POLL_SECONDS))
             started = time.perf_counter()
-            await self._client.async_put(row, partition_id="handover")
+            await self._client.async_put(row, partition_id="wake_up")
             times.append(await served - started)
-        await self._client.async_clear_partition("handover")
+        await self._client.async_clear_partition("wake_up")
         return times
 
     async def _served(self, partition_id: str, task: str) -> float:

@@ -33,7 +33,7 @@ _PAUSE_SECONDS = 0.005
 _PAUSE_SECONDS_A_RANK = 0.001
 
 
-class Handover:
+class WakeUp:
     """Ranks of one task that wait, and a worker on a connection of its own that produces what they wait for."""
 
     def __init__(self, ranks: tq.AsyncClient, worker: tq.AsyncClient, rank_count: int, put_count: int) -> None:
@@ -111,14 +111,14 @@ async def _measure(options: Options, address: str, echo_address: str, transfer_q
                 latencies.append(time.perf_counter() - started)
             return latencies
 
-        handovers = {count: Handover(ranks, worker, count, _puts_for(count, put_count)) for count in RANK_COUNTS}
+        wake_ups = {count: WakeUp(ranks, worker, count, _puts_for(count, put_count)) for count in RANK_COUNTS}
         names = {count: f"put → {count} waiting rank{'s' if count > 1 else ''} served" for count in RANK_COUNTS}
 
         async def peer_times() -> list[float]:
-            return list(transfer_queue.ask("handover", count=_PEER_PUTS_A_REPEAT))
+            return list(transfer_queue.ask("wake_up", count=_PEER_PUTS_A_REPEAT))
 
         cases: dict[str, Callable[[], Awaitable[list[float]]]] = {"echo": echo_times, "put alone": put_times}
-        cases |= {names[count]: handover for count, handover in handovers.items()}
+        cases |= {names[count]: wake_up for count, wake_up in wake_ups.items()}
         if transfer_queue.is_there:
             cases["TransferQueue: put → 1 asking consumer served"] = peer_times
         times = await interleave_async(cases, options.repeats)
@@ -128,7 +128,7 @@ async def _measure(options: Options, address: str, echo_address: str, transfer_q
     for name, repeats in times.items():
         p50, p99 = p50_p99(repeats)
         rows.append([name, p50, p99, p50 / echo_p50])
-    after = p50_p99(handovers[1].from_answer[1:])
+    after = p50_p99(wake_ups[1].from_answer[1:])
     rows.append(["put answered → 1 waiting rank served", *after, after[0] / echo_p50])
     return Report(
         name="wake_latency",

@@ -1,8 +1,8 @@
-"""Runs acts of chaos and prints what they found: `python -m chaos --rounds 100`; exit code 1 for a broken promise.
+"""Runs scenarios of chaos and prints a report: `python -m chaos --rounds 100`; exit code 1 for a broken guarantee.
 
-The service runs as one process, then as a controller and two storage services. In each act 8 producers, 8 trainer ranks
-and 4 queue workers in 5 processes share a partition, while processes are killed and started again at random moments.
-A run prints its seed; `--seed` strikes the same targets after the same pauses again.
+The service runs as one process, then as a controller and two storage services. In each scenario 8 producers, 8 trainer
+ranks and 4 queue workers in 5 processes share a partition, while processes are killed and restarted at random moments.
+A run prints its seed; `--seed` repeats its faults: the same targets after the same pauses.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Final
 import numpy as np
 
 import tq_service as tq
-from chaos.act import Act, Findings, Target
 from chaos.cluster import Cluster, Durability, Topology, without_torch
+from chaos.scenario import Report, Scenario, Target
 from chaos.table import table_of
 
 _TOPOLOGIES: Final[tuple[Topology, ...]] = ("embedded", "split")
@@ -46,7 +46,7 @@ def _prefill(cluster: Cluster, sample_count: int) -> None:
         for start in range(0, sample_count, _PREFILL_PUT_ROWS):
             rows = np.arange(start, min(start + _PREFILL_PUT_ROWS, sample_count))
             client.put({"x": rows}, partition_id="prefill", custom_meta=[{"version": 0}] * len(rows))
-    _say(f"{sample_count:,} samples are kept before the first act")
+    _say(f"{sample_count:,} samples are kept before the first scenario")
 
 
 def _prefill_violations(cluster: Cluster, sample_count: int) -> list[str]:
@@ -57,51 +57,53 @@ def _prefill_violations(cluster: Cluster, sample_count: int) -> list[str]:
         rows = list(range(0, sample_count, max(1, sample_count // 100)))
         batch = client.get_data(partition_id="prefill", global_indexes=rows)
         wrong = count != sample_count or batch["x"].tolist() != rows
-        return [f"of {sample_count} samples put before the acts {count} are there, or changed"] if wrong else []
+        return [f"of {sample_count} samples put before the scenarios {count} are there, or changed"] if wrong else []
 
 
-def _trial(topology: Topology, given: argparse.Namespace, folder: Path) -> Findings:
-    dice = random.Random(f"{given.seed} {topology}")
-    findings = Findings()
+def _trial(topology: Topology, given: argparse.Namespace, directory: Path) -> Report:
+    rng = random.Random(f"{given.seed} {topology}")
+    report = Report()
     targets = _CLIENTS_ONLY if given.durability == "memory" else _TARGETS[topology]
-    cluster = Cluster(topology, given.durability, folder, dice)
+    cluster = Cluster(topology, given.durability, directory, rng)
     try:
         cluster.start()
         with tq.Client(cluster.address, timeout=_START_SECONDS) as client:
             client.put({"x": np.zeros(1)}, partition_id="first")  # waits until all of it is there
             client.clear_partition("first")
         _prefill(cluster, given.prefill)
-        for number, start in enumerate(range(0, given.rounds, given.rounds_per_act)):
-            act = Act(
+        for number, start in enumerate(range(0, given.rounds, given.rounds_per_scenario)):
+            scenario = Scenario(
                 cluster=cluster,
-                name=f"act-{number}",
-                folder=folder / f"act-{number}",
-                dice=dice,
+                name=f"scenario-{number}",
+                directory=directory / f"scenario-{number}",
+                rng=rng,
                 seed=given.seed,
-                findings=findings,
+                report=report,
                 say=_say,
             )
-            if not act.run(min(given.rounds_per_act, given.rounds - start), given.seconds, targets):
+            if not scenario.run(min(given.rounds_per_scenario, given.rounds - start), given.seconds, targets):
                 break
         else:
-            findings.violations += _prefill_violations(cluster, given.prefill)
-        findings.violations += [f"log of {line}" for line in cluster.failures()]
+            report.violations += _prefill_violations(cluster, given.prefill)
+        report.violations += [f"log of {line}" for line in cluster.failures()]
     finally:
         cluster.close()
-    return findings
+    return report
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m chaos", description=(__doc__ or "").split("\n", maxsplit=1)[0])
-    parser.add_argument("--rounds", type=int, default=100, help="strikes for each topology (default: 100)")
-    parser.add_argument("--rounds-per-act", type=int, default=10, help="strikes in the life of a partition")
-    parser.add_argument("--seconds", type=float, default=2.0, help="longest pause between two strikes (default: 2)")
+    parser.add_argument("--rounds", type=int, default=100, help="faults for each topology (default: 100)")
+    parser.add_argument("--rounds-per-scenario", type=int, default=10, help="faults per partition")
+    parser.add_argument("--seconds", type=float, default=2.0, help="longest pause between two faults (default: 2)")
     parser.add_argument("--topology", choices=[*_TOPOLOGIES, "all"], default="all", help="how the service runs")
     durabilities: tuple[Durability, ...] = ("memory", "process", "disk")
     parser.add_argument("--durability", choices=durabilities, default="process", help="memory: clients are killed only")
-    parser.add_argument("--prefill", type=int, default=0, metavar="SAMPLES", help="samples put before the first act")
-    parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(3)), help="repeats the strikes of a run")
-    parser.add_argument("--output", type=Path, default=Path("chaos-output"), help="folder for logs and data")
+    parser.add_argument(
+        "--prefill", type=int, default=0, metavar="SAMPLES", help="samples put before the first scenario"
+    )
+    parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(3)), help="repeats the faults of a run")
+    parser.add_argument("--output", type=Path, default=Path("chaos-output"), help="directory for logs and data")
     return parser.parse_args(arguments)
 
 
@@ -111,13 +113,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     topologies = _TOPOLOGIES if given.topology == "all" else (given.topology,)
     output = given.output / f"{datetime.datetime.now():%Y-%m-%d-%H%M%S}-{given.seed}"
     _say(f"seed {given.seed}, durability {given.durability}, logs and data in {output}")
-    findings = {}
+    reports = {}
     for topology in topologies:
-        folder = output / topology
-        folder.mkdir(parents=True)
-        findings[topology] = _trial(topology, given, folder)
-    print(table_of(findings))
-    broken = [violation for each in findings.values() for violation in each.violations]
+        directory = output / topology
+        directory.mkdir(parents=True)
+        reports[topology] = _trial(topology, given, directory)
+    print(table_of(reports))
+    broken = [violation for each in reports.values() for violation in each.violations]
     for violation in broken[:_SHOWN_VIOLATIONS]:
         print(f"violation: {violation[:1000]}")
     print(f"{len(broken)} violations; seed {given.seed}; logs and data in {output}")

@@ -30,8 +30,8 @@ class Actor:
         client: its own.
         partition_id: the partition of the act.
         number: which of its kind it is.
-        folder: where its log is.
-        seed: of its dice.
+        directory: where its log is.
+        seed: of its random numbers.
         stopping: whether producers are to stop.
     """
 
@@ -43,17 +43,17 @@ class Actor:
         client: tq.AsyncClient,
         partition_id: str,
         number: int,
-        folder: Path,
+        directory: Path,
         seed: int,
         stopping: Callable[[], bool],
     ) -> None:
-        path = folder / f"{self.kind}-{number}.jsonl"
+        path = directory / f"{self.kind}-{number}.jsonl"
         self.client = client
         self.partition_id = partition_id
         self.number = number
         self.past = read_events(path)
         self.log = EventLog(path)
-        self.dice = random.Random(f"{seed} {self.kind} {number} {len(self.past)}")
+        self.rng = random.Random(f"{seed} {self.kind} {number} {len(self.past)}")
         self.stopping = stopping
 
     async def run(self) -> None:
@@ -72,12 +72,12 @@ class Producer(Actor):
         while not self.stopping():
             await self._put_one(begun)
             begun += 1
-            await asyncio.sleep(self.dice.uniform(0, _LONGEST_PAUSE_SECONDS))
+            await asyncio.sleep(self.rng.uniform(0, _LONGEST_PAUSE_SECONDS))
 
     async def _put_one(self, serial: int) -> None:
-        keys = [key_of(self.number, serial, row) for row in range(self.dice.randint(1, _MOST_ROWS))]
-        is_held = self.dice.random() < 0.15
-        has_reward = is_held or self.dice.random() < 0.7
+        keys = [key_of(self.number, serial, row) for row in range(self.rng.randint(1, _MOST_ROWS))]
+        is_held = self.rng.random() < 0.15
+        has_reward = is_held or self.rng.random() < 0.7
         data = columns_of(keys) | ({REWARD: rewards_of(keys)} if has_reward else {})
         self.log.write("put", keys=keys, is_held=is_held)
         meta = await self.client.put(
@@ -92,7 +92,7 @@ class Producer(Actor):
         if not has_reward:
             await self.client.put({REWARD: rewards_of(keys)}, metadata=meta)
         self.log.write("reward_done", keys=keys)
-        if is_held and self.dice.random() < 0.5:
+        if is_held and self.rng.random() < 0.5:
             self.log.write("clear", keys=keys)
             await self.client.clear_samples(meta)
             self.log.write("clear_done", keys=keys)
@@ -151,11 +151,11 @@ class Worker(Actor):
         indexes = list(meta.global_indexes)
         self.log.write("leased", indexes=indexes)
         self.log.write("read", wrong=await read(self.client, meta))
-        fate = self.dice.random()
+        fate = self.rng.random()
         if fate < 0.02:
             return  # the lease runs out
         if fate < 0.05:
-            await asyncio.sleep(LEASE_SECONDS * self.dice.uniform(0.5, 1.5))
+            await asyncio.sleep(LEASE_SECONDS * self.rng.uniform(0.5, 1.5))
         elif fate < 0.15:
             self.log.write("release", indexes=indexes)
             await self.client.release(meta)

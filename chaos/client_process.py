@@ -1,4 +1,4 @@
-"""A process with some actors: `python -m chaos.client_process ADDRESS PARTITION FOLDER SEED KIND NUMBER...`.
+"""A process with some actors: `python -m chaos.client_process ADDRESS PARTITION DIRECTORY SEED KIND NUMBER...`.
 
 It ends with 0 when all of them are done, with 1 when the service answered one of them what it must not.
 """
@@ -17,16 +17,16 @@ STOP_FILE = "stop"
 _TIMEOUT_SECONDS = 90.0
 
 
-async def _run(address: str, partition_id: str, folder: Path, seed: int, kind: str, *numbers: int) -> None:
+async def _run(address: str, partition_id: str, directory: Path, seed: int, kind: str, *numbers: int) -> None:
     async def act(number: int) -> None:
         async with tq.AsyncClient(address, timeout=_TIMEOUT_SECONDS) as client:
             actor = ACTORS[kind](
                 client=client,
                 partition_id=partition_id,
                 number=number,
-                folder=folder,
+                directory=directory,
                 seed=seed,
-                stopping=(folder / STOP_FILE).exists,
+                stopping=(directory / STOP_FILE).exists,
             )
             await actor.run()
 
@@ -37,5 +37,5 @@ async def _run(address: str, partition_id: str, folder: Path, seed: int, kind: s
 
 if __name__ == "__main__":
     without_torch()
-    address, partition_id, folder, seed, kind, *numbers = sys.argv[1:]
-    asyncio.run(_run(address, partition_id, Path(folder), int(seed), kind, *map(int, numbers)))
+    address, partition_id, directory, seed, kind, *numbers = sys.argv[1:]
+    asyncio.run(_run(address, partition_id, Path(directory), int(seed), kind, *map(int, numbers)))

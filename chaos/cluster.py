@@ -76,15 +76,15 @@ class Cluster:
     Args:
         topology: which of the two.
         durability: how it keeps its state; in "memory" whoever kills it kills the state.
-        folder: gets data and logs.
-        dice: choose the ports.
+        directory: gets data and logs.
+        rng: chooses the ports.
     """
 
-    def __init__(self, topology: Topology, durability: Durability, folder: Path, dice: random.Random) -> None:
+    def __init__(self, topology: Topology, durability: Durability, directory: Path, rng: random.Random) -> None:
         self._durability = durability
-        self._folder = folder
+        self._directory = directory
         names = ("service",) if topology == "embedded" else ("controller", *_STORAGE_NAMES)
-        self._ports = dict(zip(names, _free_ports(len(names), dice), strict=True))
+        self._ports = dict(zip(names, _free_ports(len(names), rng), strict=True))
         self.address = f"127.0.0.1:{self._ports[names[0]]}"
         self.controller_name = names[0]
         self.storage_names = names if topology == "embedded" else _STORAGE_NAMES
@@ -98,8 +98,8 @@ class Cluster:
             flags += ["--role", "storage" if name in self.storage_names else "controller"]
             flags += ["--controller", self.address] if name in self.storage_names else []
         if self._durability != "memory":
-            flags += ["--data-dir", str(self._folder / f"data-{name}"), "--durability", self._durability]
-        return Process(name, [*COMMAND, "serve", *flags], self._folder / f"{name}.log")
+            flags += ["--data-dir", str(self._directory / f"data-{name}"), "--durability", self._durability]
+        return Process(name, [*COMMAND, "serve", *flags], self._directory / f"{name}.log")
 
     def storage_address(self, name: str) -> str:
         """Return where a storage service listens."""
@@ -110,7 +110,7 @@ class Cluster:
         for process in self.processes.values():
             process.start()
 
-    def strike(self, names: Sequence[str], number: signal.Signals) -> list[str]:
+    def inject_fault(self, names: Sequence[str], number: signal.Signals) -> list[str]:
         """End processes by a signal and start them again at once.
 
         Returns:
@@ -162,10 +162,10 @@ def wait_until(condition: Callable[[], bool], timeout_seconds: float, pause_seco
     return True
 
 
-def _free_ports(count: int, dice: random.Random) -> list[int]:
+def _free_ports(count: int, rng: random.Random) -> list[int]:
     found: list[int] = []
     while len(found) < count:
-        port = dice.choice(_PORTS)
+        port = rng.choice(_PORTS)
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))

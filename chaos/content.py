@@ -35,7 +35,7 @@ def columns_of(keys: Sequence[str]) -> dict[str, Any]:
 
 def rewards_of(keys: Sequence[str]) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Return the column that some samples get in a put of its own."""
-    return np.array([_dice(key).random() for key in keys])
+    return np.array([_rng(key).random() for key in keys])
 
 
 def wrong_fields(keys: Sequence[str], batch: Mapping[str, Any]) -> list[str]:
@@ -54,13 +54,13 @@ def wrong_fields(keys: Sequence[str], batch: Mapping[str, Any]) -> list[str]:
     return wrong
 
 
-def _dice(key: str) -> random.Random:
+def _rng(key: str) -> random.Random:
     return random.Random(hashlib.blake2b(key.encode(), digest_size=8).digest())
 
 
 def _sample(key: str) -> dict[str, Any]:
-    dice = _dice(key)
-    size = dice.randint(*(_LARGE_BYTES if dice.random() < _LARGE_SHARE else _SMALL_BYTES))
+    rng = _rng(key)
+    size = rng.randint(*(_LARGE_BYTES if rng.random() < _LARGE_SHARE else _SMALL_BYTES))
     blob = np.frombuffer(hashlib.shake_128(key.encode()).digest(size), np.uint8)
-    ids = np.frombuffer(hashlib.shake_128(b"ids" + key.encode()).digest(8 * dice.randint(1, 40)), np.int64)
-    return {"ids": ids, "blob": blob, "text": f"text of {key} " + "é" * dice.randint(0, 30)}
+    ids = np.frombuffer(hashlib.shake_128(b"ids" + key.encode()).digest(8 * rng.randint(1, 40)), np.int64)
+    return {"ids": ids, "blob": blob, "text": f"text of {key} " + "é" * rng.randint(0, 30)}

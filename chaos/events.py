@@ -35,7 +35,7 @@ def read_events(path: Path) -> list[Event]:
     return [json.loads(line) for line in lines[:-1]]  # what follows the last line end was being written
 
 
-def all_events(folder: Path, kind: str) -> Iterator[tuple[str, list[Event]]]:
+def all_events(directory: Path, kind: str) -> Iterator[tuple[str, list[Event]]]:
     """Yield name and events of each actor of a kind."""
-    for path in sorted(folder.glob(f"{kind}-*.jsonl")):
+    for path in sorted(directory.glob(f"{kind}-*.jsonl")):
         yield path.stem, read_events(path)

@@ -43,11 +43,11 @@ class Delivery:
         return most_apart < LEASE_SECONDS - _CLOCK_SECONDS
 
 
-def worker_violations(folder: Path, live: set[int] | None) -> Iterator[str]:
+def worker_violations(directory: Path, live: set[int] | None) -> Iterator[str]:
     """Yield what is wrong with what the queue workers got; with `live`, what they must have acknowledged."""
-    yield from wrong_reads(folder, "worker")
+    yield from wrong_reads(directory, "worker")
     of_sample: dict[int, list[Delivery]] = defaultdict(list)
-    for name, events in all_events(folder, "worker"):
+    for name, events in all_events(directory, "worker"):
         for delivery in _deliveries(name, events):
             for index in delivery.indexes:
                 of_sample[index].append(delivery)
@@ -59,7 +59,7 @@ def worker_violations(folder: Path, live: set[int] | None) -> Iterator[str]:
     done_at = {index: min(each.acked_at for each in of_sample[index]) for index in sorted(live & of_sample.keys())}
     lost = [index for index in sorted(live) if done_at.get(index, math.inf) == math.inf]
     yield from (f"sample {index} was acknowledged by no worker" for index in lost)
-    for name, events in all_events(folder, "worker"):
+    for name, events in all_events(directory, "worker"):
         for ended_at in (event["at"] for event in events if event["what"] == "end"):
             early = [index for index, at in done_at.items() if ended_at < at < math.inf]
             yield from (f"{name} was told of the end before sample {index} was acknowledged" for index in early)

@@ -33,10 +33,10 @@ class Samples:
     held: set[str] = field(default_factory=set)
 
     @classmethod
-    def told(cls, folder: Path) -> Samples:
+    def recorded(cls, directory: Path) -> Samples:
         """Return what the logs of the producers say."""
         samples = cls()
-        for _, events in all_events(folder, "producer"):
+        for _, events in all_events(directory, "producer"):
             for event in events:
                 samples._take(event)
         return samples
@@ -78,11 +78,11 @@ class Samples:
         twice = [index for index, count in Counter(present.values()).items() if count > 1]
         yield from (f"index {index} has two keys" for index in twice)
 
-    def held_violations(self, folder: Path) -> Iterator[str]:
+    def held_violations(self, directory: Path) -> Iterator[str]:
         """Yield the samples that were handed out while they were held: before any of them was made live."""
         names = {index: key for key, index in self.acknowledged.items()}
         for kind, what in (("rank", "claim"), ("worker", "leased")):
-            for name, events in all_events(folder, kind):
+            for name, events in all_events(directory, kind):
                 for event in events:
                     if event["what"] == what:
                         keys = map(names.get, event.get("claim", event)["indexes"])
@@ -98,27 +98,27 @@ class Claim:
     answer: dict[str, Any]
 
 
-def claims_of(folder: Path) -> list[Claim]:
+def claims_of(directory: Path) -> list[Claim]:
     """Return all claims that ranks have logged."""
     return [
         Claim(rank=int(name.rpartition("-")[2]), batch_index=event["batch_index"], answer=event["claim"])
-        for name, events in all_events(folder, "rank")
+        for name, events in all_events(directory, "rank")
         for event in events
         if event["what"] == "claim"
     ]
 
 
-def rank_violations(folder: Path, live: set[int] | None) -> Iterator[str]:
+def rank_violations(directory: Path, live: set[int] | None) -> Iterator[str]:
     """Yield what is wrong with what the ranks got; with `live`, the samples that all of them together must have got."""
-    claims = claims_of(folder)
+    claims = claims_of(directory)
     times = Counter(index for claim in claims for index in claim.answer["indexes"])
     yield from (f"sample {index} was handed to {count} batches" for index, count in times.items() if count > 1)
-    yield from wrong_reads(folder, "rank")
+    yield from wrong_reads(directory, "rank")
     for claim in claims:
         for key, version in zip(claim.answer["keys"], claim.answer["versions"], strict=True):
             if version != version_of(key):
                 yield f"sample {key} was handed to rank {claim.rank} with version {version}"
-    for name, events in all_events(folder, "rank"):
+    for name, events in all_events(directory, "rank"):
         for event in events:
             if event["what"] == "changed":
                 yield f"{name}: batch {event['batch_index']} changed from {event['before']} to {event['after']}"
@@ -131,7 +131,7 @@ def rank_violations(folder: Path, live: set[int] | None) -> Iterator[str]:
         yield f"the ranks saw the end at batches {dict(ends)}"
 
 
-def wrong_reads(folder: Path, kind: str) -> Iterator[str]:
+def wrong_reads(directory: Path, kind: str) -> Iterator[str]:
     """Yield what actors of a kind read and was not what was put."""
-    for name, events in all_events(folder, kind):
+    for name, events in all_events(directory, kind):
         yield from (f"{name} read wrong bytes: {wrong}" for event in events for wrong in event.get("wrong", ()))

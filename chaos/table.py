@@ -5,27 +5,27 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
-from chaos.act import Findings
+from chaos.scenario import Report
 
 
-def table_of(findings: Mapping[str, Findings]) -> str:
+def table_of(reports: Mapping[str, Report]) -> str:
     """Return one table with a column for each topology."""
-    rows = [("", list(findings))]
-    targets = sorted({target for each in findings.values() for target in each.strikes})
+    rows = [("", list(reports))]
+    targets = sorted({target for each in reports.values() for target in each.faults})
     rows += [
-        (f"strikes: {target}", [f"{each.strikes.get(target, 0):,}" for each in findings.values()]) for target in targets
+        (f"faults: {target}", [f"{each.faults.get(target, 0):,}" for each in reports.values()]) for target in targets
     ]
     rows += [
-        ("samples acknowledged", [f"{each.acknowledged_count:,}" for each in findings.values()]),
-        ("samples read again and compared", [f"{each.read_count:,}" for each in findings.values()]),
-        ("claims of ranks", [f"{each.claim_count:,}" for each in findings.values()]),
-        ("claims asked again and compared", [f"{each.replayed_count:,}" for each in findings.values()]),
+        ("samples acknowledged", [f"{each.acknowledged_count:,}" for each in reports.values()]),
+        ("samples read again and compared", [f"{each.read_count:,}" for each in reports.values()]),
+        ("claims of ranks", [f"{each.claim_count:,}" for each in reports.values()]),
+        ("claims asked again and compared", [f"{each.replayed_count:,}" for each in reports.values()]),
         (
             "seconds until it answers, median",
-            [_figure(each.back_seconds, statistics.median) for each in findings.values()],
+            [_figure(each.back_seconds, statistics.median) for each in reports.values()],
         ),
-        ("seconds until it answers, most", [_figure(each.back_seconds, max) for each in findings.values()]),
-        ("violations", [f"{len(each.violations):,}" for each in findings.values()]),
+        ("seconds until it answers, most", [_figure(each.back_seconds, max) for each in reports.values()]),
+        ("violations", [f"{len(each.violations):,}" for each in reports.values()]),
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join("  ".join([name.ljust(width), *(cell.rjust(10) for cell in cells)]) for name, cells in rows)

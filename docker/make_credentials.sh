@@ -28,7 +28,7 @@ mkdir -p "$directory/services" "$directory/clients"
 
 sh "$here/make_certificates.sh" "$directory/authority" "controller$names" "storage$names" client
 
-# Services see a folder whose files are replaced one by one, each whole.
+# Services see a directory whose files are replaced one by one, each whole.
 renew() {
     cp "$directory/authority/$1" "$2/.$1.new"
     chmod 640 "$2/.$1.new"

@@ -15,8 +15,8 @@ PATH="$PWD/$tools/bin:$PATH" "$tools/bin/python" -m grpc_tools.protoc -I protos 
   --python_out="$out" --grpc_python_out="$out" --mypy_out=quiet:"$out" --mypy_grpc_out=quiet:"$out" \
   protos/tq_service/v1/*.proto protos/tq_service/internal/v1/*.proto
 packages=(v1 internal)
-for folder in v1 internal internal/v1; do
-  echo '"""Generated from protos/ by scripts/generate.sh; not written by hand."""' > "$out/tq_service/$folder/__init__.py"
+for directory in v1 internal internal/v1; do
+  echo '"""Generated from protos/ by scripts/generate.sh; not written by hand."""' > "$out/tq_service/$directory/__init__.py"
 done
 if [ "${1:-}" = --check ]; then
   for package in "${packages[@]}"; do

@@ -69,11 +69,11 @@ def main() -> int:
     check = parser.parse_args().check
     expected: dict[Path, str] = {}
     present: dict[Path, str] = {}
-    for folder in (PACKAGE / layer for layer in LAYERS):
-        for source in sorted((folder / "_async").glob("*.py")):
-            target = folder / "_sync" / source.name
+    for directory in (PACKAGE / layer for layer in LAYERS):
+        for source in sorted((directory / "_async").glob("*.py")):
+            target = directory / "_sync" / source.name
             expected[target] = to_sync(source, target)
-        present |= {path: path.read_text() for path in sorted((folder / "_sync").glob("*.py"))}
+        present |= {path: path.read_text() for path in sorted((directory / "_sync").glob("*.py"))}
     if check:
         for path in sorted(expected.keys() | present.keys()):
             old, new = present.get(path, ""), expected.get(path, "")

@@ -15,17 +15,17 @@ from tq_service.wire.credentials import Tls
 class Authority:
     """An authority, and the files of what it issues."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
         self._ca = trustme.CA()
-        self.ca = folder / "ca.pem"
+        self.ca = directory / "ca.pem"
         self._ca.cert_pem.write_to_path(self.ca)
 
     def issue(self, name: str, *hosts: str) -> Tls:
         """Return the files of a new certificate; where they are there they are replaced, each at once."""
         issued = self._ca.issue_cert(*(hosts or ("localhost", "127.0.0.1")), common_name=name)
-        cert, key = self._folder / f"{name}.pem", self._folder / f"{name}.key"
+        cert, key = self._directory / f"{name}.pem", self._directory / f"{name}.key"
         replace(cert, b"".join(pem.bytes() for pem in issued.cert_chain_pems))
         replace(key, issued.private_key_pem.bytes())
         return Tls(ca=self.ca, cert=cert, key=key)

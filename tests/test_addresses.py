@@ -24,7 +24,7 @@ from tq_service.addresses import cause_of, parse_address
         ("dns:host", "dns:host:50051"),
         ("ipv4:10.0.0.1:1,10.0.0.2", "ipv4:10.0.0.1:1,10.0.0.2:50051"),
         ("ipv6:[::1]:1", "ipv6:[::1]:1"),
-        ("unix:/run/my folder/tq.sock", "unix:/run/my folder/tq.sock"),
+        ("unix:/run/my directory/tq.sock", "unix:/run/my directory/tq.sock"),
         ("unix-abstract:tq", "unix-abstract:tq"),
     ],
 )

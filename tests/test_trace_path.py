@@ -21,7 +21,7 @@ MOST = {"put": 14, "put-consumed": 15, "claim": 20, "get": 2, "ack": 11}
 # The most hand-written files of all layers, client and service in memory together.
 MOST_OF_ALL = {"put": 43, "get": 33}
 
-# What surely is on each path, so that a tracer that sees nothing fails: files, and folders that have one.
+# What surely is on each path, so that a tracer that sees nothing fails: files, and directories that have one.
 EXPECTED = {
     "put": ("domain/partition.py", "domain/tables/", "durable/", "storage/engine.py", "wire/columns.py", "client/"),
     "put-consumed": ("domain/partition.py", "domain/claims/", "durable/"),
@@ -87,7 +87,7 @@ def test_a_limit_for_nothing_is_refused(limit: str) -> None:
 
 @pytest.fixture
 def trace_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The script as a module, with a folder of the test for the package that it observes."""
+    """The script as a module, with a directory of the test for the package that it observes."""
     spec = importlib.util.spec_from_file_location("trace_path", SCRIPT)
     assert spec is not None and spec.loader is not None
     module: Any = importlib.util.module_from_spec(spec)

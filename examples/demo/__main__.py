@@ -17,11 +17,11 @@ from typing import Any
 import tq_service as tq
 from examples.demo.history import outcome_of, write_history
 from examples.demo.plots import plot_history
-from examples.demo.processes import Crew
+from examples.demo.processes import ProcessGroup
 from examples.demo.progress import Progress, make_progress
 from examples.demo.reports import Report, ReportReader
 from examples.demo.settings import PARTITION_PREFIX, RENDEZVOUS_FILE, ROLLOUT_WORKERS, TRAINER_RANKS, DemoSettings
-from examples.demo.verdict import judge_training
+from examples.demo.training_result import judge_training
 from tq_service.errors import TqError
 
 READ_SECONDS = 0.5
@@ -70,7 +70,7 @@ def run_demo(
 
 @dataclass(slots=True)
 class _Run:
-    """One run, from the first process to the verdict."""
+    """One run, from the first process to the result."""
 
     settings: DemoSettings
     plain: bool
@@ -85,35 +85,35 @@ class _Run:
         if not self.settings.address:  # what the environment says about TLS and tokens is for other services
             env = {name: value for name, value in os.environ.items() if not name.startswith("TQ_")}
             credentials = {"token": False, "tls": False}
-        with Crew(output / "logs", env) as crew:
+        with ProcessGroup(output / "logs", env) as processes:
             if not self.settings.address:
-                self.settings = replace(self.settings, address=crew.start_service())
+                self.settings = replace(self.settings, address=processes.start_service())
             with tq.Client(self.settings.address, **credentials) as client:
                 _clear_partitions(client)
-                self._work(crew, client, output)
+                self._work(processes, client, output)
                 _clear_partitions(client)
         return self._conclude(output)
 
-    def _work(self, crew: Crew, client: tq.Client, output: Path) -> None:
+    def _work(self, processes: ProcessGroup, client: tq.Client, output: Path) -> None:
         """Start the workers and show their reports until they have ended."""
         settings_file = output / "settings.json"
         self.settings.save(settings_file)
         for role, count in (("trainer", TRAINER_RANKS), ("rollout_worker", ROLLOUT_WORKERS), ("reward_worker", 1)):
             for index in range(count):
-                crew.start_role(role, index, settings_file)
+                processes.start_role(role, index, settings_file)
         reader = ReportReader(client)
         with make_progress(self._title(), plain=self.plain) as progress:
-            while crew.running("trainer"):
-                self._take(reader, progress, READ_SECONDS, crew)
-            self._take(reader, progress, 0.0, crew)
-        crew.wait_for_workers(FINISH_SECONDS)
-        crew.check()
+            while processes.running("trainer"):
+                self._take(reader, progress, READ_SECONDS, processes)
+            self._take(reader, progress, 0.0, processes)
+        processes.wait_for_workers(FINISH_SECONDS)
+        processes.check()
 
-    def _take(self, reader: ReportReader, progress: Progress, max_wait: float, crew: Crew) -> None:
+    def _take(self, reader: ReportReader, progress: Progress, max_wait: float, processes: ProcessGroup) -> None:
         try:
             reports = reader.read(max_wait)
         finally:
-            crew.check()  # a service that is gone explains itself better than the error of calling it
+            processes.check()  # a service that is gone explains itself better than the error of calling it
         for report in reports:
             self.steps.append(report)
             progress.show(report)
@@ -125,7 +125,7 @@ class _Run:
         )
 
     def _conclude(self, output: Path) -> int:
-        """Write the files, print the verdict, return the exit code."""
+        """Write the files, print the result, return the exit code."""
         outcome = outcome_of(self.steps)
         write_history(output / "history.json", self.settings, self.steps, outcome)
         plot_history(output / "curves.png", self._title(), self.steps)
@@ -135,9 +135,9 @@ class _Run:
             f"ranks waited {outcome.waiting:.0%} of their time, version lag {outcome.version_lag:.1f}"
         )
         print(f"curves: {output / 'curves.png'}   history: {output / 'history.json'}")
-        verdict = judge_training(outcome)
-        print(verdict.text, file=sys.stdout if verdict.is_good else sys.stderr)
-        return 0 if verdict.is_good else 1
+        result = judge_training(outcome)
+        print(result.text, file=sys.stdout if result.is_good else sys.stderr)
+        return 0 if result.is_good else 1
 
 
 def _check_modules() -> None:

@@ -23,7 +23,7 @@ class ProcessFailedError(TqError, RuntimeError):
     reason = "PROCESS_FAILED"
 
 
-class Crew:
+class ProcessGroup:
     """The processes of one run; leaving the context ends all that are left.
 
     Each writes what it prints to `<logs>/<name>.log`. They are in sessions of their own, so that Ctrl-C reaches the
@@ -41,7 +41,7 @@ class Crew:
         self._workers: dict[str, subprocess.Popen[bytes]] = {}
         logs.mkdir(parents=True, exist_ok=True)
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> ProcessGroup:
         return self
 
     def __exit__(

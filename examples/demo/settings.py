@@ -11,7 +11,7 @@ TRAINER_RANKS = 2
 UPDATE_TASK = "update_actor"
 REWARD_TASK = "reward"
 PARTITION_PREFIX = "demo/"
-RENDEZVOUS_FILE = "rendezvous"  # in the output folder, where the trainer ranks find each other
+RENDEZVOUS_FILE = "rendezvous"  # in the output directory, where the trainer ranks find each other
 REPORTS_PARTITION = f"{PARTITION_PREFIX}reports"
 WEIGHTS_PARTITION = f"{PARTITION_PREFIX}weights"
 
@@ -22,7 +22,7 @@ class DemoSettings:
 
     Attributes:
         address: where the service listens.
-        output: folder for the curves, the history and the logs of the processes.
+        output: directory for the curves, the history and the logs of the processes.
         steps: optimizer steps of the training run.
         seconds: after so many seconds of training the run ends early.
         seed: of the prompts, the sampling and the first weights.

@@ -18,7 +18,7 @@ from examples.demo.policy import Policy, flat_weights
 from examples.demo.reports import Reporter
 from examples.demo.role import run_role
 from examples.demo.settings import TRAINER_RANKS, UPDATE_TASK, DemoSettings, step_partition
-from examples.demo.tally import StepTally, timed
+from examples.demo.step_stats import StepStats, timed
 from examples.demo.task import VOCABULARY
 from examples.demo.tensors import rows_of
 from examples.demo.weights import WeightPublisher
@@ -39,12 +39,12 @@ def train(settings: DemoSettings, rank: int) -> None:
         for step in range(settings.steps):
             if step:
                 loader.step(step_partition(step))
-            tally = StepTally()
+            stats = StepStats()
             for (batch, meta), waited in timed(loader):
-                tally.waiting_seconds += waited
-                _learn(learner, batch, meta, settings=settings, step=step, tally=tally)
-            learner.update(tally.samples)
-            summary = tally.sum_over_ranks(step, begun=begun)
+                stats.waiting_seconds += waited
+                _learn(learner, batch, meta, settings=settings, step=step, stats=stats)
+            learner.update(stats.samples)
+            summary = stats.sum_over_ranks(step, begun=begun)
             is_last = step + 1 == settings.steps or summary.elapsed_seconds > settings.seconds
             if leader:
                 leader.finish_step(step, asdict(summary), is_last=is_last)
@@ -103,14 +103,14 @@ def _learn(
     *,
     settings: DemoSettings,
     step: int,
-    tally: StepTally,
+    stats: StepStats,
 ) -> None:
-    """Add one micro-batch of whole groups to the gradient and to the tally."""
+    """Add one micro-batch of whole groups to the gradient and to the stats."""
     if meta.size == 0:
         return
     advantages = group_advantages(batch["reward"], meta.groups, settings.group_size)
     learner.accumulate(rows_of(batch["prompt"]), rows_of(batch["response"]), rows_of(batch["logprobs"]), advantages)
-    tally.add(
+    stats.add(
         batch["reward"],
         tokens=sum(int(row["total_lengths"]) for row in meta.custom_meta),
         lag_sum=float(sum(step - int(row["version"]) for row in meta.custom_meta)),

@@ -1,4 +1,4 @@
-"""`make compare`: its statistics, its verdicts, and one pair of runs of one figure."""
+"""`make compare`: its statistics, its outcomes, and one pair of runs of one figure."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_few_values_bound_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("new", "control", "verdict"),
+    ("new", "control", "outcome"),
     [
         ((0.90, 0.96), (0.98, 1.02), "worse"),
         ((0.90, 0.96), (0.95, 1.02), "worse"),
@@ -51,9 +51,9 @@ def test_few_values_bound_nothing() -> None:
         ((0.00, math.inf), (0.00, math.inf), "unresolved"),
     ],
 )
-def test_the_verdict(new: tuple[float, float], control: tuple[float, float], verdict: str) -> None:
+def test_the_outcome(new: tuple[float, float], control: tuple[float, float], outcome: str) -> None:
     ratios = [MedianRatio(median=sum(ends) / 2, low=ends[0], high=ends[1]) for ends in (new, control)]
-    assert Comparison(figure=RATE, values={}, new=ratios[0], control=ratios[1]).verdict == verdict
+    assert Comparison(figure=RATE, values={}, new=ratios[0], control=ratios[1]).outcome == outcome
 
 
 def test_ratios_are_of_speeds() -> None:
@@ -93,7 +93,7 @@ def git_is_there() -> bool:
 def test_one_pair_of_one_figure(capsys: pytest.CaptureFixture[str]) -> None:
     assert compare.main(["HEAD", "--pairs", "1", "--seconds", "0", "--figures", "claims_queue", "--json"]) == 0
     (figure,) = json.loads(capsys.readouterr().out)["figures"]
-    assert (figure["name"], figure["verdict"]) == ("claims_queue", "unresolved")
+    assert (figure["name"], figure["outcome"]) == ("claims_queue", "unresolved")
     assert {tree: len(values) for tree, values in figure["values"].items()} == {"base": 1, "control": 1, "new": 1}
     assert min(value for values in figure["values"].values() for value in values) > 0
 

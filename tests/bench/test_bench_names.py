@@ -5,15 +5,17 @@ import pytest
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.harness import ROOT
 
-FOLDER = ROOT / "benchmarks"
+DIRECTORY = ROOT / "benchmarks"
 
 
 def test_every_benchmark_is_run_with_the_others() -> None:
-    written = {path.stem for path in FOLDER.glob("*.py") if "def run(options: Options) -> Report:" in path.read_text()}
+    written = {
+        path.stem for path in DIRECTORY.glob("*.py") if "def run(options: Options) -> Report:" in path.read_text()
+    }
     assert written == set(BENCHMARKS)
     assert len(BENCHMARKS) == len(written)
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_every_benchmark_is_in_the_table_of_the_readme(name: str) -> None:
-    assert f"| `{name}.py` |" in (FOLDER / "README.md").read_text()
+    assert f"| `{name}.py` |" in (DIRECTORY / "README.md").read_text()

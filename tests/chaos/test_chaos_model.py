@@ -15,8 +15,8 @@ from chaos.leases import worker_violations
 from chaos.model import Samples, claims_of, rank_violations
 
 
-def told(folder: Path, actor: str, *events: dict[str, Any]) -> None:
-    log = EventLog(folder / f"{actor}.jsonl")
+def recorded(directory: Path, actor: str, *events: dict[str, Any]) -> None:
+    log = EventLog(directory / f"{actor}.jsonl")
     for event in events:
         log.write(**event)
 
@@ -27,8 +27,8 @@ CLEAR = {"what": "clear", "keys": ["b"]}
 CLEARED = {"what": "clear_done", "keys": ["b"]}
 
 
-def sample_violations(folder: Path, present: dict[str, int]) -> list[str]:
-    samples = Samples.told(folder)
+def sample_violations(directory: Path, present: dict[str, int]) -> list[str]:
+    samples = Samples.recorded(directory)
     return list(samples.violations(present, samples))
 
 
@@ -49,15 +49,15 @@ def sample_violations(folder: Path, present: dict[str, int]) -> list[str]:
     ],
 )
 def test_samples(tmp_path: Path, events: list[dict[str, Any]], present: dict[str, int], found: list[str]) -> None:
-    told(tmp_path, "producer-0", *events)
+    recorded(tmp_path, "producer-0", *events)
     assert sample_violations(tmp_path, present) == found
 
 
 def test_what_happens_while_it_is_looked_up_is_no_violation(tmp_path: Path) -> None:
-    told(tmp_path, "producer-0", PUT, DONE)
-    before = Samples.told(tmp_path)
-    told(tmp_path, "producer-0", CLEAR, CLEARED, {"what": "put", "keys": ["c"], "is_held": True})
-    assert list(before.violations({"a": 0, "c": 2}, Samples.told(tmp_path))) == []
+    recorded(tmp_path, "producer-0", PUT, DONE)
+    before = Samples.recorded(tmp_path)
+    recorded(tmp_path, "producer-0", CLEAR, CLEARED, {"what": "put", "keys": ["c"], "is_held": True})
+    assert list(before.violations({"a": 0, "c": 2}, Samples.recorded(tmp_path))) == []
 
 
 def claim(batch_index: int, *indexes: int, status: str = "batch", version: int = 0) -> dict[str, Any]:
@@ -71,31 +71,31 @@ def claim(batch_index: int, *indexes: int, status: str = "batch", version: int =
 
 
 def test_held_samples_are_handed_to_nobody(tmp_path: Path) -> None:
-    told(tmp_path, "producer-0", PUT | {"is_held": True}, DONE)
-    told(tmp_path, "producer-1", PUT | {"keys": ["c"]}, DONE | {"keys": ["c"], "indexes": [2]})
-    told(tmp_path, "rank-0", claim(0, 2), claim(1, status="end"))
-    assert list(Samples.told(tmp_path).held_violations(tmp_path)) == []
-    told(tmp_path, "rank-1", claim(0, 1))
-    told(tmp_path, "worker-0", {"what": "leased", "indexes": [0, 2]})
-    assert list(Samples.told(tmp_path).held_violations(tmp_path)) == [
+    recorded(tmp_path, "producer-0", PUT | {"is_held": True}, DONE)
+    recorded(tmp_path, "producer-1", PUT | {"keys": ["c"]}, DONE | {"keys": ["c"], "indexes": [2]})
+    recorded(tmp_path, "rank-0", claim(0, 2), claim(1, status="end"))
+    assert list(Samples.recorded(tmp_path).held_violations(tmp_path)) == []
+    recorded(tmp_path, "rank-1", claim(0, 1))
+    recorded(tmp_path, "worker-0", {"what": "leased", "indexes": [0, 2]})
+    assert list(Samples.recorded(tmp_path).held_violations(tmp_path)) == [
         "held sample b was handed to rank-1",
         "held sample a was handed to worker-0",
     ]
 
 
 def test_ranks(tmp_path: Path) -> None:
-    told(tmp_path, "rank-0", claim(0, 1, 2), claim(1, status="end"))
-    told(tmp_path, "rank-1", claim(0, 3), claim(1, status="end"))
+    recorded(tmp_path, "rank-0", claim(0, 1, 2), claim(1, status="end"))
+    recorded(tmp_path, "rank-1", claim(0, 3), claim(1, status="end"))
     assert [(one.rank, one.batch_index) for one in claims_of(tmp_path)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert list(rank_violations(tmp_path, {1, 2, 3})) == []
     assert list(rank_violations(tmp_path, {1, 2, 3, 4})) == ["sample 4 was handed to no rank"]
     assert list(rank_violations(tmp_path, {1, 2})) == ["sample 3 was handed out but is not there"]
-    told(tmp_path, "rank-1", claim(2, 2), {"what": "read", "batch_index": 2, "wrong": ["k: blob"]})
+    recorded(tmp_path, "rank-1", claim(2, 2), {"what": "read", "batch_index": 2, "wrong": ["k: blob"]})
     assert list(rank_violations(tmp_path, None)) == [
         "sample 2 was handed to 2 batches",
         "rank-1 read wrong bytes: k: blob",
     ]
-    told(tmp_path, "rank-1", {"what": "changed", "batch_index": 0, "before": 1, "after": 2}, claim(3, status="end"))
+    recorded(tmp_path, "rank-1", {"what": "changed", "batch_index": 0, "before": 1, "after": 2}, claim(3, status="end"))
     assert list(rank_violations(tmp_path, {1, 2, 3}))[2:] == [
         "rank-1: batch 0 changed from 1 to 2",
         "the ranks saw the end at batches {1: 2, 3: 1}",
@@ -103,7 +103,7 @@ def test_ranks(tmp_path: Path) -> None:
 
 
 def test_custom_meta_of_a_claim_is_what_was_put(tmp_path: Path) -> None:
-    told(tmp_path, "rank-3", claim(0, 1, version=7))
+    recorded(tmp_path, "rank-3", claim(0, 1, version=7))
     assert list(rank_violations(tmp_path, None)) == ["sample p0-0-1 was handed to rank 3 with version 7"]
 
 
@@ -113,9 +113,9 @@ LEASED, RELEASE, ACK, ACK_DONE, ACK_LATE = (
 )
 
 
-def told_at(folder: Path, actor: str, *events: tuple[float, dict[str, Any]]) -> None:
+def told_at(directory: Path, actor: str, *events: tuple[float, dict[str, Any]]) -> None:
     """What an actor was told, at these seconds."""
-    told(folder, actor, *(event | {"at": at} for at, event in events))
+    recorded(directory, actor, *(event | {"at": at} for at, event in events))
 
 
 NEXT = LEASE_SECONDS + 2
@@ -161,7 +161,7 @@ def test_workers(
 
 
 def test_what_workers_never_saw_and_what_they_read_wrongly(tmp_path: Path) -> None:
-    told(tmp_path, "worker-0", {"what": "read", "wrong": ["k: text"]})
+    recorded(tmp_path, "worker-0", {"what": "read", "wrong": ["k: text"]})
     assert list(worker_violations(tmp_path, {6})) == [
         "worker-0 read wrong bytes: k: text",
         "sample 6 was acknowledged by no worker",
@@ -183,7 +183,7 @@ def test_content_is_told_from_other_content() -> None:
 
 
 def test_a_line_that_was_being_written_is_left_out(tmp_path: Path) -> None:
-    told(tmp_path, "producer-0", PUT)
+    recorded(tmp_path, "producer-0", PUT)
     with (tmp_path / "producer-0.jsonl").open("a") as file:
         file.write('{"what": "pu')
     assert [event["what"] for event in read_events(tmp_path / "producer-0.jsonl")] == ["put"]

@@ -222,12 +222,12 @@ def test_every_setting_has_a_flag_with_its_description() -> None:
         ({"durability": "always"}, "--durability"),
     ],
 )
-def test_durability_and_its_folder_go_together(flags, message):
+def test_durability_and_its_directory_go_together(flags, message):
     with pytest.raises(InvalidArgumentError, match=message):
         load_settings(flags)
 
 
-def test_a_folder_alone_asks_for_durability():
+def test_a_directory_alone_asks_for_durability():
     settings = load_settings({"data_dir": "/srv/tq"}).settings
     assert (settings.durability, str(settings.data_dir)) == ("auto", "/srv/tq")
 

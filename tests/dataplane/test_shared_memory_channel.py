@@ -279,20 +279,20 @@ async def test_a_service_that_was_killed_before_it_listened_listens_when_it_come
     assert not list(tmp_path.iterdir())
 
 
-async def test_the_folder_it_makes_is_its_users_alone(tmp_path):
-    server = SharedMemoryServer(tmp_path / "new" / "folder", BOOT)
+async def test_the_directory_it_makes_is_its_users_alone(tmp_path):
+    server = SharedMemoryServer(tmp_path / "new" / "directory", BOOT)
     server.start()
     assert server.path.parent.stat().st_mode & 0o777 == 0o700
     server.close()
 
 
-def test_a_folder_that_others_could_have_made_is_refused(tmp_path):
-    folder = tmp_path / "mine"
-    server_side.make_private(folder)
-    server_side.make_private(folder)
-    folder.chmod(0o770)
+def test_a_directory_that_others_could_have_made_is_refused(tmp_path):
+    directory = tmp_path / "mine"
+    server_side.make_private(directory)
+    server_side.make_private(directory)
+    directory.chmod(0o770)
     with pytest.raises(PermissionError, match="not a directory of this user alone"):
-        server_side.make_private(folder)
+        server_side.make_private(directory)
     (tmp_path / "link").symlink_to(tmp_path)
     with pytest.raises(PermissionError, match="not a directory of this user alone"):
         server_side.make_private(tmp_path / "link")

@@ -21,7 +21,7 @@ PREFIX = "tq-log"
 
 @contextmanager
 def opened(directory: Path, *, sync: bool = False) -> Iterator[SegmentLog]:
-    """Open a journal in a folder that may be missing; a new one takes records at once."""
+    """Open a journal in a directory that may be missing; a new one takes records at once."""
     directory.mkdir(exist_ok=True)
     journal = SegmentLog(directory, sync=sync)
     if not segment_numbers(directory):
@@ -46,7 +46,7 @@ def commit_each(journal: SegmentLog, records: Sequence[bytes]) -> None:
 
 
 def crashed(directory: Path, records: Sequence[bytes], *, sync: bool = False) -> Path:
-    """Return a folder with what is there of a journal when its process is killed after these commits."""
+    """Return a directory with what is there of a journal when its process is killed after these commits."""
     image = directory.with_name(directory.name + "-image")
     with opened(directory, sync=sync) as journal:
         replayed(journal)
@@ -56,7 +56,7 @@ def crashed(directory: Path, records: Sequence[bytes], *, sync: bool = False) ->
 
 
 def copy(directory: Path, image: Path, journal: SegmentLog | None = None) -> None:
-    """Copy a folder: what another process would find after a kill of the one whose journal this is."""
+    """Copy a directory: what another process would find after a kill of the one whose journal this is."""
     if journal is not None:
         wait_for_worker(journal)
     shutil.copytree(directory, image, ignore=shutil.ignore_patterns("reserve"))
@@ -78,7 +78,7 @@ def replayed(journal: SegmentLog, number: int | None = None) -> list[bytes]:
 
 
 def read(directory: Path, number: int | None = None, *, accept_loss: bool = False) -> list[bytes]:
-    """Return what the journal of a folder holds, and close it."""
+    """Return what the journal of a directory holds, and close it."""
     journal = SegmentLog(directory, sync=False, accept_loss=accept_loss)
     try:
         return replayed(journal, number)

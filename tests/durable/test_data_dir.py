@@ -1,4 +1,4 @@
-"""A data folder belongs to one process, keeps its identity, and says what is wrong with it."""
+"""A data directory belongs to one process, keeps its identity, and says what is wrong with it."""
 
 import itertools
 import json
@@ -30,7 +30,7 @@ def test_the_identity_stays(tmp_path: Path) -> None:
     assert {len(first.identity.controller_boot_id), len(first.identity.storage_boot_id)} == {16}
 
 
-def test_a_new_folder_is_for_its_owner_alone(tmp_path: Path) -> None:
+def test_a_new_directory_is_for_its_owner_alone(tmp_path: Path) -> None:
     data_dir = DataDir.open(tmp_path / "some" / "data")
     assert stat.S_IMODE((tmp_path / "some" / "data").stat().st_mode) == 0o700
     assert data_dir.segments_path.is_dir()
@@ -38,7 +38,7 @@ def test_a_new_folder_is_for_its_owner_alone(tmp_path: Path) -> None:
     data_dir.close()
 
 
-def test_the_name_of_a_new_folder_survives_a_loss_of_power(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_name_of_a_new_directory_survives_a_loss_of_power(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[Path] = []
     fsync = os.fsync
 
@@ -110,7 +110,7 @@ def test_a_later_format_is_refused_with_both_versions(tmp_path: Path) -> None:
     DataDir.open(tmp_path).close()  # the refused one has let go of the lock
 
 
-def test_an_earlier_format_is_refused_and_not_taken_for_an_empty_folder(tmp_path: Path) -> None:
+def test_an_earlier_format_is_refused_and_not_taken_for_an_empty_directory(tmp_path: Path) -> None:
     DataDir.open(tmp_path).close()
     path = tmp_path / "identity.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": FORMAT_VERSION - 1}))
@@ -180,7 +180,7 @@ def test_an_identity_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_place_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(DataDirError, match=r"cannot be used: .* name a folder that this user may write to"):
+    with pytest.raises(DataDirError, match=r"cannot be used: .* name a directory that this user may write to"):
         DataDir.open(tmp_path / "file")
     with pytest.raises(DataDirError, match="cannot be used: Not a directory"):
         DataDir.open(tmp_path / "file" / "data")

@@ -38,7 +38,7 @@ FILES = Path(__file__).parent / "files"
 
 
 @pytest.fixture
-def folder(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+def directory(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     """A data dir with the files of a kind."""
     return Path(shutil.copytree(FILES / request.param, tmp_path / request.param))
 
@@ -81,33 +81,33 @@ def check_puts(engine: StorageEngine) -> None:
         read(engine, [2], runs(["object"], (0, 3, 1)))
 
 
-@pytest.mark.parametrize("folder", ["changes"], indirect=True)
-async def test_a_segment_of_changes(folder: Path) -> None:
-    store, catalog = StateStore.open(folder, sync=False), Catalog(PlanRunner())
+@pytest.mark.parametrize("directory", ["changes"], indirect=True)
+async def test_a_segment_of_changes(directory: Path) -> None:
+    store, catalog = StateStore.open(directory, sync=False), Catalog(PlanRunner())
     recovered = store.recover(catalog=catalog)
     assert recovered.record_count == len(CHANGES)
     check_catalog(catalog)
     await store.close()
 
 
-@pytest.mark.parametrize("folder", ["puts"], indirect=True)
-async def test_a_segment_of_puts(folder: Path) -> None:
-    data_dir = DataDir.open(folder)
-    log = SegmentLog(folder, sync=False)
+@pytest.mark.parametrize("directory", ["puts"], indirect=True)
+async def test_a_segment_of_puts(directory: Path) -> None:
+    data_dir = DataDir.open(directory)
+    log = SegmentLog(directory, sync=False)
     kinds = {type(codec.decode_put(record.data)[0]) for record in log.read(0) if record.stream is Stream.PUTS}
     assert kinds == {PutStored, PutDropped}
     log.close()
     data_dir.close()
-    store = StateStore.open(folder, sync=False)
+    store = StateStore.open(directory, sync=False)
     engine = engine_of(store)
     store.recover(engine=engine)
     check_puts(engine)
     await store.close()
 
 
-@pytest.mark.parametrize("folder", ["snapshot"], indirect=True)
-async def test_a_snapshot(folder: Path) -> None:
-    store, catalog = StateStore.open(folder, sync=False), Catalog(PlanRunner())
+@pytest.mark.parametrize("directory", ["snapshot"], indirect=True)
+async def test_a_snapshot(directory: Path) -> None:
+    store, catalog = StateStore.open(directory, sync=False), Catalog(PlanRunner())
     engine = engine_of(store)
     recovered = store.recover(catalog=catalog, engine=engine)
     assert recovered.record_count == 0
@@ -116,9 +116,9 @@ async def test_a_snapshot(folder: Path) -> None:
     await store.close()
 
 
-@pytest.mark.parametrize("folder", ["checkpoint"], indirect=True)
-def test_a_checkpoint(folder: Path, start_server: StartServer) -> None:
-    server = start_server(checkpoint_dir=folder.parent)
+@pytest.mark.parametrize("directory", ["checkpoint"], indirect=True)
+def test_a_checkpoint(directory: Path, start_server: StartServer) -> None:
+    server = start_server(checkpoint_dir=directory.parent)
     client = server.client()
     client.restore("checkpoint")
     meta, _ = client.lookup_samples("train")

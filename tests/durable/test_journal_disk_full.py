@@ -209,7 +209,7 @@ def test_a_disk_that_stays_full_fails_the_close_and_loses_what_was_durable_never
     assert read(tmp_path) == [b"durable", b"durable"]
 
 
-def test_room_set_aside_is_given_up_first(
+def test_reserved_space_is_released_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: Disk, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(segment_log, "_LOOK_SECONDS", 0.0)
@@ -294,15 +294,15 @@ def test_a_file_that_the_system_lets_grow_no_further(tmp_path: Path, sync: bool)
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of 12 MiB, where this user may mount one."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
+    directory = tmp_path / "disk"
+    directory.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(folder)], capture_output=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(directory)], capture_output=True, check=False
     )
     if mounted.returncode:
         pytest.skip("this user may not mount a file system")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    yield directory
+    subprocess.run(["umount", str(directory)], check=True)
 
 
 @MODES
@@ -397,6 +397,6 @@ def test_a_snapshot_leaves_room_for_what_goes_on_beside_it(small_disk: Path) -> 
         assert not journal.is_disk_low
 
 
-def free_bytes(folder: Path) -> int:
-    free = os.statvfs(folder)
+def free_bytes(directory: Path) -> int:
+    free = os.statvfs(directory)
     return free.f_bavail * free.f_frsize

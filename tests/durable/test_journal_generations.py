@@ -168,7 +168,7 @@ async def test_the_loop_never_waits_for_the_disk(tmp_path: Path, monkeypatch: py
 
 
 def lost_opening(directory: Path, sync: bool) -> tuple[Path, int]:
-    """Return a folder where the segment of the newest snapshot has no opening, and the number of that."""
+    """Return a directory where the segment of the newest snapshot has no opening, and the number of that."""
     with opened(directory / "journal", sync=sync) as journal:
         commit_each(journal, [b"1"])
         snapshot(journal, directory / "journal")

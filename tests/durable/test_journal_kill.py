@@ -61,7 +61,7 @@ def test_what_was_acknowledged_survives_a_kill_at_any_moment(tmp_path: Path, mod
     assert len(list((tmp_path / "data").glob("journal-*.tqj"))) > ROUNDS  # segments became full in between
 
 
-def test_a_running_service_has_its_folder_for_itself(tmp_path: Path) -> None:
+def test_a_running_service_has_its_directory_for_itself(tmp_path: Path) -> None:
     writer = start(tmp_path, "process", 0)
     try:
         with pytest.raises(DataDirError, match=rf"{tmp_path} is in use by process {writer.pid} on "):

@@ -17,7 +17,7 @@ from tq_service.durable.log.segment import segment_path
 
 @contextmanager
 def copied_at_each_step(directory: Path, images: list[Path]) -> Iterator[None]:
-    """Have the folder copied, as a kill would leave it, before all that is done to its files, and in between."""
+    """Have the directory copied, as a kill would leave it, before all that is done to its files, and in between."""
 
     def watched(step: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -63,7 +63,7 @@ def check_each_kill(image: Path, expected: list[bytes]) -> None:
 
 
 def journal_with_a_snapshot(directory: Path) -> tuple[Path, int, int]:
-    """Return a folder with a snapshot, the number of that, and how much of its segment comes before its last record."""
+    """Return a directory with a snapshot, its number, and how much of its segment comes before its last record."""
     with opened(directory / "journal") as journal:
         commit_each(journal, [b"1"])
         number = journal.rotate()

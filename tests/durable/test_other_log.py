@@ -122,9 +122,9 @@ class OtherLog:
 class Member:
     """A controller with a storage engine, over a log that others have too."""
 
-    def __init__(self, cluster: Cluster, folder: Path) -> None:
+    def __init__(self, cluster: Cluster, directory: Path) -> None:
         log: Log = OtherLog(cluster)  # that it is one is checked by mypy
-        self.store = StateStore(DataDir.open(folder), log)
+        self.store = StateStore(DataDir.open(directory), log)
         self.catalog = Catalog(PlanRunner())
         blobs = SegmentBlobs(self.store.data_dir.segments_path)
         self.engine = StorageEngine(max_bytes=None, boot_id=bytes(16), blobs=blobs)

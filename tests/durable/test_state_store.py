@@ -45,7 +45,7 @@ class Life:
 
 
 def lives(path, *stories):
-    """Live one life after the other in a data folder; return what each story returned. Each but the last is killed."""
+    """Run one process after the other in a data directory; return what each returned. Each but the last is killed."""
     told = []
 
     async def live(story):
@@ -300,7 +300,7 @@ PUT = codec.encode_put(PutStored(put_id=b"1" * 16, partition_id="train", row_cou
 
 
 @pytest.mark.parametrize("with_snapshot", [False, True])
-def test_a_folder_is_not_used_by_a_service_that_would_lose_a_part_of_it(tmp_path, with_snapshot):
+def test_a_directory_is_not_used_by_a_service_that_would_lose_a_part_of_it(tmp_path, with_snapshot):
     async def fill_both():
         store, catalog, engine = StateStore.open(tmp_path, sync=False), Catalog(PlanRunner()), Engine()
         store.recover(catalog=catalog, engine=engine)

@@ -1,4 +1,4 @@
-"""The name of a storage service stays with its data folder: samples find their cells by it."""
+"""The name of a storage service stays with its data directory: samples find their cells by it."""
 
 import pytest
 

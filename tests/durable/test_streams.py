@@ -266,7 +266,7 @@ async def test_a_fault_of_the_log_is_fatal_and_its_cause_is_named(
     await store.close()
 
 
-# A controller and a storage service in one process and one folder
+# A controller and a storage service in one process and one directory
 
 
 def put(client: Any, number: int, rows: int = ROWS) -> Any:
@@ -330,7 +330,7 @@ def test_after_each_record_all_puts_are_there_that_samples_have(
     assert len(there) == 7  # what was freed is gone in the end
 
 
-# A controller and a storage service with a folder each
+# A controller and a storage service with a directory each
 
 
 @pytest.fixture

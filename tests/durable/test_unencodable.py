@@ -54,7 +54,7 @@ class Service:
 
 
 def runs(path, *stories, sync=False):
-    """Run a service once for each story, in one data folder; return what each story returned."""
+    """Run a service once for each story, in one data directory; return what each story returned."""
     outcomes = []
 
     async def run(story):

@@ -50,13 +50,13 @@ def recorded_rollouts() -> list[Rollout]:
 
 def made_rollouts() -> list[Rollout]:
     """Return rollouts whose lengths are spread as those of a policy: many short, few long."""
-    dice = random.Random(17)
+    rng = random.Random(17)
     return [
         Rollout(
             key=f"p{position}_{number}",
             group=f"p{position}",
-            text="".join(dice.choices("0123456789+=", k=1 + int(dice.lognormvariate(5.0, 0.9)))),
-            reward=float(dice.random() < 0.3),
+            text="".join(rng.choices("0123456789+=", k=1 + int(rng.lognormvariate(5.0, 0.9)))),
+            reward=float(rng.random() < 0.3),
         )
         for position in range(PROMPT_COUNT)
         for number in range(GROUP_SIZE)

@@ -34,10 +34,10 @@ def until(condition: Callable[[], bool]) -> None:
 class Deployment:
     """A controller without storage and a storage service, each with its certificate and token."""
 
-    def __init__(self, folder: Path, start_server: StartServer) -> None:
-        self.authority = Authority(folder)
-        self.tokens = folder / "tokens.toml"
-        service = folder / "service.token"
+    def __init__(self, directory: Path, start_server: StartServer) -> None:
+        self.authority = Authority(directory)
+        self.tokens = directory / "tokens.toml"
+        service = directory / "service.token"
         replace(service, add_token(self.tokens, "services", ["service"]).encode())
         self.controller = start_server(role="controller", **self._settings("controller", service))
         self.address = f"localhost:{self.controller.app.port}"
@@ -213,18 +213,18 @@ def test_the_command_line(tmp_path: Path) -> None:
     arguments = [str(part) for pair in flags.items() for part in pair]
     with ServiceProcess("--host", "0.0.0.0", *arguments) as server:
         target = f"localhost:{server.port}"
-        door = ["--tls-ca", client.ca, "--tls-cert", client.cert, "--tls-key", client.key]
+        tls = ["--tls-ca", client.ca, "--tls-cert", client.cert, "--tls-key", client.key]
 
         def run(*command: object) -> subprocess.CompletedProcess[str]:
             arguments = [*COMMAND, *map(str, command)]
             return subprocess.run(arguments, check=False, capture_output=True, text=True, timeout=60)
 
         assert run("health", target).returncode == 1
-        assert run("health", target, *door).stdout == "SERVING\n"
-        refused = run("status", target, "--json", *door)
+        assert run("health", target, *tls).stdout == "SERVING\n"
+        refused = run("status", target, "--json", *tls)
         assert refused.returncode == 1
         assert refused.stderr.startswith("error: this service asks for a bearer token")
-        answer = run("status", target, "--json", *door, "--token-file", token)
+        answer = run("status", target, "--json", *tls, "--token-file", token)
         assert json.loads(answer.stdout) == {"partitions": []}
     (line,) = map(json.loads, audit.read_text().splitlines())
     assert (line["decision"], line["reason"], line["certificate"]) == ("refused", "no token", "client")

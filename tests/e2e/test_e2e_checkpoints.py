@@ -309,7 +309,7 @@ def test_without_a_directory_for_checkpoints_both_calls_name_the_setting(start_s
             call("one")
 
 
-def test_the_default_is_a_directory_of_the_data_folder(start_server, tmp_path):
+def test_the_default_is_a_directory_of_the_data_directory(start_server, tmp_path):
     with start_server(data_dir=tmp_path / "data") as server:
         put(server.client(), 0, 8)
         server.client().checkpoint("one")

@@ -21,15 +21,15 @@ DISK_BYTES = 320 * MIB
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
+    directory = tmp_path / "disk"
+    directory.mkdir()
     mount = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)], capture_output=True, check=False
+        ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(directory)], capture_output=True, check=False
     )
     if mount.returncode:
         pytest.skip("only root may mount a small disk")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    yield directory
+    subprocess.run(["umount", "--lazy", str(directory)], check=True)
 
 
 @pytest.fixture

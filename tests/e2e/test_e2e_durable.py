@@ -155,7 +155,7 @@ def test_it_comes_back_as_often_as_it_is_killed(server):
         assert client.describe_partition("train").summary.inserted_count == 12
 
 
-def test_a_second_service_cannot_use_the_folder(server, tmp_path):
+def test_a_second_service_cannot_use_the_directory(server, tmp_path):
     with pytest.raises(tq.UnavailableError, match=f"exit code 1 (.|\n)*in use by process {server.pid}"):
         ServiceProcess(data_dir=tmp_path / "data", log=tmp_path / "log").start()
     with tq.Client(server.address, timeout=30.0) as client:  # the first one has not noticed

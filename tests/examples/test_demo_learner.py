@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from examples.demo.learner import Learner, join_ranks
 from examples.demo.policy import Policy, flat_weights
-from examples.demo.tally import StepTally
+from examples.demo.step_stats import StepStats
 
 
 @pytest.fixture
@@ -68,11 +68,11 @@ def test_an_empty_rank_takes_part() -> None:
 
 
 @pytest.mark.usefixtures("only_rank")
-def test_tally_becomes_a_summary() -> None:
-    tally = StepTally()
-    tally.add(torch.tensor([1.0, 0.5]), tokens=30, lag_sum=3.0)
-    tally.add(torch.tensor([0.0, 1.0]), tokens=20, lag_sum=1.0)
-    summary = tally.sum_over_ranks(7, begun=tally.started)
+def test_stats_become_a_summary() -> None:
+    stats = StepStats()
+    stats.add(torch.tensor([1.0, 0.5]), tokens=30, lag_sum=3.0)
+    stats.add(torch.tensor([0.0, 1.0]), tokens=20, lag_sum=1.0)
+    summary = stats.sum_over_ranks(7, begun=stats.started)
     assert (summary.step, summary.samples, summary.tokens) == (7, 4, [50])
     assert (summary.reward, summary.solved, summary.version_lag) == (0.625, 0.5, 1.0)
     assert summary.imbalance == 0.0

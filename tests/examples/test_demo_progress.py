@@ -12,8 +12,8 @@ from examples.demo.history import outcome_of, write_history
 from examples.demo.plots import plot_history, smoothed
 from examples.demo.progress import LineProgress, TableProgress, curve, make_progress
 from examples.demo.settings import DemoSettings
-from examples.demo.tally import imbalance_of, timed
-from examples.demo.verdict import judge_training
+from examples.demo.step_stats import imbalance_of, timed
+from examples.demo.training_result import judge_training
 
 
 def _steps(count: int, rise: float) -> list[dict[str, Any]]:
@@ -48,21 +48,21 @@ def test_a_clear_rise_is_good() -> None:
     outcome = outcome_of(_steps(100, rise=0.8))
     assert (outcome.steps, outcome.samples) == (100, 19200)
     assert outcome.reward_at_end > outcome.reward_at_start + 0.7
-    verdict = judge_training(outcome)
-    assert verdict.is_good
-    assert "0.036 at the start, 0.756 at the end" in verdict.text
+    result = judge_training(outcome)
+    assert result.is_good
+    assert "0.036 at the start, 0.756 at the end" in result.text
 
 
 def test_no_rise_is_an_error_with_both_rewards() -> None:
-    verdict = judge_training(outcome_of(_steps(100, rise=0.05)))
-    assert not verdict.is_good
-    assert verdict.text.startswith("error: reward 0.002 at the start")
+    result = judge_training(outcome_of(_steps(100, rise=0.05)))
+    assert not result.is_good
+    assert result.text.startswith("error: reward 0.002 at the start")
 
 
 def test_a_few_steps_are_not_judged() -> None:
-    verdict = judge_training(outcome_of(_steps(5, rise=0.05)))
-    assert verdict.is_good
-    assert "too few to judge" in verdict.text
+    result = judge_training(outcome_of(_steps(5, rise=0.05)))
+    assert result.is_good
+    assert "too few to judge" in result.text
 
 
 def test_no_step_at_all_is_an_error() -> None:

@@ -9,17 +9,17 @@ DAMAGES = ("bit", "bytes", "truncate", "zero block", "swap blocks", "append", "r
 _BLOCK_BYTES = 4096
 
 
-def damage(folder: Path, kind: str, dice: random.Random) -> str:
-    """Damage one file of a folder, and return what was done."""
-    path = dice.choice(sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size))
+def damage(directory: Path, kind: str, rng: random.Random) -> str:
+    """Damage one file of a directory, and return what was done."""
+    path = rng.choice(sorted(path for path in directory.rglob("*") if path.is_file() and path.stat().st_size))
     data = bytearray(path.read_bytes())
-    place = dice.randrange(len(data))
-    block, other = (_BLOCK_BYTES * dice.randrange(max(1, len(data) // _BLOCK_BYTES)) for _ in range(2))
+    place = rng.randrange(len(data))
+    block, other = (_BLOCK_BYTES * rng.randrange(max(1, len(data) // _BLOCK_BYTES)) for _ in range(2))
     match kind:
         case "bit":
-            data[place] ^= 1 << dice.randrange(8)
+            data[place] ^= 1 << rng.randrange(8)
         case "bytes":
-            data[place : place + 16] = dice.randbytes(len(data[place : place + 16]))
+            data[place : place + 16] = rng.randbytes(len(data[place : place + 16]))
         case "truncate":
             del data[place:]
         case "zero block":
@@ -30,7 +30,7 @@ def damage(folder: Path, kind: str, dice: random.Random) -> str:
         case "double block":
             data[block:block] = data[block : block + _BLOCK_BYTES]
         case "append":
-            data += dice.randbytes(dice.choice([1, 24, 5000]))
+            data += rng.randbytes(rng.choice([1, 24, 5000]))
     if kind == "remove":
         path.unlink()
     else:

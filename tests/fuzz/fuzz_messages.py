@@ -70,7 +70,14 @@ WORDS: dict[str, Sequence[Any]] = {
     "dtype": ["int64", "float32", "bfloat16", "uint8", "", "int65", "object"],
     "storage_id": ["fuzzed", "other", "", "x" * 300],
     "address": ["", "127.0.0.1:1", "127.0.0.1", ":", "127.0.0.1:99999", "x" * 300],
-    "directory": ["<folder>", "<folder>/new", "<folder>/file", "<folder>/a\nb", "<folder>/" + "x" * 300, ""],
+    "directory": [
+        "<directory>",
+        "<directory>/new",
+        "<directory>/file",
+        "<directory>/a\nb",
+        "<directory>/" + "x" * 300,
+        "",
+    ],
     # What ends by the clock would change the state after a refused call had nothing to do with it.
     "lease_seconds": [0.0, 0.0, 8e4, 1e6, -1.0, float("nan"), float("inf")],
     "max_wait_seconds": [0.0, 0.0, 0.01, 1e9, -1.0, float("nan"), float("inf")],

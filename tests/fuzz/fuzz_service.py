@@ -65,13 +65,13 @@ _RANKED = {"task_name": "update_actor", "data_fields": ["input_ids"], "batch_siz
 class FuzzedService:
     """A service process; what it logs goes to a file."""
 
-    def __init__(self, folder: Path, *more_flags: str) -> None:
-        self.folder = folder
-        self.log = folder / "service.log"
+    def __init__(self, directory: Path, *more_flags: str) -> None:
+        self.directory = directory
+        self.log = directory / "service.log"
         flags = ["--max-bytes", "1GiB", "--max-wait-cap-seconds", "0.01", "--shared-memory", "off"]
         flags += ["--put-ttl-seconds", "86400"]  # what expires by itself would be taken for the work of a refused call
         flags += ["--storage-id", "fuzzed", "--no-allow-sampler-import", *more_flags]
-        self.process = ServiceProcess(*flags, log=self.log, cwd=folder)
+        self.process = ServiceProcess(*flags, log=self.log, cwd=directory)
         self.process.start()
         self.address = self.process.address
         self.channel = grpc.insecure_channel(self.address, options=[("grpc.use_local_subchannel_pool", 1)])

@@ -1,4 +1,4 @@
-"""A service started on a data folder with one damaged file: what it gives is right, or it says what is wrong."""
+"""A service started on a data directory with one damaged file: what it gives is right, or it says what is wrong."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def value(index: int) -> torch.Tensor:
     return torch.arange(size, dtype=torch.int32).add(index).to(torch.uint8)
 
 
-def serve(loop: LoopThread, folder: Path) -> LiveServer:
+def serve(loop: LoopThread, directory: Path) -> LiveServer:
     return LiveServer(
-        loop, data_dir=folder, durability="process", shared_memory="off", storage_id="kept", max_bytes=64 << 20
+        loop, data_dir=directory, durability="process", shared_memory="off", storage_id="kept", max_bytes=64 << 20
     )
 
 
 @pytest.fixture(scope="module")
 def image(loop_thread: LoopThread, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tq.BatchMeta]]:
-    """A folder as a kill leaves it, with a snapshot, journals and segments; and the claims that were handed out."""
-    folder = tmp_path_factory.mktemp("data")
-    with serve(loop_thread, folder / "live") as server:
+    """A directory as a kill leaves it, with a snapshot, journals and segments; and the claims that were handed out."""
+    directory = tmp_path_factory.mktemp("data")
+    with serve(loop_thread, directory / "live") as server:
         client = server.client()
         claims = []
         for index in range(SAMPLES):
@@ -47,8 +47,8 @@ def image(loop_thread: LoopThread, tmp_path_factory: pytest.TempPathFactory) -> 
                 claims.append(client.get_meta(**RANKED, batch_index=index // 4))
             if index in {9, 17}:
                 loop_thread.run(server.app.state_store.take_snapshot())
-        shutil.copytree(folder / "live", folder / "image", ignore=shutil.ignore_patterns("*.partial"))
-    return folder / "image", claims
+        shutil.copytree(directory / "live", directory / "image", ignore=shutil.ignore_patterns("*.partial"))
+    return directory / "image", claims
 
 
 def check(client: AnyClient, claims: list[tq.BatchMeta], is_told: bool) -> None:
@@ -89,11 +89,11 @@ def test_damaged_files(
 ) -> None:
     caplog.set_level(logging.WARNING)
     for seed in range(max(2, EXAMPLES // 20)):
-        folder = shutil.copytree(image[0], tmp_path / f"copy-{seed}")
-        what = damage(folder, kind, random.Random(f"data {kind} {seed}"))
+        directory = shutil.copytree(image[0], tmp_path / f"copy-{seed}")
+        what = damage(directory, kind, random.Random(f"data {kind} {seed}"))
         caplog.clear()
         try:
-            server = serve(loop_thread, folder)
+            server = serve(loop_thread, directory)
         except (tq.TqError, OSError) as error:
             assert len(str(error)) > 30, what
         else:
@@ -105,4 +105,4 @@ def test_damaged_files(
                 except BaseException as error:
                     error.add_note(what)
                     raise
-        shutil.rmtree(folder)
+        shutil.rmtree(directory)

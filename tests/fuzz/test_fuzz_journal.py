@@ -28,11 +28,11 @@ RECORDS = [
 
 @pytest.fixture(scope="module", params=["process", "disk"])
 def crashed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as it is in the moment in which its service is killed: two segments."""
-    folder: Path = tmp_path_factory.mktemp("journal")
-    image = folder / "image"
-    (folder / "live").mkdir()
-    asyncio.run(_write(folder / "live", image, sync=request.param == "disk"))
+    """A directory as it is in the moment in which its service is killed: two segments."""
+    directory: Path = tmp_path_factory.mktemp("journal")
+    image = directory / "image"
+    (directory / "live").mkdir()
+    asyncio.run(_write(directory / "live", image, sync=request.param == "disk"))
     return image
 
 
@@ -50,9 +50,9 @@ async def _write(live: Path, image: Path, *, sync: bool) -> None:
     journal.close()
 
 
-def replayed(folder: Path) -> list[bytes]:
+def replayed(directory: Path) -> list[bytes]:
     async def replay() -> list[bytes]:
-        journal = SegmentLog(folder, sync=False)
+        journal = SegmentLog(directory, sync=False)
         try:
             return [record.data for record in journal.read(0)]
         finally:
@@ -62,9 +62,9 @@ def replayed(folder: Path) -> list[bytes]:
 
 
 def test_a_crash_alone_loses_nothing(crashed: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(crashed, tmp_path / "copy")
-    assert replayed(folder) == RECORDS
-    assert replayed(folder) == RECORDS
+    directory = shutil.copytree(crashed, tmp_path / "copy")
+    assert replayed(directory) == RECORDS
+    assert replayed(directory) == RECORDS
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
@@ -72,14 +72,14 @@ def test_damaged_files(crashed: Path, tmp_path: Path, caplog: pytest.LogCaptureF
     caplog.set_level(logging.WARNING)
     for seed in range(max(2, EXAMPLES // 20)):
         caplog.clear()
-        folder = shutil.copytree(crashed, tmp_path / "copy")
-        what = damage(folder, kind, random.Random(f"{kind} {seed}"))
+        directory = shutil.copytree(crashed, tmp_path / "copy")
+        what = damage(directory, kind, random.Random(f"{kind} {seed}"))
         try:
-            records = replayed(folder)
+            records = replayed(directory)
         except (JournalDamagedError, DiskFullError) as error:
-            assert str(folder) in str(error) or "journal-" in str(error), what
+            assert str(directory) in str(error) or "journal-" in str(error), what
         else:
             assert records == RECORDS[: len(records)], what
             assert records == RECORDS or caplog.records, f"{what}: {len(records)} records, and no word about the rest"
-            assert replayed(folder) == records, f"{what}: read again"
-        shutil.rmtree(folder)
+            assert replayed(directory) == records, f"{what}: read again"
+        shutil.rmtree(directory)

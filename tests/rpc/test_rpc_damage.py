@@ -17,8 +17,8 @@ def put_rows(client: Any, number: int) -> Any:
     return client.put(data, partition_id="train", keys=[f"k{number}_{row}" for row in range(ROWS)])
 
 
-def segments(folder: Path) -> list[Path]:
-    return sorted((folder / "segments").glob("*.seg"))
+def segments(directory: Path) -> list[Path]:
+    return sorted((directory / "segments").glob("*.seg"))
 
 
 @pytest.mark.parametrize("shared_memory", ["off", "auto"])

@@ -1,4 +1,4 @@
-"""Storage services and controllers that start anew over their data folders: who is told which puts are known."""
+"""Storage services and controllers that start anew over their data directories: who is told which puts are known."""
 
 import time
 from pathlib import Path
@@ -23,22 +23,22 @@ ROWS = 16
 
 
 class Deployment:
-    """A controller and a storage service, each with a data folder, each started again by name."""
+    """A controller and a storage service, each with a data directory, each started again by name."""
 
-    def __init__(self, start_server: StartServer, folder: Path) -> None:
+    def __init__(self, start_server: StartServer, directory: Path) -> None:
         self._start = start_server
-        self._folder = folder
+        self._directory = directory
         self.controller = self._start_controller(0)
         self.storage = self._start_storage()
 
     def _start_controller(self, port: int) -> LiveServer:
-        return self._start(port=port, role="controller", data_dir=self._folder / "controller", durability="process")
+        return self._start(port=port, role="controller", data_dir=self._directory / "controller", durability="process")
 
     def _start_storage(self) -> LiveServer:
         return self._start(
             role="storage",
             controller=self.controller.address,
-            data_dir=self._folder / "storage",
+            data_dir=self._directory / "storage",
             durability="process",
             shared_memory="off",
         )

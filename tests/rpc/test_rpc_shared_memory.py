@@ -187,7 +187,7 @@ def test_it_can_be_switched_off(off: str, client_kind: Any, start_server: StartS
     assert not is_mapped(batch["logits"])
 
 
-def test_a_folder_that_cannot_be_used(start_server: StartServer, tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_used(start_server: StartServer, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     client = start_server(shared_memory_dir=str(tmp_path / "file")).client()  # auto: without
     client.put(DATA, partition_id="p")
@@ -196,7 +196,7 @@ def test_a_folder_that_cannot_be_used(start_server: StartServer, tmp_path: Path)
         start_server(shared_memory_dir=str(tmp_path / "file"), shared_memory="on")
 
 
-def test_the_folder_may_be_mounted_elsewhere(
+def test_the_directory_may_be_mounted_elsewhere(
     client_kind: Any, start_server: StartServer, tmp_path: Path, monkeypatch: Any
 ) -> None:
     there, here, nowhere = (tmp_path / name for name in ("there", "here", "nowhere"))

@@ -14,7 +14,7 @@ from tq_service.server import converters
 from tq_service.server.app import running
 
 
-async def test_a_service_that_cannot_start_gives_back_its_data_folder_and_its_threads(tmp_path):
+async def test_a_service_that_cannot_start_gives_back_its_data_directory_and_its_threads(tmp_path):
     settings = ServeSettings(host="127.0.0.1", port=0, shared_memory="off", data_dir=tmp_path / "data")
     async with running(settings):
         pass

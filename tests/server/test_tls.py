@@ -130,10 +130,10 @@ def test_the_script_makes_what_the_compose_file_mounts(tmp_path: Path) -> None:
     subprocess.run(arguments, check=True, capture_output=True, timeout=60, env=environment)
     compose = (root / "compose.secure.yaml").read_text()
     services, clients = compose.split("\n  load:\n")
-    for folder, part in (("services", services), ("clients", clients)):
+    for directory, part in (("services", services), ("clients", clients)):
         named = set(re.findall(r"/credentials/([\w.]+)", part))
         assert len(named) >= 4
-        assert [name for name in named if not (credentials / folder / name).exists()] == []
+        assert [name for name in named if not (credentials / directory / name).exists()] == []
     files = TlsFiles(
         cert=credentials / "services" / "storage.pem",
         key=credentials / "services" / "storage.key",

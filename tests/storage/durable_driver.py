@@ -1,4 +1,4 @@
-"""A data folder with a journal in memory, and the engines that come and go over it."""
+"""A data directory with a journal in memory, and the engines that come and go over it."""
 
 import asyncio
 
@@ -14,7 +14,7 @@ from tq_service.wire.frames import iter_frames
 BOOT = bytes(range(16))
 
 
-class Folder:
+class Directory:
     """What is left of engines that end without a word: their segments, and the records that were durable."""
 
     def __init__(self, path, *, sync=False, **settings):
@@ -61,7 +61,7 @@ class Folder:
 
 
 class _Log:
-    """The way of one engine to its folder."""
+    """The way of one engine to its directory."""
 
     encode_put = staticmethod(codec.encode_put)
     decode_put = staticmethod(codec.decode_put)
@@ -91,9 +91,9 @@ async def put(engine, number, data, *, shared=False, confirm=True):
         engine.confirm(put_id(number))
 
 
-async def settled(folder):
+async def settled(directory):
     """Let the moves of compacted puts be written down."""
-    while folder.engine._journal._moving:
-        await asyncio.wait(list(folder.engine._journal._moving.values()))
+    while directory.engine._journal._moving:
+        await asyncio.wait(list(directory.engine._journal._moving.values()))
         await asyncio.sleep(0)
-    folder.flush()
+    directory.flush()

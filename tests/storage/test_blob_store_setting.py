@@ -23,8 +23,8 @@ from tq_service.storage.blobs.segments import SegmentBlobs
     ],
 )
 async def test_a_service_has_the_store_that_its_setting_names(tmp_path, blob_store, has_data_dir, expected):
-    folder = {"data_dir": tmp_path / "data"} if has_data_dir else {}
-    async with running(ServeSettings(port=0, shared_memory="off", blob_store=blob_store, **folder)) as app:
+    directory = {"data_dir": tmp_path / "data"} if has_data_dir else {}
+    async with running(ServeSettings(port=0, shared_memory="off", blob_store=blob_store, **directory)) as app:
         assert type(app.storage.engine._store) is expected
 
 
@@ -37,9 +37,9 @@ async def test_a_service_has_the_store_that_its_setting_names(tmp_path, blob_sto
     ],
 )
 async def test_a_store_that_cannot_be_had_ends_the_start(tmp_path, blob_store, has_data_dir, message):
-    folder = {"data_dir": tmp_path / "data"} if has_data_dir else {}
+    directory = {"data_dir": tmp_path / "data"} if has_data_dir else {}
     with pytest.raises(InvalidArgumentError, match=message):
-        async with running(ServeSettings(port=0, shared_memory="off", blob_store=blob_store, **folder)):
+        async with running(ServeSettings(port=0, shared_memory="off", blob_store=blob_store, **directory)):
             raise AssertionError("it started")
 
 

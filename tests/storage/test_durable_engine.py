@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from durable_driver import BOOT, Folder, put, settled
+from durable_driver import BOOT, Directory, put, settled
 from engine_driver import PARTITION, begin, begin_shared, cells, put_id, read, runs
 
 from tq_service.errors import CallCancelledError, DataLossError, DiskFullError, PutNotFoundError
@@ -28,8 +28,8 @@ needs_memfd = pytest.mark.skipif(not shared_memory.is_supported(), reason="seale
 
 
 @pytest.fixture
-def folder(tmp_path):
-    return Folder(tmp_path)
+def directory(tmp_path):
+    return Directory(tmp_path)
 
 
 async def eventually(condition):
@@ -53,66 +53,66 @@ def check(engine, number, data, rows=None):
 @pytest.mark.parametrize("data", [BIG, SMALL], ids=["big", "small"])
 @pytest.mark.parametrize("sync", [False, True])
 async def test_puts_come_back_as_they_were(tmp_path, shared, data, sync):
-    folder = Folder(tmp_path, sync=sync)
-    engine = folder.open()
+    directory = Directory(tmp_path, sync=sync)
+    engine = directory.open()
     await put(engine, 1, data, shared=shared)
     check(engine, 1, data)
-    folder.flush()
+    directory.flush()
     used = engine.stat().used_bytes
     for _ in range(2):
-        engine = folder.open()
+        engine = directory.open()
         assert engine.boot_id == BOOT
         assert engine.partition_of(put_id(1)) == PARTITION
         assert engine.stat().put_count == engine.stat().uncommitted_put_count == 1
         await engine.check([put_id(1)])
         check(engine, 1, data)
         assert engine.stat().used_bytes == pytest.approx(used, abs=8192)
-        folder.snapshot()
+        directory.snapshot()
     assert len({StorageEngine(max_bytes=None, boot_id=BOOT).run_id for _ in range(3)}) == 3
 
 
-async def test_what_was_not_durable_is_gone_and_its_segment_is_used_again(folder):
-    engine = folder.open()
+async def test_what_was_not_durable_is_gone_and_its_segment_is_used_again(directory):
+    engine = directory.open()
     await put(engine, 1, BIG)
-    engine = folder.open()
+    engine = directory.open()
     assert engine.stat().put_count == 0
-    assert len(folder.segments()) == 1
+    assert len(directory.segments()) == 1
     await put(engine, 2, BIG)
-    folder.flush()
-    assert len(folder.segments()) == 1
+    directory.flush()
+    assert len(directory.segments()) == 1
     check(engine, 2, BIG)
 
 
-async def test_a_segment_is_not_used_again_before_the_end_of_its_put_is_durable(folder):
-    engine = folder.open()
+async def test_a_segment_is_not_used_again_before_the_end_of_its_put_is_durable(directory):
+    engine = directory.open()
     await put(engine, 1, BIG)
-    folder.flush()
+    directory.flush()
     engine.free([cells(1)])
     await put(engine, 2, BIG)
-    assert len(folder.segments()) == 2
+    assert len(directory.segments()) == 2
     with pytest.raises(PutNotFoundError):
         check(engine, 1, BIG)
-    engine = folder.open()  # neither the end of the one nor the other was durable
+    engine = directory.open()  # neither the end of the one nor the other was durable
     await engine.check([put_id(1)])
     check(engine, 1, BIG)
     engine.free([cells(1)])
     used = engine.stat().used_bytes
-    folder.flush()
+    directory.flush()
     assert engine.stat().used_bytes < used
     await put(engine, 3, BIG)
-    assert len(folder.segments()) == 2
+    assert len(directory.segments()) == 2
 
 
-async def test_a_put_is_not_finished_before_it_is_flushed(folder):
-    engine = folder.open()
+async def test_a_put_is_not_finished_before_it_is_flushed(directory):
+    engine = directory.open()
     pending, columns = await begin_shared(engine, 1, BIG)
     pending.adopt(shared_memory.write_columns(columns))
     with pytest.raises(RuntimeError, match="flushed"):
         pending.finish()
 
 
-async def test_a_retry_may_take_over_while_a_put_is_flushed(folder):
-    engine = folder.open()
+async def test_a_retry_may_take_over_while_a_put_is_flushed(directory):
+    engine = directory.open()
     first, columns = await begin_shared(engine, 1, BIG)
     first.adopt(shared_memory.write_columns(columns))
     flushing = asyncio.create_task(engine.flush(first))
@@ -120,41 +120,41 @@ async def test_a_retry_may_take_over_while_a_put_is_flushed(folder):
     await put(engine, 1, BIG)
     with pytest.raises(CallCancelledError):
         await flushing
-    folder.flush()
-    engine = folder.open()
+    directory.flush()
+    engine = directory.open()
     await engine.check([put_id(1)])
     check(engine, 1, BIG)
 
 
-async def test_a_compacted_put_comes_back_with_what_was_left(folder):
-    engine = folder.open()
+async def test_a_compacted_put_comes_back_with_what_was_left(directory):
+    engine = directory.open()
     await put(engine, 1, BIG)
-    folder.flush()
+    directory.flush()
     engine.free([cells(1, *range(0, 70))])
     engine.free([cells(1, fields=["jagged"])])
     left = {name: BIG[name] for name in ("dense", "object")}
     check(engine, 1, left, range(70, ROWS))
-    folder.flush()
-    await settled(folder)
+    directory.flush()
+    await settled(directory)
     for _ in range(2):
-        engine = folder.open()
+        engine = directory.open()
         await engine.check([put_id(1)])
         check(engine, 1, left, range(70, ROWS))
         with pytest.raises(PutNotFoundError):
             check(engine, 1, left, [3])
-        folder.snapshot()
+        directory.snapshot()
 
 
-async def test_a_put_may_go_while_it_is_moved(folder):
-    engine = folder.open()
+async def test_a_put_may_go_while_it_is_moved(directory):
+    engine = directory.open()
     await put(engine, 1, BIG)
-    folder.flush()
+    directory.flush()
     engine.free([cells(1, *range(0, 60))])
     assert engine._journal._moving
     engine.free([cells(1)])
-    await settled(folder)
+    await settled(directory)
     assert engine.stat().used_bytes == 0
-    engine = folder.open()
+    engine = directory.open()
     assert engine.stat().put_count == 0
 
 
@@ -170,14 +170,14 @@ def flip(path):
 @pytest.mark.parametrize(
     "harm", [flip, Path.unlink, lambda path: os.truncate(path, 5000)], ids=["bit", "gone", "short"]
 )
-async def test_a_damaged_segment_loses_exactly_its_put(folder, harm):
-    engine = folder.open()
+async def test_a_damaged_segment_loses_exactly_its_put(directory, harm):
+    engine = directory.open()
     for number in range(5):
         await put(engine, number, BIG)
     await put(engine, 5, SMALL)
-    folder.flush()
-    harm(folder.segments()[3])
-    engine = folder.open()
+    directory.flush()
+    harm(directory.segments()[3])
+    engine = directory.open()
     names = [put_id(number) for number in range(6)]
     await engine.check(names)
     for number in (0, 1, 3, 4):
@@ -191,40 +191,40 @@ async def test_a_damaged_segment_loses_exactly_its_put(folder, harm):
     assert (kept.missing_put_ids, kept.dropped_count) == ([put_id(2)], 0)
     engine.free([cells(2, 1, 2), cells(2)])
     assert engine.stat().damaged_put_count == 0
-    folder.flush()
+    directory.flush()
     await put(engine, 9, BIG)
     check(engine, 9, BIG)
-    assert len({path.name for path in folder.segments().values()}) == len(folder.segments())
+    assert len({path.name for path in directory.segments().values()}) == len(directory.segments())
 
 
-async def test_the_scrub_finds_damage_that_nobody_read(folder):
-    engine = folder.open()
+async def test_the_scrub_finds_damage_that_nobody_read(directory):
+    engine = directory.open()
     for number in range(4):
         await put(engine, number, BIG)
-    folder.flush()
-    flip(folder.segments()[2])
-    engine = folder.open()
+    directory.flush()
+    flip(directory.segments()[2])
+    engine = directory.open()
     assert engine.stat().damaged_put_count == 0
     await engine.scrub()
     assert list(engine.damaged) == [put_id(1)]
 
 
-async def test_a_number_that_a_put_refers_to_is_not_given_out_again(folder):
-    engine = folder.open()
+async def test_a_number_that_a_put_refers_to_is_not_given_out_again(directory):
+    engine = directory.open()
     for number in range(3):
         await put(engine, number, BIG)
-    folder.flush()
-    folder.segments()[3].unlink()
-    engine = folder.open()
+    directory.flush()
+    directory.segments()[3].unlink()
+    engine = directory.open()
     await put(engine, 7, BIG)
-    assert max(folder.segments()) == 4
+    assert max(directory.segments()) == 4
 
 
 # Disk full
 
 
-async def test_a_full_disk_refuses_one_put_and_nothing_else(folder, monkeypatch):
-    engine = folder.open()
+async def test_a_full_disk_refuses_one_put_and_nothing_else(directory, monkeypatch):
+    engine = directory.open()
     await put(engine, 1, BIG)
 
     def full(fd, start, size):
@@ -239,31 +239,31 @@ async def test_a_full_disk_refuses_one_put_and_nothing_else(folder, monkeypatch)
         await put(engine, 3, SMALL)
         check(engine, 1, BIG)
         engine.free([cells(1)])
-        folder.flush()
+        directory.flush()
         await put(engine, 4, BIG)  # into the segment that was freed
-    assert len(folder.segments()) == 1
+    assert len(directory.segments()) == 1
     await put(engine, 2, BIG)
-    assert sorted(folder.engine._puts) == [put_id(number) for number in (2, 3, 4)]
+    assert sorted(directory.engine._puts) == [put_id(number) for number in (2, 3, 4)]
     engine.free([cells(number) for number in (2, 3, 4)])
-    folder.flush()
+    directory.flush()
     assert engine.stat().used_bytes == 0
 
 
-async def test_room_is_left_for_clears(folder, monkeypatch):
-    folder.min_free_bytes = 1 << 60
-    engine = folder.open()
+async def test_room_is_left_for_clears(directory, monkeypatch):
+    directory.min_free_bytes = 1 << 60
+    engine = directory.open()
     for data in (BIG, SMALL):
         with pytest.raises(DiskFullError):
             await put(engine, 1, data)
     assert engine.stat().used_bytes == 0
-    assert folder.segments() == {}
+    assert directory.segments() == {}
 
 
-async def test_segments_that_wait_for_reuse_make_room(folder, monkeypatch):
-    engine = folder.open()
+async def test_segments_that_wait_for_reuse_make_room(directory, monkeypatch):
+    engine = directory.open()
     await put(engine, 1, BIG)
     engine.free([cells(1)])
-    folder.flush()
+    directory.flush()
     real, calls = os.posix_fallocate, []
 
     def full_at_first(fd, start, size):
@@ -275,11 +275,11 @@ async def test_segments_that_wait_for_reuse_make_room(folder, monkeypatch):
     monkeypatch.setattr(segments.os, "posix_fallocate", full_at_first)
     await put(engine, 2, {"dense": np.arange(400_000)})
     assert len(calls) == 2
-    assert list(folder.segments()) == [3]
+    assert list(directory.segments()) == [3]
 
 
-async def test_a_put_that_is_given_up_while_its_file_is_made_leaves_nothing(folder, monkeypatch):
-    engine = folder.open()
+async def test_a_put_that_is_given_up_while_its_file_is_made_leaves_nothing(directory, monkeypatch):
+    engine = directory.open()
     real = os.posix_fallocate
     begun, may_end = threading.Event(), threading.Event()
 
@@ -298,23 +298,23 @@ async def test_a_put_that_is_given_up_while_its_file_is_made_leaves_nothing(fold
     assert engine.stat().used_bytes == 0
     await eventually(lambda: engine.stat().pooled_bytes)
     await put(engine, 2, BIG)
-    assert len(folder.segments()) == 1
+    assert len(directory.segments()) == 1
 
 
 # Bounds
 
 
-async def test_disk_files_and_mappings_stay_flat(folder):
-    engine = folder.open()
+async def test_disk_files_and_mappings_stay_flat(directory):
+    engine = directory.open()
     process = psutil.Process()
 
     async def cycle(number, size):
         await put(engine, number, {"dense": np.zeros((1, 100_000 + size), np.uint8)})
         engine.free([cells(number)])
-        if len(folder.records) > 500:
-            folder.snapshot()
+        if len(directory.records) > 500:
+            directory.snapshot()
         else:
-            folder.flush()
+            directory.flush()
 
     async def cycles(start):
         for number in range(start, start + 1000):
@@ -322,29 +322,29 @@ async def test_disk_files_and_mappings_stay_flat(folder):
 
     await cycles(0)
     gc.collect()
-    before = process.num_fds(), len(process.memory_maps(grouped=False)), len(folder.segments())
+    before = process.num_fds(), len(process.memory_maps(grouped=False)), len(directory.segments())
     await cycles(1000)
     gc.collect()
-    after = process.num_fds(), len(process.memory_maps(grouped=False)), len(folder.segments())
+    after = process.num_fds(), len(process.memory_maps(grouped=False)), len(directory.segments())
     assert all(late <= early + 8 for late, early in zip(after, before, strict=True)), (before, after)
-    assert len(folder.segments()) <= 4
+    assert len(directory.segments()) <= 4
 
 
 async def test_segments_that_are_not_needed_any_more_are_removed(tmp_path):
     now = [0.0]
-    folder = Folder(tmp_path, clock=lambda: now[0])
-    engine = folder.open()
+    directory = Directory(tmp_path, clock=lambda: now[0])
+    engine = directory.open()
     for number in range(8):
         await put(engine, number, BIG)
     engine.free([cells(number) for number in range(8)])
-    folder.flush()
-    assert len(folder.segments()) == 8
-    engine = folder.open()
+    directory.flush()
+    assert len(directory.segments()) == 8
+    engine = directory.open()
     assert engine.stat().pooled_bytes
     for _ in range(20):
         now[0] += 60
         engine.trim()
-    await eventually(lambda: not folder.segments())
+    await eventually(lambda: not directory.segments())
     assert engine.stat().pooled_bytes == 0
 
 
@@ -353,12 +353,12 @@ async def test_segments_that_are_not_needed_any_more_are_removed(tmp_path):
 
 async def test_recovered_puts_wait_for_what_the_controller_knows(tmp_path):
     now = [0.0]
-    folder = Folder(tmp_path, clock=lambda: now[0], put_ttl_seconds=10)
-    engine = folder.open()
+    directory = Directory(tmp_path, clock=lambda: now[0], put_ttl_seconds=10)
+    engine = directory.open()
     for number in range(4):
         await put(engine, number, BIG)
-    folder.flush()
-    engine = folder.open()
+    directory.flush()
+    engine = directory.open()
     now[0] += 1000
     assert engine.expire() == 0
     await put(engine, 4, SMALL)
@@ -381,46 +381,46 @@ async def test_recovered_puts_wait_for_what_the_controller_knows(tmp_path):
     assert engine.stat().damaged_put_count == 0
 
 
-async def test_a_put_for_existing_rows_is_one_after_a_restart_too(folder):
-    engine = folder.open()
+async def test_a_put_for_existing_rows_is_one_after_a_restart_too(directory):
+    engine = directory.open()
     for number in (1, 2):
         pending, chunks = await begin(engine, number, SMALL, existing=number == 1)
         await pending.write(b"".join(chunks))
         await engine.flush(pending)
         pending.finish()
-    folder.flush()
-    engine = folder.open()
+    directory.flush()
+    engine = directory.open()
     assert [engine.is_for_existing_rows(put_id(number)) for number in (1, 2, 3)] == [True, False, False]
 
 
-async def test_a_confirm_that_comes_before_is_not_forgotten(folder):
-    engine = folder.open()
+async def test_a_confirm_that_comes_before_is_not_forgotten(directory):
+    engine = directory.open()
     await put(engine, 1, BIG, confirm=False)
-    folder.flush()
-    engine = folder.open()
+    directory.flush()
+    engine = directory.open()
     engine.confirm(put_id(1))
     assert engine.stat().uncommitted_put_count == 0
     assert engine.reconcile_at_once([]).dropped_count == 1
 
 
-async def test_of_two_puts_that_name_one_segment_the_later_one_has_it(folder):
+async def test_of_two_puts_that_name_one_segment_the_later_one_has_it(directory):
     """As where a part of the journal is lost, and with it the end of the first put."""
-    engine = folder.open()
+    engine = directory.open()
     await put(engine, 1, BIG)
-    folder.flush()
-    first = list(folder.records)
+    directory.flush()
+    first = list(directory.records)
     engine.free([cells(1)])
-    folder.flush()
+    directory.flush()
     await put(engine, 2, {name: values[::-1] for name, values in BIG.items()})
-    folder.flush()
-    assert len(folder.segments()) == 1
-    folder.records = [*first, folder.records[-1]]
-    folder.durable_count = 2
-    engine = folder.open()
+    directory.flush()
+    assert len(directory.segments()) == 1
+    directory.records = [*first, directory.records[-1]]
+    directory.durable_count = 2
+    engine = directory.open()
     await engine.check([put_id(1), put_id(2)])
     assert list(engine.damaged) == [put_id(1)]
     check(engine, 2, {name: values[::-1] for name, values in BIG.items()})
-    folder.snapshot()  # nor is that forgotten by the next start
-    engine = folder.open()
+    directory.snapshot()  # nor is that forgotten by the next start
+    engine = directory.open()
     await engine.check([put_id(1), put_id(2)])
     assert list(engine.damaged) == [put_id(1)]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from durable_driver import Folder, put, settled
+from durable_driver import Directory, put, settled
 from engine_driver import cells, put_id, read, runs
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,11 +25,11 @@ STEPS = st.lists(
 
 
 class Model:
-    """The engine over its folder, and beside it what each live cell holds: now, and after a crash."""
+    """The engine over its directory, and beside it what each live cell holds: now, and after a crash."""
 
     def __init__(self, path, rng):
-        self.folder = Folder(path, put_ttl_seconds=1e6)
-        self.engine = self.folder.open()
+        self.directory = Directory(path, put_ttl_seconds=1e6)
+        self.engine = self.directory.open()
         self.rng = rng
         self.cells = {}
         self.durable = {}
@@ -75,21 +75,21 @@ class Model:
         self.cells = {key: value for key, value in self.cells.items() if not matches(key)}
 
     async def flush(self):
-        self.folder.flush()
+        self.directory.flush()
         self.durable = dict(self.cells)
 
     async def settle(self):
-        self.folder.flush()
-        await settled(self.folder)
+        self.directory.flush()
+        await settled(self.directory)
         self.durable = dict(self.cells)
 
     async def snapshot(self):
-        self.folder.snapshot()
+        self.directory.snapshot()
         self.durable = dict(self.cells)
 
     async def crash(self):
         """What was durable comes back; the controller, whose state is as old, tells which cells of it it knows."""
-        self.engine = self.folder.open()
+        self.engine = self.directory.open()
         self.cells = dict(self.durable)
         known = {}
         for field, number, row in self.cells:
@@ -118,7 +118,7 @@ class Model:
         assert self.engine.stat().put_count == len(live)
         assert not self.engine.damaged
         self.engine.free([cells(number) for number in range(self.put_count)])
-        await settled(self.folder)
+        await settled(self.directory)
         return self.engine.stat()
 
 

@@ -5,7 +5,7 @@ import errno
 
 import numpy as np
 import pytest
-from durable_driver import Folder, put, settled
+from durable_driver import Directory, put, settled
 from engine_driver import begin, cells, put_id, read, runs
 
 from tq_service.errors import UnavailableError
@@ -20,12 +20,12 @@ DATA = {
 
 
 async def reopened(path, **settings):
-    """Return a folder whose engine has recovered a put that nobody has looked at."""
-    folder = Folder(path, **settings)
-    await put(folder.open(), 1, DATA)
-    folder.flush()
-    folder.open()
-    return folder
+    """Return a directory whose engine has recovered a put that nobody has looked at."""
+    directory = Directory(path, **settings)
+    await put(directory.open(), 1, DATA)
+    directory.flush()
+    directory.open()
+    return directory
 
 
 def row(engine, number, index):
@@ -35,8 +35,8 @@ def row(engine, number, index):
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
 @pytest.mark.parametrize("method", ["open", "map"])
 async def test_a_put_is_not_damaged_because_its_file_cannot_be_opened_now(tmp_path, monkeypatch, code, method):
-    folder = await reopened(tmp_path)
-    engine = folder.engine
+    directory = await reopened(tmp_path)
+    engine = directory.engine
 
     def refused(segment):
         raise OSError(code, "not now")
@@ -74,26 +74,26 @@ async def test_the_scrub_goes_on_when_files_can_be_opened_again(tmp_path, monkey
 
 
 async def test_a_put_that_cannot_be_compacted_yet_keeps_no_room_from_others(tmp_path):
-    folder = await reopened(tmp_path, max_bytes=3_200_000)
-    engine = folder.engine
+    directory = await reopened(tmp_path, max_bytes=3_200_000)
+    engine = directory.engine
     await put(engine, 2, DATA)
     for number in (1, 2):
         engine.free([cells(number, *range(200))])  # more than an eighth, less than a half
     waiting = asyncio.create_task(begin(engine, 3, {"x": DATA["x"][:950]}))
     await asyncio.sleep(0)
     assert not waiting.done()
-    await settled(folder)
+    await settled(directory)
     pending, _ = await asyncio.wait_for(waiting, 10)
     pending.abort()
     assert np.array_equal(row(engine, 2, 500), DATA["x"][500])
 
 
 async def test_a_put_whose_file_cannot_be_made_now_may_be_sent_again_and_costs_no_files(tmp_path, monkeypatch):
-    folder = Folder(tmp_path)
-    engine = folder.open()
+    directory = Directory(tmp_path)
+    engine = directory.open()
     await put(engine, 1, DATA)
     engine.free([cells(1)])
-    folder.flush()
+    directory.flush()
     before = engine.stat().pooled_bytes
     assert before > 0
 

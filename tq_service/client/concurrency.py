@@ -59,7 +59,7 @@ def is_of_closing(error: BaseException) -> bool:
     return isinstance(error, ValueError) and not isinstance(error, TqError)
 
 
-class AsyncAftermath:
+class AsyncBackgroundCalls:
     """Calls that go on when their caller has returned: tasks that `drain` waits for."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class AsyncAftermath:
             _log.warning("a call in the background failed: %s", error)
 
 
-class Aftermath:
+class BackgroundCalls:
     """Calls that are made before their caller returns: at once."""
 
     def run(self, call: Callable[[], None]) -> None:

@@ -315,5 +315,5 @@ class Partition:
 def _newer(partition_id: str, what: str) -> NewerVersionError:
     return NewerVersionError(
         f"partition {partition_id!r} was written by a newer version: {what}; install that version, or restore a "
-        f"checkpoint of this one into an empty data folder"
+        f"checkpoint of this one into an empty data directory"
     )

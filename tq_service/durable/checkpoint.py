@@ -30,7 +30,7 @@ from tq_service.domain.partition import Partition, PartitionSnapshot
 from tq_service.domain.plan import Indexes
 from tq_service.domain.tables.cells import CELL_COLUMN, NOT_PRODUCED, CellsSnapshot, Put, cells_of, slots_and_rows
 from tq_service.domain.tables.table import ColumnSnapshot, TableSnapshot
-from tq_service.durable.files import PARTIAL_SUFFIX, beside, make_folder
+from tq_service.durable.files import PARTIAL_SUFFIX, beside, make_directory
 from tq_service.durable.log.segment import HEADER_BYTES
 from tq_service.durable.pace import Pace
 from tq_service.durable.record_file import RecordWriter, damaged, gathered, read_records
@@ -54,7 +54,7 @@ _PART: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=@+-]*")
 """One part of a name: never "", ".", ".." or hidden."""
 _RECORD_BYTES: Final = 1 << 20
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-_BAD_FOLDER: Final = frozenset(
+_BAD_DIRECTORY: Final = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP,
      errno.ENAMETOOLONG, errno.EINVAL}
 )  # fmt: skip
@@ -259,7 +259,7 @@ class CheckpointWriter:
     def open(self) -> None:
         """Begin the file; its directory is made where it is not there."""
         with self._explained():
-            make_folder(self._path.parent)
+            make_directory(self._path.parent)
             self._writer = RecordWriter(self._path)
             self._aborting.callback(self._writer.abort)
             write_header(self._writer, is_checkpoint=True)
@@ -293,19 +293,19 @@ class CheckpointWriter:
         try:
             yield
         except OSError as error:
-            folder = self._path.parent
+            directory = self._path.parent
             if error.errno in _NO_ROOM:
                 raise DiskFullError(
-                    f"the disk of {folder} has no room for the checkpoint ({error}); free space there"
+                    f"the disk of {directory} has no room for the checkpoint ({error}); free space there"
                 ) from error
-            if error.errno in _BAD_FOLDER:
+            if error.errno in _BAD_DIRECTORY:
                 raise InvalidArgumentError(
-                    f"no checkpoint can be written to {folder} ({error}); give another name, or let the user of the "
+                    f"no checkpoint can be written to {directory} ({error}); give another name, or let the user of the "
                     "service write there",
                     field="name",
                 ) from error
             raise InternalError(
-                f"the disk of {folder} failed ({error}); start the service with a checkpoint_dir on another one"
+                f"the disk of {directory} failed ({error}); start the service with a checkpoint_dir on another one"
             ) from error
 
 

@@ -1,4 +1,4 @@
-"""The folder that a service keeps its state in: its lock, and its identity, which stays as long as the folder does."""
+"""The data directory of a service: its lock, and its identity, which stays as long as the directory does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import xxhash
 
-from tq_service.durable.files import PARTIAL_SUFFIX, FileWriter, make_folder, snapshot_numbers, snapshot_path
+from tq_service.durable.files import PARTIAL_SUFFIX, FileWriter, make_directory, snapshot_numbers, snapshot_path
 from tq_service.durable.log.log import Log
 from tq_service.durable.log.segment import segment_numbers
 from tq_service.errors import DataDirError
@@ -28,7 +28,7 @@ class Identity:
     """Names that outlive the process.
 
     Attributes:
-        controller_boot_id: 16 bytes, of the controller that keeps its state in the folder.
+        controller_boot_id: 16 bytes, of the controller that keeps its state in the directory.
         storage_boot_id: 16 bytes, of the storage service that keeps its puts there.
         storage_id: name of that storage service, by which samples say where their cells are; empty until it has one.
     """
@@ -39,7 +39,7 @@ class Identity:
 
 
 def new_identity() -> Identity:
-    """Return an identity that no other folder has."""
+    """Return an identity that no other directory has."""
     return Identity(
         controller_boot_id=secrets.token_bytes(_BOOT_ID_BYTES), storage_boot_id=secrets.token_bytes(_BOOT_ID_BYTES)
     )
@@ -79,7 +79,7 @@ def read_identity(path: Path) -> Identity | None:
                     "it, or a later one"
                     if version > FORMAT_VERSION
                     else "which this version of the service reads no more; start it with the version that wrote it, or "
-                    "name an empty folder"
+                    "name an empty directory"
                 )
             )
         # Under a name with a changed letter no sample would find its bytes any more, though all of them are here.
@@ -91,7 +91,7 @@ def read_identity(path: Path) -> Identity | None:
             storage_id=str(values["storage_id"]),
         )
     except (ValueError, TypeError, KeyError) as error:
-        raise DataDirError(f"{path} cannot be read: {error!r}; restore a checkpoint into an empty folder") from None
+        raise DataDirError(f"{path} cannot be read: {error!r}; restore a checkpoint into an empty directory") from None
     return identity
 
 
@@ -125,7 +125,7 @@ class DirectoryLock:
         except BlockingIOError:
             holder = os.pread(self._descriptor, 256, 0).decode(errors="replace").strip() or "a process that is starting"
             raise DataDirError(
-                f"the data dir {path.parent} is in use by {holder}; stop it first, or give this service a folder of "
+                f"the data dir {path.parent} is in use by {holder}; stop it first, or give this service a directory of "
                 "its own"
             ) from None
         os.ftruncate(self._descriptor, 0)
@@ -139,7 +139,7 @@ class DirectoryLock:
 
 
 class DataDir:
-    """An open data folder, which no other process has open.
+    """An open data directory, which no other process has open.
 
     ```
     DIR/lock                        taken while a service runs
@@ -151,9 +151,9 @@ class DataDir:
     ```
 
     Attributes:
-        path: of the folder.
+        path: of the directory.
         identity: what it is.
-        segments_path: folder of the segments.
+        segments_path: directory of the segments.
     """
 
     def __init__(self, path: Path, identity: Identity, lock: DirectoryLock) -> None:
@@ -165,15 +165,15 @@ class DataDir:
 
     @classmethod
     def open(cls, path: Path) -> DataDir:
-        """Open a data folder, and make it where it is missing.
+        """Open a data directory, and make it where it is missing.
 
         Raises:
             DataDirError: another process has it, it is of a later format, or it cannot be written to.
         """
         path = path.absolute()
         try:
-            # Nobody else may read what it holds; the rights of a folder that is there are its owner's business.
-            make_folder(path, mode=0o700)
+            # Nobody else may read what it holds; the rights of a directory that is there are its owner's business.
+            make_directory(path, mode=0o700)
             lock = DirectoryLock(path / "lock")
             try:
                 opened = cls(path, _identity(path), lock)
@@ -195,13 +195,13 @@ class DataDir:
             default: the name it gets then, if it has none yet.
 
         Raises:
-            DataDirError: it has another name than the one given, or the folder cannot be written to.
+            DataDirError: it has another name than the one given, or the directory cannot be written to.
         """
         known = self.identity.storage_id
         if known and given not in (None, known):
             raise DataDirError(
                 f"the data dir {self.path} keeps the puts of storage service {known!r}, got storage_id {given!r}; "
-                f"leave storage_id out, or use another folder"
+                f"leave storage_id out, or use another directory"
             )
         if not known:
             identity = replace(self.identity, storage_id=given or default)
@@ -234,7 +234,7 @@ def _identity(path: Path) -> Identity:
         if segment_numbers(path) or snapshot_numbers(path):
             raise DataDirError(
                 f"the data dir {path} has a journal or snapshots, but no {file.name}, without which no put in them can "
-                "be found; put the file back, or restore a checkpoint into an empty folder"
+                "be found; put the file back, or restore a checkpoint into an empty directory"
             )
         identity = new_identity()
         write_identity(file, identity)
@@ -243,5 +243,5 @@ def _identity(path: Path) -> Identity:
 
 def _unusable(path: Path, error: OSError) -> DataDirError:
     return DataDirError(
-        f"the data dir {path} cannot be used: {error.strerror or error}; name a folder that this user may write to"
+        f"the data dir {path} cannot be used: {error.strerror or error}; name a directory that this user may write to"
     )

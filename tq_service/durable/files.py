@@ -1,4 +1,4 @@
-"""Files of a data folder: their names, and that they survive a loss of power."""
+"""Files of a data directory: their names, and that they survive a loss of power."""
 
 from __future__ import annotations
 
@@ -87,20 +87,20 @@ class FileWriter:
             self.abort()
 
 
-def make_folder(path: Path, mode: int = 0o777) -> None:
-    """Make a folder where it is missing, and those that it is in; their names survive a loss of power.
+def make_directory(path: Path, mode: int = 0o777) -> None:
+    """Make a directory where it is missing, and those that it is in; their names survive a loss of power.
 
     Args:
-        path: of the folder.
+        path: of the directory.
         mode: its rights; those of the others are what is usual.
 
     Raises:
         OSError: it cannot be made.
     """
-    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    missing = [directory for directory in (path, *path.parents) if not directory.exists()]
     path.mkdir(parents=True, exist_ok=True, mode=mode)
-    for folder in missing:
-        sync_path(folder.parent)
+    for directory in missing:
+        sync_path(directory.parent)
 
 
 def sync_path(path: Path) -> None:

@@ -260,7 +260,7 @@ def _check_header(header: Any, *, is_checkpoint: bool) -> None:
     if header.format_version != FORMAT_VERSION:
         raise NewerVersionError(f"its format has version {header.format_version}, this service reads {FORMAT_VERSION}")
     if header.is_checkpoint != is_checkpoint:
-        kinds = ("the snapshot of a data folder", "a checkpoint")
+        kinds = ("the snapshot of a data directory", "a checkpoint")
         raise ValueError(f"it is {kinds[header.is_checkpoint]}, expected {kinds[is_checkpoint]}")
 
 

@@ -1,4 +1,4 @@
-"""Keeps the state of a service in its data folder: a controller's partitions, a storage engine's puts, or both.
+"""Keeps the state of a service in its data directory: a controller's partitions, a storage engine's puts, or both.
 
 It appends what changes to the log, and takes a snapshot when that is long, so that a start has little to apply again.
 
@@ -66,7 +66,7 @@ _WORTH_SECONDS: Final = 0.4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
-    """What was found in the data folder."""
+    """What was found in the data directory."""
 
     partition_count: int
     sample_count: int
@@ -134,10 +134,10 @@ class StateStore:
 
     @classmethod
     def open(cls, path: Path, *, sync: bool, accept_loss: bool = False) -> StateStore:
-        """Open a data folder.
+        """Open a data directory.
 
         Args:
-            path: of the folder.
+            path: of the directory.
             sync: whether what is durable survives the death of the machine, instead of that of the process alone.
             accept_loss: whether to go on without what follows a damaged record.
 
@@ -155,7 +155,7 @@ class StateStore:
     # Recovery
 
     def recover(self, *, catalog: Catalog | None = None, engine: StorageEngine | None = None) -> Recovered:
-        """Bring back what the data folder has, and write down every change from now on; call it once.
+        """Bring back what the data directory has, and write down every change from now on; call it once.
 
         Args:
             catalog: takes the partitions, and the answers for retries; None in a service that has no controller.
@@ -164,7 +164,7 @@ class StateStore:
         Raises:
             JournalDamagedError: a record is damaged, or does not fit what is before it.
             NewerVersionError: a newer version wrote the newest snapshot, or a record.
-            DataDirError: the folder has what this service does not take, and would lose with its next snapshot.
+            DataDirError: the directory has what this service does not take, and would lose with its next snapshot.
         """
         self._catalog, self._engine = catalog, engine
         started_at = time.perf_counter()
@@ -231,7 +231,7 @@ class StateStore:
         except (TqError, LookupError, ValueError, TypeError, struct.error) as error:
             raise JournalDamagedError(
                 f"record {record.number} of the journal ({kind}) does not fit the state before it: {error}; restore a "
-                f"checkpoint into an empty data folder"
+                f"checkpoint into an empty data directory"
             ) from error
 
     def _recover_puts(self, puts: Iterable[bytes]) -> int:
@@ -245,7 +245,7 @@ class StateStore:
     def _of_another_role(self, what: str) -> DataDirError:
         return DataDirError(
             f"the data dir {self.data_dir.path} holds {what}, which this service has not; start it with the "
-            "role that the folder was written with, or name another folder"
+            "role that the directory was written with, or name another directory"
         )
 
     # The log of the state machine
@@ -386,7 +386,7 @@ class StateStore:
             await self.take_snapshot(lambda: replace(self._now(), partitions=partitions, answers=answers()), appear)
         except OSError as error:
             raise DiskFullError(
-                f"what was restored cannot be written to the data folder ({error}); free space, and restore it again"
+                f"what was restored cannot be written to the data directory ({error}); free space, and restore it again"
             ) from error
 
     async def _try_snapshot(self) -> None:

@@ -78,7 +78,7 @@ def decode_value(message: controller_service_pb2.MetaValue) -> MetaValue | None:
 def decode_integers(values: Sequence[int]) -> NDArray[np.int64]:
     """Return a repeated field of integers as an array `(n,)`.
 
-    Protobuf lends long fields to numpy as buffers, which costs a copy; finding that out costs more than a few values.
+    Numpy can read long fields in protobuf's buffers, which costs a copy; finding that out costs more than a few values.
     """
     count = len(values)
     return np.fromiter(values, np.int64, count) if count <= _FEW_VALUES else np.array(values, np.int64)

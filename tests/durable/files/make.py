@@ -87,16 +87,16 @@ async def make_snapshot(store: StateStore) -> None:
     await store.take_snapshot()
 
 
-async def make(folder: Path, write: Any) -> None:
-    store = StateStore.open(folder, sync=False)
+async def make(directory: Path, write: Any) -> None:
+    store = StateStore.open(directory, sync=False)
     await write(store)
     await store.close()
 
 
-def make_checkpoint(folder: Path) -> None:
+def make_checkpoint(directory: Path) -> None:
     """Samples with values of each layout, keys, groups, custom_meta, and a claim."""
     loop = LoopThread()
-    with LiveServer(loop, checkpoint_dir=folder) as server:
+    with LiveServer(loop, checkpoint_dir=directory) as server:
         client = server.client()
         client.put(
             DATA, partition_id="train", keys=list("abcd"), groups=["g", "g", "h", "h"],
@@ -118,18 +118,18 @@ def make_checkpoint(folder: Path) -> None:
 def main() -> None:
     segment.machine_boot_id = lambda: "the machine that made this file"
     for kind, write in (("changes", make_changes), ("puts", make_puts), ("snapshot", make_snapshot)):
-        with tempfile.TemporaryDirectory() as folder:
-            asyncio.run(make(Path(folder), write))
+        with tempfile.TemporaryDirectory() as directory:
+            asyncio.run(make(Path(directory), write))
             shutil.rmtree(HERE / kind, ignore_errors=True)
             (HERE / kind).mkdir()
-            newest = max(Path(folder).glob("*.tqj"))
-            files = [*Path(folder).glob("*.tqs"), newest, Path(folder) / "identity.json"]
+            newest = max(Path(directory).glob("*.tqj"))
+            files = [*Path(directory).glob("*.tqs"), newest, Path(directory) / "identity.json"]
             for path in files:
                 shutil.copy(path, HERE / kind)
-    with tempfile.TemporaryDirectory() as folder:
-        make_checkpoint(Path(folder))
+    with tempfile.TemporaryDirectory() as directory:
+        make_checkpoint(Path(directory))
         (HERE / "checkpoint").mkdir(exist_ok=True)
-        shutil.copy(Path(folder) / "all" / "checkpoint.tqc", HERE / "checkpoint")
+        shutil.copy(Path(directory) / "all" / "checkpoint.tqc", HERE / "checkpoint")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, Self, TypeVar
 
 from tq_service.client._async.calls import AsyncCalls
 from tq_service.client.channel import resolve_address
-from tq_service.client.concurrency import AsyncAftermath
+from tq_service.client.concurrency import AsyncBackgroundCalls
 from tq_service.client.placement import PlacementGrant
 from tq_service.client.requests import seconds
 from tq_service.client.retry import Deadline
@@ -45,7 +45,7 @@ class AsyncBase:
         self.timeout = seconds("timeout", timeout)
         self._credentials = Credentials(token, tls, insecure)
         self._calls = AsyncCalls(self.address, self._credentials)
-        self._aftermath = AsyncAftermath()
+        self._background_calls = AsyncBackgroundCalls()
         self._placement = PlacementGrant()
 
     def _deadline(self, timeout: float | None, more_seconds: float = 0.0) -> Deadline:
@@ -58,7 +58,7 @@ class AsyncBase:
 
     async def aclose(self) -> None:
         """Make the calls that are due, such as releasing claims, and close the channels."""
-        await self._aftermath.drain()
+        await self._background_calls.drain()
         await self._calls.channels.aclose()
 
     async def __aenter__(self) -> Self:

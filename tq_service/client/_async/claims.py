@@ -126,7 +126,7 @@ class AsyncClaimCalls(AsyncBase):
             answer = await self._poll(request, Deadline.after(wait), self._deadline(timeout, wait))
         except BaseException as error:
             if is_queue and (isinstance(error, _UNKNOWN_OUTCOMES) or not isinstance(error, TqError)):
-                self._aftermath.run(lambda: self._release(request))
+                self._background_calls.run(lambda: self._release(request))
             raise
         claim_id = request.request_id if is_queue else b""
         return BatchMeta.from_proto(answer.meta, claim_id=claim_id, task_name=request.task_name)

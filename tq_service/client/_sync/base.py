@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, Self, TypeVar
 
 from tq_service.client._sync.calls import Calls
 from tq_service.client.channel import resolve_address
-from tq_service.client.concurrency import Aftermath
+from tq_service.client.concurrency import BackgroundCalls
 from tq_service.client.placement import PlacementGrant
 from tq_service.client.requests import seconds
 from tq_service.client.retry import Deadline
@@ -46,7 +46,7 @@ class Base:
         self.timeout = seconds("timeout", timeout)
         self._credentials = Credentials(token, tls, insecure)
         self._calls = Calls(self.address, self._credentials)
-        self._aftermath = Aftermath()
+        self._background_calls = BackgroundCalls()
         self._placement = PlacementGrant()
 
     def _deadline(self, timeout: float | None, more_seconds: float = 0.0) -> Deadline:
@@ -59,7 +59,7 @@ class Base:
 
     def close(self) -> None:
         """Make the calls that are due, such as releasing claims, and close the channels."""
-        self._aftermath.drain()
+        self._background_calls.drain()
         self._calls.channels.close()
 
     def __enter__(self) -> Self:

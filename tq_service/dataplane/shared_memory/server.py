@@ -159,7 +159,7 @@ class SharedMemoryServer:
 
 
 def make_private(directory: Path) -> None:
-    """Make a directory for this user alone, in a place where all users may make folders.
+    """Make a directory for this user alone, in a place where all users may make directories.
 
     Raises:
         OSError: it cannot be made, or another user has made it, who could put a socket of his own there.

@@ -166,7 +166,7 @@ class SegmentBlobs(PooledStore[Segment], DurableBlobStore):
             if is_temporary(error):
                 raise UnavailableError(f"a put of {size} bytes cannot be kept now: {error}; try again") from error
             raise DiskFullError(
-                f"a put of {size} bytes cannot be kept: {error}; clear consumed samples, or give the data folder a "
+                f"a put of {size} bytes cannot be kept: {error}; clear consumed samples, or give the data directory a "
                 "larger disk",
                 retry_after_seconds=RETRY_AFTER_SECONDS,
             ) from error
@@ -338,7 +338,7 @@ def _name(number: int) -> str:
 
 
 def sync_directory(directory: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
+    """Wait until the names in a directory are on the disk."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -1,4 +1,4 @@
-"""One act: a partition from its first sample to its clear, with everybody at work and strikes at random moments."""
+"""One scenario: a partition from its first sample to its clear, with all clients at work and faults at random times."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ _SAID_CHARACTERS: Final = 300
 
 
 @dataclass(slots=True)
-class Findings:
-    """What a trial has found; each act adds to it.
+class Report:
+    """What a trial has found; each scenario adds to it.
 
     Attributes:
         violations: what was promised and not kept.
-        strikes: how often each target was struck.
-        back_seconds: for each strike on the service, from the signal until all of it answered again.
+        faults: how often each target had a fault.
+        back_seconds: for each fault on the service, from the signal until all of it answered again.
         acknowledged_count: samples whose put was acknowledged.
         claim_count: batches that ranks were given.
         replayed_count: claims that were asked for again and compared.
@@ -53,7 +53,7 @@ class Findings:
     """
 
     violations: list[str] = field(default_factory=list)
-    strikes: dict[Target, int] = field(default_factory=dict)
+    faults: dict[Target, int] = field(default_factory=dict)
     back_seconds: list[float] = field(default_factory=list)
     acknowledged_count: int = 0
     claim_count: int = 0
@@ -61,17 +61,17 @@ class Findings:
     read_count: int = 0
 
 
-class Act:
+class Scenario:
     """One partition under load.
 
     Args:
         cluster: the running service.
         name: of the partition.
-        folder: gets the logs of the actors.
-        dice: choose moments and targets.
-        seed: of the actors' dice.
-        findings: gets what comes of it.
-        say: gets a line about each strike.
+        directory: gets the logs of the actors.
+        rng: chooses moments and targets.
+        seed: of the clients' random numbers.
+        report: gets what comes of it.
+        say: gets a line about each fault.
     """
 
     def __init__(
@@ -79,18 +79,18 @@ class Act:
         *,
         cluster: Cluster,
         name: str,
-        folder: Path,
-        dice: random.Random,
+        directory: Path,
+        rng: random.Random,
         seed: int,
-        findings: Findings,
+        report: Report,
         say: Callable[[str], None],
     ) -> None:
-        folder.mkdir(parents=True)
+        directory.mkdir(parents=True)
         self._cluster = cluster
         self._name = name
-        self._folder = folder
-        self._dice = dice
-        self._findings = findings
+        self._directory = directory
+        self._rng = rng
+        self._report = report
         self._say = say
         self._clients = [self._client_process(number, *one, seed) for number, one in enumerate(_CLIENTS)]
         self._client = tq.Client(cluster.address, timeout=_ANSWER_SECONDS)
@@ -98,19 +98,19 @@ class Act:
 
     def _client_process(self, number: int, kind: str, numbers: Sequence[int], seed: int) -> Process:
         module = [sys.executable, "-m", "chaos.client_process"]
-        arguments = [self._cluster.address, self._name, str(self._folder), str(seed), kind, *map(str, numbers)]
-        return Process(f"{kind}s-{number}", [*module, *arguments], self._folder / f"{kind}s-{number}.log")
+        arguments = [self._cluster.address, self._name, str(self._directory), str(seed), kind, *map(str, numbers)]
+        return Process(f"{kind}s-{number}", [*module, *arguments], self._directory / f"{kind}s-{number}.log")
 
     def run(self, rounds: int, most_seconds: float, targets: Sequence[Target]) -> bool:
-        """Strike `rounds` times, then let everybody finish and check everything; return whether to go on."""
+        """Inject `rounds` faults, then let everybody finish and check everything; return whether to go on."""
         try:
             self._client.create_partition(self._name)
             for process in self._clients:
                 process.start()
             wait_until(self._is_busy, _END_SECONDS)
             for _ in range(rounds):
-                time.sleep(self._dice.uniform(0.1, most_seconds))
-                self._strike(self._dice.choice(targets))
+                time.sleep(self._rng.uniform(0.1, most_seconds))
+                self._inject_fault(self._rng.choice(targets))
                 self._found(self._check_between())
                 if dead := self._cluster.dead():
                     self._violated(f"{', '.join(dead)} ended by themselves, see the logs; the trial ends here")
@@ -131,30 +131,30 @@ class Act:
 
     def _violated(self, violation: str) -> None:
         self._say(f"VIOLATION {violation[:_SAID_CHARACTERS]}")
-        self._findings.violations.append(f"{self._name}: {violation}")
+        self._report.violations.append(f"{self._name}: {violation}")
 
     def _is_busy(self) -> bool:
         """Whether samples come and go."""
-        return bool(claims_of(self._folder))
+        return bool(claims_of(self._directory))
 
-    # Strikes
+    # Faults
 
-    def _strike(self, target: Target) -> None:
-        count = self._findings.strikes
+    def _inject_fault(self, target: Target) -> None:
+        count = self._report.faults
         count[target] = count.get(target, 0) + 1
         if target == "client":
-            self._strike_client(self._dice.choice(self._clients))
+            self._kill_client(self._rng.choice(self._clients))
             return
         if target == "rolling restart":
             for name in self._cluster.processes:
                 self._hit([name], signal.SIGTERM)
             return
         if target == "twice":
-            self._found(iter(self._cluster.strike(self._victims(target), signal.SIGKILL)))
-            time.sleep(self._dice.uniform(0, _WHILE_IT_STARTS_SECONDS))
+            self._found(iter(self._cluster.inject_fault(self._victims(target), signal.SIGKILL)))
+            time.sleep(self._rng.uniform(0, _WHILE_IT_STARTS_SECONDS))
         self._hit(self._victims(target), signal.SIGKILL)
 
-    def _strike_client(self, victim: Process) -> None:
+    def _kill_client(self, victim: Process) -> None:
         self._say(f"{self._name}: kill {victim.name}")
         if code := victim.end():
             self._violated(f"{victim.name} had ended with {code} ({victim.log})")
@@ -165,17 +165,17 @@ class Act:
             case "controller":
                 return [self._cluster.controller_name]
             case "storage":
-                return [self._dice.choice(self._cluster.storage_names)]
+                return [self._rng.choice(self._cluster.storage_names)]
         return list(self._cluster.processes)
 
     def _hit(self, names: Sequence[str], number: signal.Signals) -> None:
-        struck_at = time.monotonic()
-        self._found(iter(self._cluster.strike(names, number)))
+        killed_at = time.monotonic()
+        self._found(iter(self._cluster.inject_fault(names, number)))
         if not wait_until(self._answers, _ANSWER_SECONDS):
             self._found(iter([f"no answer within {_ANSWER_SECONDS:g} s of {number.name} to {', '.join(names)}"]))
-        took = time.monotonic() - struck_at
+        took = time.monotonic() - killed_at
         if number == signal.SIGKILL:
-            self._findings.back_seconds.append(took)
+            self._report.back_seconds.append(took)
         self._say(f"{self._name}: {number.name} {', '.join(names)}: back after {took:.2f} s")
 
     def _answers(self) -> bool:
@@ -194,19 +194,19 @@ class Act:
 
     def _check_between(self) -> Iterator[str]:
         yield from self._check_samples(_READ_SAMPLES)
-        yield from Samples.told(self._folder).held_violations(self._folder)
-        claims = claims_of(self._folder)
-        yield from self._replay(self._dice.sample(range(len(claims)), min(_REPLAYED_CLAIMS, len(claims))))
+        yield from Samples.recorded(self._directory).held_violations(self._directory)
+        claims = claims_of(self._directory)
+        yield from self._replay(self._rng.sample(range(len(claims)), min(_REPLAYED_CLAIMS, len(claims))))
 
     def _check_samples(self, read_count: int | None) -> Iterator[str]:
         """Compare what is there with what was acknowledged, and the bytes of so many samples; None: of all."""
-        before = Samples.told(self._folder)
+        before = Samples.recorded(self._directory)
         present = self._present()
-        later = Samples.told(self._folder)
+        later = Samples.recorded(self._directory)
         yield from before.violations(present, later)
         readable = [key for key in before.acknowledged if key in present and key not in later.clearing]
         if read_count is not None:
-            readable = self._dice.sample(readable, min(read_count, len(readable)))
+            readable = self._rng.sample(readable, min(read_count, len(readable)))
         yield from self._read([key for key in readable if key in before.rewarded], [*FIELDS, REWARD])
         yield from self._read([key for key in readable if key not in before.rewarded], FIELDS)
 
@@ -224,12 +224,12 @@ class Act:
             except tq.TqError as error:
                 yield f"acknowledged samples cannot be read: {error}"
                 continue
-            self._findings.read_count += len(some)
+            self._report.read_count += len(some)
             yield from (f"wrong bytes: {wrong}" for wrong in wrong_fields(some, batch))
 
     def _replay(self, chosen: Sequence[int] | None = None) -> Iterator[str]:
         """Ask for claims again, those `chosen` of all that ranks have logged."""
-        claims = claims_of(self._folder)
+        claims = claims_of(self._directory)
         for claim in claims if chosen is None else [claims[number] for number in chosen]:
             asked = rank_request(self._name, claim.rank, claim.batch_index, max_wait=0.0)
             try:
@@ -237,28 +237,28 @@ class Act:
             except tq.TqError as error:
                 yield f"rank {claim.rank}, batch {claim.batch_index}: asked again, {error!r}"
                 continue
-            self._findings.replayed_count += 1
+            self._report.replayed_count += 1
             if answer != claim.answer:
                 yield f"rank {claim.rank}, batch {claim.batch_index} was {claim.answer} and is {answer}"
 
-    # The end of the act
+    # The end of the scenario
 
     def _finish(self) -> Iterator[str]:
-        (self._folder / STOP_FILE).touch()
+        (self._directory / STOP_FILE).touch()
         yield from self._join("producer")
-        samples = Samples.told(self._folder)
-        yield from samples.held_violations(self._folder)
+        samples = Samples.recorded(self._directory)
+        yield from samples.held_violations(self._directory)
         yield from self._complete_rewards(samples)
         self._let_go(samples)
         self._client.seal_partition(self._name)
         yield from self._join("rank", "worker")
         yield from self._check_samples(None)
         live = set(self._present().values())
-        yield from rank_violations(self._folder, live)
-        yield from worker_violations(self._folder, live)
+        yield from rank_violations(self._directory, live)
+        yield from worker_violations(self._directory, live)
         yield from self._replay()
-        self._findings.acknowledged_count += len(samples.acknowledged)
-        self._findings.claim_count += len(claims_of(self._folder))
+        self._report.acknowledged_count += len(samples.acknowledged)
+        self._report.claim_count += len(claims_of(self._directory))
         self._client.clear_partition(self._name)
         yield from self._leaks()
 
@@ -306,10 +306,10 @@ class Act:
         for name, before in self._stored_before.items():
             if not wait_until(partial(self._stores, name, before), _ANSWER_SECONDS):
                 used_bytes, put_count = self._stored(name)
-                yield f"{name} has {used_bytes} bytes in {put_count} puts after the clear, {before} before the act"
+                yield f"{name} has {used_bytes} bytes in {put_count} puts after the clear, {before} before the scenario"
 
     def _stores(self, storage_name: str, most: tuple[int, int]) -> bool:
-        """Whether no more is left than there was: what had been cleared before the act may have been freed since."""
+        """Whether no more is left than there was: what had been cleared earlier may have been freed since."""
         return all(now <= before for now, before in zip(self._stored(storage_name), most, strict=True))
 
     def _stored(self, storage_name: str) -> tuple[int, int]:

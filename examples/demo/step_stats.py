@@ -43,7 +43,7 @@ class StepSummary:
 
 
 @dataclass(slots=True)
-class StepTally:
+class StepStats:
     """What one rank counts during one step."""
 
     started: float = field(default_factory=time.monotonic)
