@@ -139,7 +139,7 @@ def test_a_lease_that_is_due_while_another_begins_on_uvloop():
         )  # fmt: skip
 
     async def lease_two():
-        claims = {each.request_id: each for each in (claim(2, 0.0), claim(3, 100.0))}
+        claims = {each.request_id: each for each in (claim(2, 1e-9), claim(3, 100.0))}
         ran_out = asyncio.get_running_loop().create_future()
         timer = LeaseTimer({"t": SimpleNamespace(claims=claims)}, lambda *named: ran_out.set_result(named))
         for each in claims.values():
