@@ -1,5 +1,7 @@
 """A task: batch specs, replays, epochs, and records that go with their rows."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from domain_support import (
@@ -19,7 +21,7 @@ from domain_support import (
 )
 from planner_bench import Bench
 
-from tq_service.domain.claims.ledger import EndedClaims
+from tq_service.domain.claims.ledger import EndedClaims, RecordedPlan
 from tq_service.domain.claims.request import LeaseTerms
 from tq_service.domain.plan import RankPlan
 from tq_service.domain.tables.meta import Order
@@ -224,6 +226,21 @@ def test_ids_of_released_claims_are_forgotten_in_time():
     released.add(new_id(), 1000.0, is_expired=False)
     assert old not in released
     assert young in released
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 1, 7])
+def test_what_was_answered_about_large_claims_of_all_sizes_is_not_kept(micro_batch_size):
+    tracemalloc.start()
+    try:
+        for size in range(20_000, 20_020):
+            plan = RecordedPlan(rows=np.arange(size), sizes=(size,), micro_batch_size=micro_batch_size)
+            (packs,) = plan.part().steps
+            assert sum(pack.positions.size for pack in packs) == size
+        del plan, packs
+        kept_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept_bytes < 1 << 20
 
 
 def test_a_rank_request_counts_units_over_all_ranks():

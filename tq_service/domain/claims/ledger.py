@@ -52,6 +52,7 @@ _MOST_ENDED = 131_072
 _MOST_EXPIRED_A_TURN = 64
 _LEAST_STALE_DEADLINES = 64
 _DERIVED = {"is_encoded": False}  # found anew from the columns, or of this instance of the service alone
+_MOST_REMEMBERED_ROWS, _MOST_REMEMBERED_PACKS = 1 << 13, 512  # of a rank; 256 steps of so many take some 40 MB
 _MOST_BATCHES_WITHOUT_ROWS = 16  # short batches come at the end of an epoch, so there is rarely more than one
 
 Steps: TypeAlias = tuple[tuple[Pack, ...], ...]
@@ -87,17 +88,24 @@ class RecordedPlan:
     def part(self, dp_rank: int = 0) -> RankPlan:
         """Return the part of a rank; without steps it has micro-batches, as many on every rank, empty ones included."""
         start, size = sum(self.sizes[:dp_rank]), self.sizes[dp_rank]
-        steps = self.steps[dp_rank] if self.steps else _one_step(size, max(self.sizes), self.micro_batch_size)
+        steps = self.steps[dp_rank] if self.steps else self._one_step(size)
         return RankPlan(rows=self.rows[start : start + size], steps=steps)
 
+    def _one_step(self, size: int) -> Steps:
+        largest, micro_batch_size = max(self.sizes), self.micro_batch_size
+        is_large = largest > _MOST_REMEMBERED_ROWS or largest > _MOST_REMEMBERED_PACKS * (micro_batch_size or largest)
+        return (_one_step if is_large else _remembered_step)(size, largest, micro_batch_size)
 
-@lru_cache(maxsize=256)
+
 def _one_step(count: int, largest: int, micro_batch_size: int | None) -> Steps:
-    """Return the micro-batches of a rank with `count` rows, where some rank has `largest`; most claims are alike."""
+    """Return the micro-batches of a rank with `count` rows, where some rank has `largest`."""
     positions = np.arange(count)
     positions.flags.writeable = False
     size = micro_batch_size or max(1, largest)
     return (tuple(Pack(positions=positions[start : start + size]) for start in range(0, max(1, largest), size)),)
+
+
+_remembered_step = lru_cache(maxsize=256)(_one_step)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
