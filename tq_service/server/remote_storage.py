@@ -41,7 +41,8 @@ _RECONCILIATION_SECONDS = 1800.0
 _RECONCILE_SECONDS = 3600.0
 _FIRST_RETRY_SECONDS = 0.2
 _LAST_RETRY_SECONDS = 10.0
-_MOST_A_CALL = 4096
+_MOST_CONFIRMED_A_CALL = 4096
+_MOST_FREED_A_CALL = 1024  # some milliseconds' work for the storage service
 _CONFIRM_SECONDS = 0.05  # how long a confirmation waits for others
 _MOST_NAMED = 5
 _MOST_EARLIER_RUNS = 16
@@ -269,7 +270,7 @@ class RemoteStorage:
             delay = _FIRST_RETRY_SECONDS
 
     async def _confirm_some(self) -> None:
-        put_ids = list(islice(self._to_confirm, _MOST_A_CALL))
+        put_ids = list(islice(self._to_confirm, _MOST_CONFIRMED_A_CALL))
         if put_ids:
             request = storage_control_pb2.ConfirmPutsRequest(boot_id=self.boot_id, put_ids=put_ids)
             answer = await self._peer.stub.ConfirmPuts(request, timeout=_CALL_SECONDS, metadata=self._peer.metadata())
@@ -297,7 +298,7 @@ class RemoteStorage:
     def _count_of_a_call(self) -> int:
         """Return how many of the cells that are to be freed go in one call, which both sides do in one step."""
         count = run_count = 0
-        for cells in islice(self._to_free, _MOST_A_CALL):
+        for cells in islice(self._to_free, _MOST_FREED_A_CALL):
             run_count += 0 if cells.first_rows is None else cells.first_rows.size
             if count and run_count > MOST_RUNS:
                 break
