@@ -350,7 +350,7 @@ async def test_a_put_into_another_storage_is_committed_after_it(kind):
 )
 async def test_a_put_that_was_lost_before_its_commit_is_sent_again_under_its_ids(kind, failure, monkeypatch):
     for module in ("_async", "_sync"):
-        monkeypatch.setattr(f"tq_service.client.{module}.puts._COMMIT_PATIENCE_SECONDS", 0.0)
+        monkeypatch.setattr(f"tq_service.client.{module}.samples._COMMIT_PATIENCE_SECONDS", 0.0)
     remote = FakeStorage(put_answer=storage_pb.PutResponse(storage=endpoint("two")))
     async with serving(storage=remote) as remote_address:
         place = Script(pb.PlacePutResponse(storages=[endpoint("two", remote_address)]))
@@ -367,7 +367,7 @@ async def test_a_put_that_was_lost_before_its_commit_is_sent_again_under_its_ids
 
 async def test_a_commit_that_is_never_answered_tells_of_the_whole_put(kind, monkeypatch):
     for module in ("_async", "_sync"):
-        monkeypatch.setattr(f"tq_service.client.{module}.puts._COMMIT_PATIENCE_SECONDS", 0.2)
+        monkeypatch.setattr(f"tq_service.client.{module}.samples._COMMIT_PATIENCE_SECONDS", 0.2)
     storage = FakeStorage(put_answer=storage_pb.PutResponse(storage=endpoint("two")))
     async with serving(storage=storage) as storage_address:
         place = Script(pb.PlacePutResponse(storages=[endpoint("two", storage_address)]))

@@ -12,8 +12,12 @@ from hypothesis import strategies as st
 from tq_service.errors import InvalidArgumentError
 from tq_service.schema import FieldSpec, Layout, MetaColumn, SampleState
 from tq_service.v1 import metadata_pb2 as pb
-from tq_service.wire.enums import BATCH_UNITS, KEY_MODES, LAYOUTS, OPERATORS, STATES
 from tq_service.wire.metadata import (
+    BATCH_UNITS,
+    KEY_MODES,
+    LAYOUTS,
+    OPERATORS,
+    STATES,
     decode_integers,
     decode_meta_columns,
     decode_spec,

@@ -15,9 +15,8 @@ from tq_service.client.steps import Step, select_steps, shift_steps, steps_from_
 from tq_service.errors import InvalidArgumentError
 from tq_service.schema import EndCounts, FieldSpec, MetaColumn, MetaValue
 from tq_service.v1 import metadata_pb2 as pb
-from tq_service.wire.index_ranges import read_indexes
 from tq_service.wire.mapper import read_message
-from tq_service.wire.metadata import decode_meta_columns, decode_spec, meta_columns_to_rows
+from tq_service.wire.metadata import decode_meta_columns, decode_spec, meta_columns_to_rows, read_indexes
 
 Status = Literal["batch", "not_yet", "end"]
 

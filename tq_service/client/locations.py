@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.v1 import metadata_pb2 as pb
-from tq_service.wire.index_ranges import expand_runs
-from tq_service.wire.metadata import decode_integers
+from tq_service.wire.metadata import decode_integers, expand_runs
 
 Indexes = NDArray[np.int64]
 

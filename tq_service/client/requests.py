@@ -18,8 +18,17 @@ from tq_service.errors import InvalidArgumentError
 from tq_service.schema import FieldSpec, MetaColumn, MetaValue, StalenessLimit
 from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
-from tq_service.wire.enums import BATCH_UNITS, KEY_MODES, LAYOUTS, OPERATORS, STATES, EnumWords
-from tq_service.wire.metadata import encode_meta_columns, encode_spec, rows_to_meta_columns
+from tq_service.wire.metadata import (
+    BATCH_UNITS,
+    KEY_MODES,
+    LAYOUTS,
+    OPERATORS,
+    STATES,
+    EnumWords,
+    encode_meta_columns,
+    encode_spec,
+    rows_to_meta_columns,
+)
 
 Request = TypeVar("Request", bound=Message)
 Bound = TypeVar("Bound", int, float, int | None)

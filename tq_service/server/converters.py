@@ -27,10 +27,16 @@ from tq_service.schema import MOST_SAMPLES, EndCounts, Layout, check_range
 from tq_service.v1 import commit_pb2, metadata_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.columns import ColumnShape, decode_headers
-from tq_service.wire.enums import KEY_MODES, STATES
-from tq_service.wire.index_ranges import set_indexes
 from tq_service.wire.mapper import read_message, to_message
-from tq_service.wire.metadata import decode_integers, decode_meta_columns, encode_meta_columns, encode_spec
+from tq_service.wire.metadata import (
+    KEY_MODES,
+    STATES,
+    decode_integers,
+    decode_meta_columns,
+    encode_meta_columns,
+    encode_spec,
+    set_indexes,
+)
 
 _REMEMBERED_REQUEST_BYTES: Final = 1024
 _MOST_CLAIM_BYTES: Final = 256 * 1024  # what is asked for is kept while the call waits, and with its batches

@@ -12,8 +12,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from tq_service.schema import BatchUnit, FieldSpec, Layout, MetaValue, Operator
-from tq_service.wire.enums import BATCH_UNITS, LAYOUTS, OPERATORS
-from tq_service.wire.metadata import decode_spec, decode_value, encode_spec
+from tq_service.wire.metadata import BATCH_UNITS, LAYOUTS, OPERATORS, decode_spec, decode_value, encode_spec
 
 Result = TypeVar("Result")
 Sent = TypeVar("Sent", bound=Message)

@@ -1,4 +1,4 @@
-"""Field specs and custom_meta as protobuf, both ways.
+"""What messages say of samples, both ways: words of the API, field specs, indexes, and custom_meta.
 
 custom_meta travels in columns. Users give and read it as one mapping a sample; `rows_to_meta_columns` and
 `meta_columns_to_rows` go between the two.
@@ -10,16 +10,84 @@ import itertools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.errors import InvalidArgumentError
-from tq_service.schema import FieldSpec, MetaColumn, MetaValue
-from tq_service.v1 import controller_service_pb2
+from tq_service.schema import BatchUnit, FieldSpec, KeyMode, Layout, MetaColumn, MetaValue, Operator, SampleState
+from tq_service.v1 import commit_pb2, controller_service_pb2
 from tq_service.v1 import metadata_pb2 as pb
-from tq_service.wire.enums import LAYOUTS
+
+Word = TypeVar("Word", bound=str)
+
+
+class EnumWords(Generic[Word]):
+    """The words of one enum; None stands for "unspecified".
+
+    Args:
+        name: of the field, for errors.
+        numbers: the number of each word.
+    """
+
+    def __init__(self, name: str, numbers: Mapping[Word, int]) -> None:
+        self._name = name
+        self._numbers = {str(word): number for word, number in numbers.items()}
+        self._words: dict[int, Word | None] = {0: None, **{number: word for word, number in numbers.items()}}
+
+    def encode(self, word: str | None, name: str | None = None) -> Any:
+        """Return the number of a word; `name` is that of the argument it was given as.
+
+        Raises:
+            InvalidArgumentError: the enum has no such word.
+        """
+        if word is None:
+            return 0
+        if word not in self._numbers:
+            name = name or self._name
+            raise InvalidArgumentError(f"{name} is {word!r}, expected one of {', '.join(self._numbers)}", field=name)
+        return self._numbers[word]
+
+    def decode(self, number: int) -> Word | None:
+        """Return the word of a number.
+
+        Raises:
+            InvalidArgumentError: the enum has no such number.
+        """
+        if number not in self._words:
+            raise InvalidArgumentError(
+                f"{self._name}: the number {number} is unknown; send that of {', '.join(self._numbers)}",
+                field=self._name,
+            )
+        return self._words[number]
+
+
+def _numbers(enum: Any, words: Iterable[Word]) -> dict[Word, int]:
+    """Return the numbers of words that are the names of the enum's values, without their common prefix."""
+    prefix = enum.Name(0).removesuffix("UNSPECIFIED")
+    return {word: enum.Value(prefix + word.upper()) for word in words}
+
+
+LAYOUTS: Final = EnumWords("layout", _numbers(pb.Layout, Layout))
+STATES: Final = EnumWords("state", _numbers(pb.SampleState, SampleState))
+KEY_MODES: Final[EnumWords[KeyMode]] = EnumWords("key_mode", _numbers(commit_pb2.KeyMode, get_args(KeyMode)))
+BATCH_UNITS: Final[EnumWords[BatchUnit]] = EnumWords(
+    "batch_unit", _numbers(controller_service_pb2.BatchUnit, get_args(BatchUnit))
+)
+OPERATORS: Final[EnumWords[Operator]] = EnumWords(
+    "where",
+    {
+        "==": controller_service_pb2.OPERATOR_EQ,
+        "!=": controller_service_pb2.OPERATOR_NE,
+        "<": controller_service_pb2.OPERATOR_LT,
+        "<=": controller_service_pb2.OPERATOR_LE,
+        ">": controller_service_pb2.OPERATOR_GT,
+        ">=": controller_service_pb2.OPERATOR_GE,
+        "in": controller_service_pb2.OPERATOR_IN,
+    },
+)
+
 
 _VALUE_FIELDS: Final = {"b": "bool_values", "i": "int64_values", "f": "double_values"}
 _REMEMBERED_SPEC_BYTES: Final = 256
@@ -310,3 +378,56 @@ def meta_columns_to_rows(columns: Iterable[MetaColumn], row_count: int) -> list[
             for position in _rows(column.present):
                 rows[position][name] = values[position]
     return rows
+
+
+Indexes = NDArray[np.int64]
+_LEAST_MEAN_LENGTH: Final = 4
+_MOST_INDEXES: Final = 2**31  # a few bytes must not make a reader reserve whatever they say
+
+
+def set_indexes(message: pb.BatchMeta, indexes: Indexes | range) -> None:
+    """Name the samples of a batch, which has none yet."""
+    if isinstance(indexes, range):
+        if len(indexes) > _FEW_VALUES:
+            message.index_ranges.firsts.append(indexes.start)
+            message.index_ranges.counts.append(len(indexes))
+        else:
+            message.global_indexes.extend(indexes)
+        return
+    if indexes.size > _FEW_VALUES:
+        heads = np.flatnonzero(np.diff(indexes) != 1) + 1
+        if (heads.size + 1) * _LEAST_MEAN_LENGTH <= indexes.size:
+            starts = np.concatenate(([0], heads))
+            message.index_ranges.firsts.extend(indexes[starts].tolist())
+            message.index_ranges.counts.extend(np.diff(starts, append=indexes.size).tolist())
+            return
+    message.global_indexes.extend(indexes.tolist())
+
+
+def read_indexes(message: pb.BatchMeta) -> Indexes:
+    """Return the samples of a batch, in order.
+
+    Raises:
+        InvalidArgumentError: both forms, ranges that are none, or too many samples.
+    """
+    if not message.HasField("index_ranges"):
+        return decode_integers(message.global_indexes)
+    firsts = decode_integers(message.index_ranges.firsts)
+    counts = decode_integers(message.index_ranges.counts)
+    if message.global_indexes or firsts.size != counts.size or bool((counts < 1).any()):
+        raise InvalidArgumentError(
+            f"index_ranges has {firsts.size} firsts and {counts.size} counts beside {len(message.global_indexes)} "
+            f"global_indexes; send as many counts as firsts, each 1 or more, and no global_indexes",
+            field="index_ranges",
+        )
+    if float(counts.sum(dtype=np.float64)) > _MOST_INDEXES:
+        raise InvalidArgumentError(
+            f"index_ranges names more than {_MOST_INDEXES} samples; ask for fewer", field="index_ranges"
+        )
+    return expand_runs(firsts, counts)
+
+
+def expand_runs(firsts: Indexes, counts: Indexes) -> Indexes:
+    """Return the numbers in runs of neighbours: of each run the first, and how many there are."""
+    starts = np.cumsum(counts) - counts
+    return np.repeat(firsts - starts, counts) + np.arange(int(counts.sum()), dtype=np.int64)

@@ -1,30 +1,37 @@
-"""The channels of one client, and the calls on them: with a deadline, tried again while the service is unavailable."""
+"""The channels of one client, the calls on them, and what all parts of a client share."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar
 
 import grpc
 
-from tq_service.client.channel import CHANNEL_OPTIONS, controller_stub, health_stub, storage_stub
-from tq_service.client.concurrency import AsyncHome, async_is_of_closing, async_sleep
+from tq_service.client.channel import CHANNEL_OPTIONS, controller_stub, health_stub, resolve_address, storage_stub
+from tq_service.client.concurrency import AsyncBackgroundCalls, AsyncHome, async_is_of_closing, async_sleep
+from tq_service.client.requests import seconds
 from tq_service.client.retry import Backoff, Deadline, Outage, error_of
+from tq_service.client.writes import PlacementGrant
 from tq_service.dataplane import parties
 from tq_service.dataplane._async.drivers import AsyncDriver, AsyncGrpcDriver, async_driver
 from tq_service.dataplane.shared_memory.client import HostLink
 from tq_service.errors import CallCancelledError, PreconditionError, TqError, UnavailableError
 from tq_service.v1.storage_service_pb2 import GetRequest, PutHeader, PutResponse
 from tq_service.wire.columns import Column
-from tq_service.wire.credentials import Credentials, async_open_channel
+from tq_service.wire.credentials import Credentials, Tls, async_open_channel
 from tq_service.wire.error_table import status_from_trailers
 
 T = TypeVar("T")
 
 if TYPE_CHECKING:
     from tq_service.client.channel import AsyncControllerStub, AsyncStorageStub
+
+DEFAULT_TIMEOUT_SECONDS = 60.0
 
 # Channels of a parent process: closing them in a forked child would hang, and so may their destructors.
 _ABANDONED: Final[list[object]] = []
@@ -140,6 +147,7 @@ if TYPE_CHECKING:
     Request = TypeVar("Request")
     Response = TypeVar("Response")
     Picks = Callable[[AsyncEndpoint], grpc.aio.UnaryUnaryMultiCallable[Request, Response]]
+    Method = Callable[[AsyncControllerStub], grpc.aio.UnaryUnaryMultiCallable[Request, Response]]
 
 
 class AsyncCalls:
@@ -209,3 +217,50 @@ class AsyncCalls:
             return await async_driver(place, self.channels).get(request, row_count, deadline, size_bytes)
 
         return await self.retried(attempt, patience)
+
+
+class AsyncBase:
+    """Holds the calls of a client. See `AsyncClient`."""
+
+    def __init__(
+        self,
+        address: str | None = None,
+        timeout: float = DEFAULT_TIMEOUT_SECONDS,
+        *,
+        token: str | Path | Literal[False] | None = None,
+        tls: Tls | Literal[False] | None = None,
+        insecure: bool | None = None,
+    ) -> None:
+        self.address = resolve_address(address)
+        self.timeout = seconds("timeout", timeout)
+        self._credentials = Credentials(token, tls, insecure)
+        self._calls = AsyncCalls(self.address, self._credentials)
+        self._background_calls = AsyncBackgroundCalls()
+        self._placement = PlacementGrant()
+
+    def _deadline(self, timeout: float | None, more_seconds: float = 0.0) -> Deadline:
+        span = self.timeout if timeout is None else seconds("timeout", timeout)
+        return Deadline.after(span + more_seconds)
+
+    async def _ask(self, pick: Method[Request, Response], request: Request, timeout: float | None) -> Response:
+        """Make a call to the controller, tried again until the timeout."""
+        return await self._calls.unary(lambda to: pick(to.controller), request, self._deadline(timeout))
+
+    async def aclose(self) -> None:
+        """Make the calls that are due, such as releasing claims, and close the channels."""
+        await self._background_calls.drain()
+        await self._calls.channels.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return partial(type(self), **self._credentials.arguments()), (self.address, self.timeout)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.address!r}, timeout={self.timeout:g})"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from tq_service.client._async.base import AsyncBase
+from tq_service.client._async.calls import AsyncBase
 from tq_service.client.requests import request_of
 from tq_service.results import CheckpointCopy, RestoredCheckpoint
 from tq_service.v1 import controller_service_pb2 as pb

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from tq_service.client._async.base import AsyncBase
+from tq_service.client._async.calls import AsyncBase
 from tq_service.client.batch_meta import BatchMeta
 from tq_service.client.concurrency import async_sleep
 from tq_service.client.requests import get_meta_request, request_of, seconds

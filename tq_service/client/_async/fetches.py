@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Final, Literal
 
-from tq_service.client._async.base import AsyncBase
+from tq_service.client._async.calls import AsyncBase
 from tq_service.client.batch_meta import BatchMeta, check_is_batch
 from tq_service.client.concurrency import async_gather, async_sleep
 from tq_service.client.locations import StorageRef

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from tq_service.client._sync.base import Base
+from tq_service.client._sync.calls import Base
 from tq_service.client.requests import request_of
 from tq_service.results import CheckpointCopy, RestoredCheckpoint
 from tq_service.v1 import controller_service_pb2 as pb

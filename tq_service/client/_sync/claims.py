@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from tq_service.client._sync.base import Base
+from tq_service.client._sync.calls import Base
 from tq_service.client.batch_meta import BatchMeta
 from tq_service.client.concurrency import sleep
 from tq_service.client.requests import get_meta_request, request_of, seconds

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Final, Literal
 
-from tq_service.client._sync.base import Base
+from tq_service.client._sync.calls import Base
 from tq_service.client.batch_meta import BatchMeta, check_is_batch
 from tq_service.client.concurrency import gather, sleep
 from tq_service.client.locations import StorageRef

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from tq_service.addresses import parse_address
-from tq_service.client._sync.base import Base
+from tq_service.client._sync.calls import Base
 from tq_service.client.requests import (
     field_specs,
     request_of,
