@@ -22,6 +22,7 @@ TEST_PROCESSES ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+NODE_PACKAGES := examples/node/node_modules/.installed
 export PYTHON
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -45,6 +46,11 @@ $(INSTALLED): pyproject.toml
 	@touch $@
 
 install: $(INSTALLED)
+
+# Of the client in Node.js, where there is npm; where they cannot be had, its test is skipped and says so.
+$(NODE_PACKAGES): examples/node/package.json
+	@! command -v npm > /dev/null || { npm install --prefix examples/node --no-package-lock --no-audit --no-fund \
+		--ignore-scripts --fetch-timeout 20000 --fetch-retries 1 --silent && touch $@; } || echo "the packages of examples/node cannot be installed" >&2
 
 format: $(INSTALLED)
 	$(BIN)/ruff format .
@@ -75,7 +81,7 @@ check: lint typecheck
 	$(BIN)/python -m pytest --quiet tests/test_layers.py
 
 # Tests of one file stay together, in the order of the files: the long ones are among the first.
-test: $(INSTALLED)
+test: $(INSTALLED) $(NODE_PACKAGES)
 	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 properties: $(INSTALLED)
@@ -102,5 +108,5 @@ demo: $(INSTALLED)
 	$(BIN)/python -m examples.demo
 
 clean:
-	rm -rf $(VENV) .venv-generate .venv-transferqueue .venv-ray .venv-stores build dist demo-output chaos-output .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) examples/node/node_modules .venv-generate .venv-transferqueue .venv-ray .venv-stores build dist demo-output chaos-output .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

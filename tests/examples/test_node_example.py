@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("node") is None, reason="Node.js is not installed"),
     pytest.mark.skipif(
         not (NODE_EXAMPLE / "node_modules" / "@grpc").exists(),
-        reason="the packages of the example are not installed: run `npm install` in examples/node",
+        reason="the packages of the example are not installed: `make test` installs them where there is npm",
     ),
 ]
 
