@@ -205,8 +205,8 @@ class Split:
         self.directories.append(self.directory)
         self.catalog.on_freed = self.directory.free
         self.commits = Commits(catalog=self.catalog, storages=self.directory, waiting=WaitingCalls())
-        self._admit = self.commits.admit
-        self.commits.admit = self._admit_later
+        self._admitted = self.commits.admitted
+        self.commits.admitted = self._admitted_later
         self.controller = ControllerServicer(
             catalog=self.catalog,
             commits=self.commits,
@@ -219,11 +219,13 @@ class Split:
         )
         self.to_controller._servicer = self.controller
 
-    async def _admit_later(self, request, *args):
-        admit = self._admit  # of the controller that got the call
+    @contextlib.asynccontextmanager
+    async def _admitted_later(self, request, *args):
+        admitted = self._admitted  # of the controller that got the call
         if (gate := self.gates.get(request.request_id)) is not None:
             await gate.wait()
-        return await admit(request, *args)
+        async with admitted(request, *args) as names:
+            yield names
 
     def hold(self, request):
         """Have the commits of a request wait, as for capacity, until the event is set that this returns."""

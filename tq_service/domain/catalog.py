@@ -47,6 +47,7 @@ from tq_service.schema import check_name
 Made = TypeVar("Made")
 _FREED_AT_ONCE: Final = 1 << 16  # samples
 _CLEARED_AT_ONCE: Final = 1 << 15  # samples
+_KEYS_A_LOOK: Final = 1024  # of new samples the first ones tell
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,6 +270,15 @@ class Catalog:
             self._most_samples = self.sample_count()
             self.limits.check_samples(self._most_samples + new_count)
         self._most_samples += new_count
+
+    def knows_keys(self, partition_id: str, incarnation: bytes, keys: Sequence[str]) -> bool:
+        """Whether samples of a partition have these keys, or had them; not where it is not there."""
+        try:
+            index = self.get(partition_id, incarnation).key_index
+        except TqError:
+            return False
+        parts = (keys[start : start + _KEYS_A_LOOK] for start in range(0, len(keys), _KEYS_A_LOOK))
+        return all((index.find(part) >= 0).all() for part in parts)
 
     def remove(self, partition_id: str, incarnation: bytes) -> int:
         """Remove a partition; return how many samples it held."""

@@ -9,8 +9,8 @@ commit with them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from typing import Any, Final, TypeAlias, cast
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import grpc
 
@@ -33,7 +33,7 @@ from tq_service.wire.columns import ColumnShape
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
-_KEYS_A_LOOK: Final = 1024  # of new samples the first ones tell
+Answer = TypeVar("Answer", pb.InsertResponse, commit_pb2.CommitResponse)
 
 
 class Commits:
@@ -52,26 +52,14 @@ class Commits:
 
     async def insert(self, request: pb.InsertRequest, context: Context) -> pb.InsertResponse:
         """Add samples without cells."""
-
-        def change() -> pb.InsertResponse:
-            return pb.InsertResponse(meta=self._write(request.write, write, made))
-
-        names = await self.look_through_names(request.write)
-        with await self.admit(request, 0, context, names):
-            if (recorded := self._catalog.recorded(request.request_id, pb.InsertResponse)) is not None:
-                return cast("pb.InsertResponse", recorded)
-            write = converters.sample_write(request.write, names=names)
-            async with self._room(request.write, write) as made:
-                return self._catalog.run_once(request.request_id, change, pb.InsertResponse)
+        return await self._write_without_put(request, context, pb.InsertResponse)
 
     async def commit(self, request: commit_pb2.CommitRequest, context: Context) -> commit_pb2.CommitResponse:
         """Make a put that came before visible; a put that is refused is freed."""
         if not request.HasField("placement"):
             if request.columns:
                 raise InvalidArgumentError("columns came without a placement; say where the put is", field="placement")
-            names = await self.look_through_names(request.write)
-            with await self.admit(request, 0, context, names):
-                return self.commit_stored(request, None, (), names)
+            return await self._write_without_put(request, context, commit_pb2.CommitResponse)
         put, columns = converters.placement(request.placement), converters.put_columns(request)
         partition_id, receipt = request.write.partition_id, request.placement.receipt
         if (answer := self.recorded(request.request_id)) is not None:
@@ -81,44 +69,57 @@ class Commits:
             return answer
         self._storages.check_uncommitted(put)
         with self._storages.redeemed(put, partition_id, receipt) as redeemed:
-            names = await self.look_through_names(request.write)
-            with await self.admit(request, sum(column.value_bytes for column in columns), context, names):
+            async with self.admitted(request, sum(column.value_bytes for column in columns), context) as names:
                 if self.recorded(request.request_id) is None:
                     self._storages.check_uncommitted(put)
                     redeemed.check()
                 return self.commit_stored(request, put, columns, names, for_existing_rows=redeemed.for_existing_rows)
 
-    async def look_through_names(self, write: commit_pb2.SampleWrite) -> Names | None:
-        """Look the names of a large write through, before the step that makes it; None: there are few."""
-        if len(write.keys) + len(write.groups) < LARGE:
-            return None
-        return await look_through_in_turns(write.keys, write.groups)
+    async def _write_without_put(
+        self, request: pb.InsertRequest | commit_pb2.CommitRequest, context: Context, answer: type[Answer]
+    ) -> Answer:
+        """Write samples without cells, or metadata and state alone."""
+        async with self.admitted(request, 0, context) as names:
+            recorded: Answer | None = self._catalog.recorded(request.request_id, answer)
+            if recorded is not None:
+                return recorded
+            write = converters.sample_write(request.write, names=names)
+            async with self._room(request.write, write) as made:
+                return self._catalog.run_once(
+                    request.request_id, lambda: answer(meta=self._write(request.write, write, made)), answer
+                )
 
-    async def admit(
-        self,
-        request: pb.InsertRequest | commit_pb2.CommitRequest,
-        size_bytes: int,
-        context: Context,
-        names: Names | None = None,
-    ) -> contextlib.AbstractContextManager[object]:
-        """Wait until a partition has room for new samples; return what keeps it for the `with` that writes them.
+    @contextlib.asynccontextmanager
+    async def admitted(
+        self, request: pb.InsertRequest | commit_pb2.CommitRequest, size_bytes: int, context: Context
+    ) -> AsyncIterator[Names | None]:
+        """Wait until a partition has room for new samples, and keep it for the `async with` that writes them.
+
+        Yields what is known of the names of a large write, which are looked through before the step that makes it;
+        None: there are few.
 
         Raises:
             QuotaExceededError, StalenessLimitError: there was none until the call was about to end, or never is.
             LimitExceededError: too many calls wait.
         """
-        queue = self._catalog.admission_queue(request.write.partition_id)
+        message, names = request.write, None
+        if len(message.keys) + len(message.groups) >= LARGE:
+            names = await look_through_in_turns(message.keys, message.groups)
+        queue = self._catalog.admission_queue(message.partition_id)
         if queue is None or self._catalog.recorded(request.request_id) is not None:
-            return contextlib.nullcontext()
-        self._catalog.get(request.write.partition_id, request.write.incarnation)
-        write = converters.sample_write(request.write, names=names)
+            yield names
+            return
+        self._catalog.get(message.partition_id, message.incarnation)
+        write = converters.sample_write(message, names=names)
         with self._waiting.one(context):
-            return await queue.enter(request.request_id, write, size_bytes, wait_until(context))
+            room = await queue.enter(request.request_id, write, size_bytes, wait_until(context))
+        with room:
+            yield names
 
     def commit_stored(
         self,
         request: commit_pb2.CommitRequest,
-        put: Put | None,
+        put: Put,
         columns: Sequence[ColumnShape],
         names: Names | None = None,
         *,
@@ -128,16 +129,13 @@ class Commits:
 
         Args:
             request: what is written to which samples.
-            put: what has their cells; None: nothing, as when only custom_meta is written.
+            put: what has their cells.
             columns: of the put.
             names: what is known of keys and groups.
             for_existing_rows: whether it may have taken the reserve, so that no samples are made of it.
         """
 
         def change() -> commit_pb2.CommitResponse:
-            if put is None:
-                write = converters.sample_write(request.write, names=names)
-                return commit_pb2.CommitResponse(meta=self._write(request.write, write))
             self._storages.check_uncommitted(put)
             write = converters.sample_write(request.write, put, columns, names)
             if for_existing_rows and self.makes_samples(request.write):
@@ -154,14 +152,9 @@ class Commits:
         """Whether a write makes samples, as of now; one that is refused anyhow may or may not."""
         if write.global_indexes:
             return False
-        if write.key_mode == commit_pb2.KEY_MODE_EXISTING:
+        if write.key_mode == commit_pb2.KEY_MODE_EXISTING or not write.keys:
             return not write.keys
-        try:
-            index = self._catalog.get(write.partition_id, write.incarnation).key_index
-        except TqError:
-            return True
-        parts = (write.keys[start : start + _KEYS_A_LOOK] for start in range(0, len(write.keys), _KEYS_A_LOOK))
-        return not write.keys or any((index.find(part) < 0).any() for part in parts)
+        return not self._catalog.knows_keys(write.partition_id, write.incarnation, write.keys)
 
     def recorded(self, request_id: bytes) -> commit_pb2.CommitResponse | None:
         """Return the answer of a commit that was made under this request_id.

@@ -44,6 +44,7 @@ from tq_service.wire.frames import (
     encode_get_response,
     iter_frames,
 )
+from tq_service.wire.mapper import to_message
 from tq_service.wire.metadata import decode_integers
 
 _log = logging.getLogger(__name__)
@@ -244,8 +245,7 @@ class StorageServicer:
         else:
             header.controller_id = self._controller_id
         self._check_put_counts(header)
-        names = await self._look_through_names(header)
-        with await self._admitted(header, context, names):
+        async with self._admitted(header, context) as names:
             async with self._calls.storing(
                 header,
                 columns,
@@ -263,19 +263,11 @@ class StorageServicer:
                     self._engine.discard(header.put_id)
                 raise
 
-    async def _look_through_names(self, header: pb.PutHeader) -> Names | None:
-        """Look the names of a large put through, if its commit comes with it; None: there are few."""
-        if self._commits is None or not header.HasField("commit"):
-            return None
-        return await self._commits.look_through_names(header.commit.write)
-
-    async def _admitted(
-        self, header: pb.PutHeader, context: Context, names: Names | None
-    ) -> contextlib.AbstractContextManager[object]:
+    def _admitted(self, header: pb.PutHeader, context: Context) -> contextlib.AbstractAsyncContextManager[Names | None]:
         """Wait until the partition has room for what the put's own commit adds; other puts wait with their Commit."""
         if self._commits is None or not header.HasField("commit"):
             return contextlib.nullcontext()
-        return await self._commits.admit(header.commit, header.size_bytes, context, names)
+        return self._commits.admitted(header.commit, header.size_bytes, context)
 
     def _check_put_counts(self, header: pb.PutHeader) -> None:
         """Refuse one put too many, other than one that is here already."""
@@ -377,15 +369,10 @@ class StorageServicer:
         return self._shared_memory.session(session_id) if self._shared_memory is not None and session_id else None
 
     async def Stat(self, request: pb.StatRequest, context: Context) -> pb.StatResponse:
-        stat = self._engine.stat()
-        return pb.StatResponse(
+        return to_message(
+            pb.StatResponse,
+            self._engine.stat(),
             storage=self._endpoint,
-            max_bytes=stat.max_bytes or 0,
-            used_bytes=stat.used_bytes,
-            pooled_bytes=stat.pooled_bytes,
-            put_count=stat.put_count,
-            uncommitted_put_count=stat.uncommitted_put_count,
-            damaged_put_count=stat.damaged_put_count,
             shared_memory_socket="" if self._shared_memory is None else str(self._shared_memory.path),
             shared_memory_count=self._engine.shared_memory_count,
         )
@@ -427,11 +414,7 @@ class StorageServicer:
             await asyncio.sleep(0)
         if state.dropped_count:
             _log.warning("dropped %d puts that the controller does not know", state.dropped_count)
-        return storage_control_pb2.ReconcilePutsResponse(
-            missing_put_ids=state.missing_put_ids,
-            missing_count=state.missing_count,
-            dropped_count=state.dropped_count,
-        )
+        return to_message(storage_control_pb2.ReconcilePutsResponse, state)
 
     async def FreeCells(
         self, request: storage_control_pb2.FreeCellsRequest, context: Context
