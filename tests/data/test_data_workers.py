@@ -186,16 +186,19 @@ def test_a_call_that_waits_is_ended_with_the_stream() -> None:
     assert [worker.exitcode for worker in workers] == [0, 0]
 
 
-def hang(**keywords: Any) -> Any:
+def hang(hanging: Any, **keywords: Any) -> Any:
     if keywords["batch_index"] == 1:
+        hanging.set()
         time.sleep(600)
     return fetch_batch(**keywords)
 
 
 def test_a_worker_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tq_service.data.workers._JOIN_SECONDS", 0.2)
-    loader = loader_of(8, num_workers=1, fetch_batch_fn=hang)
+    hanging = multiprocessing.get_context("fork").Event()
+    loader = loader_of(8, num_workers=1, fetch_batch_fn=partial(hang, hanging))
     next(iter(loader))
+    assert hanging.wait(60)
     (worker,) = (child for child in multiprocessing.active_children() if child.name.startswith("tq-worker"))
     loader.close()
     assert worker.exitcode == -signal.SIGKILL

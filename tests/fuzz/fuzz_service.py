@@ -19,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from recording_proxy import RecordingProxy
 
 import tq_service as tq
+from tq_service.internal.v1 import storage_control_pb2, storage_registry_pb2
 from tq_service.server.internal_secret import INTERNAL_KEY, InternalSecret, own_secret_path
 from tq_service.server.rpc.method_table import METHODS as TABLE
 from tq_service.testing import ServiceProcess
@@ -32,9 +33,11 @@ from tq_service.wire.encoding import encode_columns
 from tq_service.wire.error_table import status_from_trailers
 
 SERVICES: list[ServiceDescriptor] = [
-    pb.DESCRIPTOR.services_by_name["ControllerService"],
-    storage_pb.DESCRIPTOR.services_by_name["StorageService"],
+    service
+    for file in (pb, storage_pb, storage_registry_pb2, storage_control_pb2)
+    for service in file.DESCRIPTOR.services_by_name.values()
 ]
+STORAGE_CONTROL = storage_control_pb2.DESCRIPTOR.services_by_name["StorageControlService"]
 
 
 def is_internal(method: MethodDescriptor) -> bool:
@@ -53,9 +56,9 @@ def path_of(method: MethodDescriptor) -> str:
 
 
 _ALL: list[MethodDescriptor] = [method for service in SERVICES for method in service.methods]
-METHODS = [method for method in _ALL if not is_internal(method) or method.containing_service is SERVICES[0]]
+METHODS = [method for method in _ALL if method.containing_service is not STORAGE_CONTROL]
 """What the service has, its storage service being embedded."""
-STORAGE_ONLY = [method for method in _ALL if method not in METHODS]
+STORAGE_ONLY = [method for method in _ALL if method.containing_service is STORAGE_CONTROL]
 CALL_SECONDS = 10.0
 """By then every call has an answer: the service lets a claim wait for a hundredth of a second."""
 
@@ -179,9 +182,9 @@ class FuzzedService:
         data = [self._with_ids(message) for message in sent]
         try:
             if method.client_streaming:
-                self.channel.stream_unary(path)(iter(data), timeout=CALL_SECONDS)
+                self.channel.stream_unary(path)(iter(data), timeout=CALL_SECONDS, metadata=metadata)
             elif method.server_streaming:
-                list(self.channel.unary_stream(path)(data[0], timeout=CALL_SECONDS))
+                list(self.channel.unary_stream(path)(data[0], timeout=CALL_SECONDS, metadata=metadata))
             else:
                 self.channel.unary_unary(path)(data[0], timeout=CALL_SECONDS, metadata=metadata)
         except grpc.RpcError as error:

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 from fuzz_messages import BOOT_ID, EXAMPLES, FRESH_ID, Call, changed, garbled, messages
-from fuzz_service import METHODS, STORAGE_ONLY, FuzzedService, HealthWatch, changes_state, reason_of
+from fuzz_service import METHODS, STORAGE_ONLY, FuzzedService, HealthWatch, changes_state, is_internal, reason_of
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
@@ -144,6 +144,18 @@ def check(service: FuzzedService, method: MethodDescriptor, call: Call) -> bool:
     assert error.code() not in {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN}, f"{call}: {error.details()}"
     assert reason_of(error), f"{call}: {error.code()} {error.details()}"
     return True
+
+
+def test_methods_between_services_are_among_those_called() -> None:
+    names = {method.name for method in (*METHODS, *STORAGE_ONLY) if is_internal(method)}
+    assert names == {"RegisterStorage", "ConfirmPuts", "ReconcilePuts", "FreeCells"}
+
+
+@pytest.mark.parametrize("method", STORAGE_ONLY, ids=lambda method: method.name)
+def test_a_call_between_services_is_read(storage: FuzzedService, method: MethodDescriptor) -> None:
+    """Were its secret not accepted, no odd call would come further than that."""
+    error: Any = storage.call(method, [b"\xff"])
+    assert error is not None and error.code() is grpc.StatusCode.INVALID_ARGUMENT, error
 
 
 def test_real_traffic_is_there_to_be_changed(traffic: dict[str, list[Call]]) -> None:
