@@ -22,7 +22,7 @@ from tq_service.domain.claims.ledger import RecordedPlan
 from tq_service.domain.claims.request import BatchSpec, ClaimRequest, ClaimSpec, Rank
 from tq_service.domain.partition import Partition, PartitionSettings
 from tq_service.domain.plan import Plan
-from tq_service.domain.tables.cells import ColumnWrite, Put
+from tq_service.domain.tables.cells import ColumnWrite, Put, freed_cells
 from tq_service.samplers import Sampler, SequentialSampler
 from tq_service.schema import FieldSpec, Layout, MetaColumn, SampleState
 
@@ -98,7 +98,7 @@ def commit(target, change):
 
     machine.listener, machine.fatal = follow, fail
     result = machine.commit(change)
-    return result, steps[0].freed if steps else []
+    return result, [freed_cells(each) for each in steps[0].freed] if steps else []
 
 
 def _name(target):

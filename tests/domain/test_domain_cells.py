@@ -162,7 +162,7 @@ def test_failing_frees_cells_and_takes_no_new_ones():
     assert freed(put(train, 3, 2, ("x",), indexes=[0, 2])) == [(3, [], None)]
     assert freed(put(train, 4, 1, ("x",), state="failed")) == [(4, [], None)]
     assert where(train, ["x", "y"], [1]) == [(("x", "y"), [(2, 0, 1)])]
-    assert [each.put.put_id[-1] for each in train.cells.forget_all()] == [2]
+    assert [put.put_id[-1] for put in train.cells.forget_all()] == [2]
 
 
 def test_slots_of_puts_that_are_gone_are_used_again():

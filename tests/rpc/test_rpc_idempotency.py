@@ -353,7 +353,7 @@ def test_puts_without_a_commit_expire(start_server: StartServer, send_put: SendP
     assert engine is not None
 
     async def expire() -> int:
-        return engine.expire()
+        return sum(engine.expire())
 
     while not server.loop.run(expire()):
         pass

@@ -12,7 +12,7 @@ async def test_a_failure_is_logged_and_the_next_time_comes(caplog: pytest.LogCap
     outcomes = iter([None, RuntimeError("once"), None])
     is_over = asyncio.Event()
 
-    def work() -> None:
+    async def work() -> None:
         outcome = next(outcomes, is_over)
         if outcome is is_over:
             is_over.set()

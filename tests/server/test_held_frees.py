@@ -1,13 +1,27 @@
 """When cells are given back: not while a checkpoint may still read them, nor while a crash could bring them back."""
 
+import asyncio
 import os
+import sys
+from pathlib import Path
 
 import numpy as np
+import pytest
 
+sys.path.append(str(Path(__file__).parent.parent / "storage"))
+
+from engine_driver import put, put_id
+
+from tq_service.dataplane.local import LocalDriver
 from tq_service.domain.tables.cells import CellSet, Put
-from tq_service.server.storages import StorageRegistry
+from tq_service.errors import AlreadyExistsError
+from tq_service.server.storage_servicer import EngineCalls, endpoint_of
+from tq_service.server.storages import EmbeddedStorage, StorageRegistry
 from tq_service.storage.cells import PutCells
+from tq_service.storage.engine import StorageEngine
 from tq_service.wire.credentials import Credentials
+
+MOST_A_TURN = 128
 
 
 class FakeStorage:
@@ -21,6 +35,9 @@ class FakeStorage:
 
     def free(self, cells):
         self.freed += [(each.put_id, None if each.first_rows is None else each.first_rows.tolist()) for each in cells]
+
+    async def close(self):
+        pass
 
 
 def registry_of(storage):
@@ -54,7 +71,7 @@ def test_a_put_that_was_refused_goes_at_once_since_it_may_be_sent_again():
     registry = registry_of(storage)
     refused = Put("s", b"b" * 16, os.urandom(16))
     with registry.holding_frees():
-        registry.free([CellSet(put=refused)])
+        registry.discard([refused])
         assert storage.freed == [(refused.put_id, None)]
 
 
@@ -78,6 +95,7 @@ def elsewhere(journal):
     storage = FakeStorage()
     registry = StorageRegistry(None, 2.0, Credentials(None, None, None), after_durable=journal.after_durable)
     registry._storages["s"] = storage
+    registry._has_puts_elsewhere = True
     return registry, storage
 
 
@@ -113,5 +131,125 @@ def test_an_uncommitted_put_elsewhere_goes_at_once():
     journal = Journal()
     registry, storage = elsewhere(journal)
     refused = Put("s", b"b" * 16, os.urandom(16))
-    registry.free([CellSet(put=refused)])
+    registry.discard([refused])
     assert storage.freed == [(refused.put_id, None)]
+
+
+class Turns:
+    """Counts what was given back in each turn of the loop."""
+
+    def __init__(self, storage):
+        self._storage = storage
+        self.counts = []
+
+    async def all_of(self, count):
+        """Take turns until so many are given back."""
+        while (before := len(self._storage.freed)) < count:
+            await asyncio.sleep(0)
+            self.counts.append(len(self._storage.freed) - before)
+
+
+async def test_many_cells_are_given_back_in_order_with_turns_for_others_between():
+    storage = FakeStorage()
+    registry = registry_of(storage)
+    puts = [committed(registry) for _ in range(1000)]
+    last = committed(registry)
+    registry.free(puts)
+    registry.free([CellSet(put=last, field_names=("x",), rows=np.array([3]))])  # few, but behind the others
+    registry.free([last])
+    assert len(storage.freed) == MOST_A_TURN
+    waiting = puts[MOST_A_TURN:]
+    assert all(map(registry.is_committed, waiting))
+    known = list(registry._known("s", b"b" * 16).parts())
+    assert [each.put_id for each in known] == [*(put.put_id for put in waiting), last.put_id, last.put_id]
+    with pytest.raises(AlreadyExistsError, match="committed already"):
+        registry.check_uncommitted(puts[-1])  # what is given back after a second commit would be the cells of that
+    turns = Turns(storage)
+    async with asyncio.timeout(60):
+        await turns.all_of(1002)
+    assert max(turns.counts) == MOST_A_TURN
+    assert storage.freed == [*((put.put_id, None) for put in puts), (last.put_id, [3]), (last.put_id, None)]
+    assert not any(map(registry.is_committed, [*puts, last]))
+    assert list(registry._known("s", b"b" * 16).parts()) == []
+    another = committed(registry)
+    registry.free([another])
+    assert storage.freed[-1] == (another.put_id, None)
+
+
+async def test_a_put_that_was_refused_waits_for_no_others():
+    storage = FakeStorage()
+    registry = registry_of(storage)
+    registry.free([committed(registry) for _ in range(1000)])
+    refused = Put("s", b"b" * 16, os.urandom(16))
+    registry.discard([refused])
+    assert storage.freed[MOST_A_TURN:] == [(refused.put_id, None)]
+    await registry.close()
+
+
+async def test_what_was_freed_before_a_hold_goes_on_and_what_is_freed_meanwhile_waits():
+    storage = FakeStorage()
+    registry = registry_of(storage)
+    puts = [committed(registry) for _ in range(1000)]
+    registry.free(puts[:500])
+    async with asyncio.timeout(60):
+        with registry.holding_frees():
+            registry.free(puts[500:])
+            await Turns(storage).all_of(500)
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert storage.freed == [(put.put_id, None) for put in puts[:500]]
+            assert all(map(registry.is_committed, puts[500:]))
+        await Turns(storage).all_of(1000)
+    assert storage.freed == [(put.put_id, None) for put in puts]
+
+
+async def test_closing_gives_the_rest_back_with_turns_for_others_between():
+    storage = FakeStorage()
+    registry = registry_of(storage)
+    puts = [committed(registry) for _ in range(1000)]
+    registry.free(puts)
+    closing, turns = asyncio.ensure_future(registry.close()), Turns(storage)
+    async with asyncio.timeout(60):
+        await turns.all_of(1000)
+        await closing
+    assert max(turns.counts) == MOST_A_TURN
+    assert storage.freed == [(put.put_id, None) for put in puts]
+
+
+async def test_many_cells_elsewhere_stay_until_a_crash_cannot_bring_back_the_samples_that_had_them():
+    journal = Journal()
+    registry, storage = elsewhere(journal)
+    puts = [committed(registry) for _ in range(1000)]
+    journal.sync()
+    registry.free(puts)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert storage.freed == []
+    assert {each.put_id for each in registry._known("s", b"b" * 16).parts()} == {put.put_id for put in puts}
+    journal.sync()
+    async with asyncio.timeout(60):
+        turns = Turns(storage)
+        await turns.all_of(1000)
+    assert max(turns.counts) == MOST_A_TURN
+    assert storage.freed == [(put.put_id, None) for put in puts]
+
+
+async def test_capacity_that_others_wait_for_is_given_back_as_the_puts_go():
+    engine = StorageEngine(max_bytes=1000, reserve_share=0, storage_id="s", boot_id=b"b" * 16)
+    registry = registry_of(EmbeddedStorage(engine, endpoint_of(engine, ""), LocalDriver(EngineCalls(engine))))
+    puts = []
+    for number in range(1000):
+        await put(engine, number, {"x": np.zeros(1, np.uint8)})
+        puts.append(Put("s", b"b" * 16, put_id(number)))
+        with registry.committing(puts[-1]):
+            pass
+    waiting = asyncio.ensure_future(put(engine, 2000, {"x": np.zeros(300, np.uint8)}))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    registry.free(puts)
+    async with asyncio.timeout(60):
+        await waiting
+    assert engine.stat().put_count > 1
+    await registry.close()
+    assert (engine.stat().put_count, engine.stat().used_bytes) == (1, 300)

@@ -444,6 +444,7 @@ async def test_whatever_happens_samples_have_their_puts_and_nothing_else_is_left
     monkeypatch.setattr("tq_service.server.known_puts._MOST_PUTS", 2)
     monkeypatch.setattr("tq_service.server.known_puts.MOST_RUNS", 2)
     monkeypatch.setattr("tq_service.storage.engine._MOST_WORK", 1)
+    monkeypatch.setattr("tq_service.server.storages._FREED_A_TURN", 1)
     calls = []
     async with split_service(monkeypatch, reconcile_seconds=3600.0 if seed % 2 else 0.0) as split:
         async for _ in act_at_random(split, random.Random(seed), calls):

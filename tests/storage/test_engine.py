@@ -217,14 +217,14 @@ async def test_unconfirmed_puts_expire_and_confirmed_ones_stay():
     await put(engine, 3, SMALL)
     assert engine.stat().uncommitted_put_count == 2
     clock.now += 5
-    assert engine.expire() == 1
+    assert sum(engine.expire()) == 1
     with pytest.raises(PutNotFoundError):
         engine.check_complete(put_id(1), PARTITION)
     assert not engine.confirm(put_id(1))
     assert engine.confirm(put_id(2))
     assert engine.confirm(put_id(2))
     clock.now += 100
-    assert engine.expire() == 0
+    assert sum(engine.expire()) == 0
     assert engine.stat().put_count == 2
 
 
@@ -512,3 +512,16 @@ def test_settings_are_checked():
             StorageEngine(**settings)
     assert len({StorageEngine(max_bytes=None).boot_id for _ in range(3)}) == 3
     assert StoredPut.__slots__
+
+
+async def test_many_puts_expire_in_slices_and_one_that_is_confirmed_between_them_stays():
+    clock = Clock()
+    engine = StorageEngine(max_bytes=None, put_ttl_seconds=10, clock=clock)
+    for number in range(600):
+        await put(engine, number, {"x": np.zeros(1, np.uint8)}, confirm=False, owner=bytes([number % 2]) * 16)
+    clock.now += 10
+    slices = engine.expire()
+    assert next(slices) == 512
+    assert engine.confirm(put_id(599))
+    assert list(slices) == [87]
+    assert engine.stat().put_count == 1

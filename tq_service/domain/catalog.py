@@ -33,7 +33,7 @@ from tq_service.domain.claims.wait_queue import Answer, LoopYielder, NotYet
 from tq_service.domain.idempotency import IdempotencyCache
 from tq_service.domain.partition import Partition, PartitionSettings, PartitionSnapshot
 from tq_service.domain.plan import Indexes
-from tq_service.domain.tables.cells import CellSet, CellsSnapshot
+from tq_service.domain.tables.cells import CellsSnapshot, Freed
 from tq_service.errors import (
     AlreadyExistsError,
     PartitionClearedError,
@@ -90,7 +90,7 @@ class Catalog:
         self.limits = limits or Limits()
         self.machine = StateMachine(State(answers))
         self.machine.listener = self._follow
-        self.on_freed: Callable[[Sequence[CellSet]], None] = lambda freed: None
+        self.on_freed: Callable[[Sequence[Freed]], None] = lambda freed: None
         self._state = self.machine.state
         self._partitions = self._state.partitions
         self.answers = self._state.answers

@@ -173,12 +173,18 @@ class App:
             )
             self.supervisor.start("registering this storage service with its controller", registering)
 
-    def _keep_house(self) -> None:
+    async def _keep_house(self) -> None:
         self.calls.report()
         if self.storage is None:
             return
         self.storage.engine.trim()
-        if self.controller is not None and (expired := self.storage.engine.expire()):
+        if self.controller is None:
+            return
+        expired = 0
+        for count in self.storage.engine.expire():
+            expired += count
+            await asyncio.sleep(0)
+        if expired:
             _log.warning("%d puts expired without a commit; their producers have probably died", expired)
 
     def _fail(self, _failure: ServiceFailedError) -> None:

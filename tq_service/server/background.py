@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 _log = logging.getLogger(__name__)
 
 
-async def regularly(seconds: float, work: Callable[[], object]) -> None:
+async def regularly(seconds: float, work: Callable[[], Awaitable[None]]) -> None:
     """Do some work every so many seconds until cancelled; a failure is logged, and the next time comes all the same."""
     while True:
         await asyncio.sleep(seconds)
         try:
-            work()
+            await work()
         except Exception:
             _log.exception("%s failed; it is tried again in %g s", getattr(work, "__qualname__", work), seconds)

@@ -17,7 +17,7 @@ from tq_service.dataplane.parties import Seconds
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.idempotency import Entry, merged
 from tq_service.domain.partition import Partition, PartitionSnapshot
-from tq_service.domain.tables.cells import CellSet, Put
+from tq_service.domain.tables.cells import Put
 from tq_service.durable.checkpoint import (
     Block,
     Checkpoint,
@@ -169,7 +169,7 @@ class Checkpoints:
                 await _in_thread(lambda: relocate(partitions, puts))
                 await _to_the_end(self._appear(partitions, puts, checkpoint.state.answers, request_id, answer))
             except BaseException:
-                self._storages.free([CellSet(put=put) for put in puts if not self._storages.is_committed(put)])
+                self._storages.discard([put for put in puts if not self._storages.is_committed(put)])
                 raise
         return answer
 

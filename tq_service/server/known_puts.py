@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from tq_service.domain.tables.cells import CellSet, CellsSnapshot, live_cells
+from tq_service.domain.tables.cells import CellSet, CellsSnapshot, Freed, freed_cells, live_cells
 from tq_service.internal.v1 import storage_control_pb2
 from tq_service.storage.cells import PutCells
 
@@ -38,13 +38,13 @@ class KnownPuts:
     storage_id: str
     boot_id: bytes
     cells: Sequence[CellsSnapshot] = ()
-    leaving: Sequence[Sequence[CellSet]] = ()
+    leaving: Sequence[Sequence[Freed]] = ()
     uncommitted: Sequence[bytes] = ()
 
     def parts(self) -> Iterator[PutCells]:
         """Yield all known cells once, those of one put one after the other; any thread may do so."""
         leaving: dict[bytes, list[CellSet]] = {}
-        for cells in chain.from_iterable(self.leaving):
+        for cells in map(freed_cells, chain.from_iterable(self.leaving)):
             if self._is_own(cells):
                 leaving.setdefault(cells.put.put_id, []).append(cells)
         own = filter(self._is_own, chain.from_iterable(map(live_cells, self.cells)))

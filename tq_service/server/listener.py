@@ -107,7 +107,7 @@ class Listener:
         """Follow the files that the settings name, and write what the audit log counted, until cancelled."""
         await regularly(_LOOK_SECONDS, self._look)
 
-    def _look(self) -> None:
+    async def _look(self) -> None:
         for files in (self._certificate, self._tokens, self.credentials.secret):
             if files is not None:
                 files.reload()

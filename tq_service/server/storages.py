@@ -13,7 +13,7 @@ from functools import partial
 from typing import Final, Protocol
 
 from tq_service.dataplane._async.drivers import AsyncDriver
-from tq_service.domain.tables.cells import CellSet, CellsSnapshot, Put, live_cells
+from tq_service.domain.tables.cells import CellSet, CellsSnapshot, Freed, Put, freed_cells, live_cells
 from tq_service.errors import (
     AlreadyExistsError,
     DataLossError,
@@ -38,6 +38,7 @@ _MOST_GRANTED: Final = 16  # storage services
 _GRANTED_SHARE: Final = 64  # of what is free, so that services fill evenly
 _GRANTED_PUT_BYTES: Final = 1 << 20
 _UNBOUNDED_BYTES: Final = 1 << 62
+_FREED_A_TURN: Final = 128  # puts, or parts of some, that are given back before others have their turns: a millisecond
 
 
 class Storage(Protocol):
@@ -239,10 +240,14 @@ class StorageRegistry:
         self._committing: dict[Put, _Commits] = {}
         self._placed: set[Put] = set()  # made here for a restore that is under way
         self._holder_count = 0
-        self._held: list[CellSet] = []
+        self._held: list[Freed] = []
+        self._freed: deque[Freed] = deque()  # that are being given back; their puts are committed until then
+        self._giving_back: asyncio.Task[None] | None = None
         self._after_durable = after_durable
         self._start_task = start_task or Supervisor().start
-        self._leaving: deque[Sequence[CellSet]] = deque()  # given back as soon as that nobody needs them is durable
+        self._leaving: deque[Sequence[Freed]] = deque()  # given back as soon as that nobody needs them is durable
+        self._has_puts_elsewhere = False
+        self._is_closed = False
 
     @property
     def count(self) -> int:
@@ -257,6 +262,8 @@ class StorageRegistry:
     def recover(self) -> None:
         """Learn which puts are committed, and tell the embedded storage, once the samples are there again."""
         self._committed = {cells.put for each in self._snapshot_cells() for cells in live_cells(each)}
+        own = None if self.embedded is None else self.embedded.storage_id
+        self._has_puts_elsewhere = any(put.storage_id != own for put in self._committed)
         if self.embedded is not None:
             self.embedded.reconcile(self._known(self.embedded.storage_id, self.embedded.boot_id).parts())
 
@@ -311,6 +318,7 @@ class StorageRegistry:
             self._close(known)
         _log.info("storage %s is at %s", endpoint.storage_id, endpoint.address)
         self._storages[endpoint.storage_id] = storage
+        self._has_puts_elsewhere = True
         return storage
 
     def _forget_lost(self) -> None:
@@ -342,7 +350,7 @@ class StorageRegistry:
             storage_id=storage_id,
             boot_id=boot_id,
             cells=self._snapshot_cells(),
-            leaving=(tuple(self._held), *self._leaving),
+            leaving=(tuple(self._held), tuple(self._freed), *self._leaving),
             uncommitted=[put.put_id for put in (*self._committing, *self._placed) if put[:2] == owner],
         )
 
@@ -424,7 +432,7 @@ class StorageRegistry:
             for storage, receipt in commits.receipts:
                 storage.spend(receipt)
         if commits.is_answered and not commits.is_freed and put not in self._committed:
-            self.free([CellSet(put=put)])
+            self.discard([put])
 
     def _is_under_way(self, put: Put) -> bool:
         return put in self._committing or put in self._placed
@@ -479,7 +487,7 @@ class StorageRegistry:
         try:
             yield
         except BaseException:
-            self.free([CellSet(put=put)])
+            self.discard([put])
             raise
 
     def adopt(self, puts: Iterable[Put]) -> None:
@@ -500,33 +508,51 @@ class StorageRegistry:
             self._holder_count -= 1
             if not self._holder_count:
                 held, self._held = self._held, []
-                self._give_back(held)
+                self.free(held)
 
-    def free(self, freed: Iterable[CellSet]) -> None:
-        """Give cells back, each to the storage service that holds it; a boot that is over has nothing to free."""
-        freed = list(freed)
-        if self._holder_count:  # a put that was not committed may be sent again, and must be gone by then
-            self._held += [each for each in freed if each.put in self._committed]
-            freed = [each for each in freed if each.put not in self._committed]
-        self._give_back(freed)
+    def discard(self, puts: Iterable[Put]) -> None:
+        """Give back puts that were not committed at once: they may be sent again, and must be gone by then."""
+        self._free(CellSet(put=put) for put in puts)
 
-    def _give_back(self, freed: Sequence[CellSet]) -> None:
-        """Free cells, elsewhere once a crash of this controller cannot bring back samples that have them.
+    def free(self, freed: Sequence[Freed]) -> None:
+        """Give cells that samples had back, in order, once a crash of this controller cannot bring the samples back.
 
-        The embedded storage writes to the journal of the controller, after what the controller wrote.
+        A controller with an embedded storage alone does so at once: that writes to the journal of the controller, after
+        what the controller wrote.
         """
-        own = None if self.embedded is None else self.embedded.storage_id
-        at_once: list[CellSet] = []
-        late: list[CellSet] = []
-        for each in freed:
-            may_come_back = each.put in self._committed and each.put.storage_id != own
-            (late if may_come_back else at_once).append(each)
-        self._free(at_once)
-        if late:
-            self._leaving.append(late)
-            self._after_durable(lambda: self._free(self._leaving.popleft()))
+        if self._holder_count:
+            self._held += freed
+        elif self._has_puts_elsewhere:
+            self._leaving.append(freed)
+            self._after_durable(lambda: self._give_back(self._leaving.popleft()))
+        else:
+            self._give_back(freed)
+
+    def _give_back(self, freed: Sequence[Freed]) -> None:
+        """Free a few cells now; the rest of many, such as all of a partition, in small steps with turns for others.
+
+        What is left when this process ends is unknown to whoever starts after it, and goes as such.
+        """
+        if self._is_closed:
+            return
+        has_more = bool(self._freed)
+        self._freed += freed
+        if not has_more:
+            self._free_some()
+        if self._freed and (self._giving_back is None or self._giving_back.done()):
+            self._giving_back = self._start_task("giving cells back", self._free_all(), may_end=True)
+
+    async def _free_all(self) -> None:
+        while self._freed:
+            await asyncio.sleep(0)
+            self._free_some()
+
+    def _free_some(self) -> None:
+        count = min(len(self._freed), _FREED_A_TURN)
+        self._free([freed_cells(self._freed.popleft()) for _ in range(count)])
 
     def _free(self, freed: Iterable[CellSet]) -> None:
+        """Give cells back, each to the storage service that holds it; a boot that is over has nothing to free."""
         cells_of: dict[str, list[PutCells]] = {}
         for each in freed:
             if each.rows is None:
@@ -541,5 +567,9 @@ class StorageRegistry:
             self._storages[storage_id].free(cells)
 
     async def close(self) -> None:
-        """End what runs in the background."""
+        """Give back what may be, and end what runs in the background."""
+        self._is_closed = True
+        if self._giving_back is not None:
+            self._giving_back.cancel()
+        await self._free_all()
         await asyncio.gather(*(storage.close() for storage in self._storages.values()), *self._closing)

@@ -440,16 +440,15 @@ class StorageEngine:
 
     # Giving back
 
-    def expire(self) -> int:
+    def expire(self) -> Iterator[int]:
         """Drop puts that wait for too long, where their controller is in this process and need not be asked.
 
-        Returns:
-            How many puts were dropped.
+        They go in slices, of each of which the size is yielded.
         """
-        overdue = self._puts.overdue()
-        for put_id in overdue:
-            self._drop(put_id)
-        return len(overdue)
+        while overdue := self._puts.overdue(_MOST_WORK // _DROP_WORK):
+            for put_id in overdue:
+                self._drop(put_id)
+            yield len(overdue)
 
     def trim(self) -> None:
         """Return pooled memory that was not needed; call it regularly."""

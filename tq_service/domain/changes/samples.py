@@ -20,7 +20,7 @@ from tq_service.domain.changes.state_machine import Change, State, Step
 from tq_service.domain.partition import Partition
 from tq_service.domain.plan import Indexes
 from tq_service.domain.states import FAILED, STATE_CODES, is_open
-from tq_service.domain.tables.cells import CellSet, ColumnWrite, Put
+from tq_service.domain.tables.cells import ColumnWrite, Put
 from tq_service.domain.tables.groups import CheckedGroups
 from tq_service.domain.tables.names import GroupNames, Names
 from tq_service.domain.tables.table import distinct
@@ -255,7 +255,7 @@ def _write_cells(
     if write.put is None:
         return
     if write.state is SampleState.FAILED:
-        step.freed.append(CellSet(put=write.put))
+        step.freed.append(write.put)
         return
     cells = partition.cells
     step.freed += cells.write(write.put, write.columns, specs, positions, write.row_count)

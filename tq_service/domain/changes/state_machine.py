@@ -27,7 +27,7 @@ from typing import Any, ClassVar, Protocol
 from tq_service.domain.claims.ledger import QueueClaim
 from tq_service.domain.idempotency import IdempotencyCache
 from tq_service.domain.partition import Partition
-from tq_service.domain.tables.cells import CellSet
+from tq_service.domain.tables.cells import Freed
 from tq_service.errors import PartitionNotFoundError, TqError, nearest
 
 _log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class Step:
     """
 
     at_seconds: float
-    freed: list[CellSet] = field(default_factory=list)
+    freed: list[Freed] = field(default_factory=list)
     leases: list[tuple[Partition, str, QueueClaim]] = field(default_factory=list)
     changed: dict[Partition, None] = field(default_factory=dict)
     consumed: dict[Partition, None] = field(default_factory=dict)

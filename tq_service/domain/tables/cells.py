@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,6 +89,15 @@ class CellSet:
     put: Put
     field_names: tuple[str, ...] = ()
     rows: Indexes | None = None
+
+
+Freed: TypeAlias = CellSet | Put
+"""Cells that no sample has any more; a put is all of its cells, since those of a large partition are named at once."""
+
+
+def freed_cells(freed: Freed) -> CellSet:
+    """Return what is freed as cells."""
+    return CellSet(put=freed) if isinstance(freed, Put) else freed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,7 +210,7 @@ class CellTable:
         return None if spec.layout is Layout.OBJECT or is_scalar else self.default_layout
 
     def write(self, put: Put, columns: Sequence[ColumnWrite], specs: Sequence[FieldSpec], positions: slice | Indexes,
-              row_count: int) -> list[CellSet]:  # fmt: skip
+              row_count: int) -> list[Freed]:  # fmt: skip
         """Point the cells at `positions`, a slice where they are of new rows, to the rows of the put in order.
 
         Return the cells that this replaced.
@@ -221,7 +230,7 @@ class CellTable:
                 field.length.write(where, column.sizes(spec.ragged_dims[0]))
         return freed
 
-    def forget(self, positions: Indexes, fields: Iterable[Field]) -> list[CellSet]:
+    def forget(self, positions: Indexes, fields: Iterable[Field]) -> list[Freed]:
         """Mark the cells of rows as not produced and return those that were."""
         forgotten: list[tuple[str, Indexes]] = []
         for field in fields:
@@ -236,15 +245,15 @@ class CellTable:
                 cells = cells[produced]
             field.produced_count -= cells.size
             forgotten.append((field.spec.name, cells))
-        freed: list[CellSet] = []
+        freed: list[Freed] = []
         for slot, alike in _by_put(forgotten).items():
             put, count = self.puts.get(slot), sum(len(rows) // _ROW_BYTES * len(names) for rows, names in alike.items())
-            freed += [CellSet(put=put)] if self.puts.drop(slot, count) else _cell_sets(put, alike)
+            freed += [put] if self.puts.drop(slot, count) else _cell_sets(put, alike)
         return freed
 
-    def forget_all(self) -> list[CellSet]:
+    def forget_all(self) -> Iterable[Freed]:
         """Return all puts as freed, for a partition that is cleared."""
-        return [CellSet(put=put) for put in self.puts.all()]
+        return self.puts.all()
 
     def locate(self, names: Sequence[str], positions: Indexes) -> list[CellRuns]:
         """Return where cells are, of those fields that all rows have; fields that lie alike share their runs."""

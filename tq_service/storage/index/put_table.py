@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice, takewhile
+from itertools import chain, islice, takewhile
 from typing import Final, NamedTuple
 
 from tq_service.storage.blobs.base import Blob
@@ -107,12 +107,18 @@ class Confirmations:
     def overdue(self, most: int | None = None) -> Overdue:
         """Return up to so many of the puts that have waited for too long; None: all of them."""
         now = self._clock()
-        overdue = takewhile(lambda item: item[1].until <= now, self._waiting.items())
         valid = (each.number for each in self._waiting.values() if each.until > now and each.number >= self._valid_from)
         return Overdue(
-            numbers={put_id: each.number for put_id, each in islice(overdue, most)},
+            numbers={put_id: self._waiting[put_id].number for put_id in islice(self._overdue(now), most)},
             receipts_from=next(valid, self._next_number),
         )
+
+    def overdue_puts(self) -> Iterator[bytes]:
+        """Yield the puts that have waited for too long, for as long as none comes or goes."""
+        return self._overdue(self._clock())
+
+    def _overdue(self, now: float) -> Iterator[bytes]:
+        return (put_id for put_id, _ in takewhile(lambda item: item[1].until <= now, self._waiting.items()))
 
     def on_answer(self, asked: Overdue, unknown: Collection[bytes], undecided: Collection[bytes]) -> Iterator[bytes]:
         """Take note of what the controller does not know of overdue puts, and yield those that are to be dropped.
@@ -214,9 +220,10 @@ class PutTable(Mapping[bytes, StoredPut]):
         """Number of puts that are not known to be confirmed."""
         return sum(each.waiting_count for each in self._confirmations.values())
 
-    def overdue(self) -> list[bytes]:
-        """Return the puts of all owners that have waited for too long."""
-        return [put_id for each in self._confirmations.values() for put_id in each.overdue().numbers]
+    def overdue(self, most: int) -> list[bytes]:
+        """Return up to so many puts, of whichever owners, that have waited for too long."""
+        overdue = chain.from_iterable(each.overdue_puts() for each in self._confirmations.values())
+        return list(islice(overdue, most))
 
     def inherit(self, owner: bytes) -> None:
         """Give the puts that were recovered without an owner to the first one that is there."""
