@@ -9,6 +9,7 @@ import pytest
 
 from tq_service.cli.log_lines import AUDIT_LOGGER, configure_logging
 from tq_service.errors import InvalidArgumentError
+from tq_service.log_message import LogMessage
 from tq_service.server.audit import AuditLine
 
 
@@ -55,6 +56,27 @@ def test_a_message_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].endswith(r"tq_service.example: storage x\n2026-01-01 forged \x1b[2J\u2028")
     assert lines[1].startswith("Traceback")
+
+
+def test_fields_are_written_as_key_and_value_and_cannot_be_forged(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("info", "text")
+    logging.getLogger("tq_service.example").info(
+        LogMessage(
+            "lost puts", count=3, seconds=0.25, put_id=b"\x01\xff", name='a b=c"\n', path=Path("/x"), left_out=None
+        )
+    )
+    line = capsys.readouterr().err.rstrip("\n")
+    assert line.endswith(r'example: lost puts count=3 seconds=0.25 put_id=01ff name="a b=c\"\n" path=/x')
+
+
+def test_fields_are_members_of_a_json_line(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("info", "json")
+    logging.getLogger("tq_service.example").info(LogMessage("lost puts", count=3, put_id=b"\x01", level="forged"))
+    line = json.loads(capsys.readouterr().err)
+    assert line.pop("time")
+    assert line == {
+        "level": "info", "logger": "tq_service.example", "message": "lost puts", "count": 3, "put_id": "01",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("style", ["text", "json"])

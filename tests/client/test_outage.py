@@ -52,9 +52,13 @@ def test_an_outage_is_logged_after_a_second_then_rarely_and_at_its_end(clock, lo
             logged_at.append(clock.now - 1000)
         clock.now += 0.5
     assert logged_at == [1, 10, 70, 130]
-    assert log()[0] == ("WARNING", "cannot reach h:1: connection refused; retrying for 59 s")
+    assert log()[0] == (
+        "WARNING",
+        "the service is unavailable; retrying address=h:1 retry_seconds=59 "
+        'error="cannot reach h:1: connection refused"',
+    )
     outage.is_over()
-    assert log()[-1] == ("INFO", "reached h:1 again after 150 s")
+    assert log()[-1] == ("INFO", "the service is available again address=h:1 after_seconds=150")
     outage.is_over()
     assert len(log()) == 5
 
@@ -79,7 +83,9 @@ def test_a_try_that_took_long_is_logged_when_it_has_failed(clock, log):
 def test_a_service_that_says_itself_that_it_is_unavailable_is_named(clock, log):
     outage = Outage("h:1")
     outage.lasts(clock.now - 1, DRAINING, 3)
-    assert log() == [("WARNING", "h:1 is unavailable: the server is draining; retrying for 3 s")]
+    assert log() == [
+        ("WARNING", 'the service is unavailable; retrying address=h:1 retry_seconds=3 error="the server is draining"')
+    ]
 
 
 async def test_calls_that_cannot_connect_warn_once_for_all_and_tell_of_the_end(kind, free_port, log, monkeypatch):
@@ -95,8 +101,12 @@ async def test_calls_that_cannot_connect_warn_once_for_all_and_tell_of_the_end(k
         await client.aclose()
     (level, warning), (_, end) = log()
     assert level == "WARNING"
-    assert re.fullmatch(rf"cannot reach {address}: connection refused; retrying for \d+ s", warning)
-    assert re.fullmatch(rf"reached {address} again after \d+ s", end)
+    assert re.fullmatch(
+        rf"the service is unavailable; retrying address={address} retry_seconds=\d+ "
+        rf'error="cannot reach {address}: connection refused"',
+        warning,
+    )
+    assert re.fullmatch(rf"the service is available again address={address} after_seconds=\d+", end)
 
 
 async def test_the_final_error_says_why_first_and_keeps_the_words_of_grpc(kind, free_port):

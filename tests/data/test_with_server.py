@@ -71,7 +71,10 @@ def test_a_service_that_is_not_there_is_not_waited_for_in_silence(
         next(iter(loader))
     # What a worker process logs goes to stderr where its program has not said otherwise.
     lines = capfd.readouterr().err.splitlines() if num_workers else caplog.messages
-    assert len([line for line in lines if line.startswith(f"cannot reach {address}: connection refused; retry")]) == 1
+    assert (
+        len([line for line in lines if line.startswith(f"the service is unavailable; retrying address={address} ")])
+        == 1
+    )
 
 
 def test_finite_mode_and_step(address: str, partition: str) -> None:

@@ -231,7 +231,7 @@ def test_reserved_space_is_released_first(
             commit_each(journal, [b"a clear"])
             assert not reserve.exists()
             assert journal.is_disk_low
-            assert "4 MiB that were reserved are released" in caplog.text
+            assert "released_mib=4" in caplog.text
         assert journal.is_disk_low  # this has a thread look
         wait_for_worker(journal)
         assert not journal.is_disk_low

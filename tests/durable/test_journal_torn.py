@@ -117,7 +117,7 @@ def test_a_first_segment_whose_opening_was_not_written_is_begun_anew(
         truncate(written(directory), size)
         caplog.clear()
         write(directory, [b"anew"])
-        assert "was never begun" in caplog.text
+        assert "removed a segment without records" in caplog.text
         assert read(directory) == [b"anew"]
 
 
@@ -140,7 +140,7 @@ def test_what_is_cut_is_logged(killed: Path, caplog: pytest.LogCaptureFixture) -
     segment = written(killed)
     truncate(segment, ENDS[-1] - 2)
     assert read(killed) == RECORDS[:-1]
-    assert f"{segment.name}: cut {ENDS[-1] - 2 - ENDS[-2]} bytes after record 7" in caplog.text
+    assert f"file={segment.name} bytes={ENDS[-1] - 2 - ENDS[-2]} after_record=7" in caplog.text
     caplog.clear()
     assert read(killed) == RECORDS[:-1]
     assert not caplog.records
@@ -193,7 +193,7 @@ def test_a_flipped_bit_at_any_byte_of_a_segment_that_another_follows_is_told(
         else:  # it holds nothing, and the next segment is there
             caplog.clear()
             assert read(tmp_path / "journal") == [*SMALL, b"in the next"]
-            assert "cut 24 bytes" in caplog.text
+            assert "bytes=24" in caplog.text
         path.write_bytes(whole)
 
 
@@ -252,7 +252,7 @@ def test_nothing_behind_a_lost_tail_is_taken(
     truncate(first, first.stat().st_size - 24 - 1)  # the second one is written back, the end of the first is not
     reboot()
     assert read(image) == RECORDS[:2]
-    assert "what was before it is lost" in caplog.text
+    assert "records before it are lost" in caplog.text
     assert [path.name for path in image.glob("*.lost")] == ["journal-000000000005.tqj.lost"]
     write(image, [b"later"])
     assert read(image) == [*RECORDS[:2], b"later"]
@@ -374,7 +374,7 @@ def test_what_follows_a_closing_takes_nothing_away_and_is_told(
     with segment_path(tmp_path, 1).open("ab") as file:
         file.write(b"more")
     assert read(tmp_path) == [b"0", b"1", b"2", b"3"]
-    assert "journal-000000000001.tqj: cut 28 bytes after record 2" in caplog.text
+    assert "file=journal-000000000001.tqj bytes=28 after_record=2" in caplog.text
 
 
 def test_a_missing_beginning_is_damage(tmp_path: Path) -> None:

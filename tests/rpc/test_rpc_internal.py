@@ -250,7 +250,7 @@ def test_a_storage_service_with_another_secret_says_so_once(
     replace(secret, SECRET)
     storage = start_server(role="storage", controller=controller.address, internal_secret_file=str(secret))
     until(lambda: sum(record.name == LOGGER_NAME for record in caplog.records) >= 5)
-    said = [record for record in caplog.records if "does not let this service in" in record.getMessage()]
+    said = [record for record in caplog.records if "controller rejects this service" in record.getMessage()]
     assert len(said) == 1
     assert "internal secret of the caller is not that of this service" in said[0].getMessage()
     assert controller.app.controller.storages.count == 0
@@ -303,5 +303,5 @@ def test_a_storage_service_that_refuses_its_controller_holds_up_no_put(
     client = controller.client()
     monkeypatch.setattr(storage.app.listener.credentials.secret, "_proof", "0" * 64)
     meta = client.put({"x": np.arange(4)}, partition_id="train")  # is committed on its receipt, without a call
-    until(lambda: any("cannot be told to confirm puts" in message for message in caplog.messages))
+    until(lambda: any("cannot be sent confirmations" in message for message in caplog.messages))
     assert client.get_data(meta)["x"].tolist() == [0, 1, 2, 3]

@@ -175,7 +175,7 @@ def test_calls_beyond_what_may_wait_are_refused_and_the_others_go_on(
     assert isinstance(refused, tq.LimitExceededError)
     assert refused.retry_after_seconds
     assert refused.metadata["limit_name"] == limit_name
-    assert server.app.calls.refused == {limit_name: 1}
+    assert server.app.calls.rejected == {limit_name: 1}
     assert other.health()  # whatever there is too much of
     if limit_name == "max_waiting_calls_per_client":  # one client cannot take all
         with grpc.insecure_channel(server.address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:

@@ -25,5 +25,5 @@ async def test_a_failure_is_logged_and_the_next_time_comes(caplog: pytest.LogCap
             await is_over.wait()
     task.cancel()
     (record,) = caplog.records
-    assert "work failed" in record.getMessage()
+    assert "periodic work failed" in record.getMessage()
     assert record.exc_info

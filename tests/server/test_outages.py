@@ -97,9 +97,9 @@ async def test_an_outage_is_logged_once_and_again_when_it_is_over(log):
         async with serving(controller, port):
             await controller.heard.wait()
     outage, end, known = log()
-    assert outage == ("WARNING", f"the controller at {address} does not answer: connection refused")
-    assert re.fullmatch(rf"the controller at {address} answers again, after \d+\.\d s", end[1])
-    assert known == ("INFO", f"registered with the controller at {address} as s")
+    assert outage == ("WARNING", f'controller does not answer address={address} error="connection refused"')
+    assert re.fullmatch(rf"controller answers again address={address} after_seconds=\d+(\.\d)?", end[1])
+    assert known == ("INFO", f"registered with the controller address={address} storage=s")
 
 
 async def test_a_refusal_is_logged_once_with_the_reason(log):
@@ -107,5 +107,5 @@ async def test_a_refusal_is_logged_once_with_the_reason(log):
     async with serving(controller) as address, announcing(address):
         await controller.heard.wait()
     assert [line for line in log() if line[0] != "INFO"] == [
-        ("ERROR", f"the controller at {address} does not let this service in: this service asks for a bearer token")
+        ("ERROR", f'controller rejects this service address={address} error="this service asks for a bearer token"')
     ]

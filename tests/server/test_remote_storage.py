@@ -127,7 +127,7 @@ async def test_a_committed_put_that_is_not_there_is_logged(storage, caplog):
     storage._peer.stub.missing = [PUT_ID]
     storage.confirm(PUT_ID)
     await storage._delivering
-    assert caplog.messages == [f"storage s has lost 1 puts that samples need: {PUT_ID.hex()}"]
+    assert caplog.messages == [f"storage lost puts that samples need storage=s count=1 put_ids={PUT_ID.hex()}"]
 
 
 async def test_frees_are_told_again_until_they_are_heard_and_the_log_says_so_once(storage, monkeypatch, caplog):
@@ -149,8 +149,11 @@ async def test_frees_are_told_again_until_they_are_heard_and_the_log_says_so_onc
     await storage._delivering
     assert stub.calls == [("free", PUT_ID)]
     warning, end = caplog.messages
-    assert warning == "storage 's' at 127.0.0.1:1 cannot be told to confirm puts and free cells: UNAVAILABLE"
-    assert end.startswith("storage 's' at 127.0.0.1:1 answers again, after ")
+    assert (
+        warning
+        == "storage service cannot be sent confirmations and frees storage=s address=127.0.0.1:1 error=UNAVAILABLE"
+    )
+    assert end.startswith("storage service answers again storage=s address=127.0.0.1:1 after_seconds=")
 
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED])

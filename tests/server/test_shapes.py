@@ -304,7 +304,7 @@ async def test_a_fault_of_the_service_is_said_to_be_one_and_no_more(served, capl
     assert error.code() is CODE.INTERNAL
     assert "secret" not in error.details()
     (record,) = (record for record in caplog.records if record.levelno == logging.ERROR)
-    assert record.getMessage() == f"/{SERVICE}/Ruled failed"
+    assert record.getMessage() == f"a call failed method=/{SERVICE}/Ruled"
     assert "a secret of the service" in str(record.exc_info)
 
 
@@ -333,7 +333,7 @@ async def test_one_call_too_many_is_refused_whoever_makes_it(served):
         assert error.code() is CODE.RESOURCE_EXHAUSTED
         assert "max_calls" in error.details()
     assert not served.entered
-    assert served.calls.refused == {"max_calls": 2}
+    assert served.calls.rejected == {"max_calls": 2}
     assert served.calls.count == 0
 
 

@@ -172,7 +172,7 @@ def test_a_changed_file_is_followed_and_a_broken_one_is_not(tmp_path: Path, capl
     with caplog.at_level(logging.INFO):
         look_twice(file)
     assert set(file.tokens) == {digest_of(third)}
-    assert "1 tokens in" in caplog.text
+    assert "read tokens count=1" in caplog.text
     assert all(secret not in caplog.text for secret in (first, second, third))
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tq_service.errors import InvalidArgumentError
+from tq_service.log_message import LogMessage
 
 # Spelled out: the module of the audit log is the server's, which --help does without.
 AUDIT_LOGGER = "tq_service.audit"
@@ -26,13 +27,18 @@ class _TextFormatter(logging.Formatter):
 
 
 class _JsonFormatter(logging.Formatter):
-    """One JSON object a line; the facts of the audit log by name."""
+    """One JSON object a line; the fields of a LogMessage and those of the audit log by name."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: Any = vars(record).get("audit")
         level = record.levelname.lower() if line is None else "audit"
-        facts = {"time": _moment(record), "level": level, "logger": record.name}
-        facts |= {"message": record.getMessage()} if line is None else dict(line.shown())
+        facts: dict[str, Any] = {"time": _moment(record), "level": level, "logger": record.name}
+        if line is not None:
+            facts |= dict(line.shown())
+        elif isinstance(record.msg, LogMessage):
+            facts = record.msg.fields | facts | {"message": record.msg.text}
+        else:
+            facts |= {"message": record.getMessage()}
         if record.exc_info:
             facts["exception"] = self.formatException(record.exc_info)
         return json.dumps(facts)

@@ -16,6 +16,7 @@ from typing import TypeVar
 import grpc
 
 from tq_service.errors import ForkedClientError, TqError
+from tq_service.log_message import LogMessage
 
 T = TypeVar("T")
 
@@ -81,7 +82,7 @@ class AsyncBackgroundCalls:
         try:
             await call()
         except TqError as error:
-            _log.warning("a call in the background failed: %s", error)
+            _log.warning(LogMessage("a background call failed", error=error))
 
 
 class BackgroundCalls:
@@ -92,7 +93,7 @@ class BackgroundCalls:
         try:
             call()
         except TqError as error:
-            _log.warning("a call on the way out failed: %s", error)
+            _log.warning(LogMessage("a background call failed", error=error))
 
     def drain(self) -> None:
         """Do nothing: all calls have been made."""

@@ -14,6 +14,7 @@ import grpc
 
 from tq_service.addresses import cause_of
 from tq_service.errors import DeadlineError, TqError, UnavailableError
+from tq_service.log_message import LogMessage
 from tq_service.wire.error_table import from_rpc_error, status_from_trailers
 
 _log = logging.getLogger(__name__)
@@ -139,9 +140,14 @@ class Outage:
             self._warn_at = now + _WARN_EVERY_SECONDS
             if self._warning_count < len(_WARN_AFTER_SECONDS):
                 self._warn_at = max(now, self._began + _WARN_AFTER_SECONDS[self._warning_count])
-        is_of_connection = "address" in failure.metadata  # else the service has answered that it is unavailable
-        reason = failure.message if is_of_connection else f"{self._address} is unavailable: {failure.message}"
-        _log.warning("%s; retrying for %.0f s", reason, remaining_seconds)
+        _log.warning(
+            LogMessage(
+                "the service is unavailable; retrying",
+                address=self._address,
+                retry_seconds=round(remaining_seconds),
+                error=failure.message,
+            )
+        )
 
     def is_over(self) -> None:
         """Note that the service has answered."""
@@ -151,4 +157,5 @@ class Outage:
             began, self._began = self._began, None
             is_logged = self._warning_count > 0
         if began is not None and is_logged:
-            _log.info("reached %s again after %.0f s", self._address, time.monotonic() - began)
+            seconds = round(time.monotonic() - began)
+            _log.info(LogMessage("the service is available again", address=self._address, after_seconds=seconds))

@@ -29,6 +29,7 @@ from tq_service.errors import (
     TaskNotFoundError,
     nearest,
 )
+from tq_service.log_message import LogMessage
 from tq_service.schema import FieldSpec, Layout, StalenessLimit, check_name, check_range, check_unique
 
 _log = logging.getLogger(__name__)
@@ -279,10 +280,14 @@ class Partition:
                 raise _newer(self.partition_id, f"its table {name!r} has {error}") from error
             for column in missing:
                 _log.warning(
-                    "partition %r was written before there was a column %r of its table %r, which has %r in all rows "
-                    "that there are",
-                    self.partition_id, column, name, table.columns[column].fill,
-                )  # fmt: skip
+                    LogMessage(
+                        "a snapshot has no such column, all its rows get the default",
+                        partition=self.partition_id,
+                        table=name,
+                        column=column,
+                        default=repr(table.columns[column].fill),
+                    )
+                )
 
     def _rebuild(self, facts: PartitionFacts) -> None:
         """Find out what follows from restored tables."""

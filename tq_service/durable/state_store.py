@@ -45,6 +45,7 @@ from tq_service.errors import (
     SnapshotDamagedError,
     TqError,
 )
+from tq_service.log_message import LogMessage
 from tq_service.storage.engine import StorageEngine
 from tq_service.storage.index.put_records import left_puts
 from tq_service.wire.collection import no_collection
@@ -204,7 +205,7 @@ class StateStore:
             try:
                 snapshot = read_snapshot(snapshot_path(self.data_dir.path, number))
             except SnapshotDamagedError as error:
-                _log.error("%s; going on with the one before it", error)
+                _log.error(LogMessage("a snapshot is damaged, the one before it is used", error=error))
                 damages.append(error)
                 continue
             if self._catalog is not None:
@@ -305,7 +306,7 @@ class StateStore:
         self._log.abandon(error)
 
     def _abandon_alone(self, reason: str, cause: BaseException) -> None:
-        _log.critical("nothing is written down any more: %s", reason, exc_info=cause)
+        _log.critical(LogMessage("nothing is written to the data directory any more", reason=reason), exc_info=cause)
         self.abandon(ServiceFailedError(f"the service has failed: {reason}"))
 
     # Durability
@@ -396,9 +397,9 @@ class StateStore:
         try:
             await self._write_snapshot(self._now, lambda: None)
         except (OSError, TqError) as error:
-            _log.warning("no snapshot can be written (%s); the journal grows until one can", error)
+            _log.warning(LogMessage("no snapshot can be written; the journal grows until one can", error=error))
         except Exception:
-            _log.exception("no snapshot can be written, which is a fault of the service; the journal grows")
+            _log.exception(LogMessage("no snapshot can be written, which is a fault of the service; the journal grows"))
         else:
             # A slow disk is left to the log alone for half as long as the snapshot took.
             ended_at = time.monotonic()
@@ -439,7 +440,7 @@ class StateStore:
         try:
             self.data_dir.remove_unneeded(self._log, number)
         except OSError as error:
-            _log.warning("what the newest snapshot holds cannot be removed: %s", error)
+            _log.warning(LogMessage("files that the newest snapshot replaces cannot be removed", error=error))
 
     async def close(self) -> None:
         """Make everything durable and close the journal."""
@@ -451,5 +452,5 @@ class StateStore:
         try:
             self._log.close()
         except TqError as error:
-            _log.error("what was done last could not be written down: %s", error)
+            _log.error(LogMessage("the last changes could not be written", error=error))
         self.data_dir.close()

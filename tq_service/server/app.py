@@ -16,6 +16,7 @@ from tq_service.config import ServeSettings, join_address
 from tq_service.errors import ServiceFailedError, TqError
 from tq_service.internal.v1.storage_control_pb2_grpc import add_StorageControlServiceServicer_to_server
 from tq_service.internal.v1.storage_registry_pb2_grpc import add_StorageRegistryServiceServicer_to_server
+from tq_service.log_message import LogMessage
 from tq_service.server.background import regularly
 from tq_service.server.composition import (
     build_controller,
@@ -185,7 +186,7 @@ class App:
             expired += count
             await asyncio.sleep(0)
         if expired:
-            _log.warning("%d puts expired without a commit; their producers have probably died", expired)
+            _log.warning(LogMessage("puts expired without a commit; their producers probably died", count=expired))
 
     def _fail(self, _failure: ServiceFailedError) -> None:
         """Say so to health checks, and end all calls: none is answered from what is in memory."""
@@ -268,7 +269,7 @@ async def serve(settings: ServeSettings, *, announce: Callable[[str], None]) -> 
     try:
         app = await App.start(settings, supervisor)
     except (OSError, TqError) as error:
-        _log.error("%s", error)
+        _log.error(LogMessage("the service cannot start", error=error))
         return 1
     announce(f"listening on {join_address(settings.host, app.port)} (role {settings.role})")
     if await _comes_before(stopping.wait(), failed):

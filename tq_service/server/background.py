@@ -6,6 +6,8 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from tq_service.log_message import LogMessage
+
 _log = logging.getLogger(__name__)
 
 
@@ -16,4 +18,5 @@ async def regularly(seconds: float, work: Callable[[], Awaitable[None]]) -> None
         try:
             await work()
         except Exception:
-            _log.exception("%s failed; it is tried again in %g s", getattr(work, "__qualname__", work), seconds)
+            name = getattr(work, "__qualname__", work)
+            _log.exception(LogMessage("periodic work failed and is tried again", work=name, retry_seconds=seconds))

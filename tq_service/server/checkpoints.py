@@ -30,6 +30,7 @@ from tq_service.durable.checkpoint import (
 from tq_service.durable.snapshot import ServiceSnapshot, StoredBlock
 from tq_service.durable.state_store import StateStore
 from tq_service.errors import DataLossError, FieldNotFoundError, PreconditionError, PutNotFoundError
+from tq_service.log_message import LogMessage
 from tq_service.server.converters import pack
 from tq_service.server.loop_watch import watching_loop
 from tq_service.server.storages import StorageRegistry
@@ -91,7 +92,7 @@ class Checkpoints:
                     await _in_thread(lambda: writer.finish(state))
             finally:
                 await _in_thread(writer.abort)
-        _log.info("checkpoint %r is written to %s", name, path)
+        _log.info(LogMessage("wrote a checkpoint", name=name, path=path))
         return pb.CheckpointResponse(
             name=name,
             partition_count=len(state.partitions),

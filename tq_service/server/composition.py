@@ -18,6 +18,7 @@ from tq_service.domain.catalog import Catalog
 from tq_service.domain.idempotency import IdempotencyCache
 from tq_service.durable.state_store import StateStore
 from tq_service.errors import InvalidArgumentError
+from tq_service.log_message import LogMessage
 from tq_service.samplers import PlanRunner, SamplerRegistry
 from tq_service.server import converters
 from tq_service.server.checkpoints import Checkpoints
@@ -207,7 +208,13 @@ def _open_shared_memory(settings: ServeSettings, boot_id: bytes) -> SharedMemory
             raise OSError(
                 f"{reason}; set shared_memory_dir to a directory of this user, or shared_memory off"
             ) from error
-        _log.warning("%s; all bytes go over the wire", reason)
+        _log.warning(
+            LogMessage(
+                "no shared memory with clients of this host: all bytes go over the network",
+                path=settings.shared_memory_dir,
+                error=error,
+            )
+        )
         return None
     return server
 
@@ -288,12 +295,14 @@ def recover(store: StateStore, controller: Controller | None, storage: Storage |
         catalog=None if controller is None else controller.catalog, engine=None if storage is None else storage.engine
     )
     _log.info(
-        "recovered %d partitions with %d samples and %d puts in %.2f s; %d records of the journal were made again",
-        found.partition_count,
-        found.sample_count,
-        found.put_count,
-        found.seconds,
-        found.record_count,
+        LogMessage(
+            "recovered the state",
+            partitions=found.partition_count,
+            samples=found.sample_count,
+            puts=found.put_count,
+            replayed_records=found.record_count,
+            seconds=round(found.seconds, 2),
+        )
     )
     if controller is not None:
         controller.catalog.start_leases()

@@ -12,6 +12,7 @@ import grpc
 from tq_service.errors import PreconditionError, TqError
 from tq_service.internal.v1 import storage_registry_pb2
 from tq_service.internal.v1.storage_registry_pb2_grpc import StorageRegistryServiceStub
+from tq_service.log_message import LogMessage
 from tq_service.server.outages import PeerOutage
 from tq_service.server.peer import Peer
 from tq_service.server.receipts import ReceiptKeys
@@ -59,7 +60,7 @@ async def register_storage(
     """
     controller_id = b""
     async with contextlib.aclosing(Peer(controller, credentials, _stub)) as peer:
-        outage = PeerOutage(_log, f"the controller at {controller}")
+        outage = PeerOutage(_log, "controller", address=controller)
         while True:
             stat, overdue = engine.stat(), engine.confirmations(controller_id).overdue(MOST_OVERDUE_PUTS)
             request = storage_registry_pb2.RegisterStorageRequest(
@@ -85,7 +86,7 @@ async def register_storage(
                 )
             else:
                 controller_id = answer.controller_id
-                _log.info("registered with the controller at %s as %s", controller, engine.storage_id)
+                _log.info(LogMessage("registered with the controller", address=controller, storage=engine.storage_id))
             if keys.renew(controller_id, answer.receipt_key):
                 engine.confirmations(controller_id).void_receipts()
             for owner in engine.absent_owners({controller_id}):
@@ -94,7 +95,9 @@ async def register_storage(
                     await asyncio.sleep(0)
             if dropped_count:
                 _log.warning(
-                    "dropped %d puts that no controller knows; their producers have probably died", dropped_count
+                    LogMessage(
+                        "dropped puts unknown to the controller; their producers probably died", count=dropped_count
+                    )
                 )
             await asyncio.sleep(answer.heartbeat_seconds)
 
@@ -113,5 +116,5 @@ def _pause_after(error: grpc.aio.AioRpcError | TqError, outage: PeerOutage) -> f
     if isinstance(error, grpc.aio.AioRpcError) and error.code() not in _REFUSALS:
         outage.lasts("does not answer", error)
         return _RETRY_SECONDS
-    outage.lasts("does not let this service in", error, logging.ERROR)
+    outage.lasts("rejects this service", error, logging.ERROR)
     return _REFUSED_SECONDS

@@ -23,6 +23,7 @@ from typing import Final
 
 from tq_service.config import ServeSettings, is_loopback
 from tq_service.errors import InvalidArgumentError
+from tq_service.log_message import LogMessage
 from tq_service.server.reloading_files import ReloadingFiles
 from tq_service.server.tokens import check_private
 from tq_service.wire.credentials import Credentials, Metadata, Tls, file_signature, is_loopback_target
@@ -94,7 +95,7 @@ class InternalSecret(ReloadingFiles):
             try:
                 self._publish(self._secret + b"\n")
             except InvalidArgumentError as error:
-                _log.debug("%s", error)
+                _log.debug(LogMessage("the internal secret cannot be written again", path=self._path, error=error))
         super().reload()
 
     def _read(self) -> None:
@@ -110,7 +111,7 @@ class InternalSecret(ReloadingFiles):
             return
         if self._secret:
             self._old_proof, self._renewed_at = self._proof, self._clock()
-            _log.info("a new internal secret was read from %s", self._path)
+            _log.info(LogMessage("read a new internal secret", path=self._path))
         self._secret = secret
         self._proof = self.derive(_CALLS).hex()
 
@@ -160,7 +161,7 @@ class InternalSecret(ReloadingFiles):
                 "internal_secret_file to a file that the services of this deployment share",
                 field="internal_secret_file",
             ) from None
-        _log.info("made the internal secret %s, which the services of this deployment share", self._path)
+        _log.info(LogMessage("created the internal secret that the services of this deployment share", path=self._path))
 
 
 class ServiceCredentials(Credentials):
@@ -218,7 +219,7 @@ def find_secret(settings: ServeSettings, *, has_tokens: bool) -> InternalSecret 
         except InvalidArgumentError as error:
             if settings.role != "all":
                 raise
-            _log.warning("%s; until then no further storage service can join this one", error)
+            _log.warning(LogMessage("no further storage service can join this one", error=error))
             return None
     if settings.role == "all":
         return None

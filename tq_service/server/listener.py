@@ -9,6 +9,7 @@ from typing import Final
 import grpc
 
 from tq_service.config import ServeSettings, is_loopback, join_address
+from tq_service.log_message import LogMessage
 from tq_service.server.audit import Audit
 from tq_service.server.background import regularly
 from tq_service.server.internal_secret import ServiceCredentials, find_secret
@@ -80,12 +81,16 @@ class Listener:
             raise OSError(f"cannot listen on {address}; is the port in use?")
         if not settings.is_secured and not is_loopback(settings.host):
             # Critical, so that no log level hides it.
-            _log.critical(
-                "INSECURE: every machine that reaches %s may %s. Use TLS and tokens, see docs/security.md",
-                join_address(settings.host, port),
-                "read, change and clear everything"
+            risk = (
+                "every machine that reaches this address may read, change and clear everything"
                 if self._tokens is None
-                else "listen to what is sent, tokens included",
+                else "every machine on the way to this address may read what is sent, tokens included"
+            )
+            _log.critical(
+                LogMessage(
+                    f"INSECURE: {risk}. Use TLS and tokens, see docs/security.md",
+                    address=join_address(settings.host, port),
+                )
             )
         return port
 

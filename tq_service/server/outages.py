@@ -8,6 +8,7 @@ import time
 import grpc
 
 from tq_service.addresses import cause_of
+from tq_service.log_message import LogMessage
 
 _NO_ANSWER = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
 
@@ -18,11 +19,13 @@ class PeerOutage:
     Args:
         log: where the lines go.
         peer: the other service, as the log names it.
+        fields: of each line, such as the address.
     """
 
-    def __init__(self, log: logging.Logger, peer: str) -> None:
+    def __init__(self, log: logging.Logger, peer: str, **fields: str) -> None:
         self._log = log
         self._peer = peer
+        self._fields = fields
         self._began: float | None = None
         self._problem = ""
 
@@ -38,12 +41,13 @@ class PeerOutage:
             self._began = time.monotonic()
         if problem != self._problem:
             self._problem = problem
-            self._log.log(level, "%s %s: %s", self._peer, problem, _reason(error))
+            self._log.log(level, LogMessage(f"{self._peer} {problem}", **self._fields, error=_reason(error)))
 
     def is_over(self) -> None:
         """Note that a call succeeded."""
         if self._began is not None:
-            self._log.info("%s answers again, after %.1f s", self._peer, time.monotonic() - self._began)
+            seconds = round(time.monotonic() - self._began, 1)
+            self._log.info(LogMessage(f"{self._peer} answers again", **self._fields, after_seconds=seconds))
             self._began, self._problem = None, ""
 
 

@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 import grpc
 
 from tq_service.errors import InvalidArgumentError
+from tq_service.log_message import LogMessage
 from tq_service.wire.connection import CONNECTION_OPTIONS
 from tq_service.wire.credentials import Credentials, Metadata, async_open_channel
 
@@ -60,7 +61,9 @@ class Peer(Generic[Stub]):
         try:
             channel = self._open()
         except InvalidArgumentError as error:  # they are being replaced; the next failure finds them
-            _log.warning("the connection to %s goes on with the files before: %s", self._address, error)
+            _log.warning(
+                LogMessage("the connection keeps the certificates read before", address=self._address, error=error)
+            )
             return
         # Not supervised: nothing depends on how the old channel ends.
         closing = asyncio.get_running_loop().create_task(self._channel.close())

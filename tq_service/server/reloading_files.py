@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 
 from tq_service.errors import InvalidArgumentError
+from tq_service.log_message import LogMessage
 from tq_service.wire.credentials import Signature, file_signature
 
 _log = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class ReloadingFiles(ABC):
             self._read()
         except InvalidArgumentError as error:
             if str(error) != self._refused:
-                _log.error("%s; %s", error, self._what_stays)
+                _log.error(LogMessage(f"a changed file cannot be used; {self._what_stays}", error=error))
             self._refused = str(error)
         else:
             self._taken, self._refused = signature, ""

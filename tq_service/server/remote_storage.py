@@ -20,6 +20,7 @@ from tq_service.dataplane._async.drivers import AsyncDriver, AsyncGrpcDriver, as
 from tq_service.errors import PermissionDeniedError, TqError, UnauthenticatedError, UnavailableError
 from tq_service.internal.v1 import put_receipt_pb2, storage_control_pb2
 from tq_service.internal.v1.storage_control_pb2_grpc import StorageControlServiceStub
+from tq_service.log_message import LogMessage
 from tq_service.server.known_puts import MOST_RUNS, KnownPuts, encode_cells, split_runs
 from tq_service.server.outages import PeerOutage
 from tq_service.server.peer import Peer
@@ -117,7 +118,7 @@ class RemoteStorage:
         self._receipts = ReceiptBook()
         self._credentials = credentials
         self._peer = Peer(self.endpoint.address, credentials, _stub)
-        self._outage = PeerOutage(_log, f"storage {self.storage_id!r} at {self.endpoint.address}")
+        self._outage = PeerOutage(_log, "storage service", storage=self.storage_id, address=self.endpoint.address)
         self._bulk: Peer[AsyncGrpcDriver] | None = None  # apart, lest confirmations wait behind bytes
         self._to_confirm: dict[bytes, None] = {}
         self._to_free: list[PutCells] = []
@@ -224,7 +225,7 @@ class RemoteStorage:
                 # Where it has another boot by now, it will announce that.
                 if isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.DATA_LOSS:
                     return
-                self._outage.lasts("cannot be told which puts are known", error)
+                self._outage.lasts("cannot be sent the known puts", error)
                 self._peer.follow_files()
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, _LAST_RETRY_SECONDS)
@@ -261,9 +262,9 @@ class RemoteStorage:
                     await self._confirm_some()
                     await self._free_some()
             except (grpc.aio.AioRpcError, TqError) as error:
-                self._outage.lasts("cannot be told to confirm puts and free cells", error)
+                self._outage.lasts("cannot be sent confirmations and frees", error)
                 self._peer.follow_files()
-                await asyncio.sleep(delay)  # it may come back in the same boot; in another there is nothing to do
+                await asyncio.sleep(delay)  # the same process may answer again; another has nothing to confirm or free
                 delay = min(2 * delay, _LAST_RETRY_SECONDS)
                 continue
             self._outage.is_over()
@@ -354,7 +355,9 @@ def report_reconciled(
 ) -> None:
     """Log what came of telling a storage service which puts are known."""
     if missing_count:
-        names = ", ".join(put_id.hex() for put_id in missing_put_ids[:_MOST_NAMED])
-        _log.error("storage %s has lost %d puts that samples need: %s", storage_id, missing_count, names)
+        put_ids = ",".join(put_id.hex() for put_id in missing_put_ids[:_MOST_NAMED])
+        _log.error(
+            LogMessage("storage lost puts that samples need", storage=storage_id, count=missing_count, put_ids=put_ids)
+        )
     if dropped_count:
-        _log.warning("storage %s dropped %d puts that no sample needs", storage_id, dropped_count)
+        _log.warning(LogMessage("storage dropped puts that no sample needs", storage=storage_id, count=dropped_count))

@@ -22,6 +22,7 @@ from tq_service.errors import (
     UnavailableError,
 )
 from tq_service.internal.v1 import storage_control_pb2
+from tq_service.log_message import LogMessage
 from tq_service.schema import check_id, check_name
 from tq_service.server.commits import Commits
 from tq_service.server.progress import LEAST_PROGRESS_BYTES, Progress, received
@@ -413,7 +414,7 @@ class StorageServicer:
         for _ in self._engine.finish_reconciliation(state):
             await asyncio.sleep(0)
         if state.dropped_count:
-            _log.warning("dropped %d puts that the controller does not know", state.dropped_count)
+            _log.warning(LogMessage("dropped puts unknown to the controller", count=state.dropped_count))
         return to_message(storage_control_pb2.ReconcilePutsResponse, state)
 
     async def FreeCells(

@@ -23,6 +23,7 @@ from tq_service.errors import (
     UnavailableError,
 )
 from tq_service.internal.v1.put_receipt_pb2 import PutReceipt
+from tq_service.log_message import LogMessage
 from tq_service.server.known_puts import KnownPuts, put_cells
 from tq_service.server.remote_storage import Capacity, Registration, RemoteStorage, report_reconciled
 from tq_service.server.supervisor import StartsTasks, Supervisor
@@ -316,7 +317,7 @@ class StorageRegistry:
         )
         if isinstance(known, RemoteStorage):
             self._close(known)
-        _log.info("storage %s is at %s", endpoint.storage_id, endpoint.address)
+        _log.info(LogMessage("storage registered", storage=endpoint.storage_id, address=endpoint.address))
         self._storages[endpoint.storage_id] = storage
         self._has_puts_elsewhere = True
         return storage

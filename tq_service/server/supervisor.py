@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Final, Protocol
 
 from tq_service.errors import ServiceFailedError
+from tq_service.log_message import LogMessage
 
 _log = logging.getLogger(__name__)
 # Of a service that ended by a failure; sysexits.h has it for internal errors of software.
@@ -77,12 +78,13 @@ class Supervisor:
             return
         self.failure = ServiceFailedError(f"the service has failed and ends: {reason}; start it again")
         self.failure.__cause__ = cause
-        _log.critical("the service cannot go on and ends: %s", reason, exc_info=cause)
+        _log.critical(LogMessage("the service has failed and stops", reason=reason), exc_info=cause)
         for callback in self._on_fatal:
             try:
                 callback(self.failure)
             except Exception:
-                _log.exception("%s failed while the service ends", getattr(callback, "__qualname__", callback))
+                name = getattr(callback, "__qualname__", callback)
+                _log.exception(LogMessage("a callback failed while the service stops", callback=name))
 
     async def stop(self) -> None:
         """End all background tasks."""

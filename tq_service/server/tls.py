@@ -10,6 +10,7 @@ from pathlib import Path
 import grpc
 
 from tq_service.errors import InvalidArgumentError
+from tq_service.log_message import LogMessage
 from tq_service.server.reloading_files import ReloadingFiles
 from tq_service.server.tokens import check_private
 
@@ -61,7 +62,7 @@ class ServerCertificate(ReloadingFiles):
 
     def _read(self) -> None:
         self._current = _read(self._files)
-        _log.info("connections from now on get the certificate of %s", self._files.cert)
+        _log.info(LogMessage("new connections get the certificate", path=self._files.cert))
 
     def _changed(self) -> grpc.ServerCertificateConfiguration | None:
         # gRPC's threads alone write `_delivered`, and the loop `_current`: neither can overwrite what the other wrote.

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 from tq_service.errors import InvalidArgumentError
+from tq_service.log_message import LogMessage
 from tq_service.server.reloading_files import ReloadingFiles
 
 _log = logging.getLogger(__name__)
@@ -229,7 +230,7 @@ class TokenFile(ReloadingFiles):
 
     def _read(self) -> None:
         self.tokens = read_tokens(self._path)
-        _log.info("%d tokens in %s", len(self.tokens), self._path)
+        _log.info(LogMessage("read tokens", count=len(self.tokens), path=self._path))
 
 
 def _token_of(entry: Mapping[str, Any]) -> Token:

@@ -30,6 +30,7 @@ from tq_service.internal.v1.shared_memory_pb2 import (
     SharedMemoryAnswer,
     SharedMemoryRequest,
 )
+from tq_service.log_message import LogMessage
 from tq_service.wire.shared_memory import close_all
 
 _log = logging.getLogger(__name__)
@@ -126,7 +127,7 @@ class SharedMemoryServer:
             except BlockingIOError:
                 return
             except OSError as error:
-                _log.warning("a client of this host could not be accepted: %s", error)
+                _log.warning(LogMessage("a client of this host could not be accepted", error=error))
                 if error.errno in {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}:
                     self._pause()
                     return
@@ -184,7 +185,7 @@ def _sweep(directory: Path) -> None:
             except ConnectionRefusedError:
                 path.unlink(missing_ok=True)
             except OSError as error:
-                _log.debug("%s is left alone: %s", path, error)
+                _log.debug(LogMessage("a stale socket is not removed", path=path, error=error))
 
 
 class Session:
@@ -303,7 +304,7 @@ class Session:
                 self._note_received(request.receive_fds, len(answer_fds))
 
     def _fail(self, reason: object) -> None:
-        _log.info("a session of shared memory ends: %s", reason)
+        _log.info(LogMessage("a shared memory session ends", reason=reason))
         self.close()
 
     def _answer(self, request: SharedMemoryRequest, fds: list[int]) -> tuple[SharedMemoryAnswer, Sequence[int]]:

@@ -29,6 +29,7 @@ from tq_service.domain.idempotency import IdempotencyCache
 from tq_service.domain.partition import Partition
 from tq_service.domain.tables.cells import Freed
 from tq_service.errors import PartitionNotFoundError, TqError, nearest
+from tq_service.log_message import LogMessage
 
 _log = logging.getLogger(__name__)
 
@@ -268,4 +269,4 @@ class Group:
 
 
 def _log_critical(reason: str, error: BaseException) -> None:
-    _log.critical("the state cannot be used any more: %s", reason, exc_info=error)
+    _log.critical(LogMessage("the state cannot be used any more", reason=reason), exc_info=error)

@@ -48,6 +48,7 @@ from tq_service.domain.plan import (
     View,
 )
 from tq_service.errors import InternalError, LeaseExpiredError, SamplerError, SamplesClearedError, TqError
+from tq_service.log_message import LogMessage
 from tq_service.schema import EndCounts
 
 _log = logging.getLogger(__name__)
@@ -281,7 +282,7 @@ class Planner:
                 else:
                     return
         except Exception:
-            _log.exception("planning for task %r failed", self._task.name)
+            _log.exception(LogMessage("planning failed", task=self._task.name))
             self._to_answer.clear()
             self._fail_all(self._queue)
         finally:
@@ -483,7 +484,7 @@ class Planner:
         except TqError as error:
             self._fail(line, error)
         except Exception:
-            _log.exception("planning for task %r failed", self._task.name)
+            _log.exception(LogMessage("planning failed", task=self._task.name))
             self._fail_all(line.waiters)
         finally:
             slot.close()

@@ -12,6 +12,7 @@ from tq_service.durable.files import beside, quarantine
 from tq_service.durable.log.log import Record
 from tq_service.durable.log.segment import Break, FoundSegment, machine_boot_id, segment_numbers, segment_path
 from tq_service.errors import DiskFullError, JournalDamagedError
+from tq_service.log_message import LogMessage
 
 _log = logging.getLogger(__name__)
 _LOST_SUFFIX: Final = ".lost"
@@ -93,10 +94,12 @@ class LogReader:
                 self._keep_copy(segment)
                 return False
             _log.warning(
-                "%s: cut %d bytes after record %d, which were not whole when the service or the machine stopped",
-                segment.path.name,
-                segment.size - segment.end,
-                segment.last_number,
+                LogMessage(
+                    "cut a record that was not whole when the service or the machine stopped",
+                    file=segment.path.name,
+                    bytes=segment.size - segment.end,
+                    after_record=segment.last_number,
+                )
             )
         # A later run of the machine would have begun its segment when it knew what a loss of power had taken.
         is_of_later_run = bool(following) and following[0].machine_boot_id not in ("", segment.machine_boot_id)
@@ -124,15 +127,15 @@ class LogReader:
         try:
             shutil.copyfile(segment.path, beside(segment.path, _LOST_SUFFIX))
         except OSError as error:
-            _log.warning("no copy of %s is kept: %s", segment.path.name, error)
+            _log.warning(LogMessage("no copy of the segment could be written", file=segment.path.name, error=error))
 
     def _lose(self, segments: Sequence[FoundSegment]) -> None:
         for segment in reversed(segments):  # a kill in between leaves a gap at the same place
             if _was_being_made(segment):
-                _log.warning("%s was never begun, and is removed", segment.path.name)
+                _log.warning(LogMessage("removed a segment without records", file=segment.path.name))
                 segment.path.unlink()
             else:
-                _log.warning("%s is renamed to *%s: what was before it is lost", segment.path.name, _LOST_SUFFIX)
+                _log.warning(LogMessage("quarantined a segment: records before it are lost", file=segment.path.name))
                 quarantine(segment.path, _LOST_SUFFIX)
 
     def _damaged(self, path: Path, at: int, what: str) -> None:
@@ -142,7 +145,9 @@ class LogReader:
                 f"the journal is damaged: {place} {what}; {_REMEDY}",
                 metadata={"file": path.name, "byte": str(at), "after_record": str(self.last_number)},
             )
-        _log.error("the journal is damaged, and the loss was accepted: %s %s", place, what)
+        _log.error(
+            LogMessage("the journal is damaged, and the loss was accepted", file=path, byte=at or None, problem=what)
+        )
 
 
 def _is_damage(segment: FoundSegment, flaw: Break) -> bool:

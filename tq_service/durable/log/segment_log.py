@@ -25,6 +25,7 @@ from tq_service.durable.log.log import Record, Stream
 from tq_service.durable.log.reader import LogReader
 from tq_service.durable.log.segment import FoundSegment, Parts, SegmentWriter, segment_numbers, segment_path
 from tq_service.errors import DiskFailedError, DiskFullError, PreconditionError, TqError
+from tq_service.log_message import LogMessage
 
 _log = logging.getLogger(__name__)
 _SEGMENT_BYTES: Final = 32 * 2**20
@@ -284,7 +285,7 @@ class SegmentLog:
             try:
                 callback()
             except Exception:
-                _log.exception("what waited for the journal failed")
+                _log.exception(LogMessage("a callback failed after its changes were durable"))
 
     # Committing: on the loop, or with `sync` on the worker
 
@@ -361,7 +362,9 @@ class SegmentLog:
         try:
             segment.close(sync=True)
         except OSError as error:
-            _log.warning("%s was closed and may not be whole on the disk: %s", segment.path.name, error)
+            _log.warning(
+                LogMessage("a closed segment may not be whole on the disk", file=segment.path.name, error=error)
+            )
 
     def _sync_or_fail(self, segment: SegmentWriter) -> None:
         """Sync, once: after a sync that failed, the system takes what never reached the disk for written."""
@@ -416,7 +419,7 @@ class EmergencyDiskReserve:
                 with self._path.open("wb") as file:
                     os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
             except OSError as error:
-                _log.warning("no space can be reserved in the data dir: %s", error)
+                _log.warning(LogMessage("no space can be reserved in the data directory", error=error))
                 self._path.unlink(missing_ok=True)
             else:
                 self.is_there = True
@@ -428,8 +431,10 @@ class EmergencyDiskReserve:
             self._path.unlink(missing_ok=True)
         if was_there:
             _log.error(
-                "the disk of the data dir is full; %d MiB that were reserved are released, so that clears can still "
-                "be written down: free space",
-                RESERVE_BYTES >> 20,
+                LogMessage(
+                    "the disk of the data directory is full, free space; the reserve is released, so that clears can "
+                    "still be written",
+                    released_mib=RESERVE_BYTES >> 20,
+                )
             )
         return was_there

@@ -11,6 +11,7 @@ import grpc
 from grpc_status import rpc_status
 
 from tq_service.errors import InternalError, InvalidArgumentError, TqError
+from tq_service.log_message import LogMessage
 from tq_service.server.rpc.method_table import Method
 from tq_service.server.rpc.middleware import Behavior, Caller, Context, Middleware
 from tq_service.server.rpc.untaken_answers import log_untaken_answers_in_one_line
@@ -46,7 +47,7 @@ class ErrorStatuses(Middleware):
             except _NO_FAULTS:
                 raise
             except Exception as error:
-                return await _end(context, error, method)
+                return await _end(context, error, method, request)
 
         return call
 
@@ -71,8 +72,14 @@ def _unreadable(request: Garbled) -> InvalidArgumentError:
     return InvalidArgumentError(f"the request cannot be read: {request.reason}; send what the protos say")
 
 
-async def _end(context: Context, error: Exception, method: Method) -> None:
+async def _end(context: Context, error: Exception, method: Method, request: Any) -> None:
     if not isinstance(error, TqError):
-        _log.error("%s failed", method.name, exc_info=error)
+        _log.error(LogMessage("a call failed", method=method.name, request_id=_request_id(request)), exc_info=error)
         error = InternalError("the service failed; its log has the details")
     await context.abort_with_status(rpc_status.to_status(to_status(error)))
+
+
+def _request_id(request: Any) -> bytes | None:
+    """Return the id under which a client repeats a request; a put has that of its commit, a stream and a read none."""
+    header = getattr(request, "header", None)
+    return getattr(request if header is None else header.commit, "request_id", None) or None

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 
 from tq_service.errors import LimitExceededError, ResourceExhaustedError
+from tq_service.log_message import LogMessage
 from tq_service.server.rpc.method_table import Method
 from tq_service.server.rpc.middleware import Behavior, Caller, Context, Middleware, Refusal
 
@@ -27,7 +28,7 @@ def wait_until(context: Context) -> float | None:
 
 
 class WaitingCalls:
-    """Counts the calls that wait for samples or capacity, and refuses those beyond a limit; a client is a connection.
+    """Counts the calls that wait for samples or capacity, and rejects those beyond a limit; a client is a connection.
 
     Args:
         most: calls that may wait.
@@ -67,7 +68,7 @@ class WaitingCalls:
 
 
 class RunningCalls(Middleware):
-    """Counts the calls that are being answered, and refuses those beyond a limit before anything of them is read.
+    """Counts the calls that are being answered, and rejects those beyond a limit before anything of them is read.
 
     Probes are not counted: they need no token, so they must not be able to take the place of others.
 
@@ -76,7 +77,7 @@ class RunningCalls(Middleware):
 
     Attributes:
         count: calls there are.
-        refused: calls that were refused since the last report, by the limit or quota for which they were.
+        rejected: calls that were rejected since the last report, by the limit or quota for which they were.
     """
 
     def __init__(self, most: int = sys.maxsize) -> None:
@@ -85,14 +86,14 @@ class RunningCalls(Middleware):
             refusal=Refusal(make_error=lambda: _too_many("max_calls", self.count + 1, self._most, ""))
         )
         self.count = 0
-        self.refused: Counter[str] = Counter()
+        self.rejected: Counter[str] = Counter()
 
     def admit(self, method: Method, details: grpc.HandlerCallDetails) -> Caller | None:
         """Refuse a call that is one too many."""
         return self._one_too_many if self.count >= self._most and not method.is_open else None
 
     def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
-        """Return what counts the calls of a method, and those that are refused for a limit or a quota."""
+        """Return what counts the calls of a method, and those that are rejected for a limit or a quota."""
         weight = 0 if method.is_open or caller is self._one_too_many else 1
 
         async def call(request: Any, context: Context) -> Any:
@@ -100,7 +101,7 @@ class RunningCalls(Middleware):
             try:
                 return await behavior(request, context)
             except ResourceExhaustedError as error:
-                self.refused[error.metadata.get("limit_name") or error.metadata.get("bound") or error.reason] += 1
+                self.rejected[error.metadata.get("limit_name") or error.metadata.get("bound") or error.reason] += 1
                 raise
             finally:
                 self.count -= weight
@@ -108,11 +109,10 @@ class RunningCalls(Middleware):
         return call
 
     def report(self) -> None:
-        """Log what was refused since the last report."""
-        if self.refused:
-            counts = ", ".join(f"{count} for {name}" for name, count in self.refused.most_common())
-            _log.warning("calls refused: %s", counts)
-            self.refused.clear()
+        """Log what was rejected since the last report."""
+        if self.rejected:
+            _log.warning(LogMessage("rejected calls beyond a limit or quota", **dict(self.rejected.most_common())))
+            self.rejected.clear()
 
 
 def _too_many(limit_name: str, got: int, limit: int, whose: str) -> LimitExceededError:

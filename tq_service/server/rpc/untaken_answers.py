@@ -7,6 +7,8 @@ from typing import Final
 
 import grpc
 
+from tq_service.log_message import LogMessage
+
 _LOGGER: Final = logging.getLogger("grpc._cython.cygrpc")
 
 
@@ -22,8 +24,11 @@ class _OneLine(logging.Filter):
         if not isinstance(error, grpc.aio.InternalError):
             return True
         record.levelno, record.levelname = logging.INFO, logging.getLevelName(logging.INFO)
-        record.args = (record.getMessage(),)
-        record.msg = "an answer was not taken: its client left, or takes no message of that size (%s)"
+        error_text = record.getMessage()
+        record.args = ()
+        record.msg = LogMessage(
+            "an answer was not taken: its client disconnected, or takes no message of that size", error=error_text
+        )
         record.exc_info = record.exc_text = None
         return _LOGGER.isEnabledFor(logging.INFO)
 

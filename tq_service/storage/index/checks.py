@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from tq_service.errors import UnavailableError
+from tq_service.log_message import LogMessage
 from tq_service.storage.blobs.base import Blob, DurableBlobStore, is_temporary
 
 _log = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ class BlobChecks:
 
     def mark_damaged(self, put_id: bytes, reason: str) -> None:
         """Take note of a put that cannot be read."""
-        _log.error("put %s is damaged: %s", put_id.hex(), reason)
+        _log.error(LogMessage("a put is damaged", put_id=put_id, reason=reason))
         self._damaged[put_id] = reason
 
     def forget(self, put_id: bytes) -> bool:
@@ -70,7 +71,7 @@ class BlobChecks:
             if (error := task.exception()) is None:
                 await asyncio.sleep(max(blob.size / _SCRUB_BYTES_PER_SECOND, _LEAST_PAUSE_SECONDS))
             else:
-                _log.warning("the check of recovered puts goes on later: %s", error)
+                _log.warning(LogMessage("the check of recovered puts is tried again later", error=error))
                 await asyncio.sleep(_RETRY_SECONDS)
 
     def _start(self, put_id: bytes) -> asyncio.Task[None]:

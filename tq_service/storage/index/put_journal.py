@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from tq_service.errors import DiskFailedError
+from tq_service.log_message import LogMessage
 from tq_service.storage.blobs.base import Blob, DurableBlobStore, is_temporary
 from tq_service.storage.blobs.memory import LocalBlob
 from tq_service.storage.index.checks import BlobChecks
@@ -59,7 +60,7 @@ class PutJournal:
     def mark_unreadable(self, put_id: bytes, error: OSError) -> None:
         """Take note of a put whose segment cannot be used, other than for the moment."""
         if is_temporary(error):
-            _log.warning("cells of put %s are not freed before the last of them: %s", put_id.hex(), error)
+            _log.warning(LogMessage("cells of a put are not freed before the last of them", put_id=put_id, error=error))
         else:
             self.checks.mark_damaged(put_id, str(error))
 
@@ -142,7 +143,7 @@ class PutJournal:
             await self._store.flush(blob)
             record = replace(record, checksum=await self._store.checksum(blob))
         except OSError as error:
-            _log.error("put %s cannot be moved to a smaller blob: %s", put_id.hex(), error)
+            _log.error(LogMessage("a put cannot be moved to a smaller blob", put_id=put_id, error=error))
             if put_id in self._records:
                 self._left_behind[put_id] = old  # it is what a restart would find
                 return
