@@ -3,8 +3,8 @@
     python -m benchmarks.compare HEAD~3          # this tree, as it lies there, against that commit
 
 Three trees are laid beside each other: the commit, the commit once more as control, and this tree. A round starts each
-anew, client and services in processes of their own, and lets each make every load for a second or so; order of loads
-and, for each load, of trees is drawn anew. So what disturbs the machine, or one process by chance, disturbs all alike.
+again, client and services in processes of their own, and lets each make every load for a second or so; order of loads
+and, for each load, of trees is drawn again. So what disturbs the machine, or one process by chance, disturbs all alike.
 
 For each figure the ratio of new to base is taken round by round (of speeds: above 1 is faster), then its median and
 the 95 % interval of the median, and the same for control to base, which should be 1. The interval is made of order

@@ -27,13 +27,13 @@ _BATCHES = (512, 1_024, 4_096)
 def next_fit(lengths: Int64s) -> Packs:
     """Fill pack after pack in the order of the samples, then deal the packs to ranks and steps in turn."""
     packs: list[list[int]] = []
-    room = 0
+    remaining = 0
     for sample, length in enumerate(lengths.tolist()):
-        if length > room:
+        if length > remaining:
             packs.append([])
-            room = CAP
+            remaining = CAP
         packs[-1].append(sample)
-        room -= length
+        remaining -= length
     return _alike([[packs[rank + RANKS * step :: RANKS * STEPS] for step in range(STEPS)] for rank in range(RANKS)])
 
 

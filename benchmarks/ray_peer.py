@@ -1,8 +1,8 @@
 """Runs in Ray's environment: arrays go from this process through Ray's object store to an actor, which reads them.
 
 What was chosen, so that the peer is at its best: numpy arrays, which Ray maps for readers without a copy (tensors of
-torch it copies); an object store with room for all of them, so that no put waits until another one is gone; one reader
-that lives on, so that memory it has mapped once stays mapped.
+torch it copies); an object store with capacity for all of them, so that no put waits until another one is gone; one
+reader that lives on, so that memory it has mapped once stays mapped.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ KILLED_RECORDS, KILLED_RECORD_BYTES = 20_000, 300
 
 
 class Store(Protocol):
-    """Numbered records in a directory; made anew, or opened again."""
+    """Numbered records in a directory; created, or opened again."""
 
     def __init__(self, directory: Path, sync: bool) -> None: ...
 

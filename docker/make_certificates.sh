@@ -1,5 +1,5 @@
 #!/bin/sh
-# Makes certificates for a closed deployment: an authority, made once, and a certificate for each name, made anew.
+# Makes certificates for a closed deployment: an authority, made once, and a certificate for each name, made at each run.
 #
 #   docker/make_certificates.sh DIR NAME...
 #

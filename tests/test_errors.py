@@ -31,7 +31,7 @@ def test_long_names_are_shown_whole() -> None:
     assert nearest("k" * 300, [known, "a"]) == f"known: {known!r}, 'a'"
 
 
-def test_long_names_leave_room_for_the_rest_of_the_message() -> None:
+def test_long_names_leave_space_for_the_rest_of_the_message() -> None:
     known = [f"{'k' * 300}{number}" for number in range(10)]
     clause = nearest("k" * 300, known)
     assert any(clause == f"known: {name!r} and 9 more" for name in known)

@@ -42,6 +42,8 @@ REPLACED = {
     r"(?<!auth_)tokens_file|--tokens-file": "auth_tokens_file",
     r"make_door": "make_credentials",
     r"is_quick": "runs_inline",
+    r"rooms?": "capacity, space",
+    r"anew": "again, restarted, rebuilt",
 }
 ALLOWED = {  # exact phrases with another meaning
     "tally strokes",

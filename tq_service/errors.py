@@ -150,7 +150,7 @@ class PreconditionError(TqError, RuntimeError):
 
 
 class StaleIncarnationError(PreconditionError):
-    """The partition was cleared and made anew since the caller saw it."""
+    """The partition was cleared and created again since the caller saw it."""
 
     reason = "STALE_INCARNATION"
 

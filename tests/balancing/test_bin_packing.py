@@ -23,17 +23,17 @@ def fewest_bins(sizes) -> int:
     """Return the smallest possible number of bins, by trying every place for every item."""
     best = len(sizes)
 
-    def place(at, room):
+    def place(at, free):
         nonlocal best
-        if len(room) >= best:
+        if len(free) >= best:
             return
         if at == len(sizes):
-            best = len(room)
+            best = len(free)
             return
-        for chosen in range(len(room)):
-            if room[chosen] >= sizes[at]:
-                place(at + 1, [left - sizes[at] * (index == chosen) for index, left in enumerate(room)])
-        place(at + 1, [*room, CAPACITY - sizes[at]])
+        for chosen in range(len(free)):
+            if free[chosen] >= sizes[at]:
+                place(at + 1, [left - sizes[at] * (index == chosen) for index, left in enumerate(free)])
+        place(at + 1, [*free, CAPACITY - sizes[at]])
 
     place(0, [])
     return best

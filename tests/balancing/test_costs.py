@@ -25,7 +25,7 @@ def test_costs_that_are_no_integers_keep_their_ratios():
 
 
 def test_balancing_by_attention_parts_long_sequences_from_each_other():
-    """By tokens the longest has room for company; by pairs of tokens it costs more than all others together."""
+    """By tokens the longest leaves capacity for others; by pairs of tokens it costs more than all others together."""
     lengths = [8_000, 4_000, 4_000, 2_000, 2_000, 2_000]
 
     def quadratic(lengths):

@@ -12,7 +12,7 @@ from tq_service.data import StreamingDataLoader
 
 
 async def main(address: str, partition: str, context: str, num_workers: int) -> None:
-    """Start anew with samples, clients and workers."""
+    """Start over with samples, clients and workers."""
     async with tq.AsyncClient(address) as async_client:
         await async_client.list_partitions()
         with tq.Client(address) as client:

@@ -121,10 +121,10 @@ def test_the_default_is_a_fork_server_where_functions_can_be_pickled() -> None:
 
 
 def test_an_error_in_a_worker_keeps_its_type() -> None:
-    error = QuotaExceededError("no room", metadata={"quota": "7"})
+    error = QuotaExceededError("no capacity", metadata={"quota": "7"})
     with loader_of(40, fetch_batch_fn=partial(fail_at, 3, error)) as loader:
         taken: list[int] = []
-        with pytest.raises(QuotaExceededError, match="no room") as caught:
+        with pytest.raises(QuotaExceededError, match="no capacity") as caught:
             for micro_batch, _ in loader:
                 taken += micro_batch["index"].tolist()
     assert taken == list(range(12))

@@ -128,7 +128,7 @@ class Driver:
     # What must hold
 
     def is_short(self, put):
-        """Say whether the model has no room for a put."""
+        """Say whether the model has no capacity for a put."""
         used = self.partition.cells.used_bytes + sum(each.size for each in self.let_in) + put.size
         left = sum(sum(each.rows_left.values()) for each in self.written)
         left += sum(each.write.row_count for each in self.let_in) + put.write.row_count

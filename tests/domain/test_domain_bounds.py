@@ -1,4 +1,4 @@
-"""What a partition has room for, and what is counted for it."""
+"""What a partition has capacity for, and what is counted for it."""
 
 import asyncio
 import gc
@@ -94,7 +94,7 @@ def test_samples_left_are_those_that_a_task_may_still_get():
     assert (bound.used(), task.backlog) == (6, 6)
 
 
-def test_existing_samples_need_no_room():
+def test_existing_samples_need_no_capacity():
     train = bounded(max_bytes=10)
     insert(train, 2, [column("x", 10)], keys=["a", "b"])
     assert demand_of(train, new_write(2, [column("y", 1000)], indexes=[0, 1]), 1000) is None
@@ -186,7 +186,7 @@ async def test_who_is_behind_others_at_his_deadline_learns_what_they_wait_for():
     assert (await first).demand.sample_count == 3
 
 
-async def test_keys_that_become_known_meanwhile_need_no_room():
+async def test_keys_that_become_known_meanwhile_need_no_capacity():
     train = bounded(staleness_limits={"max_samples": 2})
     line = AdmissionQueue(train)
     insert(train, 1, keys=["a"])
@@ -208,7 +208,7 @@ async def test_a_seal_ends_the_wait():
         await waiting
 
 
-async def test_a_retry_of_what_was_let_in_takes_its_room_over():
+async def test_a_retry_of_what_was_let_in_takes_its_capacity_over():
     train = bounded(staleness_limits={"max_samples": 2})
     line = AdmissionQueue(train)
     request_id, write = new_id(), new_write(2, ["x"])
@@ -219,13 +219,13 @@ async def test_a_retry_of_what_was_let_in_takes_its_room_over():
     with stalled:
         pass
     await turns()
-    assert not other.done()  # the room is that of the retry
+    assert not other.done()  # the capacity is that of the retry
     with retried:
         pass
     assert (await other).demand.sample_count == 1
 
 
-async def test_a_call_cancelled_in_the_turn_in_which_it_is_let_in_gives_its_room_back():
+async def test_a_call_cancelled_in_the_turn_in_which_it_is_let_in_gives_its_capacity_back():
     train = bounded(staleness_limits={"max_samples": 2})
     line = AdmissionQueue(train)
     insert(train, 2)

@@ -98,8 +98,8 @@ def flip(path: Path, offset: int, bit: int = 4) -> None:
     path.write_bytes(bytes(data))
 
 
-def started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the machine be started anew since the journal was written."""
+def started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the machine be restarted since the journal was written."""
     for module in (reader, segment):
         monkeypatch.setattr(module, "machine_boot_id", lambda: "another start")
 

@@ -1,7 +1,7 @@
 """A file of each kind that is written to disk, as it was once made, is read by this version too.
 
 Where one of these fails, the format of a kind has changed: it needs a reader for what is on disks already, and a file
-of its own beside the old one. Until the first release, `python tests/durable/files/make.py` makes the files anew.
+of its own beside the old one. Until the first release, `python tests/durable/files/make.py` regenerates the files.
 """
 
 from __future__ import annotations

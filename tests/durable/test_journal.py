@@ -306,7 +306,7 @@ def test_what_a_run_without_sync_left_is_on_the_disk_before_a_run_with_it_goes_o
         assert left | {"image"} <= synced
 
 
-def test_many_small_records_take_little_room(tmp_path: Path) -> None:
+def test_many_small_records_take_little_space(tmp_path: Path) -> None:
     with opened(tmp_path) as journal:
         commit_each(journal, [bytes(300)] * 2000)
     assert sum(path.stat().st_size for path in tmp_path.glob("journal-*")) <= 2000 * 330

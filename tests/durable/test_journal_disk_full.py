@@ -1,4 +1,4 @@
-"""A disk that is full or fails: nothing is lost, what waits is told, and the service goes on when there is room."""
+"""A disk that is full or fails: nothing is lost, what waits is told, and the service goes on when there is space."""
 
 import asyncio
 import errno
@@ -66,7 +66,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 
 @MODES
-async def test_what_cannot_be_written_waits_and_is_written_when_there_is_room(
+async def test_what_cannot_be_written_waits_and_is_written_when_there_is_space(
     tmp_path: Path, disk: Disk, sync: bool
 ) -> None:
     with opened(tmp_path, sync=sync) as journal:
@@ -226,7 +226,7 @@ def test_reserved_space_is_released_first(
         assert reserve.stat().st_blocks * 512 >= RESERVE_BYTES
         assert not journal.is_disk_low
         with monkeypatch.context() as full:
-            full.setattr(segment_log.os, "statvfs", no_room)
+            full.setattr(segment_log.os, "statvfs", no_space)
             disk.code = errno.ENOSPC
             commit_each(journal, [b"a clear"])
             assert not reserve.exists()
@@ -239,7 +239,7 @@ def test_reserved_space_is_released_first(
     assert read(tmp_path) == [b"a clear"]
 
 
-def no_room(_: Path) -> os.statvfs_result:
+def no_space(_: Path) -> os.statvfs_result:
     return os.statvfs_result((4096, 4096, 10, 0, 0, 0, 0, 0, 0, 255))
 
 
@@ -306,7 +306,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @MODES
-async def test_a_disk_that_is_full_and_has_room_again(
+async def test_a_disk_that_is_full_and_has_space_again(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch, sync: bool
 ) -> None:
     monkeypatch.setattr(segment_log, "_LOOK_SECONDS", 0.0)
@@ -331,7 +331,7 @@ async def test_a_disk_that_is_full_and_has_room_again(
 
 
 @MODES
-def test_a_service_that_is_started_on_a_full_disk_can_make_room(small_disk: Path, sync: bool) -> None:
+def test_a_service_that_is_started_on_a_full_disk_can_free_space(small_disk: Path, sync: bool) -> None:
     with opened(small_disk / "journal", sync=sync) as journal:
         commit_each(journal, [b"a put"])
     fill(small_disk / "ballast")
@@ -343,7 +343,7 @@ def test_a_service_that_is_started_on_a_full_disk_can_make_room(small_disk: Path
 
 
 @pytest.mark.parametrize("accept_loss", [False, True])
-def test_a_start_that_has_no_room_for_a_segment_loses_nothing(small_disk: Path, accept_loss: bool) -> None:
+def test_a_start_that_has_no_space_for_a_segment_loses_nothing(small_disk: Path, accept_loss: bool) -> None:
     directory, ballast = small_disk / "journal", small_disk / "ballast"
     with opened(directory) as journal:
         commit_each(journal, [b"a put"])
@@ -382,7 +382,7 @@ def fill(ballast: Path) -> None:
     assert os.statvfs(ballast.parent).f_bavail == 0
 
 
-def test_a_snapshot_leaves_room_for_what_goes_on_beside_it(small_disk: Path) -> None:
+def test_a_snapshot_leaves_space_for_what_goes_on_beside_it(small_disk: Path) -> None:
     path = small_disk / "snapshot"
     with opened(small_disk / "journal") as journal:
         least_free = free_bytes(small_disk)

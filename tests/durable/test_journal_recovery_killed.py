@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from journal_support import commit_each, copy, opened, read, replayed, started_anew, write
+from journal_support import commit_each, copy, opened, read, replayed, started_again, write
 
 from tq_service.durable.files import snapshot_path
 from tq_service.durable.log.segment import segment_path
@@ -109,5 +109,5 @@ def test_where_a_loss_of_power_took_the_end_of_a_segment_that_another_follows(
     image, number, size = journal_with_a_snapshot(tmp_path)
     with segment_path(image, number).open("r+b") as file:
         file.truncate(size + end)
-    started_anew(monkeypatch)
+    started_again(monkeypatch)
     check_each_kill(image, [b"2"])

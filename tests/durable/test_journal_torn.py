@@ -18,7 +18,7 @@ from journal_support import (
     opened,
     read,
     replayed,
-    started_anew,
+    started_again,
     write,
     written,
 )
@@ -63,8 +63,8 @@ def killed(image: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def reboot(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Let the machine be started anew since the journal was written."""
-    return lambda: started_anew(monkeypatch)
+    """Let the machine be restarted since the journal was written."""
+    return lambda: started_again(monkeypatch)
 
 
 def is_prefix(some: list[bytes], of: list[bytes]) -> bool:
@@ -108,7 +108,7 @@ def test_a_segment_cut_anywhere_leaves_a_beginning(
     assert read(directory) == [*found, b"later"]
 
 
-def test_a_first_segment_whose_opening_was_not_written_is_begun_anew(
+def test_a_first_segment_whose_opening_was_not_written_is_begun_again(
     killed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for size in range(ENDS[0]):
@@ -116,13 +116,13 @@ def test_a_first_segment_whose_opening_was_not_written_is_begun_anew(
         copy(killed, directory)
         truncate(written(directory), size)
         caplog.clear()
-        write(directory, [b"anew"])
+        write(directory, [b"again"])
         assert "removed a segment without records" in caplog.text
-        assert read(directory) == [b"anew"]
+        assert read(directory) == [b"again"]
 
 
 @MODES
-def test_a_next_segment_whose_opening_was_not_written_is_begun_anew(tmp_path: Path, sync: bool) -> None:
+def test_a_next_segment_whose_opening_was_not_written_is_begun_again(tmp_path: Path, sync: bool) -> None:
     write(tmp_path / "journal", [b"1"], sync=sync)
     copy(tmp_path / "journal", tmp_path / "before")
     write(tmp_path / "journal", [b"2"], sync=sync)
@@ -283,7 +283,7 @@ def test_a_record_of_a_later_run_of_the_machine_is_not_given_up_for_a_gap(
 ) -> None:
     write(tmp_path, SMALL)
     with monkeypatch.context() as later:
-        started_anew(later)
+        started_again(later)
         write(tmp_path, [b"of a later run"])
     first = segment_path(tmp_path, 1)
     truncate(first, first.stat().st_size - 24 - 3)
@@ -393,8 +393,8 @@ def test_a_file_that_is_no_segment_is_damage(tmp_path: Path) -> None:
         read(tmp_path)
     assert read(tmp_path, accept_loss=True) == []
     assert path.with_name(path.name + ".lost").exists()
-    write(tmp_path, [b"anew"])
-    assert read(tmp_path) == [b"anew"]
+    write(tmp_path, [b"again"])
+    assert read(tmp_path) == [b"again"]
 
 
 def test_what_the_disk_cannot_read_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

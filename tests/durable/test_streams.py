@@ -348,7 +348,7 @@ def split(start_server: StartServer, tmp_path: Path) -> Iterator[tuple[LiveServe
 
 
 def full(*_: object) -> None:
-    raise DiskFullError("no room", retry_after_seconds=0.1)
+    raise DiskFullError("no space", retry_after_seconds=0.1)
 
 
 def put_count(storage: LiveServer) -> int:

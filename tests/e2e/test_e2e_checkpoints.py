@@ -125,7 +125,7 @@ def wait_for(condition):
 
 
 @pytest.mark.parametrize(("before", "after"), [(0, 0), (2, 1), (1, 3), (2, 0)])
-def test_everything_comes_back_wherever_there_is_room(cluster, tmp_path, before, after):
+def test_everything_comes_back_wherever_there_is_space(cluster, tmp_path, before, after):
     client = cluster(before).client()
     lived_in(client)
     copy = client.checkpoint("made/here")
@@ -343,7 +343,7 @@ def test_damaged_files_are_refused_and_nothing_changes(cluster, tmp_path):
     assert client.restore("one").sample_count == 8
 
 
-def test_without_room_nothing_is_restored(cluster, tmp_path):
+def test_without_space_nothing_is_restored(cluster, tmp_path):
     client = cluster(0).client()
     client.put({"x": torch.zeros(8, 1 << 18)}, partition_id=PARTITION)
     client.checkpoint("one")
@@ -366,7 +366,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_it(cluster, tmp_path, monkeypa
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(RecordWriter, "commit", fail)
-    with pytest.raises(tq.DiskFullError, match="has no room"):
+    with pytest.raises(tq.DiskFullError, match="has no space"):
         client.checkpoint("one")
     assert [path.name for path in (tmp_path / "one").iterdir()] == ["checkpoint.tqc"]
     assert (tmp_path / "one" / "checkpoint.tqc").read_bytes() == whole

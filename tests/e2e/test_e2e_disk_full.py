@@ -14,7 +14,7 @@ import tq_service as tq
 from tq_service.testing import ServiceProcess
 
 MIB = 1 << 20
-# The service leaves 256 MiB free for what frees room.
+# The service leaves 256 MiB free for what frees space.
 DISK_BYTES = 320 * MIB
 
 
@@ -45,7 +45,7 @@ def server(small_disk: Path, durability: str) -> Iterator[ServiceProcess]:
 
 
 def fill(small_disk: Path) -> Path:
-    """Leave no room on the disk."""
+    """Leave no space on the disk."""
     path = small_disk / "somebody-elses"
     with path.open("wb") as file:
         for size in (MIB, 4096):
@@ -58,7 +58,7 @@ def fill(small_disk: Path) -> Path:
 
 
 def put_until_full(client: tq.Client) -> int:
-    """Put 2 MiB at a time until there is no room; return how many were put."""
+    """Put 2 MiB at a time until there is no space; return how many were put."""
     for count in range(DISK_BYTES // (2 * MIB) + 1):
         try:
             client.put({"x": torch.full((1, 1 << 19), float(count))}, partition_id="train")
@@ -68,7 +68,7 @@ def put_until_full(client: tq.Client) -> int:
     raise AssertionError("more was put than the disk has")
 
 
-def test_consumers_go_on_and_what_they_clear_makes_room(server: ServiceProcess) -> None:
+def test_consumers_go_on_and_what_they_clear_frees_space(server: ServiceProcess) -> None:
     with tq.Client(server.address, timeout=30.0) as client:
         count = put_until_full(client)
         assert count >= 4
@@ -84,7 +84,7 @@ def test_consumers_go_on_and_what_they_clear_makes_room(server: ServiceProcess) 
 
 
 @pytest.mark.parametrize("durability", ["process", "disk"])
-def test_it_goes_on_by_itself_once_there_is_room(server: ServiceProcess, small_disk: Path) -> None:
+def test_it_goes_on_by_itself_once_there_is_space(server: ServiceProcess, small_disk: Path) -> None:
     with tq.Client(server.address, timeout=30.0) as client:
         first = client.put({"x": torch.arange(4)}, partition_id="train")
         somebody_elses = fill(small_disk)

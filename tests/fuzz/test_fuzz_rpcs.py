@@ -109,7 +109,7 @@ def test_odd_calls(service: FuzzedService, traffic: dict[str, list[Call]], metho
             if check(service, method, call):
                 assert service.digest() == before, f"a refused call changed the state: {call}"
             else:
-                service.digest()  # asks for claims, and so makes those anew that an accepted call has taken away
+                service.digest()  # asks for claims, and so repeats those that an accepted call has taken away
                 before = service.digest()
         service.set_up()
 

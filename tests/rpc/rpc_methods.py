@@ -22,7 +22,7 @@ DESCRIBED: dict[str, MethodDescriptor] = {
     for service in file.DESCRIPTOR.services_by_name.values()
     for method in service.methods
 }
-"""The methods of our own protos, by their full names; read anew, so that none can be missing in the table."""
+"""The methods of our own protos, by their full names; read again, so that none can be missing in the table."""
 INTERNAL = [name for name in DESCRIBED if METHODS[name].is_internal]
 SERVED = [name for name in DESCRIBED if name not in INTERNAL or name.startswith(REGISTRY)]
 """What a service for all has: its storage service is embedded, and needs no calls between services."""

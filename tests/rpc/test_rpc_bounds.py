@@ -156,7 +156,7 @@ def test_a_client_that_leaves_leaves_the_line(server: LiveServer, client: AnyCli
     call.cancel()
     until(lambda: waiting(client) == 0)
     client.put(metadata=meta, state="failed")
-    assert client.insert("p", 1).global_indexes == [1]  # the room and the index are not the cancelled call's
+    assert client.insert("p", 1).global_indexes == [1]  # the capacity and the index are not the cancelled call's
 
 
 def test_a_retry_takes_the_place_of_the_call_that_it_repeats(server: LiveServer, client: AnyClient) -> None:

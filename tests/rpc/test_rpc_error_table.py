@@ -373,7 +373,7 @@ def test_a_put_larger_than_the_quota_is_refused_at_once(start_server: StartServe
     assert snapshot(client) == before
 
 
-def test_a_put_that_finds_no_room_waits_then_is_refused(start_server: StartServer, client_kind: ClientKind) -> None:
+def test_a_put_that_finds_no_capacity_waits_then_is_refused(start_server: StartServer, client_kind: ClientKind) -> None:
     client = start_server(max_bytes=100_000).client(client_kind)
     meta = client.put({"x": torch.zeros(80_000, dtype=torch.uint8)}, partition_id="full")
     before = snapshot(client)
@@ -388,7 +388,7 @@ def test_a_put_that_finds_no_room_waits_then_is_refused(start_server: StartServe
     assert client.get_data(meta.select_samples([0]))["x"].tolist() == [0]
 
 
-def test_a_large_put_that_finds_no_room_is_refused_as_a_small_one(
+def test_a_large_put_that_finds_no_capacity_is_refused_as_a_small_one(
     client_kind: ClientKind, loop_thread: LoopThread
 ) -> None:
     """Its frames do not fit into what the network takes unread, in a process of its own."""
@@ -405,7 +405,7 @@ def test_a_large_put_that_finds_no_room_is_refused_as_a_small_one(
 
 
 @pytest.mark.parametrize("size", [40_000, 4_000_000])
-def test_a_put_that_waits_for_room_goes_on_when_there_is_some(
+def test_a_put_that_waits_for_capacity_goes_on_when_there_is_some(
     start_server: StartServer, client_kind: ClientKind, size: int
 ) -> None:
     server = start_server(max_bytes=5 * size // 2)

@@ -456,7 +456,7 @@ def test_placing_and_announcing_change_nothing_that_is_stored(server: LiveServer
     assert answers[0] == answers[1]
     assert answers[0].heartbeat_seconds > 0
     placed = server.controller.PlacePut(pb.PlacePutRequest(size_bytes=100))
-    assert list(placed.storages) == [endpoint]  # it has more room
+    assert list(placed.storages) == [endpoint]  # it has more capacity
     assert not placed.embedded
     assert placed.max_granted_put_bytes == 1 << 20
     assert snapshot(client) == before

@@ -1,4 +1,4 @@
-"""Storage services and controllers that start anew over their data directories: who is told which puts are known."""
+"""Storage services and controllers that restart over their data directories: who is told which puts are known."""
 
 import time
 from pathlib import Path
@@ -83,7 +83,7 @@ def store_unconfirmed(controller: LiveServer, server: LiveServer, boot_id: bytes
     return header.put_id
 
 
-def test_a_storage_service_that_starts_anew_is_told_what_is_known(deployment: Deployment) -> None:
+def test_a_storage_service_that_starts_again_is_told_what_is_known(deployment: Deployment) -> None:
     client = deployment.controller.client()
     meta = client.put({"x": torch.randn(ROWS, 3000), "y": torch.arange(ROWS)}, partition_id="train")
     gone = client.put({"x": torch.randn(ROWS, 3000), "y": torch.arange(ROWS)}, partition_id="gone")
@@ -137,7 +137,7 @@ def test_what_is_known_is_told_in_pieces_however_much_it_is(
     assert deployment.stat().damaged_put_count == 0
 
 
-def test_a_controller_that_starts_anew_tells_what_it_knows(deployment: Deployment) -> None:
+def test_a_controller_that_starts_again_tells_what_it_knows(deployment: Deployment) -> None:
     client = deployment.controller.client()
     meta = client.put({"x": torch.arange(ROWS)}, partition_id="train")
     boot_id = deployment.stat().storage.boot_id

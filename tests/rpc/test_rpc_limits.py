@@ -226,7 +226,7 @@ def header_of(data: dict[str, Any]) -> storage_pb.PutHeader:
 
 
 @pytest.mark.parametrize("what", ["nothing", "the header alone", "a drip"])
-def test_a_put_that_stalls_is_ended_and_its_room_given_back(start_server: StartServer, what: str) -> None:
+def test_a_put_that_stalls_is_ended_and_its_capacity_given_back(start_server: StartServer, what: str) -> None:
     server = start_server(stall_seconds=0.5)
     client = server.client()
     header = header_of({"x": np.zeros(2_000_000, np.uint8)})

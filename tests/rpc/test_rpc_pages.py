@@ -120,14 +120,14 @@ def test_samples_that_go_between_two_pages_are_left_out_and_new_ones_are_listed(
     assert keys == KEYS[:10_000] + KEYS[15_000:] + ["new"]
 
 
-@pytest.mark.parametrize("is_made_anew", [False, True])
-def test_a_list_of_a_partition_that_was_cleared_ends(server: LiveServer, is_made_anew: bool) -> None:
+@pytest.mark.parametrize("is_made_again", [False, True])
+def test_a_list_of_a_partition_that_was_cleared_ends(server: LiveServer, is_made_again: bool) -> None:
     client = server.client()
     put_many(client)
     pages = all_pages(server, all_samples=True)
     next(pages)
     client.clear_partition("train")
-    if is_made_anew:
+    if is_made_again:
         put_many(client)
     with pytest.raises(grpc.RpcError) as caught:
         next(pages)

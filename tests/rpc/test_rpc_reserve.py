@@ -73,7 +73,7 @@ def test_new_samples_never_take_the_reserve(service: Service, liar: Callable[[],
     client.close()
 
 
-def test_where_there_is_room_a_put_that_says_it_is_for_existing_samples_makes_none(
+def test_where_there_is_capacity_a_put_that_says_it_is_for_existing_samples_makes_none(
     start_server: StartServer, liar: Callable[[], None]
 ) -> None:
     controller = start_server(role="controller")
@@ -117,7 +117,7 @@ def test_a_sample_that_is_cleared_while_its_column_comes_is_not_made_again_from_
 
     parts.put(storage_pb.PutRequest(header=header))
     call = server.storage.Put.future(sent(), timeout=30)
-    call.initial_metadata()  # there is room for it
+    call.initial_metadata()  # there is capacity for it
     client.clear_samples(partition_id="train", keys=["k"])
     parts.put(storage_pb.PutRequest(frame=np.ones(1).tobytes()))
     parts.put(None)

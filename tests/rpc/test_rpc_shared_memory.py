@@ -213,7 +213,9 @@ def test_the_directory_may_be_mounted_elsewhere(
     assert shared_memory_count(client) == 1
 
 
-def test_no_memory_is_taken_before_there_is_room(client_kind: Any, start_server: StartServer, monkeypatch: Any) -> None:
+def test_no_memory_is_taken_before_there_is_capacity(
+    client_kind: Any, start_server: StartServer, monkeypatch: Any
+) -> None:
     written = []
     write = shared_memory.write_columns
 

@@ -182,7 +182,7 @@ async def test_options_as_canonical_json_give_the_same_instance():
     assert await registry.resolve_json("grpo_group_n", '{"n_samples_per_prompt": 2}') is first
 
 
-async def test_options_that_are_no_json_are_built_anew():
+async def test_options_that_are_no_json_are_built_again():
     registry = SamplerRegistry()
     with pytest.raises(InvalidArgumentError):
         await registry.resolve("grpo_group_n", {"n_samples_per_prompt": object()})

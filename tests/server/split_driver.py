@@ -293,7 +293,7 @@ class Split:
                 await asyncio.sleep(0)
 
     def begin_reconciling(self):
-        """Have the storage service register as one that has started anew: it is told which puts are known."""
+        """Have the storage service register as one that has restarted: it is told which puts are known."""
         self.engine.run_id = os.urandom(16)
 
     async def reconciled(self):

@@ -104,7 +104,7 @@ def test_a_change_that_cannot_be_written_is_not_acknowledged_but_is_there_for_th
     assert not disk.is_failing
 
 
-def test_what_fills_the_disk_is_refused_while_it_is_disk_low_and_what_makes_room_goes_on():
+def test_what_fills_the_disk_is_refused_while_it_is_disk_low_and_what_frees_space_goes_on():
     disk = Disk()
     disk.is_disk_low = True
     with pytest.raises(DiskFullError, match="clear samples") as refused:

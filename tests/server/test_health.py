@@ -63,7 +63,7 @@ class FullDisk:
 
 
 async def test_a_service_whose_disk_is_full_serves():
-    """Whoever restarts it for that would have none: it goes on reading, and needs room to start."""
+    """Whoever restarts it for that would have none: it goes on reading, and needs space to start."""
     health = Health()
     health.add(NAMES)
     health.serve()

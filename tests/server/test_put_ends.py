@@ -138,7 +138,7 @@ async def test_a_commit_that_comes_before_the_question_keeps_the_put(split):
     assert split.lost_puts() == []
 
 
-async def test_a_receipt_is_void_once_a_controller_starts_anew_and_the_put_gets_another_one(split):
+async def test_a_receipt_is_void_once_a_controller_starts_again_and_the_put_gets_another_one(split):
     """The controller knows no more which puts it has said to be unknown, or has freed."""
     request = await split.store()
     split.restart_controller()
@@ -169,7 +169,7 @@ async def test_a_put_that_gets_another_receipt_while_it_is_asked_about_stays(spl
     assert split.lost_puts() == []
 
 
-async def test_a_storage_service_that_starts_anew_gives_receipts_that_only_count_from_then_on(split):
+async def test_a_storage_service_that_starts_again_gives_receipts_that_only_count_from_then_on(split):
     request = await split.store()
     await split.reconciled()
     with pytest.raises(PutNotFoundError, match="not of this run"):
@@ -437,7 +437,7 @@ FAULTS = ["hold_request", "hold_answer", "lose_request", "lose_answer"]
 
 @pytest.mark.parametrize("seed", [*range(40), 198])
 async def test_whatever_happens_samples_have_their_puts_and_nothing_else_is_left(monkeypatch, seed):
-    """Commits, retries, cancelled calls, clears, lost and late calls, controllers that begin anew, in any order.
+    """Commits, retries, cancelled calls, clears, lost and late calls, controllers that restart, in any order.
 
     Every other run says again and again which puts are known, in small pieces.
     """

@@ -249,7 +249,7 @@ async def test_a_full_disk_refuses_one_put_and_nothing_else(directory, monkeypat
     assert engine.stat().used_bytes == 0
 
 
-async def test_room_is_left_for_clears(directory, monkeypatch):
+async def test_space_is_left_for_clears(directory, monkeypatch):
     directory.min_free_bytes = 1 << 60
     engine = directory.open()
     for data in (BIG, SMALL):
@@ -259,7 +259,7 @@ async def test_room_is_left_for_clears(directory, monkeypatch):
     assert directory.segments() == {}
 
 
-async def test_segments_that_wait_for_reuse_make_room(directory, monkeypatch):
+async def test_segments_that_wait_for_reuse_free_space(directory, monkeypatch):
     engine = directory.open()
     await put(engine, 1, BIG)
     engine.free([cells(1)])

@@ -73,7 +73,7 @@ async def test_the_scrub_goes_on_when_files_can_be_opened_again(tmp_path, monkey
     assert engine._journal.checks.is_sound(put_id(1))
 
 
-async def test_a_put_that_cannot_be_compacted_yet_keeps_no_room_from_others(tmp_path):
+async def test_a_put_that_cannot_be_compacted_yet_keeps_no_capacity_from_others(tmp_path):
     directory = await reopened(tmp_path, max_bytes=3_200_000)
     engine = directory.engine
     await put(engine, 2, DATA)

@@ -109,7 +109,7 @@ async def test_cancelled_waiters_leave_no_trace(engine):
     assert engine.stat().used_bytes == 100
 
 
-async def test_a_waiter_cancelled_when_room_was_just_granted_gives_it_back(engine):
+async def test_a_waiter_cancelled_when_capacity_was_just_granted_gives_it_back(engine):
     await put(engine, 1, rows(900))
     waiting = asyncio.create_task(put(engine, 2, rows(500)))
     await settle()
@@ -136,7 +136,7 @@ async def test_a_waiting_put_is_replaced_by_its_retry(engine):
     assert engine.stat().put_count == 1
 
 
-async def test_an_aborted_put_makes_room(engine):
+async def test_an_aborted_put_frees_capacity(engine):
     pending, _ = await begin(engine, 1, rows(900))
     waiting = asyncio.create_task(put(engine, 2, rows(100)))
     await settle()

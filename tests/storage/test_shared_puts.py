@@ -108,7 +108,7 @@ async def test_the_quota_counts_it_before_it_comes():
     big = {"x": np.zeros((100, 8192), np.uint8)}
     pending, _ = await begin_shared(engine, 1, big)
     assert engine.stat().used_bytes >= 100 * 8192
-    with pytest.raises(QuotaExceededError, match="no room"):
+    with pytest.raises(QuotaExceededError, match="no capacity"):
         await begin_shared(engine, 2, big, deadline=0)
     pending.abort()
     assert engine.stat().used_bytes == 0

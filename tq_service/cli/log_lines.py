@@ -57,7 +57,7 @@ def configure_logging(level: str, style: str, audit_file: Path | None = None) ->
     Args:
         level: the least that is logged; the audit log is written whatever it is.
         style: "text" or "json".
-        audit_file: where the audit log is appended, and opened anew when the file is moved away; None: stderr.
+        audit_file: where the audit log is appended, and opened again when the file is moved away; None: stderr.
 
     Raises:
         InvalidArgumentError: the file cannot be written.

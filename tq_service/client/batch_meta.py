@@ -120,7 +120,7 @@ class BatchMeta:
 
     @property
     def custom_meta(self) -> list[dict[str, MetaValue]]:
-        """The custom_meta of each sample; made anew at every access."""
+        """The custom_meta of each sample; built at every access."""
         return meta_columns_to_rows(self.meta_columns, self.size)
 
     @property

@@ -41,7 +41,7 @@ def joined(parts: Sequence[BatchMeta]) -> BatchMeta:
     """Return the samples of several pages, with the fields as the last one has them.
 
     Raises:
-        StaleIncarnationError: the partition was cleared and made anew between two of them.
+        StaleIncarnationError: the partition was cleared and created again between two of them.
     """
     if len(parts) == 1:
         return parts[0]
@@ -49,7 +49,8 @@ def joined(parts: Sequence[BatchMeta]) -> BatchMeta:
     for part in parts:
         if part.incarnation != last.incarnation:
             raise StaleIncarnationError(
-                f"partition {last.partition_id!r} was cleared and made anew between two pages of samples; ask again",
+                f"partition {last.partition_id!r} was cleared and created again between two pages of samples; "
+                "ask again",
                 metadata={"got": part.incarnation.hex(), "expected": last.incarnation.hex()},
             )
     return replace(last, **samples_of(parts))

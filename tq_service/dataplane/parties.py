@@ -32,7 +32,7 @@ class Deadline(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """A deadline that begins anew with each call."""
+    """A deadline that begins with each call."""
 
     seconds: float
 

@@ -88,11 +88,11 @@ class ReceiveBuffers:
     def _keep(self, blocks: list[tuple[float, mmap.mmap]]) -> None:
         """Keep blocks, the latest first, as far as the limits allow; the system gets the others back."""
         oldest = time.monotonic() - self._kept_seconds
-        room = self._kept_bytes
+        remaining = self._kept_bytes
         for since, block in blocks:
-            if since < oldest or len(block) > room:
+            if since < oldest or len(block) > remaining:
                 continue
-            room -= len(block)
+            remaining -= len(block)
             self._unused.appendleft((since, block))
 
 

@@ -209,11 +209,13 @@ class Catalog:
         return creation, made or creation.prepare(self._state)
 
     @contextlib.asynccontextmanager
-    async def room(self, partition_id: str, incarnation: bytes, write: SampleWrite) -> AsyncIterator[Partition | None]:
-        """Make room for the new rows of a write in steps, between which others have their turn; write it in the `with`.
+    async def capacity_for(
+        self, partition_id: str, incarnation: bytes, write: SampleWrite
+    ) -> AsyncIterator[Partition | None]:
+        """Reserve capacity for the new rows of a write in steps, which let others run; the `with` block writes it.
 
         The write is checked first, so that one which is refused takes no memory. Nothing else changes: whatever is done
-        to the partition meanwhile, the write is checked again as it is made, and room that was not used is given back.
+        to the partition meanwhile, the write is checked again as it is made, and unused capacity is returned.
         Yields the partition to be, where there is none.
         """
         made: Partition | None = None
@@ -222,7 +224,7 @@ class Catalog:
             partition, there = checked.partition, self._partitions.get(partition_id)
             made = None if there is partition else partition
             try:
-                for _ in partition.table.make_room(checked.new_count):
+                for _ in partition.table.reserve_capacity(checked.new_count):
                     await asyncio.sleep(0)
                     if self._partitions.get(partition_id) is not there:  # cleared, or made by another
                         break
@@ -230,7 +232,7 @@ class Catalog:
                     yield made
                     return
             finally:
-                partition.table.return_room()
+                partition.table.return_capacity()
 
     def write(
         self, partition_id: str, incarnation: bytes, write: SampleWrite, made: Partition | None = None
@@ -241,7 +243,7 @@ class Catalog:
             partition_id: where they are.
             incarnation: that is meant; empty: whichever.
             write: what is written.
-            made: the partition to be, if there is none yet; see `room`.
+            made: the partition to be, if there is none yet; see `capacity_for`.
         """
         written: Written = self.machine.commit_all(self._check_write(partition_id, incarnation, write, made))
         return written

@@ -161,8 +161,8 @@ class Partition:
         """Refuse a caller that means an earlier incarnation of the name; empty means whichever."""
         if incarnation and incarnation != self.incarnation:
             raise StaleIncarnationError(
-                f"partition {self.partition_id!r} was cleared and made anew: got incarnation {incarnation.hex()}, it "
-                f"is {self.incarnation.hex()} now; drop what you hold of the old one",
+                f"partition {self.partition_id!r} was cleared and created again: got incarnation {incarnation.hex()}, "
+                f"it is {self.incarnation.hex()} now; drop what you hold of the old one",
                 metadata={"got": incarnation.hex(), "expected": self.incarnation.hex()},
             )
 

@@ -9,7 +9,7 @@ new one. What is left of one that was not finished is overwritten by the next.
 
 A block is what one storage service holds of some fields that were put together, for samples in the order of the table:
 a few MiB, from any number of puts. When it is restored it becomes one put. So a million small puts come back as a few
-hundred, wherever there is room for them. The puts of a partition are its blocks, in the order of the file.
+hundred, wherever there is space for them. The puts of a partition are its blocks, in the order of the file.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _LONGEST_NAME: Final = 200
 _PART: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=@+-]*")
 """One part of a name: never "", ".", ".." or hidden."""
 _RECORD_BYTES: Final = 1 << 20
-_NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _BAD_DIRECTORY: Final = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP,
      errno.ENAMETOOLONG, errno.EINVAL}
@@ -246,7 +246,7 @@ class CheckpointWriter:
     Its methods are for threads, one call at a time; who opened it finishes it, or aborts it.
 
     Raises:
-        DiskFullError: the disk has no room.
+        DiskFullError: the disk has no space.
         InvalidArgumentError: the directory cannot be used.
     """
 
@@ -294,9 +294,9 @@ class CheckpointWriter:
             yield
         except OSError as error:
             directory = self._path.parent
-            if error.errno in _NO_ROOM:
+            if error.errno in _NO_SPACE:
                 raise DiskFullError(
-                    f"the disk of {directory} has no room for the checkpoint ({error}); free space there"
+                    f"the disk of {directory} has no space for the checkpoint ({error}); free space there"
                 ) from error
             if error.errno in _BAD_DIRECTORY:
                 raise InvalidArgumentError(

@@ -69,7 +69,7 @@ class FileWriter:
 
     def abort(self) -> None:
         """Leave no trace; nothing where it was committed."""
-        with contextlib.suppress(OSError):  # what is still in the buffer has no room on the disk
+        with contextlib.suppress(OSError):  # what is still in the buffer has no space on the disk
             self.file.close()
         with contextlib.suppress(OSError):
             self._partial.unlink(missing_ok=True)

@@ -29,7 +29,7 @@ class RecordWriter(FileWriter):
     It is made for a thread beside an event loop, and gives way to it.
 
     Raises:
-        OSError: the file cannot be written, or would leave hardly any room on the disk.
+        OSError: the file cannot be written, or would leave hardly any space on the disk.
     """
 
     def __init__(self, path: Path) -> None:
@@ -37,7 +37,7 @@ class RecordWriter(FileWriter):
         self.file.write(_MAGIC)
         self.count = 0
         self._pace = Pace()
-        self._unchecked_bytes = 0  # written since the room on the disk was looked at
+        self._unchecked_bytes = 0  # written since the space on the disk was looked at
 
     def write(self, *parts: bytes | memoryview) -> None:
         """Append a record, whose bytes may come in parts."""
@@ -45,10 +45,10 @@ class RecordWriter(FileWriter):
         self.file.write(head)
         self.file.write(body)
         self.count += 1
-        self._check_room(len(body))
+        self._check_space(len(body))
         self._pace.step()
 
-    def _check_room(self, size: int) -> None:
+    def _check_space(self, size: int) -> None:
         self._unchecked_bytes += size
         if self._unchecked_bytes < _BUFFER_BYTES:
             return

@@ -144,7 +144,7 @@ class StateStore:
 
         Raises:
             DataDirError: another process has it open, or it cannot be used.
-            DiskFullError: there is no room for a journal.
+            DiskFullError: there is no space for a journal.
         """
         data_dir = DataDir.open(path)
         try:
@@ -318,14 +318,14 @@ class StateStore:
 
     @property
     def is_disk_low(self) -> bool:
-        """Whether the disk has hardly any room left."""
+        """Whether the disk has hardly any space left."""
         return self._log.is_disk_low
 
     async def wait_durable(self) -> None:
         """Return once all that was appended so far is durable.
 
         Raises:
-            DiskFullError: it cannot be written now; it will be as soon as there is room.
+            DiskFullError: it cannot be written now; it will be as soon as there is space.
             TqError: it never will be: the log was abandoned, or has refused what it had taken, which is fatal.
         """
         try:
@@ -360,7 +360,7 @@ class StateStore:
             appear: called once it is durable, before there can be another one.
 
         Raises:
-            OSError, DiskFullError: there is no room for it; the journal goes on.
+            OSError, DiskFullError: there is no space for it; the journal goes on.
         """
         while self._snapshot is not None:
             await asyncio.wait([self._snapshot])
@@ -381,7 +381,7 @@ class StateStore:
             appear: puts it there; called once that is durable, before there can be another snapshot.
 
         Raises:
-            DiskFullError: there is no room for it; nothing is written of them.
+            DiskFullError: there is no space for it; nothing is written of them.
         """
         try:
             await self.take_snapshot(lambda: replace(self._now(), partitions=partitions, answers=answers()), appear)

@@ -1,4 +1,4 @@
-"""Writing samples: with room for them, once for each request_id, and with the put that has their cells.
+"""Writing samples: with capacity for them, once for each request_id, and with the put that has their cells.
 
     (stored elsewhere: its receipt is checked) -> admitted -> written and answered in one step -> confirmed there, later
 
@@ -42,7 +42,7 @@ class Commits:
     Args:
         catalog: what is written to.
         storages: where puts are.
-        waiting: counts the calls that wait for room.
+        waiting: counts the calls that wait for capacity.
     """
 
     def __init__(self, *, catalog: Catalog, storages: StorageRegistry, waiting: WaitingCalls) -> None:
@@ -84,7 +84,7 @@ class Commits:
             if recorded is not None:
                 return recorded
             write = converters.sample_write(request.write, names=names)
-            async with self._room(request.write, write) as made:
+            async with self._capacity(request.write, write) as made:
                 return self._catalog.run_once(
                     request.request_id, lambda: answer(meta=self._write(request.write, write, made)), answer
                 )
@@ -93,7 +93,7 @@ class Commits:
     async def admitted(
         self, request: pb.InsertRequest | commit_pb2.CommitRequest, size_bytes: int, context: Context
     ) -> AsyncIterator[Names | None]:
-        """Wait until a partition has room for new samples, and keep it for the `async with` that writes them.
+        """Wait until a partition has capacity for new samples, and keep it for the `async with` that writes them.
 
         Yields what is known of the names of a large write, which are looked through before the step that makes it;
         None: there are few.
@@ -112,8 +112,8 @@ class Commits:
         self._catalog.get(message.partition_id, message.incarnation)
         write = converters.sample_write(message, names=names)
         with self._waiting.one(context):
-            room = await queue.enter(request.request_id, write, size_bytes, wait_until(context))
-        with room:
+            capacity = await queue.enter(request.request_id, write, size_bytes, wait_until(context))
+        with capacity:
             yield names
 
     def commit_stored(
@@ -164,13 +164,13 @@ class Commits:
         """
         return self._catalog.recorded(request_id, commit_pb2.CommitResponse)
 
-    def _room(
+    def _capacity(
         self, message: commit_pb2.SampleWrite, write: SampleWrite
     ) -> contextlib.AbstractAsyncContextManager[Partition | None]:
-        """Make room for many new samples, see `Catalog.room`; few need no step of their own for it."""
+        """Reserve capacity for many new samples, see `Catalog.capacity_for`; few need no step of their own for it."""
         if write.row_count < LARGE:
             return contextlib.nullcontext()
-        return self._catalog.room(message.partition_id, message.incarnation, write)
+        return self._catalog.capacity_for(message.partition_id, message.incarnation, write)
 
     def _write(
         self, message: commit_pb2.SampleWrite, write: SampleWrite, made: Partition | None = None

@@ -19,7 +19,7 @@ LEAST_PROGRESS_BYTES: Final = 64 * 1024
 
 
 class Progress:
-    """Counts down while the other side of a stream is waited for, and starts anew whenever enough bytes have moved.
+    """Counts down while the other side of a stream is waited for, and starts again whenever enough bytes have moved.
 
     Args:
         seconds: how long it may take to move `LEAST_PROGRESS_BYTES`.

@@ -4,7 +4,7 @@
 
 The controller makes a random key for each registration of a storage service and tells it in the answer. So a key
 belongs to one process of each of the two: what was sealed for another controller, by another storage service, or before
-either of them started anew opens nowhere. Receipts under one key are numbered; a number is spent when its put is freed,
+either restarted opens nowhere. Receipts under one key are numbered; a number is spent when its put is freed,
 since the storage service may not have heard of that yet, and void once the storage service says so.
 """
 

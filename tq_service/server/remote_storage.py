@@ -199,7 +199,7 @@ class RemoteStorage:
 
     def free(self, cells: Sequence[PutCells]) -> None:
         """Give cells back as soon as the service can be reached."""
-        if self._is_closed:  # it is told with all that is known, once this controller has started anew
+        if self._is_closed:  # it is told with all that is known, once this controller has restarted
             return
         cells = [each for each in cells if each.put_id not in self._leaving]
         for each in cells:

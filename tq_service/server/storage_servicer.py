@@ -141,7 +141,7 @@ class StorageServicer:
         controller_id: of the one in this process.
         shared_memory: takes and gives memory shared with clients of this host, where it can.
         stall_seconds: how long the client of a stream may neither send nor take anything.
-        waiting: counts the calls that wait for room.
+        waiting: counts the calls that wait for capacity.
         max_puts: puts there may be.
         max_uncommitted_puts: of them, puts that wait for a commit that does not come with them.
     """
@@ -227,7 +227,7 @@ class StorageServicer:
     async def _take(
         self, header: pb.PutHeader, receive: Receive, context: Context, *, shared: bool = False
     ) -> pb.PutResponse:
-        """Reserve room for a put, let `receive` write its bytes, commit it; after an error nothing of it is left."""
+        """Reserve capacity for a put, let `receive` write its bytes, commit it; an error leaves nothing of it."""
         check_id("put_id", header.put_id)
         _check_partition(header)
         if header.HasField("commit"):
@@ -265,7 +265,7 @@ class StorageServicer:
                 raise
 
     def _admitted(self, header: pb.PutHeader, context: Context) -> contextlib.AbstractAsyncContextManager[Names | None]:
-        """Wait until the partition has room for what the put's own commit adds; other puts wait with their Commit."""
+        """Wait until the partition has capacity for the samples of the put's own commit; other puts wait in Commit."""
         if self._commits is None or not header.HasField("commit"):
             return contextlib.nullcontext()
         return self._commits.admitted(header.commit, header.size_bytes, context)

@@ -409,13 +409,13 @@ class StorageEngine:
 
     def _check_current(self, state: Reconciliation) -> None:
         if not self._is_current(state):
-            raise CallCancelledError("it is being said anew which puts are known; what was said before is given up")
+            raise CallCancelledError("it is being said again which puts are known; what was said before is given up")
 
     def _is_current(self, state: Reconciliation) -> bool:
         return self._reconciliations.get(state.owner) is state
 
     def _know(self, state: Reconciliation, put_id: bytes) -> None:
-        if put_id in state.freed:  # what is listed is gone; a put of this id that is here was stored anew
+        if put_id in state.freed:  # what is listed is gone; a put of this id that is here was stored again
             return
         state.staying.add(put_id)
         self._puts.confirmations(state.owner).forget(put_id)

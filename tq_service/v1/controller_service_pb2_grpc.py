@@ -166,8 +166,8 @@ class ControllerServiceServicer(object):
 
     def Insert(self, request, context):
         """Allocates samples without data. Changes: adds rows, and the partition when it is new. Idempotent under
-        `request_id`. Blocks while the partition is bounded and has no room, until shortly before the call's deadline.
-        Errors: ALREADY_EXISTS (a key is known), FAILED_PRECONDITION (sealed), RESOURCE_EXHAUSTED (no room; with RetryInfo
+        `request_id`. Blocks while the partition is bounded and has no capacity, until shortly before the call's deadline.
+        Errors: ALREADY_EXISTS (a key is known), FAILED_PRECONDITION (sealed), RESOURCE_EXHAUSTED (no capacity; with RetryInfo
         unless it could never fit).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -178,7 +178,7 @@ class ControllerServiceServicer(object):
         """Makes a stored put visible and writes keys, groups, state and custom_meta, all in one step: allocates rows for new
         samples, or adds and overwrites columns of existing ones; without a placement it writes metadata and state only.
         Idempotent under `request_id`. Blocks for one call to the storage service that holds the put, and with new samples
-        as Insert does; the put is dropped when there is no room until then. Errors: RESOURCE_EXHAUSTED (no room), NOT_FOUND
+        as Insert does; the put is dropped when there is no capacity until then. Errors: RESOURCE_EXHAUSTED (no capacity), NOT_FOUND
         (unknown key, sample, or an expired put), ALREADY_EXISTS (a key is known), FAILED_PRECONDITION (sealed, stale
         incarnation, failed sample), INVALID_ARGUMENT (counts, dtype, layout or shape differ).
         """
@@ -344,7 +344,7 @@ class ControllerServiceServicer(object):
         """Brings back what a checkpoint holds, into a service that has no partitions. The checkpoint is read and checked whole
         before anything is changed; then its bytes go to the storage services there are now, and all its partitions appear
         in one step. Errors: FAILED_PRECONDITION (there are partitions, or the service has no directory for checkpoints),
-        INVALID_ARGUMENT (the name, no checkpoint, or one of another format), DATA_LOSS (a file of it is damaged), RESOURCE_EXHAUSTED (no room for its bytes).
+        INVALID_ARGUMENT (the name, no checkpoint, or one of another format), DATA_LOSS (a file of it is damaged), RESOURCE_EXHAUSTED (no capacity for its bytes).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -50,8 +50,8 @@ class ControllerServiceStub:
         tq_service.v1.controller_service_pb2.InsertResponse,
     ]
     """Allocates samples without data. Changes: adds rows, and the partition when it is new. Idempotent under
-    `request_id`. Blocks while the partition is bounded and has no room, until shortly before the call's deadline.
-    Errors: ALREADY_EXISTS (a key is known), FAILED_PRECONDITION (sealed), RESOURCE_EXHAUSTED (no room; with RetryInfo
+    `request_id`. Blocks while the partition is bounded and has no capacity, until shortly before the call's deadline.
+    Errors: ALREADY_EXISTS (a key is known), FAILED_PRECONDITION (sealed), RESOURCE_EXHAUSTED (no capacity; with RetryInfo
     unless it could never fit).
     """
 
@@ -62,7 +62,7 @@ class ControllerServiceStub:
     """Makes a stored put visible and writes keys, groups, state and custom_meta, all in one step: allocates rows for new
     samples, or adds and overwrites columns of existing ones; without a placement it writes metadata and state only.
     Idempotent under `request_id`. Blocks for one call to the storage service that holds the put, and with new samples
-    as Insert does; the put is dropped when there is no room until then. Errors: RESOURCE_EXHAUSTED (no room), NOT_FOUND
+    as Insert does; the put is dropped when there is no capacity until then. Errors: RESOURCE_EXHAUSTED (no capacity), NOT_FOUND
     (unknown key, sample, or an expired put), ALREADY_EXISTS (a key is known), FAILED_PRECONDITION (sealed, stale
     incarnation, failed sample), INVALID_ARGUMENT (counts, dtype, layout or shape differ).
     """
@@ -224,7 +224,7 @@ class ControllerServiceStub:
     """Brings back what a checkpoint holds, into a service that has no partitions. The checkpoint is read and checked whole
     before anything is changed; then its bytes go to the storage services there are now, and all its partitions appear
     in one step. Errors: FAILED_PRECONDITION (there are partitions, or the service has no directory for checkpoints),
-    INVALID_ARGUMENT (the name, no checkpoint, or one of another format), DATA_LOSS (a file of it is damaged), RESOURCE_EXHAUSTED (no room for its bytes).
+    INVALID_ARGUMENT (the name, no checkpoint, or one of another format), DATA_LOSS (a file of it is damaged), RESOURCE_EXHAUSTED (no capacity for its bytes).
     """
 
 class ControllerServiceAsyncStub:
@@ -258,8 +258,8 @@ class ControllerServiceAsyncStub:
         tq_service.v1.controller_service_pb2.InsertResponse,
     ]
     """Allocates samples without data. Changes: adds rows, and the partition when it is new. Idempotent under
-    `request_id`. Blocks while the partition is bounded and has no room, until shortly before the call's deadline.
-    Errors: ALREADY_EXISTS (a key is known), FAILED_PRECONDITION (sealed), RESOURCE_EXHAUSTED (no room; with RetryInfo
+    `request_id`. Blocks while the partition is bounded and has no capacity, until shortly before the call's deadline.
+    Errors: ALREADY_EXISTS (a key is known), FAILED_PRECONDITION (sealed), RESOURCE_EXHAUSTED (no capacity; with RetryInfo
     unless it could never fit).
     """
 
@@ -270,7 +270,7 @@ class ControllerServiceAsyncStub:
     """Makes a stored put visible and writes keys, groups, state and custom_meta, all in one step: allocates rows for new
     samples, or adds and overwrites columns of existing ones; without a placement it writes metadata and state only.
     Idempotent under `request_id`. Blocks for one call to the storage service that holds the put, and with new samples
-    as Insert does; the put is dropped when there is no room until then. Errors: RESOURCE_EXHAUSTED (no room), NOT_FOUND
+    as Insert does; the put is dropped when there is no capacity until then. Errors: RESOURCE_EXHAUSTED (no capacity), NOT_FOUND
     (unknown key, sample, or an expired put), ALREADY_EXISTS (a key is known), FAILED_PRECONDITION (sealed, stale
     incarnation, failed sample), INVALID_ARGUMENT (counts, dtype, layout or shape differ).
     """
@@ -432,7 +432,7 @@ class ControllerServiceAsyncStub:
     """Brings back what a checkpoint holds, into a service that has no partitions. The checkpoint is read and checked whole
     before anything is changed; then its bytes go to the storage services there are now, and all its partitions appear
     in one step. Errors: FAILED_PRECONDITION (there are partitions, or the service has no directory for checkpoints),
-    INVALID_ARGUMENT (the name, no checkpoint, or one of another format), DATA_LOSS (a file of it is damaged), RESOURCE_EXHAUSTED (no room for its bytes).
+    INVALID_ARGUMENT (the name, no checkpoint, or one of another format), DATA_LOSS (a file of it is damaged), RESOURCE_EXHAUSTED (no capacity for its bytes).
     """
 
 class ControllerServiceServicer(metaclass=abc.ABCMeta):
@@ -472,8 +472,8 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.InsertResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.InsertResponse]]:
         """Allocates samples without data. Changes: adds rows, and the partition when it is new. Idempotent under
-        `request_id`. Blocks while the partition is bounded and has no room, until shortly before the call's deadline.
-        Errors: ALREADY_EXISTS (a key is known), FAILED_PRECONDITION (sealed), RESOURCE_EXHAUSTED (no room; with RetryInfo
+        `request_id`. Blocks while the partition is bounded and has no capacity, until shortly before the call's deadline.
+        Errors: ALREADY_EXISTS (a key is known), FAILED_PRECONDITION (sealed), RESOURCE_EXHAUSTED (no capacity; with RetryInfo
         unless it could never fit).
         """
 
@@ -486,7 +486,7 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         """Makes a stored put visible and writes keys, groups, state and custom_meta, all in one step: allocates rows for new
         samples, or adds and overwrites columns of existing ones; without a placement it writes metadata and state only.
         Idempotent under `request_id`. Blocks for one call to the storage service that holds the put, and with new samples
-        as Insert does; the put is dropped when there is no room until then. Errors: RESOURCE_EXHAUSTED (no room), NOT_FOUND
+        as Insert does; the put is dropped when there is no capacity until then. Errors: RESOURCE_EXHAUSTED (no capacity), NOT_FOUND
         (unknown key, sample, or an expired put), ALREADY_EXISTS (a key is known), FAILED_PRECONDITION (sealed, stale
         incarnation, failed sample), INVALID_ARGUMENT (counts, dtype, layout or shape differ).
         """
@@ -686,7 +686,7 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         """Brings back what a checkpoint holds, into a service that has no partitions. The checkpoint is read and checked whole
         before anything is changed; then its bytes go to the storage services there are now, and all its partitions appear
         in one step. Errors: FAILED_PRECONDITION (there are partitions, or the service has no directory for checkpoints),
-        INVALID_ARGUMENT (the name, no checkpoint, or one of another format), DATA_LOSS (a file of it is damaged), RESOURCE_EXHAUSTED (no room for its bytes).
+        INVALID_ARGUMENT (the name, no checkpoint, or one of another format), DATA_LOSS (a file of it is damaged), RESOURCE_EXHAUSTED (no capacity for its bytes).
         """
 
 def add_ControllerServiceServicer_to_server(servicer: ControllerServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

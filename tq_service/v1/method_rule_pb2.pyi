@@ -111,7 +111,7 @@ class MethodRule(google.protobuf.message.Message):
     waits: builtins.bool
     """It may wait for samples or capacity, and so counts against the bounds on waiting calls while it does."""
     fills_disk: builtins.bool
-    """It is refused while the disk of the data directory is nearly full: what is left is for calls that make room."""
+    """It is refused while the disk of the data directory is nearly full: what is left is for calls that free space."""
     is_answer_durable: builtins.bool
     """What it answers was durable before anybody could ask for it, so its answers wait for no disk."""
     @property

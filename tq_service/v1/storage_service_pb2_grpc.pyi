@@ -28,12 +28,12 @@ class StorageServiceStub:
     """Stores one put. The first message is the header, the others are frames that together carry the columns of the
     header one after the other. Changes: reserves `size_bytes` before the first frame is read and stores the bytes;
     they are visible only after the commit, which is part of this call where the header carries one, and expire
-    without it. Idempotent under `put_id` and the commit's `request_id`. Blocks until there is room, at most until the
+    without it. Idempotent under `put_id` and the commit's `request_id`. Blocks until there is capacity, at most until the
     call's deadline; then it sends initial metadata with the key `tq-send-as`, for which clients may wait with the frames
     (where the put is there already, the answer comes instead). Its value is "frames", or "fds" where the header
     names an open session: the bytes are then sent there as shared memory (SendFds), and after that the stream ends
     without a frame. Errors: INVALID_ARGUMENT (stream shorter, longer or
-    other than declared, every row of Commit's table), RESOURCE_EXHAUSTED (no room; with RetryInfo unless the put is
+    other than declared, every row of Commit's table), RESOURCE_EXHAUSTED (no capacity; with RetryInfo unless the put is
     larger than the quota), UNAVAILABLE (this service is not registered with the put's controller yet). After an error nothing is stored.
     """
 
@@ -82,12 +82,12 @@ class StorageServiceAsyncStub:
     """Stores one put. The first message is the header, the others are frames that together carry the columns of the
     header one after the other. Changes: reserves `size_bytes` before the first frame is read and stores the bytes;
     they are visible only after the commit, which is part of this call where the header carries one, and expire
-    without it. Idempotent under `put_id` and the commit's `request_id`. Blocks until there is room, at most until the
+    without it. Idempotent under `put_id` and the commit's `request_id`. Blocks until there is capacity, at most until the
     call's deadline; then it sends initial metadata with the key `tq-send-as`, for which clients may wait with the frames
     (where the put is there already, the answer comes instead). Its value is "frames", or "fds" where the header
     names an open session: the bytes are then sent there as shared memory (SendFds), and after that the stream ends
     without a frame. Errors: INVALID_ARGUMENT (stream shorter, longer or
-    other than declared, every row of Commit's table), RESOURCE_EXHAUSTED (no room; with RetryInfo unless the put is
+    other than declared, every row of Commit's table), RESOURCE_EXHAUSTED (no capacity; with RetryInfo unless the put is
     larger than the quota), UNAVAILABLE (this service is not registered with the put's controller yet). After an error nothing is stored.
     """
 
@@ -138,12 +138,12 @@ class StorageServiceServicer(metaclass=abc.ABCMeta):
         """Stores one put. The first message is the header, the others are frames that together carry the columns of the
         header one after the other. Changes: reserves `size_bytes` before the first frame is read and stores the bytes;
         they are visible only after the commit, which is part of this call where the header carries one, and expire
-        without it. Idempotent under `put_id` and the commit's `request_id`. Blocks until there is room, at most until the
+        without it. Idempotent under `put_id` and the commit's `request_id`. Blocks until there is capacity, at most until the
         call's deadline; then it sends initial metadata with the key `tq-send-as`, for which clients may wait with the frames
         (where the put is there already, the answer comes instead). Its value is "frames", or "fds" where the header
         names an open session: the bytes are then sent there as shared memory (SendFds), and after that the stream ends
         without a frame. Errors: INVALID_ARGUMENT (stream shorter, longer or
-        other than declared, every row of Commit's table), RESOURCE_EXHAUSTED (no room; with RetryInfo unless the put is
+        other than declared, every row of Commit's table), RESOURCE_EXHAUSTED (no capacity; with RetryInfo unless the put is
         larger than the quota), UNAVAILABLE (this service is not registered with the put's controller yet). After an error nothing is stored.
         """
 

@@ -139,7 +139,7 @@ class Credentials:
         self._reread_at = time.monotonic() + _REREAD_SECONDS
 
     def signature(self) -> Signature:
-        """Return what differs once a channel has to be opened anew to use the present files."""
+        """Return what differs once a channel has to be opened again to use the present files."""
         return () if self.tls is None else self.tls.signature()
 
     def check_target(self, address: str) -> None:

@@ -1,7 +1,7 @@
 """Makes the files that `test_files.py` opens: one of each kind that is written to disk.
 
 They are made once, and read by all versions since. Where the format of a kind changes, its old file stays, with a
-reader for it, and a new one is added. Until the first release, `python tests/durable/files/make.py` makes them anew.
+reader for it, and a new one is added. Until the first release, `python tests/durable/files/make.py` regenerates them.
 """
 
 from __future__ import annotations

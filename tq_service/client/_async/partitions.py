@@ -84,7 +84,7 @@ class AsyncPartitionCalls(AsyncBase):
 
         Raises:
             PartitionNotFoundError: there is no such partition.
-            StaleIncarnationError: it has been made anew.
+            StaleIncarnationError: it was created again.
         """
         request = request_of(pb.SealPartitionRequest, partition_id=partition_id, incarnation=incarnation)
         answer = await self._ask(lambda to: to.SealPartition, request, timeout)
@@ -105,7 +105,7 @@ class AsyncPartitionCalls(AsyncBase):
 
         Raises:
             PartitionNotFoundError: there is no such partition.
-            StaleIncarnationError: it has been made anew.
+            StaleIncarnationError: it was created again.
         """
         request = request_of(pb.ClearPartitionRequest, partition_id=partition_id, incarnation=incarnation)
         answer = await self._ask(lambda to: to.ClearPartition, request, timeout)

@@ -217,7 +217,7 @@ class AsyncSampleCalls(AsyncBase):
         Raises:
             InvalidArgumentError: a column has values of another type.
             SampleNotFoundError: a sample was cleared.
-            StaleIncarnationError: the partition has been made anew.
+            StaleIncarnationError: the partition was created again.
         """
         check_is_batch(metadata)
         check_meta_count(len(custom_meta), metadata.size)
@@ -288,7 +288,7 @@ class AsyncSampleCalls(AsyncBase):
 
         Raises:
             PartitionNotFoundError: there is no such partition.
-            StaleIncarnationError: the partition of `metadata` has been made anew.
+            StaleIncarnationError: the partition of `metadata` was created again.
         """
         if metadata is not None:
             check_is_batch(metadata)

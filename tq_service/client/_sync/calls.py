@@ -77,7 +77,7 @@ class Endpoint:
 
 
 class Channels:
-    """Opens channels where they are first used, and anew where the old ones no longer work.
+    """Opens channels where they are first used, and again where the old ones no longer work.
 
     Attributes:
         closed: whether `close` was called.
@@ -95,7 +95,7 @@ class Channels:
         """Return the channel to an address; an empty one is the client's own.
 
         Raises:
-            ForkedClientError: the channels belong to another process or event loop and cannot be opened anew.
+            ForkedClientError: the channels belong to another process or event loop and cannot be opened again.
             PreconditionError: the client is closed.
             InvalidArgumentError: the credentials cannot be used for this address.
         """

@@ -74,7 +74,7 @@ class FetchCalls(Base):
         Raises:
             PartitionNotFoundError, FieldNotFoundError, KeyNotFoundError, SampleNotFoundError: nothing has this name.
             CellNotFoundError: a sample lacks one of the fields.
-            StaleIncarnationError: the partition of `metadata` has been made anew.
+            StaleIncarnationError: the partition of `metadata` was created again.
             DataLossError: the storage service that held them came back empty; names the samples.
             UnavailableError: the controller, or the storage service that holds them, did not answer until the timeout.
         """

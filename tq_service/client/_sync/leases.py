@@ -32,7 +32,7 @@ class LeaseCalls(Base):
             LeaseExpiredError: some of the samples (the message names them) are no longer leased to this worker, and
                 others may do the same work; none is acknowledged.
             InvalidArgumentError: `metadata` is not of one leased claim, or has a part of a group.
-            PartitionNotFoundError: the partition was cleared. StaleIncarnationError: and made anew.
+            PartitionNotFoundError: the partition was cleared. StaleIncarnationError: and created again.
         """
         check_leased(metadata)
         if not metadata.size:
@@ -61,7 +61,7 @@ class LeaseCalls(Base):
             LeaseExpiredError: the lease ran out before.
             PreconditionError: nothing is left of the claim.
             InvalidArgumentError: `metadata` is not of one leased claim, or `lease` is no positive number of seconds.
-            PartitionNotFoundError: the partition was cleared. StaleIncarnationError: and made anew.
+            PartitionNotFoundError: the partition was cleared. StaleIncarnationError: and created again.
         """
         check_leased(metadata)
         request = request_of(

@@ -85,7 +85,7 @@ class PartitionCalls(Base):
 
         Raises:
             PartitionNotFoundError: there is no such partition.
-            StaleIncarnationError: it has been made anew.
+            StaleIncarnationError: it was created again.
         """
         request = request_of(pb.SealPartitionRequest, partition_id=partition_id, incarnation=incarnation)
         answer = self._ask(lambda to: to.SealPartition, request, timeout)
@@ -104,7 +104,7 @@ class PartitionCalls(Base):
 
         Raises:
             PartitionNotFoundError: there is no such partition.
-            StaleIncarnationError: it has been made anew.
+            StaleIncarnationError: it was created again.
         """
         request = request_of(pb.ClearPartitionRequest, partition_id=partition_id, incarnation=incarnation)
         answer = self._ask(lambda to: to.ClearPartition, request, timeout)

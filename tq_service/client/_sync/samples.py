@@ -218,7 +218,7 @@ class SampleCalls(Base):
         Raises:
             InvalidArgumentError: a column has values of another type.
             SampleNotFoundError: a sample was cleared.
-            StaleIncarnationError: the partition has been made anew.
+            StaleIncarnationError: the partition was created again.
         """
         check_is_batch(metadata)
         check_meta_count(len(custom_meta), metadata.size)
@@ -289,7 +289,7 @@ class SampleCalls(Base):
 
         Raises:
             PartitionNotFoundError: there is no such partition.
-            StaleIncarnationError: the partition of `metadata` has been made anew.
+            StaleIncarnationError: the partition of `metadata` was created again.
         """
         if metadata is not None:
             check_is_batch(metadata)

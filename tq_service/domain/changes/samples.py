@@ -293,7 +293,7 @@ def check_write(partition: Partition, write: SampleWrite) -> CheckedWrite:
         raise PartitionSealedError(
             f"partition {partition.partition_id!r} is sealed with {partition.inserted_count} samples, got "
             f"{new_count} new ones; put columns of existing samples with metadata= or key_mode='existing', "
-            f"remove it with clear_partition to begin anew, or use another partition"
+            f"remove it with clear_partition to start over, or use another partition"
         )
     specs = partition.cells.merged_specs(write.columns)
     partition.meta.check(write.meta, write.row_count)

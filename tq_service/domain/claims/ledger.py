@@ -51,7 +51,7 @@ _ENDED_SECONDS = 900.0
 _MOST_ENDED = 131_072
 _MOST_EXPIRED_A_TURN = 64
 _LEAST_STALE_DEADLINES = 64
-_DERIVED = {"is_encoded": False}  # found anew from the columns, or of this instance of the service alone
+_DERIVED = {"is_encoded": False}  # rebuilt from the columns, or of this instance of the service alone
 _MOST_REMEMBERED_ROWS, _MOST_REMEMBERED_PACKS = 1 << 13, 512  # of a rank; 256 steps of so many take some 40 MB
 _MOST_BATCHES_WITHOUT_ROWS = 16  # short batches come at the end of an epoch, so there is rarely more than one
 
@@ -403,7 +403,7 @@ class TaskLedger(TaskFacts):
         self._lose(claim, count)
 
     def extend(self, claim: QueueClaim, lease: LeaseTerms) -> None:
-        """Change for how long rows are leased, also where that starts anew after a restart."""
+        """Change for how long rows are leased, also where that starts again after a restart."""
         claim.lease = lease
 
     def expire(self, claim: QueueClaim, positions: Indexes, at_seconds: float) -> Indexes:
@@ -525,7 +525,7 @@ class LeaseTimer:
     """Keeps the deadlines of the leases of one partition, on the running loop.
 
     Deadlines are of this instance of the service alone: they are not written down, and a lease that was recovered or
-    restored is started anew. Leases that end early, or get more time, leave their old entry in the heap: it is dropped
+    restored starts again. Leases that end early, or get more time, leave their old entry in the heap: it is dropped
     when its turn comes, or when such entries outnumber the leases.
     """
 

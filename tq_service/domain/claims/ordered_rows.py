@@ -2,7 +2,7 @@
 
 There is one `OrderedRows` for each kind of claim of a task with an order. It holds the rows that were ready when they
 were last written to: a claim enters those that were written since, takes what it needs from the front, and drops what
-is not ready there any more. All of it follows from the rows, and is made anew after a restart.
+is not ready there any more. All of it follows from the rows, and is rebuilt after a restart.
 
 A row is there as its key: for each column of the order the value and whether there is none, then the global index,
 which decides between equals. A text is a reference to the one that the table has. Keys lie in buckets, each of which

@@ -17,8 +17,8 @@ as these. So no step takes long, and the end is reached before the table has gro
 which the rows around it are found; only what moved rows have left behind has none. No row is moved while a reader on
 another thread needs positions to stay (`pin_count`).
 
-Many rows at once are added in two parts: room for them is made in steps, between which everything else goes on, and
-the step that adds them has no more to write than what they have (`make_room`).
+Many rows at once are added in two parts: capacity for them is reserved in steps, between which everything else goes
+on, and the step that adds them writes only their values (`reserve_capacity`).
 
 `NameIndex`, `KeyIndex`: numbers by names, and rows by their keys.
 
@@ -52,7 +52,7 @@ from tq_service.domain.tables.column_memory import (
 from tq_service.errors import NewerVersionError
 
 _GROWTH: Final = 1 << 14  # values by which a long column grows at least
-_ROOM_STEP: Final = 1 << 16  # rows for which room is made in a step
+_CAPACITY_STEP: Final = 1 << 16  # rows for which capacity is reserved in a step
 _BLOCK_SHIFT = 12
 _BLOCK_ROWS = 1 << _BLOCK_SHIFT
 _FIRST_CAPACITY = 64
@@ -170,9 +170,9 @@ class Column:
         self.is_blank = False
 
     def resize(self, capacity: int) -> None:
-        """Have room for `capacity` values; those that there is none for had the fill, as have those that are new.
+        """Grow or shrink to `capacity` values; values that are cut off had the fill, and new ones have it.
 
-        It copies nothing where the memory has room behind the column, or can be given back.
+        Nothing is copied where the memory behind the column suffices, or can be returned.
         """
         memory, size = self._memory, self.data.size
         reserved = reserved_memory(memory)
@@ -216,7 +216,7 @@ class Column:
             self._snapshots = [weakref.ref(snapshot) for snapshot in readers]
 
     def _move(self, capacity: int, dtype: np.dtype[Any]) -> None:
-        """Go on in other memory that has room for so many values; snapshots have the old one for themselves."""
+        """Go on in other memory that has capacity for so many values; snapshots have the old one for themselves."""
         self._memory = zeros(capacity, dtype, self.fill)
         self._snapshots = []
         self.is_blank = True
@@ -306,8 +306,8 @@ class Table:
         """Have no objects any more, in steps; for a table that is not used again but by readers of snapshots."""
         for column in self.columns.values():
             if column.data.dtype.hasobject:
-                for start in range(0, self.count, _ROOM_STEP):
-                    column.clear(slice(start, min(start + _ROOM_STEP, self.count)))
+                for start in range(0, self.count, _CAPACITY_STEP):
+                    column.clear(slice(start, min(start + _CAPACITY_STEP, self.count)))
                     yield
 
     def _resize(self, capacity: int) -> None:
@@ -320,7 +320,7 @@ class RowTable(Table):
     """Rows in order of insertion, looked up by global index.
 
     Attributes:
-        index: the global index of each row, also of those that there is room for.
+        index: the global index of each row, also of those that there is capacity for.
         state: the state of each row, `CLEARED` where there is a gap.
         readable: columns that samplers, `where` and `order_by` find by name, as they find custom_meta.
     """
@@ -374,18 +374,18 @@ class RowTable(Table):
         self.present_count += count
         return added
 
-    def make_room(self, count: int) -> Iterator[None]:
-        """Make room for so many more rows in steps; other changes may be made between these.
+    def reserve_capacity(self, count: int) -> Iterator[None]:
+        """Reserve capacity for so many more rows in steps; other changes may be made between these.
 
         At the end `append` finds the indexes of these rows written.
         """
         while (end := self.count + count) > self._capacity:
-            self._grow(min(end, self._capacity + _ROOM_STEP))
+            self._grow(min(end, self._capacity + _CAPACITY_STEP))
             yield
 
-    def return_room(self) -> None:
+    def return_capacity(self) -> None:
         """Give memory back that was made for rows which did not come."""
-        if self._capacity > 2 * self.count + _ROOM_STEP:
+        if self._capacity > 2 * self.count + _CAPACITY_STEP:
             self._resize(grown(0, self.count))
 
     def _grow(self, least: int) -> None:
@@ -394,7 +394,7 @@ class RowTable(Table):
         self._number(start)
 
     def _number(self, start: int) -> None:
-        """Write the indexes of rows that are still to come, from a position on as far as there is room for them."""
+        """Write the indexes of rows that are still to come, from a position on as far as there is capacity for them."""
         first = self.next_index - self.count
         self.index.write(slice(start, self._capacity), np.arange(first + start, first + self._capacity))
 

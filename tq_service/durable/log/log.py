@@ -50,7 +50,7 @@ class Log(Protocol):
 
     @property
     def is_disk_low(self) -> bool:
-        """Whether there is hardly any room left to write to: what adds to the state had better be refused."""
+        """Whether there is hardly any space left to write to: what adds to the state had better be refused."""
         ...
 
     def read(self, number: int) -> Iterator[Record]:

@@ -62,7 +62,7 @@ def segment_numbers(directory: Path) -> list[int]:
 
 @cache
 def machine_boot_id() -> str:
-    """Return what stays the same until the machine is started anew; what was not synced may be lost only then."""
+    """Return what stays the same until the machine is restarted; what was not synced may be lost only then."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

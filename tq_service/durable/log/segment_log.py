@@ -88,7 +88,7 @@ class SegmentLog:
 
         Raises:
             JournalDamagedError: a record that had been written is damaged or missing.
-            DiskFullError: there is no room for a segment.
+            DiskFullError: there is no space for a segment.
         """
         if self._segment is None:
             yield from self._reader.records(number)
@@ -108,7 +108,7 @@ class SegmentLog:
                     segment = FoundSegment(self._directory, segment.last_number + 1)
                     continue
                 while self._durable == until:
-                    with contextlib.suppress(DiskFullError):  # there may be room later
+                    with contextlib.suppress(DiskFullError):  # there may be space later
                         await self._commit_of(until + 1)
         except FileNotFoundError as error:
             raise PreconditionError(
@@ -213,9 +213,9 @@ class SegmentLog:
 
     @property
     def is_disk_low(self) -> bool:
-        """Whether the disk has been full, and has hardly any room still: what adds to the state had better be refused.
+        """Whether the disk has been full, and has hardly any space still: what adds to the state had better be refused.
 
-        There is room for some more records then, so that what makes room can be written down.
+        There is space for some more records then, so that what frees space can be written down.
         """
         if self._reserve.is_there:
             return False
@@ -231,7 +231,7 @@ class SegmentLog:
             number: of the record; None: of the last that was appended.
 
         Raises:
-            DiskFullError: there is no room; all stays as it is, and the next call tries again.
+            DiskFullError: there is no space; all stays as it is, and the next call tries again.
             DiskFailedError: the disk fails.
             TqError: the log was abandoned.
         """

@@ -47,7 +47,7 @@ class StorageControlServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReconcilePuts(self, request_iterator, context):
-        """Says which puts the controller knows, in pieces: called by it when it or this service has started anew, and now and
+        """Says which puts the controller knows, in pieces: called by it when it or this service has restarted, and now and
         then. The first message has the boot and the controller alone; initial metadata answers it, and only then the controller looks at what
         it knows, so that a put is listed, or confirmed after the first message, or not known. Changes, after the last
         message: confirmed puts of this controller that are not listed are dropped, but those that were confirmed after the

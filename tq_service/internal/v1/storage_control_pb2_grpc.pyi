@@ -35,7 +35,7 @@ class StorageControlServiceStub:
         tq_service.internal.v1.storage_control_pb2.ReconcilePutsRequest,
         tq_service.internal.v1.storage_control_pb2.ReconcilePutsResponse,
     ]
-    """Says which puts the controller knows, in pieces: called by it when it or this service has started anew, and now and
+    """Says which puts the controller knows, in pieces: called by it when it or this service has restarted, and now and
     then. The first message has the boot and the controller alone; initial metadata answers it, and only then the controller looks at what
     it knows, so that a put is listed, or confirmed after the first message, or not known. Changes, after the last
     message: confirmed puts of this controller that are not listed are dropped, but those that were confirmed after the
@@ -71,7 +71,7 @@ class StorageControlServiceAsyncStub:
         tq_service.internal.v1.storage_control_pb2.ReconcilePutsRequest,
         tq_service.internal.v1.storage_control_pb2.ReconcilePutsResponse,
     ]
-    """Says which puts the controller knows, in pieces: called by it when it or this service has started anew, and now and
+    """Says which puts the controller knows, in pieces: called by it when it or this service has restarted, and now and
     then. The first message has the boot and the controller alone; initial metadata answers it, and only then the controller looks at what
     it knows, so that a put is listed, or confirmed after the first message, or not known. Changes, after the last
     message: confirmed puts of this controller that are not listed are dropped, but those that were confirmed after the
@@ -111,7 +111,7 @@ class StorageControlServiceServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[tq_service.internal.v1.storage_control_pb2.ReconcilePutsRequest],
         context: _ServicerContext,
     ) -> typing.Union[tq_service.internal.v1.storage_control_pb2.ReconcilePutsResponse, collections.abc.Awaitable[tq_service.internal.v1.storage_control_pb2.ReconcilePutsResponse]]:
-        """Says which puts the controller knows, in pieces: called by it when it or this service has started anew, and now and
+        """Says which puts the controller knows, in pieces: called by it when it or this service has restarted, and now and
         then. The first message has the boot and the controller alone; initial metadata answers it, and only then the controller looks at what
         it knows, so that a put is listed, or confirmed after the first message, or not known. Changes, after the last
         message: confirmed puts of this controller that are not listed are dropped, but those that were confirmed after the

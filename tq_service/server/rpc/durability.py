@@ -60,7 +60,7 @@ class DurableAnswers(Middleware):
                 await state.wait_durable()
             if fills_disk and state.is_disk_low:
                 raise DiskFullError(
-                    "the disk of the data dir has hardly any room left, so nothing is taken in; clear samples or "
+                    "the disk of the data dir has hardly any space left, so nothing is taken in; clear samples or "
                     "free space, the service goes on by itself",
                     retry_after_seconds=_RETRY_SECONDS,
                 )

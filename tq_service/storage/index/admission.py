@@ -75,7 +75,7 @@ class Admission:
         for waiter in (*self._existing, *self._new):
             if not waiter.granted.done():
                 waiter.granted.set_exception(
-                    UnavailableError("there is no room, and the service is draining; put it again when it is back")
+                    UnavailableError("there is no capacity, and the service is draining; put it again when it is back")
                 )
 
     def release(self, size: int) -> None:
@@ -127,8 +127,8 @@ class Admission:
             if not isinstance(error, TimeoutError):
                 raise
             raise QuotaExceededError(
-                f"no room for {waiter.size} bytes until the deadline: {self.used_bytes} of {self.max_bytes} bytes are "
-                "used; clear consumed samples, or raise max_bytes",
+                f"no capacity for {waiter.size} bytes until the deadline: {self.used_bytes} of {self.max_bytes} bytes "
+                "are used; clear consumed samples, or raise max_bytes",
                 retry_after_seconds=RETRY_AFTER_SECONDS,
                 metadata={
                     "limit_name": "max_bytes",

@@ -313,7 +313,7 @@ class StoredPut:
             return column
         if name in self.columns:
             raise PutNotFoundError(
-                f"field {name!r} of put {put_id.hex()} was cleared or overwritten; get the rows anew"
+                f"field {name!r} of put {put_id.hex()} was cleared or overwritten; get the rows again"
             )
         raise FieldNotFoundError(f"put {put_id.hex()} has no field {name!r}; {nearest(name, self.columns)}")
 

@@ -91,7 +91,7 @@ class Confirmations:
         """Return the number for a receipt of a put, None where it is confirmed.
 
         A put has one valid receipt at a time, lest it be committed with one and, when it is freed, with the other.
-        Where that is void it gets another number, and its time begins anew.
+        Where that is void it gets another number, and its time begins again.
         """
         if not (self.is_waiting(put_id) or self.is_recovered(put_id)):
             return None

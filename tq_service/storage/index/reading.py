@@ -70,7 +70,7 @@ def _find_put(puts: Mapping[bytes, StoredPut], put_id: bytes) -> StoredPut:
     put = puts.get(put_id)
     if put is None:
         raise PutNotFoundError(
-            f"put {put_id.hex()} is not here: never completed, expired without a commit, or cleared; get the rows anew"
+            f"put {put_id.hex()} is not here: never completed, expired without a commit, or cleared; get the rows again"
         )
     return put
 
@@ -334,7 +334,7 @@ class SpanFinder:
         )
         raise PutNotFoundError(
             f"field {name!r} of put {self._put_ids[put].hex()}: rows in {rows} were cleared or overwritten; get the "
-            "rows anew"
+            "rows again"
         )
 
     def _cut(

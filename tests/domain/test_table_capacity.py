@@ -1,4 +1,4 @@
-"""Room for many rows is made in steps, between which all that can be done to a partition is done."""
+"""Capacity for many rows is made in steps, between which all that can be done to a partition is done."""
 
 import asyncio
 
@@ -27,7 +27,7 @@ def small_steps(monkeypatch):
     """Have small tables grow as large ones do."""
     monkeypatch.setattr(table_module, "RESERVED_FROM", 1)
     monkeypatch.setattr(table_module, "_GROWTH", 64)
-    monkeypatch.setattr(table_module, "_ROOM_STEP", 256)
+    monkeypatch.setattr(table_module, "_CAPACITY_STEP", 256)
     monkeypatch.setattr(table_module, "_LEAST_GAPS", 64)
     monkeypatch.setattr(table_module, "_LEAST_CLOSED", 64)
 
@@ -37,7 +37,7 @@ CHANGES = st.one_of(
     st.tuples(st.just("clear"), st.integers(1, 3000)),
     st.tuples(st.just("clear all"), st.just(0)),
     st.tuples(st.just("snapshot"), st.just(0)),
-    st.tuples(st.just("return room"), st.just(0)),
+    st.tuples(st.just("return capacity"), st.just(0)),
     st.tuples(st.just("wait"), st.integers(1, 40)),
 )
 
@@ -52,8 +52,8 @@ def change(target, what, count, snapshots):
         clear(target, left[: count or left.size])
     elif what == "snapshot":
         snapshots.append((table.snapshot(), {name: column[: table.count].copy() for name, column in columns_of(table)}))
-    elif what == "return room":
-        table.return_room()
+    elif what == "return capacity":
+        table.return_capacity()
 
 
 def columns_of(table):
@@ -65,15 +65,15 @@ def columns_of(table):
 def test_whatever_is_done_between_the_steps_rows_come_out_as_without_them(changes, count):
     plain, stepped, snapshots = partition(), partition(), []
     for what, number in changes:
-        if what != "return room":
+        if what != "return capacity":
             change(plain, what, number, [])
     write_to(plain, new_write(count))
-    room, rest = stepped.table.make_room(count), iter(changes)
+    capacity, rest = stepped.table.reserve_capacity(count), iter(changes)
     for what, number in rest:
         for _ in range(number if what == "wait" else 1):
-            next(room, None)
+            next(capacity, None)
         change(stepped, what, number, snapshots)
-    for _ in stepped.table.make_room(count):
+    for _ in stepped.table.reserve_capacity(count):
         pass
     assert stepped.table._capacity >= stepped.table.count + count
     write_to(stepped, new_write(count))
@@ -88,7 +88,7 @@ def test_whatever_is_done_between_the_steps_rows_come_out_as_without_them(change
             assert snapshot.columns[name].values().tolist() == values.tolist()
 
 
-def test_a_step_makes_room_for_few_rows_and_the_last_one_leaves_little_to_do(monkeypatch):
+def test_a_step_reserves_capacity_for_few_rows_and_the_last_one_leaves_little_to_do(monkeypatch):
     monkeypatch.setattr(column_memory, "RESERVED_FROM", 1)  # so that columns grow where they are
     target, written = partition(), []
     insert(target, 10, ())
@@ -100,15 +100,15 @@ def test_a_step_makes_room_for_few_rows_and_the_last_one_leaves_little_to_do(mon
             write(self, where, values),
         ),
     )
-    for _ in target.table.make_room(COUNT):
+    for _ in target.table.reserve_capacity(COUNT):
         assert max(written) <= 256
     written.clear()
     write_to(target, new_write(COUNT))
     assert set(written) == {1}  # its state, and nothing that differs from row to row
 
 
-async def _room(catalog, write, between, partition_id="train"):
-    """Make room for a write and make it, and do something after the third step; return what was written."""
+async def _capacity(catalog, write, between, partition_id="train"):
+    """Reserve capacity for a write and make it, and do something after the third step; return what was written."""
     steps, sleep = 0, asyncio.sleep
 
     async def counted(seconds):
@@ -120,16 +120,16 @@ async def _room(catalog, write, between, partition_id="train"):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(asyncio, "sleep", counted)
-        async with catalog.room(partition_id, b"", write) as made:
+        async with catalog.capacity_for(partition_id, b"", write) as made:
             patch.undo()
             return catalog.write(partition_id, b"", write, made)
 
 
 def run(catalog, between, write=None):
-    return asyncio.run(_room(catalog, write or new_write(COUNT), between))
+    return asyncio.run(_capacity(catalog, write or new_write(COUNT), between))
 
 
-def test_the_first_write_makes_the_partition_that_has_the_room():
+def test_the_first_write_makes_the_partition_that_has_the_capacity():
     catalog = Catalog(None)
     written = run(catalog, lambda: None)
     assert catalog.get("train") is written.partition
@@ -143,7 +143,7 @@ def test_a_partition_that_another_made_meanwhile_gets_the_rows():
     assert written.global_indexes == range(7, 7 + COUNT)
 
 
-def test_a_partition_that_was_cleared_meanwhile_is_made_anew():
+def test_a_partition_that_was_cleared_meanwhile_is_made_again():
     catalog = Catalog(None)
     before = catalog.write("train", b"", new_write(7)).partition
     written = run(catalog, lambda: catalog.remove("train", b""))
@@ -175,7 +175,7 @@ def memory_of(catalog):
 @pytest.fixture
 def returns_all(monkeypatch):
     """Return memory of a few rows too."""
-    monkeypatch.setattr(table_module, "_ROOM_STEP", 16)
+    monkeypatch.setattr(table_module, "_CAPACITY_STEP", 16)
 
 
 @pytest.mark.usefixtures("returns_all")
@@ -183,12 +183,12 @@ def test_a_write_that_is_refused_as_it_comes_takes_no_memory():
     catalog = Catalog(None)
     catalog.create("train", PartitionSettings(expected_samples=0))
     before = memory_of(catalog)
-    refused(catalog, PartitionSealedError, lambda: pytest.fail("it made room"))
+    refused(catalog, PartitionSealedError, lambda: pytest.fail("it reserved capacity"))
     assert memory_of(catalog) == before
 
 
 @pytest.mark.usefixtures("returns_all")
-def test_a_write_that_is_refused_once_it_has_room_changes_nothing():
+def test_a_write_that_is_refused_once_it_has_capacity_changes_nothing():
     catalog = Catalog(None)
     catalog.write("train", b"", new_write(7))
     before, size = digest(catalog.get("train")), catalog.get("train").table.index.data.size
@@ -216,13 +216,13 @@ def test_a_write_that_is_given_up_changes_nothing(is_there):
     assert len(written.global_indexes) == COUNT
 
 
-def test_two_writes_that_make_room_at_the_same_time_both_have_it(monkeypatch):
+def test_two_writes_that_reserve_capacity_at_the_same_time_both_have_it(monkeypatch):
     catalog, grown = Catalog(None), []
     grow = table_module.RowTable._grow
     monkeypatch.setattr(table_module.RowTable, "_grow", lambda self, least: (grown.append(least), grow(self, least)))
 
     async def write(count):
-        async with catalog.room("train", b"", new_write(count)) as made:
+        async with catalog.capacity_for("train", b"", new_write(count)) as made:
             grown.clear()
             written = catalog.write("train", b"", new_write(count), made)
             assert not grown
@@ -236,7 +236,7 @@ def test_two_writes_that_make_room_at_the_same_time_both_have_it(monkeypatch):
     assert [index for each in ranges for index in each] == list(range(5 * COUNT))
 
 
-def test_rows_that_were_cleared_while_room_was_made_stay_so():
+def test_rows_that_were_cleared_while_capacity_was_reserved_stay_so():
     catalog = Catalog(None)
     catalog.write("train", b"", new_write(2000))
 
