@@ -140,7 +140,7 @@ class Source(Protocol):
 class QueuedStream(Generic[T]):
     """A stream whose items a background thread puts into a queue.
 
-    The thread refers to the queue and the source only, never to the stream, so that a stream nobody reads any more is
+    The thread refers to the queue and the source only, never to the stream, so that a stream that is no longer read is
     collected and ends its thread.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""All partitions by name, the planners of their tasks, and those who wait for a partition to appear."""
+"""All partitions by name, the planners of their tasks, and the claims that wait for a partition to appear."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class _Serving:
 
 
 class Catalog:
-    """The partitions of a controller, and those who wait for their samples. All methods run on its event loop.
+    """The partitions of a controller, and the claims that wait for their samples. All methods run on its event loop.
 
     Attributes:
         machine: what makes all changes.
@@ -323,7 +323,7 @@ class Catalog:
             self._is_closed = False
 
     def adopt(self, restored: Sequence[Partition]) -> None:
-        """Take over partitions, all in one step; nothing is told of it."""
+        """Take over partitions, all in one step; no listener is called."""
         self._most_samples = math.inf
         for partition in restored:
             self._partitions[partition.partition_id] = partition

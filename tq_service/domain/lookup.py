@@ -1,7 +1,8 @@
 """Which samples of a partition a request means: pages of long lists, those with some cells, those to be cleared.
 
 Pages are bounded by count and by what is known of the samples, so that each is made quickly. The token of a page says
-where the next one begins and in which incarnation of the partition. It is no secret: who has it could ask for any page.
+where the next one begins and in which incarnation of the partition. It is no secret: a
+caller that has it could ask for any page.
 """
 
 from __future__ import annotations

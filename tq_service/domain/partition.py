@@ -79,7 +79,7 @@ class PartitionFacts:
     Attributes:
         insert_size_gcd: greatest common divisor of the sizes of all puts of new samples.
         next_index: global index of the next sample.
-        sample_count: number of samples, for who has no need of the tables.
+        sample_count: number of samples, for callers that do not need the tables.
         has_groups: whether groups were ever named.
         meta_kinds: for each custom_meta column the kind of its values, see `CustomMeta.kinds`.
     """
@@ -109,7 +109,7 @@ class PartitionSnapshot:
 
 
 class Listeners(list[Callable[..., object]]):
-    """Those who are called when something has happened, in the order in which they came."""
+    """Callbacks for when something has happened, called in the order in which they were added."""
 
     def __call__(self, *what: Any) -> None:
         """Call all of them."""
@@ -121,7 +121,7 @@ class Partition:
     """One incarnation of a named set of samples.
 
     Attributes:
-        on_change: called once something has changed that may matter to those who wait for samples.
+        on_change: called once something has changed that may matter to waiting claims.
         on_consumed: called once a task has fewer samples left to consume.
         on_rows: called, while a change is applied, with the global indexes of rows that were written, or reopened, as a
             range where all of them are new.
@@ -143,8 +143,8 @@ class Partition:
         self.tasks: dict[str, TaskLedger] = {}
         self.state_counts = [0, 0, 0, 0]  # of rows in the table, by state code
         self.insert_size_gcd = 0  # greatest common divisor of the sizes of all puts of new rows
-        self.row_version = 0  # rows written so far, for those who wait for a number of them
-        self.state_version = 0  # other changes that may matter to those who wait
+        self.row_version = 0  # rows written so far, for claims that wait for a number of them
+        self.state_version = 0  # other changes that may matter to waiting claims
         self.on_change = Listeners()
         self.on_consumed = Listeners()
         self.on_rows = Listeners()
@@ -191,7 +191,7 @@ class Partition:
 
     @property
     def version(self) -> tuple[int, int]:
-        """Counts that differ whenever something has changed that may matter to those who wait."""
+        """Counts that differ whenever something has changed that may matter to waiting claims."""
         return self.state_version, self.row_version
 
     @property
@@ -312,7 +312,7 @@ class Partition:
         self.on_rows(indexes)
 
     def forget_listeners(self) -> None:
-        """Let go of those who listen, lest they and the partition hold each other until a full collection."""
+        """Drop the listeners, lest they and the partition reference each other until a full garbage collection."""
         for listeners in (self.on_change, self.on_consumed, self.on_rows, self.on_reset):
             listeners.clear()
 

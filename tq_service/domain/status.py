@@ -1,4 +1,4 @@
-"""What is said of partitions and their tasks to those who ask."""
+"""The status of partitions and their tasks, as clients see it."""
 
 from __future__ import annotations
 

@@ -68,8 +68,8 @@ _BLOCK: Final = Put("", b"", b"")
 def checkpoint_path(checkpoint_dir: Path | None, name: str) -> Path:
     """Return the path of the file of a checkpoint, which callers name, below the directory for all of them.
 
-    The directory is its operator's, symlinks on the way to it included; nothing below it leads out of it. Who may write
-    to the directory itself could still exchange a part of the path after this check; callers cannot.
+    The directory is its operator's, symlinks on the way to it included; nothing below it leads out of it. A process
+    that may write to the directory itself could still exchange a part of the path after this check; callers cannot.
 
     Raises:
         PreconditionError: the service has no directory for checkpoints.
@@ -243,7 +243,7 @@ def _put_together(cells_of_fields: Mapping[str, ColumnSnapshot]) -> list[tuple[l
 class CheckpointWriter:
     """Writes a checkpoint: its blocks one after the other, then the state.
 
-    Its methods are for threads, one call at a time; who opened it finishes it, or aborts it.
+    Its methods are for threads, one call at a time; the caller that opened it finishes or aborts it.
 
     Raises:
         DiskFullError: the disk has no space.

@@ -122,7 +122,7 @@ def _union_decoder(kinds: Sequence[Any]) -> Callable[[Any], Any]:
     if not special:
         return _same
     if len(decoders) > 1:
-        raise TypeError(f"{kinds} cannot be told apart once they are bytes; use one dataclass, or None beside it")
+        raise TypeError(f"{kinds} cannot be distinguished once they are bytes; use one dataclass, or None beside it")
     return lambda value: None if value is None else special[0](value)
 
 
@@ -250,7 +250,7 @@ def decode_named(kinds: Mapping[str, type[Value]], name: str, fields: object) ->
 def encode_group(at_seconds: float, changes: Sequence[bytes]) -> list[bytes]:
     """Return the records of a group of changes, each below 1 MiB unless it has one change alone that is larger.
 
-    So that any log takes them; whoever appends them has the log keep them together.
+    So that any log takes them; the caller that appends them has the log keep them together.
     """
     parts: list[list[bytes]] = [[]]
     size = _AT_SECONDS.size

@@ -172,7 +172,7 @@ class DataDir:
         """
         path = path.absolute()
         try:
-            # Nobody else may read what it holds; the rights of a directory that is there are its owner's business.
+            # No other user may read what it holds; the rights of a directory that is there are its owner's business.
             make_directory(path, mode=0o700)
             lock = DirectoryLock(path / "lock")
             try:
@@ -191,7 +191,7 @@ class DataDir:
         """Return the name of the storage service that keeps its puts here, which stays what it was at first.
 
         Args:
-            given: the name it is told to have, None where it is told none.
+            given: the name that the settings give it, None without one.
             default: the name it gets then, if it has none yet.
 
         Raises:

@@ -67,7 +67,7 @@ def write_snapshot(path: Path, snapshot: ServiceSnapshot) -> None:
             write_header(writer, is_checkpoint=False)
             write_state(writer, snapshot)
     except OSError:
-        path.unlink(missing_ok=True)  # who is told that it failed goes on without it, and a start must do the same
+        path.unlink(missing_ok=True)  # a caller that gets the error goes on without it, and a start must do the same
         raise
 
 

@@ -5,7 +5,7 @@ It appends what changes to the log, and takes a snapshot when that is long, so t
     state machine, engine --append--> log --(when it is long)--> snapshot, and a new beginning of the log
     start: the newest snapshot that is whole, then the log after it, then append
 
-Nobody is answered before what the answer says is durable: the servicers' boundary awaits `wait_durable` for that.
+No answer is sent before what it says is durable: the servicers' boundary awaits `wait_durable` for that.
 
 Both streams of the log have one order, and so a put is durable no later than the change that names it, as the engine
 appends its record before the put can be committed; and it is gone no earlier than the change that frees it, as the
@@ -345,7 +345,7 @@ class StateStore:
         await self._flush_now()
 
     async def _flush_now(self) -> None:
-        with contextlib.suppress(TqError):  # who asks next gets the error
+        with contextlib.suppress(TqError):  # the next caller gets the error
             await self.wait_durable()
 
     # Snapshots
@@ -353,7 +353,7 @@ class StateStore:
     async def take_snapshot(
         self, contents: Callable[[], ServiceSnapshot] | None = None, appear: Callable[[], None] = lambda: None
     ) -> None:
-        """Write a snapshot, which the log goes on from; it goes on without a caller who is cancelled.
+        """Write a snapshot, which the log goes on from; it is written even if the caller is cancelled.
 
         Args:
             contents: returns what is in it, in the step in which it is taken; None: what the service has then.

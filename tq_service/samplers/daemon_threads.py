@@ -26,12 +26,12 @@ def start_daemon_thread(call: Callable[[], T], *, thread_name: str) -> asyncio.F
     future: asyncio.Future[Callable[[], T]] = loop.create_future()
 
     def deliver(outcome: Callable[[], T]) -> None:
-        if not future.done():  # whoever awaited it may have been cancelled while the thread ran on
+        if not future.done():  # the caller may have been cancelled while the thread ran on
             future.set_result(outcome)
 
     def run() -> None:
         outcome = _outcome_of(call)
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nothing awaits the result any more
             loop.call_soon_threadsafe(deliver, outcome)
 
     threading.Thread(target=run, name=thread_name, daemon=True).start()
@@ -47,7 +47,7 @@ async def run_in_daemon_thread(call: Callable[[], T], *, thread_name: str) -> T:
 def _outcome_of(call: Callable[[], T]) -> Callable[[], T]:
     try:
         result = call()
-    except BaseException as error:  # whatever it is, it belongs to who waits
+    except BaseException as error:  # whatever it is, it belongs to the caller that waits
         raised = error
 
         def reraise() -> T:

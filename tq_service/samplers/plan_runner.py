@@ -187,7 +187,7 @@ async def _guarded_await(sampler: Sampler, plan: Awaitable[T]) -> T:
 
 
 def _retrieve(task: asyncio.Future[T]) -> None:
-    """Look at the exception of a task that nobody waits for, lest asyncio complains about it."""
+    """Retrieve the exception of a task that is not awaited, lest asyncio logs it as never retrieved."""
     if not task.cancelled():
         task.exception()
 

@@ -109,7 +109,7 @@ class SamplerRegistry:
         return self._classes.get(name) or self._imported.get(name) or await self._load(name)
 
     def describe(self) -> list[SamplerInfo]:
-        """Return the samplers by name; those of packages that nobody used yet are listed without being loaded."""
+        """Return the samplers by name; those of packages not used yet are listed without being loaded."""
         infos = {name: describe_sampler(name, kind) for name, kind in (self._imported | self._classes).items()}
         for name, entry_point in self._entry_points.items():
             infos.setdefault(name, SamplerInfo(name=name, summary=f"Of an installed package: {entry_point.value}."))

@@ -179,7 +179,7 @@ class ClaimReleased(ClaimChange):
 class ClaimAcked(ClaimChange):
     """Samples of a leased claim are done for good; None: all that are left of it.
 
-    Samples that are done, have failed or were cleared may be named: nobody else will do their work.
+    Samples that are done, have failed or were cleared may be named: no other worker will process them.
     """
 
     global_indexes: Indexes | None = None
@@ -300,7 +300,7 @@ class ConsumptionReset(TaskChange):
 
 
 def _reopened(partition: Partition, positions: Indexes, step: Step) -> None:
-    """Have those who wait look again at rows that can be claimed again."""
+    """Have waiting claims look again at rows that can be claimed again."""
     if positions.size:
         partition.touched(partition.table.index.data[positions])
         step.note_change(partition)

@@ -65,7 +65,7 @@ class Step:
         at_seconds: when, in seconds (see `StateMachine.now_seconds`); the same when the change is applied again.
         freed: cells that no sample has any more.
         leases: claims of which the lease began, or got more time, with the partition and the name of their task.
-        changed: partitions in which those who wait for samples may find more.
+        changed: partitions in which waiting claims may find more samples.
         consumed: partitions of which a task has fewer samples left, so that writes may have capacity.
         created: partitions that are there from now on.
         cleared: partitions that are not there any more.
@@ -80,7 +80,7 @@ class Step:
     cleared: list[Partition] = field(default_factory=list)
 
     def note_change(self, partition: Partition) -> None:
-        """Have all who wait for samples of a partition look again, whichever rows have changed."""
+        """Have all waiting claims of a partition look again, whichever rows have changed."""
         partition.state_version += 1
         self.changed[partition] = None
 

@@ -1,6 +1,6 @@
 """The ledger of one task: which samples of a partition its claims have consumed, hold under a lease, or lost.
 
-One column, `claim`, says of each row what became of it, and nobody else writes it:
+One column, `claim`, says of each row what became of it, and only the ledger writes it:
 
 - 0: it can be claimed;
 - 1: consumed in an earlier epoch;
@@ -484,7 +484,7 @@ class TaskLedger(TaskFacts):
     def on_rows_closed(self, positions: Indexes) -> None:
         """Count off rows that were live or held and are being cleared, or have failed.
 
-        Those that are leased are consumed for good: nobody else will do their work.
+        Those that are leased are consumed for good: no other worker will process them.
         """
         claims = self.claim.data[positions]
         self.backlog -= int(np.count_nonzero(claims == UNCLAIMED))

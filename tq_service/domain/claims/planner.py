@@ -1,6 +1,6 @@
-"""Plans the batches of one (partition, task) and serves those who wait for them.
+"""Plans the batches of one (partition, task) and answers the claims that wait for them.
 
-Those who wait have their turns in order of arrival, whatever they ask for; a line that cannot be served is passed over,
+Waiting claims have their turns in order of arrival, whatever they ask for; a line that cannot be served is passed over,
 and has another turn once something has changed. One dispatch loop gives the turns. It plans on the spot where a sampler
 runs on the event loop; else it starts a plan off the loop, one for each line, and goes on with the next line. So a
 sampler that hangs holds up no claims of another kind, and commits, status and replays never wait for a plan.
@@ -8,7 +8,7 @@ sampler that hangs holds up no claims of another kind, and commits, status and r
 A plan is made on a view of the moment, and recorded on the loop in the step in which all its rows are seen to be ready
 still. Nothing else serialises plans: of two that want the same rows the one that is recorded first has them, and the
 other is made again. Lest a slow sampler always comes second, a plan off the loop has a head start of the time that such
-plans of its line take: meanwhile those who came later have no turn.
+plans of its line take: meanwhile later claims have no turn.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class Planner:
     def _is_next(self, request: ClaimRequest) -> bool:
         """Whether a call may be served before it joins a line: others have no turn now, and none asks alike.
 
-        All who wait do so for a change then, so that no turn is taken away.
+        All waiting claims wait for a change then, so that no turn is taken away.
         """
         is_ahead = request.rank is not None and request.rank.batch_index > self._task.next_batch_index
         return not (is_ahead or self._is_serving or request.spec in self._queue.by_spec)
@@ -222,7 +222,7 @@ class Planner:
             )
 
     def wake(self) -> None:
-        """Have all who wait looked at once more."""
+        """Look at all waiting claims once more."""
         self._has_changed = True
         self._start_dispatch()
 
@@ -403,7 +403,7 @@ class Planner:
         self._queue.put(line)
 
     def _record_for_ranks(self, spec: ClaimSpec, found: Planned | EndFound) -> None:
-        """Record a batch, or the end, for all ranks; answer those who wait for it, and refuse those who disagree."""
+        """Record a batch, or the end, for all ranks; answer the claims that wait for it, reject those that disagree."""
         batch_index, is_end = self._task.next_batch_index, isinstance(found, EndFound)
         if isinstance(found, EndFound):
             end = EndReached(**self._names, dp_size=spec.plan_request.rank_count, end=found.end)
@@ -454,7 +454,7 @@ class Planner:
         line.planning = asyncio.get_running_loop().create_task(self._plan_off_loop(line))
 
     async def _plan_off_loop(self, line: Line) -> None:
-        """Plan for a line and record the plan, in one step of the event loop, for whoever is the first of it then.
+        """Plan for a line and record the plan, in one step of the event loop, for the claim that is its first then.
 
         It waits until few others plan, but for those that take long, which may hang; and looks at the rows of the
         moment it starts.

@@ -60,7 +60,7 @@ class LoopYielder:
 class NoPlan:
     """What was found where there is no plan, and what must change before something else can be found.
 
-    So a partition that fills row by row is not scanned for each of them, nor at its end for each who waits for it.
+    So a partition that fills row by row is not scanned for each of them, nor at its end for each waiting claim.
 
     Attributes:
         state_version: of the partition when the search was begun.
@@ -212,7 +212,7 @@ class Line:
 
 
 class WaitQueue:
-    """The lines of those who wait, and which of them are to have a turn, in order of arrival of their first waiters.
+    """The lines of waiting claims, and which of them are to have a turn, in order of arrival of their first waiters.
 
     Joining, leaving and having a turn cost the same however many wait, but for a logarithm of the number of lines.
 
@@ -268,14 +268,14 @@ class WaitQueue:
         self.drop_if_unused(line)
 
     def drop_if_unused(self, line: Line) -> None:
-        """Forget a line in which nobody waits and for which no plan is made."""
+        """Forget a line in which no claim waits and for which no plan is made."""
         if not line and line.planning is None and self.by_spec.get(line.spec) is line:
             del self.by_spec[line.spec]
 
     # Turns
 
     def put(self, line: Line) -> None:
-        """Let a line have a turn, unless nobody waits in it or a plan is made for it."""
+        """Let a line have a turn, unless no claim waits in it or a plan is made for it."""
         order = line.order
         if not line.is_queued and line.planning is None and order < math.inf:
             line.is_queued = True
@@ -301,11 +301,11 @@ class WaitQueue:
                 line.is_queued = False
                 if line.order <= order:
                     return line
-                self.put(line)  # those before it have left; who waits in other lines may have come first
+                self.put(line)  # those before it have left; claims in other lines may have come first
         return None
 
     def defer(self, line: Line) -> None:
-        """Let all who wait now have their turn before a line."""
+        """Let all claims that wait now have their turn before a line."""
         first = line.first()
         if first is not None:
             self._give_number(first)

@@ -1,4 +1,4 @@
-"""What a log is to those who use it: one order of records, of which some prefix cannot be lost any more."""
+"""The interface of a log: one order of records, of which some prefix cannot be lost any more."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Log(Protocol):
 
     All that one step of the event loop appends becomes durable together, or none of it. A log that cannot write for now
     keeps what it took, and tries again: `DiskFullError`. What else `wait_durable` raises says that the log refuses what
-    it had taken; memory is ahead of it for good then, so whoever appended must not go on.
+    it had taken; memory is ahead of it for good then, so the process that appended must not go on.
 
     Confined to one event loop, but for `sync_rotated` and `truncate_before`, which block and are for any thread.
     """

@@ -62,7 +62,7 @@ class LogReader:
                     self._lose(following)
                     return
         except OSError as error:
-            # No damage: who accepts the loss of that would lose all that cannot be read now.
+            # No damage: accepting its loss would also lose all that cannot be read now.
             raise DiskFullError(
                 f"{error.filename or self._directory} cannot be read now ({error}): the disk of the data dir is full, "
                 "or this process lacks files or rights; nothing is lost: change that, and start the service again"
@@ -123,7 +123,7 @@ class LogReader:
         return False
 
     def _keep_copy(self, segment: FoundSegment) -> None:
-        """Keep what is about to be cut off, for whoever wants to look at it."""
+        """Keep what is about to be cut off, for an operator to look at."""
         try:
             shutil.copyfile(segment.path, beside(segment.path, _LOST_SUFFIX))
         except OSError as error:

@@ -131,7 +131,7 @@ class SegmentWriter:
         Args:
             directory: of the log.
             number: of its opening; there is no such segment.
-            is_synced: whether nobody goes by what is written before `sync` returned.
+            is_synced: whether nothing depends on what is written before `sync` returned.
         """
         path = segment_path(directory, number)
         segment = cls(path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), 0)
@@ -198,7 +198,7 @@ class FoundSegment:
         last_number: of the last record before that.
         is_closed: whether the closing follows there.
         flaw: what is wrong at `end`; None where nothing is.
-        is_synced: whether nobody went by what was written before it was synced.
+        is_synced: whether nothing depended on what was written before it was synced.
         machine_boot_id: of the machine, when it was begun.
     """
 

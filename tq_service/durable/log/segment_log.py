@@ -51,7 +51,7 @@ class SegmentLog:
     """
 
     def __init__(self, directory: Path, *, sync: bool, accept_loss: bool = False) -> None:
-        """Open the log of a directory that nobody else has open; it takes records once `read` is exhausted.
+        """Open the log of a directory that no other process has open; it takes records once `read` is exhausted.
 
         Args:
             directory: where its files are; there.
@@ -72,7 +72,7 @@ class SegmentLog:
         self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._abandoned: TqError | None = None
-        # The loop adds groups to the queue, and an empty one where the next segment begins. Who commits, the loop or
+        # The loop adds groups to the queue, and an empty one where the next segment begins. The committer, the loop or
         # with `sync` the worker, takes them, and alone uses the segment and the number of what it has committed.
         self._queue: deque[tuple[list[Parts], int]] = deque()  # each with its bytes
         self._committing: Future[None] | None = None
@@ -270,12 +270,12 @@ class SegmentLog:
         await done
 
     def _settle(self, error: BaseException | None = None) -> None:
-        """Notify those who wait, on the loop, of what was committed, or why nothing was."""
+        """Notify the waiters, on the loop, of what was committed, or why nothing was."""
         self._durable = self._committed
         while self._waiters and (error is not None or self._waiters[0][0] <= self._durable):
             _, done = self._waiters.popleft()
             if done.done():
-                continue  # whoever awaits it has given up
+                continue  # the caller that awaited it was cancelled
             if error is None:
                 done.set_result(None)
             else:
