@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tq_service.balancing import AttentionCost, Overlong
 from tq_service.samplers import (
-    Groups,
+    ListView,
     PackedSampler,
     Plan,
     PlanRequest,
@@ -21,9 +20,7 @@ from tq_service.samplers import (
     SeqlenBalancedSampler,
     SequentialSampler,
     TokenBudgetSampler,
-    View,
 )
-from tq_service.schema import BatchUnit
 
 Int64s = NDArray[np.int64]
 
@@ -120,44 +117,11 @@ def _plans(sampler: Sampler, lengths: Int64s, shape: Shape) -> Iterator[Plan]:
     """Yield one batch after the other, until all samples are consumed."""
     group_count = -(-lengths.size // shape.n_samples_per_prompt)
     request = PlanRequest(batch_size=group_count, min_size=1, batch_unit="group", rank_count=shape.dp_size)
-    view = _Samples(lengths, shape.n_samples_per_prompt)
+    view = ListView(lengths, group_size=shape.n_samples_per_prompt)
     while view.ready().size:
-        plan = sampler.plan(cast("View", view), request)
+        plan = sampler.plan(view, request)
         if not isinstance(plan, Plan):
             raise TypeError(f"sampler {sampler.name!r} planned {plan!r} of samples that are all ready")
-        view.consume(sum(part.rows.size for part in plan.ranks))
+        for part in plan.ranks:
+            view.consume(part.rows)
         yield plan
-
-
-class _Samples:
-    """What the samplers above call of a `View`: samples of known lengths, in groups of neighbours, all ready."""
-
-    def __init__(self, lengths: Int64s, group_size: int) -> None:
-        self._lengths = lengths
-        self._group_size = group_size
-        self._consumed = 0
-
-    def consume(self, count: int) -> None:
-        """Take away the first samples, whole groups of them."""
-        self._consumed += count
-
-    def ready(self, limit: int | None = None) -> Int64s:
-        return np.arange(self._consumed, self._lengths.size)[:limit]
-
-    def ready_groups(
-        self,
-        limit: int | None = None,
-        *,
-        unit: BatchUnit = "sample",
-        block_size: int | None = None,
-        take_incomplete: bool = False,
-    ) -> Groups:
-        rows = self.ready()
-        sizes = np.diff(np.append(np.arange(0, rows.size, self._group_size), rows.size))
-        if limit is not None:
-            used = np.arange(1, sizes.size + 1) if unit == "group" else np.cumsum(sizes)
-            sizes = sizes[used <= limit]
-        return Groups(rows=rows[: int(sizes.sum())], sizes=sizes)
-
-    def lengths(self, rows: Int64s) -> Int64s:
-        return self._lengths[rows]

@@ -12,6 +12,7 @@ from tq_service.domain.plan import (
     View,
 )
 from tq_service.samplers.grpo_group_n import GRPOGroupNSampler
+from tq_service.samplers.list_view import ListView
 from tq_service.samplers.options import SamplerInfo
 from tq_service.samplers.packed import PackedSampler
 from tq_service.samplers.plan_runner import PlanRunner
@@ -26,6 +27,7 @@ __all__ = [
     "Groups",
     "Indexes",
     "LengthSource",
+    "ListView",
     "Pack",
     "PackedSampler",
     "Plan",

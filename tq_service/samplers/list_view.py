@@ -1,0 +1,101 @@
+"""A view of samples of known lengths, to try samplers without a service."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tq_service.domain.plan import Groups, Indexes
+from tq_service.schema import BatchUnit
+
+
+class ListView:
+    """Implements `View` over samples 0, 1, ... in memory, all of them ready until they are consumed."""
+
+    def __init__(
+        self,
+        lengths: Sequence[int] | Indexes,
+        *,
+        group_size: int | None = None,
+        meta: Mapping[str, Sequence[object]] | None = None,
+    ) -> None:
+        """Make a view.
+
+        Args:
+            lengths: token count of each sample.
+            group_size: neighbours that form an explicit group, the last of which may be smaller; None: no groups.
+            meta: custom_meta columns, one value a sample.
+
+        Raises:
+            ValueError: `group_size` is below 1, or a column of `meta` has not one value a sample.
+        """
+        self._lengths = np.asarray(lengths, np.int64)
+        self._ready = np.ones(self._lengths.size, np.bool_)
+        self._group_size = group_size
+        self._meta = {name: np.asarray(column) for name, column in (meta or {}).items()}
+        if group_size is not None and group_size < 1:
+            raise ValueError(f"got group_size={group_size}, expected at least 1")
+        for name, column in self._meta.items():
+            if column.shape != self._lengths.shape:
+                raise ValueError(
+                    f"got meta {name!r} of shape {column.shape}, expected one value for each of "
+                    f"{self._lengths.size} samples"
+                )
+
+    def consume(self, rows: Indexes) -> None:
+        """Let these rows be ready no longer, as if they had been delivered and acknowledged."""
+        self._ready[rows] = False
+
+    def ready(self, limit: int | None = None) -> Indexes:
+        """Return up to `limit` samples that are not consumed, in order."""
+        return np.flatnonzero(self._ready)[:limit]
+
+    def ready_groups(
+        self,
+        limit: int | None = None,
+        *,
+        unit: BatchUnit = "sample",
+        block_size: int | None = None,
+        take_incomplete: bool = False,
+    ) -> Groups:
+        """Return whole groups as `View.ready_groups` does; none is incomplete, as no sample of a list fails."""
+        rows = self.rows()
+        size = self._group_size or block_size or 1
+        starts = rows[::size]
+        if self._group_size is None:  # a block is complete with its last sample, an explicit group as it is
+            starts = starts[starts + size <= rows.size]
+        starts = np.array([start for start in starts if self._ready[start : start + size].all()], np.int64)
+        sizes = np.minimum(starts + size, rows.size) - starts
+        if limit is not None:
+            used = np.arange(1, sizes.size + 1) if unit == "group" else np.cumsum(sizes)
+            sizes = sizes[used <= limit]
+        members = [rows[start : start + size] for start in starts[: sizes.size]]
+        return Groups(rows=np.concatenate([rows[:0], *members]), sizes=sizes)
+
+    def lengths(self, rows: Indexes) -> Indexes:
+        """Return token counts `(n,)`."""
+        return self._lengths[rows]
+
+    def field_lengths(self, field: str, rows: Indexes) -> Indexes:
+        """Return the token counts `(n,)`, whatever the field."""
+        return self._lengths[rows]
+
+    def values(self, column: str, rows: Indexes) -> tuple[NDArray[np.generic], NDArray[np.bool_]]:
+        """Return a column of `meta` `(n,)` and where it has a value `(n,)`; an unknown column has none."""
+        if column not in self._meta:
+            return np.zeros(rows.size), np.zeros(rows.size, np.bool_)
+        return self._meta[column][rows], np.ones(rows.size, np.bool_)
+
+    def group_names(self, rows: Indexes) -> list[str | None]:
+        """Return the number of each sample's group as its name; None without groups."""
+        return [None if self._group_size is None else str(row // self._group_size) for row in rows.tolist()]
+
+    def states(self, rows: Indexes) -> list[str]:
+        """Return "live" for each row."""
+        return ["live"] * rows.size
+
+    def rows(self) -> Indexes:
+        """Return all samples, consumed or not."""
+        return np.arange(self._lengths.size)
