@@ -83,7 +83,7 @@ def test_a_taken_port_is_one_line_and_exit_code_1() -> None:
         result = run("serve", "--port", str(taken.getsockname()[1]))
     assert result.returncode == 1
     assert "Traceback" not in result.stderr
-    assert result.stderr.rstrip().endswith("is the port in use?")
+    assert result.stderr.rstrip().endswith('is the port in use?"')
 
 
 def test_wrong_settings_are_one_line_and_exit_code_1() -> None:
