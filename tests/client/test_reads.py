@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tq_service.client.locations import CellLocations, FieldRuns, PutRef, StorageRef
+from tq_service.client.locations import CellLocations, PutRef, StorageRef
 from tq_service.client.reads import StorageRead, empty_columns, merge_answers, plan_reads
 from tq_service.errors import FieldMismatchError
 from tq_service.schema import FieldSpec, Layout
@@ -14,6 +14,7 @@ from tq_service.v1.storage_service_pb2 import GetRequest
 from tq_service.wire.columns import ColumnShape
 from tq_service.wire.decoding import decode_columns
 from tq_service.wire.encoding import encode_columns
+from tq_service.wire.runs import CellRuns
 
 STORAGES = [StorageRef(f"s{number}", bytes([number]) * 16, "grpc", f"host:{number}") for number in range(3)]
 
@@ -57,7 +58,7 @@ def test_rows_come_back_in_order(data):
             rows.append(len(held[names[0]]))
             for name in names:
                 held[name].append(values[name][at])
-        runs.append(FieldRuns.of_rows(names, owners, np.array(rows)))
+        runs.append(CellRuns.of_rows(names, owners, np.array(rows)))
     locations = CellLocations(
         puts=tuple(PutRef(STORAGES[number], f"put {number}".encode()) for number in range(3)), runs=tuple(runs)
     )
@@ -72,7 +73,7 @@ def test_rows_come_back_in_order(data):
 
 def test_fields_of_one_storage_and_the_same_samples_take_one_read():
     def runs(*names):
-        return FieldRuns.of_rows(names, np.zeros(3, np.int64), np.arange(3))
+        return CellRuns.of_rows(names, np.zeros(3, np.int64), np.arange(3))
 
     locations = CellLocations(puts=(PutRef(STORAGES[0], b"p"),), runs=(runs("a", "b"), runs("c"), runs("d")))
     (read,) = plan_reads(locations, ["a", "c"])
@@ -86,7 +87,7 @@ def test_fields_of_one_storage_and_the_same_samples_take_one_read():
 def test_a_dense_part_of_a_jagged_field_comes_back_jagged(declared):
     locations = CellLocations(
         puts=tuple(PutRef(storage, b"p") for storage in STORAGES[:2]),
-        runs=(FieldRuns.of_rows(("x",), np.array([0, 1, 0]), np.array([0, 0, 1])),),
+        runs=(CellRuns.of_rows(("x",), np.array([0, 1, 0]), np.array([0, 0, 1])),),
     )
     reads = plan_reads(locations, ["x"])
     answers = []
@@ -102,7 +103,7 @@ def test_a_dense_part_of_a_jagged_field_comes_back_jagged(declared):
 def test_storages_that_hold_different_kinds_of_a_field_are_an_error():
     locations = CellLocations(
         puts=tuple(PutRef(storage, b"p") for storage in STORAGES[:2]),
-        runs=(FieldRuns.of_rows(("x",), np.array([0, 1]), np.array([0, 0])),),
+        runs=(CellRuns.of_rows(("x",), np.array([0, 1]), np.array([0, 0])),),
     )
     reads = plan_reads(locations, ["x"])
     answers = []

@@ -14,7 +14,7 @@ from tq_service.client.retry import Deadline
 from tq_service.dataplane._async.drivers import async_driver
 from tq_service.dataplane._sync.drivers import driver as sync_driver
 from tq_service.dataplane.local import LocalDriver
-from tq_service.dataplane.messages import get_request, put_header
+from tq_service.dataplane.messages import put_header
 from tq_service.dataplane.parties import GRPC_KIND, Received
 from tq_service.errors import (
     DataLossError,
@@ -24,11 +24,12 @@ from tq_service.errors import (
     QuotaExceededError,
 )
 from tq_service.server.storage_servicer import EngineCalls
-from tq_service.storage.cells import ReadRuns
 from tq_service.storage.engine import StorageEngine
 from tq_service.v1.metadata_pb2 import StorageEndpoint
+from tq_service.v1.storage_service_pb2 import GetRequest
 from tq_service.wire.columns import Column
 from tq_service.wire.encoding import encode_columns
+from tq_service.wire.runs import CellRuns
 
 MAX_BYTES = 64 << 20
 SECONDS = 20.0
@@ -69,10 +70,10 @@ class Driven:
         return put_id
 
     def get(
-        self, put_ids: Sequence[bytes], runs: ReadRuns, *, boot_id: bytes = b"", size_bytes: int | None = None
+        self, put_ids: Sequence[bytes], runs: CellRuns, *, boot_id: bytes = b"", size_bytes: int | None = None
     ) -> list[Received]:
-        request = get_request(boot_id or self._boot_id, put_ids, [runs])
-        row_count = int(runs.row_counts.sum())
+        request = GetRequest(boot_id=boot_id or self._boot_id, put_ids=put_ids, runs=[runs.to_proto()])
+        row_count = runs.row_count
         got: list[Received] = self._call(self._driver.get, request, row_count, Deadline.after(SECONDS), size_bytes)
         return got
 
@@ -126,10 +127,10 @@ def driven(request: pytest.FixtureRequest, server: LiveServer) -> Driven:
     return DRIVERS[request.param](server)
 
 
-def rows(fields: Sequence[str], *triples: tuple[int, int, int]) -> ReadRuns:
+def rows(fields: Sequence[str], *triples: tuple[int, int, int]) -> CellRuns:
     """The runs of (put, first row, number of rows)."""
     puts, firsts, counts = (np.array(each, np.int64) for each in zip(*triples, strict=True))
-    return ReadRuns(field_names=tuple(fields), put_indexes=puts, first_rows=firsts, row_counts=counts)
+    return CellRuns(field_names=tuple(fields), put_indexes=puts, first_rows=firsts, row_counts=counts)
 
 
 def values_of(columns: Sequence[Column]) -> list[bytes]:

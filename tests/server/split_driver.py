@@ -20,7 +20,6 @@ from tq_service.server.receipts import ReceiptKeys
 from tq_service.server.rpc.limits import WaitingCalls
 from tq_service.server.storage_servicer import StorageServicer, endpoint_of
 from tq_service.server.storages import StorageRegistry
-from tq_service.storage.cells import ReadRuns
 from tq_service.storage.engine import StorageEngine
 from tq_service.v1 import commit_pb2, metadata_pb2
 from tq_service.v1 import controller_service_pb2 as pb
@@ -28,6 +27,7 @@ from tq_service.v1 import storage_service_pb2 as pb_storage
 from tq_service.wire.columns import encode_header
 from tq_service.wire.credentials import Credentials
 from tq_service.wire.encoding import encode_columns
+from tq_service.wire.runs import CellRuns
 
 TTL_SECONDS = 10.0
 _PATIENCE_SECONDS = 60.0
@@ -331,7 +331,7 @@ class Split:
         if put is None:
             return False
         rows = np.arange(put.row_count) if cells.rows is None else np.sort(cells.rows)
-        run = ReadRuns(
+        run = CellRuns(
             field_names=("x",), put_indexes=np.zeros_like(rows), first_rows=rows, row_counts=np.ones_like(rows)
         )
         try:

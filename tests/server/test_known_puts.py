@@ -14,9 +14,10 @@ from tq_service.domain.tables.cells import CellSet, CellsSnapshot, Put, PutTable
 from tq_service.errors import CallCancelledError, InvalidArgumentError, PutNotFoundError
 from tq_service.internal.v1 import storage_control_pb2
 from tq_service.server.known_puts import KnownPuts
-from tq_service.storage.cells import PutCells, ReadRuns
+from tq_service.storage.cells import PutCells
 from tq_service.storage.engine import StorageEngine
 from tq_service.wire.encoding import encode_columns
+from tq_service.wire.runs import CellRuns
 
 BOOT = b"b" * 16
 
@@ -237,7 +238,7 @@ async def test_cells_of_a_put_may_come_in_several_pieces():
         pass
     there = []
     for row in range(4):
-        run = ReadRuns(
+        run = CellRuns(
             field_names=("x",), put_indexes=np.array([0]), first_rows=np.array([row]), row_counts=np.array([1])
         )
         with contextlib.suppress(PutNotFoundError), engine.open_read([run], ids(0)):

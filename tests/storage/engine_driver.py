@@ -2,11 +2,12 @@
 
 import numpy as np
 
-from tq_service.storage.cells import PutCells, ReadRuns
+from tq_service.storage.cells import PutCells
 from tq_service.wire import shared_memory
 from tq_service.wire.decoding import decode_columns
 from tq_service.wire.encoding import encode_columns
 from tq_service.wire.frames import ColumnReceiver, iter_frames
+from tq_service.wire.runs import CellRuns
 
 PARTITION = "train@0"
 
@@ -65,7 +66,7 @@ async def put(engine, number, data, *, existing=False, deadline=None, confirm=Tr
 
 def runs(fields, *triples):
     puts, firsts, counts = zip(*triples, strict=True) if triples else ((), (), ())
-    return ReadRuns(
+    return CellRuns(
         field_names=tuple(fields), put_indexes=indexes(*puts), first_rows=indexes(*firsts), row_counts=indexes(*counts)
     )
 

@@ -18,7 +18,6 @@ from tq_service.wire.metadata import (
     LAYOUTS,
     OPERATORS,
     STATES,
-    decode_integers,
     decode_meta_columns,
     decode_spec,
     encode_meta_columns,
@@ -119,15 +118,6 @@ def test_a_mapping_that_makes_up_values_is_not_asked_to():
     rows = [defaultdict(int, k=1), defaultdict(int, l=2)]
     assert meta_columns_to_rows(rows_to_meta_columns(rows), 2) == [{"k": 1}, {"l": 2}]
     assert [len(row) for row in rows] == [1, 1]
-
-
-@pytest.mark.parametrize("count", [0, 3, 64, 65, 1000])
-def test_integers_of_a_repeated_field(count):
-    values = [(-1) ** i * i * 2**40 for i in range(count)]
-    array = decode_integers(pb.Int64Values(values=values).values)
-    assert array.dtype == np.int64
-    assert array.tolist() == values
-    array[:] = 0  # memory of its own
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from tq_service.wire.columns import (
     decode_header,
     decode_headers,
     encode_header,
+    extents_as,
     merge_specs,
-    widen_extents,
 )
 from tq_service.wire.metadata import encode_spec
 
@@ -92,7 +92,7 @@ def test_jagged_specs_widen_and_others_do_not():
     twin = FieldSpec("j", dtype="int64", layout=Layout.JAGGED, row_shape=(-1, 5))
     merged = merge_specs([JAGGED, JAGGED, twin])
     assert merged.row_shape == (-1, -1)
-    assert widen_extents(np.array([[4], [1]]), twin, merged, 2).tolist() == [[4, 5], [1, 5]]
+    assert extents_as(merged, twin, np.array([[4], [1]]), 2).tolist() == [[4, 5], [1, 5]]
     with pytest.raises(FieldMismatchError, match="int64 jagged"):
         merge_specs([JAGGED, FieldSpec("j", dtype="int32", layout=Layout.JAGGED, row_shape=(-1, 2))])
     with pytest.raises(FieldMismatchError):

@@ -16,7 +16,8 @@ from tq_service.errors import InvalidArgumentError
 from tq_service.schema import EndCounts, FieldSpec, MetaColumn, MetaValue
 from tq_service.v1 import metadata_pb2 as pb
 from tq_service.wire.mapper import read_message
-from tq_service.wire.metadata import decode_meta_columns, decode_spec, meta_columns_to_rows, read_indexes
+from tq_service.wire.metadata import decode_meta_columns, decode_spec, meta_columns_to_rows
+from tq_service.wire.runs import read_indexes
 
 Status = Literal["batch", "not_yet", "end"]
 

@@ -7,12 +7,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tq_service.v1 import metadata_pb2 as pb
-from tq_service.wire.metadata import decode_integers, expand_runs
-
-Indexes = NDArray[np.int64]
+from tq_service.wire.runs import CellRuns, Indexes
 
 
 class StorageRef(NamedTuple):
@@ -48,45 +45,11 @@ class PutRef(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class FieldRuns:
-    """The cells of fields that were put together: for each run its put, first row in the put, and number of rows.
-
-    Attributes:
-        field_names: the fields that share the runs.
-        put_indexes: `(runs,)`, into `CellLocations.puts`.
-        first_rows: `(runs,)`.
-        row_counts: `(runs,)`.
-    """
-
-    field_names: tuple[str, ...]
-    put_indexes: Indexes
-    first_rows: Indexes
-    row_counts: Indexes
-
-    @classmethod
-    def of_rows(cls, field_names: tuple[str, ...], puts: Indexes, rows: Indexes) -> FieldRuns:
-        """Return the runs of cells given one by one: the put `(n,)` and the row in it `(n,)`."""
-        breaks = np.flatnonzero((np.diff(puts) != 0) | (np.diff(rows) != 1)) + 1
-        starts = np.concatenate([np.zeros(min(1, rows.size), np.int64), breaks])
-        counts = np.diff(np.append(starts, rows.size))
-        return cls(field_names=field_names, put_indexes=puts[starts], first_rows=rows[starts], row_counts=counts)
-
-    @property
-    def row_count(self) -> int:
-        """Number of cells of each field."""
-        return int(self.row_counts.sum())
-
-    def expand(self) -> tuple[Indexes, Indexes]:
-        """Return the cells one by one: the put `(n,)` and the row in it `(n,)`."""
-        return np.repeat(self.put_indexes, self.row_counts), expand_runs(self.first_rows, self.row_counts)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CellLocations:
     """Where the cells of a batch are: for every located field one cell for each sample, in the order of the batch."""
 
     puts: tuple[PutRef, ...]
-    runs: tuple[FieldRuns, ...]
+    runs: tuple[CellRuns, ...]
 
     @classmethod
     def from_proto(cls, message: pb.Locations) -> CellLocations:
@@ -99,15 +62,7 @@ class CellLocations:
         ]
         return cls(
             puts=tuple(PutRef(storages[put.storage_index], put.put_id) for put in message.puts),
-            runs=tuple(
-                FieldRuns(
-                    field_names=tuple(runs.field_names),
-                    put_indexes=decode_integers(runs.put_indexes),
-                    first_rows=decode_integers(runs.first_rows),
-                    row_counts=decode_integers(runs.row_counts),
-                )
-                for runs in message.runs
-            ),
+            runs=tuple(map(CellRuns.from_proto, message.runs)),
         )
 
     @property
@@ -122,7 +77,7 @@ class CellLocations:
     def select(self, positions: Indexes) -> CellLocations:
         """Return the locations of the samples at `positions`, in this order."""
         cells = [(runs.field_names, *runs.expand()) for runs in self.runs]
-        selected = [FieldRuns.of_rows(names, puts[positions], rows[positions]) for names, puts, rows in cells]
+        selected = [CellRuns.of_rows(names, puts[positions], rows[positions]) for names, puts, rows in cells]
         return CellLocations(puts=self.puts, runs=tuple(selected))
 
     def select_fields(self, field_names: Sequence[str]) -> CellLocations:
@@ -147,14 +102,9 @@ class CellLocations:
                 cells.update(dict.fromkeys(runs.field_names, (numbers[own], rows)))
             per_part.append(cells)
         common = [name for name in per_part[0] if all(name in cells for cells in per_part)]
-        runs_by_cells: dict[tuple[bytes, bytes], FieldRuns] = {}
+        alike: dict[tuple[bytes, bytes], tuple[list[str], Indexes, Indexes]] = {}
         for name in common:
-            all_puts, all_rows = (np.concatenate([cells[name][side] for cells in per_part]) for side in (0, 1))
-            key = (all_puts.tobytes(), all_rows.tobytes())
-            same = runs_by_cells.get(key)
-            runs_by_cells[key] = (
-                FieldRuns.of_rows((name,), all_puts, all_rows)
-                if same is None
-                else replace(same, field_names=(*same.field_names, name))
-            )
-        return CellLocations(puts=tuple(puts), runs=tuple(runs_by_cells.values()))
+            at, rows = (np.concatenate([cells[name][side] for cells in per_part]) for side in (0, 1))
+            alike.setdefault((at.tobytes(), rows.tobytes()), ([], at, rows))[0].append(name)
+        joined = [CellRuns.of_rows(tuple(names), at, rows) for names, at, rows in alike.values()]
+        return CellLocations(puts=tuple(puts), runs=tuple(joined))

@@ -11,17 +11,17 @@ from typing import Any, Final
 import numpy as np
 
 from tq_service.client.batch_meta import BatchMeta
-from tq_service.client.locations import CellLocations, FieldRuns, Indexes, StorageRef
+from tq_service.client.locations import CellLocations, StorageRef
 from tq_service.client.retry import Deadline
-from tq_service.dataplane.messages import get_request
 from tq_service.dataplane.parties import Received
 from tq_service.dataplane.receive_buffers import RECEIVE_BUFFERS
 from tq_service.errors import DataLossError, DeadlineError, InternalError, UnavailableError
 from tq_service.schema import FieldSpec, Layout
 from tq_service.v1.storage_service_pb2 import GetRequest
-from tq_service.wire.columns import ColumnShape, fixed_row_bytes, merge_specs, widen_extents
+from tq_service.wire.columns import ColumnShape, extents_as, fixed_row_bytes, merge_specs, row_shapes
 from tq_service.wire.decoding import decode_columns, to_tensordict
 from tq_service.wire.dtypes import Bytes
+from tq_service.wire.runs import CellRuns, Indexes
 
 # Slices of fewer items on average are copied by an index of all items: a step in Python costs more than so many.
 _SCATTER_BELOW_ITEMS: Final = 64
@@ -62,7 +62,7 @@ class StorageRead:
 def plan_reads(locations: CellLocations, data_fields: Sequence[str]) -> list[StorageRead]:
     """Return the reads that fetch these fields: one for each storage service and set of samples it has fields of."""
     storages, of_put = _number_storages(locations)
-    groups: dict[tuple[int, bytes], tuple[Indexes, list[FieldRuns]]] = {}
+    groups: dict[tuple[int, bytes], tuple[Indexes, list[CellRuns]]] = {}
     for runs in locations.select_fields(data_fields).runs:
         for storage, positions, part in _split_by_storage(runs, of_put[runs.put_indexes]):
             groups.setdefault((storage, positions.tobytes()), (positions, []))[1].append(part)
@@ -81,7 +81,7 @@ def _number_storages(locations: CellLocations) -> tuple[list[StorageRef], Indexe
     return list(numbers), np.array(of_put, np.int64)
 
 
-def _split_by_storage(runs: FieldRuns, owners: Indexes) -> list[tuple[int, Indexes, FieldRuns]]:
+def _split_by_storage(runs: CellRuns, owners: Indexes) -> list[tuple[int, Indexes, CellRuns]]:
     """Return for each storage service the positions that it has and their runs; `owners` tells where each run is."""
     storages = np.unique(owners).tolist()
     if len(storages) == 1:
@@ -91,14 +91,18 @@ def _split_by_storage(runs: FieldRuns, owners: Indexes) -> list[tuple[int, Index
     parts = []
     for storage in storages:
         mine = np.flatnonzero(of_row == storage)
-        parts.append((storage, mine, FieldRuns.of_rows(runs.field_names, puts[mine], rows[mine])))
+        parts.append((storage, mine, CellRuns.of_rows(runs.field_names, puts[mine], rows[mine])))
     return parts
 
 
-def _request(locations: CellLocations, storage: StorageRef, parts: Sequence[FieldRuns]) -> GetRequest:
+def _request(locations: CellLocations, storage: StorageRef, parts: Sequence[CellRuns]) -> GetRequest:
     used = np.unique(np.concatenate([part.put_indexes for part in parts]))
     renumbered = [replace(part, put_indexes=np.searchsorted(used, part.put_indexes)) for part in parts]
-    return get_request(storage.boot_id, [locations.puts[put].put_id for put in used.tolist()], renumbered)
+    return GetRequest(
+        boot_id=storage.boot_id,
+        put_ids=[locations.puts[put].put_id for put in used.tolist()],
+        runs=[part.to_proto() for part in renumbered],
+    )
 
 
 def merge_answers(
@@ -137,7 +141,7 @@ def _merge(pieces: Sequence[tuple[Indexes, Received]], declared: FieldSpec | Non
         spec = merge_specs([*(column.spec for column in shapes), declared])
     else:
         spec = merge_specs([column.spec for column in shapes])
-    shapes = [_widen(column, spec) for column in shapes]
+    shapes = [_described_as(spec, column) for column in shapes]
     if len(pieces) == 1:
         return shapes[0], pieces[0][1][1]
     return _gather([(positions, shape, buffer) for (positions, (_, buffer)), shape in zip(pieces, shapes, strict=True)])
@@ -145,27 +149,21 @@ def _merge(pieces: Sequence[tuple[Indexes, Received]], declared: FieldSpec | Non
 
 def _narrow(column: ColumnShape, declared: FieldSpec) -> ColumnShape:
     """Return a jagged column without the ragged dimensions in which all rows have the size that the field declares."""
-    if column.extents is None or column.spec.layout is not Layout.JAGGED:
-        return column
     shape = list(column.spec.row_shape or ())
     fixed = declared.row_shape or ()
-    kept = []
-    for position, dim in enumerate(column.spec.ragged_dims):
-        if len(fixed) == len(shape) and fixed[dim] >= 0 and bool((column.extents[:, position] == fixed[dim]).all()):
+    for dim in column.spec.ragged_dims if len(fixed) == len(shape) else ():
+        if fixed[dim] >= 0 and (row_shapes(column.spec, column.extents, column.row_count)[:, dim] == fixed[dim]).all():
             shape[dim] = fixed[dim]
-        else:
-            kept.append(position)
-    if len(kept) == len(column.spec.ragged_dims):
+    if tuple(shape) == column.spec.row_shape:
         return column
-    layout = Layout.JAGGED if kept else Layout.DENSE
-    spec = replace(column.spec, layout=layout, row_shape=tuple(shape))
-    return replace(column, spec=spec, extents=column.extents[:, kept] if kept else None)
+    layout = Layout.JAGGED if -1 in shape else Layout.DENSE
+    return _described_as(replace(column.spec, layout=layout, row_shape=tuple(shape)), column)
 
 
-def _widen(column: ColumnShape, spec: FieldSpec) -> ColumnShape:
+def _described_as(spec: FieldSpec, column: ColumnShape) -> ColumnShape:
     if column.spec == spec:
         return column
-    return replace(column, spec=spec, extents=widen_extents(column.extents, column.spec, spec, column.row_count))
+    return replace(column, spec=spec, extents=extents_as(spec, column.spec, column.extents, column.row_count))
 
 
 def _gather(pieces: Sequence[tuple[Indexes, ColumnShape, Bytes]]) -> Received:

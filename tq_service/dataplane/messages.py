@@ -1,17 +1,16 @@
-"""What puts and gets ask, and the answer to a get, taken into the memory that the caller's tensors will share."""
+"""What puts ask, and the answer to a get, taken into the memory that the caller's tensors will share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from tq_service.dataplane.parties import Received, Runs
+from tq_service.dataplane.parties import Received
 from tq_service.dataplane.receive_buffers import RECEIVE_BUFFERS
 from tq_service.dataplane.shared_memory.client import FdChannel, receive_columns
 from tq_service.errors import InternalError, InvalidArgumentError
-from tq_service.v1 import metadata_pb2
-from tq_service.v1.storage_service_pb2 import GetHeader, GetRequest, PutHeader, SharedColumns
+from tq_service.v1.storage_service_pb2 import GetHeader, PutHeader, SharedColumns
 from tq_service.wire.columns import ColumnShape, decode_headers, encode_header
 from tq_service.wire.dtypes import Bytes
 from tq_service.wire.frames import ColumnReceiver, Garbled
@@ -26,23 +25,6 @@ def put_header(put_id: bytes, partition_id: str, columns: Sequence[ColumnShape],
         size_bytes=sum(column.value_bytes for column in columns),
         partition_id=partition_id,
         **more,
-    )
-
-
-def get_request(boot_id: bytes, put_ids: Iterable[bytes], runs: Iterable[Runs]) -> GetRequest:
-    """Return the request for cells of puts that were stored under a boot; `runs` index the puts."""
-    return GetRequest(
-        boot_id=boot_id,
-        put_ids=put_ids,
-        runs=[
-            metadata_pb2.CellRuns(
-                field_names=run.field_names,
-                put_indexes=run.put_indexes.tolist(),
-                first_rows=run.first_rows.tolist(),
-                row_counts=run.row_counts.tolist(),
-            )
-            for run in runs
-        ],
     )
 
 

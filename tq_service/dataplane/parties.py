@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeAlias
-
-import numpy as np
-from numpy.typing import NDArray
 
 from tq_service.wire.columns import ColumnShape
 from tq_service.wire.dtypes import Bytes
@@ -67,28 +64,4 @@ class Place(Protocol):
     @property
     def params(self) -> Mapping[str, str]:
         """What else its driver needs."""
-        ...
-
-
-class Runs(Protocol):
-    """The cells of fields that were put together, in runs of neighbouring rows."""
-
-    @property
-    def field_names(self) -> Sequence[str]:
-        """The fields that share the runs."""
-        ...
-
-    @property
-    def put_indexes(self) -> NDArray[np.int64]:
-        """For each run its put `(runs,)`."""
-        ...
-
-    @property
-    def first_rows(self) -> NDArray[np.int64]:
-        """For each run its first row in the put `(runs,)`."""
-        ...
-
-    @property
-    def row_counts(self) -> NDArray[np.int64]:
-        """For each run its number of rows `(runs,)`."""
         ...

@@ -45,8 +45,8 @@ from tq_service.durable.snapshot import (
     write_state,
 )
 from tq_service.errors import DiskFullError, InternalError, InvalidArgumentError, PreconditionError
-from tq_service.storage.cells import ReadRuns
 from tq_service.wire.columns import ColumnShape
+from tq_service.wire.runs import CellRuns
 
 FILE_NAME: Final = "checkpoint.tqc"
 _LONGEST_NAME: Final = 200
@@ -119,7 +119,7 @@ class Block:
 
     partition_id: str
     puts: Sequence[Put]
-    runs: ReadRuns
+    runs: CellRuns
     global_indexes: Indexes
     value_bytes: int = 0
 
@@ -208,13 +208,13 @@ class PartitionPlan:
                 )
             )
 
-    def _runs(self, names: tuple[str, ...], cells: Indexes) -> tuple[list[Put], ReadRuns]:
+    def _runs(self, names: tuple[str, ...], cells: Indexes) -> tuple[list[Put], CellRuns]:
         """Return the puts of cells, and the cells as runs of neighbouring rows."""
         heads = np.flatnonzero(np.diff(cells, prepend=cells[0]) != 1)
         slots, first_rows = slots_and_rows(cells[heads])
         used, put_indexes = np.unique(slots, return_inverse=True)
         puts = [self._puts[slot] for slot in used.tolist()]
-        return [put for put in puts if put is not None], ReadRuns(
+        return [put for put in puts if put is not None], CellRuns(
             field_names=names,
             put_indexes=put_indexes.astype(np.int64, copy=False),
             first_rows=first_rows,

@@ -12,7 +12,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from tq_service.dataplane.messages import get_request, put_header
+from tq_service.dataplane.messages import put_header
 from tq_service.dataplane.parties import Seconds
 from tq_service.domain.catalog import Catalog
 from tq_service.domain.idempotency import Entry, merged
@@ -35,6 +35,7 @@ from tq_service.server.converters import pack
 from tq_service.server.loop_watch import watching_loop
 from tq_service.server.storages import StorageRegistry
 from tq_service.v1 import controller_service_pb2 as pb
+from tq_service.v1.storage_service_pb2 import GetRequest
 from tq_service.wire.columns import Column
 
 _log = logging.getLogger(__name__)
@@ -126,8 +127,9 @@ class Checkpoints:
         try:
             if storage is None:
                 raise DataLossError(f"storage service {storage_id!r} is gone, or came back empty")
-            request = get_request(boot_id, [put.put_id for put in block.puts], [block.runs])
-            received = await storage.driver.get(request, int(block.runs.row_counts.sum()), Seconds(_BLOCK_SECONDS))
+            put_ids = [put.put_id for put in block.puts]
+            request = GetRequest(boot_id=boot_id, put_ids=put_ids, runs=[block.runs.to_proto()])
+            received = await storage.driver.get(request, block.runs.row_count, Seconds(_BLOCK_SECONDS))
         except (DataLossError, PutNotFoundError, FieldNotFoundError) as error:
             raise _lost(block, error) from error
         columns = [column for column, _ in received]

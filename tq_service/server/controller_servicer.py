@@ -34,7 +34,8 @@ from tq_service.server.storages import StorageRegistry
 from tq_service.v1 import commit_pb2, controller_service_pb2_grpc
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.mapper import read_message, to_message
-from tq_service.wire.metadata import decode_integers, decode_meta_columns
+from tq_service.wire.metadata import decode_meta_columns
+from tq_service.wire.runs import decode_integers
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Request = TypeVar("Request", bound=Any)  # a message with a request_id

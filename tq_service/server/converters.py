@@ -31,12 +31,11 @@ from tq_service.wire.mapper import read_message, to_message
 from tq_service.wire.metadata import (
     KEY_MODES,
     STATES,
-    decode_integers,
     decode_meta_columns,
     encode_meta_columns,
     encode_spec,
-    set_indexes,
 )
+from tq_service.wire.runs import decode_integers, set_indexes
 
 _REMEMBERED_REQUEST_BYTES: Final = 1024
 _MOST_CLAIM_BYTES: Final = 256 * 1024  # what is asked for is kept while the call waits, and with its batches

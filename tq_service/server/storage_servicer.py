@@ -28,7 +28,7 @@ from tq_service.server.commits import Commits
 from tq_service.server.progress import LEAST_PROGRESS_BYTES, Progress, received
 from tq_service.server.receipts import ReceiptKeys
 from tq_service.server.rpc.limits import RETRY_AFTER_SECONDS, WaitingCalls, wait_until
-from tq_service.storage.cells import PutCells, ReadRuns
+from tq_service.storage.cells import PutCells
 from tq_service.storage.engine import StorageEngine
 from tq_service.storage.index.put import PendingPut
 from tq_service.storage.index.reading import Reading, Shared, shared_part
@@ -46,7 +46,7 @@ from tq_service.wire.frames import (
     iter_frames,
 )
 from tq_service.wire.mapper import to_message
-from tq_service.wire.metadata import decode_integers
+from tq_service.wire.runs import CellRuns, decode_integers
 
 _log = logging.getLogger(__name__)
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -114,7 +114,7 @@ class EngineCalls:
         """Find cells and keep them as they are until the result is closed; use it in a `with`."""
         self.check_boot(request.boot_id)
         await self._engine.check(request.put_ids)
-        return self._engine.open_read(list(map(_read_runs, request.runs)), list(request.put_ids))
+        return self._engine.open_read(list(map(CellRuns.from_proto, request.runs)), list(request.put_ids))
 
     def check_boot(self, boot_id: bytes) -> None:
         """Check that cells were put into this engine, and not into one that came back empty.
@@ -457,15 +457,6 @@ def _frame(part: Part) -> memoryview:
 
 def _name(part: Part) -> str:
     return "a second header" if isinstance(part, pb.PutHeader) else f"a frame of {len(part)} bytes"
-
-
-def _read_runs(run: metadata_pb2.CellRuns) -> ReadRuns:
-    return ReadRuns(
-        field_names=tuple(run.field_names),
-        put_indexes=decode_integers(run.put_indexes),
-        first_rows=decode_integers(run.first_rows),
-        row_counts=decode_integers(run.row_counts),
-    )
 
 
 def _get_header(reading: Reading) -> pb.GetHeader:

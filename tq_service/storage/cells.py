@@ -1,4 +1,4 @@
-"""How callers name cells: runs of rows of puts."""
+"""How callers name cells of one put."""
 
 from __future__ import annotations
 
@@ -8,23 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 Rows = NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadRuns:
-    """The cells of some fields that are read, as runs of neighbouring rows in the order wanted.
-
-    Attributes:
-        field_names: fields that share these runs.
-        put_indexes: for each run, the index of its put in the list of the read.
-        first_rows: for each run, its first row in the put.
-        row_counts: for each run, its number of rows.
-    """
-
-    field_names: tuple[str, ...]
-    put_indexes: Rows
-    first_rows: Rows
-    row_counts: Rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,12 +30,3 @@ class PutCells:
     def is_whole(self) -> bool:
         """Whether these are all cells of the put."""
         return self.first_rows is None and not self.field_names
-
-
-def expand_runs(firsts: Rows, counts: Rows) -> Rows:
-    """Return every row of runs, run after run: firsts (3, 8), counts (2, 1) give (3, 4, 8)."""
-    if len(firsts) == 1:
-        return np.arange(firsts[0], firsts[0] + counts[0], dtype=np.int64)
-    ends = np.cumsum(counts)
-    total = int(ends[-1]) if ends.size else 0
-    return np.repeat(firsts - (ends - counts), counts) + np.arange(total, dtype=np.int64)

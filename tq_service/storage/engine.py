@@ -17,7 +17,7 @@ from tq_service.schema import FieldSpec
 from tq_service.storage.blobs.base import BlobStore, DurableBlobStore
 from tq_service.storage.blobs.memfd import MemfdBlobs
 from tq_service.storage.blobs.memory import MemoryBlobs
-from tq_service.storage.cells import PutCells, ReadRuns
+from tq_service.storage.cells import PutCells
 from tq_service.storage.index.admission import Admission
 from tq_service.storage.index.compaction import compact
 from tq_service.storage.index.put import PendingPut, StoredPut, check_put, tables_size, values_size
@@ -27,6 +27,7 @@ from tq_service.storage.index.put_table import Confirmations, Overdue, PutTable
 from tq_service.storage.index.reading import Reading, check_sound, open_reading
 from tq_service.storage.index.reconciliation import Reconciliation, cells_besides
 from tq_service.wire.columns import ColumnShape
+from tq_service.wire.runs import CellRuns
 
 _KNOWN_SPECS: Final = 4096
 _MOST_WORK: Final = 4096  # puts that are looked at before others have their turn; some milliseconds
@@ -488,7 +489,7 @@ class StorageEngine:
         """End the waits for capacity: the service is about to stop."""
         self._admission.drain()
 
-    def open_read(self, runs: Sequence[ReadRuns], put_ids: Sequence[bytes]) -> Reading:
+    def open_read(self, runs: Sequence[CellRuns], put_ids: Sequence[bytes]) -> Reading:
         """Find cells and keep them as they are until the result is closed; use it in a `with`.
 
         Args:

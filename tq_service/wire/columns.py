@@ -230,20 +230,24 @@ def _merge_two(one: FieldSpec, other: FieldSpec) -> FieldSpec:
     return FieldSpec(one.name, dtype=one.dtype, layout=Layout.JAGGED if is_jagged else one.layout, row_shape=shape)
 
 
-def widen_extents(extents: Extents | None, spec: FieldSpec, merged: FieldSpec, row_count: int) -> Extents | None:
-    """Return the extents of rows put as `spec`, None where it is dense, as those of a merged spec.
+def row_shapes(spec: FieldSpec, extents: Extents | None, row_count: int) -> NDArray[np.int64]:
+    """Return the shape of each row of a column of tensors `(row_count, dims)`."""
+    shapes = np.empty((row_count, len(spec.row_shape or ())), np.int64)
+    shapes[:] = spec.row_shape or ()
+    if extents is not None:
+        shapes[:, list(spec.ragged_dims)] = extents
+    return shapes
+
+
+def extents_as(other: FieldSpec, spec: FieldSpec, extents: Extents | None, row_count: int) -> Extents | None:
+    """Return the extents of rows that are described as `spec` where they are described as another spec that fits them.
 
     Args:
-        extents: `(row_count, ragged dims of spec)`, or None.
+        other: a spec with other ragged dimensions, such as one that covers several puts of one field.
         spec: how the rows were put.
-        merged: covers `spec`.
+        extents: `(row_count, ragged dims of spec)`, None where it is dense.
         row_count: number of rows.
     """
-    if spec.ragged_dims == merged.ragged_dims or merged.layout is not Layout.JAGGED:
+    if other.ragged_dims == spec.ragged_dims:
         return extents
-    own = {dim: position for position, dim in enumerate(spec.ragged_dims)}
-    widened = np.empty((row_count, len(merged.ragged_dims)), np.int64)
-    for position, dim in enumerate(merged.ragged_dims):
-        own_extents = extents[:, own[dim]] if extents is not None and dim in own else None
-        widened[:, position] = (spec.row_shape or ())[dim] if own_extents is None else own_extents
-    return widened
+    return row_shapes(spec, extents, row_count)[:, list(other.ragged_dims)] if other.ragged_dims else None

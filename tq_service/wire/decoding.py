@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from tq_service.errors import InvalidArgumentError
 from tq_service.schema import Layout
 from tq_service.wire.collection import no_collection
-from tq_service.wire.columns import ColumnShape
+from tq_service.wire.columns import ColumnShape, row_shapes
 from tq_service.wire.dtypes import Bytes, has_torch, maker, writable_bytes
 from tq_service.wire.objects import decode_object
 from tq_service.wire.row_pattern import RowPattern
@@ -89,7 +89,7 @@ class _Decoder:
         ragged_dims = column.spec.ragged_dims
         if not self._as_torch or len(ragged_dims) != 1:
             return self._decode_rows(column, values)
-        return self._decode_nested(column, values, ragged_dims[0])
+        return self._decode_nested(column, column.extents[:, 0], values, ragged_dims[0])
 
     def _decode_objects(self, column: ColumnShape, buffer: memoryview) -> list[Any]:
         bounds = column.row_offsets().tolist()
@@ -100,15 +100,12 @@ class _Decoder:
         """Return each row of a jagged column, all on the shared bytes."""
         flat = self._make(values, column.spec.dtype, (column.value_bytes // column.spec.itemsize,))
         bounds = (column.row_offsets() // column.spec.itemsize).tolist()
-        return [
-            flat[start:end].reshape(shape)
-            for (start, end), shape in zip(pairwise(bounds), _row_shapes(column), strict=True)
-        ]
+        shapes = row_shapes(column.spec, column.extents, column.row_count).tolist()
+        return [flat[start:end].reshape(shape) for (start, end), shape in zip(pairwise(bounds), shapes, strict=True)]
 
-    def _decode_nested(self, column: ColumnShape, values: Bytes, ragged_dim: int) -> Any:
+    def _decode_nested(self, column: ColumnShape, lengths: NDArray[np.int64], values: Bytes, ragged_dim: int) -> Any:
         import torch  # noqa: PLC0415  (torch is optional and slow to import)
 
-        lengths = _extents(column)[:, 0]
         row_shape = list(column.spec.row_shape or ())
         row_shape[ragged_dim] = int(lengths.sum())
         if ragged_dim == 0 or column.value_bytes == 0:
@@ -119,17 +116,3 @@ class _Decoder:
         if key not in self._patterns:
             self._patterns[key] = RowPattern.of_lengths(lengths)
         return self._patterns[key].nested(packed, ragged_dim + 1)
-
-
-def _extents(column: ColumnShape) -> NDArray[np.int64]:
-    if column.extents is None:
-        raise InvalidArgumentError(f"field {column.spec.name!r} is jagged and has no extents")
-    return column.extents
-
-
-def _row_shapes(column: ColumnShape) -> list[list[int]]:
-    shapes = np.empty((column.row_count, len(column.spec.row_shape or ())), np.int64)
-    shapes[:] = column.spec.row_shape or ()
-    shapes[:, list(column.spec.ragged_dims)] = _extents(column)
-    rows: list[list[int]] = shapes.tolist()
-    return rows

@@ -209,7 +209,7 @@ def _encode_nested(name: str, values: Any) -> Column:
     torch = sys.modules["torch"]
     nested = values.detach()
     if nested.layout is not torch.jagged:
-        return _encode_rows(name, list(nested.unbind()), ())
+        return _encode_rows(name, list(nested.unbind()))
     ragged_dim = int(nested._ragged_idx) - 1  # torch has no public name for it
     if ragged_dim or nested.lengths() is not None:
         return _encode_rows(name, list(nested.unbind()), (ragged_dim,))
@@ -256,15 +256,11 @@ def _encode_arrays(name: str, values: Sequence[Any], declared: Layout | None) ->
             f"field {name!r} has rows of {min(dim_counts)} and of {max(dim_counts)} dimensions; give all the same",
             field="data",
         )
-    if dim_counts != {0}:
-        return _encode_rows(name, rows, ())
-    dtype, chunks = _gather(name, rows)
-    if declared is Layout.JAGGED:
-        raise InvalidArgumentError(
-            f"field {name!r} is declared jagged, but its rows are scalars; put rows of one or more dimensions",
-            field="data",
-        )
-    return _column(FieldSpec(name, dtype, Layout.DENSE, ()), len(rows), None, chunks)
+    dtypes = {row.dtype for row in rows}
+    if len(dtypes) > 1:
+        got = " and ".join(sorted(map(str, dtypes)))
+        raise InvalidArgumentError(f"field {name!r} has rows of {got}; convert them to one dtype", field="data")
+    return _encode_rows(name, rows) if dim_counts != {0} else _encode_dense(name, _concatenate(rows), declared)
 
 
 def _as_tensor(name: str, array: NDArray[Any]) -> Any:
@@ -273,49 +269,33 @@ def _as_tensor(name: str, array: NDArray[Any]) -> Any:
     return sys.modules["torch"].from_numpy(np.array(array, dtype))  # a copy in the byte order of the machine
 
 
-def _encode_rows(name: str, rows: list[Any], ragged_dims: tuple[int, ...]) -> Column:
-    """Encode rows of one or more dimensions as a jagged column.
+def _encode_rows(name: str, rows: list[Any], ragged_dims: Sequence[int] = ()) -> Column:
+    """Encode rows of one dtype and of one or more dimensions as a jagged column.
 
     Args:
         name: the field.
         rows: tensors, or arrays.
-        ragged_dims: the ragged dimensions where they are known; else those that differ, dimension 0 if none does.
+        ragged_dims: are ragged, besides those that differ; dimension 0 is where no other is.
     """
     shapes = np.array([row.shape for row in rows], dtype=np.int64).reshape(len(rows), -1)
-    differs = (shapes != shapes[0]).any(axis=0)
-    ragged = tuple(map(int, np.flatnonzero(differs))) or (0,)
-    if ragged_dims:
-        ragged = tuple(sorted({*ragged_dims, *map(int, np.flatnonzero(differs))}))
-    row_shape = tuple(-1 if dim in ragged else int(size) for dim, size in enumerate(shapes[0]))
-    dtype, chunks = _gather(name, rows)
-    extents = np.ascontiguousarray(shapes[:, list(ragged)])
-    return _column(FieldSpec(name, dtype, Layout.JAGGED, row_shape), len(rows), extents, chunks)
+    is_ragged = (shapes != shapes[0]).any(axis=0)
+    is_ragged[list(ragged_dims)] = True
+    is_ragged[0] |= not is_ragged.any()
+    if sum(row.nbytes for row in rows) < _GATHER_BELOW_BYTES * len(rows):
+        rows = [_concatenate(rows)]
+    dtypes, chunks = zip(*(_bytes_of(name, row) for row in rows), strict=True)
+    spec = FieldSpec(name, dtypes[0], Layout.JAGGED, tuple(np.where(is_ragged, -1, shapes[0]).tolist()))
+    return _column(spec, len(shapes), np.ascontiguousarray(shapes[:, is_ragged]), chunks)
 
 
-def _gather(name: str, rows: list[Any]) -> tuple[str, tuple[memoryview, ...]]:
-    """Return the dtype and the bytes of rows one after the other: put together where they are small."""
-    dtypes = {row.dtype for row in rows}
-    if len(dtypes) > 1:
-        got = " and ".join(sorted(str(dtype) for dtype in dtypes))
-        raise InvalidArgumentError(f"field {name!r} has rows of {got}; convert them to one dtype", field="data")
-    size = sum(row.nbytes for row in rows)
-    if size >= _GATHER_BELOW_BYTES * len(rows):
-        pairs = [_bytes_of(name, row) for row in rows]
-        return pairs[0][0], tuple(chunk for _, chunk in pairs)
-    dtype, chunk = _bytes_of(name, _concatenate_tensors(rows) if is_tensor(rows[0]) else _concatenate_arrays(rows))
-    return dtype, (chunk,)
-
-
-def _concatenate_tensors(rows: list[Any]) -> Any:
+def _concatenate(rows: list[Any]) -> Any:
+    """Return the values of tensors, or arrays, one after the other."""
+    flat = rows if rows[0].ndim == 1 else [row.reshape(-1) for row in rows]
+    if not is_tensor(rows[0]):
+        return np.concatenate(flat)
     torch = sys.modules["torch"]
     with torch.no_grad():
-        if len({row.device for row in rows}) > 1:
-            rows = [row.cpu() for row in rows]
-        return torch.cat(rows if rows[0].ndim == 1 else [row.reshape(-1) for row in rows])
-
-
-def _concatenate_arrays(rows: list[Any]) -> NDArray[Any]:
-    return np.concatenate([row.reshape(-1) for row in rows])
+        return torch.cat(flat if len({row.device for row in flat}) == 1 else [row.cpu() for row in flat])
 
 
 def _as_numbers(values: Sequence[Any]) -> NDArray[Any] | None:

@@ -1,4 +1,4 @@
-"""What messages say of samples, both ways: words of the API, field specs, indexes, and custom_meta.
+"""What messages say of samples, both ways: words of the API, field specs, and custom_meta.
 
 custom_meta travels in columns. Users give and read it as one mapping a sample; `rows_to_meta_columns` and
 `meta_columns_to_rows` go between the two.
@@ -19,6 +19,7 @@ from tq_service.errors import InvalidArgumentError
 from tq_service.schema import BatchUnit, FieldSpec, KeyMode, Layout, MetaColumn, MetaValue, Operator, SampleState
 from tq_service.v1 import commit_pb2, controller_service_pb2
 from tq_service.v1 import metadata_pb2 as pb
+from tq_service.wire.runs import decode_integers
 
 Word = TypeVar("Word", bound=str)
 
@@ -92,8 +93,6 @@ OPERATORS: Final[EnumWords[Operator]] = EnumWords(
 _VALUE_FIELDS: Final = {"b": "bool_values", "i": "int64_values", "f": "double_values"}
 _REMEMBERED_SPEC_BYTES: Final = 256
 
-_FEW_VALUES: Final = 64
-
 _NO_VALUE: Final = object()
 _INT64: Final = np.iinfo(np.int64)
 _LARGEST_EXACT_DOUBLE: Final = 1 << 53
@@ -141,15 +140,6 @@ def decode_value(message: controller_service_pb2.MetaValue) -> MetaValue | None:
     kind = message.WhichOneof("kind")
     value: MetaValue | None = None if kind is None else getattr(message, kind)
     return value
-
-
-def decode_integers(values: Sequence[int]) -> NDArray[np.int64]:
-    """Return a repeated field of integers as an array `(n,)`.
-
-    Numpy can read long fields in protobuf's buffers, which costs a copy; finding that out costs more than a few values.
-    """
-    count = len(values)
-    return np.fromiter(values, np.int64, count) if count <= _FEW_VALUES else np.array(values, np.int64)
 
 
 def encode_meta_columns(columns: Iterable[MetaColumn]) -> list[pb.MetaColumn]:
@@ -378,56 +368,3 @@ def meta_columns_to_rows(columns: Iterable[MetaColumn], row_count: int) -> list[
             for position in _rows(column.present):
                 rows[position][name] = values[position]
     return rows
-
-
-Indexes = NDArray[np.int64]
-_LEAST_MEAN_LENGTH: Final = 4
-_MOST_INDEXES: Final = 2**31  # a few bytes must not make a reader reserve whatever they say
-
-
-def set_indexes(message: pb.BatchMeta, indexes: Indexes | range) -> None:
-    """Name the samples of a batch, which has none yet."""
-    if isinstance(indexes, range):
-        if len(indexes) > _FEW_VALUES:
-            message.index_ranges.firsts.append(indexes.start)
-            message.index_ranges.counts.append(len(indexes))
-        else:
-            message.global_indexes.extend(indexes)
-        return
-    if indexes.size > _FEW_VALUES:
-        heads = np.flatnonzero(np.diff(indexes) != 1) + 1
-        if (heads.size + 1) * _LEAST_MEAN_LENGTH <= indexes.size:
-            starts = np.concatenate(([0], heads))
-            message.index_ranges.firsts.extend(indexes[starts].tolist())
-            message.index_ranges.counts.extend(np.diff(starts, append=indexes.size).tolist())
-            return
-    message.global_indexes.extend(indexes.tolist())
-
-
-def read_indexes(message: pb.BatchMeta) -> Indexes:
-    """Return the samples of a batch, in order.
-
-    Raises:
-        InvalidArgumentError: both forms, ranges that are none, or too many samples.
-    """
-    if not message.HasField("index_ranges"):
-        return decode_integers(message.global_indexes)
-    firsts = decode_integers(message.index_ranges.firsts)
-    counts = decode_integers(message.index_ranges.counts)
-    if message.global_indexes or firsts.size != counts.size or bool((counts < 1).any()):
-        raise InvalidArgumentError(
-            f"index_ranges has {firsts.size} firsts and {counts.size} counts beside {len(message.global_indexes)} "
-            f"global_indexes; send as many counts as firsts, each 1 or more, and no global_indexes",
-            field="index_ranges",
-        )
-    if float(counts.sum(dtype=np.float64)) > _MOST_INDEXES:
-        raise InvalidArgumentError(
-            f"index_ranges names more than {_MOST_INDEXES} samples; ask for fewer", field="index_ranges"
-        )
-    return expand_runs(firsts, counts)
-
-
-def expand_runs(firsts: Indexes, counts: Indexes) -> Indexes:
-    """Return the numbers in runs of neighbours: of each run the first, and how many there are."""
-    starts = np.cumsum(counts) - counts
-    return np.repeat(firsts - starts, counts) + np.arange(int(counts.sum()), dtype=np.int64)

@@ -19,9 +19,10 @@ from xxhash import xxh3_64
 from tq_service.errors import CallCancelledError, FieldNotFoundError, InvalidArgumentError, PutNotFoundError, nearest
 from tq_service.schema import FieldSpec, Layout
 from tq_service.storage.blobs.base import Blob, BlobStore, Span
-from tq_service.storage.cells import Rows, expand_runs
+from tq_service.storage.cells import Rows
 from tq_service.wire.columns import ColumnShape, extent_count, fixed_row_bytes
 from tq_service.wire.objects import VERSION as OBJECT_VERSION
+from tq_service.wire.runs import expand_runs
 from tq_service.wire.shared_memory import close_all, place_columns
 
 Tables = bytearray | memoryview

@@ -21,17 +21,18 @@ import numpy as np
 
 from tq_service.errors import DataLossError, InvalidArgumentError, PutNotFoundError
 from tq_service.storage.blobs.base import Blob
-from tq_service.storage.cells import ReadRuns, Rows, expand_runs
+from tq_service.storage.cells import Rows
 from tq_service.storage.index.put import RowSet, StoredColumn, StoredPut
 from tq_service.wire.columns import (
     MAX_ROWS,
     ColumnShape,
     Extents,
     extent_count,
+    extents_as,
     fixed_row_bytes,
     merge_specs,
-    widen_extents,
 )
+from tq_service.wire.runs import CellRuns, expand_runs
 
 _GATHER_BELOW_BYTES: Final = 1024
 _GATHER_FROM_SLICES: Final = 16
@@ -51,7 +52,7 @@ Runs: TypeAlias = Rows | slice
 _ALL: Final = slice(None)
 
 
-def open_reading(puts: Mapping[bytes, StoredPut], runs: Sequence[ReadRuns], put_ids: Sequence[bytes]) -> Reading:
+def open_reading(puts: Mapping[bytes, StoredPut], runs: Sequence[CellRuns], put_ids: Sequence[bytes]) -> Reading:
     """Find the cells of a read and pin their blobs; see `StorageEngine.open_read`."""
     row_count = _check_runs(runs, len(put_ids))
     held: dict[int, StoredPut] = {}
@@ -75,7 +76,7 @@ def _find_put(puts: Mapping[bytes, StoredPut], put_id: bytes) -> StoredPut:
     return put
 
 
-def _check_runs(runs: Sequence[ReadRuns], put_count: int) -> int:
+def _check_runs(runs: Sequence[CellRuns], put_count: int) -> int:
     """Return the number of rows asked for."""
     names = [name for fields in runs for name in fields.field_names]
     if not names or len(set(names)) != len(names):
@@ -87,7 +88,7 @@ def _check_runs(runs: Sequence[ReadRuns], put_count: int) -> int:
     return next(iter(row_counts.values()))
 
 
-def _count_rows(fields: ReadRuns, put_count: int) -> int:
+def _count_rows(fields: CellRuns, put_count: int) -> int:
     puts, firsts, counts = fields.put_indexes, fields.first_rows, fields.row_counts
     what = f"runs of {', '.join(fields.field_names)}"
     if not len(puts) == len(firsts) == len(counts):
@@ -254,7 +255,7 @@ class SpanFinder:
         InvalidArgumentError: a run goes beyond the rows of its put.
     """
 
-    def __init__(self, runs: ReadRuns, puts: Sequence[StoredPut], put_ids: Sequence[bytes], owners: Rows) -> None:
+    def __init__(self, runs: CellRuns, puts: Sequence[StoredPut], put_ids: Sequence[bytes], owners: Rows) -> None:
         self._runs = runs
         self._puts = puts
         self._put_ids = put_ids
@@ -297,7 +298,7 @@ class SpanFinder:
             else:
                 starts[some], sizes[some], found = self._cut(columns, numbers, some, positions[some])
             row_count = self._row_count if some is _ALL else int(counts.sum())
-            widened = widen_extents(found, spec, merged, row_count)
+            widened = extents_as(merged, spec, found, row_count)
             if extents is not None and widened is not None:
                 extents[_ALL if some is _ALL else expand_runs(self._targets[some], counts)] = widened
         starts += self._of_runs([column.values_at for column in columns])

@@ -8,8 +8,9 @@ from typing import Final
 
 import numpy as np
 
-from tq_service.storage.cells import PutCells, Rows, expand_runs
+from tq_service.storage.cells import PutCells, Rows
 from tq_service.storage.index.put import StoredPut
+from tq_service.wire.runs import expand_runs
 
 _MOST_NAMED: Final = 16
 

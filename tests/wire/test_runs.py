@@ -1,4 +1,4 @@
-"""The samples of a batch travel as ranges where that is shorter, and come back as they were."""
+"""Integers of messages; the samples of a batch travel as ranges where that is shorter, and come back as they were."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tq_service.client import BatchMeta
 from tq_service.errors import InvalidArgumentError
 from tq_service.v1 import metadata_pb2 as pb
-from tq_service.wire.metadata import read_indexes, set_indexes
+from tq_service.wire.runs import decode_integers, read_indexes, set_indexes
 
 STRETCHES = st.lists(st.tuples(st.integers(-(2**40), 2**40), st.integers(1, 200)), max_size=12)
 
@@ -21,6 +21,15 @@ def sent(indexes):
 
 def ranges(firsts, counts, listed=()):
     return pb.BatchMeta(global_indexes=listed, index_ranges=pb.IndexRanges(firsts=firsts, counts=counts))
+
+
+@pytest.mark.parametrize("count", [0, 3, 64, 65, 1000])
+def test_integers_of_a_repeated_field(count):
+    values = [(-1) ** i * i * 2**40 for i in range(count)]
+    array = decode_integers(pb.Int64Values(values=values).values)
+    assert array.dtype == np.int64
+    assert array.tolist() == values
+    array[:] = 0  # memory of its own
 
 
 @given(STRETCHES)
