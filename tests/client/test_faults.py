@@ -538,9 +538,7 @@ async def test_a_storage_service_out_of_reach_is_named_where_the_controller_hang
 
 
 @pytest.mark.parametrize("is_away", [False, True])
-async def test_a_storage_service_that_came_back_at_another_address_is_found_there(kind, is_away, monkeypatch):
-    for module in ("_async", "_sync"):
-        monkeypatch.setattr(f"tq_service.client.{module}.fetches._PATIENCE_SECONDS", 0.2)
+async def test_a_storage_service_that_came_back_at_another_address_is_found_there(kind, is_away):
     async with serving(storage=FakeStorage(get_answers=[answer_of([7])])) as new_address:
         before = endpoint("two", "" if is_away else "127.0.0.1:1", is_away=is_away)
         locate = Script(
@@ -555,9 +553,7 @@ async def test_a_storage_service_that_came_back_at_another_address_is_found_ther
     assert list(locate.requests[1].global_indexes) == [10]
 
 
-async def test_cells_that_moved_away_from_a_dead_storage_service_are_read_where_they_are(kind, monkeypatch):
-    for module in ("_async", "_sync"):
-        monkeypatch.setattr(f"tq_service.client.{module}.fetches._PATIENCE_SECONDS", 0.2)
+async def test_cells_that_moved_away_from_a_dead_storage_service_are_read_where_they_are(kind):
     storage = FakeStorage(get_answers=[answer_of([7])])
     places = [endpoint("dead", "127.0.0.1:1"), endpoint("one"), endpoint("one")]
     metas = [located([place], [0]) for place in places]

@@ -8,7 +8,7 @@ import textwrap
 import pytest
 
 import tq_service as tq
-from tq_service.client._sync.calls import Channels
+from tq_service.client._sync.calls import Calls
 from tq_service.wire.credentials import Credentials
 
 if sys.platform == "win32":
@@ -85,7 +85,7 @@ async def test_an_async_client_belongs_to_its_loop(service):
 
 
 def test_all_threads_of_a_forked_child_leave_the_channels_of_its_parent(monkeypatch):
-    channels = Channels("127.0.0.1:1", Credentials())
+    channels = Calls("127.0.0.1:1", Credentials())
     of_parent = channels.endpoint()
     monkeypatch.setattr("os.getpid", lambda: -1)
     home = channels._home

@@ -95,7 +95,7 @@ def on_loop(server: LiveServer) -> Callable[..., Any]:
 
 def over_grpc(server: LiveServer, kind: Any) -> Driven:
     place = StorageEndpoint(storage_id="s", kind=GRPC_KIND, address=server.address)
-    connections = server.client(kind).real._calls.channels
+    connections = server.client(kind).real._calls
     if kind == "sync":
         return of_engine(server, sync_driver(place, connections), lambda method, *given: method(*given))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -11,18 +11,17 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
 from tq_service.client.channel import CHANNEL_OPTIONS, controller_stub, health_stub, resolve_address, storage_stub
 from tq_service.client.concurrency import AsyncBackgroundCalls, AsyncHome, async_is_of_closing, async_sleep
-from tq_service.client.requests import seconds
+from tq_service.client.requests import request_of, seconds
 from tq_service.client.retry import Backoff, Deadline, Outage, error_of
 from tq_service.client.writes import PlacementGrant
 from tq_service.dataplane import parties
-from tq_service.dataplane._async.drivers import AsyncDriver, AsyncGrpcDriver, async_driver
+from tq_service.dataplane._async.drivers import AsyncDriver, AsyncGrpcDriver
 from tq_service.dataplane.shared_memory.client import HostLink
 from tq_service.errors import CallCancelledError, PreconditionError, TqError, UnavailableError
-from tq_service.v1.storage_service_pb2 import GetRequest, PutHeader, PutResponse
-from tq_service.wire.columns import Column
 from tq_service.wire.credentials import Credentials, Tls, async_open_channel
 from tq_service.wire.error_table import status_from_trailers
 
@@ -40,17 +39,17 @@ _ABANDONED: Final[list[object]] = []
 class AsyncEndpoint:
     """A channel to one address, and the calls on it."""
 
-    def __init__(self, address: str, channels: AsyncChannels) -> None:
+    def __init__(self, address: str, calls: AsyncCalls) -> None:
         self.address = address
-        self.metadata = channels.credentials.metadata
-        self.opened_with = channels.credentials.signature()
-        self.channel = async_open_channel(address, channels.credentials, CHANNEL_OPTIONS)
+        self.metadata = calls.credentials.metadata
+        self.opened_with = calls.credentials.signature()
+        self.channel = async_open_channel(address, calls.credentials, CHANNEL_OPTIONS)
         self.controller: AsyncControllerStub = controller_stub(self.channel)
         self.storage: AsyncStorageStub = storage_stub(self.channel)
         self.health: Any = health_stub(self.channel)
         self.link = HostLink()
         self.driver = AsyncGrpcDriver(self.channel, metadata=self.metadata, errors=self.errors, link=self.link)
-        self._channels = channels
+        self._calls = calls
         self._outage = Outage(address)
 
     @contextmanager
@@ -63,20 +62,30 @@ class AsyncEndpoint:
         except grpc.RpcError as error:
             failure = error_of(error, self.address)
             if isinstance(failure, UnavailableError):
-                self._channels.follow_files()
+                self._calls.follow_files()
                 if is_retried:
                     self._outage.lasts(began, failure, deadline.remaining())
             elif status_from_trailers(error.trailing_metadata()) is not None:
                 self._outage.is_over()
             raise failure from None
         except BaseException as error:
-            if self._channels.closed and async_is_of_closing(error):
+            if self._calls.closed and async_is_of_closing(error):
                 raise CallCancelledError(f"the client was closed during a call (calling {self.address})") from None
             raise
 
 
-class AsyncChannels:
-    """Opens channels where they are first used, and again where the old ones no longer work.
+if TYPE_CHECKING:
+    Request = TypeVar("Request", bound=Message)
+    Response = TypeVar("Response")
+    Picks = Callable[[AsyncEndpoint], grpc.aio.UnaryUnaryMultiCallable[Request, Response]]
+    Method = Callable[[AsyncControllerStub], grpc.aio.UnaryUnaryMultiCallable[Request, Response]]
+
+
+class AsyncCalls:
+    """The channels of one client, and the calls on them.
+
+    Channels are opened where they are first used, and again where the old ones no longer work. An address that is empty
+    is the client's own.
 
     Attributes:
         closed: whether `aclose` was called.
@@ -91,7 +100,7 @@ class AsyncChannels:
         self.closed = False
 
     def endpoint(self, address: str = "") -> AsyncEndpoint:
-        """Return the channel to an address; an empty one is the client's own.
+        """Return the channel to an address.
 
         Raises:
             ForkedClientError: the channels belong to another process or event loop and cannot be opened again.
@@ -108,8 +117,38 @@ class AsyncChannels:
         return endpoint
 
     def over_grpc(self, address: str) -> AsyncDriver:
-        """Return what puts and gets at an address; an empty one is the client's own."""
+        """Return what puts and gets at an address."""
         return self.endpoint(address).driver
+
+    async def retried(self, attempt: Callable[[], Awaitable[T]], deadline: Deadline) -> T:
+        """Return what `attempt` returns, trying again with back-off while it fails with UnavailableError."""
+        backoff = Backoff(deadline)
+        while True:
+            try:
+                return await attempt()
+            except TqError as failure:
+                pause = backoff.after(failure)
+            await async_sleep(pause)
+
+    async def unary(
+        self, pick: Picks[Request, Response], request: Request, deadline: Deadline, address: str = ""
+    ) -> Response:
+        """Make a unary call, tried again until the deadline."""
+        return await self.retried(lambda: self.unary_once(pick, request, deadline, address), deadline)
+
+    async def unary_once(
+        self,
+        pick: Picks[Request, Response],
+        request: Request,
+        deadline: Deadline,
+        address: str = "",
+        *,
+        is_retried: bool = True,
+    ) -> Response:
+        """Make a unary call; `is_retried` tells whether the caller tries again while the service is unavailable."""
+        endpoint = self.endpoint(address)
+        with endpoint.errors(deadline, is_retried=is_retried):
+            return await pick(endpoint)(request, timeout=deadline.remaining(), metadata=endpoint.metadata())
 
     def _check_open(self) -> None:
         if self.closed:
@@ -143,82 +182,6 @@ class AsyncChannels:
             await endpoint.channel.close()
 
 
-if TYPE_CHECKING:
-    Request = TypeVar("Request")
-    Response = TypeVar("Response")
-    Picks = Callable[[AsyncEndpoint], grpc.aio.UnaryUnaryMultiCallable[Request, Response]]
-    Method = Callable[[AsyncControllerStub], grpc.aio.UnaryUnaryMultiCallable[Request, Response]]
-
-
-class AsyncCalls:
-    """Makes the calls of one client. An address that is empty is the client's own."""
-
-    def __init__(self, address: str, credentials: Credentials) -> None:
-        self.channels = AsyncChannels(address, credentials)
-
-    async def retried(self, attempt: Callable[[], Awaitable[T]], deadline: Deadline) -> T:
-        """Return what `attempt` returns, trying again with back-off while it fails with UnavailableError."""
-        backoff = Backoff(deadline)
-        while True:
-            try:
-                return await attempt()
-            except TqError as failure:
-                pause = backoff.after(failure)
-            await async_sleep(pause)
-
-    async def unary(
-        self, pick: Picks[Request, Response], request: Request, deadline: Deadline, address: str = ""
-    ) -> Response:
-        """Make a unary call, tried again until the deadline."""
-        return await self.retried(lambda: self.unary_once(pick, request, deadline, address), deadline)
-
-    async def unary_once(
-        self,
-        pick: Picks[Request, Response],
-        request: Request,
-        deadline: Deadline,
-        address: str = "",
-        *,
-        is_retried: bool = True,
-    ) -> Response:
-        """Make a unary call; `is_retried` tells whether the caller tries again while the service is unavailable."""
-        endpoint = self.channels.endpoint(address)
-        with endpoint.errors(deadline, is_retried=is_retried):
-            return await pick(endpoint)(request, timeout=deadline.remaining(), metadata=endpoint.metadata())
-
-    async def put_once(
-        self, place: parties.Place, header: PutHeader, columns: Sequence[Column], deadline: Deadline
-    ) -> PutResponse:
-        """Send a put to a storage service."""
-        return await async_driver(place, self.channels).put(header, columns, deadline)
-
-    async def get(
-        self,
-        place: parties.Place,
-        request: GetRequest,
-        row_count: int,
-        deadline: Deadline,
-        *,
-        size_bytes: int | None,
-        patience: Deadline,
-    ) -> list[parties.Received]:
-        """Read cells into fresh memory, from the start again where the service is unavailable in the middle.
-
-        Args:
-            place: the storage service.
-            request: the cells.
-            row_count: number of rows asked for.
-            deadline: until when an answer may take.
-            size_bytes: of all values; None where that is not known.
-            patience: until when the service is tried while it is unavailable.
-        """
-
-        async def attempt() -> list[parties.Received]:
-            return await async_driver(place, self.channels).get(request, row_count, deadline, size_bytes)
-
-        return await self.retried(attempt, patience)
-
-
 class AsyncBase:
     """Holds the calls of a client. See `AsyncClient`."""
 
@@ -242,14 +205,21 @@ class AsyncBase:
         span = self.timeout if timeout is None else seconds("timeout", timeout)
         return Deadline.after(span + more_seconds)
 
-    async def _ask(self, pick: Method[Request, Response], request: Request, timeout: float | None) -> Response:
-        """Make a call to the controller, tried again until the timeout."""
+    async def _ask(
+        self,
+        pick: Method[Request, Response],
+        kind: type[Request],
+        timeout: float | None,
+        **arguments: Any,
+    ) -> Response:
+        """Make a call to the controller, tried again until the timeout; `arguments` are those of `request_of`."""
+        request = request_of(kind, **arguments)
         return await self._calls.unary(lambda to: pick(to.controller), request, self._deadline(timeout))
 
     async def aclose(self) -> None:
         """Make the calls that are due, such as releasing claims, and close the channels."""
         await self._background_calls.drain()
-        await self._calls.channels.aclose()
+        await self._calls.aclose()
 
     async def __aenter__(self) -> Self:
         return self

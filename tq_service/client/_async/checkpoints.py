@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Final
 
 from tq_service.client._async.calls import AsyncBase
-from tq_service.client.requests import request_of
 from tq_service.results import CheckpointCopy, RestoredCheckpoint
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.mapper import read_message
@@ -32,9 +31,8 @@ class AsyncCheckpointCalls(AsyncBase):
             DiskFullError: the disk has no space.
             DataLossError: bytes that are to be copied are lost; it names their samples.
         """
-        request = request_of(pb.CheckpointRequest, name=name)
-        deadline = self._deadline(_SECONDS if timeout is None else timeout)
-        answer = await self._calls.unary(lambda to: to.controller.Checkpoint, request, deadline)
+        seconds = _SECONDS if timeout is None else timeout
+        answer = await self._ask(lambda to: to.Checkpoint, pb.CheckpointRequest, seconds, name=name)
         return read_message(CheckpointCopy, answer)
 
     async def restore(self, name: str, *, timeout: float | None = None) -> RestoredCheckpoint:
@@ -54,7 +52,6 @@ class AsyncCheckpointCalls(AsyncBase):
             SnapshotDamagedError: it is damaged.
             QuotaExceededError: the storage services have no capacity for its bytes.
         """
-        request = request_of(pb.RestoreRequest, name=name)
-        deadline = self._deadline(_SECONDS if timeout is None else timeout)
-        answer = await self._calls.unary(lambda to: to.controller.Restore, request, deadline)
+        seconds = _SECONDS if timeout is None else timeout
+        answer = await self._ask(lambda to: to.Restore, pb.RestoreRequest, seconds, name=name)
         return read_message(RestoredCheckpoint, answer)

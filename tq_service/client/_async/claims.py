@@ -148,7 +148,7 @@ class AsyncClaimCalls(AsyncBase):
                 await async_sleep(min(backoff.pause(), wait.remaining()))
 
     async def _release(self, claim: pb.GetMetaRequest) -> None:
-        if self._calls.channels.closed:
+        if self._calls.closed:
             return  # the service sees that this client has left
         request = request_of(
             pb.ReleaseClaimRequest,
@@ -168,8 +168,13 @@ class AsyncClaimCalls(AsyncBase):
             PartitionNotFoundError: there is no such partition.
             TaskNotFoundError: the task has not asked for anything yet.
         """
-        request = request_of(pb.CheckConsumptionRequest, partition_id=partition_id, task_name=task_name)
-        answer = await self._ask(lambda to: to.CheckConsumption, request, timeout)
+        answer = await self._ask(
+            lambda to: to.CheckConsumption,
+            pb.CheckConsumptionRequest,
+            timeout,
+            partition_id=partition_id,
+            task_name=task_name,
+        )
         return read_message(ConsumptionStatus, answer)
 
     async def check_production(
@@ -181,8 +186,13 @@ class AsyncClaimCalls(AsyncBase):
             PartitionNotFoundError: there is no such partition.
             FieldNotFoundError: there is no such field.
         """
-        request = request_of(pb.CheckProductionRequest, partition_id=partition_id, data_fields=data_fields)
-        answer = await self._ask(lambda to: to.CheckProduction, request, timeout)
+        answer = await self._ask(
+            lambda to: to.CheckProduction,
+            pb.CheckProductionRequest,
+            timeout,
+            partition_id=partition_id,
+            data_fields=data_fields,
+        )
         return read_message(ProductionStatus, answer)
 
     async def reset_consumption(
@@ -210,12 +220,13 @@ class AsyncClaimCalls(AsyncBase):
             StaleEpochError: the task is at another epoch.
             PartitionNotFoundError: there is no such partition; TaskNotFoundError: no such task.
         """
-        request = request_of(
+        answer = await self._ask(
+            lambda to: to.ResetConsumption,
             pb.ResetConsumptionRequest,
+            timeout,
             partition_id=partition_id,
             task_name=task_name,
             epoch=epoch,
             keep_consumed=keep_consumed,
         )
-        answer = await self._ask(lambda to: to.ResetConsumption, request, timeout)
         return answer.epoch

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 from tq_service.client._async.calls import AsyncBase
 from tq_service.client.batch_meta import BatchMeta, check_is_batch
-from tq_service.client.concurrency import async_gather, async_sleep
+from tq_service.client.concurrency import async_gather
 from tq_service.client.locations import StorageRef
 from tq_service.client.pages import joined, located_in_parts
 from tq_service.client.reads import (
@@ -21,7 +22,8 @@ from tq_service.client.reads import (
     unread_samples,
 )
 from tq_service.client.requests import listed, partition_of, request_of
-from tq_service.client.retry import SHORTEST_TRY_SECONDS, Deadline
+from tq_service.client.retry import Deadline
+from tq_service.dataplane._async.drivers import async_driver
 from tq_service.dataplane.parties import Received
 from tq_service.errors import (
     DataLossError,
@@ -35,10 +37,6 @@ from tq_service.errors import (
 )
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.metadata import decode_spec
-
-# How long a storage service is tried before the controller is asked whether it is elsewhere now.
-_PATIENCE_SECONDS: Final = 2.0
-_ASK_AGAIN_SECONDS: Final = 0.2
 
 
 class AsyncFetchCalls(AsyncBase):
@@ -128,25 +126,25 @@ class AsyncFetchCalls(AsyncBase):
     ) -> list[Received]:
         """Read from one storage service; while it does not answer, ask the controller where it is now."""
         storage = read.storage
-        while True:
-            patience = Deadline.after(min(_PATIENCE_SECONDS, deadline.remaining()))
+
+        async def attempt() -> list[Received]:
+            nonlocal storage
             try:
                 if storage.is_away:
                     raise UnavailableError("it has not announced itself since the controller started")
-                return await self._calls.get(
-                    storage, read.request, read.positions.size, deadline, size_bytes=size_bytes, patience=patience
-                )
-            except DataLossError as error:
-                raise lost_samples(located, read, error) from None
-            except (DeadlineError, UnavailableError) as error:
-                if isinstance(error, DeadlineError) or deadline.remaining() < SHORTEST_TRY_SECONDS:
-                    raise unread_samples(located, read, storage, deadline, error) from error
-                failure = error
-            await async_sleep(min(_ASK_AGAIN_SECONDS, deadline.remaining() / 2))
-            try:
-                storage = await self._find_storage(located, read, deadline)
-            except (DeadlineError, UnavailableError):
-                raise unread_samples(located, read, storage, deadline, failure) from failure
+                reader = async_driver(storage, self._calls)
+                return await reader.get(read.request, read.positions.size, deadline, size_bytes)
+            except UnavailableError:
+                with suppress(DeadlineError, UnavailableError):  # that of the storage service says more
+                    storage = await self._find_storage(located, read, deadline)
+                raise
+
+        try:
+            return await self._calls.retried(attempt, deadline)
+        except DataLossError as error:
+            raise lost_samples(located, read, error) from None
+        except (DeadlineError, UnavailableError) as error:
+            raise unread_samples(located, read, storage, deadline, error) from error
 
     async def _find_storage(self, located: BatchMeta, read: StorageRead, deadline: Deadline) -> StorageRef:
         """Ask where a storage service is that does not answer: it may have come back at another address."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from tq_service.client._async.calls import AsyncBase
 from tq_service.client.batch_meta import BatchMeta
-from tq_service.client.requests import check_leased, lease_span, request_of
+from tq_service.client.requests import check_leased, lease_span
 from tq_service.v1 import controller_service_pb2 as pb
 
 
@@ -36,13 +36,14 @@ class AsyncLeaseCalls(AsyncBase):
         check_leased(metadata)
         if not metadata.size:
             return 0
-        request = request_of(
+        answer = await self._ask(
+            lambda to: to.AckClaim,
             pb.AckClaimRequest,
+            timeout,
             **_claim_of(metadata),
             incarnation=metadata.incarnation,
             global_indexes=metadata.indexes,
         )
-        answer = await self._ask(lambda to: to.AckClaim, request, timeout)
         return answer.acked_count
 
     async def extend(self, metadata: BatchMeta, lease: float, *, timeout: float | None = None) -> int:
@@ -63,13 +64,14 @@ class AsyncLeaseCalls(AsyncBase):
             PartitionNotFoundError: the partition was cleared. StaleIncarnationError: and created again.
         """
         check_leased(metadata)
-        request = request_of(
+        answer = await self._ask(
+            lambda to: to.ExtendClaim,
             pb.ExtendClaimRequest,
+            timeout,
             **_claim_of(metadata),
             incarnation=metadata.incarnation,
             lease_seconds=lease_span(lease),
         )
-        answer = await self._ask(lambda to: to.ExtendClaim, request, timeout)
         return answer.leased_count
 
     async def release(self, metadata: BatchMeta, *, timeout: float | None = None) -> int:
@@ -90,8 +92,13 @@ class AsyncLeaseCalls(AsyncBase):
         """
         if not metadata.claim_id or not metadata.size:
             return 0
-        request = request_of(pb.ReleaseClaimRequest, **_claim_of(metadata), global_indexes=metadata.indexes)
-        answer = await self._ask(lambda to: to.ReleaseClaim, request, timeout)
+        answer = await self._ask(
+            lambda to: to.ReleaseClaim,
+            pb.ReleaseClaimRequest,
+            timeout,
+            **_claim_of(metadata),
+            global_indexes=metadata.indexes,
+        )
         return answer.released_count
 
 

@@ -8,11 +8,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from tq_service.addresses import parse_address
 from tq_service.client._async.calls import AsyncBase
-from tq_service.client.requests import (
-    field_specs,
-    request_of,
-    staleness_limit_messages,
-)
+from tq_service.client.requests import field_specs, staleness_limit_messages
 from tq_service.results import (
     PartitionDescription,
     PartitionSummary,
@@ -59,8 +55,10 @@ class AsyncPartitionCalls(AsyncBase):
         Raises:
             AlreadyExistsError: it is there with other settings.
         """
-        request = request_of(
+        answer = await self._ask(
+            lambda to: to.CreatePartition,
             pb.CreatePartitionRequest,
+            timeout,
             partition_id=partition_id,
             expected_samples=expected_samples,
             default_layout=default_layout,
@@ -68,7 +66,6 @@ class AsyncPartitionCalls(AsyncBase):
             max_bytes=max_bytes,
             staleness_limits=staleness_limit_messages(staleness_limits),
         )
-        answer = await self._ask(lambda to: to.CreatePartition, request, timeout)
         return answer.incarnation
 
     async def seal_partition(self, partition_id: str, *, incarnation: bytes = b"", timeout: float | None = None) -> int:
@@ -86,8 +83,13 @@ class AsyncPartitionCalls(AsyncBase):
             PartitionNotFoundError: there is no such partition.
             StaleIncarnationError: it was created again.
         """
-        request = request_of(pb.SealPartitionRequest, partition_id=partition_id, incarnation=incarnation)
-        answer = await self._ask(lambda to: to.SealPartition, request, timeout)
+        answer = await self._ask(
+            lambda to: to.SealPartition,
+            pb.SealPartitionRequest,
+            timeout,
+            partition_id=partition_id,
+            incarnation=incarnation,
+        )
         return answer.inserted_count
 
     async def clear_partition(
@@ -107,8 +109,13 @@ class AsyncPartitionCalls(AsyncBase):
             PartitionNotFoundError: there is no such partition.
             StaleIncarnationError: it was created again.
         """
-        request = request_of(pb.ClearPartitionRequest, partition_id=partition_id, incarnation=incarnation)
-        answer = await self._ask(lambda to: to.ClearPartition, request, timeout)
+        answer = await self._ask(
+            lambda to: to.ClearPartition,
+            pb.ClearPartitionRequest,
+            timeout,
+            partition_id=partition_id,
+            incarnation=incarnation,
+        )
         return answer.cleared_count
 
     async def close_groups(
@@ -120,18 +127,18 @@ class AsyncPartitionCalls(AsyncBase):
             PartitionNotFoundError: there is no such partition.
             GroupNotFoundError: there is no such group.
         """
-        request = request_of(
+        await self._ask(
+            lambda to: to.CloseGroups,
             pb.CloseGroupsRequest,
+            timeout,
             partition_id=partition_id,
             incarnation=incarnation,
             groups=groups,
         )
-        await self._ask(lambda to: to.CloseGroups, request, timeout)
 
     async def list_partitions(self, prefix: str = "", *, timeout: float | None = None) -> list[PartitionSummary]:
         """Return the partitions whose names begin with `prefix`, in the order of their names."""
-        request = request_of(pb.ListPartitionsRequest, prefix=prefix)
-        answer = await self._ask(lambda to: to.ListPartitions, request, timeout)
+        answer = await self._ask(lambda to: to.ListPartitions, pb.ListPartitionsRequest, timeout, prefix=prefix)
         return [read_message(PartitionSummary, one) for one in answer.partitions]
 
     async def describe_partition(self, partition_id: str, *, timeout: float | None = None) -> PartitionDescription:
@@ -140,13 +147,14 @@ class AsyncPartitionCalls(AsyncBase):
         Raises:
             PartitionNotFoundError: there is no such partition.
         """
-        request = request_of(pb.DescribePartitionRequest, partition_id=partition_id)
-        answer = await self._ask(lambda to: to.DescribePartition, request, timeout)
+        answer = await self._ask(
+            lambda to: to.DescribePartition, pb.DescribePartitionRequest, timeout, partition_id=partition_id
+        )
         return read_message(PartitionDescription, answer)
 
     async def list_samplers(self, *, timeout: float | None = None) -> list[SamplerDescription]:
         """Return the samplers that `get_meta` takes, with their options."""
-        answer = await self._ask(lambda to: to.ListSamplers, pb.ListSamplersRequest(), timeout)
+        answer = await self._ask(lambda to: to.ListSamplers, pb.ListSamplersRequest, timeout)
         return [read_message(SamplerDescription, one) for one in answer.samplers]
 
     async def storage_stat(self, address: str | None = None, *, timeout: float | None = None) -> StorageStat:

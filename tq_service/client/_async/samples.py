@@ -11,6 +11,7 @@ from tq_service.client.pages import in_parts, joined
 from tq_service.client.requests import check_meta_count, listed, new_id, partition_of, request_of, sample_write
 from tq_service.client.retry import Deadline
 from tq_service.client.writes import check_row_counts, declared_layouts, put_nothing, written_meta
+from tq_service.dataplane._async.drivers import async_driver
 from tq_service.dataplane.messages import put_header
 from tq_service.dataplane.parties import CONTROLLER_KIND
 from tq_service.errors import DataLossError, PutNotFoundError, TqError, UnavailableError
@@ -143,10 +144,11 @@ class AsyncSampleCalls(AsyncBase):
         header.controller_id = place.controller_id
         if place.embedded:
             header.commit.CopyFrom(request)
-            answer = await self._calls.put_once(_CONTROLLER, header, columns, deadline)
+            answer = await async_driver(_CONTROLLER, self._calls).put(header, columns, deadline)
             return answer.commit
         header.ClearField("commit")
-        answer = await self._calls.put_once(self._placement.endpoint(place), header, columns, deadline)
+        storage = self._placement.endpoint(place)
+        answer = await async_driver(storage, self._calls).put(header, columns, deadline)
         commit = commit_pb2.CommitRequest(
             request_id=request.request_id,
             write=request.write,
@@ -200,8 +202,7 @@ class AsyncSampleCalls(AsyncBase):
             custom_meta=custom_meta,
             state=state,
         )
-        request = request_of(pb.InsertRequest, write=write)
-        answer = await self._ask(lambda to: to.Insert, request, timeout)
+        answer = await self._ask(lambda to: to.Insert, pb.InsertRequest, timeout, write=write)
         return written_meta(answer.meta, write, None, meta_columns)
 
     async def set_custom_meta(
@@ -223,14 +224,15 @@ class AsyncSampleCalls(AsyncBase):
         check_meta_count(len(custom_meta), metadata.size)
         if not metadata.size:
             return
-        request = request_of(
+        await self._ask(
+            lambda to: to.SetCustomMeta,
             pb.SetCustomMetaRequest,
+            timeout,
             partition_id=metadata.partition_id,
             incarnation=metadata.incarnation,
             global_indexes=metadata.indexes,
             custom_meta=encode_meta_columns(rows_to_meta_columns(custom_meta)),
         )
-        await self._ask(lambda to: to.SetCustomMeta, request, timeout)
 
     async def lookup_samples(
         self, partition_id: str, keys: Iterable[str] | None = None, *, timeout: float | None = None
@@ -301,5 +303,5 @@ class AsyncSampleCalls(AsyncBase):
         )
         if not request.global_indexes and not request.keys:
             return 0
-        answer = await self._ask(lambda to: to.ClearSamples, request, timeout)
+        answer = await self._calls.unary(lambda to: to.controller.ClearSamples, request, self._deadline(timeout))
         return answer.cleared_count

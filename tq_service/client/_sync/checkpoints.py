@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Final
 
 from tq_service.client._sync.calls import Base
-from tq_service.client.requests import request_of
 from tq_service.results import CheckpointCopy, RestoredCheckpoint
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.mapper import read_message
@@ -33,9 +32,8 @@ class CheckpointCalls(Base):
             DiskFullError: the disk has no space.
             DataLossError: bytes that are to be copied are lost; it names their samples.
         """
-        request = request_of(pb.CheckpointRequest, name=name)
-        deadline = self._deadline(_SECONDS if timeout is None else timeout)
-        answer = self._calls.unary(lambda to: to.controller.Checkpoint, request, deadline)
+        seconds = _SECONDS if timeout is None else timeout
+        answer = self._ask(lambda to: to.Checkpoint, pb.CheckpointRequest, seconds, name=name)
         return read_message(CheckpointCopy, answer)
 
     def restore(self, name: str, *, timeout: float | None = None) -> RestoredCheckpoint:
@@ -55,7 +53,6 @@ class CheckpointCalls(Base):
             SnapshotDamagedError: it is damaged.
             QuotaExceededError: the storage services have no capacity for its bytes.
         """
-        request = request_of(pb.RestoreRequest, name=name)
-        deadline = self._deadline(_SECONDS if timeout is None else timeout)
-        answer = self._calls.unary(lambda to: to.controller.Restore, request, deadline)
+        seconds = _SECONDS if timeout is None else timeout
+        answer = self._ask(lambda to: to.Restore, pb.RestoreRequest, seconds, name=name)
         return read_message(RestoredCheckpoint, answer)

@@ -149,7 +149,7 @@ class ClaimCalls(Base):
                 sleep(min(backoff.pause(), wait.remaining()))
 
     def _release(self, claim: pb.GetMetaRequest) -> None:
-        if self._calls.channels.closed:
+        if self._calls.closed:
             return  # the service sees that this client has left
         request = request_of(
             pb.ReleaseClaimRequest,
@@ -169,8 +169,13 @@ class ClaimCalls(Base):
             PartitionNotFoundError: there is no such partition.
             TaskNotFoundError: the task has not asked for anything yet.
         """
-        request = request_of(pb.CheckConsumptionRequest, partition_id=partition_id, task_name=task_name)
-        answer = self._ask(lambda to: to.CheckConsumption, request, timeout)
+        answer = self._ask(
+            lambda to: to.CheckConsumption,
+            pb.CheckConsumptionRequest,
+            timeout,
+            partition_id=partition_id,
+            task_name=task_name,
+        )
         return read_message(ConsumptionStatus, answer)
 
     def check_production(
@@ -182,8 +187,13 @@ class ClaimCalls(Base):
             PartitionNotFoundError: there is no such partition.
             FieldNotFoundError: there is no such field.
         """
-        request = request_of(pb.CheckProductionRequest, partition_id=partition_id, data_fields=data_fields)
-        answer = self._ask(lambda to: to.CheckProduction, request, timeout)
+        answer = self._ask(
+            lambda to: to.CheckProduction,
+            pb.CheckProductionRequest,
+            timeout,
+            partition_id=partition_id,
+            data_fields=data_fields,
+        )
         return read_message(ProductionStatus, answer)
 
     def reset_consumption(
@@ -211,12 +221,13 @@ class ClaimCalls(Base):
             StaleEpochError: the task is at another epoch.
             PartitionNotFoundError: there is no such partition; TaskNotFoundError: no such task.
         """
-        request = request_of(
+        answer = self._ask(
+            lambda to: to.ResetConsumption,
             pb.ResetConsumptionRequest,
+            timeout,
             partition_id=partition_id,
             task_name=task_name,
             epoch=epoch,
             keep_consumed=keep_consumed,
         )
-        answer = self._ask(lambda to: to.ResetConsumption, request, timeout)
         return answer.epoch

@@ -7,7 +7,7 @@ from typing import Any
 
 from tq_service.client._sync.calls import Base
 from tq_service.client.batch_meta import BatchMeta
-from tq_service.client.requests import check_leased, lease_span, request_of
+from tq_service.client.requests import check_leased, lease_span
 from tq_service.v1 import controller_service_pb2 as pb
 
 
@@ -37,13 +37,14 @@ class LeaseCalls(Base):
         check_leased(metadata)
         if not metadata.size:
             return 0
-        request = request_of(
+        answer = self._ask(
+            lambda to: to.AckClaim,
             pb.AckClaimRequest,
+            timeout,
             **_claim_of(metadata),
             incarnation=metadata.incarnation,
             global_indexes=metadata.indexes,
         )
-        answer = self._ask(lambda to: to.AckClaim, request, timeout)
         return answer.acked_count
 
     def extend(self, metadata: BatchMeta, lease: float, *, timeout: float | None = None) -> int:
@@ -64,13 +65,14 @@ class LeaseCalls(Base):
             PartitionNotFoundError: the partition was cleared. StaleIncarnationError: and created again.
         """
         check_leased(metadata)
-        request = request_of(
+        answer = self._ask(
+            lambda to: to.ExtendClaim,
             pb.ExtendClaimRequest,
+            timeout,
             **_claim_of(metadata),
             incarnation=metadata.incarnation,
             lease_seconds=lease_span(lease),
         )
-        answer = self._ask(lambda to: to.ExtendClaim, request, timeout)
         return answer.leased_count
 
     def release(self, metadata: BatchMeta, *, timeout: float | None = None) -> int:
@@ -91,8 +93,13 @@ class LeaseCalls(Base):
         """
         if not metadata.claim_id or not metadata.size:
             return 0
-        request = request_of(pb.ReleaseClaimRequest, **_claim_of(metadata), global_indexes=metadata.indexes)
-        answer = self._ask(lambda to: to.ReleaseClaim, request, timeout)
+        answer = self._ask(
+            lambda to: to.ReleaseClaim,
+            pb.ReleaseClaimRequest,
+            timeout,
+            **_claim_of(metadata),
+            global_indexes=metadata.indexes,
+        )
         return answer.released_count
 
 

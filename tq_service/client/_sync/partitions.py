@@ -9,11 +9,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from tq_service.addresses import parse_address
 from tq_service.client._sync.calls import Base
-from tq_service.client.requests import (
-    field_specs,
-    request_of,
-    staleness_limit_messages,
-)
+from tq_service.client.requests import field_specs, staleness_limit_messages
 from tq_service.results import (
     PartitionDescription,
     PartitionSummary,
@@ -60,8 +56,10 @@ class PartitionCalls(Base):
         Raises:
             AlreadyExistsError: it is there with other settings.
         """
-        request = request_of(
+        answer = self._ask(
+            lambda to: to.CreatePartition,
             pb.CreatePartitionRequest,
+            timeout,
             partition_id=partition_id,
             expected_samples=expected_samples,
             default_layout=default_layout,
@@ -69,7 +67,6 @@ class PartitionCalls(Base):
             max_bytes=max_bytes,
             staleness_limits=staleness_limit_messages(staleness_limits),
         )
-        answer = self._ask(lambda to: to.CreatePartition, request, timeout)
         return answer.incarnation
 
     def seal_partition(self, partition_id: str, *, incarnation: bytes = b"", timeout: float | None = None) -> int:
@@ -87,8 +84,13 @@ class PartitionCalls(Base):
             PartitionNotFoundError: there is no such partition.
             StaleIncarnationError: it was created again.
         """
-        request = request_of(pb.SealPartitionRequest, partition_id=partition_id, incarnation=incarnation)
-        answer = self._ask(lambda to: to.SealPartition, request, timeout)
+        answer = self._ask(
+            lambda to: to.SealPartition,
+            pb.SealPartitionRequest,
+            timeout,
+            partition_id=partition_id,
+            incarnation=incarnation,
+        )
         return answer.inserted_count
 
     def clear_partition(self, partition_id: str, *, incarnation: bytes = b"", timeout: float | None = None) -> int:
@@ -106,8 +108,13 @@ class PartitionCalls(Base):
             PartitionNotFoundError: there is no such partition.
             StaleIncarnationError: it was created again.
         """
-        request = request_of(pb.ClearPartitionRequest, partition_id=partition_id, incarnation=incarnation)
-        answer = self._ask(lambda to: to.ClearPartition, request, timeout)
+        answer = self._ask(
+            lambda to: to.ClearPartition,
+            pb.ClearPartitionRequest,
+            timeout,
+            partition_id=partition_id,
+            incarnation=incarnation,
+        )
         return answer.cleared_count
 
     def close_groups(
@@ -119,18 +126,18 @@ class PartitionCalls(Base):
             PartitionNotFoundError: there is no such partition.
             GroupNotFoundError: there is no such group.
         """
-        request = request_of(
+        self._ask(
+            lambda to: to.CloseGroups,
             pb.CloseGroupsRequest,
+            timeout,
             partition_id=partition_id,
             incarnation=incarnation,
             groups=groups,
         )
-        self._ask(lambda to: to.CloseGroups, request, timeout)
 
     def list_partitions(self, prefix: str = "", *, timeout: float | None = None) -> list[PartitionSummary]:
         """Return the partitions whose names begin with `prefix`, in the order of their names."""
-        request = request_of(pb.ListPartitionsRequest, prefix=prefix)
-        answer = self._ask(lambda to: to.ListPartitions, request, timeout)
+        answer = self._ask(lambda to: to.ListPartitions, pb.ListPartitionsRequest, timeout, prefix=prefix)
         return [read_message(PartitionSummary, one) for one in answer.partitions]
 
     def describe_partition(self, partition_id: str, *, timeout: float | None = None) -> PartitionDescription:
@@ -139,13 +146,14 @@ class PartitionCalls(Base):
         Raises:
             PartitionNotFoundError: there is no such partition.
         """
-        request = request_of(pb.DescribePartitionRequest, partition_id=partition_id)
-        answer = self._ask(lambda to: to.DescribePartition, request, timeout)
+        answer = self._ask(
+            lambda to: to.DescribePartition, pb.DescribePartitionRequest, timeout, partition_id=partition_id
+        )
         return read_message(PartitionDescription, answer)
 
     def list_samplers(self, *, timeout: float | None = None) -> list[SamplerDescription]:
         """Return the samplers that `get_meta` takes, with their options."""
-        answer = self._ask(lambda to: to.ListSamplers, pb.ListSamplersRequest(), timeout)
+        answer = self._ask(lambda to: to.ListSamplers, pb.ListSamplersRequest, timeout)
         return [read_message(SamplerDescription, one) for one in answer.samplers]
 
     def storage_stat(self, address: str | None = None, *, timeout: float | None = None) -> StorageStat:

@@ -12,6 +12,7 @@ from tq_service.client.pages import in_parts, joined
 from tq_service.client.requests import check_meta_count, listed, new_id, partition_of, request_of, sample_write
 from tq_service.client.retry import Deadline
 from tq_service.client.writes import check_row_counts, declared_layouts, put_nothing, written_meta
+from tq_service.dataplane._sync.drivers import driver
 from tq_service.dataplane.messages import put_header
 from tq_service.dataplane.parties import CONTROLLER_KIND
 from tq_service.errors import DataLossError, PutNotFoundError, TqError, UnavailableError
@@ -144,10 +145,11 @@ class SampleCalls(Base):
         header.controller_id = place.controller_id
         if place.embedded:
             header.commit.CopyFrom(request)
-            answer = self._calls.put_once(_CONTROLLER, header, columns, deadline)
+            answer = driver(_CONTROLLER, self._calls).put(header, columns, deadline)
             return answer.commit
         header.ClearField("commit")
-        answer = self._calls.put_once(self._placement.endpoint(place), header, columns, deadline)
+        storage = self._placement.endpoint(place)
+        answer = driver(storage, self._calls).put(header, columns, deadline)
         commit = commit_pb2.CommitRequest(
             request_id=request.request_id,
             write=request.write,
@@ -201,8 +203,7 @@ class SampleCalls(Base):
             custom_meta=custom_meta,
             state=state,
         )
-        request = request_of(pb.InsertRequest, write=write)
-        answer = self._ask(lambda to: to.Insert, request, timeout)
+        answer = self._ask(lambda to: to.Insert, pb.InsertRequest, timeout, write=write)
         return written_meta(answer.meta, write, None, meta_columns)
 
     def set_custom_meta(
@@ -224,14 +225,15 @@ class SampleCalls(Base):
         check_meta_count(len(custom_meta), metadata.size)
         if not metadata.size:
             return
-        request = request_of(
+        self._ask(
+            lambda to: to.SetCustomMeta,
             pb.SetCustomMetaRequest,
+            timeout,
             partition_id=metadata.partition_id,
             incarnation=metadata.incarnation,
             global_indexes=metadata.indexes,
             custom_meta=encode_meta_columns(rows_to_meta_columns(custom_meta)),
         )
-        self._ask(lambda to: to.SetCustomMeta, request, timeout)
 
     def lookup_samples(
         self, partition_id: str, keys: Iterable[str] | None = None, *, timeout: float | None = None
@@ -302,5 +304,5 @@ class SampleCalls(Base):
         )
         if not request.global_indexes and not request.keys:
             return 0
-        answer = self._ask(lambda to: to.ClearSamples, request, timeout)
+        answer = self._calls.unary(lambda to: to.controller.ClearSamples, request, self._deadline(timeout))
         return answer.cleared_count
