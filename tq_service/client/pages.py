@@ -4,37 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final
 
 from tq_service.client.batch_meta import BatchMeta, samples_of
 from tq_service.errors import StaleIncarnationError
-from tq_service.v1 import controller_service_pb2 as pb
+from tq_service.wire.runs import Indexes
 
 NAMED_AT_ONCE: Final = 16_384
-Named = TypeVar("Named")
 
 
-def in_parts(names: Sequence[Named]) -> Iterator[Sequence[Named]]:
+def in_parts(names: Sequence[Any] | Indexes) -> Iterator[Sequence[Any] | Indexes]:
     """Yield the names of samples in parts of what one call names; at least one part."""
     for start in range(0, max(1, len(names)), NAMED_AT_ONCE):
         yield names[start : start + NAMED_AT_ONCE]
-
-
-def located_in_parts(request: pb.LocateRequest) -> Iterator[pb.LocateRequest]:
-    """Yield requests that together locate the samples of one, which may name too many for a call."""
-    name: Literal["keys", "global_indexes"] = "keys" if request.keys else "global_indexes"
-    names: Sequence[Any] = getattr(request, name)
-    if len(names) <= NAMED_AT_ONCE:
-        yield request
-        return
-    common = pb.LocateRequest()
-    common.CopyFrom(request)
-    common.ClearField(name)
-    for some in in_parts(names):
-        part = pb.LocateRequest()
-        part.CopyFrom(common)
-        getattr(part, name).extend(some)
-        yield part
 
 
 def joined(parts: Sequence[BatchMeta]) -> BatchMeta:

@@ -42,11 +42,6 @@ def decode_columns(
     return {column.spec.name: decoder.decode(column, buffer) for column, buffer in zip(columns, buffers, strict=True)}
 
 
-def decode_column(column: ColumnShape, buffer: Buffer, *, as_torch: bool | None = None) -> Any:
-    """Return the values of one column; see `decode_columns`."""
-    return _Decoder(as_torch=has_torch() if as_torch is None else as_torch).decode(column, buffer)
-
-
 def to_tensordict(columns: Mapping[str, Any], row_count: int) -> Any:
     """Return decoded columns as a TensorDict of batch size `[row_count]`; lists stay lists when read from it.
 

@@ -75,25 +75,13 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     return np.dtype(name)
 
 
-def name_of_torch(dtype: Any, what: str) -> str:
-    """Return the name of a torch dtype; `what` names its owner in the error.
+def dtype_name(dtype: Any, what: str) -> str:
+    """Return the name of a dtype of torch or numpy, whatever its byte order; `what` names its owner in the error.
 
     Raises:
-        InvalidArgumentError: the dtype cannot be stored (quantized or smaller than a byte).
+        InvalidArgumentError: the dtype cannot be stored: quantized, smaller than a byte, or no number.
     """
-    return _known_name(str(dtype).removeprefix("torch."), what)
-
-
-def name_of_numpy(dtype: np.dtype[Any], what: str) -> str:
-    """Return the name of a numpy dtype, whatever its byte order; `what` names its owner in the error.
-
-    Raises:
-        InvalidArgumentError: the dtype is no number.
-    """
-    return _known_name(dtype.name, what)
-
-
-def _known_name(name: str, what: str) -> str:
+    name = dtype.name if isinstance(dtype, np.dtype) else str(dtype).removeprefix("torch.")
     if name not in DTYPE_SIZES:
         raise InvalidArgumentError(
             f"{what} has dtype {name!r}, which cannot be stored; convert it to one of {', '.join(sorted(DTYPE_SIZES))}"

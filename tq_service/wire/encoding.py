@@ -15,10 +15,9 @@ from tq_service.wire.collection import no_collection
 from tq_service.wire.columns import Column, Extents
 from tq_service.wire.dtypes import (
     array_bytes,
+    dtype_name,
     is_tensor,
     is_tensor_type,
-    name_of_numpy,
-    name_of_torch,
     tensor_bytes,
 )
 from tq_service.wire.objects import encode_object
@@ -175,9 +174,8 @@ def _encode_dense(name: str, values: Any, declared: Layout | None) -> Column:
 
 def _bytes_of(name: str, values: Any) -> tuple[str, memoryview]:
     _check_values(name, values)
-    if is_tensor(values):
-        return name_of_torch(values.dtype, f"field {name!r}"), tensor_bytes(values)
-    return name_of_numpy(values.dtype, f"field {name!r}"), array_bytes(values)
+    dtype = dtype_name(values.dtype, f"field {name!r}")
+    return dtype, tensor_bytes(values) if is_tensor(values) else array_bytes(values)
 
 
 def _check_values(name: str, values: Any) -> None:
@@ -265,7 +263,7 @@ def _encode_arrays(name: str, values: Sequence[Any], declared: Layout | None) ->
 
 def _as_tensor(name: str, array: NDArray[Any]) -> Any:
     _check_values(name, array)
-    dtype = name_of_numpy(array.dtype, f"field {name!r}")
+    dtype = dtype_name(array.dtype, f"field {name!r}")
     return sys.modules["torch"].from_numpy(np.array(array, dtype))  # a copy in the byte order of the machine
 
 

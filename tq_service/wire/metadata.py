@@ -6,10 +6,9 @@ custom_meta travels in columns. Users give and read it as one mapping a sample; 
 
 from __future__ import annotations
 
-import itertools
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from itertools import chain, repeat
 from typing import Any, Final, Generic, TypeVar, get_args
 
 import numpy as np
@@ -90,13 +89,19 @@ OPERATORS: Final[EnumWords[Operator]] = EnumWords(
 )
 
 
-_VALUE_FIELDS: Final = {"b": "bool_values", "i": "int64_values", "f": "double_values"}
+# Of each kind of values the field of the message, and its type in an array.
+_VALUE_FIELDS: Final[dict[type, tuple[str, Any]]] = {
+    bool: ("bool_values", np.bool_),
+    int: ("int64_values", np.int64),
+    float: ("double_values", np.float64),
+    str: ("string_values", np.object_),
+}
+_DTYPES: Final = dict(_VALUE_FIELDS.values())
+_FIELDS: Final = {np.dtype(dtype): field for field, dtype in _VALUE_FIELDS.values()}
 _REMEMBERED_SPEC_BYTES: Final = 256
 
-_NO_VALUE: Final = object()
 _INT64: Final = np.iinfo(np.int64)
-_LARGEST_EXACT_DOUBLE: Final = 1 << 53
-_DTYPES: Final[dict[type, Any]] = {bool: np.bool_, int: np.int64, float: np.float64}
+_LARGEST_EXACT: Final = 1 << 53  # of the integers that floats hold
 
 
 def encode_spec(spec: FieldSpec) -> pb.FieldSpec:
@@ -152,7 +157,7 @@ def _encode_meta_column(column: MetaColumn) -> pb.MetaColumn:
     message = pb.MetaColumn()
     if not complete:
         message.present = column.present.astype(np.uint8).tobytes()
-    kind: Any = getattr(message, _VALUE_FIELDS.get(column.values.dtype.kind, "string_values"))
+    kind: Any = getattr(message, _FIELDS[column.values.dtype])
     kind.SetInParent()  # also without a value the column has its type
     values: list[Any] = (column.values if complete else column.values[column.present]).tolist()
     try:
@@ -219,27 +224,13 @@ def _decode_present(message: pb.MetaColumn, row_count: int) -> NDArray[np.bool_]
 
 
 def _decode_values(message: pb.MetaColumn) -> NDArray[Any]:
-    match message.WhichOneof("values"):
-        case "int64_values":
-            return decode_integers(message.int64_values.values)
-        case "double_values":
-            return np.array(message.double_values.values, np.float64)
-        case "bool_values":
-            return np.array(message.bool_values.values, np.bool_)
-        case "string_values":
-            return _string_array(list(message.string_values.values))
-        case _:
-            raise InvalidArgumentError(
-                f"custom_meta column {message.name!r} has no values; set int64_values, double_values, bool_values or "
-                "string_values",
-                field="custom_meta",
-            )
-
-
-def _string_array(values: list[str]) -> NDArray[Any]:
-    array = np.empty(len(values), object)
-    array[:] = values
-    return array
+    field = message.WhichOneof("values")
+    if field is None:
+        raise InvalidArgumentError(
+            f"custom_meta column {message.name!r} has no values; set {', '.join(_DTYPES)}", field="custom_meta"
+        )
+    values = getattr(message, field).values
+    return decode_integers(values) if field == "int64_values" else np.array(values, _DTYPES[field])
 
 
 def rows_to_meta_columns(rows: Sequence[Mapping[str, Any]]) -> list[MetaColumn]:
@@ -251,75 +242,52 @@ def rows_to_meta_columns(rows: Sequence[Mapping[str, Any]]) -> list[MetaColumn]:
     Raises:
         InvalidArgumentError: another type, kinds mixed in one column, or an integer beyond 64 bits; names row and key.
     """
-    cells = _complete_columns(rows)
-    if cells is not None:
-        present = np.ones(len(rows), np.bool_)
-        return [_typed_column(name, values, present) for name, values in cells.items()]
-    _check_mappings(rows)
-    names = dict.fromkeys(itertools.chain.from_iterable(rows))
-    return [_column_with_gaps(name, [row.get(name, _NO_VALUE) for row in rows]) for name in names]
+    plain = rows if set(map(type, rows)) == {dict} else [_checked(position, row) for position, row in enumerate(rows)]
+    # Most rows have the same names; what is done for each takes no step in Python.
+    has_all = bool(plain) and len(plain[0]) == len(set().union(*plain))
+    names = plain[0] if has_all else dict.fromkeys(chain.from_iterable(plain))
+    get: Any = dict.get
+    return [_column(name, list(map(get, plain, repeat(name), repeat(_NO_VALUE)))) for name in names]
 
 
-def _complete_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]] | None:
-    """Return the values by name where all rows have the same names; None where they may not.
-
-    It takes no step in Python for each row. Only of plain dicts: others may make up a value when asked for it.
-    """
-    if set(map(type, rows)) != {dict} or set(map(len, rows)) != {len(rows[0])}:
-        return None
-    try:
-        return {name: list(map(operator.itemgetter(name), rows)) for name in rows[0]}
-    except KeyError:
-        return None
+class _NoValue:
+    """What a sample has that has no value."""
 
 
-def _check_mappings(rows: Sequence[Any]) -> None:
-    for position, row in enumerate(rows):
-        if not isinstance(row, Mapping):
-            raise InvalidArgumentError(
-                f"custom_meta[{position}] is {type(row).__name__}, expected a mapping of names to values",
-                field="custom_meta",
-            )
+_NO_VALUE: Final = _NoValue()
 
 
-def _column_with_gaps(name: str, cells: list[Any]) -> MetaColumn:
-    present = np.fromiter((cell is not _NO_VALUE for cell in cells), np.bool_, len(cells))
-    return _typed_column(name, [cell for cell in cells if cell is not _NO_VALUE], present)
+def _checked(position: int, row: Any) -> dict[str, Any]:
+    if not isinstance(row, Mapping):
+        raise InvalidArgumentError(
+            f"custom_meta[{position}] is {type(row).__name__}, expected a mapping of names to values",
+            field="custom_meta",
+        )
+    return dict(row)
 
 
-def _typed_column(name: str, values: list[Any], present: NDArray[np.bool_]) -> MetaColumn:
-    """Return the column of the `values` of those rows that have one."""
+def _column(name: str, values: list[Any]) -> MetaColumn:
+    """Return the column of the values of all rows, some of which may have none."""
     if not isinstance(name, str) or not name:
         raise InvalidArgumentError(
             f"custom_meta has the key {name!r}, expected a string that is not empty", field="custom_meta"
         )
     kinds = set(map(type, values))
-    if not kinds <= {bool, int, float, str}:
+    present = np.ones(len(values), np.bool_)
+    if _NoValue in kinds:
+        present = np.array([value is not _NO_VALUE for value in values])
+        values = [value for value in values if value is not _NO_VALUE]
+        kinds.remove(_NoValue)
+    if not kinds <= _VALUE_FIELDS.keys():
         values = [_plain_value(name, position, value) for position, value in zip(_rows(present), values, strict=True)]
         kinds = set(map(type, values))
-    if kinds == {int, float}:
-        _check_exact(name, present, values)
-        kinds = {float}
-    if kinds == {str}:
-        return _spread(name, _string_array(values), present)
+    if kinds == {int, float} and not any(type(value) is int and abs(value) > _LARGEST_EXACT for value in values):
+        kinds.remove(int)
     try:
         (kind,) = kinds
-        return _spread(name, np.array(values, _DTYPES[kind]), present)
+        return _spread(name, np.array(values, _VALUE_FIELDS[kind][1]), present)
     except (ValueError, OverflowError):
         raise _unlike(name, present, values) from None
-
-
-def _check_exact(name: str, present: NDArray[np.bool_], values: list[Any]) -> None:
-    """Refuse integers that are not what they were once they are floats."""
-    for position, value in zip(_rows(present), values, strict=True):
-        if type(value) is int and not _INT64.min <= value <= _INT64.max:
-            raise _unlike(name, present, values)
-        if type(value) is int and abs(value) > _LARGEST_EXACT_DOUBLE:
-            raise InvalidArgumentError(
-                f"custom_meta[{position}][{name!r}] is {value}, while other samples have floats, as which it would be "
-                "another number; give all as integers, or as strings",
-                field="custom_meta",
-            )
 
 
 def _rows(present: NDArray[np.bool_]) -> list[int]:
@@ -340,15 +308,21 @@ def _plain_value(name: str, position: int, value: Any) -> MetaValue:
 
 
 def _unlike(name: str, present: NDArray[np.bool_], values: list[Any]) -> InvalidArgumentError:
-    """Return the error of the first value that does not go into one column with those before it."""
+    """Return the error of the first value that does not go into one column with the others."""
     first = type(values[0])
     fits = {int, float} if first in (int, float) else {first}
+    has_floats = float in set(map(type, values))
     for position, value in zip(_rows(present), values, strict=True):
         if type(value) not in fits:
             got, before = type(value).__name__, first.__name__
             problem = f"{got}, while samples before it have {before}; a column holds one kind of value"
         elif type(value) is int and not _INT64.min <= value <= _INT64.max:
             problem = f"{value}, expected an integer of 64 bits; give it as a string"
+        elif type(value) is int and has_floats and abs(value) > _LARGEST_EXACT:
+            problem = (
+                f"{value}, while other samples have floats, as which it would be another number; give all as integers, "
+                "or as strings"
+            )
         else:
             continue
         return InvalidArgumentError(f"custom_meta[{position}][{name!r}] is {problem}", field="custom_meta")

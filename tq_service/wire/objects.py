@@ -18,7 +18,7 @@ import numpy as np
 
 from tq_service.errors import InvalidArgumentError, UnsupportedObjectError
 from tq_service.schema import DTYPE_SIZES
-from tq_service.wire.dtypes import has_torch, is_tensor, loaded_torch, maker, name_of_torch, tensor_bytes
+from tq_service.wire.dtypes import dtype_name, has_torch, is_tensor, loaded_torch, maker, tensor_bytes
 
 VERSION: Final = 1
 
@@ -87,7 +87,7 @@ def _extension(value: Any, depth: int) -> Any:
     if kind is complex:
         return msgpack.ExtType(_COMPLEX, _COMPLEX_FORMAT.pack(value.real, value.imag))
     if is_tensor(value) and _is_plain_tensor(value):
-        header = [name_of_torch(value.dtype, "a tensor"), list(value.shape), tensor_bytes(value)]
+        header = [dtype_name(value.dtype, "a tensor"), list(value.shape), tensor_bytes(value)]
         return msgpack.ExtType(_TENSOR, msgpack.packb(header))
     if isinstance(value, np.generic) and _is_number(value.dtype):
         array = np.asarray(value)  # an empty np.str_ has no bytes of its own

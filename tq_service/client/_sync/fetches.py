@@ -12,7 +12,7 @@ from tq_service.client._sync.calls import Base
 from tq_service.client.batch_meta import BatchMeta, check_is_batch
 from tq_service.client.concurrency import gather
 from tq_service.client.locations import StorageRef
-from tq_service.client.pages import joined, located_in_parts
+from tq_service.client.pages import in_parts, joined
 from tq_service.client.reads import (
     StorageRead,
     empty_columns,
@@ -38,6 +38,7 @@ from tq_service.errors import (
 )
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.metadata import decode_spec
+from tq_service.wire.runs import Indexes
 
 
 class FetchCalls(Base):
@@ -78,20 +79,27 @@ class FetchCalls(Base):
         """
         deadline = self._deadline(timeout)
         fields = None if data_fields is None else listed("data_fields", data_fields)
-        request = _locate_request(
-            metadata=metadata,
-            partition_id=partition_id,
-            keys=keys,
-            global_indexes=global_indexes,
-            data_fields=fields,
-            missing=missing,
+        if missing not in ("error", "skip"):
+            raise InvalidArgumentError(f"missing is {missing!r}, expected 'error' or 'skip'", field="missing")
+        name, named = _names_of(metadata=metadata, keys=keys, global_indexes=global_indexes)
+        wanted = fields if fields is not None else metadata.data_fields if metadata is not None else []
+        partition = partition_of(partition_id, metadata)
+        if not len(named):
+            return self._empty_batch(partition, metadata, wanted, deadline)
+        locate = partial(
+            self._locate,
+            deadline,
+            name,
+            named,
+            partition_id=partition,
+            incarnation=b"" if metadata is None else metadata.incarnation,
+            data_fields=wanted,
+            skip_missing=missing == "skip",
         )
-        if not request.global_indexes and not request.keys:
-            return self._empty_batch(request, metadata, deadline)
-        if metadata is not None and missing == "error" and _is_located(metadata, request.data_fields):
+        if metadata is not None and missing == "error" and _is_located(metadata, wanted):
             located = metadata
         else:
-            located = self._locate(request, deadline)
+            located = locate()
         stale = None
         while True:
             try:
@@ -100,12 +108,14 @@ class FetchCalls(Base):
                 # Overwritten since it was located: the cells are elsewhere now. Where they are not, they are lost.
                 if stale is not None and not _has_moved(stale, located):
                     raise
-                stale, located = located, self._locate(request, deadline)
+                stale, located = located, locate()
 
-    def _locate(self, request: pb.LocateRequest, deadline: Deadline) -> BatchMeta:
+    def _locate(self, deadline: Deadline, name: str, named: Sequence[Any] | Indexes, **arguments: Any) -> BatchMeta:
+        """Ask where samples are; `name` is how they are named: by keys, or by global_indexes."""
         parts: list[BatchMeta] = []
-        for part in located_in_parts(request):
-            answer = self._calls.unary(lambda to: to.controller.Locate, part, deadline)
+        for some in in_parts(named):
+            request = request_of(pb.LocateRequest, **{name: some}, **arguments)
+            answer = self._calls.unary(lambda to: to.controller.Locate, request, deadline)
             parts.append(BatchMeta.from_proto(answer.meta))
         return joined(parts)
 
@@ -147,32 +157,33 @@ class FetchCalls(Base):
 
     def _find_storage(self, located: BatchMeta, read: StorageRead, deadline: Deadline) -> StorageRef:
         """Ask where a storage service is that does not answer: it may have come back at another address."""
-        request = pb.LocateRequest(
+        now = self._locate(
+            deadline,
+            "global_indexes",
+            located.indexes[read.positions[:1]],
             partition_id=located.partition_id,
             incarnation=located.incarnation,
-            global_indexes=located.indexes[read.positions[:1]].tolist(),
             data_fields=read.field_names[:1],
         )
-        now = self._locate(request, deadline)
         for put in now.locations.puts if now.locations is not None else ():
             if put.storage.storage_id == read.storage.storage_id:
                 return put.storage
         raise PutNotFoundError(f"the cells have moved from storage service {read.storage.storage_id!r} to another")
 
-    def _empty_batch(self, request: pb.LocateRequest, metadata: BatchMeta | None, deadline: Deadline) -> Any:
+    def _empty_batch(
+        self, partition_id: str, metadata: BatchMeta | None, wanted: Sequence[str], deadline: Deadline
+    ) -> Any:
         """Return columns without rows; the partition is asked only for fields that the batch does not describe."""
         specs = {} if metadata is None else {spec.name: spec for spec in metadata.fields}
-        wanted = list(request.data_fields) or list(specs)
+        wanted = wanted or list(specs)
         if not wanted or any(name not in specs for name in wanted):
-            ask = pb.DescribePartitionRequest(partition_id=request.partition_id)
+            ask = pb.DescribePartitionRequest(partition_id=partition_id)
             answer = self._calls.unary(lambda to: to.controller.DescribePartition, ask, deadline)
             specs = {field.spec.name: decode_spec(field.spec) for field in answer.fields} | specs
             wanted = wanted or list(specs)
         for name in wanted:
             if name not in specs:
-                raise FieldNotFoundError(
-                    f"partition {request.partition_id!r} has no field {name!r}; {nearest(name, specs)}"
-                )
+                raise FieldNotFoundError(f"partition {partition_id!r} has no field {name!r}; {nearest(name, specs)}")
         return to_batch(empty_columns([specs[name] for name in wanted]), 0)
 
 
@@ -184,17 +195,10 @@ def _has_moved(stale: BatchMeta, located: BatchMeta) -> bool:
     return stale.locations is None or located.locations is None or stale.locations.puts != located.locations.puts
 
 
-def _locate_request(
-    *,
-    metadata: BatchMeta | None,
-    partition_id: str | None,
-    keys: Iterable[str] | None,
-    global_indexes: Iterable[int] | None,
-    data_fields: Sequence[str] | None,
-    missing: str,
-) -> pb.LocateRequest:
-    if missing not in ("error", "skip"):
-        raise InvalidArgumentError(f"missing is {missing!r}, expected 'error' or 'skip'", field="missing")
+def _names_of(
+    *, metadata: BatchMeta | None, keys: Iterable[str] | None, global_indexes: Iterable[int] | None
+) -> tuple[str, Sequence[Any] | Indexes]:
+    """Return how samples are named, by keys or by global_indexes, and these."""
     named = {"metadata": metadata, "keys": keys, "global_indexes": global_indexes}
     given = [name for name, value in named.items() if value is not None]
     if len(given) != 1:
@@ -202,14 +206,7 @@ def _locate_request(
             f"samples are named by {' and '.join(given) or 'nothing'}; give one of metadata, keys or global_indexes",
             field="metadata",
         )
-    if metadata is not None:
-        check_is_batch(metadata)
-    return request_of(
-        pb.LocateRequest,
-        partition_id=partition_of(partition_id, metadata),
-        incarnation=b"" if metadata is None else metadata.incarnation,
-        global_indexes=global_indexes if metadata is None else metadata.indexes,
-        keys=keys,
-        data_fields=data_fields if data_fields is not None else metadata.data_fields if metadata is not None else (),
-        skip_missing=missing == "skip",
-    )
+    if metadata is None:
+        return given[0], listed(given[0], named[given[0]])
+    check_is_batch(metadata)
+    return "global_indexes", metadata.indexes
