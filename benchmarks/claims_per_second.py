@@ -93,7 +93,7 @@ class _Load:
             dp_rank=rank,
             dp_size=rank_count,
             batch_index=batch_index,
-            max_wait_seconds=30,
+            max_wait={"seconds": 30},
         )
 
     async def stubs(self, rank_count: int, claim_count: int) -> float:

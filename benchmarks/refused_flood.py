@@ -53,7 +53,7 @@ async def _flood(address: str, rate: int) -> None:
         def ask() -> grpc.aio.UnaryUnaryCall[pb.GetMetaRequest, pb.GetMetaResponse]:
             request = pb.GetMetaRequest(
                 request_id=secrets.token_bytes(16), partition_id="never", task_name="flood", data_fields=["x"],
-                batch_size=1, max_wait_seconds=50.0,
+                batch_size=1, max_wait={"seconds": 50},
             )  # fmt: skip
             return get_meta(request, timeout=55)
 

@@ -151,32 +151,32 @@ class EndCounts:
     """What became of the samples of a partition when a task reached its end: numbers of them, the same for all ranks.
 
     Attributes:
-        consumed: consumed by the task in this epoch, cleared ones included.
-        cleared: cleared before the task took them.
-        failed: failed before the task took them.
-        dead_lettered: delivered `max_deliveries` times without being acknowledged, cleared ones included.
-        excluded: ruled out by the task's `where`.
-        in_incomplete_groups: of groups that cannot be delivered whole any more.
-        left_over: ready, but in no plan: a short last batch with `drop_last`, or what the sampler leaves out.
+        consumed_count: consumed by the task in this epoch, cleared ones included.
+        cleared_count: cleared before the task took them.
+        failed_count: failed before the task took them.
+        dead_lettered_count: delivered `max_deliveries` times without being acknowledged, cleared ones included.
+        excluded_count: ruled out by the task's `where`.
+        in_incomplete_groups_count: of groups that cannot be delivered whole any more.
+        left_over_count: ready, but in no plan: a short last batch with `drop_last`, or what the sampler leaves out.
     """
 
-    consumed: int = 0
-    cleared: int = 0
-    failed: int = 0
-    dead_lettered: int = 0
-    excluded: int = 0
-    in_incomplete_groups: int = 0
-    left_over: int = 0
+    consumed_count: int = 0
+    cleared_count: int = 0
+    failed_count: int = 0
+    dead_lettered_count: int = 0
+    excluded_count: int = 0
+    in_incomplete_groups_count: int = 0
+    left_over_count: int = 0
 
     @property
-    def skipped_by_reason(self) -> dict[str, int]:
-        """How many samples the task never gets, for each reason that there is."""
-        return {name: count for name, count in asdict(self).items() if count and name != "consumed"}
+    def skipped_counts(self) -> dict[str, int]:
+        """The counts of samples that the task never gets, by their names; those that are 0 are left out."""
+        return {name: count for name, count in asdict(self).items() if count and name != "consumed_count"}
 
     @property
-    def skipped(self) -> int:
+    def skipped_count(self) -> int:
         """How many samples the task never gets."""
-        return sum(self.skipped_by_reason.values())
+        return sum(self.skipped_counts.values())
 
 
 # What must hold of a request whatever the state of the service

@@ -12,8 +12,8 @@ const rewards = [[0.5], [1], [-1], [0]].map((row) => Float32Array.from(row));
 const prompts = ["hi", "grüß dich", "a longer prompt of more than thirty-two bytes", ""];
 const put = await client.put(partition, [jagged("tokens", "int32", tokens), text("prompt", prompts)]);
 const large = Array.from({ length: 4 }, (_, row) => new Float32Array(300_000).fill(row));
-const { firsts } = put.index_ranges ?? { firsts: [] };
-const global_indexes = put.global_indexes.length > 0 ? put.global_indexes : [0, 1, 2, 3].map((i) => firsts[0] + i);
+const { first_indexes } = put.index_ranges ?? { first_indexes: [] };
+const global_indexes = put.global_indexes.length > 0 ? put.global_indexes : [0, 1, 2, 3].map((i) => first_indexes[0] + i);
 await client.put(partition, [dense("reward", "float32", rewards), dense("hidden", "float32", large)], {
   incarnation: put.incarnation,
   global_indexes,

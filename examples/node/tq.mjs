@@ -145,10 +145,11 @@ export class Client {
   }
 
   /** Claim samples as a queue worker; returns the BatchMeta of a batch, null at the end. */
-  async claim(partitionId, taskName, dataFields, batchSize, { leaseSeconds = 0, minBatchSize = 1 } = {}) {
+  async claim(partitionId, taskName, dataFields, batchSize, { leaseSeconds, minBatchSize = 1 } = {}) {
     const request = {
       request_id: randomBytes(16), partition_id: partitionId, task_name: taskName, data_fields: dataFields,
-      batch_size: batchSize, min_batch_size: minBatchSize, max_wait_seconds: 10, lease_seconds: leaseSeconds,
+      batch_size: batchSize, min_batch_size: minBatchSize, max_wait: { seconds: 10 },
+      lease: leaseSeconds === undefined ? null : { seconds: leaseSeconds },
     };
     for (;;) {
       const { meta } = await this.#retried((deadline) => this.#call(this.controller, "GetMeta", request, deadline));

@@ -54,7 +54,7 @@ def test_sigterm_tells_health_and_ends_waits() -> None:
                 task_name="update",
                 data_fields=["x"],
                 batch_size=1,
-                max_wait_seconds=50.0,
+                max_wait={"seconds": 50},
             )
             try:
                 answer = controller.GetMeta(request, timeout=60.0)

@@ -26,7 +26,7 @@ NOT_YET = pb.GetMetaResponse(meta=metadata_pb2.BatchMeta(status=metadata_pb2.BAT
 EMBEDDED = pb.PlacePutResponse(
     storages=[metadata_pb2.StorageEndpoint(storage_id="one")],
     embedded=True,
-    grant_seconds=60,
+    grant_duration={"seconds": 60},
     grant_bytes=1 << 40,
     max_granted_put_bytes=1 << 20,
 )
@@ -148,7 +148,7 @@ async def test_long_polls_go_on_under_one_request_id_until_the_wait_is_spent(kin
         await client.aclose()
     first, rest = script.requests[:4], script.requests[4:]
     assert len({request.request_id for request in first}) == 1
-    waits = [request.max_wait_seconds for request in first]
+    waits = [request.max_wait.ToNanoseconds() / 1e9 for request in first]
     assert all(later < earlier for earlier, later in pairwise(waits))  # what is left of the wait
     assert waits[0] <= 20
     assert len({request.request_id for request in rest}) == 1
@@ -261,7 +261,7 @@ async def test_large_puts_are_placed_each_unless_there_is_only_one_storage(kind,
         pb.PlacePutResponse(
             storages=[endpoint("one")],
             embedded=True,
-            grant_seconds=60,
+            grant_duration={"seconds": 60},
             grant_bytes=1 << 40,
             max_granted_put_bytes=1 << 40 if only_one else (1 << 20) - 1,
         )
@@ -280,7 +280,7 @@ def grant_of(*storages, put_bytes=1 << 20, seconds=60.0, all_bytes=1 << 40):
     return pb.PlacePutResponse(
         storages=storages,
         controller_id=b"c" * 16,
-        grant_seconds=seconds,
+        grant_duration={"seconds": int(seconds)},
         grant_bytes=all_bytes,
         max_granted_put_bytes=put_bytes,
     )

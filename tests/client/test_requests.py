@@ -81,7 +81,8 @@ def test_what_is_not_given_is_not_sent() -> None:
     request = get_meta_request(**CLAIM)
     assert not request.HasField("dp_rank")
     assert not request.HasField("sampler_config")
-    assert (request.min_batch_size, request.sampler, request.lease_seconds, request.max_deliveries) == (0, "", 0, 0)
+    assert not request.HasField("lease")
+    assert (request.min_batch_size, request.sampler, request.max_deliveries) == (0, "", 0)
     assert len(request.request_id) == 16
     assert get_meta_request(**CLAIM).request_id != request.request_id
 

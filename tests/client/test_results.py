@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from google.protobuf.duration_pb2 import Duration
 
 from tq_service.domain.claims.request import BatchSpec
 from tq_service.domain.tables.meta import Condition, Order
@@ -40,7 +41,22 @@ MESSAGES = {
 
 @pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
 def test_every_field_of_a_message_is_read_and_no_other(kind):
-    assert {field.name for field in dataclasses.fields(kind)} == set(MESSAGES[kind].DESCRIPTOR.fields_by_name)
+    names = {
+        field.name + ("_seconds" if field.message_type is Duration.DESCRIPTOR else "")
+        for field in MESSAGES[kind].DESCRIPTOR.fields
+    }
+    assert {field.name for field in dataclasses.fields(kind)} == names
+
+
+def test_spans_are_seconds_in_both_directions():
+    message = pb.CheckpointResponse(name="a", pause={"seconds": 1, "nanos": 500_000_000})
+    copy = read_message(CheckpointCopy, message)
+    assert copy.pause_seconds == 1.5
+    assert to_message(pb.CheckpointResponse, copy) == message
+    message.pause.nanos = -1
+    with pytest.raises(InvalidArgumentError, match="pause has 1 seconds and -1 nanos") as caught:
+        read_message(CheckpointCopy, message)
+    assert caught.value.field == "pause"
 
 
 def test_numbers_and_text_are_as_in_the_message():

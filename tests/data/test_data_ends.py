@@ -78,10 +78,13 @@ def skip_failed_and_cleared(client: tq.Client, partition: str) -> dict[str, Any]
 
 
 SKIPPING = {
-    skip_in_groups: ({"failed": "1", "cleared": "1", "in_incomplete_groups": "9"}, "9 in groups that are not whole"),
-    skip_by_where: ({"excluded": "6"}, r"6 ruled out by where=\[\('version', '>=', 2\)\]"),
-    skip_by_drop_last: ({"left_over": "7"}, "7 left over by drop_last, .* has 8 samples"),
-    skip_failed_and_cleared: ({"failed": "2", "cleared": "4"}, "2 failed; 4 cleared before"),
+    skip_in_groups: (
+        {"failed_count": "1", "cleared_count": "1", "in_incomplete_groups_count": "9"},
+        "9 in groups that are not whole",
+    ),
+    skip_by_where: ({"excluded_count": "6"}, r"6 ruled out by where=\[\('version', '>=', 2\)\]"),
+    skip_by_drop_last: ({"left_over_count": "7"}, "7 left over by drop_last, .* has 8 samples"),
+    skip_failed_and_cleared: ({"failed_count": "2", "cleared_count": "4"}, "2 failed; 4 cleared before"),
 }
 
 

@@ -324,17 +324,17 @@ class Model:
     def end(self, task, asking):
         """Return what became of each sample, of which none can be given any more."""
         whole = {row.index for unit in self.ready_units(task, asking, no_more=True) for row in unit}
-        counts = Counter(consumed=task.consumed_count, dead_lettered=task.dead_lettered_count)
+        counts = Counter(consumed_count=task.consumed_count, dead_lettered_count=task.dead_lettered_count)
         for row in self.rows.values():
             if row.index in task.consumed | task.dead_lettered:
                 continue
             if row.state == "failed":
-                counts["failed"] += 1
+                counts["failed_count"] += 1
             elif self.is_excluded(asking, row):
-                counts["excluded"] += 1
+                counts["excluded_count"] += 1
             else:
-                counts["left_over" if row.index in whole else "in_incomplete_groups"] += 1
-        counts["cleared"] = self.inserted - counts.total()
+                counts["left_over_count" if row.index in whole else "in_incomplete_groups_count"] += 1
+        counts["cleared_count"] = self.inserted - counts.total()
         return End(dict(+counts))
 
     def take(self, task, asking, least, *, no_more):

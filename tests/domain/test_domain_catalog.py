@@ -162,7 +162,7 @@ async def test_tasks_consume_independently(catalog):
     seal(partition)
     for task in ("a", "b"):
         assert (await claim(catalog, task=task)).answer.rows.tolist() == [0, 1]
-        assert (await claim(catalog, task=task)).answer == EndCounts(consumed=2)
+        assert (await claim(catalog, task=task)).answer == EndCounts(consumed_count=2)
     clear(partition, np.array([0, 1]))
     assert {name: each.consumed_count for name, each in partition.tasks.items()} == {"a": 2, "b": 2}
 

@@ -414,7 +414,7 @@ async def test_what_another_way_leases_while_an_end_is_looked_for_is_waited_for(
     assert not waiting.done()
     ack(bench.catalog, bench.task, claim.request_id)
     await turns(60)
-    assert waiting.result() == EndCounts(consumed=2)
+    assert waiting.result() == EndCounts(consumed_count=2)
 
 
 async def test_rows_cleared_and_claimed_by_others_while_they_are_planned_are_planned_again(bench):

@@ -88,7 +88,7 @@ async def test_a_claim_at_once_of_the_last_samples_brings_the_end_to_those_who_w
     assert not waiting.done()
     assert rows(await finished(bench.ask(batch_size=2))) == [0, 1]
     await turns()
-    assert waiting.result() == EndCounts(consumed=2)
+    assert waiting.result() == EndCounts(consumed_count=2)
 
 
 async def test_nobody_is_served_at_once_while_others_are_being_served(bench):
@@ -284,15 +284,15 @@ async def test_the_end_counts_the_skipped_and_is_the_same_for_all_ranks(bench):
     assert [rows(call) for call in short] == [[], [4]]
     assert [len(call.result().steps[0]) for call in short] == [1, 1]
     for index in (2, 5):
-        assert await bench.ask((1, 2, index)) == EndCounts(consumed=5, failed=1)
-    assert await bench.ask(batch_size=2) == EndCounts(consumed=5, failed=1)
+        assert await bench.ask((1, 2, index)) == EndCounts(consumed_count=5, failed_count=1)
+    assert await bench.ask(batch_size=2) == EndCounts(consumed_count=5, failed_count=1)
 
 
 async def test_drop_last_leaves_the_rest(bench):
     bench.insert(5)
     seal(bench.catalog)
     assert rows(await finished(bench.ask((0, 2, 0), drop_last=True))) == [0, 1]
-    assert await bench.ask((0, 2, 1), drop_last=True) == EndCounts(consumed=4, left_over=1)
+    assert await bench.ask((0, 2, 1), drop_last=True) == EndCounts(consumed_count=4, left_over_count=1)
 
 
 async def test_held_rows_block_the_end(bench):
@@ -321,7 +321,7 @@ async def test_the_end_comes_when_the_last_row_is_gone(bench, change):
         update(bench.catalog, [0], state="failed")
     await turns()
     assert [call.result() for call in calls] == [
-        EndCounts(consumed=0, cleared=change == "clear", failed=change == "fail")
+        EndCounts(consumed_count=0, cleared_count=change == "clear", failed_count=change == "fail")
     ] * 2
 
 
@@ -334,7 +334,7 @@ async def test_what_another_claim_spec_consumes_may_bring_the_end(bench):
     assert not waiting.done()
     assert rows(await finished(bench.ask(data_fields=("x",)))) == [0, 1]
     await turns()
-    assert waiting.result() == EndCounts(consumed=2)
+    assert waiting.result() == EndCounts(consumed_count=2)
 
 
 async def test_finite_waits_for_a_first_sample_and_ends_with_what_there_is(bench):
@@ -344,9 +344,11 @@ async def test_finite_waits_for_a_first_sample_and_ends_with_what_there_is(bench
     bench.insert(3)
     await turns()
     assert rows(call) == [0, 1, 2]
-    assert await bench.ask((0, 1, 1), batch_size=8, finite=True) == EndCounts(consumed=3)
+    assert await bench.ask((0, 1, 1), batch_size=8, finite=True) == EndCounts(consumed_count=3)
     bench.insert(3)
-    assert await bench.ask((0, 1, 1), batch_size=8, finite=True) == EndCounts(consumed=3)  # decided once for all ranks
+    assert await bench.ask((0, 1, 1), batch_size=8, finite=True) == EndCounts(
+        consumed_count=3
+    )  # decided once for all ranks
 
 
 async def test_a_sampler_that_looks_at_rows_by_itself_comes_to_an_end(bench):
@@ -362,7 +364,7 @@ async def test_a_sampler_that_looks_at_rows_by_itself_comes_to_an_end(bench):
     seal(bench.catalog)
     sampler = Whenever(first_live)
     assert [rows(await finished(bench.ask(batch_size=1, sampler=sampler))) for _ in range(2)] == [[0], [1]]
-    assert await bench.ask(batch_size=1, sampler=sampler) == EndCounts(consumed=2)
+    assert await bench.ask(batch_size=1, sampler=sampler) == EndCounts(consumed_count=2)
 
 
 # Groups
@@ -394,7 +396,7 @@ async def test_a_group_that_can_no_longer_be_whole_does_not_block_the_end(bench)
     assert not call.done()
     seal(bench.catalog)
     await turns()
-    assert call.result() == EndCounts(consumed=0, failed=1, in_incomplete_groups=4)
+    assert call.result() == EndCounts(consumed_count=0, failed_count=1, in_incomplete_groups_count=4)
 
 
 async def test_the_rest_of_a_broken_group_is_taken_where_the_task_says_so(bench):
@@ -403,7 +405,7 @@ async def test_the_rest_of_a_broken_group_is_taken_where_the_task_says_so(bench)
     seal(bench.catalog)
     sampler = GRPOGroupNSampler(n_samples_per_prompt=3, incomplete_groups="take")
     assert rows(await finished(bench.ask((0, 1, 0), sampler=sampler, batch_size=3))) == [0, 2]
-    assert await bench.ask((0, 1, 1), sampler=sampler, batch_size=3) == EndCounts(consumed=2, failed=1)
+    assert await bench.ask((0, 1, 1), sampler=sampler, batch_size=3) == EndCounts(consumed_count=2, failed_count=1)
 
 
 async def test_blocks_are_refused_where_puts_do_not_fit_them(bench):

@@ -54,7 +54,7 @@ async def test_drop_last_leaves_out_what_does_not_fill_the_budget(bench):
     first = bench.ask((0, 1, 0), sampler=BUDGET, batch_size=1000, drop_last=True)
     assert rows(await finished(first)) == [0]
     end = await finished(bench.ask((0, 1, 1), sampler=BUDGET, batch_size=1000, drop_last=True))
-    assert end.result() == EndCounts(consumed=1, left_over=2)
+    assert end.result() == EndCounts(consumed_count=1, left_over_count=2)
 
 
 async def test_every_rank_gets_its_packs_also_of_padding_only(bench):
@@ -68,4 +68,4 @@ async def test_every_rank_gets_its_packs_also_of_padding_only(bench):
     padding = [pack.padding_tokens for call in calls for step in call.result().steps for pack in step]
     assert sorted(padding) == [30, 100, 100, 100, 100, 100]
     end = await finished(bench.ask((0, 3, 1), sampler=sampler, batch_size=4))
-    assert end.result() == EndCounts(consumed=2)
+    assert end.result() == EndCounts(consumed_count=2)

@@ -67,9 +67,9 @@ def test_a_recorded_batch_is_the_answer_for_every_rank_and_again(train):
 
 def test_the_end_is_recorded_for_all_that_follows(train):
     task = record(train, [0], [1])
-    task.reach_end(2, EndCounts(consumed=2, failed=10))
+    task.reach_end(2, EndCounts(consumed_count=2, failed_count=10))
     assert replay(task, 1, 2, 0) == [1]
-    assert replay(task, 1, 2, 1) == replay(task, 0, 2, 9) == EndCounts(consumed=2, failed=10)
+    assert replay(task, 1, 2, 1) == replay(task, 0, 2, 9) == EndCounts(consumed_count=2, failed_count=10)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_records_go_with_the_last_of_their_rows(train):
 def test_a_reset_starts_an_epoch(train, keep_consumed):
     task = record(train, [0, 1], [2, 3])
     task.claim_samples(new_id(), plan_of([4]), np.array([4]))
-    task.reach_end(2, EndCounts(consumed=5, cleared=7))
+    task.reach_end(2, EndCounts(consumed_count=5, cleared_count=7))
     assert reset(train, task, keep_consumed=keep_consumed) == 1
     task.check_epoch(1)
     task.check_epoch(None)

@@ -289,7 +289,7 @@ async def test_a_poll_gets_what_is_found_just_before_others_have_their_turns(ben
         assert await poll(count - 1) == NotYet()
     if count:
         assert (await poll(count - 1)).rows.tolist() == [count - 1]
-    assert await poll(count) == EndCounts(consumed=count)
+    assert await poll(count) == EndCounts(consumed_count=count)
 
 
 async def test_a_claim_far_ahead_leaves_their_turn_to_others_of_its_task(bench):
@@ -401,7 +401,7 @@ async def test_the_end_reaches_queue_workers_a_few_a_turn(bench):
     await turns()
     seal(bench.catalog)
     assert await most_done_in_a_turn(calls) <= MOST_A_TURN
-    assert {call.result() for call in calls} == {EndCounts(consumed=0)}
+    assert {call.result() for call in calls} == {EndCounts(consumed_count=0)}
 
 
 async def test_an_end_that_no_longer_holds_reaches_nobody_else(bench):

@@ -81,5 +81,5 @@ async def test_the_end_is_found_behind_many_groups_that_are_dead(bench):
     update(bench.catalog, np.arange(count - SIZE, count), fields=("x",))
     assert rows(await finished(call)) == list(range(count - SIZE, count))
     end = (await finished(bench.ask((0, 1, 1), sampler=SAMPLER, batch_size=SIZE))).result()
-    assert (end.consumed, end.failed) == (SIZE, count // SIZE - 1)
-    assert end.in_incomplete_groups == count - SIZE - end.failed
+    assert (end.consumed_count, end.failed_count) == (SIZE, count // SIZE - 1)
+    assert end.in_incomplete_groups_count == count - SIZE - end.failed_count

@@ -89,7 +89,7 @@ async def test_a_worker_that_waits_gets_what_runs_out_and_then_the_end():
     await time.skip(1.0)
     assert not last.done()
     ack(bench.catalog, bench.task, request.request_id)
-    assert (await finished(last)).result().skipped == 0
+    assert (await finished(last)).result().skipped_count == 0
 
 
 async def test_an_extended_lease_runs_out_when_it_was_extended_to():
@@ -160,4 +160,4 @@ async def test_part_of_a_group_that_is_dead_lettered_is_a_failed_member():
     seal(bench.catalog)
     skips = asks(batch_size=1, batch_unit="group")
     end = await bench.planner.claim(skips, 1.0)
-    assert end.skipped == 3
+    assert end.skipped_count == 3

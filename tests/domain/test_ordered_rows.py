@@ -489,7 +489,7 @@ async def test_the_last_in_order_come_at_the_end(bench, value, sampler):
     seal(bench.catalog)
     await asyncio.wait(calls)
     assert [sorted(rows(call)) for call in calls[:3]] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    assert calls[3].result().skipped == 0
+    assert calls[3].result().skipped_count == 0
 
 
 # Cost

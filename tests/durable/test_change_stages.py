@@ -67,7 +67,7 @@ STORY = [
     SamplesCleared(global_indexes=np.array([0, 6]), **TRAIN),
     ConsumptionReset(keep_consumed=True, **TASK),
     PartitionSealed(**TRAIN),
-    EndReached(dp_size=1, end=EndCounts(consumed=10), **TASK),
+    EndReached(dp_size=1, end=EndCounts(consumed_count=10), **TASK),
     RequestAnswered(request_id=FIRST, packed=("SealPartitionResponse", b"")),
     PartitionCleared(**TRAIN),
 ]
@@ -220,7 +220,7 @@ def test_the_story_is_the_same_when_it_is_read_from_the_log(tmp_path, sync):
             service.catalog.commit(change)
         await service.store.wait_durable()
         task = service.catalog.get("train").tasks["t"]
-        assert facts_of(task.facts)["end"] == EndCounts(consumed=10)
+        assert facts_of(task.facts)["end"] == EndCounts(consumed_count=10)
         return service.state()
 
     live = run(tmp_path, story, sync=sync)

@@ -33,7 +33,7 @@ def test_leases_outlive_a_crash_of_the_service(tmp_path: Path) -> None:
         with pytest.raises(tq.LeaseExpiredError, match="5, 6, 7"):
             client.ack(crashed)
         end = client.get_meta(**ASKS, batch_size=4, max_wait=30.0)
-        assert (end.status, end.skipped) == ("end", 3)
+        assert (end.status, end.skipped_count) == ("end", 3)
         server.restart()
         status = client.check_consumption("train", "t")
         assert (status.consumed_count, status.dead_lettered_count, status.leased_count, status.complete) == (

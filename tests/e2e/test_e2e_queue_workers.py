@@ -29,7 +29,7 @@ from tq_service.v1.controller_service_pb2_grpc import ControllerServiceStub
 
 def wait(stub):
     stub.GetMeta(pb.GetMetaRequest(request_id=os.urandom(16), partition_id="train", task_name="reward",
-                                   data_fields=["x"], batch_size=1, max_wait_seconds=60), timeout=90)
+                                   data_fields=["x"], batch_size=1, max_wait={"seconds": 60}), timeout=90)
 
 for _ in range(8):
     channel = grpc.insecure_channel(sys.argv[1], options=[("grpc.use_local_subchannel_pool", 1)])
@@ -85,7 +85,7 @@ def test_50_clients_that_give_up_leave_nothing_claimed(server: LiveServer) -> No
     wait_until_waiting(client, 18 + 16)
     late = [
         server.controller.GetMeta.future(
-            pb.GetMetaRequest(**ASKS, request_id=os.urandom(16), batch_size=1, max_wait_seconds=60), timeout=0.05
+            pb.GetMetaRequest(**ASKS, request_id=os.urandom(16), batch_size=1, max_wait={"seconds": 60}), timeout=0.05
         )
         for _ in range(16)
     ]

@@ -56,9 +56,9 @@ def test_drop_last_leaves_out_the_short_batch(client: AnyClient) -> None:
     asks = {**ASKS, "batch_size": 2, "dp_size": 1, "dp_rank": 0, "drop_last": True}
     assert [client.get_meta(**asks, batch_index=index).size for index in range(2)] == [2, 2]
     end = client.get_meta(**asks, batch_index=2)
-    assert (end.status, end.skipped) == ("end", 1)
+    assert (end.status, end.skipped_count) == ("end", 1)
     assert end.end is not None
-    assert (end.end.consumed, end.end.skipped_by_reason) == (4, {"left_over": 1})
+    assert (end.end.consumed_count, end.end.skipped_counts) == (4, {"left_over_count": 1})
     assert client.check_consumption("train", "t").complete
 
 
@@ -133,7 +133,7 @@ def test_clearing_consumed_samples_keeps_the_counts(client: AnyClient) -> None:
     client.seal_partition("train")
     assert client.get_meta(**ASKS, batch_size=4).global_indexes == [5]
     end = client.get_meta(**ASKS, batch_size=4)
-    assert (end.status, end.skipped) == ("end", 1)
+    assert (end.status, end.skipped_count) == ("end", 1)
 
 
 def test_balanced_ranks_get_like_token_totals(client: AnyClient) -> None:

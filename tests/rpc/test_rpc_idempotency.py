@@ -41,7 +41,7 @@ def mutating_requests(meta: tq.BatchMeta, request_id: bytes) -> dict[str, Messag
         "ReleaseClaim": pb.ReleaseClaimRequest(**ids(request_id, task_name="held", claim_request_id=bytes(16))),
         "AckClaim": pb.AckClaimRequest(**ids(request_id, task_name="leased", claim_request_id=bytes(16))),
         "ExtendClaim": pb.ExtendClaimRequest(
-            **ids(request_id, task_name="leased", claim_request_id=bytes(16), lease_seconds=90.0)
+            **ids(request_id, task_name="leased", claim_request_id=bytes(16), lease={"seconds": 90})
         ),
         "ResetConsumption": pb.ResetConsumptionRequest(**ids(request_id, task_name="held", epoch=0)),
         "SetCustomMeta": pb.SetCustomMetaRequest(**ids(request_id, global_indexes=[0, 2], custom_meta=[column])),
@@ -66,8 +66,8 @@ def test_every_request_with_an_id_is_here() -> None:
 
 def make_claims(server: LiveServer) -> None:
     """Claim samples for two tasks, one of them with a lease."""
-    for task_name, lease_seconds in (("held", 0.0), ("leased", 60.0)):
-        asked = {**CLAIM, "task_name": task_name, "lease_seconds": lease_seconds}
+    for task_name, lease in (("held", None), ("leased", {"seconds": 60})):
+        asked = {**CLAIM, "task_name": task_name, "lease": lease}
         server.controller.GetMeta(pb.GetMetaRequest(**asked, request_id=bytes(16), batch_size=2))
 
 
@@ -141,7 +141,7 @@ def test_a_large_insert_that_is_sent_twice_is_made_once(server: LiveServer) -> N
     )
     answers = [call.result() for call in calls]
     assert all(answer == answers[0] for answer in answers)
-    assert list(answers[0].meta.index_ranges.counts) == [count]
+    assert list(answers[0].meta.index_ranges.index_counts) == [count]
     assert server.client().describe_partition("train").summary.present_count == count + 5
 
 
@@ -454,7 +454,7 @@ def test_placing_and_announcing_change_nothing_that_is_stored(server: LiveServer
     announced = storage_registry_pb2.RegisterStorageRequest(storage=endpoint, max_bytes=1 << 50)
     answers = [server.registry.RegisterStorage(announced, metadata=server.as_service) for _ in range(2)]
     assert answers[0] == answers[1]
-    assert answers[0].heartbeat_seconds > 0
+    assert answers[0].heartbeat_interval.ToNanoseconds() > 0
     placed = server.controller.PlacePut(pb.PlacePutRequest(size_bytes=100))
     assert list(placed.storages) == [endpoint]  # it has more capacity
     assert not placed.embedded

@@ -11,13 +11,16 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 import torch
 from live_server import AnyClient, LiveServer
+from rpc_samples import violations_of
 
 import tq_service as tq
 from tq_service.v1 import controller_service_pb2 as pb
+from tq_service.wire.durations import read_seconds, to_duration
 
 ASKS: dict[str, Any] = {"partition_id": "train", "task_name": "t", "data_fields": ["x"], "min_batch_size": 1}
 LONG = 600.0
@@ -95,8 +98,8 @@ def test_what_is_handed_out_too_often_is_dead_lettered(client: AnyClient) -> Non
     assert client.ack(client.get_meta(**asks).select_samples([0])) == 1
     assert client.get_meta(**asks).delivery_counts == (2, 2)
     end = client.get_meta(**asks)
-    assert (end.status, end.skipped) == ("end", 2)
-    assert end.end.skipped_by_reason == {"dead_lettered": 2}
+    assert (end.status, end.skipped_count) == ("end", 2)
+    assert end.end.skipped_counts == {"dead_lettered_count": 2}
     status = client.check_consumption("train", "t")
     assert (status.consumed_count, status.skipped_count, status.dead_lettered_count, status.leased_count) == (
         1,
@@ -150,12 +153,12 @@ def test_a_retry_gets_the_same_claim_while_it_is_leased(server: LiveServer) -> N
     client = server.client()
     put_rows(client, 4)
     request = pb.GetMetaRequest(
-        request_id=os.urandom(16), **{**ASKS, "batch_size": 2}, lease_seconds=LONG, max_wait_seconds=5
+        request_id=os.urandom(16), **{**ASKS, "batch_size": 2}, lease=to_duration(LONG), max_wait={"seconds": 5}
     )
     first = server.controller.GetMeta(request).meta
     second = server.controller.GetMeta(request).meta
     assert first.claim_request_id == second.claim_request_id == request.request_id
-    assert 0 < second.lease_seconds < first.lease_seconds <= LONG
+    assert 0 < read_seconds("lease", second.lease) < read_seconds("lease", first.lease) <= LONG
     assert list(first.global_indexes) == list(second.global_indexes) == [0, 1]
     server.controller.AckClaim(
         pb.AckClaimRequest(
@@ -163,14 +166,14 @@ def test_a_retry_gets_the_same_claim_while_it_is_leased(server: LiveServer) -> N
         )
     )
     third = server.controller.GetMeta(request).meta
-    assert (list(third.global_indexes), third.lease_seconds) == ([0, 1], 0.0)
+    assert (list(third.global_indexes), read_seconds("lease", third.lease)) == ([0, 1], 0.0)
     assert client.check_consumption("train", "t").consumed_count == 2
 
 
 def test_a_retry_after_the_lease_is_told_so(server: LiveServer) -> None:
     client = server.client()
     put_rows(client, 1)
-    request = pb.GetMetaRequest(request_id=os.urandom(16), **{**ASKS, "batch_size": 1}, lease_seconds=SHORT)
+    request = pb.GetMetaRequest(request_id=os.urandom(16), **{**ASKS, "batch_size": 1}, lease=to_duration(SHORT))
     assert server.controller.GetMeta(request).meta.global_indexes == [0]
     meta = client.get_meta(**ASKS, batch_size=1, lease=LONG, max_wait=20.0)
     with pytest.raises(Exception, match="ran out") as refused:
@@ -194,7 +197,7 @@ def test_groups_are_acknowledged_and_come_back_whole(client: AnyClient) -> None:
     assert again.groups == ["c", "c"]  # of "b" one has failed: the other is skipped
     assert client.ack(again) == 2
     end = client.get_meta(**asks, batch_size=3)
-    assert (end.status, end.skipped) == ("end", 1)
+    assert (end.status, end.skipped_count) == ("end", 1)
 
 
 def test_the_rest_of_a_group_with_a_failed_member_is_handed_out_where_asked(client: AnyClient) -> None:
@@ -256,17 +259,31 @@ def test_leases_that_mean_nothing_are_refused(client: AnyClient, name: str) -> N
     assert client.describe_partition("train").tasks == ()
 
 
-@pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf, 1e9])
-def test_an_extension_is_checked_by_the_service(server: LiveServer, seconds: float) -> None:
+@pytest.mark.parametrize(
+    ("lease", "says"),
+    [
+        (None, "lease is 0.0; give a positive number of seconds"),
+        ({}, "lease is 0.0"),
+        ({"seconds": -1}, "lease is -1.0"),
+        ({"nanos": -1}, "lease is -1e-09"),
+        ({"seconds": 86_400, "nanos": 1}, "at most 86400"),
+        ({"seconds": 315_576_000_001}, "lease has 315576000001 seconds and 0 nanos"),
+        ({"seconds": 5, "nanos": -1}, "both of one sign"),
+        ({"seconds": 5, "nanos": 10**9}, "less than 1000000000 nanos"),
+    ],
+)
+def test_an_extension_is_checked_by_the_service(server: LiveServer, lease: dict[str, int] | None, says: str) -> None:
     client = server.client()
     put_rows(client, 1)
     meta = client.get_meta(**ASKS, batch_size=1, lease=LONG)
     request = pb.ExtendClaimRequest(
         request_id=os.urandom(16), partition_id="train", task_name="t", claim_request_id=meta.claim_id,
-        lease_seconds=seconds,
+        lease=lease,
     )  # fmt: skip
-    with pytest.raises(Exception, match="INVALID_ARGUMENT"):
+    with pytest.raises(grpc.RpcError, match="INVALID_ARGUMENT") as caught:
         server.controller.ExtendClaim(request)
+    assert says in caught.value.details()
+    assert violations_of(caught.value) == ["lease"]
     assert client.ack(meta) == 1
 
 
@@ -298,6 +315,6 @@ def test_a_killed_worker_with_1000_leased_samples_loses_none(server: LiveServer)
         counts |= set(meta.delivery_counts)
         assert client.ack(meta) == meta.size
     assert meta.status == "end"
-    assert meta.skipped == 0
+    assert meta.skipped_count == 0
     assert np.array_equal(np.sort(got), np.arange(1000))
     assert counts == {2}

@@ -137,7 +137,7 @@ def waiting_claim(server: LiveServer, channel: grpc.Channel | None = None) -> An
     return call.future(
         pb.GetMetaRequest(
             request_id=new_id(), partition_id="later", task_name="t", data_fields=["x"], batch_size=1,
-            max_wait_seconds=60.0,
+            max_wait={"seconds": 60},
         ),
         timeout=60,
     )  # fmt: skip

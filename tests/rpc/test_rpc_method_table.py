@@ -136,7 +136,7 @@ def test_no_method_but_those_that_wait_is_refused_for_waiting_calls(start_server
     filled: dict[str, Any] = {
         "partition_id": "train",
         "write": commit_pb2.SampleWrite(partition_id="train", row_count=1),
-        "max_wait_seconds": 1.0,
+        "max_wait": {"seconds": 1},
         "get": storage_pb.GetRequest(boot_id=server.app.storage.engine.boot_id),
     }
     server.app.waiting.count = 1

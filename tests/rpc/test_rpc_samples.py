@@ -91,8 +91,8 @@ def test_states(client: AnyClient) -> None:
     client.put(metadata=meta.select_samples([0]), state="live")
     assert client.get_meta(**ONE, task_name="t", batch_size=9, max_wait=0).global_indexes == [0, 3]
     end = client.get_meta(**ONE, task_name="t", batch_size=9)
-    assert (end.status, end.skipped) == ("end", 2)
-    assert end.end.skipped_by_reason == {"failed": 2}
+    assert (end.status, end.skipped_count) == ("end", 2)
+    assert end.end.skipped_counts == {"failed_count": 2}
     status = client.check_consumption("train", "t")
     assert (status.consumed_count, status.total_count, status.skipped_count, status.complete) == (2, 4, 2, True)
 
@@ -122,8 +122,8 @@ def test_groups_are_handed_out_whole(client: AnyClient) -> None:
     client.seal_partition("train")  # completes "d", which declared no size; "c" can no longer be whole
     assert client.get_meta(**asks).groups == ["d"]
     end = client.get_meta(**asks)
-    assert (end.status, end.skipped) == ("end", 1)
-    assert end.end.skipped_by_reason == {"in_incomplete_groups": 1}
+    assert (end.status, end.skipped_count) == ("end", 1)
+    assert end.end.skipped_counts == {"in_incomplete_groups_count": 1}
 
 
 def test_a_failed_member_takes_its_group_out_or_not_as_asked(client: AnyClient) -> None:
@@ -133,12 +133,12 @@ def test_a_failed_member_takes_its_group_out_or_not_as_asked(client: AnyClient) 
     asks: dict[str, Any] = {**ONE, "batch_size": 2, "sampler": "grpo_group_n"}
     skipping = {**asks, "task_name": "skip", "sampler_config": {"n_samples_per_prompt": 2}}
     assert client.get_meta(**skipping).global_indexes == [2, 3]
-    assert client.get_meta(**skipping).end.skipped_by_reason == {"failed": 1, "in_incomplete_groups": 1}
+    assert client.get_meta(**skipping).end.skipped_counts == {"failed_count": 1, "in_incomplete_groups_count": 1}
     config = {"n_samples_per_prompt": 2, "incomplete_groups": "take"}
     taking = {**asks, "task_name": "take", "sampler_config": config}
     taken = [client.get_meta(**taking) for _ in range(2)]
     assert sorted(index for one in taken for index in one.global_indexes) == [0, 2, 3]
-    assert client.get_meta(**taking).end.skipped_by_reason == {"failed": 1}
+    assert client.get_meta(**taking).end.skipped_counts == {"failed_count": 1}
 
 
 def test_where_and_order_by(client: AnyClient) -> None:

@@ -17,7 +17,7 @@ def request(**arguments):
 def test_what_differs_between_calls_makes_no_other_claim_spec():
     first = claim_spec(request(dp_rank=0, dp_size=4, batch_index=0))
     calls = [
-        request(dp_rank=3, dp_size=4, batch_index=9, epoch=2, incarnation=b"i" * 16, max_wait_seconds=3),
+        request(dp_rank=3, dp_size=4, batch_index=9, epoch=2, incarnation=b"i" * 16, max_wait={"seconds": 3}),
         request(dp_rank=0, dp_size=4, batch_index=0, request_id=b"r" * 16, partition_id="q", task_name="u"),
     ]
     assert all(claim_spec(call) is first for call in calls)

@@ -39,7 +39,7 @@ class Controller(StorageRegistryServiceServicer):
             await asyncio.Event().wait()
         if isinstance(answer, grpc.StatusCode):
             await context.abort(answer, "not you")
-        return storage_registry_pb2.RegisterStorageResponse(controller_id=answer, heartbeat_seconds=0.0)
+        return storage_registry_pb2.RegisterStorageResponse(controller_id=answer)
 
 
 @contextlib.asynccontextmanager

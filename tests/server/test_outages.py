@@ -36,7 +36,9 @@ class Controller(StorageRegistryServiceServicer):
         if self.is_answered:
             self.heard.set()
         self.is_answered = True
-        return storage_registry_pb2.RegisterStorageResponse(heartbeat_seconds=0.01, controller_id=b"c" * 16)
+        return storage_registry_pb2.RegisterStorageResponse(
+            heartbeat_interval={"nanos": 10_000_000}, controller_id=b"c" * 16
+        )
 
 
 class Engine(StorageEngine):

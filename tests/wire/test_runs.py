@@ -20,7 +20,7 @@ def sent(indexes):
 
 
 def ranges(firsts, counts, listed=()):
-    return pb.BatchMeta(global_indexes=listed, index_ranges=pb.IndexRanges(firsts=firsts, counts=counts))
+    return pb.BatchMeta(global_indexes=listed, index_ranges=pb.IndexRanges(first_indexes=firsts, index_counts=counts))
 
 
 @pytest.mark.parametrize("count", [0, 3, 64, 65, 1000])

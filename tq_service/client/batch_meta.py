@@ -15,6 +15,7 @@ from tq_service.client.steps import Step, select_steps, shift_steps, steps_from_
 from tq_service.errors import InvalidArgumentError
 from tq_service.schema import EndCounts, FieldSpec, MetaColumn, MetaValue
 from tq_service.v1 import metadata_pb2 as pb
+from tq_service.wire.durations import read_seconds
 from tq_service.wire.mapper import read_message
 from tq_service.wire.metadata import decode_meta_columns, decode_spec, meta_columns_to_rows
 from tq_service.wire.runs import read_indexes
@@ -40,7 +41,7 @@ class BatchMeta:
         indexes: `(size,)` int64, the `global_indexes` as a read-only array.
         fields: specs of the fields.
         steps: how the samples are to be used; plain micro-batches are one step.
-        skipped: with "end": how many samples the task will never get.
+        skipped_count: with "end": how many samples the task will never get.
         end: with "end": what became of all samples; None otherwise.
         locations: where the cells are; None where not known, then `get_data` asks.
         claim_id: the claim of a queue worker, for `ack`, `extend` and `release`; empty otherwise.
@@ -56,7 +57,7 @@ class BatchMeta:
     indexes: NDArray[np.int64] = field(default_factory=_NO_INDEXES.copy)
     fields: tuple[FieldSpec, ...] = ()
     steps: tuple[Step, ...] = ()
-    skipped: int = 0
+    skipped_count: int = 0
     end: EndCounts | None = None
     locations: CellLocations | None = None
     claim_id: bytes = b""
@@ -83,12 +84,12 @@ class BatchMeta:
             indexes=indexes,
             fields=tuple(map(decode_spec, message.fields)),
             steps=steps_from_proto(message.steps) if message.steps else (),
-            skipped=message.skipped,
+            skipped_count=message.skipped_count,
             end=read_message(EndCounts, message.end) if message.HasField("end") else None,
             locations=CellLocations.from_proto(message.locations) if message.HasField("locations") else None,
             claim_id=claim_id,
             task_name=task_name,
-            lease_seconds=message.lease_seconds if message.claim_request_id else None,
+            lease_seconds=read_seconds("lease", message.lease) if message.HasField("lease") else None,
             delivery_counts=tuple(message.delivery_counts),
             key_column=tuple(message.keys),
             group_column=tuple(message.groups),
@@ -241,7 +242,7 @@ class BatchMeta:
 
     def _identity(self) -> tuple[object, ...]:
         return (
-            self.status, self.partition_id, self.incarnation, self.epoch, self.fields, self.steps, self.skipped,
+            self.status, self.partition_id, self.incarnation, self.epoch, self.fields, self.steps, self.skipped_count,
             self.end,
         )  # fmt: skip
 

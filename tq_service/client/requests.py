@@ -10,6 +10,7 @@ from functools import cache, partial
 from typing import Any, Final, TypeVar, cast
 
 from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.struct_pb2 import Struct
 
@@ -18,6 +19,7 @@ from tq_service.errors import InvalidArgumentError
 from tq_service.schema import FieldSpec, MetaColumn, MetaValue, StalenessLimit
 from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
+from tq_service.wire.durations import MOST_SECONDS, to_duration
 from tq_service.wire.metadata import (
     BATCH_UNITS,
     KEY_MODES,
@@ -124,13 +126,15 @@ def new_id() -> bytes:
 
 
 def seconds(name: str, value: float) -> float:
-    """Return a time span that is sane: finite and not negative."""
+    """Return a time span that can be sent: finite and not negative."""
     try:
         span = float(value)
     except (TypeError, ValueError):
         span = math.nan
-    if not (math.isfinite(span) and span >= 0):
-        raise InvalidArgumentError(f"{name} is {value!r}, expected a finite number of seconds, 0 or more", field=name)
+    if not 0 <= span <= MOST_SECONDS:  # which NaN is not either
+        raise InvalidArgumentError(
+            f"{name} is {value!r}, expected a finite number of seconds, 0 or more, at most {MOST_SECONDS}", field=name
+        )
     return span
 
 
@@ -236,7 +240,7 @@ def get_meta_request(
     max_deliveries: int | None,
     **others: Any,
 ) -> pb.GetMetaRequest:
-    """Return the request for a batch, of which `others` are fields; `max_wait_seconds` is set at each poll."""
+    """Return the request for a batch, of which `others` are fields; `max_wait` is set at each poll."""
     return request_of(
         pb.GetMetaRequest,
         min_batch_size=min_batch_size or 0,
@@ -245,15 +249,15 @@ def get_meta_request(
         sampler_config=_struct("sampler_config", sampler_config) if sampler_config else None,
         where=[_condition(position, condition) for position, condition in enumerate(where)],
         order_by=[_order(position, column) for position, column in enumerate(listed("order_by", order_by))],
-        lease_seconds=None if lease is None else lease_span(lease),
+        lease=None if lease is None else lease_duration(lease),
         max_deliveries=_not_zero("max_deliveries", max_deliveries, "at least 1") or 0,
         **others,
     )
 
 
-def lease_span(lease: float) -> float:
-    """Return the seconds of a lease."""
-    return _not_zero("lease", seconds("lease", lease), "a positive number of seconds")
+def lease_duration(lease: float) -> Duration:
+    """Return the span of a lease of some seconds."""
+    return to_duration(_not_zero("lease", seconds("lease", lease), "a positive number of seconds"))
 
 
 def _not_zero(name: str, value: Bound, expected: str) -> Bound:

@@ -15,6 +15,7 @@ from tq_service.v1 import metadata_pb2
 from tq_service.v1.commit_pb2 import SampleWrite
 from tq_service.v1.controller_service_pb2 import PlacePutResponse
 from tq_service.wire.columns import Column
+from tq_service.wire.durations import read_seconds
 
 
 class PlacementGrant:
@@ -44,7 +45,7 @@ class PlacementGrant:
     def renew(self, answer: PlacePutResponse) -> None:
         """Take a new grant, whose first storage service gets the put that was asked for."""
         self._answer = answer
-        self._until = time.monotonic() + answer.grant_seconds
+        self._until = time.monotonic() + read_seconds("grant_duration", answer.grant_duration)
         self._used_bytes = self._turn = 0
 
     def endpoint(self, answer: PlacePutResponse) -> metadata_pb2.StorageEndpoint:

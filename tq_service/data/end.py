@@ -48,24 +48,24 @@ def skipped_warning(end: End, request: BatchRequest) -> str | None:
         NothingDeliveredError: samples were inserted, and the task was given none.
     """
     counts = end.counts
-    if counts is None or not counts.skipped:
+    if counts is None or not counts.skipped_count:
         return None
     why = "; ".join(_reasons(counts, request))
-    if not counts.consumed and not counts.dead_lettered:
+    if not counts.consumed_count and not counts.dead_lettered_count:
         raise NothingDeliveredError(
             f"task {request.task_name!r} is at the end of partition {request.partition_id!r} without one micro-batch, "
-            f"on all ranks; its {counts.skipped} samples were skipped: {why}",
+            f"on all ranks; its {counts.skipped_count} samples were skipped: {why}",
             metadata={
                 "partition_id": request.partition_id,
                 "task_name": request.task_name,
-                **{name: str(count) for name, count in counts.skipped_by_reason.items()},
+                **{name: str(count) for name, count in counts.skipped_counts.items()},
             },
         )
-    if counts.skipped == counts.cleared:
+    if counts.skipped_count == counts.cleared_count:
         return None
     return (
-        f"task {request.task_name!r} is at the end of partition {request.partition_id!r}: {counts.consumed} samples "
-        f"were consumed, {counts.skipped} were skipped: {why}"
+        f"task {request.task_name!r} is at the end of partition {request.partition_id!r}: {counts.consumed_count} "
+        f"samples were consumed, {counts.skipped_count} were skipped: {why}"
     )
 
 
@@ -78,13 +78,13 @@ def _reasons(counts: EndCounts, request: BatchRequest) -> list[str]:
         else f"ready, but in no plan of the sampler {request.sampler!r}"
     )
     texts = {
-        "in_incomplete_groups": "in groups that are not whole (a member is missing, failed, cleared or ruled out; "
-        "put as many as group_size says, or let the sampler's incomplete_groups='take' take the rest)",
-        "excluded": f"ruled out by where={list(request.where)}",
-        "left_over": left_over,
-        "failed": "failed",
-        "cleared": "cleared before the task took them",
-        "dead_lettered": "delivered too often without being acknowledged",
+        "in_incomplete_groups_count": "in groups that are not whole (a member is missing, failed, cleared or ruled "
+        "out; put as many as group_size says, or let the sampler's incomplete_groups='take' take the rest)",
+        "excluded_count": f"ruled out by where={list(request.where)}",
+        "left_over_count": left_over,
+        "failed_count": "failed",
+        "cleared_count": "cleared before the task took them",
+        "dead_lettered_count": "delivered too often without being acknowledged",
     }
-    skipped = counts.skipped_by_reason
+    skipped = counts.skipped_counts
     return [f"{skipped[name]} {text}" for name, text in texts.items() if name in skipped]

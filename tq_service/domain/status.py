@@ -42,7 +42,7 @@ def consumption_of(partition: Partition, task: TaskLedger) -> ConsumptionStatus:
 def _skipped_count(partition: Partition, task: TaskLedger) -> int:
     """Return how many samples a task will never get, as far as is known."""
     if task.end is not None:
-        return task.end.skipped
+        return task.end.skipped_count
     return partition.inserted_count - task.consumed_count - task.backlog
 
 

@@ -37,6 +37,7 @@ from tq_service.server.storages import StorageRegistry
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.storage_service_pb2 import GetRequest
 from tq_service.wire.columns import Column
+from tq_service.wire.durations import to_duration
 
 _log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
@@ -100,7 +101,7 @@ class Checkpoints:
             sample_count=_sample_count(state.partitions),
             put_count=block_count,
             value_bytes=size,
-            pause_seconds=watch.longest_seconds,
+            pause=to_duration(watch.longest_seconds),
         )
 
     async def _copy(self, writer: CheckpointWriter) -> tuple[ServiceSnapshot, int, int]:

@@ -33,6 +33,7 @@ from tq_service.server.rpc.limits import WaitingCalls
 from tq_service.server.storages import StorageRegistry
 from tq_service.v1 import commit_pb2, controller_service_pb2_grpc
 from tq_service.v1 import controller_service_pb2 as pb
+from tq_service.wire.durations import read_seconds, to_duration
 from tq_service.wire.mapper import read_message, to_message
 from tq_service.wire.metadata import decode_meta_columns
 from tq_service.wire.runs import decode_integers
@@ -156,22 +157,22 @@ class ControllerServicer(
     # Tasks
 
     async def GetMeta(self, request: pb.GetMetaRequest, context: Context) -> pb.GetMetaResponse:
-        if request.max_wait_seconds <= 0:
-            return await self._claim(request, context)
+        max_wait = read_seconds("max_wait", request.max_wait)
+        check_range("max_wait", max_wait, 0)
+        if not max_wait:
+            return await self._claim(request, context, max_wait)
         with self.waiting.one(context):  # before all that costs, so that one too many costs little
-            return await self._claim(request, context)
+            return await self._claim(request, context, min(max_wait, self.max_wait_cap_seconds))
 
-    async def _claim(self, request: pb.GetMetaRequest, context: Context) -> pb.GetMetaResponse:
+    async def _claim(self, request: pb.GetMetaRequest, context: Context, max_wait: float) -> pb.GetMetaResponse:
         spec = converters.claim_spec(request)
         sampler = await self.registry.resolve_json(spec.batch_spec.sampler, spec.batch_spec.sampler_config)
         claim = converters.claim_request(request, spec, sampler)
         self.runner.check(sampler, spec.plan_request)
-        check_range("max_wait_seconds", request.max_wait_seconds, 0)
-        seconds = min(request.max_wait_seconds, self.max_wait_cap_seconds)
         remaining = context.time_remaining()
         if remaining is not None and remaining <= 0:  # no client would get what is delivered now
             raise DeadlineError("the call's deadline had passed when it arrived")
-        claimed = await self.catalog.claim(request.partition_id, request.incarnation, claim, seconds)
+        claimed = await self.catalog.claim(request.partition_id, request.incarnation, claim, max_wait)
         meta = converters.claim_meta(
             request.partition_id, claimed, claim.task_name, spec.data_fields, self.storages.endpoints,
             now=asyncio.get_running_loop().time(),
@@ -227,7 +228,7 @@ class ControllerServicer(
             partition_id=request.partition_id,
             task_name=request.task_name,
             request_id=request.claim_request_id,
-            lease_seconds=request.lease_seconds,
+            lease_seconds=read_seconds("lease", request.lease),
         )
         return pb.ExtendClaimResponse(leased_count=self.catalog.commit(change))
 
@@ -274,7 +275,7 @@ class ControllerServicer(
             storages=[each.endpoint for each in grant.storages],
             embedded=grant.storages[0] is self.storages.embedded,
             controller_id=self.storages.controller_id,
-            grant_seconds=grant.seconds,
+            grant_duration=to_duration(grant.seconds),
             grant_bytes=grant.max_bytes,
             max_granted_put_bytes=grant.max_put_bytes,
         )
@@ -310,7 +311,7 @@ class ControllerServicer(
         )
         answer = self.storages.on_heartbeat(registration, request.overdue_put_ids if is_known else ())
         return storage_registry_pb2.RegisterStorageResponse(
-            heartbeat_seconds=self.storages.heartbeat_seconds,
+            heartbeat_interval=to_duration(self.storages.heartbeat_seconds),
             controller_id=self.storages.controller_id,
             receipt_key=answer.receipt_key,
             unknown_put_ids=answer.unknown,

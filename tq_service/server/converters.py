@@ -27,6 +27,7 @@ from tq_service.schema import MOST_SAMPLES, EndCounts, Layout, check_range
 from tq_service.v1 import commit_pb2, metadata_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.wire.columns import ColumnShape, decode_headers
+from tq_service.wire.durations import read_seconds, to_duration
 from tq_service.wire.mapper import read_message, to_message
 from tq_service.wire.metadata import (
     KEY_MODES,
@@ -42,8 +43,8 @@ _MOST_CLAIM_BYTES: Final = 256 * 1024  # what is asked for is kept while the cal
 _RANK_FIELDS: Final = ("dp_rank", "dp_size", "batch_index")
 # Of GetMetaRequest: what differs between calls of the ranks of one task.
 _FIELDS_OF_ONE_CALL: Final = (
-    "request_id", "partition_id", "incarnation", "task_name", "epoch", "dp_rank", "batch_index", "max_wait_seconds",
-    "lease_seconds", "max_deliveries",
+    "request_id", "partition_id", "incarnation", "task_name", "epoch", "dp_rank", "batch_index", "max_wait", "lease",
+    "max_deliveries",
 )  # fmt: skip
 
 
@@ -166,8 +167,8 @@ def claim_request(request: pb.GetMetaRequest, spec: ClaimSpec, sampler: Sampler)
     """Return a GetMeta request as the planner takes it."""
     numbers = {name: getattr(request, name) if request.HasField(name) else None for name in _RANK_FIELDS}
     lease = None
-    if request.lease_seconds or request.max_deliveries:
-        lease = LeaseTerms(seconds=request.lease_seconds, max_deliveries=request.max_deliveries or None)
+    if request.HasField("lease") or request.max_deliveries:
+        lease = LeaseTerms(seconds=read_seconds("lease", request.lease), max_deliveries=request.max_deliveries or None)
     return ClaimRequest(
         request_id=request.request_id,
         task_name=request.task_name,
@@ -215,7 +216,7 @@ def claim_meta(
         _add_steps(meta, part)
         if isinstance(answer, QueueClaim) and answer.delivery_counts is not None:
             meta.claim_request_id = answer.request_id
-            meta.lease_seconds = answer.leased_seconds(now)
+            meta.lease.CopyFrom(to_duration(answer.leased_seconds(now)))
             meta.delivery_counts.extend(answer.delivery_counts.tolist())
         return meta
     end = answer if isinstance(answer, EndCounts) else None
@@ -224,7 +225,7 @@ def claim_meta(
         partition_id=partition_id,
         incarnation=partition.incarnation,
         epoch=epoch,
-        skipped=0 if end is None else end.skipped,
+        skipped_count=0 if end is None else end.skipped_count,
         end=None if end is None else to_message(metadata_pb2.EndCounts, end),
     )
 

@@ -19,6 +19,7 @@ from tq_service.server.receipts import ReceiptKeys
 from tq_service.storage.engine import StorageEngine
 from tq_service.v1.metadata_pb2 import StorageEndpoint
 from tq_service.wire.credentials import Credentials
+from tq_service.wire.durations import read_seconds
 
 if TYPE_CHECKING:
     from tq_service.internal.v1.storage_registry_pb2_grpc import (
@@ -99,7 +100,7 @@ async def register_storage(
                         "dropped puts unknown to the controller; their producers probably died", count=dropped_count
                     )
                 )
-            await asyncio.sleep(answer.heartbeat_seconds)
+            await asyncio.sleep(read_seconds("heartbeat_interval", answer.heartbeat_interval))
 
 
 def _stub(channel: grpc.aio.Channel) -> StorageRegistryServiceAsyncStub:

@@ -6,6 +6,7 @@ The controller: knows which column of which sample is there and which task has c
 import builtins
 import collections.abc
 import google.protobuf.descriptor
+import google.protobuf.duration_pb2
 import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
@@ -392,11 +393,11 @@ class GetMetaRequest(google.protobuf.message.Message):
     DROP_LAST_FIELD_NUMBER: builtins.int
     WHERE_FIELD_NUMBER: builtins.int
     ORDER_BY_FIELD_NUMBER: builtins.int
-    MAX_WAIT_SECONDS_FIELD_NUMBER: builtins.int
+    MAX_WAIT_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
     FINITE_FIELD_NUMBER: builtins.int
-    LEASE_SECONDS_FIELD_NUMBER: builtins.int
+    LEASE_FIELD_NUMBER: builtins.int
     MAX_DELIVERIES_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
     """16 random bytes, the same over retries; names the claim of a queue worker."""
@@ -422,18 +423,12 @@ class GetMetaRequest(google.protobuf.message.Message):
     """Which batch, counted from 0 in the epoch."""
     drop_last: builtins.bool
     """Whether the last batch, if short, is left out."""
-    max_wait_seconds: builtins.float
-    """How long to wait, in seconds."""
     incarnation: builtins.bytes
     """The incarnation of the partition; empty: whichever."""
     epoch: builtins.int
     """The epoch of the task, which counts its resets; not given: whichever."""
     finite: builtins.bool
     """Also end when every sample inserted so far is consumed, without waiting for the seal."""
-    lease_seconds: builtins.float
-    """Queue workers: samples that are not acknowledged within so many seconds are delivered again; 0: they count as done
-    once they are delivered.
-    """
     max_deliveries: builtins.int
     """Queue workers with a lease: a sample that was delivered so often and never acknowledged is dead-lettered; 0: no bound."""
     @property
@@ -451,6 +446,16 @@ class GetMetaRequest(google.protobuf.message.Message):
     @property
     def order_by(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Order]:
         """Order of ready samples; empty: by index."""
+
+    @property
+    def max_wait(self) -> google.protobuf.duration_pb2.Duration:
+        """For how long the call may wait for samples; the service may shorten it (60 s). Unset: it answers at once."""
+
+    @property
+    def lease(self) -> google.protobuf.duration_pb2.Duration:
+        """Queue workers: samples that are not acknowledged within this time are delivered again; more than 0, at most a day.
+        Unset: samples count as done once they are delivered.
+        """
 
     def __init__(
         self,
@@ -471,15 +476,15 @@ class GetMetaRequest(google.protobuf.message.Message):
         drop_last: builtins.bool = ...,
         where: collections.abc.Iterable[global___Condition] | None = ...,
         order_by: collections.abc.Iterable[global___Order] | None = ...,
-        max_wait_seconds: builtins.float = ...,
+        max_wait: google.protobuf.duration_pb2.Duration | None = ...,
         incarnation: builtins.bytes = ...,
         epoch: builtins.int | None = ...,
         finite: builtins.bool = ...,
-        lease_seconds: builtins.float = ...,
+        lease: google.protobuf.duration_pb2.Duration | None = ...,
         max_deliveries: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_batch_index", b"_batch_index", "_dp_rank", b"_dp_rank", "_dp_size", b"_dp_size", "_epoch", b"_epoch", "batch_index", b"batch_index", "dp_rank", b"dp_rank", "dp_size", b"dp_size", "epoch", b"epoch", "sampler_config", b"sampler_config"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_batch_index", b"_batch_index", "_dp_rank", b"_dp_rank", "_dp_size", b"_dp_size", "_epoch", b"_epoch", "batch_index", b"batch_index", "batch_size", b"batch_size", "batch_unit", b"batch_unit", "data_fields", b"data_fields", "dp_rank", b"dp_rank", "dp_size", b"dp_size", "drop_last", b"drop_last", "epoch", b"epoch", "finite", b"finite", "incarnation", b"incarnation", "lease_seconds", b"lease_seconds", "max_deliveries", b"max_deliveries", "max_wait_seconds", b"max_wait_seconds", "micro_batch_size", b"micro_batch_size", "min_batch_size", b"min_batch_size", "order_by", b"order_by", "partition_id", b"partition_id", "request_id", b"request_id", "sampler", b"sampler", "sampler_config", b"sampler_config", "task_name", b"task_name", "where", b"where"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_batch_index", b"_batch_index", "_dp_rank", b"_dp_rank", "_dp_size", b"_dp_size", "_epoch", b"_epoch", "batch_index", b"batch_index", "dp_rank", b"dp_rank", "dp_size", b"dp_size", "epoch", b"epoch", "lease", b"lease", "max_wait", b"max_wait", "sampler_config", b"sampler_config"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_batch_index", b"_batch_index", "_dp_rank", b"_dp_rank", "_dp_size", b"_dp_size", "_epoch", b"_epoch", "batch_index", b"batch_index", "batch_size", b"batch_size", "batch_unit", b"batch_unit", "data_fields", b"data_fields", "dp_rank", b"dp_rank", "dp_size", b"dp_size", "drop_last", b"drop_last", "epoch", b"epoch", "finite", b"finite", "incarnation", b"incarnation", "lease", b"lease", "max_deliveries", b"max_deliveries", "max_wait", b"max_wait", "micro_batch_size", b"micro_batch_size", "min_batch_size", b"min_batch_size", "order_by", b"order_by", "partition_id", b"partition_id", "request_id", b"request_id", "sampler", b"sampler", "sampler_config", b"sampler_config", "task_name", b"task_name", "where", b"where"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_batch_index", b"_batch_index"]) -> typing.Literal["batch_index"] | None: ...
     @typing.overload
@@ -635,7 +640,7 @@ class ExtendClaimRequest(google.protobuf.message.Message):
     INCARNATION_FIELD_NUMBER: builtins.int
     TASK_NAME_FIELD_NUMBER: builtins.int
     CLAIM_REQUEST_ID_FIELD_NUMBER: builtins.int
-    LEASE_SECONDS_FIELD_NUMBER: builtins.int
+    LEASE_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
     """16 random bytes, the same over retries."""
     partition_id: builtins.str
@@ -646,8 +651,10 @@ class ExtendClaimRequest(google.protobuf.message.Message):
     """The consumer."""
     claim_request_id: builtins.bytes
     """The `request_id` of the GetMeta that made the claim."""
-    lease_seconds: builtins.float
-    """Seconds from now on."""
+    @property
+    def lease(self) -> google.protobuf.duration_pb2.Duration:
+        """How long the lease lasts, counted from now; more than 0, at most a day. It may be shorter than what was left."""
+
     def __init__(
         self,
         *,
@@ -656,9 +663,10 @@ class ExtendClaimRequest(google.protobuf.message.Message):
         incarnation: builtins.bytes = ...,
         task_name: builtins.str = ...,
         claim_request_id: builtins.bytes = ...,
-        lease_seconds: builtins.float = ...,
+        lease: google.protobuf.duration_pb2.Duration | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["claim_request_id", b"claim_request_id", "incarnation", b"incarnation", "lease_seconds", b"lease_seconds", "partition_id", b"partition_id", "request_id", b"request_id", "task_name", b"task_name"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["lease", b"lease"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["claim_request_id", b"claim_request_id", "incarnation", b"incarnation", "lease", b"lease", "partition_id", b"partition_id", "request_id", b"request_id", "task_name", b"task_name"]) -> None: ...
 
 global___ExtendClaimRequest = ExtendClaimRequest
 
@@ -1525,15 +1533,13 @@ class PlacePutResponse(google.protobuf.message.Message):
     STORAGES_FIELD_NUMBER: builtins.int
     EMBEDDED_FIELD_NUMBER: builtins.int
     CONTROLLER_ID_FIELD_NUMBER: builtins.int
-    GRANT_SECONDS_FIELD_NUMBER: builtins.int
+    GRANT_DURATION_FIELD_NUMBER: builtins.int
     GRANT_BYTES_FIELD_NUMBER: builtins.int
     MAX_GRANTED_PUT_BYTES_FIELD_NUMBER: builtins.int
     embedded: builtins.bool
     """Whether it is the one in the controller's process, so that puts can carry their commit."""
     controller_id: builtins.bytes
     """The controller: PutHeader's `controller_id`."""
-    grant_seconds: builtins.float
-    """For how long other puts may go there unasked, in seconds."""
     grant_bytes: builtins.int
     """How many bytes of other puts may go there unasked."""
     max_granted_put_bytes: builtins.int
@@ -1542,17 +1548,22 @@ class PlacePutResponse(google.protobuf.message.Message):
     def storages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[tq_service.v1.metadata_pb2.StorageEndpoint]:
         """Storage services to put to in turn, the first one first; at least one."""
 
+    @property
+    def grant_duration(self) -> google.protobuf.duration_pb2.Duration:
+        """For how long other puts may go there without another PlacePut, counted from the answer."""
+
     def __init__(
         self,
         *,
         storages: collections.abc.Iterable[tq_service.v1.metadata_pb2.StorageEndpoint] | None = ...,
         embedded: builtins.bool = ...,
         controller_id: builtins.bytes = ...,
-        grant_seconds: builtins.float = ...,
+        grant_duration: google.protobuf.duration_pb2.Duration | None = ...,
         grant_bytes: builtins.int = ...,
         max_granted_put_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["controller_id", b"controller_id", "embedded", b"embedded", "grant_bytes", b"grant_bytes", "grant_seconds", b"grant_seconds", "max_granted_put_bytes", b"max_granted_put_bytes", "storages", b"storages"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["grant_duration", b"grant_duration"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["controller_id", b"controller_id", "embedded", b"embedded", "grant_bytes", b"grant_bytes", "grant_duration", b"grant_duration", "max_granted_put_bytes", b"max_granted_put_bytes", "storages", b"storages"]) -> None: ...
 
 global___PlacePutResponse = PlacePutResponse
 
@@ -1587,7 +1598,7 @@ class CheckpointResponse(google.protobuf.message.Message):
     SAMPLE_COUNT_FIELD_NUMBER: builtins.int
     PUT_COUNT_FIELD_NUMBER: builtins.int
     VALUE_BYTES_FIELD_NUMBER: builtins.int
-    PAUSE_SECONDS_FIELD_NUMBER: builtins.int
+    PAUSE_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Name of the checkpoint."""
     partition_count: builtins.int
@@ -1598,8 +1609,10 @@ class CheckpointResponse(google.protobuf.message.Message):
     """Number of puts in it."""
     value_bytes: builtins.int
     """Bytes of their values."""
-    pause_seconds: builtins.float
-    """Longest time for which the service answered nobody, in seconds."""
+    @property
+    def pause(self) -> google.protobuf.duration_pb2.Duration:
+        """The longest time for which the service answered no call while the checkpoint was written."""
+
     def __init__(
         self,
         *,
@@ -1608,9 +1621,10 @@ class CheckpointResponse(google.protobuf.message.Message):
         sample_count: builtins.int = ...,
         put_count: builtins.int = ...,
         value_bytes: builtins.int = ...,
-        pause_seconds: builtins.float = ...,
+        pause: google.protobuf.duration_pb2.Duration | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["name", b"name", "partition_count", b"partition_count", "pause_seconds", b"pause_seconds", "put_count", b"put_count", "sample_count", b"sample_count", "value_bytes", b"value_bytes"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["pause", b"pause"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "partition_count", b"partition_count", "pause", b"pause", "put_count", b"put_count", "sample_count", b"sample_count", "value_bytes", b"value_bytes"]) -> None: ...
 
 global___CheckpointResponse = CheckpointResponse
 

@@ -187,7 +187,7 @@ class ControllerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetMeta(self, request, context):
-        """Hands out a batch: long poll of up to `max_wait_seconds`, which the server may cap. Changes: the first request of a
+        """Hands out a batch: long poll of up to `max_wait`, which the server may cap. Changes: the first request of a
         batch_index plans it for all ranks and marks its samples consumed by the task; a queue claim marks its own. A rank
         that asks again gets the same answer; so does a queue worker under the same `request_id`. Leaving early releases
         what was not yet delivered. Errors: FAILED_PRECONDITION (ranks disagree, stale incarnation or epoch, partition

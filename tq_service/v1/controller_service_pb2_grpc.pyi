@@ -71,7 +71,7 @@ class ControllerServiceStub:
         tq_service.v1.controller_service_pb2.GetMetaRequest,
         tq_service.v1.controller_service_pb2.GetMetaResponse,
     ]
-    """Hands out a batch: long poll of up to `max_wait_seconds`, which the server may cap. Changes: the first request of a
+    """Hands out a batch: long poll of up to `max_wait`, which the server may cap. Changes: the first request of a
     batch_index plans it for all ranks and marks its samples consumed by the task; a queue claim marks its own. A rank
     that asks again gets the same answer; so does a queue worker under the same `request_id`. Leaving early releases
     what was not yet delivered. Errors: FAILED_PRECONDITION (ranks disagree, stale incarnation or epoch, partition
@@ -279,7 +279,7 @@ class ControllerServiceAsyncStub:
         tq_service.v1.controller_service_pb2.GetMetaRequest,
         tq_service.v1.controller_service_pb2.GetMetaResponse,
     ]
-    """Hands out a batch: long poll of up to `max_wait_seconds`, which the server may cap. Changes: the first request of a
+    """Hands out a batch: long poll of up to `max_wait`, which the server may cap. Changes: the first request of a
     batch_index plans it for all ranks and marks its samples consumed by the task; a queue claim marks its own. A rank
     that asks again gets the same answer; so does a queue worker under the same `request_id`. Leaving early releases
     what was not yet delivered. Errors: FAILED_PRECONDITION (ranks disagree, stale incarnation or epoch, partition
@@ -497,7 +497,7 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.GetMetaRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.GetMetaResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.GetMetaResponse]]:
-        """Hands out a batch: long poll of up to `max_wait_seconds`, which the server may cap. Changes: the first request of a
+        """Hands out a batch: long poll of up to `max_wait`, which the server may cap. Changes: the first request of a
         batch_index plans it for all ranks and marks its samples consumed by the task; a queue claim marks its own. A rank
         that asks again gets the same answer; so does a queue worker under the same `request_id`. Leaving early releases
         what was not yet delivered. Errors: FAILED_PRECONDITION (ranks disagree, stale incarnation or epoch, partition

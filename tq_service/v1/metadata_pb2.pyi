@@ -6,6 +6,7 @@ Messages shared by the controller and the storage service."""
 import builtins
 import collections.abc
 import google.protobuf.descriptor
+import google.protobuf.duration_pb2
 import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
@@ -86,7 +87,7 @@ class _BatchStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     BATCH_STATUS_BATCH: _BatchStatus.ValueType  # 1
     """A batch; it may be empty for a rank."""
     BATCH_STATUS_NOT_YET: _BatchStatus.ValueType  # 2
-    """Nothing to deliver within `max_wait_seconds`. Depends on timing, never recorded."""
+    """Nothing to deliver within `max_wait`. Depends on timing, never recorded."""
     BATCH_STATUS_END: _BatchStatus.ValueType  # 3
     """No further batch will come for this task and epoch. Recorded."""
 
@@ -98,7 +99,7 @@ BATCH_STATUS_UNSPECIFIED: BatchStatus.ValueType  # 0
 BATCH_STATUS_BATCH: BatchStatus.ValueType  # 1
 """A batch; it may be empty for a rank."""
 BATCH_STATUS_NOT_YET: BatchStatus.ValueType  # 2
-"""Nothing to deliver within `max_wait_seconds`. Depends on timing, never recorded."""
+"""Nothing to deliver within `max_wait`. Depends on timing, never recorded."""
 BATCH_STATUS_END: BatchStatus.ValueType  # 3
 """No further batch will come for this task and epoch. Recorded."""
 global___BatchStatus = BatchStatus
@@ -475,23 +476,23 @@ class IndexRanges(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    FIRSTS_FIELD_NUMBER: builtins.int
-    COUNTS_FIELD_NUMBER: builtins.int
+    FIRST_INDEXES_FIELD_NUMBER: builtins.int
+    INDEX_COUNTS_FIELD_NUMBER: builtins.int
     @property
-    def firsts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+    def first_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """For each range, its first index."""
 
     @property
-    def counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+    def index_counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """For each range, its number of indexes, 1 or more."""
 
     def __init__(
         self,
         *,
-        firsts: collections.abc.Iterable[builtins.int] | None = ...,
-        counts: collections.abc.Iterable[builtins.int] | None = ...,
+        first_indexes: collections.abc.Iterable[builtins.int] | None = ...,
+        index_counts: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["counts", b"counts", "firsts", b"firsts"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["first_indexes", b"first_indexes", "index_counts", b"index_counts"]) -> None: ...
 
 global___IndexRanges = IndexRanges
 
@@ -512,9 +513,9 @@ class BatchMeta(google.protobuf.message.Message):
     FIELDS_FIELD_NUMBER: builtins.int
     LOCATIONS_FIELD_NUMBER: builtins.int
     STEPS_FIELD_NUMBER: builtins.int
-    SKIPPED_FIELD_NUMBER: builtins.int
+    SKIPPED_COUNT_FIELD_NUMBER: builtins.int
     CLAIM_REQUEST_ID_FIELD_NUMBER: builtins.int
-    LEASE_SECONDS_FIELD_NUMBER: builtins.int
+    LEASE_FIELD_NUMBER: builtins.int
     DELIVERY_COUNTS_FIELD_NUMBER: builtins.int
     INDEX_RANGES_FIELD_NUMBER: builtins.int
     END_FIELD_NUMBER: builtins.int
@@ -526,12 +527,10 @@ class BatchMeta(google.protobuf.message.Message):
     """The incarnation of the partition (16 bytes)."""
     epoch: builtins.int
     """The epoch of the task, which counts its resets; 0 for answers that are no claims."""
-    skipped: builtins.int
+    skipped_count: builtins.int
     """With END: how many samples the task will never get, the sum of those that `end` tells apart."""
     claim_request_id: builtins.bytes
     """The `request_id` of a leased claim, by which it is acknowledged; else empty."""
-    lease_seconds: builtins.float
-    """How long the samples of a leased claim stay with who got them, in seconds from the answer; else 0."""
     @property
     def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """The samples, in the order of the batch; empty where `index_ranges` names them."""
@@ -561,6 +560,10 @@ class BatchMeta(google.protobuf.message.Message):
         """How the samples are to be used; plain micro-batches are one step."""
 
     @property
+    def lease(self) -> google.protobuf.duration_pb2.Duration:
+        """For how long the samples of a leased claim are leased, counted from the answer. Unset where they are not leased."""
+
+    @property
     def delivery_counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """For each sample of a leased claim, how often it was delivered to the task, this time included; else empty."""
 
@@ -586,15 +589,15 @@ class BatchMeta(google.protobuf.message.Message):
         fields: collections.abc.Iterable[global___FieldSpec] | None = ...,
         locations: global___Locations | None = ...,
         steps: collections.abc.Iterable[global___Step] | None = ...,
-        skipped: builtins.int = ...,
+        skipped_count: builtins.int = ...,
         claim_request_id: builtins.bytes = ...,
-        lease_seconds: builtins.float = ...,
+        lease: google.protobuf.duration_pb2.Duration | None = ...,
         delivery_counts: collections.abc.Iterable[builtins.int] | None = ...,
         index_ranges: global___IndexRanges | None = ...,
         end: global___EndCounts | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["end", b"end", "index_ranges", b"index_ranges", "locations", b"locations"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["claim_request_id", b"claim_request_id", "custom_meta", b"custom_meta", "delivery_counts", b"delivery_counts", "end", b"end", "epoch", b"epoch", "fields", b"fields", "global_indexes", b"global_indexes", "groups", b"groups", "incarnation", b"incarnation", "index_ranges", b"index_ranges", "keys", b"keys", "lease_seconds", b"lease_seconds", "locations", b"locations", "partition_id", b"partition_id", "skipped", b"skipped", "status", b"status", "steps", b"steps"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["end", b"end", "index_ranges", b"index_ranges", "lease", b"lease", "locations", b"locations"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["claim_request_id", b"claim_request_id", "custom_meta", b"custom_meta", "delivery_counts", b"delivery_counts", "end", b"end", "epoch", b"epoch", "fields", b"fields", "global_indexes", b"global_indexes", "groups", b"groups", "incarnation", b"incarnation", "index_ranges", b"index_ranges", "keys", b"keys", "lease", b"lease", "locations", b"locations", "partition_id", b"partition_id", "skipped_count", b"skipped_count", "status", b"status", "steps", b"steps"]) -> None: ...
 
 global___BatchMeta = BatchMeta
 
@@ -604,39 +607,39 @@ class EndCounts(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    CONSUMED_FIELD_NUMBER: builtins.int
-    CLEARED_FIELD_NUMBER: builtins.int
-    FAILED_FIELD_NUMBER: builtins.int
-    DEAD_LETTERED_FIELD_NUMBER: builtins.int
-    EXCLUDED_FIELD_NUMBER: builtins.int
-    IN_INCOMPLETE_GROUPS_FIELD_NUMBER: builtins.int
-    LEFT_OVER_FIELD_NUMBER: builtins.int
-    consumed: builtins.int
+    CONSUMED_COUNT_FIELD_NUMBER: builtins.int
+    CLEARED_COUNT_FIELD_NUMBER: builtins.int
+    FAILED_COUNT_FIELD_NUMBER: builtins.int
+    DEAD_LETTERED_COUNT_FIELD_NUMBER: builtins.int
+    EXCLUDED_COUNT_FIELD_NUMBER: builtins.int
+    IN_INCOMPLETE_GROUPS_COUNT_FIELD_NUMBER: builtins.int
+    LEFT_OVER_COUNT_FIELD_NUMBER: builtins.int
+    consumed_count: builtins.int
     """Consumed by the task in this epoch, cleared ones included."""
-    cleared: builtins.int
+    cleared_count: builtins.int
     """Cleared before the task took them."""
-    failed: builtins.int
+    failed_count: builtins.int
     """Failed before the task took them."""
-    dead_lettered: builtins.int
+    dead_lettered_count: builtins.int
     """Delivered too often without being acknowledged."""
-    excluded: builtins.int
+    excluded_count: builtins.int
     """Ruled out by the task's `where`."""
-    in_incomplete_groups: builtins.int
+    in_incomplete_groups_count: builtins.int
     """Of groups that cannot be delivered whole any more."""
-    left_over: builtins.int
+    left_over_count: builtins.int
     """Ready, but in no plan: a short last batch with `drop_last`, or what the sampler leaves out."""
     def __init__(
         self,
         *,
-        consumed: builtins.int = ...,
-        cleared: builtins.int = ...,
-        failed: builtins.int = ...,
-        dead_lettered: builtins.int = ...,
-        excluded: builtins.int = ...,
-        in_incomplete_groups: builtins.int = ...,
-        left_over: builtins.int = ...,
+        consumed_count: builtins.int = ...,
+        cleared_count: builtins.int = ...,
+        failed_count: builtins.int = ...,
+        dead_lettered_count: builtins.int = ...,
+        excluded_count: builtins.int = ...,
+        in_incomplete_groups_count: builtins.int = ...,
+        left_over_count: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cleared", b"cleared", "consumed", b"consumed", "dead_lettered", b"dead_lettered", "excluded", b"excluded", "failed", b"failed", "in_incomplete_groups", b"in_incomplete_groups", "left_over", b"left_over"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cleared_count", b"cleared_count", "consumed_count", b"consumed_count", "dead_lettered_count", b"dead_lettered_count", "excluded_count", b"excluded_count", "failed_count", b"failed_count", "in_incomplete_groups_count", b"in_incomplete_groups_count", "left_over_count", b"left_over_count"]) -> None: ...
 
 global___EndCounts = EndCounts
 

@@ -12,12 +12,12 @@ from typing import Any, Final
 
 import grpc
 from google.protobuf.any_pb2 import Any as AnyMessage
-from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError, Message
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
 from tq_service import errors
+from tq_service.wire.durations import to_duration
 
 DOMAIN: Final = "tq_service"
 STATUS_TRAILER: Final = "grpc-status-details-bin"
@@ -77,8 +77,7 @@ def to_status(error: errors.TqError) -> Status:
         )
         details.append(BadRequest(field_violations=[violation]))
     if isinstance(error, errors.ResourceExhaustedError) and error.retry_after_seconds is not None:
-        nanos = max(0, round(error.retry_after_seconds * 1e9))
-        details.append(RetryInfo(retry_delay=Duration(seconds=nanos // 10**9, nanos=nanos % 10**9)))
+        details.append(RetryInfo(retry_delay=to_duration(max(0.0, error.retry_after_seconds))))
     status = Status(code=code_of(error).value[0], message=message)
     for detail in details:
         packed = AnyMessage()

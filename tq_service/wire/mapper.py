@@ -8,14 +8,17 @@ from functools import cache, partial
 from types import NoneType
 from typing import Any, Final, TypeVar, get_args, get_origin, get_type_hints
 
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from tq_service.schema import BatchUnit, FieldSpec, Layout, MetaValue, Operator
+from tq_service.wire.durations import read_seconds, to_duration
 from tq_service.wire.metadata import BATCH_UNITS, LAYOUTS, OPERATORS, decode_spec, decode_value, encode_spec
 
 Result = TypeVar("Result")
 Sent = TypeVar("Sent", bound=Message)
+_SECONDS: Final = "_seconds"
 # Types that are not dataclasses whose fields are those of their messages.
 _READERS: Final[Mapping[Any, Callable[[Any], Any]]] = {
     FieldSpec: decode_spec,
@@ -30,8 +33,8 @@ def read_message(kind: type[Result], message: Message, **given: Any) -> Result:
     """Return a dataclass whose fields are the fields of the same names of a message.
 
     What may be None and is not set, or empty where that cannot be distinguished, becomes None; what is repeated a
-    tuple; messages become the dataclasses of the fields' types. What is empty has the default of the dataclass, where
-    there is one.
+    tuple; messages become the dataclasses of the fields' types; a Duration `x` the float `x_seconds`. What is empty has
+    the default of the dataclass, where there is one.
 
     Args:
         kind: the dataclass.
@@ -51,11 +54,12 @@ def to_message(kind: type[Sent], source: object, **given: Any) -> Sent:
 
     Args:
         kind: the message.
-        source: has the attributes; None stands for a field that is not set, and objects for the messages of them.
+        source: has the attributes; None stands for a field that is not set, objects for the messages of them, and
+            `x_seconds` for a Duration `x`.
         **given: fields of the message that are no attributes, or others.
     """
     values = {
-        field.name: _sent(getattr(source, field.name), field.message_type)
+        field.name: _sent(getattr(source, _attribute(field.name, field.message_type)), field.message_type)
         for field in kind.DESCRIPTOR.fields
         if field.name not in given
     }
@@ -66,12 +70,21 @@ def _fields_of(kind: Any) -> list[tuple[str, Callable[[Message], Any], bool]]:
     """Return of each field its name, what reads it from a message, and whether it has a default but None."""
     hints = get_type_hints(kind)
     return [
-        (field.name, partial(_value, field.name, *_parts(hints[field.name])), field.default not in {MISSING, None})
+        (field.name, _reader(field.name, hints[field.name]), field.default not in {MISSING, None})
         for field in fields(kind)
     ]
 
 
 _fields: Callable[[Any], list[tuple[str, Callable[[Message], Any], bool]]] = cache(_fields_of)
+
+
+def _reader(name: str, hint: Any) -> Callable[[Message], Any]:
+    """Return what reads a field of a dataclass from a message."""
+    read, is_optional, is_tuple = _parts(hint)
+    if name.endswith(_SECONDS):
+        name = name.removesuffix(_SECONDS)
+        read = partial(read_seconds, name)
+    return partial(_value, name, read, is_optional, is_tuple)
 
 
 def _parts(hint: Any) -> tuple[Callable[[Any], Any] | None, bool, bool]:
@@ -100,10 +113,16 @@ def _value(name: str, read: Callable[[Any], Any] | None, is_optional: bool, is_t
     return value if read is None else read(value)
 
 
+def _attribute(name: str, described: Any) -> str:
+    return name + _SECONDS if described is Duration.DESCRIPTOR else name
+
+
 def _sent(value: Any, described: Any) -> Any:
     """Return what an attribute is in a message, whose descriptor is given where it is one, or some."""
     if described is None or value is None:
         return value
     if isinstance(value, tuple):
         return [_sent(each, described) for each in value]
+    if described is Duration.DESCRIPTOR:
+        return to_duration(value)
     return encode_spec(value) if isinstance(value, FieldSpec) else to_message(GetMessageClass(described), value)

@@ -97,16 +97,16 @@ def set_indexes(message: pb.BatchMeta, indexes: Indexes | range) -> None:
     """Name the samples of a batch, which has none yet."""
     if isinstance(indexes, range):
         if len(indexes) > _FEW_VALUES:
-            message.index_ranges.firsts.append(indexes.start)
-            message.index_ranges.counts.append(len(indexes))
+            message.index_ranges.first_indexes.append(indexes.start)
+            message.index_ranges.index_counts.append(len(indexes))
         else:
             message.global_indexes.extend(indexes)
         return
     if indexes.size > _FEW_VALUES:
         starts, counts = _runs_at(np.diff(indexes) != 1, indexes.size)
         if starts.size * _LEAST_MEAN_LENGTH <= indexes.size:
-            message.index_ranges.firsts.extend(indexes[starts].tolist())
-            message.index_ranges.counts.extend(counts.tolist())
+            message.index_ranges.first_indexes.extend(indexes[starts].tolist())
+            message.index_ranges.index_counts.extend(counts.tolist())
             return
     message.global_indexes.extend(indexes.tolist())
 
@@ -119,12 +119,13 @@ def read_indexes(message: pb.BatchMeta) -> Indexes:
     """
     if not message.HasField("index_ranges"):
         return decode_integers(message.global_indexes)
-    firsts = decode_integers(message.index_ranges.firsts)
-    counts = decode_integers(message.index_ranges.counts)
+    firsts = decode_integers(message.index_ranges.first_indexes)
+    counts = decode_integers(message.index_ranges.index_counts)
     if message.global_indexes or firsts.size != counts.size or bool((counts < 1).any()):
         raise InvalidArgumentError(
-            f"index_ranges has {firsts.size} firsts and {counts.size} counts beside {len(message.global_indexes)} "
-            f"global_indexes; send as many counts as firsts, each 1 or more, and no global_indexes",
+            f"index_ranges has {firsts.size} first_indexes and {counts.size} index_counts beside "
+            f"{len(message.global_indexes)} global_indexes; send as many index_counts as first_indexes, each 1 or "
+            f"more, and no global_indexes",
             field="index_ranges",
         )
     if float(counts.sum(dtype=np.float64)) > _MOST_INDEXES:

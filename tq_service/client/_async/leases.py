@@ -6,7 +6,7 @@ from typing import Any
 
 from tq_service.client._async.calls import AsyncBase
 from tq_service.client.batch_meta import BatchMeta
-from tq_service.client.requests import check_leased, lease_span
+from tq_service.client.requests import check_leased, lease_duration
 from tq_service.v1 import controller_service_pb2 as pb
 
 
@@ -70,7 +70,7 @@ class AsyncLeaseCalls(AsyncBase):
             timeout,
             **_claim_of(metadata),
             incarnation=metadata.incarnation,
-            lease_seconds=lease_span(lease),
+            lease=lease_duration(lease),
         )
         return answer.leased_count
 

@@ -17,6 +17,7 @@ from tq_service.results import ConsumptionStatus, ProductionStatus
 from tq_service.schema import BatchUnit
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.metadata_pb2 import BATCH_STATUS_NOT_YET
+from tq_service.wire.durations import to_duration
 from tq_service.wire.mapper import read_message
 
 DEFAULT_MAX_WAIT_SECONDS: Final = 30.0
@@ -137,7 +138,7 @@ class ClaimCalls(Base):
         backoff = Backoff(deadline)
 
         def attempt() -> pb.GetMetaResponse:
-            request.max_wait_seconds = wait.remaining()
+            request.max_wait.CopyFrom(to_duration(wait.remaining()))
             return self._calls.unary_once(lambda to: to.controller.GetMeta, request, deadline)
 
         while True:

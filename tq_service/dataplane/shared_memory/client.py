@@ -101,7 +101,7 @@ class FdChannel:
                 request = SharedMemoryRequest(receive_fds=ReceiveFds(offer_id=offer_id, received_count=len(fds)))
                 answer, received = self._exchange(request)
                 fds += received
-                if not received or len(received) != answer.receive_fds.count:
+                if not received or len(received) != answer.receive_fds.fd_count:
                     raise UnavailableError(f"got {len(fds)} of {count} file descriptors of shared memory")
         except BaseException:
             shared_memory.close_all(fds)

@@ -337,7 +337,7 @@ class Session:
         fds = () if offer is None else offer.fds[received_count : received_count + messages.MOST_FDS]
         if offer is None or not fds:
             return _refuse("no get of this session offers that; it may be over"), ()
-        return SharedMemoryAnswer(receive_fds=ReceiveFdsAnswer(count=len(fds))), fds
+        return SharedMemoryAnswer(receive_fds=ReceiveFdsAnswer(fd_count=len(fds))), fds
 
     def _note_received(self, request: ReceiveFds, count: int) -> None:
         """End an offer of which all was sent."""

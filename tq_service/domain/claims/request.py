@@ -105,14 +105,14 @@ class LeaseTerms:
     def __post_init__(self) -> None:
         if self.seconds == 0 and self.max_deliveries:
             raise InvalidArgumentError(
-                f"max_deliveries is {self.max_deliveries} without a lease; give lease_seconds too",
+                f"max_deliveries is {self.max_deliveries} without a lease; give a lease too",
                 field="max_deliveries",
             )
         if not 0 < self.seconds <= MAX_LEASE_SECONDS:  # which NaN fails too
             raise InvalidArgumentError(
-                f"lease_seconds is {self.seconds}; give a positive number of at most {MAX_LEASE_SECONDS:g} (a day), "
+                f"lease is {self.seconds}; give a positive number of seconds, at most {MAX_LEASE_SECONDS:g} (a day), "
                 f"and extend the lease where the work takes longer",
-                field="lease_seconds",
+                field="lease",
             )
         if self.max_deliveries is not None:
             hint = ": a positive number, or 0 for no bound"
@@ -210,9 +210,8 @@ class ClaimRequest:
         check_id("request_id", self.request_id)
         if self.rank is not None and self.lease is not None:
             raise InvalidArgumentError(
-                "lease_seconds is for queue workers; the batches of ranks are not leased, a rank that asks again gets "
-                "the same",
-                field="lease_seconds",
+                "lease is for queue workers; the batches of ranks are not leased, a rank that asks again gets the same",
+                field="lease",
             )
 
     @property

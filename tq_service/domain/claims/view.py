@@ -328,7 +328,7 @@ class PartitionView:
         """Return the end; nothing may have changed since the view was made, of which the sampler planned nothing."""
         consumed, inserted = self._task.consumed_count, self._partition.inserted_count
         if consumed == inserted:
-            return EndCounts(consumed=consumed)
+            return EndCounts(consumed_count=consumed)
         open_rows, is_excluded = self._open_rows()
         kept = open_rows[~is_excluded]
         excluded = open_rows.size - kept.size
@@ -338,13 +338,13 @@ class PartitionView:
             left_over = self.grouping.whole(kept[self._rows.ready(kept)], no_more=self.no_more)[0].size
         dead_lettered = self._task.dead_lettered_count
         return EndCounts(
-            consumed=consumed,
-            cleared=inserted - consumed - failed - dead_lettered - excluded - kept.size,
-            failed=failed,
-            dead_lettered=dead_lettered,
-            excluded=excluded,
-            in_incomplete_groups=kept.size - left_over,
-            left_over=left_over,
+            consumed_count=consumed,
+            cleared_count=inserted - consumed - failed - dead_lettered - excluded - kept.size,
+            failed_count=failed,
+            dead_lettered_count=dead_lettered,
+            excluded_count=excluded,
+            in_incomplete_groups_count=kept.size - left_over,
+            left_over_count=left_over,
         )
 
     def check_lengths(self) -> None:

@@ -14,7 +14,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*tq_service/internal/v1/shared_memory.proto\x12\x16tq_service.internal.v1\"\xc0\x01\n\x13SharedMemoryRequest\x12.\n\x05hello\x18\x01 \x01(\x0b\x32\x1d.tq_service.internal.v1.HelloH\x00\x12\x33\n\x08send_fds\x18\x02 \x01(\x0b\x32\x1f.tq_service.internal.v1.SendFdsH\x00\x12\x39\n\x0breceive_fds\x18\x03 \x01(\x0b\x32\".tq_service.internal.v1.ReceiveFdsH\x00\x42\t\n\x07request\"\x84\x02\n\x12SharedMemoryAnswer\x12\x34\n\x05hello\x18\x01 \x01(\x0b\x32#.tq_service.internal.v1.HelloAnswerH\x00\x12\x39\n\x08send_fds\x18\x02 \x01(\x0b\x32%.tq_service.internal.v1.SendFdsAnswerH\x00\x12?\n\x0breceive_fds\x18\x03 \x01(\x0b\x32(.tq_service.internal.v1.ReceiveFdsAnswerH\x00\x12\x32\n\x07refusal\x18\x04 \x01(\x0b\x32\x1f.tq_service.internal.v1.RefusalH\x00\x42\x08\n\x06\x61nswer\"\x18\n\x05Hello\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\x0c\"!\n\x0bHelloAnswer\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\"\x19\n\x07SendFds\x12\x0e\n\x06put_id\x18\x01 \x01(\x0c\"\x0f\n\rSendFdsAnswer\"6\n\nReceiveFds\x12\x10\n\x08offer_id\x18\x01 \x01(\x0c\x12\x16\n\x0ereceived_count\x18\x02 \x01(\r\"!\n\x10ReceiveFdsAnswer\x12\r\n\x05\x63ount\x18\x01 \x01(\r\"\x19\n\x07Refusal\x12\x0e\n\x06reason\x18\x01 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*tq_service/internal/v1/shared_memory.proto\x12\x16tq_service.internal.v1\"\xc0\x01\n\x13SharedMemoryRequest\x12.\n\x05hello\x18\x01 \x01(\x0b\x32\x1d.tq_service.internal.v1.HelloH\x00\x12\x33\n\x08send_fds\x18\x02 \x01(\x0b\x32\x1f.tq_service.internal.v1.SendFdsH\x00\x12\x39\n\x0breceive_fds\x18\x03 \x01(\x0b\x32\".tq_service.internal.v1.ReceiveFdsH\x00\x42\t\n\x07request\"\x84\x02\n\x12SharedMemoryAnswer\x12\x34\n\x05hello\x18\x01 \x01(\x0b\x32#.tq_service.internal.v1.HelloAnswerH\x00\x12\x39\n\x08send_fds\x18\x02 \x01(\x0b\x32%.tq_service.internal.v1.SendFdsAnswerH\x00\x12?\n\x0breceive_fds\x18\x03 \x01(\x0b\x32(.tq_service.internal.v1.ReceiveFdsAnswerH\x00\x12\x32\n\x07refusal\x18\x04 \x01(\x0b\x32\x1f.tq_service.internal.v1.RefusalH\x00\x42\x08\n\x06\x61nswer\"\x18\n\x05Hello\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\x0c\"!\n\x0bHelloAnswer\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\"\x19\n\x07SendFds\x12\x0e\n\x06put_id\x18\x01 \x01(\x0c\"\x0f\n\rSendFdsAnswer\"6\n\nReceiveFds\x12\x10\n\x08offer_id\x18\x01 \x01(\x0c\x12\x16\n\x0ereceived_count\x18\x02 \x01(\r\"$\n\x10ReceiveFdsAnswer\x12\x10\n\x08\x66\x64_count\x18\x01 \x01(\r\"\x19\n\x07Refusal\x12\x0e\n\x06reason\x18\x01 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,7 +36,7 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   _globals['_RECEIVEFDS']._serialized_start=633
   _globals['_RECEIVEFDS']._serialized_end=687
   _globals['_RECEIVEFDSANSWER']._serialized_start=689
-  _globals['_RECEIVEFDSANSWER']._serialized_end=722
-  _globals['_REFUSAL']._serialized_start=724
-  _globals['_REFUSAL']._serialized_end=749
+  _globals['_RECEIVEFDSANSWER']._serialized_end=725
+  _globals['_REFUSAL']._serialized_start=727
+  _globals['_REFUSAL']._serialized_end=752
 # @@protoc_insertion_point(module_scope)

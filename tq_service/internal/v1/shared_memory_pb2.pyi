@@ -185,15 +185,15 @@ class ReceiveFdsAnswer(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    COUNT_FIELD_NUMBER: builtins.int
-    count: builtins.int
+    FD_COUNT_FIELD_NUMBER: builtins.int
+    fd_count: builtins.int
     """Number of file descriptors that come with this message."""
     def __init__(
         self,
         *,
-        count: builtins.int = ...,
+        fd_count: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["count", b"count"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["fd_count", b"fd_count"]) -> None: ...
 
 global___ReceiveFdsAnswer = ReceiveFdsAnswer
 

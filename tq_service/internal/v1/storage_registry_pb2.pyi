@@ -6,6 +6,7 @@ What storage services tell the controller. Clients need none of it, and are refu
 import builtins
 import collections.abc
 import google.protobuf.descriptor
+import google.protobuf.duration_pb2
 import google.protobuf.internal.containers
 import google.protobuf.message
 import tq_service.v1.metadata_pb2
@@ -68,19 +69,21 @@ class RegisterStorageResponse(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    HEARTBEAT_SECONDS_FIELD_NUMBER: builtins.int
+    HEARTBEAT_INTERVAL_FIELD_NUMBER: builtins.int
     CONTROLLER_ID_FIELD_NUMBER: builtins.int
     UNKNOWN_PUT_IDS_FIELD_NUMBER: builtins.int
     UNDECIDED_PUT_IDS_FIELD_NUMBER: builtins.int
     RECEIPT_KEY_FIELD_NUMBER: builtins.int
-    heartbeat_seconds: builtins.float
-    """When to announce itself again, in seconds; after three missed times it gets no more puts."""
     controller_id: builtins.bytes
     """Identifies the controller as the owner of puts, 16 bytes: the same over restarts."""
     receipt_key: builtins.bytes
     """What the receipts of this controller's puts are sealed with from now on, 32 random bytes: another one for every
     process of the controller and of the storage service, so that receipts of processes that are gone are void.
     """
+    @property
+    def heartbeat_interval(self) -> google.protobuf.duration_pb2.Duration:
+        """After how long the storage service registers again. One that has missed three heartbeats gets no more puts."""
+
     @property
     def unknown_put_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """Of the puts of the request, those that are not committed and cannot be any more, since their receipts are void: they
@@ -94,12 +97,13 @@ class RegisterStorageResponse(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        heartbeat_seconds: builtins.float = ...,
+        heartbeat_interval: google.protobuf.duration_pb2.Duration | None = ...,
         controller_id: builtins.bytes = ...,
         unknown_put_ids: collections.abc.Iterable[builtins.bytes] | None = ...,
         undecided_put_ids: collections.abc.Iterable[builtins.bytes] | None = ...,
         receipt_key: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["controller_id", b"controller_id", "heartbeat_seconds", b"heartbeat_seconds", "receipt_key", b"receipt_key", "undecided_put_ids", b"undecided_put_ids", "unknown_put_ids", b"unknown_put_ids"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["heartbeat_interval", b"heartbeat_interval"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["controller_id", b"controller_id", "heartbeat_interval", b"heartbeat_interval", "receipt_key", b"receipt_key", "undecided_put_ids", b"undecided_put_ids", "unknown_put_ids", b"unknown_put_ids"]) -> None: ...
 
 global___RegisterStorageResponse = RegisterStorageResponse
