@@ -6,7 +6,6 @@ import os
 from typing import TYPE_CHECKING, Any, Final
 
 from grpc.experimental import ChannelOptions
-from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from tq_service.addresses import DEFAULT_ADDRESS, parse_address
 from tq_service.v1.controller_service_pb2_grpc import ControllerServiceStub
@@ -24,6 +23,11 @@ if TYPE_CHECKING:
 
 ADDRESS_VARIABLE: Final = "TQ_ADDRESS"
 MAX_MESSAGE_BYTES: Final = 256 << 20
+
+CONTROLLER_STUB: Final[Any] = ControllerServiceStub
+"""The calls of the controller on a channel, sync or asyncio."""
+STORAGE_STUB: Final[Any] = StorageServiceStub
+"""The unary calls of a storage service on a channel, sync or asyncio."""
 
 CHANNEL_OPTIONS: Final = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -45,18 +49,3 @@ def resolve_address(address: str | None) -> str:
     if address is not None:
         return parse_address(address)
     return parse_address(os.environ.get(ADDRESS_VARIABLE) or DEFAULT_ADDRESS, name=ADDRESS_VARIABLE)
-
-
-def controller_stub(channel: Any) -> Any:
-    """Return the controller's calls on a channel, sync or asyncio."""
-    return ControllerServiceStub(channel)
-
-
-def storage_stub(channel: Any) -> Any:
-    """Return the storage service's unary calls on a channel, sync or asyncio."""
-    return StorageServiceStub(channel)
-
-
-def health_stub(channel: Any) -> Any:
-    """Return the health service's calls on a channel, sync or asyncio."""
-    return HealthStub(channel)

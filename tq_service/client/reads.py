@@ -18,7 +18,7 @@ from tq_service.dataplane.receive_buffers import RECEIVE_BUFFERS
 from tq_service.errors import DataLossError, DeadlineError, InternalError, UnavailableError
 from tq_service.schema import FieldSpec, Layout
 from tq_service.v1.storage_service_pb2 import GetRequest
-from tq_service.wire.columns import ColumnShape, extents_as, fixed_row_bytes, merge_specs, row_shapes
+from tq_service.wire.columns import ColumnShape, extent_count, extents_as, fixed_row_bytes, merge_specs, row_shapes
 from tq_service.wire.decoding import decode_columns, to_tensordict
 from tq_service.wire.dtypes import Bytes
 from tq_service.wire.runs import CellRuns, Indexes
@@ -213,14 +213,13 @@ def empty_columns(specs: Sequence[FieldSpec]) -> list[Received]:
 
 def _empty_column(spec: FieldSpec) -> ColumnShape:
     layout = spec.layout or Layout.DENSE
-    shape = spec.row_shape or ()
+    dtype, shape = spec.dtype or "float32", spec.row_shape or ()
     if layout is Layout.OBJECT:
-        known = FieldSpec(spec.name, layout=layout, row_shape=())
-        return ColumnShape(spec=known, row_count=0, extents=np.empty((0, 1), np.int64), value_bytes=0)
-    if layout is Layout.JAGGED and not any(size < 0 for size in shape):
+        dtype, shape = "", ()
+    if layout is Layout.JAGGED and -1 not in shape:
         shape = (-1, *shape[1:])
-    known = FieldSpec(spec.name, dtype=spec.dtype or "float32", layout=layout, row_shape=shape)
-    extents = np.empty((0, len(known.ragged_dims)), np.int64) if layout is Layout.JAGGED else None
+    known = FieldSpec(spec.name, dtype=dtype, layout=layout, row_shape=shape)
+    extents = None if layout is Layout.DENSE else np.empty((0, extent_count(known)), np.int64)
     return ColumnShape(spec=known, row_count=0, extents=extents, value_bytes=0)
 
 

@@ -6,7 +6,7 @@ torch is never imported by what only encodes: without torch in the process there
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, Final
@@ -23,6 +23,12 @@ _NUMPY_NAMES: Final = frozenset({
     "bool", "uint8", "int8", "uint16", "int16", "float16", "uint32", "int32", "float32",
     "uint64", "int64", "float64", "complex64", "complex128",
 })  # fmt: skip
+
+
+LARGEST_EXACT: Final = 1 << 53
+"""Of the integers that floats hold."""
+
+_NUMBERS: Final[dict[type, Any]] = {bool: np.bool_, int: np.int64, float: np.float64}
 
 
 def loaded_torch() -> ModuleType | None:
@@ -87,6 +93,22 @@ def dtype_name(dtype: Any, what: str) -> str:
             f"{what} has dtype {name!r}, which cannot be stored; convert it to one of {', '.join(sorted(DTYPE_SIZES))}"
         )
     return name
+
+
+def exact_numbers(values: Sequence[Any], kinds: set[type]) -> NDArray[Any] | None:
+    """Return bools, integers or floats of Python as an array that holds each exactly, None where none does.
+
+    Args:
+        values: the numbers, or whatever.
+        kinds: the types of all of them.
+    """
+    if kinds == {int, float} and not any(type(value) is int and abs(value) > LARGEST_EXACT for value in values):
+        kinds = {float}
+    dtype = _NUMBERS.get(*kinds) if len(kinds) == 1 else None
+    try:
+        return None if dtype is None else np.array(values, dtype)
+    except OverflowError:
+        return None
 
 
 def tensor_bytes(tensor: Any) -> memoryview:

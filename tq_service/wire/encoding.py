@@ -16,6 +16,7 @@ from tq_service.wire.columns import Column, Extents
 from tq_service.wire.dtypes import (
     array_bytes,
     dtype_name,
+    exact_numbers,
     is_tensor,
     is_tensor_type,
     tensor_bytes,
@@ -24,8 +25,6 @@ from tq_service.wire.objects import encode_object
 
 _GATHER_BELOW_BYTES: Final = 64 << 10
 """Lists of rows below this mean size are put together first; larger rows travel as views of their own."""
-
-_EXACT_INTEGERS: Final = 1 << 53
 
 
 def encode_columns(data: Any, declared: Mapping[str, Layout] | None = None) -> list[Column]:
@@ -230,7 +229,9 @@ def _encode_list(name: str, values: Sequence[Any], declared: Layout | None) -> C
                 for row in values:
                     _check_values(name, row)
                 raise
-        numbers = _as_numbers(values)
+        kinds = set(map(type, values))
+        is_numpy = len(kinds) == 1 and issubclass(next(iter(kinds)), (np.number, np.bool_))
+        numbers = np.array(values) if is_numpy else exact_numbers(values, kinds)
         if numbers is not None:
             return _encode_dense(name, numbers, declared)
     return _encode_objects(name, values)
@@ -294,24 +295,6 @@ def _concatenate(rows: list[Any]) -> Any:
     torch = sys.modules["torch"]
     with torch.no_grad():
         return torch.cat(flat if len({row.device for row in flat}) == 1 else [row.cpu() for row in flat])
-
-
-def _as_numbers(values: Sequence[Any]) -> NDArray[Any] | None:
-    """Return a list of numbers as an array that holds each exactly, None where it is no such list."""
-    kinds = {type(value) for value in values}
-    if kinds == {bool}:
-        return np.array(values, np.bool_)
-    if kinds == {int} and min(values) >= -(1 << 63) and max(values) < 1 << 63:
-        return np.array(values, np.int64)
-    if kinds == {float} or (kinds == {int, float} and all(_is_exact(value) for value in values)):
-        return np.array(values, np.float64)
-    if len(kinds) == 1 and issubclass(next(iter(kinds)), (np.number, np.bool_)):
-        return np.array(values)
-    return None
-
-
-def _is_exact(value: int | float) -> bool:
-    return type(value) is float or -_EXACT_INTEGERS <= value <= _EXACT_INTEGERS
 
 
 def _encode_objects(name: str, values: Sequence[Any]) -> Column:

@@ -35,26 +35,8 @@ ERROR_CLASSES: Final = frozenset(
 
 _CLASS_BY_REASON: Final = {kind.reason: kind for kind in ERROR_CLASSES - {errors.TqError}}
 
-# What a code means when no reason came with it: from gRPC itself, a proxy, or a newer server.
-_CLASS_BY_CODE: Final[dict[grpc.StatusCode, type[errors.TqError]]] = {
-    _CODE.OUT_OF_RANGE: errors.InvalidArgumentError,
-    _CODE.ABORTED: errors.PreconditionError,
-} | {
-    _CODE[kind.code]: kind
-    for kind in (
-        errors.InvalidArgumentError,
-        errors.NotFoundError,
-        errors.AlreadyExistsError,
-        errors.PreconditionError,
-        errors.PermissionDeniedError,
-        errors.UnauthenticatedError,
-        errors.ResourceExhaustedError,
-        errors.DataLossError,
-        errors.DeadlineError,
-        errors.UnavailableError,
-        errors.CallCancelledError,
-    )
-}
+# Without a reason, from gRPC itself, a proxy or a newer server, a code means the class whose reason it is, or of these.
+_LIKE: Final = {_CODE.OUT_OF_RANGE: "INVALID_ARGUMENT", _CODE.ABORTED: "FAILED_PRECONDITION"}
 
 _CLOSED_HERE: Final = "Channel closed!"
 """What gRPC says of a call whose channel was closed by this process."""
@@ -118,11 +100,15 @@ def from_rpc_error(code: grpc.StatusCode, details: str | None, status: Status | 
     metadata = dict(info.metadata)
     if violation.field_violations:
         metadata.setdefault("field", violation.field_violations[0].field)
-    kind = _CLASS_BY_REASON.get(info.reason) or _CLASS_BY_CODE.get(code, errors.InternalError)
+    kind = _CLASS_BY_REASON.get(info.reason) or _class_of(code)
     if issubclass(kind, errors.ResourceExhaustedError):
         after = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9 if has_retry else None
         return kind(message, retry_after_seconds=after, metadata=metadata)
     return kind(message, metadata=metadata)
+
+
+def _class_of(code: grpc.StatusCode) -> type[errors.TqError]:
+    return _CLASS_BY_REASON.get(_LIKE.get(code, code.name), errors.InternalError)
 
 
 def _from_code(code: grpc.StatusCode, message: str) -> errors.TqError:
@@ -141,8 +127,8 @@ def _from_code(code: grpc.StatusCode, message: str) -> errors.TqError:
             f"service ({message})",
             metadata={"limit_name": "message size", "got": sizes[1], "limit": sizes[2]},
         )
-    kind = _CLASS_BY_CODE.get(code)
-    if kind is None:
+    kind = _class_of(code)
+    if kind is errors.InternalError:
         return errors.InternalError(f"the call failed with {code.name}: {message}")
     return kind(message)
 

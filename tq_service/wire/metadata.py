@@ -18,6 +18,7 @@ from tq_service.errors import InvalidArgumentError
 from tq_service.schema import BatchUnit, FieldSpec, KeyMode, Layout, MetaColumn, MetaValue, Operator, SampleState
 from tq_service.v1 import commit_pb2, controller_service_pb2
 from tq_service.v1 import metadata_pb2 as pb
+from tq_service.wire.dtypes import LARGEST_EXACT, exact_numbers
 from tq_service.wire.runs import decode_integers
 
 Word = TypeVar("Word", bound=str)
@@ -89,19 +90,13 @@ OPERATORS: Final[EnumWords[Operator]] = EnumWords(
 )
 
 
-# Of each kind of values the field of the message, and its type in an array.
-_VALUE_FIELDS: Final[dict[type, tuple[str, Any]]] = {
-    bool: ("bool_values", np.bool_),
-    int: ("int64_values", np.int64),
-    float: ("double_values", np.float64),
-    str: ("string_values", np.object_),
-}
-_DTYPES: Final = dict(_VALUE_FIELDS.values())
-_FIELDS: Final = {np.dtype(dtype): field for field, dtype in _VALUE_FIELDS.values()}
+_DTYPES: Final[dict[str, Any]] = {
+    "bool_values": np.bool_, "int64_values": np.int64, "double_values": np.float64, "string_values": np.object_,
+}  # fmt: skip
+_FIELDS: Final = {np.dtype(dtype): field for field, dtype in _DTYPES.items()}
 _REMEMBERED_SPEC_BYTES: Final = 256
 
 _INT64: Final = np.iinfo(np.int64)
-_LARGEST_EXACT: Final = 1 << 53  # of the integers that floats hold
 
 
 def encode_spec(spec: FieldSpec) -> pb.FieldSpec:
@@ -247,7 +242,8 @@ def rows_to_meta_columns(rows: Sequence[Mapping[str, Any]]) -> list[MetaColumn]:
     has_all = bool(plain) and len(plain[0]) == len(set().union(*plain))
     names = plain[0] if has_all else dict.fromkeys(chain.from_iterable(plain))
     get: Any = dict.get
-    return [_column(name, list(map(get, plain, repeat(name), repeat(_NO_VALUE)))) for name in names]
+    present = np.ones(len(plain), np.bool_)
+    return [_column(name, list(map(get, plain, repeat(name), repeat(_NO_VALUE))), present) for name in names]
 
 
 class _NoValue:
@@ -266,28 +262,24 @@ def _checked(position: int, row: Any) -> dict[str, Any]:
     return dict(row)
 
 
-def _column(name: str, values: list[Any]) -> MetaColumn:
-    """Return the column of the values of all rows, some of which may have none."""
+def _column(name: str, values: list[Any], present: NDArray[np.bool_]) -> MetaColumn:
+    """Return the column of the values of all rows, some of which may have none; `present` is that of none without."""
     if not isinstance(name, str) or not name:
         raise InvalidArgumentError(
             f"custom_meta has the key {name!r}, expected a string that is not empty", field="custom_meta"
         )
     kinds = set(map(type, values))
-    present = np.ones(len(values), np.bool_)
     if _NoValue in kinds:
         present = np.array([value is not _NO_VALUE for value in values])
         values = [value for value in values if value is not _NO_VALUE]
         kinds.remove(_NoValue)
-    if not kinds <= _VALUE_FIELDS.keys():
+    if not kinds <= {bool, int, float, str}:
         values = [_plain_value(name, position, value) for position, value in zip(_rows(present), values, strict=True)]
         kinds = set(map(type, values))
-    if kinds == {int, float} and not any(type(value) is int and abs(value) > _LARGEST_EXACT for value in values):
-        kinds.remove(int)
-    try:
-        (kind,) = kinds
-        return _spread(name, np.array(values, _VALUE_FIELDS[kind][1]), present)
-    except (ValueError, OverflowError):
-        raise _unlike(name, present, values) from None
+    array = np.array(values, np.object_) if kinds == {str} else exact_numbers(values, kinds)
+    if array is None:
+        raise _unlike(name, present, values)
+    return _spread(name, array, present)
 
 
 def _rows(present: NDArray[np.bool_]) -> list[int]:
@@ -318,7 +310,7 @@ def _unlike(name: str, present: NDArray[np.bool_], values: list[Any]) -> Invalid
             problem = f"{got}, while samples before it have {before}; a column holds one kind of value"
         elif type(value) is int and not _INT64.min <= value <= _INT64.max:
             problem = f"{value}, expected an integer of 64 bits; give it as a string"
-        elif type(value) is int and has_floats and abs(value) > _LARGEST_EXACT:
+        elif type(value) is int and has_floats and abs(value) > LARGEST_EXACT:
             problem = (
                 f"{value}, while other samples have floats, as which it would be another number; give all as integers, "
                 "or as strings"

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar
 
 import grpc
 from google.protobuf.message import Message
+from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from tq_service.client.channel import CHANNEL_OPTIONS, controller_stub, health_stub, resolve_address, storage_stub
+from tq_service.client.channel import CHANNEL_OPTIONS, CONTROLLER_STUB, STORAGE_STUB, resolve_address
 from tq_service.client.concurrency import AsyncBackgroundCalls, AsyncHome, async_is_of_closing, async_sleep
 from tq_service.client.requests import request_of, seconds
 from tq_service.client.retry import Backoff, Deadline, Outage, error_of
@@ -44,9 +45,9 @@ class AsyncEndpoint:
         self.metadata = calls.credentials.metadata
         self.opened_with = calls.credentials.signature()
         self.channel = async_open_channel(address, calls.credentials, CHANNEL_OPTIONS)
-        self.controller: AsyncControllerStub = controller_stub(self.channel)
-        self.storage: AsyncStorageStub = storage_stub(self.channel)
-        self.health: Any = health_stub(self.channel)
+        self.controller: AsyncControllerStub = CONTROLLER_STUB(self.channel)
+        self.storage: AsyncStorageStub = STORAGE_STUB(self.channel)
+        self.health: Any = HealthStub(self.channel)
         self.link = HostLink()
         self.driver = AsyncGrpcDriver(self.channel, metadata=self.metadata, errors=self.errors, link=self.link)
         self._calls = calls
