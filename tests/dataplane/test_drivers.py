@@ -13,7 +13,6 @@ from live_server import LiveServer, StartServer
 from tq_service.client.retry import Deadline
 from tq_service.dataplane._async.drivers import async_driver
 from tq_service.dataplane._sync.drivers import driver as sync_driver
-from tq_service.dataplane.local import LocalDriver
 from tq_service.dataplane.messages import put_header
 from tq_service.dataplane.parties import GRPC_KIND, Received
 from tq_service.errors import (
@@ -23,7 +22,7 @@ from tq_service.errors import (
     PutNotFoundError,
     QuotaExceededError,
 )
-from tq_service.server.storage_servicer import EngineCalls
+from tq_service.server.storage_servicer import EngineDriver
 from tq_service.storage.engine import StorageEngine
 from tq_service.v1.metadata_pb2 import StorageEndpoint
 from tq_service.v1.storage_service_pb2 import GetRequest
@@ -106,7 +105,7 @@ def over_grpc(server: LiveServer, kind: Any) -> Driven:
 
 
 def in_process(server: LiveServer) -> Driven:
-    driver = LocalDriver(EngineCalls(server.app.storage.engine))  # type: ignore[union-attr]
+    driver = EngineDriver(server.app.storage.engine)  # type: ignore[union-attr]
     return of_engine(server, driver, on_loop(server))
 
 

@@ -12,10 +12,9 @@ sys.path.append(str(Path(__file__).parent.parent / "storage"))
 
 from engine_driver import put, put_id
 
-from tq_service.dataplane.local import LocalDriver
 from tq_service.domain.tables.cells import CellSet, Put
 from tq_service.errors import AlreadyExistsError
-from tq_service.server.storage_servicer import EngineCalls, endpoint_of
+from tq_service.server.storage_servicer import EngineDriver, endpoint_of
 from tq_service.server.storages import EmbeddedStorage, StorageRegistry
 from tq_service.storage.cells import PutCells
 from tq_service.storage.engine import StorageEngine
@@ -236,7 +235,7 @@ async def test_many_cells_elsewhere_stay_until_a_crash_cannot_bring_back_the_sam
 
 async def test_capacity_that_others_wait_for_is_given_back_as_the_puts_go():
     engine = StorageEngine(max_bytes=1000, reserve_share=0, storage_id="s", boot_id=b"b" * 16)
-    registry = registry_of(EmbeddedStorage(engine, endpoint_of(engine, ""), LocalDriver(EngineCalls(engine))))
+    registry = registry_of(EmbeddedStorage(engine, endpoint_of(engine, ""), EngineDriver(engine)))
     puts = []
     for number in range(1000):
         await put(engine, number, {"x": np.zeros(1, np.uint8)})

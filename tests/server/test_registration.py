@@ -6,12 +6,11 @@ import os
 
 import pytest
 
-from tq_service.dataplane.local import LocalDriver
 from tq_service.domain.tables.cells import Put
 from tq_service.errors import AlreadyExistsError, LimitExceededError
+from tq_service.internal.v1.storage_registry_pb2 import RegisterStorageRequest
 from tq_service.server import storages
-from tq_service.server.remote_storage import Capacity, Registration
-from tq_service.server.storage_servicer import EngineCalls, endpoint_of
+from tq_service.server.storage_servicer import EngineDriver, endpoint_of
 from tq_service.server.storages import EmbeddedStorage, StorageRegistry
 from tq_service.storage.engine import StorageEngine
 from tq_service.v1 import metadata_pb2
@@ -31,16 +30,17 @@ async def registry_of(embedded=None, heartbeat_seconds=60.0):
 
 def registration(name, *, boot_id=BOOT, run_id=BOOT, port=1):
     endpoint = metadata_pb2.StorageEndpoint(storage_id=name, boot_id=boot_id, kind="grpc", address=f"localhost:{port}")
-    return Registration(endpoint=endpoint, run_id=run_id, capacity=Capacity(max_bytes=None, used_bytes=0))
+    return RegisterStorageRequest(storage=endpoint, run_id=run_id)
 
 
 async def test_the_name_of_the_embedded_storage_is_taken():
     engine = StorageEngine(max_bytes=None, storage_id="mine")
-    embedded = EmbeddedStorage(engine, endpoint_of(engine, ""), LocalDriver(EngineCalls(engine)))
+    embedded = EmbeddedStorage(engine, endpoint_of(engine, ""), EngineDriver(engine))
     async with registry_of(embedded) as registry:
         with pytest.raises(AlreadyExistsError, match="another storage_id"):
             registry.on_heartbeat(registration("mine"))
-        assert registry.place(1).storages == [embedded]
+        assert registry.place(1).storages == [embedded.endpoint]
+        assert registry.place(1).embedded
         assert registry.count == 1
         registry.on_heartbeat(registration("other"))
         assert registry.count == 2
@@ -91,4 +91,4 @@ async def test_a_service_comes_back_to_its_name_when_the_other_one_with_it_is_si
         for heartbeat in (first, second, first, second):
             await asyncio.sleep(0.001)
             registry.on_heartbeat(heartbeat)
-            assert registry.endpoints["a"] == heartbeat.endpoint
+            assert registry.endpoints["a"] == heartbeat.storage

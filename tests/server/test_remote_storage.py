@@ -10,9 +10,10 @@ import pytest
 
 from tq_service.errors import UnavailableError
 from tq_service.internal.v1 import storage_control_pb2
+from tq_service.internal.v1.storage_registry_pb2 import RegisterStorageRequest
 from tq_service.server.known_puts import KnownPuts
 from tq_service.server.receipts import ReceiptKeys
-from tq_service.server.remote_storage import Capacity, Registration, RemoteStorage, _typed_errors
+from tq_service.server.remote_storage import RemoteStorage, _typed_errors
 from tq_service.storage.cells import PutCells
 from tq_service.v1 import metadata_pb2
 from tq_service.wire.credentials import Credentials
@@ -51,10 +52,9 @@ class Stub:
 
 @pytest.fixture
 async def storage():
-    registration = Registration(
-        endpoint=metadata_pb2.StorageEndpoint(storage_id="s", boot_id=b"b" * 16, kind="grpc", address="127.0.0.1:1"),
+    registration = RegisterStorageRequest(
+        storage=metadata_pb2.StorageEndpoint(storage_id="s", boot_id=b"b" * 16, kind="grpc", address="127.0.0.1:1"),
         run_id=b"r" * 16,
-        capacity=Capacity(max_bytes=None, used_bytes=0),
     )
     storage = RemoteStorage(
         registration, lambda: KnownPuts(storage_id="s", boot_id=b"b" * 16), 6.0, Credentials(None, None, None)

@@ -124,13 +124,11 @@ class Checkpoints:
 
     async def _copy_block(self, writer: CheckpointWriter, block: Block) -> None:
         storage_id, boot_id, _ = block.puts[0]
-        storage = self._storages.get(storage_id, boot_id)
         try:
-            if storage is None:
-                raise DataLossError(f"storage service {storage_id!r} is gone, or came back empty")
+            driver = self._storages.driver(storage_id, boot_id)
             put_ids = [put.put_id for put in block.puts]
             request = GetRequest(boot_id=boot_id, put_ids=put_ids, runs=[block.runs.to_proto()])
-            received = await storage.driver.get(request, block.runs.row_count, Seconds(_BLOCK_SECONDS))
+            received = await driver.get(request, block.runs.row_count, Seconds(_BLOCK_SECONDS))
         except (DataLossError, PutNotFoundError, FieldNotFoundError) as error:
             raise _lost(block, error) from error
         columns = [column for column, _ in received]
@@ -204,13 +202,14 @@ class Checkpoints:
         )
 
     async def _place(self, checkpoint: Checkpoint, block: StoredBlock) -> Put:
-        storage = self._storages.place(block.size_bytes).storages[0]
-        put = Put(storage.storage_id, storage.boot_id, os.urandom(16))
+        place = self._storages.place(block.size_bytes).storages[0]
+        driver = self._storages.driver(place.storage_id, place.boot_id)
+        put = Put(place.storage_id, place.boot_id, os.urandom(16))
         columns = await _in_thread(lambda: _columns(checkpoint, block))
         header = put_header(put.put_id, block.partition_id, columns)
         header.controller_id = self._storages.controller_id
         with self._storages.placing(put):
-            await storage.driver.put(header, columns, Seconds(_CAPACITY_SECONDS + header.size_bytes / _BYTES_A_SECOND))
+            await driver.put(header, columns, Seconds(_CAPACITY_SECONDS + header.size_bytes / _BYTES_A_SECOND))
         return put
 
     @contextlib.contextmanager

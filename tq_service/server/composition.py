@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from tq_service.config import ServeSettings, default_shared_memory_dir
-from tq_service.dataplane.local import LocalDriver
 from tq_service.dataplane.shared_memory.server import SharedMemoryServer, make_private
 from tq_service.domain.admission.limits import Limits
 from tq_service.domain.catalog import Catalog
@@ -26,7 +25,7 @@ from tq_service.server.commits import Commits
 from tq_service.server.controller_servicer import ControllerServicer
 from tq_service.server.receipts import ReceiptKeys
 from tq_service.server.rpc.limits import WaitingCalls
-from tq_service.server.storage_servicer import EngineCalls, StorageServicer, endpoint_of
+from tq_service.server.storage_servicer import EngineDriver, StorageServicer, endpoint_of
 from tq_service.server.storages import EmbeddedStorage, StorageRegistry
 from tq_service.server.supervisor import Supervisor
 from tq_service.storage.blobs.base import BlobStore, DurableBlobStore
@@ -257,7 +256,7 @@ def build_controller(
         controller_id = store.data_dir.identity.controller_boot_id
     embedded = None
     if storage is not None:
-        driver = LocalDriver(EngineCalls(storage.engine))
+        driver = EngineDriver(storage.engine)
         embedded = EmbeddedStorage(storage.engine, storage.endpoint, driver, controller_id)
     storages = StorageRegistry(
         embedded,

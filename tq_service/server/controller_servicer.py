@@ -28,12 +28,11 @@ from tq_service.server import converters
 from tq_service.server.checkpoints import Checkpoints
 from tq_service.server.commits import Commits
 from tq_service.server.heartbeat import MOST_OVERDUE_PUTS
-from tq_service.server.remote_storage import Capacity, Registration
 from tq_service.server.rpc.limits import WaitingCalls
 from tq_service.server.storages import StorageRegistry
 from tq_service.v1 import commit_pb2, controller_service_pb2_grpc
 from tq_service.v1 import controller_service_pb2 as pb
-from tq_service.wire.durations import read_seconds, to_duration
+from tq_service.wire.durations import read_seconds
 from tq_service.wire.mapper import read_message, to_message
 from tq_service.wire.metadata import decode_meta_columns
 from tq_service.wire.runs import decode_integers
@@ -270,15 +269,7 @@ class ControllerServicer(
 
     async def PlacePut(self, request: pb.PlacePutRequest, context: Context) -> pb.PlacePutResponse:
         check_range("size_bytes", request.size_bytes, 0)
-        grant = self.storages.place(request.size_bytes)
-        return pb.PlacePutResponse(
-            storages=[each.endpoint for each in grant.storages],
-            embedded=grant.storages[0] is self.storages.embedded,
-            controller_id=self.storages.controller_id,
-            grant_duration=to_duration(grant.seconds),
-            grant_bytes=grant.max_bytes,
-            max_granted_put_bytes=grant.max_put_bytes,
-        )
+        return self.storages.place(request.size_bytes)
 
     async def RegisterStorage(
         self, request: storage_registry_pb2.RegisterStorageRequest, context: Context
@@ -302,21 +293,7 @@ class ControllerServicer(
                 "in the next call",
                 field="overdue_put_ids",
             )
-        is_known = request.controller_id == self.storages.controller_id  # else it speaks of another one's puts
-        registration = Registration(
-            endpoint=storage,
-            run_id=request.run_id,
-            capacity=Capacity(max_bytes=request.max_bytes or None, used_bytes=request.used_bytes),
-            receipts_from=request.receipts_from if is_known else 0,
-        )
-        answer = self.storages.on_heartbeat(registration, request.overdue_put_ids if is_known else ())
-        return storage_registry_pb2.RegisterStorageResponse(
-            heartbeat_interval=to_duration(self.storages.heartbeat_seconds),
-            controller_id=self.storages.controller_id,
-            receipt_key=answer.receipt_key,
-            unknown_put_ids=answer.unknown,
-            undecided_put_ids=answer.undecided,
-        )
+        return self.storages.on_heartbeat(request)
 
 
 def _named_indexes(request: pb.ReleaseClaimRequest | pb.AckClaimRequest) -> Indexes | None:

@@ -18,7 +18,7 @@ import grpc
 
 from tq_service.dataplane._async.drivers import AsyncDriver, AsyncGrpcDriver, async_driver
 from tq_service.errors import PermissionDeniedError, TqError, UnauthenticatedError, UnavailableError
-from tq_service.internal.v1 import put_receipt_pb2, storage_control_pb2
+from tq_service.internal.v1 import put_receipt_pb2, storage_control_pb2, storage_registry_pb2
 from tq_service.internal.v1.storage_control_pb2_grpc import StorageControlServiceStub
 from tq_service.log_message import LogMessage
 from tq_service.server.known_puts import MOST_RUNS, KnownPuts, encode_cells, split_runs
@@ -27,7 +27,6 @@ from tq_service.server.peer import Peer
 from tq_service.server.receipts import ReceiptBook, key_id
 from tq_service.server.supervisor import StartsTasks, Supervisor
 from tq_service.storage.cells import PutCells
-from tq_service.v1 import metadata_pb2
 from tq_service.wire.credentials import Credentials
 from tq_service.wire.error_table import from_rpc_error, status_from_trailers
 
@@ -62,30 +61,13 @@ class Capacity:
         return float("inf") if self.max_bytes is None else self.max_bytes - self.used_bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Registration:
-    """What a storage service says of itself with each heartbeat.
-
-    Attributes:
-        endpoint: its name, boot and address.
-        run_id: new at every start of its process, also where the boot stays.
-        capacity: its bytes.
-        receipts_from: its receipts with lower numbers are void.
-    """
-
-    endpoint: metadata_pb2.StorageEndpoint
-    run_id: bytes
-    capacity: Capacity
-    receipts_from: int = 0
-
-
 class RemoteStorage:
     """A storage service reached over gRPC, for as long as the same process of it sends heartbeats.
 
     First of all it is told which puts are known, in pieces, while puts are confirmed and freed.
 
     Args:
-        registration: its first heartbeat.
+        request: its first heartbeat.
         known: returns which of its puts are known at the moment of the call.
         silence_seconds: after how long without a heartbeat it gets no more puts.
         credentials: what this controller shows.
@@ -96,7 +78,7 @@ class RemoteStorage:
 
     def __init__(
         self,
-        registration: Registration,
+        request: storage_registry_pb2.RegisterStorageRequest,
         known: Callable[[], KnownPuts],
         silence_seconds: float,
         credentials: Credentials,
@@ -106,10 +88,10 @@ class RemoteStorage:
         replaces: RemoteStorage | None = None,
     ) -> None:
         self._start_task = start_task or Supervisor().start
-        self.storage_id = registration.endpoint.storage_id
-        self.boot_id = registration.endpoint.boot_id
-        self.endpoint = registration.endpoint
-        self._run_id = registration.run_id
+        self.endpoint = request.storage
+        self.storage_id = self.endpoint.storage_id
+        self.boot_id = self.endpoint.boot_id
+        self._run_id = request.run_id
         earlier = () if replaces is None else (*replaces._earlier_run_ids, replaces._run_id)
         self._earlier_run_ids: tuple[bytes, ...] = earlier[-_MOST_EARLIER_RUNS:]
         self._controller_id = controller_id
@@ -127,7 +109,7 @@ class RemoteStorage:
         self._leaving: set[bytes] = set()  # puts that are to be freed whole
         self._delivering: asyncio.Task[None] | None = None
         self._is_closed = False
-        self.on_heartbeat(registration)
+        self.on_heartbeat(request)
         self._reconciling = self._start_task(
             f"reconciling storage {self.storage_id}", self._reconcile_always(), may_end=True
         )
@@ -137,20 +119,20 @@ class RemoteStorage:
         """What its receipts are sealed with."""
         return self._receipts.key
 
-    def is_same(self, registration: Registration) -> bool:
+    def is_same(self, request: storage_registry_pb2.RegisterStorageRequest) -> bool:
         """Whether it is this run of this service at this address that registers."""
-        return (self.endpoint, self._run_id) == (registration.endpoint, registration.run_id)
+        return (self.endpoint, self._run_id) == (request.storage, request.run_id)
 
-    def has_replaced(self, registration: Registration) -> bool:
+    def has_replaced(self, request: storage_registry_pb2.RegisterStorageRequest) -> bool:
         """Whether this is a process that registered before this one: the two have one name, and both live."""
-        return registration.run_id != self._run_id and registration.run_id in self._earlier_run_ids
+        return request.run_id != self._run_id and request.run_id in self._earlier_run_ids
 
-    def on_heartbeat(self, registration: Registration) -> None:
+    def on_heartbeat(self, request: storage_registry_pb2.RegisterStorageRequest) -> None:
         """Take note of a heartbeat."""
-        self._capacity = registration.capacity
+        self._capacity = Capacity(max_bytes=request.max_bytes or None, used_bytes=request.used_bytes)
         self._placed_bytes = 0  # sent there since then
         self._heartbeat_at = time.monotonic()
-        self._receipts.void_before(registration.receipts_from)
+        self._receipts.void_before(request.receipts_from)
 
     def note_placement(self, size_bytes: int) -> None:
         """Count puts that are about to come, so that those of one heartbeat don't all go to one service."""

@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import logging
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from typing import Any, TypeAlias
 
 import grpc
 
-from tq_service.dataplane.parties import CONTROLLER_KIND, GRPC_KIND
+from tq_service.dataplane.parties import CONTROLLER_KIND, GRPC_KIND, Deadline, Received
+from tq_service.dataplane.receive_buffers import RECEIVE_BUFFERS
 from tq_service.dataplane.shared_memory.server import Session, SharedMemoryServer
 from tq_service.domain.tables.cells import Put
 from tq_service.domain.tables.names import Names
@@ -35,12 +37,13 @@ from tq_service.storage.index.reading import Reading, Shared, shared_part
 from tq_service.storage.index.reconciliation import Reconciliation
 from tq_service.v1 import metadata_pb2
 from tq_service.v1 import storage_service_pb2 as pb
-from tq_service.wire.columns import ColumnShape, decode_headers, encode_header
+from tq_service.wire.columns import Column, ColumnShape, decode_headers, encode_header
 from tq_service.wire.frames import (
     INLINE_BYTES,
     SEND_AS_FDS,
     SEND_AS_FRAMES,
     SEND_AS_KEY,
+    ColumnReceiver,
     decode_put_request,
     encode_get_response,
     iter_frames,
@@ -63,8 +66,8 @@ def endpoint_of(engine: StorageEngine, address: str) -> metadata_pb2.StorageEndp
     )
 
 
-class EngineCalls:
-    """The storage engine, asked by messages: for the servicer, and for a driver in the same process."""
+class EngineDriver:
+    """An `AsyncDriver` for the engine of this process, on its event loop; the servicer stores and reads through it."""
 
     def __init__(self, engine: StorageEngine) -> None:
         self._engine = engine
@@ -109,6 +112,24 @@ class EngineCalls:
         except BaseException:
             pending.abort()  # and no more: a retry may have completed the put meanwhile
             raise
+
+    async def put(self, header: pb.PutHeader, columns: Sequence[Column], deadline: Deadline) -> pb.PutResponse:
+        """Store a put, see `AsyncDriver`."""
+        async with self.storing(header, columns, until=time.monotonic() + deadline.remaining()) as pending:
+            for column in columns:
+                for chunk in column.chunks:
+                    await pending.write(chunk)
+        return pb.PutResponse()
+
+    async def get(
+        self, request: pb.GetRequest, row_count: int, deadline: Deadline, size_bytes: int | None = None
+    ) -> list[Received]:
+        """Return columns with their bytes, see `AsyncDriver`; a thread copies them."""
+        with await self.open(request) as reading:
+            receiver = ColumnReceiver(reading.headers, RECEIVE_BUFFERS.take)
+            async for part in reading.parts():
+                await asyncio.to_thread(receiver.write_all, part)
+            return list(zip(reading.headers, receiver.finish(), strict=True))
 
     async def open(self, request: pb.GetRequest) -> Reading:
         """Find cells and keep them as they are until the result is closed; use it in a `with`."""
@@ -161,7 +182,7 @@ class StorageServicer:
         max_uncommitted_puts: int = sys.maxsize,
     ) -> None:
         self._engine = engine
-        self._calls = EngineCalls(engine)
+        self._calls = EngineDriver(engine)
         self._commits = commits
         self._keys = keys or ReceiptKeys()
         self._controller_id = controller_id

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, Protocol
+from typing import Final, TypeAlias
 
 from tq_service.dataplane._async.drivers import AsyncDriver
 from tq_service.domain.tables.cells import CellSet, CellsSnapshot, Freed, Put, freed_cells, live_cells
@@ -23,14 +23,17 @@ from tq_service.errors import (
     UnavailableError,
 )
 from tq_service.internal.v1.put_receipt_pb2 import PutReceipt
+from tq_service.internal.v1.storage_registry_pb2 import RegisterStorageRequest, RegisterStorageResponse
 from tq_service.log_message import LogMessage
 from tq_service.server.known_puts import KnownPuts, put_cells
-from tq_service.server.remote_storage import Capacity, Registration, RemoteStorage, report_reconciled
+from tq_service.server.remote_storage import Capacity, RemoteStorage, report_reconciled
 from tq_service.server.supervisor import StartsTasks, Supervisor
 from tq_service.storage.cells import PutCells
 from tq_service.storage.engine import StorageEngine
+from tq_service.v1.controller_service_pb2 import PlacePutResponse
 from tq_service.v1.metadata_pb2 import StorageEndpoint
 from tq_service.wire.credentials import Credentials
+from tq_service.wire.durations import to_duration
 
 _log = logging.getLogger(__name__)
 _MOST_STORAGES = 1024
@@ -40,51 +43,6 @@ _GRANTED_SHARE: Final = 64  # of what is free, so that services fill evenly
 _GRANTED_PUT_BYTES: Final = 1 << 20
 _UNBOUNDED_BYTES: Final = 1 << 62
 _FREED_A_TURN: Final = 128  # puts, or parts of some, that are given back before others have their turns: a millisecond
-
-
-class Storage(Protocol):
-    """A storage service as the controller uses it; another engine can take its place behind this."""
-
-    storage_id: str
-    boot_id: bytes
-    endpoint: StorageEndpoint
-
-    @property
-    def driver(self) -> AsyncDriver:
-        """What puts and gets its bytes; a put stays where `confirm` follows."""
-        ...
-
-    def capacity(self) -> Capacity | None:
-        """Return its bytes, None where it should get no puts now."""
-        ...
-
-    def note_placement(self, size_bytes: int) -> None:
-        """Count a put that is about to come."""
-        ...
-
-    def open_receipt(self, put_id: bytes, partition_id: str, receipt: bytes) -> PutReceipt:
-        """Return what the receipt of an uncommitted put of a partition says; without a call to anybody."""
-        ...
-
-    def check_held(self, put_id: bytes, partition_id: str) -> None:
-        """Check that a put whose receipt was opened is still here, where it might have expired."""
-        ...
-
-    def spend(self, receipt: PutReceipt) -> None:
-        """Take a receipt no more: its put is committed, or being freed."""
-        ...
-
-    def confirm(self, put_id: bytes) -> None:
-        """Make a committed put stay, now or as soon as it can be reached."""
-        ...
-
-    def free(self, cells: Sequence[PutCells]) -> None:
-        """Give cells back, now or as soon as it can be reached."""
-        ...
-
-    async def close(self) -> None:
-        """End what runs in the background."""
-        ...
 
 
 class EmbeddedStorage:
@@ -144,6 +102,10 @@ class EmbeddedStorage:
         """Do nothing: the engine's owner closes it."""
 
 
+Storage: TypeAlias = EmbeddedStorage | RemoteStorage
+"""A storage service as the controller uses it: both have the same methods."""
+
+
 @dataclass(slots=True)
 class _Commits:
     """The calls that are about to commit one put.
@@ -172,38 +134,6 @@ class Redeemed:
 
     for_existing_rows: bool
     check: Callable[[], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Grant:
-    """Where a put is to go, and others for a while, without being placed each.
-
-    Attributes:
-        storages: to put to in turn.
-        max_bytes: of all these others.
-        max_put_bytes: of one of them.
-        seconds: for how long.
-    """
-
-    storages: Sequence[Storage]
-    max_bytes: int
-    max_put_bytes: int
-    seconds: float = _GRANT_SECONDS
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """What a heartbeat is answered.
-
-    Attributes:
-        receipt_key: what receipts are to be sealed with.
-        unknown: overdue puts that are not committed and cannot be any more.
-        undecided: overdue puts whose commit is under way.
-    """
-
-    receipt_key: bytes
-    unknown: Sequence[bytes] = ()
-    undecided: Sequence[bytes] = ()
 
 
 class StorageRegistry:
@@ -268,55 +198,64 @@ class StorageRegistry:
         if self.embedded is not None:
             self.embedded.reconcile(self._known(self.embedded.storage_id, self.embedded.boot_id).parts())
 
-    def on_heartbeat(self, registration: Registration, overdue: Sequence[bytes] = ()) -> Answer:
+    def on_heartbeat(self, request: RegisterStorageRequest) -> RegisterStorageResponse:
         """Register a storage service, and say which of its overdue puts are committed.
 
-        A new run takes the place of the old one. What is said to be unknown stays so: its receipt is void.
+        A new run takes the place of the old one. What is said to be unknown stays so: its receipt is void. What it says
+        of the puts of another controller is not looked at.
 
         Raises:
             AlreadyExistsError: the embedded storage has its name, or one that has registered since and is alive.
             LimitExceededError: there are too many that send heartbeats, or hold samples.
         """
-        endpoint = registration.endpoint
+        if request.controller_id != self.controller_id:
+            request.ClearField("receipts_from")
+            request.ClearField("overdue_put_ids")
+        endpoint = request.storage
         storage = self._storages.get(endpoint.storage_id)
-        if isinstance(storage, RemoteStorage) and storage.is_same(registration):
-            storage.on_heartbeat(registration)
+        if isinstance(storage, RemoteStorage) and storage.is_same(request):
+            storage.on_heartbeat(request)
         else:
-            storage = self._register(registration)
-        puts = [Put(endpoint.storage_id, endpoint.boot_id, put_id) for put_id in overdue]
-        uncommitted = [put for put in puts if put not in self._committed]
-        return Answer(
+            storage = self._register(request)
+        answer = RegisterStorageResponse(
+            heartbeat_interval=to_duration(self.heartbeat_seconds),
+            controller_id=self.controller_id,
             receipt_key=storage.receipt_key,
-            unknown=[put.put_id for put in uncommitted if not self._is_under_way(put)],
-            undecided=[put.put_id for put in uncommitted if self._is_under_way(put)],
         )
+        for put_id in request.overdue_put_ids:
+            put = Put(endpoint.storage_id, endpoint.boot_id, put_id)
+            if put not in self._committed:
+                is_under_way = put in self._committing or put in self._placed
+                (answer.undecided_put_ids if is_under_way else answer.unknown_put_ids).append(put_id)
+        return answer
 
-    def _register(self, registration: Registration) -> RemoteStorage:
-        endpoint = registration.endpoint
+    def _register(self, request: RegisterStorageRequest) -> RemoteStorage:
+        endpoint = request.storage
         known = self._storages.get(endpoint.storage_id)
-        if self.embedded is not None and endpoint.storage_id == self.embedded.storage_id:
+        if known is not None and known is self.embedded:
             raise AlreadyExistsError(
                 f"the storage service in the controller's process has the name {endpoint.storage_id!r}; give each "
                 "another storage_id"
             )
-        if isinstance(known, RemoteStorage) and known.has_replaced(registration) and known.capacity() is not None:
+        replaced = known if isinstance(known, RemoteStorage) else None
+        if replaced is not None and replaced.has_replaced(request) and replaced.capacity() is not None:
             raise AlreadyExistsError(
-                f"another storage service has the name {endpoint.storage_id!r}, at {known.endpoint.address}, and has "
-                f"registered since this one at {endpoint.address} did; give each another storage_id"
+                f"another storage service has the name {endpoint.storage_id!r}, at {replaced.endpoint.address}, and "
+                f"has registered since this one at {endpoint.address} did; give each another storage_id"
             )
         if known is None and len(self._storages) >= _MOST_STORAGES:
             self._forget_lost()
         storage = RemoteStorage(
-            registration,
+            request,
             partial(self._known, endpoint.storage_id, endpoint.boot_id),
             3 * self.heartbeat_seconds,
             self._credentials,
             controller_id=self.controller_id,
             start_task=self._start_task,
-            replaces=known if isinstance(known, RemoteStorage) else None,
+            replaces=replaced,
         )
-        if isinstance(known, RemoteStorage):
-            self._close(known)
+        if replaced is not None:
+            self._close(replaced)
         _log.info(LogMessage("storage registered", storage=endpoint.storage_id, address=endpoint.address))
         self._storages[endpoint.storage_id] = storage
         self._has_puts_elsewhere = True
@@ -355,8 +294,8 @@ class StorageRegistry:
             uncommitted=[put.put_id for put in (*self._committing, *self._placed) if put[:2] == owner],
         )
 
-    def place(self, size_bytes: int) -> Grant:
-        """Return where a put is to go: to the most free bytes, where so many could ever be; and others after it.
+    def place(self, size_bytes: int) -> PlacePutResponse:
+        """Return where a put is to go: to the most free bytes, where so many could ever be; and the next ones.
 
         Raises:
             UnavailableError: there is no storage service.
@@ -375,15 +314,21 @@ class StorageRegistry:
         fitting.sort(key=lambda each: (each[1].free_bytes, -each[1].used_bytes), reverse=True)
         first, free_bytes = fitting[0][0], fitting[0][1].free_bytes
         first.note_placement(size_bytes)
-        if first is self.embedded or self.count == 1:
-            largest_put = _UNBOUNDED_BYTES if self.count == 1 else _GRANTED_PUT_BYTES
-            return Grant(storages=[first], max_bytes=_UNBOUNDED_BYTES, max_put_bytes=largest_put)
-        alike = [each for each in fitting if each[0] is not self.embedded and 2 * each[1].free_bytes >= free_bytes]
-        alike = alike[:_MOST_GRANTED]
-        return Grant(
-            storages=[storage for storage, _ in alike],
-            max_bytes=int(min(_UNBOUNDED_BYTES, max(0, alike[-1][1].free_bytes) / _GRANTED_SHARE)),
-            max_put_bytes=_GRANTED_PUT_BYTES,
+        granted, granted_bytes, largest_put = [first], _UNBOUNDED_BYTES, _GRANTED_PUT_BYTES
+        if self.count == 1:
+            largest_put = _UNBOUNDED_BYTES
+        elif first is not self.embedded:
+            alike = [each for each in fitting if each[0] is not self.embedded and 2 * each[1].free_bytes >= free_bytes]
+            granted = [storage for storage, _ in alike[:_MOST_GRANTED]]
+            least_free = alike[:_MOST_GRANTED][-1][1].free_bytes
+            granted_bytes = int(min(_UNBOUNDED_BYTES, max(0, least_free) / _GRANTED_SHARE))
+        return PlacePutResponse(
+            storages=[storage.endpoint for storage in granted],
+            embedded=first is self.embedded,
+            controller_id=self.controller_id,
+            grant_duration=to_duration(_GRANT_SECONDS),
+            grant_bytes=granted_bytes,
+            max_granted_put_bytes=largest_put,
         )
 
     @contextlib.contextmanager
@@ -435,9 +380,6 @@ class StorageRegistry:
         if commits.is_answered and not commits.is_freed and put not in self._committed:
             self.discard([put])
 
-    def _is_under_way(self, put: Put) -> bool:
-        return put in self._committing or put in self._placed
-
     def is_committed(self, put: Put) -> bool:
         """Whether some samples have their cells in this put."""
         return put in self._committed
@@ -467,8 +409,8 @@ class StorageRegistry:
         """
 
         def confirm() -> None:
-            storage = self.get(put.storage_id, put.boot_id)
-            if storage is not None and put in self._committed:
+            storage = self._storages.get(put.storage_id)
+            if storage is not None and storage.boot_id == put.boot_id and put in self._committed:
                 storage.confirm(put.put_id)
 
         if self.embedded is not None and put.storage_id == self.embedded.storage_id:
@@ -476,10 +418,16 @@ class StorageRegistry:
         else:
             self._after_durable(confirm)
 
-    def get(self, storage_id: str, boot_id: bytes) -> Storage | None:
-        """Return a storage service under one of its boots, None where that is over or unknown."""
+    def driver(self, storage_id: str, boot_id: bytes) -> AsyncDriver:
+        """Return what puts and gets bytes at a storage service; a put stays where `adopt` follows.
+
+        Raises:
+            DataLossError: it is not there under this boot.
+        """
         storage = self._storages.get(storage_id)
-        return storage if storage is not None and storage.boot_id == boot_id else None
+        if storage is None or storage.boot_id != boot_id:
+            raise DataLossError(f"storage service {storage_id!r} is gone, or came back empty")
+        return storage.driver
 
     @contextlib.contextmanager
     def placing(self, put: Put) -> Iterator[None]:

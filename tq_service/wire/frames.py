@@ -166,6 +166,11 @@ class ColumnReceiver:
             if self._filled == len(target):
                 self._current, self._filled = self._current + 1, 0
 
+    def write_all(self, frames: Iterable[memoryview]) -> None:
+        """Take the next frames."""
+        for frame in frames:
+            self.write(frame)
+
     def finish(self) -> list[Bytes]:
         """Return the buffers of all columns, in order.
 
