@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -53,6 +54,22 @@ def test_a_breaking_change_is_found(tmp_path: Path, accepted: str, changed: str,
     assert accepted in text
     controller.write_text(text.replace(accepted, changed))
     assert finding in breaking(copy, IMAGE)
+
+
+def test_comments_say_more_than_the_name_again() -> None:
+    """Protos are read by those who write clients in other languages: no "The partition.", no line that does not fit."""
+    lines = [
+        (path.name, number, line)
+        for path in PROTOS.rglob("*.proto")
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+    ]
+    assert len(lines) > 1_000
+    assert [place for *place, line in lines if len(line) > 120] == []
+    comments = [(*place, line.strip()) for *place, line in lines if line.strip().startswith("// ")]
+    assert [
+        each for each in comments if re.fullmatch(r"// (The|A|An|Its|Their|Or their) (\w+ )?[\w-]+\.", each[2])
+    ] == []
+    assert [each for each in comments if "whichever" in each[2]] == []
 
 
 def test_make_check_asks_for_it() -> None:

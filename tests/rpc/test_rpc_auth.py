@@ -249,6 +249,31 @@ def test_lists_show_only_what_a_token_is_for(guarded: Guarded) -> None:
     boss.clear_partition("mine/a")
 
 
+def test_pages_say_nothing_of_the_partitions_of_others(guarded: Guarded) -> None:
+    """Neither their names nor how many there are: a page is made of those that the token is for."""
+    boss = guarded.live.client(token=guarded.admin)
+    others = [f"{place}{number}" for place in ("a", "mine", "n", "secret/b") for number in range(3)]
+    mine = [f"mine/{number}" for number in range(3)]
+    for name in [*others, *mine]:
+        boss.create_partition(name)
+    metadata = bearer(guarded.token(CONTROLLER + "ListPartitions", ("mine/",)))
+    asked, found, tokens = pb.ListPartitionsRequest(page_size=1), [], []
+    while not tokens or tokens[-1]:
+        answer = guarded.live.controller.ListPartitions(asked, metadata=metadata, timeout=20)
+        found.append([each.partition_id for each in answer.partitions])
+        tokens.append(answer.next_page_token)
+        asked.page_token = answer.next_page_token
+    assert found == [[name] for name in mine]
+    assert set(tokens) <= {*mine, ""}
+    for prefix, token in (("secret/", ""), ("", "n"), ("", "secret/"), ("m", "mine0")):
+        asked = pb.ListPartitionsRequest(prefix=prefix, page_token=token, page_size=1)
+        answer = guarded.live.controller.ListPartitions(asked, metadata=metadata, timeout=20)
+        assert answer.partitions == [] or answer.partitions[0].partition_id in mine
+        assert answer.next_page_token in {*mine, ""}
+    for name in [*others, *mine]:
+        boss.clear_partition(name)
+
+
 def test_errors_name_no_partitions_of_others(guarded: Guarded) -> None:
     for prefixes, is_named in ((("secret/",), False), (("",), True)):
         client = guarded.live.client(token=guarded.token(CONTROLLER + "DescribePartition", prefixes))

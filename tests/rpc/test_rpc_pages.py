@@ -10,6 +10,7 @@ import grpc
 import numpy as np
 import pytest
 from live_server import AnyClient, LiveServer
+from rpc_samples import violations_of
 
 import tq_service as tq
 from tq_service.domain.catalog import Catalog
@@ -46,6 +47,87 @@ def all_pages(server: LiveServer, **request: object) -> Iterator[pb.LookupSample
         if not page.next_page_token:
             return
         asked.page_token = page.next_page_token
+
+
+@pytest.fixture
+def short_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have three names on a page at most."""
+    monkeypatch.setattr("tq_service.domain.lookup._MOST_NAMES_OF_A_PAGE", 3)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 4, 7])
+@pytest.mark.usefixtures("short_pages")
+def test_the_client_makes_one_list_of_all_pages(client: AnyClient, count: int) -> None:
+    names = [f"train@{number}" for number in range(count)]
+    for name in [*names[::-1], "eval", "u"]:
+        client.create_partition(name)
+    assert [each.partition_id for each in client.list_partitions("train@")] == names
+    assert [each.partition_id for each in client.list_partitions()] == ["eval", *names, "u"]
+    samplers = [each.name for each in client.list_samplers()]
+    assert len(samplers) > 3
+    assert samplers == sorted(set(samplers))
+
+
+def pages_of_names(server: LiveServer, **request: Any) -> list[list[str]]:
+    """Return the names on each page of partitions."""
+    asked, pages = pb.ListPartitionsRequest(**request), []
+    while not pages or asked.page_token:
+        answer = server.controller.ListPartitions(asked, timeout=20)
+        pages.append([each.partition_id for each in answer.partitions])
+        asked.page_token = answer.next_page_token
+    return pages
+
+
+def test_pages_of_partitions_are_as_long_as_asked(server: LiveServer) -> None:
+    for name in "abcde":
+        server.client().create_partition(name)
+    assert pages_of_names(server, page_size=2) == [["a", "b"], ["c", "d"], ["e"]]
+    assert pages_of_names(server, page_size=5) == pages_of_names(server) == [list("abcde")]
+    assert pages_of_names(server, page_size=2**31 - 1, prefix="c") == [["c"]]
+
+
+def test_a_list_goes_on_where_its_next_partition_is_gone(server: LiveServer) -> None:
+    client = server.client()
+    for name in "abcd":
+        client.create_partition(name)
+    first = server.controller.ListPartitions(pb.ListPartitionsRequest(page_size=2))
+    client.clear_partition("c")
+    client.create_partition("bb")
+    assert pages_of_names(server, page_size=2, page_token=first.next_page_token) == [["d"]]
+
+
+@pytest.mark.parametrize("method", ["ListPartitions", "ListSamplers"])
+@pytest.mark.parametrize(("field", "value"), [("page_size", -1), ("page_token", "x\n"), ("page_token", "x" * 513)])
+def test_pages_that_are_none_are_refused(server: LiveServer, method: str, field: str, value: Any) -> None:
+    kind = getattr(pb, f"{method}Request")
+    with pytest.raises(grpc.RpcError) as caught:
+        getattr(server.controller, method)(kind(**{field: value}), timeout=20)
+    assert status_of(caught.value) is grpc.StatusCode.INVALID_ARGUMENT
+    assert violations_of(caught.value) == [field]
+
+
+def test_pages_of_samplers_are_as_long_as_asked(server: LiveServer) -> None:
+    every = [each.name for each in server.controller.ListSamplers(pb.ListSamplersRequest()).samplers]
+    asked, found = pb.ListSamplersRequest(page_size=2), []
+    while True:
+        answer = server.controller.ListSamplers(asked, timeout=20)
+        assert len(answer.samplers) == 2 or not answer.next_page_token
+        found += [each.name for each in answer.samplers]
+        if not answer.next_page_token:
+            break
+        asked.page_token = answer.next_page_token
+    assert found == every
+
+
+def test_a_page_of_the_longest_names_fits_into_the_usual_message(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(1_001):
+        server.client().create_partition("\U00010400" * 507 + f"{number:05}")
+    first = server.controller.ListPartitions(pb.ListPartitionsRequest(), timeout=20)
+    assert len(first.partitions) == 1_000
+    assert first.ByteSize() < DEFAULT_MESSAGE_BYTES
+    assert len(server.client().list_partitions()) == 1_001
 
 
 def status_of(error: grpc.RpcError) -> grpc.StatusCode:

@@ -44,10 +44,15 @@ def test_an_unset_span_is_zero() -> None:
     assert read_seconds("span", Duration()) == 0
 
 
-@pytest.mark.parametrize("seconds", [math.nan, math.inf, -math.inf, MOST_SECONDS + 1.0, -MOST_SECONDS - 1.0, 1e300])
-def test_what_no_duration_can_be_is_not_sent(seconds: float) -> None:
-    with pytest.raises(ValueError, match="expected at most 315576000000"):
-        to_duration(seconds)
+@pytest.mark.parametrize("seconds", [math.inf, MOST_SECONDS + 1.0, 1e300])
+def test_what_is_longer_becomes_the_longest(seconds: float) -> None:
+    assert to_duration(seconds) == Duration(seconds=MOST_SECONDS)
+    assert to_duration(-seconds) == Duration(seconds=-MOST_SECONDS)
+
+
+def test_what_is_no_number_is_not_sent() -> None:
+    with pytest.raises(ValueError, match="NaN"):
+        to_duration(math.nan)
 
 
 @pytest.mark.parametrize(

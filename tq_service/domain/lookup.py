@@ -1,13 +1,14 @@
-"""Which samples of a partition a request means: pages of long lists, those with some cells, those to be cleared.
+"""Which samples of a partition a request means: pages of long lists, those with some cells; and pages of names.
 
-Pages are bounded by count and by what is known of the samples, so that each is made quickly. The token of a page says
-where the next one begins and in which incarnation of the partition. It is no secret: a
-caller that has it could ask for any page.
+Pages of samples are bounded by count and by what is known of the samples, so that each is made quickly. Their token
+says where the next one begins and in which incarnation of the partition. It is no secret: a caller that has it could
+ask for any page.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, cast
 
@@ -24,9 +25,10 @@ from tq_service.errors import (
     StaleIncarnationError,
     nearest,
 )
-from tq_service.schema import check_range
+from tq_service.schema import check_name, check_range
 
 _MOST_OF_A_PAGE: Final = 16_384  # samples
+_MOST_NAMES_OF_A_PAGE: Final = 1_000  # which may be 512 characters long, of up to 4 bytes
 _MOST_NAMED: Final = 65_536  # by the keys or indexes of one request
 _MOST_CHARACTERS: Final = 1 << 19  # of keys, groups and text of custom_meta; 2 MiB at most
 _MOST_NUMBERS: Final = 1 << 17  # of custom_meta; 1.3 MB at most
@@ -68,8 +70,7 @@ def find_page(catalog: Catalog, partition_id: str, keys: Sequence[str] | None, *
         StaleIncarnationError: the partition has been cleared since the page before.
         InvalidArgumentError: the size, the token or the number of keys.
     """
-    check_range("page_size", size, 0, hint="; 0 is the largest")
-    size = min(size or _MOST_OF_A_PAGE, _MOST_OF_A_PAGE)
+    size = _page_size(size, _MOST_OF_A_PAGE)
     _check_named("keys", keys or ())
     incarnation, place = _read_token(token)
     if incarnation and partition_id not in catalog.names():
@@ -81,6 +82,29 @@ def find_page(catalog: Catalog, partition_id: str, keys: Sequence[str] | None, *
     if keys is None:
         return _page_of_all(partition, place, size)
     return _page_of_keys(partition, list(keys[place : place + size]), place, len(keys))
+
+
+def find_names(names: Iterable[str], *, size: int, token: str) -> tuple[list[str], str]:
+    """Return a page of names in their order, and the token of the page after it, "" where there is none.
+
+    Args:
+        names: all of them, in any order.
+        size: the most names of the page; 0: as many as a page has at most.
+        token: that of the page, "" for the first one: the name that it begins with, or would.
+
+    Raises:
+        InvalidArgumentError: the size, or the token.
+    """
+    size = _page_size(size, _MOST_NAMES_OF_A_PAGE)
+    if token:
+        check_name("page_token", token)
+    page = heapq.nsmallest(size + 1, (name for name in names if name >= token))
+    return page[:size], "".join(page[size:])
+
+
+def _page_size(size: int, most: int) -> int:
+    check_range("page_size", size, 0, hint="; 0 is the largest")
+    return min(size or most, most)
 
 
 def _check_named(name: str, named: Sequence[object]) -> None:

@@ -16,7 +16,7 @@ from tq_service.domain.changes.claims import ClaimAcked, ClaimExtended, ClaimRel
 from tq_service.domain.changes.partitions import PartitionSealed
 from tq_service.domain.changes.samples import GroupsClosed, MetaSet
 from tq_service.domain.claims.ledger import QueueClaim
-from tq_service.domain.lookup import find_page, locate
+from tq_service.domain.lookup import find_names, find_page, locate
 from tq_service.domain.partition import Partition, PartitionSettings
 from tq_service.domain.plan import Indexes
 from tq_service.domain.status import consumption_of, description_of, production_of, summary_of
@@ -29,6 +29,7 @@ from tq_service.server.checkpoints import Checkpoints
 from tq_service.server.commits import Commits
 from tq_service.server.heartbeat import MOST_OVERDUE_PUTS
 from tq_service.server.rpc.limits import WaitingCalls
+from tq_service.server.rpc.middleware import shown_partitions
 from tq_service.server.storages import StorageRegistry
 from tq_service.v1 import commit_pb2, controller_service_pb2_grpc
 from tq_service.v1 import controller_service_pb2 as pb
@@ -88,9 +89,12 @@ class ControllerServicer(
         return pb.ClearPartitionResponse(cleared_count=count)
 
     async def ListPartitions(self, request: pb.ListPartitionsRequest, context: Context) -> pb.ListPartitionsResponse:
-        names = sorted(name for name in self.catalog.names() if name.startswith(request.prefix))
+        is_shown = shown_partitions.get()
+        names = (name for name in self.catalog.names() if name.startswith(request.prefix) and is_shown(name))
+        page, next_token = find_names(names, size=request.page_size, token=request.page_token)
         return pb.ListPartitionsResponse(
-            partitions=[to_message(pb.PartitionSummary, summary_of(self.catalog.get(name))) for name in names]
+            partitions=[to_message(pb.PartitionSummary, summary_of(self.catalog.get(name))) for name in page],
+            next_page_token=next_token,
         )
 
     async def DescribePartition(
@@ -253,8 +257,10 @@ class ControllerServicer(
         return pb.ResetConsumptionResponse(epoch=self.catalog.commit(change))
 
     async def ListSamplers(self, request: pb.ListSamplersRequest, context: Context) -> pb.ListSamplersResponse:
+        known = {info.name: info for info in self.registry.describe()}
+        page, next_token = find_names(known, size=request.page_size, token=request.page_token)
         return pb.ListSamplersResponse(
-            samplers=[to_message(pb.SamplerDescription, info) for info in self.registry.describe()]
+            samplers=[to_message(pb.SamplerDescription, known[name]) for name in page], next_page_token=next_token
         )
 
     # Checkpoints

@@ -29,28 +29,30 @@ class _KeyModeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTy
     KEY_MODE_UNSPECIFIED: _KeyMode.ValueType  # 0
     """Not given: UPSERT for puts with keys."""
     KEY_MODE_UPSERT: _KeyMode.ValueType  # 1
-    """Known keys name their sample, unknown ones make one."""
+    """A known key names its sample, an unknown one makes a sample."""
     KEY_MODE_NEW: _KeyMode.ValueType  # 2
-    """Every key makes a sample."""
+    """Every key makes a sample; one that is known is ALREADY_EXISTS."""
     KEY_MODE_EXISTING: _KeyMode.ValueType  # 3
     """Every key names its sample; without keys it is INVALID_ARGUMENT, but where `global_indexes` name the samples."""
 
 class KeyMode(_KeyMode, metaclass=_KeyModeEnumTypeWrapper):
-    """How keys are resolved."""
+    """How `SampleWrite.keys` are resolved."""
 
 KEY_MODE_UNSPECIFIED: KeyMode.ValueType  # 0
 """Not given: UPSERT for puts with keys."""
 KEY_MODE_UPSERT: KeyMode.ValueType  # 1
-"""Known keys name their sample, unknown ones make one."""
+"""A known key names its sample, an unknown one makes a sample."""
 KEY_MODE_NEW: KeyMode.ValueType  # 2
-"""Every key makes a sample."""
+"""Every key makes a sample; one that is known is ALREADY_EXISTS."""
 KEY_MODE_EXISTING: KeyMode.ValueType  # 3
 """Every key names its sample; without keys it is INVALID_ARGUMENT, but where `global_indexes` name the samples."""
 global___KeyMode = KeyMode
 
 @typing.final
 class SampleWrite(google.protobuf.message.Message):
-    """Which samples are written, and their metadata."""
+    """Which samples a commit writes, and their metadata. Samples are named by `global_indexes` or by `keys`, else they
+    are new.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -65,32 +67,36 @@ class SampleWrite(google.protobuf.message.Message):
     STATE_FIELD_NUMBER: builtins.int
     CUSTOM_META_FIELD_NUMBER: builtins.int
     partition_id: builtins.str
-    """The partition; made on first use."""
+    """The partition, 1 to 512 printable characters. It is made with default settings where it does not exist."""
     incarnation: builtins.bytes
-    """Its incarnation; empty: whichever. Must be given with `global_indexes`."""
+    """The incarnation for which `global_indexes` were returned; needed with them. Empty: any."""
     row_count: builtins.int
-    """Number of samples written."""
+    """Number of samples written, 0 to 2^24. All lists here, and all columns of the put, have one value for each."""
     key_mode: global___KeyMode.ValueType
-    """How `keys` are resolved."""
+    """What to do with keys that are known, or not. Unset: UPSERT. It says nothing without `keys`."""
     group_size: builtins.int
-    """Number of members that completes each group of `groups`; 0: not declared."""
+    """Number of members at which each group named in `groups` is complete. 0: not declared; such a group ends with
+    CloseGroups or with the seal.
+    """
     state: tq_service.v1.metadata_pb2.SampleState.ValueType
-    """State of the samples."""
+    """The state that the samples get. Unset: new ones are live, existing ones keep theirs. A failed sample stays
+    failed.
+    """
     @property
     def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Existing samples; empty: new ones, or those of `keys`."""
+        """Existing samples, each once. Empty: samples are new, or named by `keys`."""
 
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Unique names of the samples, in order; empty: none."""
+        """Names of the samples, unique in the partition, one for each. Empty: new samples have none."""
 
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Groups of new samples, in order, "" for none; empty: none."""
+        """The group of each new sample, "" for one without. Empty: none has one."""
 
     @property
     def custom_meta(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[tq_service.v1.metadata_pb2.MetaColumn]:
-        """custom_meta; merges with what is there."""
+        """custom_meta of the samples. A value replaces one that is there; columns that are not named stay as they are."""
 
     def __init__(
         self,
@@ -112,7 +118,7 @@ global___SampleWrite = SampleWrite
 
 @typing.final
 class PutPlacement(google.protobuf.message.Message):
-    """The put that a commit makes visible."""
+    """Where the put lies that a commit makes visible."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -120,12 +126,12 @@ class PutPlacement(google.protobuf.message.Message):
     PUT_ID_FIELD_NUMBER: builtins.int
     RECEIPT_FIELD_NUMBER: builtins.int
     put_id: builtins.bytes
-    """The put."""
+    """The id that the client gave the put (16 bytes)."""
     receipt: builtins.bytes
-    """What Put answered; empty where it answered none."""
+    """`PutResponse.receipt`, unchanged. Empty where Put returned none."""
     @property
     def storage(self) -> tq_service.v1.metadata_pb2.StorageEndpoint:
-        """The storage service and boot that took it."""
+        """`PutResponse.storage`: the storage service and the boot that took the put."""
 
     def __init__(
         self,
@@ -141,7 +147,7 @@ global___PutPlacement = PutPlacement
 
 @typing.final
 class CommitRequest(google.protobuf.message.Message):
-    """Makes a put visible."""
+    """Makes a put visible, or writes metadata and states alone."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -150,18 +156,20 @@ class CommitRequest(google.protobuf.message.Message):
     PLACEMENT_FIELD_NUMBER: builtins.int
     COLUMNS_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
-    """16 random bytes, the same over retries."""
+    """16 random bytes that the client makes for this change and sends again with each retry. Of other lengths:
+    INVALID_ARGUMENT.
+    """
     @property
     def write(self) -> global___SampleWrite:
-        """Which samples, and their metadata."""
+        """Which samples the rows of the put are, and their metadata."""
 
     @property
     def placement(self) -> global___PutPlacement:
-        """Where the put is; not given: metadata and state only."""
+        """Where the put is. Unset: nothing but metadata and state is written."""
 
     @property
     def columns(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[tq_service.v1.metadata_pb2.ColumnHeader]:
-        """The columns of the put."""
+        """The columns as the header of the put had them. Empty without a placement."""
 
     def __init__(
         self,
@@ -178,14 +186,14 @@ global___CommitRequest = CommitRequest
 
 @typing.final
 class CommitResponse(google.protobuf.message.Message):
-    """The put is visible."""
+    """Answers which samples were written."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     META_FIELD_NUMBER: builtins.int
     @property
     def meta(self) -> tq_service.v1.metadata_pb2.BatchMeta:
-        """Partition, incarnation, indexes and fields; nothing else that the client sent itself."""
+        """Partition, incarnation, indexes and fields. What the client sent itself (keys, groups, custom_meta) is left out."""
 
     def __init__(
         self,

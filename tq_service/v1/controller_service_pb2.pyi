@@ -30,21 +30,21 @@ class _BatchUnit:
 class _BatchUnitEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_BatchUnit.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     BATCH_UNIT_UNSPECIFIED: _BatchUnit.ValueType  # 0
-    """Not given: samples."""
+    """Unset: samples."""
     BATCH_UNIT_SAMPLE: _BatchUnit.ValueType  # 1
     """Samples."""
     BATCH_UNIT_GROUP: _BatchUnit.ValueType  # 2
-    """Groups."""
+    """Whole groups, each with all its members."""
 
 class BatchUnit(_BatchUnit, metaclass=_BatchUnitEnumTypeWrapper):
-    """What batch_size counts."""
+    """What `batch_size` and `min_batch_size` count."""
 
 BATCH_UNIT_UNSPECIFIED: BatchUnit.ValueType  # 0
-"""Not given: samples."""
+"""Unset: samples."""
 BATCH_UNIT_SAMPLE: BatchUnit.ValueType  # 1
 """Samples."""
 BATCH_UNIT_GROUP: BatchUnit.ValueType  # 2
-"""Groups."""
+"""Whole groups, each with all its members."""
 global___BatchUnit = BatchUnit
 
 class _Operator:
@@ -54,46 +54,46 @@ class _Operator:
 class _OperatorEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Operator.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     OPERATOR_UNSPECIFIED: _Operator.ValueType  # 0
-    """Never sent."""
+    """Rejected with INVALID_ARGUMENT."""
     OPERATOR_EQ: _Operator.ValueType  # 1
-    """Equal."""
+    """The value equals that of the condition."""
     OPERATOR_NE: _Operator.ValueType  # 2
-    """Not equal."""
+    """The value differs from that of the condition."""
     OPERATOR_LT: _Operator.ValueType  # 3
-    """Less."""
+    """The value is less than that of the condition."""
     OPERATOR_LE: _Operator.ValueType  # 4
-    """Less or equal."""
+    """The value is at most that of the condition."""
     OPERATOR_GT: _Operator.ValueType  # 5
-    """Greater."""
+    """The value is greater than that of the condition."""
     OPERATOR_GE: _Operator.ValueType  # 6
-    """Greater or equal."""
+    """The value is at least that of the condition."""
     OPERATOR_IN: _Operator.ValueType  # 7
-    """One of several."""
+    """The value equals one of those of the condition."""
 
 class Operator(_Operator, metaclass=_OperatorEnumTypeWrapper):
-    """How a column is compared."""
+    """How a value of a custom_meta column is compared. Numbers compare by value, text by code points."""
 
 OPERATOR_UNSPECIFIED: Operator.ValueType  # 0
-"""Never sent."""
+"""Rejected with INVALID_ARGUMENT."""
 OPERATOR_EQ: Operator.ValueType  # 1
-"""Equal."""
+"""The value equals that of the condition."""
 OPERATOR_NE: Operator.ValueType  # 2
-"""Not equal."""
+"""The value differs from that of the condition."""
 OPERATOR_LT: Operator.ValueType  # 3
-"""Less."""
+"""The value is less than that of the condition."""
 OPERATOR_LE: Operator.ValueType  # 4
-"""Less or equal."""
+"""The value is at most that of the condition."""
 OPERATOR_GT: Operator.ValueType  # 5
-"""Greater."""
+"""The value is greater than that of the condition."""
 OPERATOR_GE: Operator.ValueType  # 6
-"""Greater or equal."""
+"""The value is at least that of the condition."""
 OPERATOR_IN: Operator.ValueType  # 7
-"""One of several."""
+"""The value equals one of those of the condition."""
 global___Operator = Operator
 
 @typing.final
 class CreatePartitionRequest(google.protobuf.message.Message):
-    """Makes a partition."""
+    """The settings of a partition."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -105,22 +105,26 @@ class CreatePartitionRequest(google.protobuf.message.Message):
     MAX_BYTES_FIELD_NUMBER: builtins.int
     STALENESS_LIMITS_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
-    """16 random bytes, the same over retries."""
+    """16 random bytes that the client makes for this change and sends again with each retry. Of other lengths:
+    INVALID_ARGUMENT.
+    """
     partition_id: builtins.str
-    """Name of the partition."""
+    """Its name: 1 to 512 printable characters, such as "train@step_12"."""
     expected_samples: builtins.int
-    """Number of samples that will be inserted: reaching it seals the partition. Not given: sealed by hand."""
+    """Number of samples at which the partition is sealed by itself, 0 or more. Unset: SealPartition alone seals it."""
     default_layout: tq_service.v1.metadata_pb2.Layout.ValueType
-    """Layout of tensor fields that are not declared; unspecified: that of their first put."""
+    """Layout of tensor fields that are not declared. Unset: that of their first put."""
     max_bytes: builtins.int
-    """Most bytes that its samples may take; puts of new samples wait for capacity. Not given: only the quota of the service."""
+    """Most bytes that values of its samples may take; a put of new samples waits for capacity. Unset: the quotas of the
+    storage services alone bound it.
+    """
     @property
     def fields(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[tq_service.v1.metadata_pb2.FieldSpec]:
-        """Fields known beforehand; dtype and row shape may be left to the first put."""
+        """Fields known beforehand; what a spec leaves open is fixed by the first put. Empty: all fields are fixed so."""
 
     @property
     def staleness_limits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StalenessLimit]:
-        """How far producers may be ahead of its tasks; puts of new samples wait. Empty: as far as there is capacity."""
+        """How far producers may be ahead of tasks; a put of new samples waits until all limits hold. Empty: no limit."""
 
     def __init__(
         self,
@@ -144,7 +148,7 @@ global___CreatePartitionRequest = CreatePartitionRequest
 
 @typing.final
 class StalenessLimit(google.protobuf.message.Message):
-    """How stale the samples of a task may become: how far producers may be ahead of it."""
+    """How far producers may be ahead of one task, so that its samples do not become too stale. At least one bound is set."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -153,15 +157,17 @@ class StalenessLimit(google.protobuf.message.Message):
     MAX_VERSIONS_FIELD_NUMBER: builtins.int
     VERSION_COLUMN_FIELD_NUMBER: builtins.int
     task_name: builtins.str
-    """The task that producers wait for."""
+    """The task that producers wait for. One that has not claimed yet has all samples left to consume."""
     max_samples: builtins.int
-    """Most samples that it may have left to consume; not given: no bound."""
+    """Most samples that the task may have left to consume, 1 or more. Unset: no bound."""
     max_versions: builtins.int
-    """Most that the version of a new sample may be above the lowest version the task has left to consume; not given: no
-    bound.
+    """Most by which the version of a new sample may exceed the lowest version that the task has left to consume, 0 or
+    more. Unset: no bound.
     """
     version_column: builtins.str
-    """The custom_meta column with the version of a sample; empty: "version"."""
+    """The custom_meta column that has the version of a sample; samples without a value are not bounded. Empty:
+    "version".
+    """
     def __init__(
         self,
         *,
@@ -181,13 +187,13 @@ global___StalenessLimit = StalenessLimit
 
 @typing.final
 class CreatePartitionResponse(google.protobuf.message.Message):
-    """The partition is there."""
+    """Answers that the partition exists with these settings."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     INCARNATION_FIELD_NUMBER: builtins.int
     incarnation: builtins.bytes
-    """Its incarnation (16 bytes)."""
+    """16 random bytes that name this incarnation; a partition made under the name after a clear has others."""
     def __init__(
         self,
         *,
@@ -199,7 +205,7 @@ global___CreatePartitionResponse = CreatePartitionResponse
 
 @typing.final
 class SealPartitionRequest(google.protobuf.message.Message):
-    """Seals a partition."""
+    """Names the partition that gets no new samples."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -207,11 +213,15 @@ class SealPartitionRequest(google.protobuf.message.Message):
     PARTITION_ID_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
-    """16 random bytes, the same over retries."""
+    """16 random bytes that the client makes for this change and sends again with each retry. Of other lengths:
+    INVALID_ARGUMENT.
+    """
     partition_id: builtins.str
-    """The partition."""
+    """The partition; it must exist."""
     incarnation: builtins.bytes
-    """Its incarnation; empty: whichever."""
+    """Fails with STALE_INCARNATION where the partition has another incarnation, since it was cleared and made again.
+    Empty: any.
+    """
     def __init__(
         self,
         *,
@@ -225,13 +235,13 @@ global___SealPartitionRequest = SealPartitionRequest
 
 @typing.final
 class SealPartitionResponse(google.protobuf.message.Message):
-    """The partition is sealed."""
+    """Answers that the partition is sealed."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     INSERTED_COUNT_FIELD_NUMBER: builtins.int
     inserted_count: builtins.int
-    """Number of samples ever inserted."""
+    """Number of samples ever inserted, cleared ones included."""
     def __init__(
         self,
         *,
@@ -243,17 +253,19 @@ global___SealPartitionResponse = SealPartitionResponse
 
 @typing.final
 class InsertRequest(google.protobuf.message.Message):
-    """Allocates samples without data."""
+    """Samples that are allocated before there is data for them."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: builtins.int
     WRITE_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
-    """16 random bytes, the same over retries."""
+    """16 random bytes that the client makes for this change and sends again with each retry. Of other lengths:
+    INVALID_ARGUMENT.
+    """
     @property
     def write(self) -> tq_service.v1.commit_pb2.SampleWrite:
-        """The samples."""
+        """Number, keys, groups, state and custom_meta of the samples, which are all new; `global_indexes` is empty."""
 
     def __init__(
         self,
@@ -268,14 +280,14 @@ global___InsertRequest = InsertRequest
 
 @typing.final
 class InsertResponse(google.protobuf.message.Message):
-    """The samples are there."""
+    """Answers which samples were made."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     META_FIELD_NUMBER: builtins.int
     @property
     def meta(self) -> tq_service.v1.metadata_pb2.BatchMeta:
-        """Partition, incarnation and indexes; nothing that the client sent itself."""
+        """Partition, incarnation and indexes. What the client sent itself (keys, groups, custom_meta) is left out."""
 
     def __init__(
         self,
@@ -289,7 +301,7 @@ global___InsertResponse = InsertResponse
 
 @typing.final
 class MetaValue(google.protobuf.message.Message):
-    """A value of custom_meta."""
+    """One value of custom_meta, in the type of its column."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -298,13 +310,13 @@ class MetaValue(google.protobuf.message.Message):
     BOOL_VALUE_FIELD_NUMBER: builtins.int
     STRING_VALUE_FIELD_NUMBER: builtins.int
     int64_value: builtins.int
-    """64-bit integer."""
+    """A signed integer of 64 bits."""
     double_value: builtins.float
-    """Double-precision number."""
+    """A double-precision number."""
     bool_value: builtins.bool
-    """Boolean."""
+    """True or false."""
     string_value: builtins.str
-    """String."""
+    """Text in UTF-8."""
     def __init__(
         self,
         *,
@@ -321,7 +333,7 @@ global___MetaValue = MetaValue
 
 @typing.final
 class Condition(google.protobuf.message.Message):
-    """What a sample must satisfy; one without a value does not."""
+    """What a sample must satisfy to be claimed. A sample without a value in the column does not satisfy it."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -329,12 +341,12 @@ class Condition(google.protobuf.message.Message):
     OPERATOR_FIELD_NUMBER: builtins.int
     VALUES_FIELD_NUMBER: builtins.int
     column: builtins.str
-    """A custom_meta column."""
+    """Name of a custom_meta column; one that no sample has yet is satisfied by none."""
     operator: global___Operator.ValueType
-    """The comparison."""
+    """How the value of the sample is compared with `values`."""
     @property
     def values(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___MetaValue]:
-        """What to compare with: one value, any number with IN."""
+        """What to compare with: exactly one value, or any number with OPERATOR_IN."""
 
     def __init__(
         self,
@@ -349,16 +361,16 @@ global___Condition = Condition
 
 @typing.final
 class Order(google.protobuf.message.Message):
-    """A column by which ready samples are ordered."""
+    """A custom_meta column by which ready samples are ordered."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     COLUMN_FIELD_NUMBER: builtins.int
     DESCENDING_FIELD_NUMBER: builtins.int
     column: builtins.str
-    """A custom_meta column; samples without a value come last."""
+    """Name of the column. Samples without a value come last, equal ones by index."""
     descending: builtins.bool
-    """Largest first."""
+    """Whether the largest value comes first. Unset: the smallest."""
     def __init__(
         self,
         *,
@@ -400,52 +412,60 @@ class GetMetaRequest(google.protobuf.message.Message):
     LEASE_FIELD_NUMBER: builtins.int
     MAX_DELIVERIES_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
-    """16 random bytes, the same over retries; names the claim of a queue worker."""
+    """16 random bytes that the client makes, the same over retries. Of a queue worker they name the claim."""
     partition_id: builtins.str
-    """The partition; one that is not there yet is waited for."""
+    """The partition. One that does not exist yet is waited for."""
     task_name: builtins.str
-    """The consumer."""
+    """The consumer, 1 to 512 printable characters; made by its first claim. Each task consumes a partition by itself."""
     batch_size: builtins.int
-    """Samples or groups, for each rank."""
+    """Number of samples or groups for each rank, or for the queue worker; 1 or more, at most 2^24 over all ranks."""
     min_batch_size: builtins.int
-    """Queue workers: the least to be delivered; 0: `batch_size`."""
+    """Queue workers: the least to be delivered before the end, 1 to `batch_size`. 0: `batch_size`. Ranks leave it 0."""
     batch_unit: global___BatchUnit.ValueType
-    """What the two count."""
+    """What `batch_size` and `min_batch_size` count. Unset: samples."""
     micro_batch_size: builtins.int
-    """Samples a micro-batch; 0: the batch is one."""
+    """Samples of a micro-batch. 0: the batch is one micro-batch."""
     sampler: builtins.str
-    """Name of the sampler; empty: "sequential"."""
+    """Name of the sampler, as ListSamplers has it. Empty: "sequential"."""
     dp_rank: builtins.int
-    """The rank that asks."""
+    """The rank that asks, from 0 to `dp_size` - 1. Unset, like the two below, for a queue worker."""
     dp_size: builtins.int
-    """Number of ranks; bound for the epoch."""
+    """Number of ranks; the first claim of an epoch fixes it."""
     batch_index: builtins.int
-    """Which batch, counted from 0 in the epoch."""
+    """Which batch of the epoch, counted from 0."""
     drop_last: builtins.bool
-    """Whether the last batch, if short, is left out."""
+    """Whether a last batch that is short is left out, and its samples counted as `left_over_count`. Unset: it is
+    delivered.
+    """
     incarnation: builtins.bytes
-    """The incarnation of the partition; empty: whichever."""
+    """Fails with STALE_INCARNATION where the partition has another incarnation, since it was cleared and made again.
+    Empty: any.
+    """
     epoch: builtins.int
-    """The epoch of the task, which counts its resets; not given: whichever."""
+    """Fails with STALE_EPOCH where the task is at another epoch; the epoch counts the resets of the task. Unset: any."""
     finite: builtins.bool
-    """Also end when every sample inserted so far is consumed, without waiting for the seal."""
+    """Whether the task also ends when all samples inserted so far are consumed. Unset: it ends once the partition is
+    sealed.
+    """
     max_deliveries: builtins.int
-    """Queue workers with a lease: a sample that was delivered so often and never acknowledged is dead-lettered; 0: no bound."""
+    """Queue workers with a lease: a sample that was delivered so often and never acknowledged is dead-lettered. 0: no
+    bound.
+    """
     @property
     def data_fields(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Fields that make a sample ready, and whose cells the answer locates."""
+        """Fields that a sample must have to be ready; the answer says where these cells are. At least one."""
 
     @property
     def sampler_config(self) -> google.protobuf.struct_pb2.Struct:
-        """Its options."""
+        """Options of the sampler by name. Unset: its defaults. An unknown option is UNKNOWN_SAMPLER."""
 
     @property
     def where(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Condition]:
-        """Conditions on custom_meta, all of which must hold."""
+        """Conditions on custom_meta, all of which must hold. Empty: all samples."""
 
     @property
     def order_by(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Order]:
-        """Order of ready samples; empty: by index."""
+        """Columns by which ready samples are ordered, the first one first. Empty: by index."""
 
     @property
     def max_wait(self) -> google.protobuf.duration_pb2.Duration:
@@ -498,14 +518,14 @@ global___GetMetaRequest = GetMetaRequest
 
 @typing.final
 class GetMetaResponse(google.protobuf.message.Message):
-    """The batch, "not yet", or the end."""
+    """Answers with a batch, "not yet", or the end; `meta.status` says which."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     META_FIELD_NUMBER: builtins.int
     @property
     def meta(self) -> tq_service.v1.metadata_pb2.BatchMeta:
-        """Status and samples."""
+        """The status, and with a batch its samples, their metadata and where their cells are."""
 
     def __init__(
         self,
@@ -519,7 +539,7 @@ global___GetMetaResponse = GetMetaResponse
 
 @typing.final
 class ReleaseClaimRequest(google.protobuf.message.Message):
-    """Gives back a queue claim."""
+    """Samples of a queue claim that the worker will not process."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -529,16 +549,18 @@ class ReleaseClaimRequest(google.protobuf.message.Message):
     CLAIM_REQUEST_ID_FIELD_NUMBER: builtins.int
     GLOBAL_INDEXES_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
-    """16 random bytes, the same over retries."""
+    """16 random bytes that the client makes for this change and sends again with each retry. Of other lengths:
+    INVALID_ARGUMENT.
+    """
     partition_id: builtins.str
-    """The partition."""
+    """The partition that the claim is of. One that is gone is ignored."""
     task_name: builtins.str
-    """The consumer."""
+    """The consumer that made the claim."""
     claim_request_id: builtins.bytes
-    """The `request_id` of the GetMeta that made the claim."""
+    """`BatchMeta.claim_request_id` of the claim: the `request_id` of the GetMeta that made it."""
     @property
     def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Samples of a leased claim; empty: all that are left of it."""
+        """Samples of a leased claim. Empty: all that are left of the claim, leased or not."""
 
     def __init__(
         self,
@@ -555,13 +577,13 @@ global___ReleaseClaimRequest = ReleaseClaimRequest
 
 @typing.final
 class ReleaseClaimResponse(google.protobuf.message.Message):
-    """The claim is released."""
+    """Answers how much was released."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     RELEASED_COUNT_FIELD_NUMBER: builtins.int
     released_count: builtins.int
-    """Number of samples that are claimable again."""
+    """Number of samples that are claimable again; 0 where the claim is unknown."""
     def __init__(
         self,
         *,
@@ -573,7 +595,7 @@ global___ReleaseClaimResponse = ReleaseClaimResponse
 
 @typing.final
 class AckClaimRequest(google.protobuf.message.Message):
-    """Acknowledges samples of a leased claim."""
+    """Samples of a leased claim whose work is done."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -584,18 +606,22 @@ class AckClaimRequest(google.protobuf.message.Message):
     CLAIM_REQUEST_ID_FIELD_NUMBER: builtins.int
     GLOBAL_INDEXES_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
-    """16 random bytes, the same over retries."""
+    """16 random bytes that the client makes for this change and sends again with each retry. Of other lengths:
+    INVALID_ARGUMENT.
+    """
     partition_id: builtins.str
-    """The partition."""
+    """The partition that the claim is of."""
     incarnation: builtins.bytes
-    """Its incarnation; empty: whichever."""
+    """Fails with STALE_INCARNATION where the partition has another incarnation, since it was cleared and made again.
+    Empty: any.
+    """
     task_name: builtins.str
-    """The consumer."""
+    """The consumer that made the claim."""
     claim_request_id: builtins.bytes
-    """The `request_id` of the GetMeta that made the claim."""
+    """`BatchMeta.claim_request_id` of the claim: the `request_id` of the GetMeta that made it."""
     @property
     def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """The samples; empty: all that are left of the claim."""
+        """Samples of the claim; of a claim of whole groups whole groups. Empty: all that are left of it."""
 
     def __init__(
         self,
@@ -613,13 +639,13 @@ global___AckClaimRequest = AckClaimRequest
 
 @typing.final
 class AckClaimResponse(google.protobuf.message.Message):
-    """The samples are done."""
+    """Answers how much was acknowledged."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     ACKED_COUNT_FIELD_NUMBER: builtins.int
     acked_count: builtins.int
-    """Number of samples acknowledged by this call."""
+    """Number of samples that this call acknowledged; those that were before are not counted."""
     def __init__(
         self,
         *,
@@ -631,7 +657,7 @@ global___AckClaimResponse = AckClaimResponse
 
 @typing.final
 class ExtendClaimRequest(google.protobuf.message.Message):
-    """Gives a leased claim more time."""
+    """A leased claim, and how much longer it is to last."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -642,15 +668,19 @@ class ExtendClaimRequest(google.protobuf.message.Message):
     CLAIM_REQUEST_ID_FIELD_NUMBER: builtins.int
     LEASE_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
-    """16 random bytes, the same over retries."""
+    """16 random bytes that the client makes for this change and sends again with each retry. Of other lengths:
+    INVALID_ARGUMENT.
+    """
     partition_id: builtins.str
-    """The partition."""
+    """The partition that the claim is of."""
     incarnation: builtins.bytes
-    """Its incarnation; empty: whichever."""
+    """Fails with STALE_INCARNATION where the partition has another incarnation, since it was cleared and made again.
+    Empty: any.
+    """
     task_name: builtins.str
-    """The consumer."""
+    """The consumer that made the claim."""
     claim_request_id: builtins.bytes
-    """The `request_id` of the GetMeta that made the claim."""
+    """`BatchMeta.claim_request_id` of the claim: the `request_id` of the GetMeta that made it."""
     @property
     def lease(self) -> google.protobuf.duration_pb2.Duration:
         """How long the lease lasts, counted from now; more than 0, at most a day. It may be shorter than what was left."""
@@ -672,13 +702,13 @@ global___ExtendClaimRequest = ExtendClaimRequest
 
 @typing.final
 class ExtendClaimResponse(google.protobuf.message.Message):
-    """The claim has more time."""
+    """Answers that the lease has its new end."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     LEASED_COUNT_FIELD_NUMBER: builtins.int
     leased_count: builtins.int
-    """Samples of it that are not acknowledged yet."""
+    """Number of samples of the claim that are not acknowledged yet."""
     def __init__(
         self,
         *,
@@ -690,16 +720,16 @@ global___ExtendClaimResponse = ExtendClaimResponse
 
 @typing.final
 class CheckConsumptionRequest(google.protobuf.message.Message):
-    """Asks what a task has consumed."""
+    """Names a task of a partition."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     PARTITION_ID_FIELD_NUMBER: builtins.int
     TASK_NAME_FIELD_NUMBER: builtins.int
     partition_id: builtins.str
-    """The partition."""
+    """The partition; it must exist."""
     task_name: builtins.str
-    """The consumer."""
+    """The task; it must have claimed before."""
     def __init__(
         self,
         *,
@@ -712,7 +742,7 @@ global___CheckConsumptionRequest = CheckConsumptionRequest
 
 @typing.final
 class CheckConsumptionResponse(google.protobuf.message.Message):
-    """What a task has consumed."""
+    """How much of a partition a task has consumed. All counts are numbers of samples."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -725,17 +755,17 @@ class CheckConsumptionResponse(google.protobuf.message.Message):
     LEASED_COUNT_FIELD_NUMBER: builtins.int
     DEAD_LETTERED_COUNT_FIELD_NUMBER: builtins.int
     consumed_count: builtins.int
-    """Samples consumed in this epoch, cleared ones included."""
+    """Consumed in this epoch, leased and cleared ones included."""
     total_count: builtins.int
-    """Samples ever inserted."""
+    """Ever inserted, cleared ones included."""
     skipped_count: builtins.int
     """Samples the task will never get: failed or cleared before it took them, and what its end left out."""
     sealed: builtins.bool
-    """Whether the partition is sealed."""
+    """Whether the partition gets no new samples."""
     complete: builtins.bool
-    """Whether nothing is left for the task."""
+    """Whether nothing is left for the task, and nothing will come."""
     epoch: builtins.int
-    """The epoch of the task, which counts its resets."""
+    """The epoch of the task: 0, and one more with each reset."""
     leased_count: builtins.int
     """Those of `consumed_count` that are leased and not acknowledged."""
     dead_lettered_count: builtins.int
@@ -758,17 +788,17 @@ global___CheckConsumptionResponse = CheckConsumptionResponse
 
 @typing.final
 class CheckProductionRequest(google.protobuf.message.Message):
-    """Asks which samples have some fields."""
+    """Names fields of a partition."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     PARTITION_ID_FIELD_NUMBER: builtins.int
     DATA_FIELDS_FIELD_NUMBER: builtins.int
     partition_id: builtins.str
-    """The partition."""
+    """The partition; it must exist."""
     @property
     def data_fields(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """The fields."""
+        """Names of fields, at least one; a sample counts that has all of them."""
 
     def __init__(
         self,
@@ -782,7 +812,7 @@ global___CheckProductionRequest = CheckProductionRequest
 
 @typing.final
 class CheckProductionResponse(google.protobuf.message.Message):
-    """Which samples have these fields."""
+    """How many samples have all the fields."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -790,9 +820,9 @@ class CheckProductionResponse(google.protobuf.message.Message):
     TOTAL_COUNT_FIELD_NUMBER: builtins.int
     COMPLETE_FIELD_NUMBER: builtins.int
     produced_count: builtins.int
-    """Samples in the partition that have all of them."""
+    """Number of samples that have all of them."""
     total_count: builtins.int
-    """Samples in the partition that can have them: not cleared, not failed."""
+    """Number of samples that can have them: neither cleared nor failed."""
     complete: builtins.bool
     """Whether `produced_count` equals `total_count` and the partition is sealed or as large as expected."""
     def __init__(
@@ -808,7 +838,7 @@ global___CheckProductionResponse = CheckProductionResponse
 
 @typing.final
 class ResetConsumptionRequest(google.protobuf.message.Message):
-    """Starts the next epoch of a task."""
+    """Names the epoch of a task that ends."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -818,15 +848,21 @@ class ResetConsumptionRequest(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     KEEP_CONSUMED_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
-    """16 random bytes, the same over retries."""
+    """16 random bytes that the client makes for this change and sends again with each retry. Of other lengths:
+    INVALID_ARGUMENT.
+    """
     partition_id: builtins.str
-    """The partition."""
+    """The partition; it must exist."""
     task_name: builtins.str
-    """The consumer."""
+    """The task; it must have claimed before."""
     epoch: builtins.int
-    """The epoch that ends: one that is not the task's is refused, so that of many ranks only one resets."""
+    """The epoch that ends. Where the task is at another one the call fails with STALE_EPOCH, so that of many ranks only
+    one resets.
+    """
     keep_consumed: builtins.bool
-    """Keep what is consumed and only drop the plans: batches count from 0 again over what is left."""
+    """Whether consumed samples stay consumed, and batches are counted from 0 over what is left. Unset: all samples are
+    claimable again.
+    """
     def __init__(
         self,
         *,
@@ -842,13 +878,13 @@ global___ResetConsumptionRequest = ResetConsumptionRequest
 
 @typing.final
 class ResetConsumptionResponse(google.protobuf.message.Message):
-    """The next epoch has begun."""
+    """Answers that the next epoch has begun."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: builtins.int
     epoch: builtins.int
-    """The new epoch."""
+    """The epoch that has begun, one more than that of the request."""
     def __init__(
         self,
         *,
@@ -860,7 +896,7 @@ global___ResetConsumptionResponse = ResetConsumptionResponse
 
 @typing.final
 class SetCustomMetaRequest(google.protobuf.message.Message):
-    """Writes custom_meta."""
+    """Values of custom_meta for some samples."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -870,18 +906,22 @@ class SetCustomMetaRequest(google.protobuf.message.Message):
     GLOBAL_INDEXES_FIELD_NUMBER: builtins.int
     CUSTOM_META_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
-    """16 random bytes, the same over retries."""
+    """16 random bytes that the client makes for this change and sends again with each retry. Of other lengths:
+    INVALID_ARGUMENT.
+    """
     partition_id: builtins.str
-    """The partition."""
+    """The partition; it must exist."""
     incarnation: builtins.bytes
-    """Its incarnation; empty: whichever."""
+    """Fails with STALE_INCARNATION where the partition has another incarnation, since it was cleared and made again.
+    Empty: any.
+    """
     @property
     def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """The samples."""
+        """The samples, each once; they must exist."""
 
     @property
     def custom_meta(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[tq_service.v1.metadata_pb2.MetaColumn]:
-        """The columns."""
+        """The columns, each with the values for these samples in their order. Columns that are not named stay as they are."""
 
     def __init__(
         self,
@@ -910,7 +950,7 @@ global___SetCustomMetaResponse = SetCustomMetaResponse
 
 @typing.final
 class CloseGroupsRequest(google.protobuf.message.Message):
-    """Closes groups."""
+    """Groups that get no further members."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -919,14 +959,18 @@ class CloseGroupsRequest(google.protobuf.message.Message):
     INCARNATION_FIELD_NUMBER: builtins.int
     GROUPS_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
-    """16 random bytes, the same over retries."""
+    """16 random bytes that the client makes for this change and sends again with each retry. Of other lengths:
+    INVALID_ARGUMENT.
+    """
     partition_id: builtins.str
-    """The partition."""
+    """The partition; it must exist."""
     incarnation: builtins.bytes
-    """Its incarnation; empty: whichever."""
+    """Fails with STALE_INCARNATION where the partition has another incarnation, since it was cleared and made again.
+    Empty: any.
+    """
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """The groups."""
+        """Names of groups; they must exist."""
 
     def __init__(
         self,
@@ -954,7 +998,7 @@ global___CloseGroupsResponse = CloseGroupsResponse
 
 @typing.final
 class LookupSamplesRequest(google.protobuf.message.Message):
-    """Finds samples by key."""
+    """Asks for samples by key, or for all of a partition."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -964,9 +1008,9 @@ class LookupSamplesRequest(google.protobuf.message.Message):
     PAGE_SIZE_FIELD_NUMBER: builtins.int
     PAGE_TOKEN_FIELD_NUMBER: builtins.int
     partition_id: builtins.str
-    """The partition."""
+    """The partition; it must exist."""
     all_samples: builtins.bool
-    """Every sample of the partition instead, held and failed ones too."""
+    """Whether every sample of the partition is listed, held and failed ones too. Unset: those of `keys`."""
     page_size: builtins.int
     """Most samples of a page; 0, or more than the service allows (16,384): as many as it allows. A page also ends before
     its metadata grows large.
@@ -975,7 +1019,7 @@ class LookupSamplesRequest(google.protobuf.message.Message):
     """`next_page_token` of the page before, with the other fields as they were; empty: the first page."""
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """The keys, at most 65,536."""
+        """Keys of samples, at most 65,536; ignored with `all_samples`."""
 
     def __init__(
         self,
@@ -992,7 +1036,7 @@ global___LookupSamplesRequest = LookupSamplesRequest
 
 @typing.final
 class LookupSamplesResponse(google.protobuf.message.Message):
-    """The samples found."""
+    """One page of the samples."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1000,7 +1044,7 @@ class LookupSamplesResponse(google.protobuf.message.Message):
     MISSING_KEYS_FIELD_NUMBER: builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
     next_page_token: builtins.str
-    """Asks for the next page; empty: this is the last one."""
+    """Sent back as `page_token` for the next page. Empty: this is the last one."""
     @property
     def meta(self) -> tq_service.v1.metadata_pb2.BatchMeta:
         """The samples of known keys in the order asked, or all in the order of insertion; with keys, groups and custom_meta."""
@@ -1023,7 +1067,7 @@ global___LookupSamplesResponse = LookupSamplesResponse
 
 @typing.final
 class LocateRequest(google.protobuf.message.Message):
-    """Asks where cells are, of samples named by index or by key."""
+    """Asks where cells of samples are. Samples are named by index or by key, not by both."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1034,22 +1078,24 @@ class LocateRequest(google.protobuf.message.Message):
     DATA_FIELDS_FIELD_NUMBER: builtins.int
     SKIP_MISSING_FIELD_NUMBER: builtins.int
     partition_id: builtins.str
-    """The partition."""
+    """The partition; it must exist."""
     incarnation: builtins.bytes
-    """Its incarnation; empty: whichever."""
+    """Fails with STALE_INCARNATION where the partition has another incarnation, since it was cleared and made again.
+    Empty: any.
+    """
     skip_missing: builtins.bool
-    """Leave out samples that are unknown or lack one of the fields, instead of an error."""
+    """Whether samples that do not exist, or lack a cell, are left out. Unset: they fail the call with NOT_FOUND."""
     @property
     def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """The samples, at most 65,536."""
+        """Indexes of samples, at most 65,536, in the order of the answer."""
 
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Or their keys, likewise."""
+        """Keys of samples instead, at most 65,536, in the order of the answer."""
 
     @property
     def data_fields(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """The fields; empty: all of the partition."""
+        """Names of fields. Empty: all fields of the partition."""
 
     def __init__(
         self,
@@ -1067,14 +1113,14 @@ global___LocateRequest = LocateRequest
 
 @typing.final
 class LocateResponse(google.protobuf.message.Message):
-    """Where the cells are."""
+    """Answers where the cells are."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     META_FIELD_NUMBER: builtins.int
     @property
     def meta(self) -> tq_service.v1.metadata_pb2.BatchMeta:
-        """The samples found, with keys and locations."""
+        """The samples that were found, with their keys and the locations of their cells."""
 
     def __init__(
         self,
@@ -1088,7 +1134,7 @@ global___LocateResponse = LocateResponse
 
 @typing.final
 class ClearSamplesRequest(google.protobuf.message.Message):
-    """Removes samples, named by index or by key."""
+    """Samples to be removed, named by index or by key."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1098,18 +1144,22 @@ class ClearSamplesRequest(google.protobuf.message.Message):
     GLOBAL_INDEXES_FIELD_NUMBER: builtins.int
     KEYS_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
-    """16 random bytes, the same over retries."""
+    """16 random bytes that the client makes for this change and sends again with each retry. Of other lengths:
+    INVALID_ARGUMENT.
+    """
     partition_id: builtins.str
-    """The partition."""
+    """The partition; it must exist."""
     incarnation: builtins.bytes
-    """Its incarnation; empty: whichever."""
+    """Fails with STALE_INCARNATION where the partition has another incarnation, since it was cleared and made again.
+    Empty: any.
+    """
     @property
     def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """The samples."""
+        """Indexes of samples; those that do not exist are ignored."""
 
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Or their keys."""
+        """Keys of samples besides; those that do not exist are ignored."""
 
     def __init__(
         self,
@@ -1126,13 +1176,13 @@ global___ClearSamplesRequest = ClearSamplesRequest
 
 @typing.final
 class ClearSamplesResponse(google.protobuf.message.Message):
-    """The samples are gone."""
+    """Answers how much was removed."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     CLEARED_COUNT_FIELD_NUMBER: builtins.int
     cleared_count: builtins.int
-    """Number of samples removed."""
+    """Number of samples that were removed."""
     def __init__(
         self,
         *,
@@ -1144,7 +1194,7 @@ global___ClearSamplesResponse = ClearSamplesResponse
 
 @typing.final
 class ClearPartitionRequest(google.protobuf.message.Message):
-    """Removes a partition."""
+    """Names the partition that is removed."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1152,11 +1202,15 @@ class ClearPartitionRequest(google.protobuf.message.Message):
     PARTITION_ID_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
-    """16 random bytes, the same over retries."""
+    """16 random bytes that the client makes for this change and sends again with each retry. Of other lengths:
+    INVALID_ARGUMENT.
+    """
     partition_id: builtins.str
-    """The partition."""
+    """The partition; it must exist."""
     incarnation: builtins.bytes
-    """Its incarnation; empty: whichever."""
+    """Fails with STALE_INCARNATION where the partition has another incarnation, since it was cleared and made again.
+    Empty: any.
+    """
     def __init__(
         self,
         *,
@@ -1170,13 +1224,13 @@ global___ClearPartitionRequest = ClearPartitionRequest
 
 @typing.final
 class ClearPartitionResponse(google.protobuf.message.Message):
-    """The partition is gone."""
+    """Answers how much was removed."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     CLEARED_COUNT_FIELD_NUMBER: builtins.int
     cleared_count: builtins.int
-    """Number of samples removed with it."""
+    """Number of samples that were removed with it."""
     def __init__(
         self,
         *,
@@ -1188,25 +1242,33 @@ global___ClearPartitionResponse = ClearPartitionResponse
 
 @typing.final
 class ListPartitionsRequest(google.protobuf.message.Message):
-    """Asks for the partitions."""
+    """Asks for partitions by name, page by page. A token sees those that it is for."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     PREFIX_FIELD_NUMBER: builtins.int
+    PAGE_SIZE_FIELD_NUMBER: builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: builtins.int
     prefix: builtins.str
-    """Only names that begin so; empty: all."""
+    """How their names begin. Empty: all partitions."""
+    page_size: builtins.int
+    """Most partitions of a page; 0, or more than the service allows (1,000): as many as it allows."""
+    page_token: builtins.str
+    """`next_page_token` of the page before, with the other fields as they were; empty: the first page."""
     def __init__(
         self,
         *,
         prefix: builtins.str = ...,
+        page_size: builtins.int = ...,
+        page_token: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["prefix", b"prefix"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["page_size", b"page_size", "page_token", b"page_token", "prefix", b"prefix"]) -> None: ...
 
 global___ListPartitionsRequest = ListPartitionsRequest
 
 @typing.final
 class PartitionSummary(google.protobuf.message.Message):
-    """A partition in short."""
+    """A partition: its name and how many samples it has."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1216,15 +1278,15 @@ class PartitionSummary(google.protobuf.message.Message):
     PRESENT_COUNT_FIELD_NUMBER: builtins.int
     SEALED_FIELD_NUMBER: builtins.int
     partition_id: builtins.str
-    """Its name."""
+    """Name of the partition."""
     incarnation: builtins.bytes
-    """Its incarnation (16 bytes)."""
+    """16 random bytes that name this incarnation; a partition made under the name after a clear has others."""
     inserted_count: builtins.int
-    """Samples ever inserted."""
+    """Number of samples ever inserted, cleared ones included."""
     present_count: builtins.int
-    """Samples not cleared."""
+    """Number of samples that are not cleared."""
     sealed: builtins.bool
-    """Whether it is sealed."""
+    """Whether the partition gets no new samples."""
     def __init__(
         self,
         *,
@@ -1240,33 +1302,37 @@ global___PartitionSummary = PartitionSummary
 
 @typing.final
 class ListPartitionsResponse(google.protobuf.message.Message):
-    """The partitions."""
+    """One page of partitions."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     PARTITIONS_FIELD_NUMBER: builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    next_page_token: builtins.str
+    """Sent back as `page_token` for the next page. Empty: this is the last one."""
     @property
     def partitions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PartitionSummary]:
-        """In order of their names."""
+        """Partitions in the order of their names (by code points). A page may be empty and not the last one."""
 
     def __init__(
         self,
         *,
         partitions: collections.abc.Iterable[global___PartitionSummary] | None = ...,
+        next_page_token: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["partitions", b"partitions"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["next_page_token", b"next_page_token", "partitions", b"partitions"]) -> None: ...
 
 global___ListPartitionsResponse = ListPartitionsResponse
 
 @typing.final
 class DescribePartitionRequest(google.protobuf.message.Message):
-    """Asks for one partition."""
+    """Names a partition."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     PARTITION_ID_FIELD_NUMBER: builtins.int
     partition_id: builtins.str
-    """The partition."""
+    """The partition; it must exist."""
     def __init__(
         self,
         *,
@@ -1278,17 +1344,17 @@ global___DescribePartitionRequest = DescribePartitionRequest
 
 @typing.final
 class FieldStatus(google.protobuf.message.Message):
-    """A field in a partition."""
+    """A field of a partition, and how many samples have it."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SPEC_FIELD_NUMBER: builtins.int
     PRODUCED_COUNT_FIELD_NUMBER: builtins.int
     produced_count: builtins.int
-    """Samples that have it."""
+    """Number of samples that have a cell of it."""
     @property
     def spec(self) -> tq_service.v1.metadata_pb2.FieldSpec:
-        """Name, dtype, layout, row shape."""
+        """Name, dtype, layout and row shape of the field, as far as they are fixed."""
 
     def __init__(
         self,
@@ -1303,7 +1369,7 @@ global___FieldStatus = FieldStatus
 
 @typing.final
 class TaskStatus(google.protobuf.message.Message):
-    """A task in a partition."""
+    """A task of a partition. All counts but two are numbers of samples."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1319,28 +1385,28 @@ class TaskStatus(google.protobuf.message.Message):
     DEAD_LETTERED_COUNT_FIELD_NUMBER: builtins.int
     DEAD_LETTERED_INDEXES_FIELD_NUMBER: builtins.int
     task_name: builtins.str
-    """Its name."""
+    """Name of the task."""
     epoch: builtins.int
-    """Its epoch: how often its consumption was reset."""
+    """Its epoch: 0, and one more with each reset."""
     consumed_count: builtins.int
-    """Samples consumed in this epoch."""
+    """Consumed in this epoch, leased and cleared ones included."""
     skipped_count: builtins.int
-    """Samples it will never get."""
+    """Those that the task will never get, as far as is known."""
     planned_batch_count: builtins.int
-    """Batches planned in this epoch (ranked consumers)."""
+    """Number of batches planned in this epoch for ranks; 0 for queue workers."""
     dp_size: builtins.int
-    """Number of ranks, once bound; 0 before."""
+    """Number of ranks in this epoch. 0: no rank has claimed yet."""
     waiting_count: builtins.int
-    """Calls that wait."""
+    """Number of GetMeta calls that wait."""
     complete: builtins.bool
-    """Whether nothing is left for it."""
+    """Whether nothing is left for the task, and nothing will come."""
     leased_count: builtins.int
-    """Samples that are leased and not acknowledged."""
+    """Leased and not acknowledged; they may be delivered again."""
     dead_lettered_count: builtins.int
-    """Samples that were delivered too often without being acknowledged."""
+    """Delivered `max_deliveries` times and never acknowledged."""
     @property
     def dead_lettered_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Some of them: the first hundred."""
+        """Indexes of dead-lettered samples that are not cleared; at most the first hundred."""
 
     def __init__(
         self,
@@ -1363,7 +1429,7 @@ global___TaskStatus = TaskStatus
 
 @typing.final
 class DescribePartitionResponse(google.protobuf.message.Message):
-    """Describes one partition."""
+    """A partition: its samples by state, its fields, tasks and limits."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1381,40 +1447,40 @@ class DescribePartitionResponse(google.protobuf.message.Message):
     STALENESS_LIMITS_FIELD_NUMBER: builtins.int
     WAITING_PUT_COUNT_FIELD_NUMBER: builtins.int
     expected_samples: builtins.int
-    """Number of samples that will be inserted, where declared."""
+    """Number of samples at which the partition is sealed by itself. Unset: it was not declared."""
     live_count: builtins.int
-    """Samples that are live."""
+    """Number of samples in SAMPLE_STATE_LIVE."""
     held_count: builtins.int
-    """Samples that are held."""
+    """Number of samples in SAMPLE_STATE_HELD."""
     failed_count: builtins.int
-    """Samples that failed."""
+    """Number of samples in SAMPLE_STATE_FAILED."""
     group_count: builtins.int
-    """Groups with members in the partition."""
+    """Number of groups that have members in the partition."""
     used_bytes: builtins.int
-    """Bytes of the values of its samples."""
+    """Bytes that the values of its samples take."""
     max_bytes: builtins.int
-    """Most bytes that they may take, where bounded."""
+    """Most bytes that they may take. Unset: no bound but the quotas of the storage services."""
     waiting_put_count: builtins.int
-    """Puts of new samples that wait for capacity or for a task."""
+    """Number of puts of new samples that wait for capacity or for a staleness limit."""
     @property
     def summary(self) -> global___PartitionSummary:
-        """The partition in short."""
+        """Name, incarnation and numbers of samples."""
 
     @property
     def fields(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___FieldStatus]:
-        """Its fields."""
+        """Its fields, declared or fixed by a put."""
 
     @property
     def tasks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TaskStatus]:
-        """Its tasks."""
+        """All tasks that have claimed."""
 
     @property
     def custom_meta_columns(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Names of its custom_meta columns."""
+        """Names of the custom_meta columns."""
 
     @property
     def staleness_limits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StalenessLimit]:
-        """How far producers may be ahead of its tasks."""
+        """How far producers may be ahead of its tasks. Empty: no limit."""
 
     def __init__(
         self,
@@ -1444,19 +1510,29 @@ global___DescribePartitionResponse = DescribePartitionResponse
 
 @typing.final
 class ListSamplersRequest(google.protobuf.message.Message):
-    """Asks for the samplers."""
+    """Asks for the samplers of the service, page by page."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    PAGE_SIZE_FIELD_NUMBER: builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    page_size: builtins.int
+    """Most samplers of a page; 0, or more than the service allows (1,000): as many as it allows."""
+    page_token: builtins.str
+    """`next_page_token` of the page before, with the other fields as they were; empty: the first page."""
     def __init__(
         self,
+        *,
+        page_size: builtins.int = ...,
+        page_token: builtins.str = ...,
     ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["page_size", b"page_size", "page_token", b"page_token"]) -> None: ...
 
 global___ListSamplersRequest = ListSamplersRequest
 
 @typing.final
 class SamplerDescription(google.protobuf.message.Message):
-    """A sampler."""
+    """A sampler that GetMeta takes."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1464,12 +1540,12 @@ class SamplerDescription(google.protobuf.message.Message):
     SUMMARY_FIELD_NUMBER: builtins.int
     OPTIONS_FIELD_NUMBER: builtins.int
     name: builtins.str
-    """The name GetMeta takes."""
+    """Its name, for `GetMetaRequest.sampler`."""
     summary: builtins.str
     """What it does, in a sentence."""
     @property
     def options(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Names of its options."""
+        """Names of its options, for `GetMetaRequest.sampler_config`."""
 
     def __init__(
         self,
@@ -1484,36 +1560,40 @@ global___SamplerDescription = SamplerDescription
 
 @typing.final
 class ListSamplersResponse(google.protobuf.message.Message):
-    """The samplers."""
+    """One page of samplers."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SAMPLERS_FIELD_NUMBER: builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    next_page_token: builtins.str
+    """Sent back as `page_token` for the next page. Empty: this is the last one."""
     @property
     def samplers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SamplerDescription]:
-        """In order of their names."""
+        """Samplers in the order of their names."""
 
     def __init__(
         self,
         *,
         samplers: collections.abc.Iterable[global___SamplerDescription] | None = ...,
+        next_page_token: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["samplers", b"samplers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["next_page_token", b"next_page_token", "samplers", b"samplers"]) -> None: ...
 
 global___ListSamplersResponse = ListSamplersResponse
 
 @typing.final
 class PlacePutRequest(google.protobuf.message.Message):
-    """Asks where to put bytes."""
+    """Asks which storage service should take a put."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SIZE_BYTES_FIELD_NUMBER: builtins.int
     PARTITION_ID_FIELD_NUMBER: builtins.int
     size_bytes: builtins.int
-    """Size of the put in bytes."""
+    """Size of the values of the put in bytes, 0 or more."""
     partition_id: builtins.str
-    """The partition it is for."""
+    """The partition that the put will be committed to."""
     def __init__(
         self,
         *,
@@ -1526,7 +1606,7 @@ global___PlacePutRequest = PlacePutRequest
 
 @typing.final
 class PlacePutResponse(google.protobuf.message.Message):
-    """Where to put them: for this put, and then for others as far as the grant goes."""
+    """Where the put goes, and a grant: other puts may go there too, without another PlacePut."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1537,11 +1617,13 @@ class PlacePutResponse(google.protobuf.message.Message):
     GRANT_BYTES_FIELD_NUMBER: builtins.int
     MAX_GRANTED_PUT_BYTES_FIELD_NUMBER: builtins.int
     embedded: builtins.bool
-    """Whether it is the one in the controller's process, so that puts can carry their commit."""
+    """Whether the storage service runs in the process of the controller, so that `PutHeader.commit` can carry the
+    commit.
+    """
     controller_id: builtins.bytes
-    """The controller: PutHeader's `controller_id`."""
+    """Sent as `PutHeader.controller_id` (16 bytes)."""
     grant_bytes: builtins.int
-    """How many bytes of other puts may go there unasked."""
+    """How many bytes of other puts the grant is for, all of them together."""
     max_granted_put_bytes: builtins.int
     """Size of the largest put that may go there unasked; larger ones are placed each, so that the services fill evenly."""
     @property
@@ -1569,7 +1651,7 @@ global___PlacePutResponse = PlacePutResponse
 
 @typing.final
 class CheckpointRequest(google.protobuf.message.Message):
-    """Asks for a checkpoint."""
+    """Names the checkpoint to be written."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1589,7 +1671,7 @@ global___CheckpointRequest = CheckpointRequest
 
 @typing.final
 class CheckpointResponse(google.protobuf.message.Message):
-    """The checkpoint is whole, and the one of this name before it is gone."""
+    """Answers that the checkpoint is whole, and that the one of this name before it is gone."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1600,15 +1682,15 @@ class CheckpointResponse(google.protobuf.message.Message):
     VALUE_BYTES_FIELD_NUMBER: builtins.int
     PAUSE_FIELD_NUMBER: builtins.int
     name: builtins.str
-    """Name of the checkpoint."""
+    """Name of the checkpoint, as in the request."""
     partition_count: builtins.int
-    """Number of partitions in it."""
+    """Number of partitions in the checkpoint."""
     sample_count: builtins.int
-    """Number of samples in it."""
+    """Number of samples in the checkpoint."""
     put_count: builtins.int
-    """Number of puts in it."""
+    """Number of puts that its bytes will be when they are restored."""
     value_bytes: builtins.int
-    """Bytes of their values."""
+    """Bytes of the values in the checkpoint."""
     @property
     def pause(self) -> google.protobuf.duration_pb2.Duration:
         """The longest time for which the service answered no call while the checkpoint was written."""
@@ -1630,16 +1712,18 @@ global___CheckpointResponse = CheckpointResponse
 
 @typing.final
 class RestoreRequest(google.protobuf.message.Message):
-    """Asks for what a checkpoint holds."""
+    """Names the checkpoint to be restored."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: builtins.int
     NAME_FIELD_NUMBER: builtins.int
     request_id: builtins.bytes
-    """16 random bytes, the same over retries."""
+    """16 random bytes that the client makes for this change and sends again with each retry. Of other lengths:
+    INVALID_ARGUMENT.
+    """
     name: builtins.str
-    """Name of the checkpoint."""
+    """The name under which Checkpoint wrote it."""
     def __init__(
         self,
         *,
@@ -1652,7 +1736,7 @@ global___RestoreRequest = RestoreRequest
 
 @typing.final
 class RestoreResponse(google.protobuf.message.Message):
-    """Everything is back."""
+    """Answers that all partitions of the checkpoint exist again."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1661,13 +1745,13 @@ class RestoreResponse(google.protobuf.message.Message):
     PUT_COUNT_FIELD_NUMBER: builtins.int
     VALUE_BYTES_FIELD_NUMBER: builtins.int
     partition_count: builtins.int
-    """Number of partitions."""
+    """Number of partitions that were restored."""
     sample_count: builtins.int
-    """Number of samples."""
+    """Number of samples that were restored."""
     put_count: builtins.int
-    """Number of puts."""
+    """Number of puts that were made of the bytes."""
     value_bytes: builtins.int
-    """Bytes of their values."""
+    """Bytes of the values that were restored."""
     def __init__(
         self,
         *,

@@ -166,21 +166,22 @@ class ControllerServiceServicer(object):
 
     def Insert(self, request, context):
         """Allocates samples without data. Changes: adds rows, and the partition when it is new. Idempotent under
-        `request_id`. Blocks while the partition is bounded and has no capacity, until shortly before the call's deadline.
-        Errors: ALREADY_EXISTS (a key is known), FAILED_PRECONDITION (sealed), RESOURCE_EXHAUSTED (no capacity; with RetryInfo
-        unless it could never fit).
+        `request_id`. Blocks while the partition is bounded and has no capacity, until shortly before the call's
+        deadline. Errors: ALREADY_EXISTS (a key is known), FAILED_PRECONDITION (sealed), RESOURCE_EXHAUSTED (no capacity;
+        with RetryInfo unless it could never fit).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Commit(self, request, context):
-        """Makes a stored put visible and writes keys, groups, state and custom_meta, all in one step: allocates rows for new
-        samples, or adds and overwrites columns of existing ones; without a placement it writes metadata and state only.
-        Idempotent under `request_id`. Blocks for one call to the storage service that holds the put, and with new samples
-        as Insert does; the put is dropped when there is no capacity until then. Errors: RESOURCE_EXHAUSTED (no capacity), NOT_FOUND
-        (unknown key, sample, or an expired put), ALREADY_EXISTS (a key is known), FAILED_PRECONDITION (sealed, stale
-        incarnation, failed sample), INVALID_ARGUMENT (counts, dtype, layout or shape differ).
+        """Makes a stored put visible and writes keys, groups, state and custom_meta, all in one step: allocates rows for
+        new samples, or adds and overwrites columns of existing ones; without a placement it writes metadata and state
+        only. Idempotent under `request_id`. Blocks for one call to the storage service that holds the put, and with new
+        samples as Insert does; the put is dropped when there is no capacity until then. Errors: RESOURCE_EXHAUSTED (no
+        capacity), NOT_FOUND (unknown key, sample, or an expired put), ALREADY_EXISTS (a key is known),
+        FAILED_PRECONDITION (sealed, stale incarnation, failed sample), INVALID_ARGUMENT (counts, dtype, layout or shape
+        differ).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -208,9 +209,9 @@ class ControllerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def AckClaim(self, request, context):
-        """Acknowledges samples of a leased queue claim: their work is done. Changes: they stay consumed, whatever becomes of
-        the lease. Idempotent, does not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (the lease ran out
-        for some of them, which names them; none is acknowledged then).
+        """Acknowledges samples of a leased queue claim: their work is done. Changes: they stay consumed, whatever becomes
+        of the lease. Idempotent, does not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (the lease
+        ran out for some of them, which names them; none is acknowledged then).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -265,9 +266,9 @@ class ControllerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def LookupSamples(self, request, context):
-        """Finds samples by key, or lists them all, page by page. A page is of one moment; between two of them samples may come,
-        which are listed if their indexes are still ahead, and go, which are left out. Changes nothing, does not block.
-        Errors: NOT_FOUND (partition), FAILED_PRECONDITION (the partition was cleared since the first page),
+        """Finds samples by key, or lists them all, page by page. A page is of one moment; between two of them samples may
+        come, which are listed if their indexes are still ahead, and go, which are left out. Changes nothing, does not
+        block. Errors: NOT_FOUND (partition), FAILED_PRECONDITION (the partition was cleared since the first page),
         INVALID_ARGUMENT (a page token that is not of this list).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -283,9 +284,10 @@ class ControllerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ClearSamples(self, request, context):
-        """Removes samples, many of them 32,768 at a time, between which other calls see some gone and some not. Changes: their
-        cells, keys and claims are gone; their indexes are never given out again. Unknown keys and indexes are ignored, so it
-        is idempotent. Does not block. Errors: NOT_FOUND (partition), FAILED_PRECONDITION (stale incarnation).
+        """Removes samples, many of them 32,768 at a time, between which other calls see some gone and some not. Changes:
+        their cells, keys and claims are gone; their indexes are never given out again. Unknown keys and indexes are
+        ignored, so it is idempotent. Does not block. Errors: NOT_FOUND (partition), FAILED_PRECONDITION (stale
+        incarnation).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -301,7 +303,9 @@ class ControllerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListPartitions(self, request, context):
-        """Lists partitions by name. Changes nothing, does not block.
+        """Lists partitions by name, page by page. A page is of one moment: partitions that are made or cleared between two
+        of them may be listed or not, all others are listed once. Changes nothing, does not block. Errors:
+        INVALID_ARGUMENT (page size or token).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -315,15 +319,16 @@ class ControllerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListSamplers(self, request, context):
-        """Lists the samplers that GetMeta knows, with their options. Changes nothing, does not block.
+        """Lists the samplers that GetMeta knows, with their options, page by page. Changes nothing, does not block. Errors:
+        INVALID_ARGUMENT (page size or token).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PlacePut(self, request, context):
-        """Says which storage service should take a put, and where others may go for a while. Changes nothing, does not block. Errors: RESOURCE_EXHAUSTED (larger
-        than any quota), UNAVAILABLE (no storage service is there).
+        """Says which storage service should take a put, and where others may go for a while. Changes nothing, does not
+        block. Errors: RESOURCE_EXHAUSTED (larger than any quota), UNAVAILABLE (no storage service is there).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -331,20 +336,21 @@ class ControllerServiceServicer(object):
 
     def Checkpoint(self, request, context):
         """Writes a consistent copy of everything, claims and bytes, under a name below the controller's directory for
-        checkpoints, while all else goes on. Changes nothing in the service; the name has the new checkpoint whole, or the one
-        before it. Takes as long as the bytes need; one at a time. Errors: FAILED_PRECONDITION (another one is running, or the
-        service has no directory for checkpoints), INVALID_ARGUMENT (the name), RESOURCE_EXHAUSTED (disk full), DATA_LOSS (a
-        storage service has lost bytes that are to be copied).
+        checkpoints, while all else goes on. Changes nothing in the service; the name has the new checkpoint whole, or
+        the one before it. Takes as long as the bytes need; one at a time. Errors: FAILED_PRECONDITION (another one is
+        running, or the service has no directory for checkpoints), INVALID_ARGUMENT (the name), RESOURCE_EXHAUSTED (disk
+        full), DATA_LOSS (a storage service has lost bytes that are to be copied).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Restore(self, request, context):
-        """Brings back what a checkpoint holds, into a service that has no partitions. The checkpoint is read and checked whole
-        before anything is changed; then its bytes go to the storage services there are now, and all its partitions appear
-        in one step. Errors: FAILED_PRECONDITION (there are partitions, or the service has no directory for checkpoints),
-        INVALID_ARGUMENT (the name, no checkpoint, or one of another format), DATA_LOSS (a file of it is damaged), RESOURCE_EXHAUSTED (no capacity for its bytes).
+        """Brings back what a checkpoint holds, into a service that has no partitions. The checkpoint is read and checked
+        whole before anything is changed; then its bytes go to the storage services there are now, and all its partitions
+        appear in one step. Errors: FAILED_PRECONDITION (there are partitions, or the service has no directory for
+        checkpoints), INVALID_ARGUMENT (the name, no checkpoint, or one of another format), DATA_LOSS (a file of it is
+        damaged), RESOURCE_EXHAUSTED (no capacity for its bytes).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -50,21 +50,22 @@ class ControllerServiceStub:
         tq_service.v1.controller_service_pb2.InsertResponse,
     ]
     """Allocates samples without data. Changes: adds rows, and the partition when it is new. Idempotent under
-    `request_id`. Blocks while the partition is bounded and has no capacity, until shortly before the call's deadline.
-    Errors: ALREADY_EXISTS (a key is known), FAILED_PRECONDITION (sealed), RESOURCE_EXHAUSTED (no capacity; with RetryInfo
-    unless it could never fit).
+    `request_id`. Blocks while the partition is bounded and has no capacity, until shortly before the call's
+    deadline. Errors: ALREADY_EXISTS (a key is known), FAILED_PRECONDITION (sealed), RESOURCE_EXHAUSTED (no capacity;
+    with RetryInfo unless it could never fit).
     """
 
     Commit: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.commit_pb2.CommitRequest,
         tq_service.v1.commit_pb2.CommitResponse,
     ]
-    """Makes a stored put visible and writes keys, groups, state and custom_meta, all in one step: allocates rows for new
-    samples, or adds and overwrites columns of existing ones; without a placement it writes metadata and state only.
-    Idempotent under `request_id`. Blocks for one call to the storage service that holds the put, and with new samples
-    as Insert does; the put is dropped when there is no capacity until then. Errors: RESOURCE_EXHAUSTED (no capacity), NOT_FOUND
-    (unknown key, sample, or an expired put), ALREADY_EXISTS (a key is known), FAILED_PRECONDITION (sealed, stale
-    incarnation, failed sample), INVALID_ARGUMENT (counts, dtype, layout or shape differ).
+    """Makes a stored put visible and writes keys, groups, state and custom_meta, all in one step: allocates rows for
+    new samples, or adds and overwrites columns of existing ones; without a placement it writes metadata and state
+    only. Idempotent under `request_id`. Blocks for one call to the storage service that holds the put, and with new
+    samples as Insert does; the put is dropped when there is no capacity until then. Errors: RESOURCE_EXHAUSTED (no
+    capacity), NOT_FOUND (unknown key, sample, or an expired put), ALREADY_EXISTS (a key is known),
+    FAILED_PRECONDITION (sealed, stale incarnation, failed sample), INVALID_ARGUMENT (counts, dtype, layout or shape
+    differ).
     """
 
     GetMeta: grpc.UnaryUnaryMultiCallable[
@@ -92,9 +93,9 @@ class ControllerServiceStub:
         tq_service.v1.controller_service_pb2.AckClaimRequest,
         tq_service.v1.controller_service_pb2.AckClaimResponse,
     ]
-    """Acknowledges samples of a leased queue claim: their work is done. Changes: they stay consumed, whatever becomes of
-    the lease. Idempotent, does not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (the lease ran out
-    for some of them, which names them; none is acknowledged then).
+    """Acknowledges samples of a leased queue claim: their work is done. Changes: they stay consumed, whatever becomes
+    of the lease. Idempotent, does not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (the lease
+    ran out for some of them, which names them; none is acknowledged then).
     """
 
     ExtendClaim: grpc.UnaryUnaryMultiCallable[
@@ -148,9 +149,9 @@ class ControllerServiceStub:
         tq_service.v1.controller_service_pb2.LookupSamplesRequest,
         tq_service.v1.controller_service_pb2.LookupSamplesResponse,
     ]
-    """Finds samples by key, or lists them all, page by page. A page is of one moment; between two of them samples may come,
-    which are listed if their indexes are still ahead, and go, which are left out. Changes nothing, does not block.
-    Errors: NOT_FOUND (partition), FAILED_PRECONDITION (the partition was cleared since the first page),
+    """Finds samples by key, or lists them all, page by page. A page is of one moment; between two of them samples may
+    come, which are listed if their indexes are still ahead, and go, which are left out. Changes nothing, does not
+    block. Errors: NOT_FOUND (partition), FAILED_PRECONDITION (the partition was cleared since the first page),
     INVALID_ARGUMENT (a page token that is not of this list).
     """
 
@@ -166,9 +167,10 @@ class ControllerServiceStub:
         tq_service.v1.controller_service_pb2.ClearSamplesRequest,
         tq_service.v1.controller_service_pb2.ClearSamplesResponse,
     ]
-    """Removes samples, many of them 32,768 at a time, between which other calls see some gone and some not. Changes: their
-    cells, keys and claims are gone; their indexes are never given out again. Unknown keys and indexes are ignored, so it
-    is idempotent. Does not block. Errors: NOT_FOUND (partition), FAILED_PRECONDITION (stale incarnation).
+    """Removes samples, many of them 32,768 at a time, between which other calls see some gone and some not. Changes:
+    their cells, keys and claims are gone; their indexes are never given out again. Unknown keys and indexes are
+    ignored, so it is idempotent. Does not block. Errors: NOT_FOUND (partition), FAILED_PRECONDITION (stale
+    incarnation).
     """
 
     ClearPartition: grpc.UnaryUnaryMultiCallable[
@@ -184,7 +186,10 @@ class ControllerServiceStub:
         tq_service.v1.controller_service_pb2.ListPartitionsRequest,
         tq_service.v1.controller_service_pb2.ListPartitionsResponse,
     ]
-    """Lists partitions by name. Changes nothing, does not block."""
+    """Lists partitions by name, page by page. A page is of one moment: partitions that are made or cleared between two
+    of them may be listed or not, all others are listed once. Changes nothing, does not block. Errors:
+    INVALID_ARGUMENT (page size or token).
+    """
 
     DescribePartition: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.DescribePartitionRequest,
@@ -196,14 +201,16 @@ class ControllerServiceStub:
         tq_service.v1.controller_service_pb2.ListSamplersRequest,
         tq_service.v1.controller_service_pb2.ListSamplersResponse,
     ]
-    """Lists the samplers that GetMeta knows, with their options. Changes nothing, does not block."""
+    """Lists the samplers that GetMeta knows, with their options, page by page. Changes nothing, does not block. Errors:
+    INVALID_ARGUMENT (page size or token).
+    """
 
     PlacePut: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.PlacePutRequest,
         tq_service.v1.controller_service_pb2.PlacePutResponse,
     ]
-    """Says which storage service should take a put, and where others may go for a while. Changes nothing, does not block. Errors: RESOURCE_EXHAUSTED (larger
-    than any quota), UNAVAILABLE (no storage service is there).
+    """Says which storage service should take a put, and where others may go for a while. Changes nothing, does not
+    block. Errors: RESOURCE_EXHAUSTED (larger than any quota), UNAVAILABLE (no storage service is there).
     """
 
     Checkpoint: grpc.UnaryUnaryMultiCallable[
@@ -211,20 +218,21 @@ class ControllerServiceStub:
         tq_service.v1.controller_service_pb2.CheckpointResponse,
     ]
     """Writes a consistent copy of everything, claims and bytes, under a name below the controller's directory for
-    checkpoints, while all else goes on. Changes nothing in the service; the name has the new checkpoint whole, or the one
-    before it. Takes as long as the bytes need; one at a time. Errors: FAILED_PRECONDITION (another one is running, or the
-    service has no directory for checkpoints), INVALID_ARGUMENT (the name), RESOURCE_EXHAUSTED (disk full), DATA_LOSS (a
-    storage service has lost bytes that are to be copied).
+    checkpoints, while all else goes on. Changes nothing in the service; the name has the new checkpoint whole, or
+    the one before it. Takes as long as the bytes need; one at a time. Errors: FAILED_PRECONDITION (another one is
+    running, or the service has no directory for checkpoints), INVALID_ARGUMENT (the name), RESOURCE_EXHAUSTED (disk
+    full), DATA_LOSS (a storage service has lost bytes that are to be copied).
     """
 
     Restore: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.RestoreRequest,
         tq_service.v1.controller_service_pb2.RestoreResponse,
     ]
-    """Brings back what a checkpoint holds, into a service that has no partitions. The checkpoint is read and checked whole
-    before anything is changed; then its bytes go to the storage services there are now, and all its partitions appear
-    in one step. Errors: FAILED_PRECONDITION (there are partitions, or the service has no directory for checkpoints),
-    INVALID_ARGUMENT (the name, no checkpoint, or one of another format), DATA_LOSS (a file of it is damaged), RESOURCE_EXHAUSTED (no capacity for its bytes).
+    """Brings back what a checkpoint holds, into a service that has no partitions. The checkpoint is read and checked
+    whole before anything is changed; then its bytes go to the storage services there are now, and all its partitions
+    appear in one step. Errors: FAILED_PRECONDITION (there are partitions, or the service has no directory for
+    checkpoints), INVALID_ARGUMENT (the name, no checkpoint, or one of another format), DATA_LOSS (a file of it is
+    damaged), RESOURCE_EXHAUSTED (no capacity for its bytes).
     """
 
 class ControllerServiceAsyncStub:
@@ -258,21 +266,22 @@ class ControllerServiceAsyncStub:
         tq_service.v1.controller_service_pb2.InsertResponse,
     ]
     """Allocates samples without data. Changes: adds rows, and the partition when it is new. Idempotent under
-    `request_id`. Blocks while the partition is bounded and has no capacity, until shortly before the call's deadline.
-    Errors: ALREADY_EXISTS (a key is known), FAILED_PRECONDITION (sealed), RESOURCE_EXHAUSTED (no capacity; with RetryInfo
-    unless it could never fit).
+    `request_id`. Blocks while the partition is bounded and has no capacity, until shortly before the call's
+    deadline. Errors: ALREADY_EXISTS (a key is known), FAILED_PRECONDITION (sealed), RESOURCE_EXHAUSTED (no capacity;
+    with RetryInfo unless it could never fit).
     """
 
     Commit: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.v1.commit_pb2.CommitRequest,
         tq_service.v1.commit_pb2.CommitResponse,
     ]
-    """Makes a stored put visible and writes keys, groups, state and custom_meta, all in one step: allocates rows for new
-    samples, or adds and overwrites columns of existing ones; without a placement it writes metadata and state only.
-    Idempotent under `request_id`. Blocks for one call to the storage service that holds the put, and with new samples
-    as Insert does; the put is dropped when there is no capacity until then. Errors: RESOURCE_EXHAUSTED (no capacity), NOT_FOUND
-    (unknown key, sample, or an expired put), ALREADY_EXISTS (a key is known), FAILED_PRECONDITION (sealed, stale
-    incarnation, failed sample), INVALID_ARGUMENT (counts, dtype, layout or shape differ).
+    """Makes a stored put visible and writes keys, groups, state and custom_meta, all in one step: allocates rows for
+    new samples, or adds and overwrites columns of existing ones; without a placement it writes metadata and state
+    only. Idempotent under `request_id`. Blocks for one call to the storage service that holds the put, and with new
+    samples as Insert does; the put is dropped when there is no capacity until then. Errors: RESOURCE_EXHAUSTED (no
+    capacity), NOT_FOUND (unknown key, sample, or an expired put), ALREADY_EXISTS (a key is known),
+    FAILED_PRECONDITION (sealed, stale incarnation, failed sample), INVALID_ARGUMENT (counts, dtype, layout or shape
+    differ).
     """
 
     GetMeta: grpc.aio.UnaryUnaryMultiCallable[
@@ -300,9 +309,9 @@ class ControllerServiceAsyncStub:
         tq_service.v1.controller_service_pb2.AckClaimRequest,
         tq_service.v1.controller_service_pb2.AckClaimResponse,
     ]
-    """Acknowledges samples of a leased queue claim: their work is done. Changes: they stay consumed, whatever becomes of
-    the lease. Idempotent, does not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (the lease ran out
-    for some of them, which names them; none is acknowledged then).
+    """Acknowledges samples of a leased queue claim: their work is done. Changes: they stay consumed, whatever becomes
+    of the lease. Idempotent, does not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (the lease
+    ran out for some of them, which names them; none is acknowledged then).
     """
 
     ExtendClaim: grpc.aio.UnaryUnaryMultiCallable[
@@ -356,9 +365,9 @@ class ControllerServiceAsyncStub:
         tq_service.v1.controller_service_pb2.LookupSamplesRequest,
         tq_service.v1.controller_service_pb2.LookupSamplesResponse,
     ]
-    """Finds samples by key, or lists them all, page by page. A page is of one moment; between two of them samples may come,
-    which are listed if their indexes are still ahead, and go, which are left out. Changes nothing, does not block.
-    Errors: NOT_FOUND (partition), FAILED_PRECONDITION (the partition was cleared since the first page),
+    """Finds samples by key, or lists them all, page by page. A page is of one moment; between two of them samples may
+    come, which are listed if their indexes are still ahead, and go, which are left out. Changes nothing, does not
+    block. Errors: NOT_FOUND (partition), FAILED_PRECONDITION (the partition was cleared since the first page),
     INVALID_ARGUMENT (a page token that is not of this list).
     """
 
@@ -374,9 +383,10 @@ class ControllerServiceAsyncStub:
         tq_service.v1.controller_service_pb2.ClearSamplesRequest,
         tq_service.v1.controller_service_pb2.ClearSamplesResponse,
     ]
-    """Removes samples, many of them 32,768 at a time, between which other calls see some gone and some not. Changes: their
-    cells, keys and claims are gone; their indexes are never given out again. Unknown keys and indexes are ignored, so it
-    is idempotent. Does not block. Errors: NOT_FOUND (partition), FAILED_PRECONDITION (stale incarnation).
+    """Removes samples, many of them 32,768 at a time, between which other calls see some gone and some not. Changes:
+    their cells, keys and claims are gone; their indexes are never given out again. Unknown keys and indexes are
+    ignored, so it is idempotent. Does not block. Errors: NOT_FOUND (partition), FAILED_PRECONDITION (stale
+    incarnation).
     """
 
     ClearPartition: grpc.aio.UnaryUnaryMultiCallable[
@@ -392,7 +402,10 @@ class ControllerServiceAsyncStub:
         tq_service.v1.controller_service_pb2.ListPartitionsRequest,
         tq_service.v1.controller_service_pb2.ListPartitionsResponse,
     ]
-    """Lists partitions by name. Changes nothing, does not block."""
+    """Lists partitions by name, page by page. A page is of one moment: partitions that are made or cleared between two
+    of them may be listed or not, all others are listed once. Changes nothing, does not block. Errors:
+    INVALID_ARGUMENT (page size or token).
+    """
 
     DescribePartition: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.DescribePartitionRequest,
@@ -404,14 +417,16 @@ class ControllerServiceAsyncStub:
         tq_service.v1.controller_service_pb2.ListSamplersRequest,
         tq_service.v1.controller_service_pb2.ListSamplersResponse,
     ]
-    """Lists the samplers that GetMeta knows, with their options. Changes nothing, does not block."""
+    """Lists the samplers that GetMeta knows, with their options, page by page. Changes nothing, does not block. Errors:
+    INVALID_ARGUMENT (page size or token).
+    """
 
     PlacePut: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.PlacePutRequest,
         tq_service.v1.controller_service_pb2.PlacePutResponse,
     ]
-    """Says which storage service should take a put, and where others may go for a while. Changes nothing, does not block. Errors: RESOURCE_EXHAUSTED (larger
-    than any quota), UNAVAILABLE (no storage service is there).
+    """Says which storage service should take a put, and where others may go for a while. Changes nothing, does not
+    block. Errors: RESOURCE_EXHAUSTED (larger than any quota), UNAVAILABLE (no storage service is there).
     """
 
     Checkpoint: grpc.aio.UnaryUnaryMultiCallable[
@@ -419,20 +434,21 @@ class ControllerServiceAsyncStub:
         tq_service.v1.controller_service_pb2.CheckpointResponse,
     ]
     """Writes a consistent copy of everything, claims and bytes, under a name below the controller's directory for
-    checkpoints, while all else goes on. Changes nothing in the service; the name has the new checkpoint whole, or the one
-    before it. Takes as long as the bytes need; one at a time. Errors: FAILED_PRECONDITION (another one is running, or the
-    service has no directory for checkpoints), INVALID_ARGUMENT (the name), RESOURCE_EXHAUSTED (disk full), DATA_LOSS (a
-    storage service has lost bytes that are to be copied).
+    checkpoints, while all else goes on. Changes nothing in the service; the name has the new checkpoint whole, or
+    the one before it. Takes as long as the bytes need; one at a time. Errors: FAILED_PRECONDITION (another one is
+    running, or the service has no directory for checkpoints), INVALID_ARGUMENT (the name), RESOURCE_EXHAUSTED (disk
+    full), DATA_LOSS (a storage service has lost bytes that are to be copied).
     """
 
     Restore: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.v1.controller_service_pb2.RestoreRequest,
         tq_service.v1.controller_service_pb2.RestoreResponse,
     ]
-    """Brings back what a checkpoint holds, into a service that has no partitions. The checkpoint is read and checked whole
-    before anything is changed; then its bytes go to the storage services there are now, and all its partitions appear
-    in one step. Errors: FAILED_PRECONDITION (there are partitions, or the service has no directory for checkpoints),
-    INVALID_ARGUMENT (the name, no checkpoint, or one of another format), DATA_LOSS (a file of it is damaged), RESOURCE_EXHAUSTED (no capacity for its bytes).
+    """Brings back what a checkpoint holds, into a service that has no partitions. The checkpoint is read and checked
+    whole before anything is changed; then its bytes go to the storage services there are now, and all its partitions
+    appear in one step. Errors: FAILED_PRECONDITION (there are partitions, or the service has no directory for
+    checkpoints), INVALID_ARGUMENT (the name, no checkpoint, or one of another format), DATA_LOSS (a file of it is
+    damaged), RESOURCE_EXHAUSTED (no capacity for its bytes).
     """
 
 class ControllerServiceServicer(metaclass=abc.ABCMeta):
@@ -472,9 +488,9 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.InsertResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.InsertResponse]]:
         """Allocates samples without data. Changes: adds rows, and the partition when it is new. Idempotent under
-        `request_id`. Blocks while the partition is bounded and has no capacity, until shortly before the call's deadline.
-        Errors: ALREADY_EXISTS (a key is known), FAILED_PRECONDITION (sealed), RESOURCE_EXHAUSTED (no capacity; with RetryInfo
-        unless it could never fit).
+        `request_id`. Blocks while the partition is bounded and has no capacity, until shortly before the call's
+        deadline. Errors: ALREADY_EXISTS (a key is known), FAILED_PRECONDITION (sealed), RESOURCE_EXHAUSTED (no capacity;
+        with RetryInfo unless it could never fit).
         """
 
     @abc.abstractmethod
@@ -483,12 +499,13 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.commit_pb2.CommitRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.commit_pb2.CommitResponse, collections.abc.Awaitable[tq_service.v1.commit_pb2.CommitResponse]]:
-        """Makes a stored put visible and writes keys, groups, state and custom_meta, all in one step: allocates rows for new
-        samples, or adds and overwrites columns of existing ones; without a placement it writes metadata and state only.
-        Idempotent under `request_id`. Blocks for one call to the storage service that holds the put, and with new samples
-        as Insert does; the put is dropped when there is no capacity until then. Errors: RESOURCE_EXHAUSTED (no capacity), NOT_FOUND
-        (unknown key, sample, or an expired put), ALREADY_EXISTS (a key is known), FAILED_PRECONDITION (sealed, stale
-        incarnation, failed sample), INVALID_ARGUMENT (counts, dtype, layout or shape differ).
+        """Makes a stored put visible and writes keys, groups, state and custom_meta, all in one step: allocates rows for
+        new samples, or adds and overwrites columns of existing ones; without a placement it writes metadata and state
+        only. Idempotent under `request_id`. Blocks for one call to the storage service that holds the put, and with new
+        samples as Insert does; the put is dropped when there is no capacity until then. Errors: RESOURCE_EXHAUSTED (no
+        capacity), NOT_FOUND (unknown key, sample, or an expired put), ALREADY_EXISTS (a key is known),
+        FAILED_PRECONDITION (sealed, stale incarnation, failed sample), INVALID_ARGUMENT (counts, dtype, layout or shape
+        differ).
         """
 
     @abc.abstractmethod
@@ -522,9 +539,9 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.AckClaimRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.AckClaimResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.AckClaimResponse]]:
-        """Acknowledges samples of a leased queue claim: their work is done. Changes: they stay consumed, whatever becomes of
-        the lease. Idempotent, does not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (the lease ran out
-        for some of them, which names them; none is acknowledged then).
+        """Acknowledges samples of a leased queue claim: their work is done. Changes: they stay consumed, whatever becomes
+        of the lease. Idempotent, does not block. Errors: NOT_FOUND (partition or task), FAILED_PRECONDITION (the lease
+        ran out for some of them, which names them; none is acknowledged then).
         """
 
     @abc.abstractmethod
@@ -592,9 +609,9 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.LookupSamplesRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.LookupSamplesResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.LookupSamplesResponse]]:
-        """Finds samples by key, or lists them all, page by page. A page is of one moment; between two of them samples may come,
-        which are listed if their indexes are still ahead, and go, which are left out. Changes nothing, does not block.
-        Errors: NOT_FOUND (partition), FAILED_PRECONDITION (the partition was cleared since the first page),
+        """Finds samples by key, or lists them all, page by page. A page is of one moment; between two of them samples may
+        come, which are listed if their indexes are still ahead, and go, which are left out. Changes nothing, does not
+        block. Errors: NOT_FOUND (partition), FAILED_PRECONDITION (the partition was cleared since the first page),
         INVALID_ARGUMENT (a page token that is not of this list).
         """
 
@@ -614,9 +631,10 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.ClearSamplesRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.ClearSamplesResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.ClearSamplesResponse]]:
-        """Removes samples, many of them 32,768 at a time, between which other calls see some gone and some not. Changes: their
-        cells, keys and claims are gone; their indexes are never given out again. Unknown keys and indexes are ignored, so it
-        is idempotent. Does not block. Errors: NOT_FOUND (partition), FAILED_PRECONDITION (stale incarnation).
+        """Removes samples, many of them 32,768 at a time, between which other calls see some gone and some not. Changes:
+        their cells, keys and claims are gone; their indexes are never given out again. Unknown keys and indexes are
+        ignored, so it is idempotent. Does not block. Errors: NOT_FOUND (partition), FAILED_PRECONDITION (stale
+        incarnation).
         """
 
     @abc.abstractmethod
@@ -636,7 +654,10 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.ListPartitionsRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.ListPartitionsResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.ListPartitionsResponse]]:
-        """Lists partitions by name. Changes nothing, does not block."""
+        """Lists partitions by name, page by page. A page is of one moment: partitions that are made or cleared between two
+        of them may be listed or not, all others are listed once. Changes nothing, does not block. Errors:
+        INVALID_ARGUMENT (page size or token).
+        """
 
     @abc.abstractmethod
     def DescribePartition(
@@ -652,7 +673,9 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.ListSamplersRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.ListSamplersResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.ListSamplersResponse]]:
-        """Lists the samplers that GetMeta knows, with their options. Changes nothing, does not block."""
+        """Lists the samplers that GetMeta knows, with their options, page by page. Changes nothing, does not block. Errors:
+        INVALID_ARGUMENT (page size or token).
+        """
 
     @abc.abstractmethod
     def PlacePut(
@@ -660,8 +683,8 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.PlacePutRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.PlacePutResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.PlacePutResponse]]:
-        """Says which storage service should take a put, and where others may go for a while. Changes nothing, does not block. Errors: RESOURCE_EXHAUSTED (larger
-        than any quota), UNAVAILABLE (no storage service is there).
+        """Says which storage service should take a put, and where others may go for a while. Changes nothing, does not
+        block. Errors: RESOURCE_EXHAUSTED (larger than any quota), UNAVAILABLE (no storage service is there).
         """
 
     @abc.abstractmethod
@@ -671,10 +694,10 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.CheckpointResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.CheckpointResponse]]:
         """Writes a consistent copy of everything, claims and bytes, under a name below the controller's directory for
-        checkpoints, while all else goes on. Changes nothing in the service; the name has the new checkpoint whole, or the one
-        before it. Takes as long as the bytes need; one at a time. Errors: FAILED_PRECONDITION (another one is running, or the
-        service has no directory for checkpoints), INVALID_ARGUMENT (the name), RESOURCE_EXHAUSTED (disk full), DATA_LOSS (a
-        storage service has lost bytes that are to be copied).
+        checkpoints, while all else goes on. Changes nothing in the service; the name has the new checkpoint whole, or
+        the one before it. Takes as long as the bytes need; one at a time. Errors: FAILED_PRECONDITION (another one is
+        running, or the service has no directory for checkpoints), INVALID_ARGUMENT (the name), RESOURCE_EXHAUSTED (disk
+        full), DATA_LOSS (a storage service has lost bytes that are to be copied).
         """
 
     @abc.abstractmethod
@@ -683,10 +706,11 @@ class ControllerServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.controller_service_pb2.RestoreRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.controller_service_pb2.RestoreResponse, collections.abc.Awaitable[tq_service.v1.controller_service_pb2.RestoreResponse]]:
-        """Brings back what a checkpoint holds, into a service that has no partitions. The checkpoint is read and checked whole
-        before anything is changed; then its bytes go to the storage services there are now, and all its partitions appear
-        in one step. Errors: FAILED_PRECONDITION (there are partitions, or the service has no directory for checkpoints),
-        INVALID_ARGUMENT (the name, no checkpoint, or one of another format), DATA_LOSS (a file of it is damaged), RESOURCE_EXHAUSTED (no capacity for its bytes).
+        """Brings back what a checkpoint holds, into a service that has no partitions. The checkpoint is read and checked
+        whole before anything is changed; then its bytes go to the storage services there are now, and all its partitions
+        appear in one step. Errors: FAILED_PRECONDITION (there are partitions, or the service has no directory for
+        checkpoints), INVALID_ARGUMENT (the name, no checkpoint, or one of another format), DATA_LOSS (a file of it is
+        damaged), RESOURCE_EXHAUSTED (no capacity for its bytes).
         """
 
 def add_ControllerServiceServicer_to_server(servicer: ControllerServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -29,9 +29,9 @@ class _LayoutEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTyp
     LAYOUT_UNSPECIFIED: _Layout.ValueType  # 0
     """Not given: the partition's default layout, or the layout of the data."""
     LAYOUT_DENSE: _Layout.ValueType  # 1
-    """Every row has the same shape."""
+    """Every row has the same shape, `FieldSpec.row_shape`."""
     LAYOUT_JAGGED: _Layout.ValueType  # 2
-    """Rows differ in at least one dimension."""
+    """Rows differ in at least one dimension, which is -1 in `FieldSpec.row_shape`."""
     LAYOUT_OBJECT: _Layout.ValueType  # 3
     """Rows are self-describing objects (text, JSON-like values, dicts of tensors)."""
 
@@ -41,9 +41,9 @@ class Layout(_Layout, metaclass=_LayoutEnumTypeWrapper):
 LAYOUT_UNSPECIFIED: Layout.ValueType  # 0
 """Not given: the partition's default layout, or the layout of the data."""
 LAYOUT_DENSE: Layout.ValueType  # 1
-"""Every row has the same shape."""
+"""Every row has the same shape, `FieldSpec.row_shape`."""
 LAYOUT_JAGGED: Layout.ValueType  # 2
-"""Rows differ in at least one dimension."""
+"""Rows differ in at least one dimension, which is -1 in `FieldSpec.row_shape`."""
 LAYOUT_OBJECT: Layout.ValueType  # 3
 """Rows are self-describing objects (text, JSON-like values, dicts of tensors)."""
 global___Layout = Layout
@@ -64,7 +64,7 @@ class _SampleStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """Never ready, counts as done, its bytes are freed. Final."""
 
 class SampleState(_SampleState, metaclass=_SampleStateEnumTypeWrapper):
-    """What may happen with a sample."""
+    """What may be done with a sample."""
 
 SAMPLE_STATE_UNSPECIFIED: SampleState.ValueType  # 0
 """Not given: new samples are live, existing ones keep their state."""
@@ -92,7 +92,7 @@ class _BatchStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """No further batch will come for this task and epoch. Recorded."""
 
 class BatchStatus(_BatchStatus, metaclass=_BatchStatusEnumTypeWrapper):
-    """What a claim answered."""
+    """What a claim returned."""
 
 BATCH_STATUS_UNSPECIFIED: BatchStatus.ValueType  # 0
 """Never sent."""
@@ -116,11 +116,11 @@ class FieldSpec(google.protobuf.message.Message):
     ROW_SHAPE_FIELD_NUMBER: builtins.int
     ROW_SHAPE_KNOWN_FIELD_NUMBER: builtins.int
     name: builtins.str
-    """Name, unique in the partition."""
+    """Name of the column, unique in the partition; not empty."""
     dtype: builtins.str
     """torch's name of the dtype, such as "float32" or "bfloat16"; empty for objects, or where not yet known."""
     layout: global___Layout.ValueType
-    """Layout of the column."""
+    """How its rows are laid out. Unset, in a declaration: fixed by the first put."""
     row_shape_known: builtins.bool
     """Whether `row_shape` is known: false in a declaration that leaves it to the first put."""
     @property
@@ -142,14 +142,14 @@ global___FieldSpec = FieldSpec
 
 @typing.final
 class Int64Values(google.protobuf.message.Message):
-    """64-bit integers."""
+    """Signed integers of 64 bits."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     VALUES_FIELD_NUMBER: builtins.int
     @property
     def values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """The values."""
+        """One value for each sample that has one."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class DoubleValues(google.protobuf.message.Message):
     VALUES_FIELD_NUMBER: builtins.int
     @property
     def values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """The values."""
+        """One value for each sample that has one."""
 
     def __init__(
         self,
@@ -189,7 +189,7 @@ class BoolValues(google.protobuf.message.Message):
     VALUES_FIELD_NUMBER: builtins.int
     @property
     def values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bool]:
-        """The values."""
+        """One value for each sample that has one."""
 
     def __init__(
         self,
@@ -202,14 +202,14 @@ global___BoolValues = BoolValues
 
 @typing.final
 class StringValues(google.protobuf.message.Message):
-    """Strings."""
+    """Text in UTF-8."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     VALUES_FIELD_NUMBER: builtins.int
     @property
     def values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """The values."""
+        """One value for each sample that has one."""
 
     def __init__(
         self,
@@ -233,12 +233,12 @@ class MetaColumn(google.protobuf.message.Message):
     BOOL_VALUES_FIELD_NUMBER: builtins.int
     STRING_VALUES_FIELD_NUMBER: builtins.int
     name: builtins.str
-    """Name of the column, such as "total_lengths"."""
+    """Name of the column, such as "total_lengths"; not empty, and in one message once."""
     present: builtins.bytes
     """One byte a sample, 1 where the sample has a value; empty where all have one."""
     @property
     def int64_values(self) -> global___Int64Values:
-        """64-bit integers."""
+        """Signed integers of 64 bits."""
 
     @property
     def double_values(self) -> global___DoubleValues:
@@ -250,7 +250,7 @@ class MetaColumn(google.protobuf.message.Message):
 
     @property
     def string_values(self) -> global___StringValues:
-        """Strings."""
+        """Text in UTF-8."""
 
     def __init__(
         self,
@@ -270,7 +270,7 @@ global___MetaColumn = MetaColumn
 
 @typing.final
 class StorageEndpoint(google.protobuf.message.Message):
-    """One instance of a storage service."""
+    """One instance of a storage service, and how clients reach it."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -305,14 +305,16 @@ class StorageEndpoint(google.protobuf.message.Message):
     address: builtins.str
     """Where clients reach it, "host:port", for kinds that have an address."""
     is_away: builtins.bool
-    """Whether it is not known where it is: it has not announced itself since the controller started. Locate tells later."""
+    """Whether its address is not known at present: it has not registered since the controller started. Call Locate
+    again later.
+    """
     kind: builtins.str
     """How clients reach it: "grpc" (StorageService at `address`), or "controller" (StorageService where the client found
     the controller).
     """
     @property
     def params(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
-        """What else clients need for its kind; none for these two."""
+        """Further parameters of its kind, by name; empty for the two kinds above."""
 
     def __init__(
         self,
@@ -330,7 +332,7 @@ global___StorageEndpoint = StorageEndpoint
 
 @typing.final
 class StoredPut(google.protobuf.message.Message):
-    """A put that holds cells."""
+    """A put that holds cells, and where it lies."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -339,7 +341,7 @@ class StoredPut(google.protobuf.message.Message):
     put_id: builtins.bytes
     """The client-made id of the put (16 bytes)."""
     storage_index: builtins.int
-    """Index into `Locations.storages`."""
+    """Position in `Locations.storages` of the storage service that holds it."""
     def __init__(
         self,
         *,
@@ -362,19 +364,19 @@ class CellRuns(google.protobuf.message.Message):
     ROW_COUNTS_FIELD_NUMBER: builtins.int
     @property
     def field_names(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """The fields that share these runs, since they were put together."""
+        """Names of the fields that share these runs, since they were put together."""
 
     @property
     def put_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """For each run, the index of its put."""
+        """For each run, the position of its put in `Locations.puts` or in `GetRequest.put_ids`."""
 
     @property
     def first_rows(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """For each run, its first row in the put."""
+        """For each run, its first row, counted from 0 in the put."""
 
     @property
     def row_counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """For each run, its number of rows."""
+        """For each run, its number of rows, 1 or more."""
 
     def __init__(
         self,
@@ -399,15 +401,15 @@ class Locations(google.protobuf.message.Message):
     RUNS_FIELD_NUMBER: builtins.int
     @property
     def storages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StorageEndpoint]:
-        """The storage services that hold them."""
+        """The storage services that hold the puts."""
 
     @property
     def puts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StoredPut]:
-        """The puts that hold them."""
+        """The puts that hold the cells."""
 
     @property
     def runs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___CellRuns]:
-        """The runs, field by field."""
+        """The runs of cells; each field is in one entry, whose runs have the samples in their order."""
 
     def __init__(
         self,
@@ -430,14 +432,14 @@ class Pack(google.protobuf.message.Message):
     LENGTHS_FIELD_NUMBER: builtins.int
     PADDING_TOKENS_FIELD_NUMBER: builtins.int
     padding_tokens: builtins.int
-    """Tokens that fill the pack up to its length."""
+    """Number of tokens that fill the pack up to its length; 0 for micro-batches."""
     @property
     def rows(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Positions in `BatchMeta.global_indexes`."""
+        """Positions of its samples in the batch, counted from 0."""
 
     @property
     def lengths(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Token counts of these samples, where the sampler knows them."""
+        """Numbers of tokens of these samples. Empty: the sampler does not know them."""
 
     def __init__(
         self,
@@ -452,7 +454,7 @@ global___Pack = Pack
 
 @typing.final
 class Step(google.protobuf.message.Message):
-    """What ends with one optimizer step."""
+    """The packs between two optimizer steps."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -472,7 +474,7 @@ global___Step = Step
 
 @typing.final
 class IndexRanges(google.protobuf.message.Message):
-    """Indexes that follow each other, as ranges."""
+    """Indexes of samples as ranges of consecutive ones, in order."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -480,11 +482,11 @@ class IndexRanges(google.protobuf.message.Message):
     INDEX_COUNTS_FIELD_NUMBER: builtins.int
     @property
     def first_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """For each range, its first index."""
+        """First index of each range."""
 
     @property
     def index_counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """For each range, its number of indexes, 1 or more."""
+        """Number of indexes of each range, 1 or more; as many values as `first_indexes`."""
 
     def __init__(
         self,
@@ -520,52 +522,54 @@ class BatchMeta(google.protobuf.message.Message):
     INDEX_RANGES_FIELD_NUMBER: builtins.int
     END_FIELD_NUMBER: builtins.int
     status: global___BatchStatus.ValueType
-    """What the claim answered; BATCH for answers that are no claims."""
+    """What the claim returned; BATCH in answers that are no claims."""
     partition_id: builtins.str
-    """The partition."""
+    """The partition that the samples are of."""
     incarnation: builtins.bytes
-    """The incarnation of the partition (16 bytes)."""
+    """16 bytes that name its incarnation; sent back with calls about these samples."""
     epoch: builtins.int
-    """The epoch of the task, which counts its resets; 0 for answers that are no claims."""
+    """The epoch of the task, which counts its resets. 0 in answers that are no claims."""
     skipped_count: builtins.int
-    """With END: how many samples the task will never get, the sum of those that `end` tells apart."""
+    """With END: number of samples that the task will never get, the sum of all counts in `end` but `consumed_count`.
+    Else 0.
+    """
     claim_request_id: builtins.bytes
-    """The `request_id` of a leased claim, by which it is acknowledged; else empty."""
+    """The `request_id` of a leased claim, by which it is acknowledged. Empty: it is not leased."""
     @property
     def global_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """The samples, in the order of the batch; empty where `index_ranges` names them."""
+        """Indexes of the samples, in the order of the batch. Empty where `index_ranges` has them."""
 
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Their keys, "" for a sample without; empty where none has one."""
+        """Key of each sample, "" for one without. Empty: none has one."""
 
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Their groups, "" for a sample without; empty where none has one."""
+        """Group of each sample, "" for one without. Empty: none has one."""
 
     @property
     def custom_meta(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___MetaColumn]:
-        """Their custom_meta."""
+        """custom_meta of the samples, column by column."""
 
     @property
     def fields(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___FieldSpec]:
-        """The fields asked for."""
+        """Specs of the fields that were asked for, or written, as far as the partition has them."""
 
     @property
     def locations(self) -> global___Locations:
-        """Where their cells are."""
+        """Where the cells of these fields are. Unset in answers to writes."""
 
     @property
     def steps(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Step]:
-        """How the samples are to be used; plain micro-batches are one step."""
+        """How a claim is to be used, step by step; plain micro-batches are one step."""
 
     @property
     def lease(self) -> google.protobuf.duration_pb2.Duration:
-        """For how long the samples of a leased claim are leased, counted from the answer. Unset where they are not leased."""
+        """For how long the samples are leased, counted from the answer. Unset: they are not leased."""
 
     @property
     def delivery_counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """For each sample of a leased claim, how often it was delivered to the task, this time included; else empty."""
+        """For each sample of a leased claim, how often it was delivered to the task, this time included. Empty: not leased."""
 
     @property
     def index_ranges(self) -> global___IndexRanges:
@@ -573,7 +577,7 @@ class BatchMeta(google.protobuf.message.Message):
 
     @property
     def end(self) -> global___EndCounts:
-        """With END: what became of all samples of the partition; the same for all ranks."""
+        """With END: what became of all samples of the partition; the same for all ranks. Else unset."""
 
     def __init__(
         self,
@@ -603,7 +607,9 @@ global___BatchMeta = BatchMeta
 
 @typing.final
 class EndCounts(google.protobuf.message.Message):
-    """What became of the samples of a partition when a task reached its end. Numbers of samples."""
+    """What became of the samples of a partition when a task reached its end. All counts are numbers of samples, and their
+    sum is the number ever inserted.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -615,17 +621,17 @@ class EndCounts(google.protobuf.message.Message):
     IN_INCOMPLETE_GROUPS_COUNT_FIELD_NUMBER: builtins.int
     LEFT_OVER_COUNT_FIELD_NUMBER: builtins.int
     consumed_count: builtins.int
-    """Consumed by the task in this epoch, cleared ones included."""
+    """Consumed by the task in this epoch, leased and cleared ones included."""
     cleared_count: builtins.int
     """Cleared before the task took them."""
     failed_count: builtins.int
     """Failed before the task took them."""
     dead_lettered_count: builtins.int
-    """Delivered too often without being acknowledged."""
+    """Delivered `max_deliveries` times without being acknowledged, cleared ones included."""
     excluded_count: builtins.int
-    """Ruled out by the task's `where`."""
+    """Ruled out by the `where` of the task."""
     in_incomplete_groups_count: builtins.int
-    """Of groups that cannot be delivered whole any more."""
+    """In groups that cannot be delivered whole any more."""
     left_over_count: builtins.int
     """Ready, but in no plan: a short last batch with `drop_last`, or what the sampler leaves out."""
     def __init__(
@@ -653,14 +659,14 @@ class ColumnHeader(google.protobuf.message.Message):
     VALUE_BYTES_FIELD_NUMBER: builtins.int
     EXTENTS_FIELD_NUMBER: builtins.int
     value_bytes: builtins.int
-    """Size of the column's values in the frames, in bytes."""
+    """Size of the values of the column, in bytes."""
     extents: builtins.bytes
     """Little-endian int64. Jagged: for each row, its size in each ragged dimension (row-major). Object: the bytes of
     each row. Dense: empty.
     """
     @property
     def spec(self) -> global___FieldSpec:
-        """Name, dtype, layout and row shape."""
+        """Name, dtype, layout and row shape of the column."""
 
     def __init__(
         self,

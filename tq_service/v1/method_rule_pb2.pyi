@@ -28,7 +28,7 @@ class _Role:
 class _RoleEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Role.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     ROLE_UNSPECIFIED: _Role.ValueType  # 0
-    """Never used."""
+    """In no rule, and held by no token."""
     ROLE_READ: _Role.ValueType  # 1
     """See partitions and their progress, look up samples, read their data."""
     ROLE_PRODUCE: _Role.ValueType  # 2
@@ -36,15 +36,15 @@ class _RoleEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeW
     ROLE_CONSUME: _Role.ValueType  # 3
     """Claim samples, read and clear them."""
     ROLE_ADMIN: _Role.ValueType  # 4
-    """Everything but calls between services."""
+    """Call every method but those between services, checkpoints included."""
     ROLE_SERVICE: _Role.ValueType  # 5
-    """What the services of one deployment do among themselves."""
+    """Make the calls between the services of one deployment."""
 
 class Role(_Role, metaclass=_RoleEnumTypeWrapper):
     """What the holder of a token may do. ROLE_ADMIN is allowed every method but those that services call alone."""
 
 ROLE_UNSPECIFIED: Role.ValueType  # 0
-"""Never used."""
+"""In no rule, and held by no token."""
 ROLE_READ: Role.ValueType  # 1
 """See partitions and their progress, look up samples, read their data."""
 ROLE_PRODUCE: Role.ValueType  # 2
@@ -52,9 +52,9 @@ ROLE_PRODUCE: Role.ValueType  # 2
 ROLE_CONSUME: Role.ValueType  # 3
 """Claim samples, read and clear them."""
 ROLE_ADMIN: Role.ValueType  # 4
-"""Everything but calls between services."""
+"""Call every method but those between services, checkpoints included."""
 ROLE_SERVICE: Role.ValueType  # 5
-"""What the services of one deployment do among themselves."""
+"""Make the calls between the services of one deployment."""
 global___Role = Role
 
 class _Partitions:
@@ -66,11 +66,11 @@ class _PartitionsEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     PARTITIONS_UNSPECIFIED: _Partitions.ValueType  # 0
     """Those that `partition_fields` name, and those of the puts in `put_ids_field`; a method with neither is refused."""
     PARTITIONS_NONE: _Partitions.ValueType  # 1
-    """None."""
+    """The call concerns no partition."""
     PARTITIONS_LISTED: _Partitions.ValueType  # 2
     """Those in its answer, which a token sees only so far as it is for them."""
     PARTITIONS_ALL: _Partitions.ValueType  # 3
-    """All there are."""
+    """The call concerns all partitions: the token must be for all of them."""
 
 class Partitions(_Partitions, metaclass=_PartitionsEnumTypeWrapper):
     """Which partitions a call concerns. The caller's token must be for each of them."""
@@ -78,11 +78,11 @@ class Partitions(_Partitions, metaclass=_PartitionsEnumTypeWrapper):
 PARTITIONS_UNSPECIFIED: Partitions.ValueType  # 0
 """Those that `partition_fields` name, and those of the puts in `put_ids_field`; a method with neither is refused."""
 PARTITIONS_NONE: Partitions.ValueType  # 1
-"""None."""
+"""The call concerns no partition."""
 PARTITIONS_LISTED: Partitions.ValueType  # 2
 """Those in its answer, which a token sees only so far as it is for them."""
 PARTITIONS_ALL: Partitions.ValueType  # 3
-"""All there are."""
+"""The call concerns all partitions: the token must be for all of them."""
 global___Partitions = Partitions
 
 @typing.final
@@ -103,7 +103,7 @@ class MethodRule(google.protobuf.message.Message):
     FILLS_DISK_FIELD_NUMBER: builtins.int
     IS_ANSWER_DURABLE_FIELD_NUMBER: builtins.int
     partitions: global___Partitions.ValueType
-    """Which partitions a call concerns."""
+    """Which partitions a call concerns; the token of its caller must be for each."""
     put_ids_field: builtins.str
     """Where it names puts, such as "get.put_ids"; their partitions are known to the storage service that holds them."""
     is_audited: builtins.bool
@@ -116,8 +116,8 @@ class MethodRule(google.protobuf.message.Message):
     """What it answers was durable before anybody could ask for it, so its answers wait for no disk."""
     @property
     def roles(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[global___Role.ValueType]:
-        """One of these is needed. A method for ROLE_SERVICE alone is internal: clients are refused also by a service that asks
-        for no tokens. None at all: nobody may call it.
+        """One of these is needed. A method for ROLE_SERVICE alone is internal: clients are refused also by a service that
+        asks for no tokens. None at all: nobody may call it.
         """
 
     @property

@@ -16,7 +16,7 @@ DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
 class PutHeader(google.protobuf.message.Message):
-    """What precedes the frames of a put."""
+    """What a put is: its columns, its size and whom it belongs to."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -30,9 +30,9 @@ class PutHeader(google.protobuf.message.Message):
     PARTITION_ID_FIELD_NUMBER: builtins.int
     CONTROLLER_ID_FIELD_NUMBER: builtins.int
     put_id: builtins.bytes
-    """Client-made, random 16 bytes, the same over retries."""
+    """16 random bytes that the client makes for this put and sends again with each retry."""
     row_count: builtins.int
-    """Number of rows of every column."""
+    """Number of rows of every column, 1 to 2^24."""
     size_bytes: builtins.int
     """Bytes of all frames together: the sum of the columns' `value_bytes`."""
     for_existing_rows: builtins.bool
@@ -44,10 +44,12 @@ class PutHeader(google.protobuf.message.Message):
     partition_id: builtins.str
     """The partition that the put is for: its commit must name the same."""
     controller_id: builtins.bytes
-    """The controller that owns the put and is to commit it, as PlacePut answered; not needed where it is in the same process."""
+    """The controller that owns the put and is to commit it, as PlacePut answered; not needed where it is in the same
+    process.
+    """
     @property
     def columns(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[tq_service.v1.metadata_pb2.ColumnHeader]:
-        """The columns, in the order of their bytes in the frames."""
+        """The columns, in the order in which their bytes follow."""
 
     @property
     def commit(self) -> tq_service.v1.commit_pb2.CommitRequest:
@@ -73,17 +75,19 @@ global___PutHeader = PutHeader
 
 @typing.final
 class PutRequest(google.protobuf.message.Message):
-    """A message of the stream of a put."""
+    """One message of the stream of a put."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     HEADER_FIELD_NUMBER: builtins.int
     FRAME_FIELD_NUMBER: builtins.int
     frame: builtins.bytes
-    """Up to a few MiB of the columns' bytes, in order."""
+    """The next bytes of the columns, one column after the other. Frames of 1 to 4 MiB are best; they need not end
+    with a column.
+    """
     @property
     def header(self) -> global___PutHeader:
-        """First message."""
+        """The first message, and only that."""
 
     def __init__(
         self,
@@ -99,7 +103,7 @@ global___PutRequest = PutRequest
 
 @typing.final
 class PutResponse(google.protobuf.message.Message):
-    """Where the put is."""
+    """Answers that the put is stored."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -107,16 +111,16 @@ class PutResponse(google.protobuf.message.Message):
     COMMIT_FIELD_NUMBER: builtins.int
     RECEIPT_FIELD_NUMBER: builtins.int
     receipt: builtins.bytes
-    """What Commit takes as the proof that the put is here; clients pass it on as it is. Empty where the controller is in the
-    same process, and where the put is committed already.
+    """What Commit takes as the proof that the put is here; clients pass it on as it is. Empty where the controller is
+    in the same process, and where the put is committed already.
     """
     @property
     def storage(self) -> tq_service.v1.metadata_pb2.StorageEndpoint:
-        """The storage service that took it."""
+        """The storage service and the boot that took it, for `PutPlacement.storage`."""
 
     @property
     def commit(self) -> tq_service.v1.commit_pb2.CommitResponse:
-        """The commit's answer, where the header carried a commit."""
+        """The answer of the commit. Unset where the header carried none."""
 
     def __init__(
         self,
@@ -132,7 +136,7 @@ global___PutResponse = PutResponse
 
 @typing.final
 class PutInlineRequest(google.protobuf.message.Message):
-    """A whole put."""
+    """A whole put in one message."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -142,7 +146,7 @@ class PutInlineRequest(google.protobuf.message.Message):
     """The bytes of the columns one after the other, `size_bytes` of them."""
     @property
     def header(self) -> global___PutHeader:
-        """What is put."""
+        """The header that a stream would begin with."""
 
     def __init__(
         self,
@@ -157,14 +161,14 @@ global___PutInlineRequest = PutInlineRequest
 
 @typing.final
 class PutInlineResponse(google.protobuf.message.Message):
-    """Where the put is."""
+    """Answers that the put is stored."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     PUT_FIELD_NUMBER: builtins.int
     @property
     def put(self) -> global___PutResponse:
-        """What Put answers."""
+        """The answer that the stream would end with."""
 
     def __init__(
         self,
@@ -178,7 +182,7 @@ global___PutInlineResponse = PutInlineResponse
 
 @typing.final
 class GetRequest(google.protobuf.message.Message):
-    """Asks for cells."""
+    """Cells of some puts of one storage service."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -187,12 +191,12 @@ class GetRequest(google.protobuf.message.Message):
     RUNS_FIELD_NUMBER: builtins.int
     SHARED_MEMORY_SESSION_FIELD_NUMBER: builtins.int
     boot_id: builtins.bytes
-    """The boot under which the puts were stored."""
+    """`StorageEndpoint.boot_id` where the puts were located. Under another boot they are gone: DATA_LOSS."""
     shared_memory_session: builtins.bytes
     """The session on the socket for shared memory, of a client that can take shared memory; else empty."""
     @property
     def put_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """The puts that `runs` index."""
+        """The puts that `runs` count in."""
 
     @property
     def runs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[tq_service.v1.metadata_pb2.CellRuns]:
@@ -221,7 +225,7 @@ class SharedColumn(google.protobuf.message.Message):
     STARTS_FIELD_NUMBER: builtins.int
     SIZES_FIELD_NUMBER: builtins.int
     column_index: builtins.int
-    """Index into the columns of the header."""
+    """Position of the column in the columns of the header."""
     @property
     def memory_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """For each slice, the index of its memfd among those that are offered."""
@@ -248,7 +252,7 @@ global___SharedColumn = SharedColumn
 
 @typing.final
 class SharedColumns(google.protobuf.message.Message):
-    """What is received over the socket for shared memory while the call lasts."""
+    """Memory that the client receives over the socket for shared memory, while the call lasts."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -256,12 +260,12 @@ class SharedColumns(google.protobuf.message.Message):
     MEMORY_COUNT_FIELD_NUMBER: builtins.int
     COLUMNS_FIELD_NUMBER: builtins.int
     offer_id: builtins.bytes
-    """For SharedMemoryRequest's collection."""
+    """Sent in ReceiveFds on that socket."""
     memory_count: builtins.int
-    """Number of memfds."""
+    """Number of memfds that are offered."""
     @property
     def columns(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SharedColumn]:
-        """The columns that are not in the frames."""
+        """The columns whose values are in shared memory instead of the frames."""
 
     def __init__(
         self,
@@ -276,7 +280,7 @@ global___SharedColumns = SharedColumns
 
 @typing.final
 class GetHeader(google.protobuf.message.Message):
-    """What precedes the frames of a get."""
+    """What a get returns: its columns and their sizes."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -287,7 +291,7 @@ class GetHeader(google.protobuf.message.Message):
     """Number of rows of every column."""
     @property
     def columns(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[tq_service.v1.metadata_pb2.ColumnHeader]:
-        """The columns, in the order of their bytes in the frames."""
+        """The columns in the order of the request, which is that of their bytes."""
 
     @property
     def shared(self) -> global___SharedColumns:
@@ -307,17 +311,17 @@ global___GetHeader = GetHeader
 
 @typing.final
 class GetResponse(google.protobuf.message.Message):
-    """A message of the stream of a get."""
+    """One message of the stream of a get."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     HEADER_FIELD_NUMBER: builtins.int
     FRAME_FIELD_NUMBER: builtins.int
     frame: builtins.bytes
-    """Up to a few MiB of the columns' bytes, in order."""
+    """The next bytes of the columns, one column after the other; a frame may end within a column."""
     @property
     def header(self) -> global___GetHeader:
-        """First message."""
+        """The first message, and only that."""
 
     def __init__(
         self,
@@ -333,14 +337,14 @@ global___GetResponse = GetResponse
 
 @typing.final
 class GetInlineRequest(google.protobuf.message.Message):
-    """Asks for cells that are likely to be small."""
+    """Cells whose values are likely to fit into one message."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     GET_FIELD_NUMBER: builtins.int
     @property
     def get(self) -> global___GetRequest:
-        """What Get asks for."""
+        """The request that the stream would be called with."""
 
     def __init__(
         self,
@@ -354,7 +358,7 @@ global___GetInlineRequest = GetInlineRequest
 
 @typing.final
 class GetInlineResponse(google.protobuf.message.Message):
-    """A whole get."""
+    """A whole get in one message, or its size where it is too large for one."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -383,7 +387,7 @@ global___GetInlineResponse = GetInlineResponse
 
 @typing.final
 class StatRequest(google.protobuf.message.Message):
-    """Asks for sizes and counts."""
+    """Empty: asks for sizes and counts of the storage service."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -409,24 +413,24 @@ class StatResponse(google.protobuf.message.Message):
     SHARED_MEMORY_COUNT_FIELD_NUMBER: builtins.int
     DAMAGED_PUT_COUNT_FIELD_NUMBER: builtins.int
     max_bytes: builtins.int
-    """Quota in bytes; 0 means none."""
+    """Most bytes that it stores. 0: no quota."""
     used_bytes: builtins.int
-    """Bytes stored and reserved."""
+    """Bytes that it stores and has reserved for puts under way."""
     pooled_bytes: builtins.int
     """Bytes of memory held for reuse, besides `used_bytes`."""
     put_count: builtins.int
-    """Number of puts held."""
+    """Number of puts that it holds, committed or not."""
     uncommitted_put_count: builtins.int
-    """Number of puts not yet committed."""
+    """Number of puts that wait for their commit."""
     shared_memory_socket: builtins.str
     """Path of the Unix socket on which clients of the same host share memory; empty where there is none."""
     shared_memory_count: builtins.int
-    """Number of memfds that clients have sent."""
+    """Number of memfds from clients that it holds."""
     damaged_put_count: builtins.int
     """Number of puts whose bytes are damaged, as far as they have been read since the start."""
     @property
     def storage(self) -> tq_service.v1.metadata_pb2.StorageEndpoint:
-        """This service and its boot."""
+        """Name, boot and address of the storage service."""
 
     def __init__(
         self,

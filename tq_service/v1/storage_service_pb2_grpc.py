@@ -6,7 +6,7 @@ from tq_service.v1 import storage_service_pb2 as tq__service_dot_v1_dot_storage_
 
 
 class StorageServiceStub(object):
-    """Holds tensors in columns, put by put.
+    """Holds the bytes of puts, column by column. It knows cells by put, field and row, nothing of samples and partitions.
     """
 
     def __init__(self, channel):
@@ -43,29 +43,30 @@ class StorageServiceStub(object):
 
 
 class StorageServiceServicer(object):
-    """Holds tensors in columns, put by put.
+    """Holds the bytes of puts, column by column. It knows cells by put, field and row, nothing of samples and partitions.
     """
 
     def Put(self, request_iterator, context):
         """Stores one put. The first message is the header, the others are frames that together carry the columns of the
         header one after the other. Changes: reserves `size_bytes` before the first frame is read and stores the bytes;
         they are visible only after the commit, which is part of this call where the header carries one, and expire
-        without it. Idempotent under `put_id` and the commit's `request_id`. Blocks until there is capacity, at most until the
-        call's deadline; then it sends initial metadata with the key `tq-send-as`, for which clients may wait with the frames
-        (where the put is there already, the answer comes instead). Its value is "frames", or "fds" where the header
-        names an open session: the bytes are then sent there as shared memory (SendFds), and after that the stream ends
-        without a frame. Errors: INVALID_ARGUMENT (stream shorter, longer or
-        other than declared, every row of Commit's table), RESOURCE_EXHAUSTED (no capacity; with RetryInfo unless the put is
-        larger than the quota), UNAVAILABLE (this service is not registered with the put's controller yet). After an error nothing is stored.
+        without it. Idempotent under `put_id` and the commit's `request_id`. Blocks until there is capacity, at most
+        until the call's deadline; then it sends initial metadata with the key `tq-send-as`, for which clients may wait
+        with the frames (where the put is there already, the answer comes instead). Its value is "frames", or "fds" where
+        the header names an open session: the bytes are then sent there as shared memory (SendFds), and after that the
+        stream ends without a frame. Errors: INVALID_ARGUMENT (stream shorter, longer or other than declared, every row
+        of Commit's table), RESOURCE_EXHAUSTED (no capacity; with RetryInfo unless the put is larger than the quota),
+        UNAVAILABLE (this service is not registered with the put's controller yet). After an error nothing is stored.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PutInline(self, request, context):
-        """Stores one put of at most 256 KiB that comes whole, in one message: what Put does, for about half its cost. Changes,
-        idempotence, blocking and errors are those of Put, and a put may be tried again by the other of the two. Larger puts
-        are INVALID_ARGUMENT: while they wait for capacity, their bytes would be in memory that no quota counts.
+        """Stores one put of at most 256 KiB that comes whole, in one message: what Put does, for about half its cost.
+        Changes, idempotence, blocking and errors are those of Put, and a put may be tried again by the other of the two.
+        Larger puts are INVALID_ARGUMENT: while they wait for capacity, their bytes would be in memory that no quota
+        counts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -83,9 +84,9 @@ class StorageServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetInline(self, request, context):
-        """Reads cells whose values, those in shared memory apart, take at most 256 KiB, in one message: what Get does, for less.
-        Where they take more the answer has no header, and Get is to be called. Changes nothing, does not block; what is
-        offered in the session can be received for 10 s after the answer. Errors: those of Get.
+        """Reads cells whose values, those in shared memory apart, take at most 256 KiB, in one message: what Get does, for
+        less. Where they take more the answer has no header, and Get is to be called. Changes nothing, does not block;
+        what is offered in the session can be received for 10 s after the answer. Errors: those of Get.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -134,7 +135,7 @@ def add_StorageServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class StorageService(object):
-    """Holds tensors in columns, put by put.
+    """Holds the bytes of puts, column by column. It knows cells by put, field and row, nothing of samples and partitions.
     """
 
     @staticmethod

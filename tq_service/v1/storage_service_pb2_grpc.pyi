@@ -18,7 +18,7 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
     ...
 
 class StorageServiceStub:
-    """Holds tensors in columns, put by put."""
+    """Holds the bytes of puts, column by column. It knows cells by put, field and row, nothing of samples and partitions."""
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
     Put: grpc.StreamUnaryMultiCallable[
@@ -28,22 +28,23 @@ class StorageServiceStub:
     """Stores one put. The first message is the header, the others are frames that together carry the columns of the
     header one after the other. Changes: reserves `size_bytes` before the first frame is read and stores the bytes;
     they are visible only after the commit, which is part of this call where the header carries one, and expire
-    without it. Idempotent under `put_id` and the commit's `request_id`. Blocks until there is capacity, at most until the
-    call's deadline; then it sends initial metadata with the key `tq-send-as`, for which clients may wait with the frames
-    (where the put is there already, the answer comes instead). Its value is "frames", or "fds" where the header
-    names an open session: the bytes are then sent there as shared memory (SendFds), and after that the stream ends
-    without a frame. Errors: INVALID_ARGUMENT (stream shorter, longer or
-    other than declared, every row of Commit's table), RESOURCE_EXHAUSTED (no capacity; with RetryInfo unless the put is
-    larger than the quota), UNAVAILABLE (this service is not registered with the put's controller yet). After an error nothing is stored.
+    without it. Idempotent under `put_id` and the commit's `request_id`. Blocks until there is capacity, at most
+    until the call's deadline; then it sends initial metadata with the key `tq-send-as`, for which clients may wait
+    with the frames (where the put is there already, the answer comes instead). Its value is "frames", or "fds" where
+    the header names an open session: the bytes are then sent there as shared memory (SendFds), and after that the
+    stream ends without a frame. Errors: INVALID_ARGUMENT (stream shorter, longer or other than declared, every row
+    of Commit's table), RESOURCE_EXHAUSTED (no capacity; with RetryInfo unless the put is larger than the quota),
+    UNAVAILABLE (this service is not registered with the put's controller yet). After an error nothing is stored.
     """
 
     PutInline: grpc.UnaryUnaryMultiCallable[
         tq_service.v1.storage_service_pb2.PutInlineRequest,
         tq_service.v1.storage_service_pb2.PutInlineResponse,
     ]
-    """Stores one put of at most 256 KiB that comes whole, in one message: what Put does, for about half its cost. Changes,
-    idempotence, blocking and errors are those of Put, and a put may be tried again by the other of the two. Larger puts
-    are INVALID_ARGUMENT: while they wait for capacity, their bytes would be in memory that no quota counts.
+    """Stores one put of at most 256 KiB that comes whole, in one message: what Put does, for about half its cost.
+    Changes, idempotence, blocking and errors are those of Put, and a put may be tried again by the other of the two.
+    Larger puts are INVALID_ARGUMENT: while they wait for capacity, their bytes would be in memory that no quota
+    counts.
     """
 
     Get: grpc.UnaryStreamMultiCallable[
@@ -61,9 +62,9 @@ class StorageServiceStub:
         tq_service.v1.storage_service_pb2.GetInlineRequest,
         tq_service.v1.storage_service_pb2.GetInlineResponse,
     ]
-    """Reads cells whose values, those in shared memory apart, take at most 256 KiB, in one message: what Get does, for less.
-    Where they take more the answer has no header, and Get is to be called. Changes nothing, does not block; what is
-    offered in the session can be received for 10 s after the answer. Errors: those of Get.
+    """Reads cells whose values, those in shared memory apart, take at most 256 KiB, in one message: what Get does, for
+    less. Where they take more the answer has no header, and Get is to be called. Changes nothing, does not block;
+    what is offered in the session can be received for 10 s after the answer. Errors: those of Get.
     """
 
     Stat: grpc.UnaryUnaryMultiCallable[
@@ -73,7 +74,7 @@ class StorageServiceStub:
     """Tells sizes and counts. Changes nothing, does not block."""
 
 class StorageServiceAsyncStub:
-    """Holds tensors in columns, put by put."""
+    """Holds the bytes of puts, column by column. It knows cells by put, field and row, nothing of samples and partitions."""
 
     Put: grpc.aio.StreamUnaryMultiCallable[
         tq_service.v1.storage_service_pb2.PutRequest,
@@ -82,22 +83,23 @@ class StorageServiceAsyncStub:
     """Stores one put. The first message is the header, the others are frames that together carry the columns of the
     header one after the other. Changes: reserves `size_bytes` before the first frame is read and stores the bytes;
     they are visible only after the commit, which is part of this call where the header carries one, and expire
-    without it. Idempotent under `put_id` and the commit's `request_id`. Blocks until there is capacity, at most until the
-    call's deadline; then it sends initial metadata with the key `tq-send-as`, for which clients may wait with the frames
-    (where the put is there already, the answer comes instead). Its value is "frames", or "fds" where the header
-    names an open session: the bytes are then sent there as shared memory (SendFds), and after that the stream ends
-    without a frame. Errors: INVALID_ARGUMENT (stream shorter, longer or
-    other than declared, every row of Commit's table), RESOURCE_EXHAUSTED (no capacity; with RetryInfo unless the put is
-    larger than the quota), UNAVAILABLE (this service is not registered with the put's controller yet). After an error nothing is stored.
+    without it. Idempotent under `put_id` and the commit's `request_id`. Blocks until there is capacity, at most
+    until the call's deadline; then it sends initial metadata with the key `tq-send-as`, for which clients may wait
+    with the frames (where the put is there already, the answer comes instead). Its value is "frames", or "fds" where
+    the header names an open session: the bytes are then sent there as shared memory (SendFds), and after that the
+    stream ends without a frame. Errors: INVALID_ARGUMENT (stream shorter, longer or other than declared, every row
+    of Commit's table), RESOURCE_EXHAUSTED (no capacity; with RetryInfo unless the put is larger than the quota),
+    UNAVAILABLE (this service is not registered with the put's controller yet). After an error nothing is stored.
     """
 
     PutInline: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.v1.storage_service_pb2.PutInlineRequest,
         tq_service.v1.storage_service_pb2.PutInlineResponse,
     ]
-    """Stores one put of at most 256 KiB that comes whole, in one message: what Put does, for about half its cost. Changes,
-    idempotence, blocking and errors are those of Put, and a put may be tried again by the other of the two. Larger puts
-    are INVALID_ARGUMENT: while they wait for capacity, their bytes would be in memory that no quota counts.
+    """Stores one put of at most 256 KiB that comes whole, in one message: what Put does, for about half its cost.
+    Changes, idempotence, blocking and errors are those of Put, and a put may be tried again by the other of the two.
+    Larger puts are INVALID_ARGUMENT: while they wait for capacity, their bytes would be in memory that no quota
+    counts.
     """
 
     Get: grpc.aio.UnaryStreamMultiCallable[
@@ -115,9 +117,9 @@ class StorageServiceAsyncStub:
         tq_service.v1.storage_service_pb2.GetInlineRequest,
         tq_service.v1.storage_service_pb2.GetInlineResponse,
     ]
-    """Reads cells whose values, those in shared memory apart, take at most 256 KiB, in one message: what Get does, for less.
-    Where they take more the answer has no header, and Get is to be called. Changes nothing, does not block; what is
-    offered in the session can be received for 10 s after the answer. Errors: those of Get.
+    """Reads cells whose values, those in shared memory apart, take at most 256 KiB, in one message: what Get does, for
+    less. Where they take more the answer has no header, and Get is to be called. Changes nothing, does not block;
+    what is offered in the session can be received for 10 s after the answer. Errors: those of Get.
     """
 
     Stat: grpc.aio.UnaryUnaryMultiCallable[
@@ -127,7 +129,7 @@ class StorageServiceAsyncStub:
     """Tells sizes and counts. Changes nothing, does not block."""
 
 class StorageServiceServicer(metaclass=abc.ABCMeta):
-    """Holds tensors in columns, put by put."""
+    """Holds the bytes of puts, column by column. It knows cells by put, field and row, nothing of samples and partitions."""
 
     @abc.abstractmethod
     def Put(
@@ -138,13 +140,13 @@ class StorageServiceServicer(metaclass=abc.ABCMeta):
         """Stores one put. The first message is the header, the others are frames that together carry the columns of the
         header one after the other. Changes: reserves `size_bytes` before the first frame is read and stores the bytes;
         they are visible only after the commit, which is part of this call where the header carries one, and expire
-        without it. Idempotent under `put_id` and the commit's `request_id`. Blocks until there is capacity, at most until the
-        call's deadline; then it sends initial metadata with the key `tq-send-as`, for which clients may wait with the frames
-        (where the put is there already, the answer comes instead). Its value is "frames", or "fds" where the header
-        names an open session: the bytes are then sent there as shared memory (SendFds), and after that the stream ends
-        without a frame. Errors: INVALID_ARGUMENT (stream shorter, longer or
-        other than declared, every row of Commit's table), RESOURCE_EXHAUSTED (no capacity; with RetryInfo unless the put is
-        larger than the quota), UNAVAILABLE (this service is not registered with the put's controller yet). After an error nothing is stored.
+        without it. Idempotent under `put_id` and the commit's `request_id`. Blocks until there is capacity, at most
+        until the call's deadline; then it sends initial metadata with the key `tq-send-as`, for which clients may wait
+        with the frames (where the put is there already, the answer comes instead). Its value is "frames", or "fds" where
+        the header names an open session: the bytes are then sent there as shared memory (SendFds), and after that the
+        stream ends without a frame. Errors: INVALID_ARGUMENT (stream shorter, longer or other than declared, every row
+        of Commit's table), RESOURCE_EXHAUSTED (no capacity; with RetryInfo unless the put is larger than the quota),
+        UNAVAILABLE (this service is not registered with the put's controller yet). After an error nothing is stored.
         """
 
     @abc.abstractmethod
@@ -153,9 +155,10 @@ class StorageServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.storage_service_pb2.PutInlineRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.storage_service_pb2.PutInlineResponse, collections.abc.Awaitable[tq_service.v1.storage_service_pb2.PutInlineResponse]]:
-        """Stores one put of at most 256 KiB that comes whole, in one message: what Put does, for about half its cost. Changes,
-        idempotence, blocking and errors are those of Put, and a put may be tried again by the other of the two. Larger puts
-        are INVALID_ARGUMENT: while they wait for capacity, their bytes would be in memory that no quota counts.
+        """Stores one put of at most 256 KiB that comes whole, in one message: what Put does, for about half its cost.
+        Changes, idempotence, blocking and errors are those of Put, and a put may be tried again by the other of the two.
+        Larger puts are INVALID_ARGUMENT: while they wait for capacity, their bytes would be in memory that no quota
+        counts.
         """
 
     @abc.abstractmethod
@@ -177,9 +180,9 @@ class StorageServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.v1.storage_service_pb2.GetInlineRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.v1.storage_service_pb2.GetInlineResponse, collections.abc.Awaitable[tq_service.v1.storage_service_pb2.GetInlineResponse]]:
-        """Reads cells whose values, those in shared memory apart, take at most 256 KiB, in one message: what Get does, for less.
-        Where they take more the answer has no header, and Get is to be called. Changes nothing, does not block; what is
-        offered in the session can be received for 10 s after the answer. Errors: those of Get.
+        """Reads cells whose values, those in shared memory apart, take at most 256 KiB, in one message: what Get does, for
+        less. Where they take more the answer has no header, and Get is to be called. Changes nothing, does not block;
+        what is offered in the session can be received for 10 s after the answer. Errors: those of Get.
         """
 
     @abc.abstractmethod

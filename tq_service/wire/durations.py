@@ -14,13 +14,12 @@ _NANOS: Final = 10**9
 
 
 def to_duration(seconds: float) -> Duration:
-    """Return a span, rounded to nanoseconds.
+    """Return a span, rounded to nanoseconds; what is longer than a Duration may be becomes the longest there is.
 
     Raises:
-        ValueError: it is no number, or longer than a Duration may be.
+        ValueError: it is no number.
     """
-    if not abs(seconds) <= MOST_SECONDS:  # which NaN is not either
-        raise ValueError(f"a span is {seconds} seconds long, expected at most {MOST_SECONDS}")
+    seconds = max(min(seconds, MOST_SECONDS), -MOST_SECONDS)  # in this order, NaN stays what it is
     whole = int(seconds)  # towards 0, so that both parts have one sign
     nanos = round((seconds - whole) * _NANOS)
     if abs(nanos) == _NANOS:

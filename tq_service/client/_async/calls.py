@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -216,6 +216,15 @@ class AsyncBase:
         """Make a call to the controller, tried again until the timeout; `arguments` are those of `request_of`."""
         request = request_of(kind, **arguments)
         return await self._calls.unary(lambda to: pick(to.controller), request, self._deadline(timeout))
+
+    async def _pages(self, pick: Method[Any, Response], request: Any, deadline: Deadline) -> AsyncIterator[Response]:
+        """Make a call to the controller for each page of a list, and yield the answers."""
+        while True:
+            answer: Any = await self._calls.unary(lambda to: pick(to.controller), request, deadline)
+            yield answer
+            if not answer.next_page_token:
+                return
+            request.page_token = answer.next_page_token
 
     async def aclose(self) -> None:
         """Make the calls that are due, such as releasing claims, and close the channels."""

@@ -8,7 +8,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from tq_service.addresses import parse_address
 from tq_service.client._async.calls import AsyncBase
-from tq_service.client.requests import field_specs, staleness_limit_messages
+from tq_service.client.requests import field_specs, request_of, staleness_limit_messages
 from tq_service.results import (
     PartitionDescription,
     PartitionSummary,
@@ -137,9 +137,13 @@ class AsyncPartitionCalls(AsyncBase):
         )
 
     async def list_partitions(self, prefix: str = "", *, timeout: float | None = None) -> list[PartitionSummary]:
-        """Return the partitions whose names begin with `prefix`, in the order of their names."""
-        answer = await self._ask(lambda to: to.ListPartitions, pb.ListPartitionsRequest, timeout, prefix=prefix)
-        return [read_message(PartitionSummary, one) for one in answer.partitions]
+        """Return the partitions whose names begin with `prefix`, in the order of their names.
+
+        Many of them come page by page: one that is made or cleared meanwhile may be among them or not.
+        """
+        request = request_of(pb.ListPartitionsRequest, prefix=prefix)
+        pages = self._pages(lambda to: to.ListPartitions, request, self._deadline(timeout))
+        return [read_message(PartitionSummary, one) async for page in pages for one in page.partitions]
 
     async def describe_partition(self, partition_id: str, *, timeout: float | None = None) -> PartitionDescription:
         """Return samples by state, fields and tasks of a partition.
@@ -154,8 +158,8 @@ class AsyncPartitionCalls(AsyncBase):
 
     async def list_samplers(self, *, timeout: float | None = None) -> list[SamplerDescription]:
         """Return the samplers that `get_meta` takes, with their options."""
-        answer = await self._ask(lambda to: to.ListSamplers, pb.ListSamplersRequest, timeout)
-        return [read_message(SamplerDescription, one) for one in answer.samplers]
+        pages = self._pages(lambda to: to.ListSamplers, pb.ListSamplersRequest(), self._deadline(timeout))
+        return [read_message(SamplerDescription, one) async for page in pages for one in page.samplers]
 
     async def storage_stat(self, address: str | None = None, *, timeout: float | None = None) -> StorageStat:
         """Return sizes and counts of the storage service at an address; None: the client's own."""

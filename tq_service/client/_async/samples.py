@@ -258,13 +258,9 @@ class AsyncSampleCalls(AsyncBase):
             request = request_of(
                 pb.LookupSamplesRequest, partition_id=partition_id, keys=some, all_samples=keys is None
             )
-            while True:
-                answer = await self._calls.unary(lambda to: to.controller.LookupSamples, request, deadline)
-                parts.append(BatchMeta.from_proto(answer.meta))
-                missing += answer.missing_keys
-                if not answer.next_page_token:
-                    break
-                request.page_token = answer.next_page_token
+            async for page in self._pages(lambda to: to.LookupSamples, request, deadline):
+                parts.append(BatchMeta.from_proto(page.meta))
+                missing += page.missing_keys
         return joined(parts), missing
 
     async def clear_samples(

@@ -218,6 +218,15 @@ class Base:
         request = request_of(kind, **arguments)
         return self._calls.unary(lambda to: pick(to.controller), request, self._deadline(timeout))
 
+    def _pages(self, pick: Method[Any, Response], request: Any, deadline: Deadline) -> Iterator[Response]:
+        """Make a call to the controller for each page of a list, and yield the answers."""
+        while True:
+            answer: Any = self._calls.unary(lambda to: pick(to.controller), request, deadline)
+            yield answer
+            if not answer.next_page_token:
+                return
+            request.page_token = answer.next_page_token
+
     def close(self) -> None:
         """Make the calls that are due, such as releasing claims, and close the channels."""
         self._background_calls.drain()

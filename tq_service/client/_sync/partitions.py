@@ -9,7 +9,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from tq_service.addresses import parse_address
 from tq_service.client._sync.calls import Base
-from tq_service.client.requests import field_specs, staleness_limit_messages
+from tq_service.client.requests import field_specs, request_of, staleness_limit_messages
 from tq_service.results import (
     PartitionDescription,
     PartitionSummary,
@@ -136,9 +136,13 @@ class PartitionCalls(Base):
         )
 
     def list_partitions(self, prefix: str = "", *, timeout: float | None = None) -> list[PartitionSummary]:
-        """Return the partitions whose names begin with `prefix`, in the order of their names."""
-        answer = self._ask(lambda to: to.ListPartitions, pb.ListPartitionsRequest, timeout, prefix=prefix)
-        return [read_message(PartitionSummary, one) for one in answer.partitions]
+        """Return the partitions whose names begin with `prefix`, in the order of their names.
+
+        Many of them come page by page: one that is made or cleared meanwhile may be among them or not.
+        """
+        request = request_of(pb.ListPartitionsRequest, prefix=prefix)
+        pages = self._pages(lambda to: to.ListPartitions, request, self._deadline(timeout))
+        return [read_message(PartitionSummary, one) for page in pages for one in page.partitions]
 
     def describe_partition(self, partition_id: str, *, timeout: float | None = None) -> PartitionDescription:
         """Return samples by state, fields and tasks of a partition.
@@ -153,8 +157,8 @@ class PartitionCalls(Base):
 
     def list_samplers(self, *, timeout: float | None = None) -> list[SamplerDescription]:
         """Return the samplers that `get_meta` takes, with their options."""
-        answer = self._ask(lambda to: to.ListSamplers, pb.ListSamplersRequest, timeout)
-        return [read_message(SamplerDescription, one) for one in answer.samplers]
+        pages = self._pages(lambda to: to.ListSamplers, pb.ListSamplersRequest(), self._deadline(timeout))
+        return [read_message(SamplerDescription, one) for page in pages for one in page.samplers]
 
     def storage_stat(self, address: str | None = None, *, timeout: float | None = None) -> StorageStat:
         """Return sizes and counts of the storage service at an address; None: the client's own."""

@@ -259,13 +259,9 @@ class SampleCalls(Base):
             request = request_of(
                 pb.LookupSamplesRequest, partition_id=partition_id, keys=some, all_samples=keys is None
             )
-            while True:
-                answer = self._calls.unary(lambda to: to.controller.LookupSamples, request, deadline)
-                parts.append(BatchMeta.from_proto(answer.meta))
-                missing += answer.missing_keys
-                if not answer.next_page_token:
-                    break
-                request.page_token = answer.next_page_token
+            for page in self._pages(lambda to: to.LookupSamples, request, deadline):
+                parts.append(BatchMeta.from_proto(page.meta))
+                missing += page.missing_keys
         return joined(parts), missing
 
     def clear_samples(

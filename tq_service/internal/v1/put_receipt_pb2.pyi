@@ -24,13 +24,15 @@ class PutReceipt(google.protobuf.message.Message):
     key_id: builtins.bytes
     """The first 8 bytes of the SHA-256 of the key."""
     put_id: builtins.bytes
-    """The put."""
+    """The put that the receipt proves (16 bytes)."""
     partition_id: builtins.str
-    """The partition that it is for."""
+    """The only partition whose commit may take the receipt."""
     for_existing_rows: builtins.bool
-    """Whether it may have used the reserve for columns of existing samples."""
+    """Whether the put may have used the reserve that is kept for columns of existing samples; such a put makes no new
+    ones.
+    """
     number: builtins.int
-    """Receipts under one key are numbered: once it is told from which number on they are valid, the others are expired."""
+    """Counts the receipts under one key. A registration says from which number on receipts are valid."""
     def __init__(
         self,
         *,

@@ -24,7 +24,7 @@ class SharedMemoryRequest(google.protobuf.message.Message):
     RECEIVE_FDS_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> global___Hello:
-        """First message of a connection."""
+        """First message of a connection, and only that."""
 
     @property
     def send_fds(self) -> global___SendFds:
@@ -49,7 +49,7 @@ global___SharedMemoryRequest = SharedMemoryRequest
 
 @typing.final
 class SharedMemoryAnswer(google.protobuf.message.Message):
-    """What the service answers."""
+    """What the service answers to one request."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -63,7 +63,7 @@ class SharedMemoryAnswer(google.protobuf.message.Message):
 
     @property
     def send_fds(self) -> global___SendFdsAnswer:
-        """To SendFds: the put may be finished."""
+        """To SendFds: the service has the memory, and the client may end the stream of the put."""
 
     @property
     def receive_fds(self) -> global___ReceiveFdsAnswer:
@@ -107,7 +107,7 @@ global___Hello = Hello
 
 @typing.final
 class HelloAnswer(google.protobuf.message.Message):
-    """The session lasts as long as the connection."""
+    """Opens the session; it ends with the connection."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -125,10 +125,10 @@ global___HelloAnswer = HelloAnswer
 
 @typing.final
 class SendFds(google.protobuf.message.Message):
-    """The memory of a put: memfds sealed against writing, shrinking, growing and further seals, fully written. One after the
-    other they have the columns in the order of the header, each from a multiple of 64 bytes on, and end at such a one.
-    All are of one size, but for the last one, which may be smaller: of 32 MiB, or, where that gives over 64 of them, of a
-    64th of the memory, rounded up to a multiple of 2 MiB.
+    """The memory of a put: memfds sealed against writing, shrinking, growing and further seals, fully written. One after
+    the other they have the columns in the order of the header, each from a multiple of 64 bytes on, and end at such a
+    one. All are of one size, but for the last one, which may be smaller: of 32 MiB, or, where that gives over 64 of
+    them, of a 64th of the memory, rounded up to a multiple of 2 MiB.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -147,7 +147,7 @@ global___SendFds = SendFds
 
 @typing.final
 class SendFdsAnswer(google.protobuf.message.Message):
-    """The memory is the service's now."""
+    """Empty: the memory belongs to the service from now on, which may map it and never writes to it."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -159,14 +159,14 @@ global___SendFdsAnswer = SendFdsAnswer
 
 @typing.final
 class ReceiveFds(google.protobuf.message.Message):
-    """Asks for a part of what was offered."""
+    """Asks for the file descriptors of memory that a get has offered."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     OFFER_ID_FIELD_NUMBER: builtins.int
     RECEIVED_COUNT_FIELD_NUMBER: builtins.int
     offer_id: builtins.bytes
-    """From GetHeader."""
+    """`SharedColumns.offer_id` of the get."""
     received_count: builtins.int
     """Number of file descriptors received before; asked again until all are there."""
     def __init__(
@@ -181,7 +181,7 @@ global___ReceiveFds = ReceiveFds
 
 @typing.final
 class ReceiveFdsAnswer(google.protobuf.message.Message):
-    """The next part, in order."""
+    """The next file descriptors of the offer, in its order; they come with the packet as SCM_RIGHTS."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -199,13 +199,13 @@ global___ReceiveFdsAnswer = ReceiveFdsAnswer
 
 @typing.final
 class Refusal(google.protobuf.message.Message):
-    """Why not."""
+    """Says why the request was not carried out."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     REASON_FIELD_NUMBER: builtins.int
     reason: builtins.str
-    """For people."""
+    """A sentence for logs; not for programs."""
     def __init__(
         self,
         *,

@@ -14,7 +14,7 @@ DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
 class ConfirmPutsRequest(google.protobuf.message.Message):
-    """Says that puts are committed."""
+    """Puts that are committed and durable with the controller."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -24,7 +24,7 @@ class ConfirmPutsRequest(google.protobuf.message.Message):
     """The boot under which they were stored; requests for another boot are ignored."""
     @property
     def put_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """The puts."""
+        """The committed puts (16 bytes each)."""
 
     def __init__(
         self,
@@ -38,14 +38,14 @@ global___ConfirmPutsRequest = ConfirmPutsRequest
 
 @typing.final
 class ConfirmPutsResponse(google.protobuf.message.Message):
-    """The puts stay."""
+    """Answers which of the puts could not be confirmed."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     MISSING_PUT_IDS_FIELD_NUMBER: builtins.int
     @property
     def missing_put_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """Those that are not here."""
+        """Puts of the request that the storage service does not hold: their bytes are lost."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ global___ConfirmPutsResponse = ConfirmPutsResponse
 
 @typing.final
 class PutCells(google.protobuf.message.Message):
-    """Cells of one put."""
+    """Some cells of one put: all combinations of its `field_names` and its rows."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -67,18 +67,18 @@ class PutCells(google.protobuf.message.Message):
     FIRST_ROWS_FIELD_NUMBER: builtins.int
     ROW_COUNTS_FIELD_NUMBER: builtins.int
     put_id: builtins.bytes
-    """The put."""
+    """The put (16 bytes)."""
     @property
     def field_names(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """The fields; empty: all of the put."""
+        """Names of columns of the put. Empty: all columns."""
 
     @property
     def first_rows(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """First row of each run of rows; empty: all rows."""
+        """First row of each run of rows, counted from 0 in the put. Empty: all rows."""
 
     @property
     def row_counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Number of rows of each run."""
+        """For each run, its number of rows; as many values as `first_rows`."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ global___PutCells = PutCells
 
 @typing.final
 class ReconcilePutsRequest(google.protobuf.message.Message):
-    """A piece of what is known."""
+    """One piece of what the controller knows of the puts of a storage service."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -109,10 +109,10 @@ class ReconcilePutsRequest(google.protobuf.message.Message):
     is_last: builtins.bool
     """Whether this is the last message. A stream that ends without it has broken off."""
     controller_id: builtins.bytes
-    """The controller that says so; first message only."""
+    """The controller that calls: only its own puts are reconciled. First message only."""
     @property
     def whole_put_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """Puts all of whose cells are known."""
+        """Puts that keep all their cells."""
 
     @property
     def cells(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PutCells]:
@@ -138,7 +138,7 @@ global___ReconcilePutsRequest = ReconcilePutsRequest
 
 @typing.final
 class ReconcilePutsResponse(google.protobuf.message.Message):
-    """The puts stay."""
+    """The result, once the last message was applied."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -146,12 +146,12 @@ class ReconcilePutsResponse(google.protobuf.message.Message):
     MISSING_COUNT_FIELD_NUMBER: builtins.int
     DROPPED_COUNT_FIELD_NUMBER: builtins.int
     missing_count: builtins.int
-    """Number of all of them."""
+    """Number of all such puts."""
     dropped_count: builtins.int
-    """Number of puts that were dropped."""
+    """Number of puts that were dropped since the controller does not know them."""
     @property
     def missing_put_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """Some of those that are not here, or damaged."""
+        """Puts that the controller knows and that are not here, or are damaged; not all of them where they are many."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ global___ReconcilePutsResponse = ReconcilePutsResponse
 
 @typing.final
 class FreeCellsRequest(google.protobuf.message.Message):
-    """Gives cells back."""
+    """Cells whose bytes nobody needs any more."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -178,14 +178,14 @@ class FreeCellsRequest(google.protobuf.message.Message):
     boot_id: builtins.bytes
     """The boot under which they were stored; requests for another boot are ignored."""
     controller_id: builtins.bytes
-    """The controller that calls."""
+    """The controller that calls; only cells of its puts are freed."""
     key_id: builtins.bytes
     """The first 8 bytes of the SHA-256 of the receipt key that it gave with its present registration."""
     number: builtins.int
     """Counts the calls under one key, from 1: each is made again until it is answered, before the next one."""
     @property
     def cells(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PutCells]:
-        """The cells."""
+        """The cells, put by put."""
 
     def __init__(
         self,

@@ -39,8 +39,8 @@ class StorageControlServiceServicer(object):
     """
 
     def ConfirmPuts(self, request, context):
-        """Says that puts are committed, so that they stay: called by the controller a short time after it committed them, again
-        and again until it is answered. Idempotent, does not block. Puts under another boot are ignored.
+        """Says that puts are committed, so that they stay: called by the controller a short time after it committed them,
+        again and again until it is answered. Idempotent, does not block. Puts under another boot are ignored.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -48,22 +48,22 @@ class StorageControlServiceServicer(object):
 
     def ReconcilePuts(self, request_iterator, context):
         """Says which puts the controller knows, in pieces: called by it when it or this service has restarted, and now and
-        then. The first message has the boot and the controller alone; initial metadata answers it, and only then the controller looks at what
-        it knows, so that a put is listed, or confirmed after the first message, or not known. Changes, after the last
-        message: confirmed puts of this controller that are not listed are dropped, but those that were confirmed after the
-        first one; of those listed the cells listed stay. Puts of other controllers, and those that wait for their commit,
-        stay as they are. A stream that breaks off drops
-        nothing but cells that are not listed of puts that are. Other calls go on between the messages. Errors: DATA_LOSS
-        (another boot), CANCELLED (a later call of this method has begun).
+        then. The first message has the boot and the controller alone; initial metadata answers it, and only then the
+        controller looks at what it knows, so that a put is listed, or confirmed after the first message, or not known.
+        Changes, after the last message: confirmed puts of this controller that are not listed are dropped, but those
+        that were confirmed after the first one; of those listed the cells listed stay. Puts of other controllers, and
+        those that wait for their commit, stay as they are. A stream that breaks off drops nothing but cells that are not
+        listed of puts that are. Other calls go on between the messages. Errors: DATA_LOSS (another boot), CANCELLED (a
+        later call of this method has begun).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FreeCells(self, request, context):
-        """Gives cells back: called by the controller when they were cleared, overwritten or failed. Unknown puts are ignored. A
-        call whose number was taken before changes nothing: what was stored since under an id that it names stays. Does not
-        block. Errors: UNAVAILABLE (the key is not that of the present registration).
+        """Gives cells back: called by the controller when they were cleared, overwritten or failed. Unknown puts are
+        ignored. A call whose number was taken before changes nothing: what was stored since under an id that it names
+        stays. Does not block. Errors: UNAVAILABLE (the key is not that of the present registration).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -27,8 +27,8 @@ class StorageControlServiceStub:
         tq_service.internal.v1.storage_control_pb2.ConfirmPutsRequest,
         tq_service.internal.v1.storage_control_pb2.ConfirmPutsResponse,
     ]
-    """Says that puts are committed, so that they stay: called by the controller a short time after it committed them, again
-    and again until it is answered. Idempotent, does not block. Puts under another boot are ignored.
+    """Says that puts are committed, so that they stay: called by the controller a short time after it committed them,
+    again and again until it is answered. Idempotent, does not block. Puts under another boot are ignored.
     """
 
     ReconcilePuts: grpc.StreamUnaryMultiCallable[
@@ -36,22 +36,22 @@ class StorageControlServiceStub:
         tq_service.internal.v1.storage_control_pb2.ReconcilePutsResponse,
     ]
     """Says which puts the controller knows, in pieces: called by it when it or this service has restarted, and now and
-    then. The first message has the boot and the controller alone; initial metadata answers it, and only then the controller looks at what
-    it knows, so that a put is listed, or confirmed after the first message, or not known. Changes, after the last
-    message: confirmed puts of this controller that are not listed are dropped, but those that were confirmed after the
-    first one; of those listed the cells listed stay. Puts of other controllers, and those that wait for their commit,
-    stay as they are. A stream that breaks off drops
-    nothing but cells that are not listed of puts that are. Other calls go on between the messages. Errors: DATA_LOSS
-    (another boot), CANCELLED (a later call of this method has begun).
+    then. The first message has the boot and the controller alone; initial metadata answers it, and only then the
+    controller looks at what it knows, so that a put is listed, or confirmed after the first message, or not known.
+    Changes, after the last message: confirmed puts of this controller that are not listed are dropped, but those
+    that were confirmed after the first one; of those listed the cells listed stay. Puts of other controllers, and
+    those that wait for their commit, stay as they are. A stream that breaks off drops nothing but cells that are not
+    listed of puts that are. Other calls go on between the messages. Errors: DATA_LOSS (another boot), CANCELLED (a
+    later call of this method has begun).
     """
 
     FreeCells: grpc.UnaryUnaryMultiCallable[
         tq_service.internal.v1.storage_control_pb2.FreeCellsRequest,
         tq_service.internal.v1.storage_control_pb2.FreeCellsResponse,
     ]
-    """Gives cells back: called by the controller when they were cleared, overwritten or failed. Unknown puts are ignored. A
-    call whose number was taken before changes nothing: what was stored since under an id that it names stays. Does not
-    block. Errors: UNAVAILABLE (the key is not that of the present registration).
+    """Gives cells back: called by the controller when they were cleared, overwritten or failed. Unknown puts are
+    ignored. A call whose number was taken before changes nothing: what was stored since under an id that it names
+    stays. Does not block. Errors: UNAVAILABLE (the key is not that of the present registration).
     """
 
 class StorageControlServiceAsyncStub:
@@ -63,8 +63,8 @@ class StorageControlServiceAsyncStub:
         tq_service.internal.v1.storage_control_pb2.ConfirmPutsRequest,
         tq_service.internal.v1.storage_control_pb2.ConfirmPutsResponse,
     ]
-    """Says that puts are committed, so that they stay: called by the controller a short time after it committed them, again
-    and again until it is answered. Idempotent, does not block. Puts under another boot are ignored.
+    """Says that puts are committed, so that they stay: called by the controller a short time after it committed them,
+    again and again until it is answered. Idempotent, does not block. Puts under another boot are ignored.
     """
 
     ReconcilePuts: grpc.aio.StreamUnaryMultiCallable[
@@ -72,22 +72,22 @@ class StorageControlServiceAsyncStub:
         tq_service.internal.v1.storage_control_pb2.ReconcilePutsResponse,
     ]
     """Says which puts the controller knows, in pieces: called by it when it or this service has restarted, and now and
-    then. The first message has the boot and the controller alone; initial metadata answers it, and only then the controller looks at what
-    it knows, so that a put is listed, or confirmed after the first message, or not known. Changes, after the last
-    message: confirmed puts of this controller that are not listed are dropped, but those that were confirmed after the
-    first one; of those listed the cells listed stay. Puts of other controllers, and those that wait for their commit,
-    stay as they are. A stream that breaks off drops
-    nothing but cells that are not listed of puts that are. Other calls go on between the messages. Errors: DATA_LOSS
-    (another boot), CANCELLED (a later call of this method has begun).
+    then. The first message has the boot and the controller alone; initial metadata answers it, and only then the
+    controller looks at what it knows, so that a put is listed, or confirmed after the first message, or not known.
+    Changes, after the last message: confirmed puts of this controller that are not listed are dropped, but those
+    that were confirmed after the first one; of those listed the cells listed stay. Puts of other controllers, and
+    those that wait for their commit, stay as they are. A stream that breaks off drops nothing but cells that are not
+    listed of puts that are. Other calls go on between the messages. Errors: DATA_LOSS (another boot), CANCELLED (a
+    later call of this method has begun).
     """
 
     FreeCells: grpc.aio.UnaryUnaryMultiCallable[
         tq_service.internal.v1.storage_control_pb2.FreeCellsRequest,
         tq_service.internal.v1.storage_control_pb2.FreeCellsResponse,
     ]
-    """Gives cells back: called by the controller when they were cleared, overwritten or failed. Unknown puts are ignored. A
-    call whose number was taken before changes nothing: what was stored since under an id that it names stays. Does not
-    block. Errors: UNAVAILABLE (the key is not that of the present registration).
+    """Gives cells back: called by the controller when they were cleared, overwritten or failed. Unknown puts are
+    ignored. A call whose number was taken before changes nothing: what was stored since under an id that it names
+    stays. Does not block. Errors: UNAVAILABLE (the key is not that of the present registration).
     """
 
 class StorageControlServiceServicer(metaclass=abc.ABCMeta):
@@ -101,8 +101,8 @@ class StorageControlServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.internal.v1.storage_control_pb2.ConfirmPutsRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.internal.v1.storage_control_pb2.ConfirmPutsResponse, collections.abc.Awaitable[tq_service.internal.v1.storage_control_pb2.ConfirmPutsResponse]]:
-        """Says that puts are committed, so that they stay: called by the controller a short time after it committed them, again
-        and again until it is answered. Idempotent, does not block. Puts under another boot are ignored.
+        """Says that puts are committed, so that they stay: called by the controller a short time after it committed them,
+        again and again until it is answered. Idempotent, does not block. Puts under another boot are ignored.
         """
 
     @abc.abstractmethod
@@ -112,13 +112,13 @@ class StorageControlServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[tq_service.internal.v1.storage_control_pb2.ReconcilePutsResponse, collections.abc.Awaitable[tq_service.internal.v1.storage_control_pb2.ReconcilePutsResponse]]:
         """Says which puts the controller knows, in pieces: called by it when it or this service has restarted, and now and
-        then. The first message has the boot and the controller alone; initial metadata answers it, and only then the controller looks at what
-        it knows, so that a put is listed, or confirmed after the first message, or not known. Changes, after the last
-        message: confirmed puts of this controller that are not listed are dropped, but those that were confirmed after the
-        first one; of those listed the cells listed stay. Puts of other controllers, and those that wait for their commit,
-        stay as they are. A stream that breaks off drops
-        nothing but cells that are not listed of puts that are. Other calls go on between the messages. Errors: DATA_LOSS
-        (another boot), CANCELLED (a later call of this method has begun).
+        then. The first message has the boot and the controller alone; initial metadata answers it, and only then the
+        controller looks at what it knows, so that a put is listed, or confirmed after the first message, or not known.
+        Changes, after the last message: confirmed puts of this controller that are not listed are dropped, but those
+        that were confirmed after the first one; of those listed the cells listed stay. Puts of other controllers, and
+        those that wait for their commit, stay as they are. A stream that breaks off drops nothing but cells that are not
+        listed of puts that are. Other calls go on between the messages. Errors: DATA_LOSS (another boot), CANCELLED (a
+        later call of this method has begun).
         """
 
     @abc.abstractmethod
@@ -127,9 +127,9 @@ class StorageControlServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.internal.v1.storage_control_pb2.FreeCellsRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.internal.v1.storage_control_pb2.FreeCellsResponse, collections.abc.Awaitable[tq_service.internal.v1.storage_control_pb2.FreeCellsResponse]]:
-        """Gives cells back: called by the controller when they were cleared, overwritten or failed. Unknown puts are ignored. A
-        call whose number was taken before changes nothing: what was stored since under an id that it names stays. Does not
-        block. Errors: UNAVAILABLE (the key is not that of the present registration).
+        """Gives cells back: called by the controller when they were cleared, overwritten or failed. Unknown puts are
+        ignored. A call whose number was taken before changes nothing: what was stored since under an id that it names
+        stays. Does not block. Errors: UNAVAILABLE (the key is not that of the present registration).
         """
 
 def add_StorageControlServiceServicer_to_server(servicer: StorageControlServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -16,7 +16,7 @@ DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
 class RegisterStorageRequest(google.protobuf.message.Message):
-    """Announces a storage service."""
+    """A storage service and its state at this heartbeat."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -28,9 +28,9 @@ class RegisterStorageRequest(google.protobuf.message.Message):
     RECEIPTS_FROM_FIELD_NUMBER: builtins.int
     CONTROLLER_ID_FIELD_NUMBER: builtins.int
     max_bytes: builtins.int
-    """Its quota in bytes; 0 means none."""
+    """Most bytes that it stores. 0: no quota."""
     used_bytes: builtins.int
-    """Bytes stored and reserved."""
+    """Bytes that it stores and has reserved for puts under way."""
     run_id: builtins.bytes
     """Random 16 bytes, new at every start of its process, also where the boot stays since it has kept its puts."""
     receipts_from: builtins.int
@@ -39,7 +39,7 @@ class RegisterStorageRequest(google.protobuf.message.Message):
     """The controller that it was registered with last, which these two are about; empty: none."""
     @property
     def storage(self) -> tq_service.v1.metadata_pb2.StorageEndpoint:
-        """Its name, boot and address."""
+        """Its name, boot, kind and address, as clients will get them."""
 
     @property
     def overdue_put_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
@@ -65,7 +65,7 @@ global___RegisterStorageRequest = RegisterStorageRequest
 
 @typing.final
 class RegisterStorageResponse(google.protobuf.message.Message):
-    """The storage service is known."""
+    """Confirms the registration."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -86,13 +86,15 @@ class RegisterStorageResponse(google.protobuf.message.Message):
 
     @property
     def unknown_put_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """Of the puts of the request, those that are not committed and cannot be any more, since their receipts are void: they
-        are to be dropped.
+        """Of the puts of the request, those that are not committed and cannot be any more, since their receipts are void:
+        they are to be dropped.
         """
 
     @property
     def undecided_put_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """Of the puts of the request, those whose commit is under way: they are to be asked for again. All others are committed."""
+        """Of the puts of the request, those whose commit is under way: they are to be asked for again. All others are
+        committed.
+        """
 
     def __init__(
         self,

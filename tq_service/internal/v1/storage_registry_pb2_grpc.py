@@ -29,9 +29,10 @@ class StorageRegistryServiceServicer(object):
     """
 
     def RegisterStorage(self, request, context):
-        """Announces a storage service; repeated as its heartbeat. Changes: it gets puts from now on. The answer says which of
-        the puts it names are committed, so that it keeps those and drops the others. Idempotent, does not block. Errors: INVALID_ARGUMENT (more than 4096 puts),
-        ALREADY_EXISTS (a process that registered later has the name, and is alive).
+        """Announces a storage service; repeated as its heartbeat. Changes: it gets puts from now on. The answer says which
+        of the puts it names are committed, so that it keeps those and drops the others. Idempotent, does not block.
+        Errors: INVALID_ARGUMENT (more than 4096 puts), ALREADY_EXISTS (a process that registered later has the name, and
+        is alive).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -27,9 +27,10 @@ class StorageRegistryServiceStub:
         tq_service.internal.v1.storage_registry_pb2.RegisterStorageRequest,
         tq_service.internal.v1.storage_registry_pb2.RegisterStorageResponse,
     ]
-    """Announces a storage service; repeated as its heartbeat. Changes: it gets puts from now on. The answer says which of
-    the puts it names are committed, so that it keeps those and drops the others. Idempotent, does not block. Errors: INVALID_ARGUMENT (more than 4096 puts),
-    ALREADY_EXISTS (a process that registered later has the name, and is alive).
+    """Announces a storage service; repeated as its heartbeat. Changes: it gets puts from now on. The answer says which
+    of the puts it names are committed, so that it keeps those and drops the others. Idempotent, does not block.
+    Errors: INVALID_ARGUMENT (more than 4096 puts), ALREADY_EXISTS (a process that registered later has the name, and
+    is alive).
     """
 
 class StorageRegistryServiceAsyncStub:
@@ -41,9 +42,10 @@ class StorageRegistryServiceAsyncStub:
         tq_service.internal.v1.storage_registry_pb2.RegisterStorageRequest,
         tq_service.internal.v1.storage_registry_pb2.RegisterStorageResponse,
     ]
-    """Announces a storage service; repeated as its heartbeat. Changes: it gets puts from now on. The answer says which of
-    the puts it names are committed, so that it keeps those and drops the others. Idempotent, does not block. Errors: INVALID_ARGUMENT (more than 4096 puts),
-    ALREADY_EXISTS (a process that registered later has the name, and is alive).
+    """Announces a storage service; repeated as its heartbeat. Changes: it gets puts from now on. The answer says which
+    of the puts it names are committed, so that it keeps those and drops the others. Idempotent, does not block.
+    Errors: INVALID_ARGUMENT (more than 4096 puts), ALREADY_EXISTS (a process that registered later has the name, and
+    is alive).
     """
 
 class StorageRegistryServiceServicer(metaclass=abc.ABCMeta):
@@ -57,9 +59,10 @@ class StorageRegistryServiceServicer(metaclass=abc.ABCMeta):
         request: tq_service.internal.v1.storage_registry_pb2.RegisterStorageRequest,
         context: _ServicerContext,
     ) -> typing.Union[tq_service.internal.v1.storage_registry_pb2.RegisterStorageResponse, collections.abc.Awaitable[tq_service.internal.v1.storage_registry_pb2.RegisterStorageResponse]]:
-        """Announces a storage service; repeated as its heartbeat. Changes: it gets puts from now on. The answer says which of
-        the puts it names are committed, so that it keeps those and drops the others. Idempotent, does not block. Errors: INVALID_ARGUMENT (more than 4096 puts),
-        ALREADY_EXISTS (a process that registered later has the name, and is alive).
+        """Announces a storage service; repeated as its heartbeat. Changes: it gets puts from now on. The answer says which
+        of the puts it names are committed, so that it keeps those and drops the others. Idempotent, does not block.
+        Errors: INVALID_ARGUMENT (more than 4096 puts), ALREADY_EXISTS (a process that registered later has the name, and
+        is alive).
         """
 
 def add_StorageRegistryServiceServicer_to_server(servicer: StorageRegistryServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

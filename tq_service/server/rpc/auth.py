@@ -19,6 +19,7 @@ from tq_service.server.rpc.middleware import (
     Middleware,
     Refusal,
     passing_answers,
+    shown_partitions,
 )
 from tq_service.server.tokens import ALL_PARTITIONS, Token, TokenFile, digest_of
 from tq_service.wire.credentials import TOKEN_KEY, TOKEN_SCHEME
@@ -230,6 +231,7 @@ def _showing_its_own(method: Method, token: Token, behavior: Behavior) -> Behavi
         return answer
 
     async def call(request: Any, context: Context) -> Any:
+        shown_partitions.set(token.covers)
         try:
             return await behavior(request, context)
         except PartitionNotFoundError:  # its text names partitions like the one that was asked for

@@ -7,8 +7,9 @@ context; it returns the answer, or writes each of a stream of them to the contex
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import grpc
 
@@ -18,6 +19,11 @@ from tq_service.server.tokens import Token
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Behavior: TypeAlias = Callable[[Any, Context], Awaitable[Any]]
+
+shown_partitions: Final[ContextVar[Callable[[str], bool]]] = ContextVar(
+    "shown_partitions", default=lambda _partition_id: True
+)
+"""Says of a partition whether the caller of a method that lists partitions may know that it exists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
