@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from tq_service.client.batch_meta import BatchMeta
-from tq_service.client.steps import Pack, Step
+from tq_service.client.batch_meta import BatchMeta, Pack, Step
 from tq_service.data.columns import object_stack
 
 Row = dict[str, Any]

@@ -11,8 +11,7 @@ import torch
 from fake_client import FakeService, token_rows
 from pack_samples import OPTIONS, Samples, batch_of, check_fields, check_layout, random_samples
 
-from tq_service.client.batch_meta import BatchMeta
-from tq_service.client.steps import Pack, Step
+from tq_service.client.batch_meta import BatchMeta, Pack, Step
 from tq_service.data import (
     PackedMicroBatch,
     PackOptions,

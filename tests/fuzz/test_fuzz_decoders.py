@@ -145,7 +145,7 @@ def test_columns_whose_header_or_bytes_are_changed(name: str) -> None:
                 shapes = decode_headers([metadata_pb2.ColumnHeader.FromString(header_bytes)], 4)
                 if shapes[0].value_bytes != len(data):
                     continue
-                (rows,) = decode_columns(shapes, [bytearray(data)], as_torch=False).values()
+                (rows,) = decode_columns(shapes, [np.frombuffer(bytearray(data), np.uint8)], as_torch=False).values()
             except InvalidArgumentError:
                 continue
             assert len(rows) == 4

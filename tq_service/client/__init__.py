@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from tq_service.client._async.client import AsyncClient
 from tq_service.client._sync.client import Client
-from tq_service.client.batch_meta import BatchMeta
-from tq_service.client.steps import Pack, Step
+from tq_service.client.batch_meta import BatchMeta, Pack, Step
 from tq_service.results import (
     CheckpointCopy,
     ConsumptionStatus,

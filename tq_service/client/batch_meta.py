@@ -1,4 +1,4 @@
-"""BatchMeta: names samples, says where they are and how they are to be used."""
+"""BatchMeta: names samples, says where they are and how they are to be used: in optimizer steps, made of packs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from tq_service.client.columns import concat_columns, concat_names, same_columns, select, select_columns
 from tq_service.client.locations import CellLocations
-from tq_service.client.steps import Step, select_steps, shift_steps, steps_from_proto
 from tq_service.errors import InvalidArgumentError
 from tq_service.schema import EndCounts, FieldSpec, MetaColumn, MetaValue
 from tq_service.v1 import metadata_pb2 as pb
@@ -24,6 +23,28 @@ Status = Literal["batch", "not_yet", "end"]
 
 _STATUSES: Final[dict[int, Status]] = {pb.BATCH_STATUS_NOT_YET: "not_yet", pb.BATCH_STATUS_END: "end"}
 _NO_INDEXES: Final = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pack:
+    """What one forward/backward pass takes: a micro-batch, or samples packed into one sequence.
+
+    Attributes:
+        positions: positions in the batch's `global_indexes`.
+        lengths: token counts of these samples; None where the sampler does not know them.
+        padding_tokens: tokens that fill the pack up to its length.
+    """
+
+    positions: tuple[int, ...]
+    lengths: tuple[int, ...] | None = None
+    padding_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What ends with one optimizer step; every rank of a batch has the same number of packs in it."""
+
+    packs: tuple[Pack, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -83,7 +104,7 @@ class BatchMeta:
             epoch=message.epoch,
             indexes=indexes,
             fields=tuple(map(decode_spec, message.fields)),
-            steps=steps_from_proto(message.steps) if message.steps else (),
+            steps=_steps_from_proto(message.steps) if message.steps else (),
             skipped_count=message.skipped_count,
             end=read_message(EndCounts, message.end) if message.HasField("end") else None,
             locations=CellLocations.from_proto(message.locations) if message.HasField("locations") else None,
@@ -162,7 +183,7 @@ class BatchMeta:
         return replace(
             self,
             indexes=self.indexes[chosen],
-            steps=select_steps(self.steps, new_position),
+            steps=_select_steps(self.steps, new_position),
             locations=None if self.locations is None else self.locations.select(chosen),
             delivery_counts=select(self.delivery_counts, chosen),
             key_column=select(self.key_column, chosen),
@@ -225,7 +246,7 @@ class BatchMeta:
             **samples,
             **_claim_of(parts),
             steps=tuple(
-                step for part, start in zip(parts, starts, strict=True) for step in shift_steps(part.steps, start)
+                step for part, start in zip(parts, starts, strict=True) for step in _shift_steps(part.steps, start)
             ),
         )
 
@@ -254,6 +275,55 @@ class BatchMeta:
             f"BatchMeta(status={self.status!r}, partition_id={self.partition_id!r}, size={self.size}, "
             f"epoch={self.epoch}, data_fields={self.data_fields})"
         )
+
+
+def _steps_from_proto(messages: Iterable[pb.Step]) -> tuple[Step, ...]:
+    """Return the steps of messages."""
+    return tuple(Step(packs=tuple(_pack_from_proto(pack) for pack in message.packs)) for message in messages)
+
+
+def _pack_from_proto(message: pb.Pack) -> Pack:
+    return Pack(
+        positions=tuple(message.rows),
+        lengths=tuple(message.lengths) if len(message.lengths) == len(message.rows) and message.rows else None,
+        padding_tokens=message.padding_tokens,
+    )
+
+
+def _select_steps(steps: Sequence[Step], new_position: NDArray[np.int64]) -> tuple[Step, ...]:
+    """Return the steps over a selection of the samples.
+
+    A pack that loses samples has no padding any more; packs and steps that lose all of them are left out.
+
+    Args:
+        steps: the steps over the whole batch.
+        new_position: for each sample of the batch its position in the selection, -1 where it is not in it.
+    """
+    selected = []
+    for step in steps:
+        packs = [_select_pack(pack, new_position) for pack in step.packs]
+        kept = [new for old, new in zip(step.packs, packs, strict=True) if new.positions or not old.positions]
+        if kept or not step.packs:
+            selected.append(Step(packs=tuple(kept)))
+    return tuple(selected)
+
+
+def _select_pack(pack: Pack, new_position: NDArray[np.int64]) -> Pack:
+    moved: list[int] = new_position[list(pack.positions)].tolist() if pack.positions else []
+    kept: Any = [place for place, position in enumerate(moved) if position >= 0]
+    return Pack(
+        positions=tuple(moved[place] for place in kept),
+        lengths=None if pack.lengths is None else tuple(pack.lengths[place] for place in kept),
+        padding_tokens=pack.padding_tokens if len(kept) == len(moved) else 0,
+    )
+
+
+def _shift_steps(steps: Sequence[Step], first: int) -> tuple[Step, ...]:
+    """Return the steps of a batch that begins at position `first` of a larger one."""
+    return tuple(
+        Step(packs=tuple(replace(pack, positions=tuple(at + first for at in pack.positions)) for pack in step.packs))
+        for step in steps
+    )
 
 
 def _names(column: tuple[str, ...], size: int) -> list[str | None]:

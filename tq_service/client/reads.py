@@ -18,10 +18,18 @@ from tq_service.dataplane.receive_buffers import RECEIVE_BUFFERS
 from tq_service.errors import DataLossError, DeadlineError, InternalError, UnavailableError
 from tq_service.schema import FieldSpec, Layout
 from tq_service.v1.storage_service_pb2 import GetRequest
-from tq_service.wire.columns import ColumnShape, extent_count, extents_as, fixed_row_bytes, merge_specs, row_shapes
+from tq_service.wire.columns import (
+    ColumnShape,
+    extent_count,
+    extents_as,
+    fixed_row_bytes,
+    merge_specs,
+    offsets_of,
+    row_shapes,
+)
 from tq_service.wire.decoding import decode_columns, to_tensordict
 from tq_service.wire.dtypes import Bytes
-from tq_service.wire.runs import CellRuns, Indexes
+from tq_service.wire.runs import CellRuns, Indexes, expand_runs
 
 # Slices of fewer items on average are copied by an index of all items: a step in Python costs more than so many.
 _SCATTER_BELOW_ITEMS: Final = 64
@@ -123,28 +131,25 @@ def merge_answers(
         InternalError: an answer lacks a field.
         FieldMismatchError: storage services hold different kinds of one field.
     """
-    parts: dict[str, list[tuple[Indexes, Received]]] = {name: [] for name in data_fields}
+    parts: dict[str, list[tuple[Indexes, ColumnShape, Bytes]]] = {name: [] for name in data_fields}
     for read, answer in zip(reads, answers, strict=True):
         for column, buffer in answer:
             if column.spec.name in parts:
-                parts[column.spec.name].append((read.positions, (column, buffer)))
+                parts[column.spec.name].append((read.positions, column, buffer))
     missing = [name for name, pieces in parts.items() if not pieces]
     if missing:
         raise InternalError(f"no storage service sent field {missing[0]!r}")
     return [_merge(pieces, specs.get(name)) for name, pieces in parts.items()]
 
 
-def _merge(pieces: Sequence[tuple[Indexes, Received]], declared: FieldSpec | None) -> Received:
-    shapes = [column for _, (column, _) in pieces]
+def _merge(pieces: Sequence[tuple[Indexes, ColumnShape, Bytes]], declared: FieldSpec | None) -> Received:
+    covered: list[FieldSpec] = []
     if declared is not None and declared.layout is Layout.JAGGED and declared.row_shape is not None:
-        shapes = [_narrow(column, declared) for column in shapes]
-        spec = merge_specs([*(column.spec for column in shapes), declared])
-    else:
-        spec = merge_specs([column.spec for column in shapes])
-    shapes = [_described_as(spec, column) for column in shapes]
-    if len(pieces) == 1:
-        return shapes[0], pieces[0][1][1]
-    return _gather([(positions, shape, buffer) for (positions, (_, buffer)), shape in zip(pieces, shapes, strict=True)])
+        covered = [declared]
+        pieces = [(positions, _narrow(column, declared), buffer) for positions, column, buffer in pieces]
+    spec = merge_specs([*(column.spec for _, column, _ in pieces), *covered])
+    pieces = [(positions, _described_as(spec, column), buffer) for positions, column, buffer in pieces]
+    return pieces[0][1:] if len(pieces) == 1 else _gather(pieces)
 
 
 def _narrow(column: ColumnShape, declared: FieldSpec) -> ColumnShape:
@@ -176,7 +181,7 @@ def _gather(pieces: Sequence[tuple[Indexes, ColumnShape, Bytes]]) -> Received:
         sizes[positions] = column.row_bytes()
         if extents is not None and column.extents is not None:
             extents[positions] = column.extents
-    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+    offsets = offsets_of(sizes)
     values = RECEIVE_BUFFERS.take(int(offsets[-1]))
     for positions, column, buffer in pieces:
         if buffer.size:
@@ -196,9 +201,7 @@ def _place(values: Bytes, targets: Indexes, positions: Indexes, column: ColumnSh
     item_bytes = column.spec.itemsize
     if buffer.size < _SCATTER_BELOW_ITEMS * item_bytes * heads.size:
         item = np.dtype(f"u{item_bytes}" if item_bytes <= 8 else (np.void, item_bytes))
-        sizes = column.row_bytes() // item_bytes
-        starts = targets // item_bytes - (np.cumsum(sizes) - sizes)
-        values.view(item)[np.repeat(starts, sizes) + np.arange(int(sizes.sum()))] = buffer.view(item)
+        values.view(item)[expand_runs(targets // item_bytes, column.row_bytes() // item_bytes)] = buffer.view(item)
         return
     bounds = column.row_offsets()[np.append(heads, positions.size)].tolist()
     for target, (start, end) in zip(targets[heads].tolist(), pairwise(bounds), strict=True):

@@ -15,8 +15,7 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict
 
-from tq_service.client.batch_meta import BatchMeta
-from tq_service.client.steps import Pack, Step
+from tq_service.client.batch_meta import BatchMeta, Pack, Step
 from tq_service.data.columns import DenseColumn, FlatBatch, FlatColumn, JaggedColumn, ObjectColumn, build, flatten
 from tq_service.wire.row_pattern import RowPattern
 

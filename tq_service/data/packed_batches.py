@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tensordict import TensorDict
 
-from tq_service.client.batch_meta import BatchMeta
-from tq_service.client.steps import Pack
+from tq_service.client.batch_meta import BatchMeta, Pack
 from tq_service.data.columns import FlatBatch, flatten
 from tq_service.data.micro_batches import part_of, steps_of
 from tq_service.data.pack_fields import field_uses, sample_lengths

@@ -54,9 +54,7 @@ class ColumnShape:
 
     def row_offsets(self) -> NDArray[np.int64]:
         """Return where each row starts in the values, and their end `(n + 1,)`."""
-        offsets = np.zeros(self.row_count + 1, np.int64)
-        np.cumsum(self.row_bytes(), out=offsets[1:])
-        return offsets
+        return offsets_of(self.row_bytes())
 
     def validate(self) -> None:
         """Check that the parts agree, whatever was sent.
@@ -140,6 +138,13 @@ def _validate_spec(spec: FieldSpec) -> None:
 def _fixed_part(spec: FieldSpec) -> int:
     """Return the bytes of a row of which every ragged dimension has size 1."""
     return math.prod(size for size in spec.row_shape or () if size >= 0) * spec.itemsize
+
+
+def offsets_of(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return where each of some rows starts that lie one after the other, and their end `(n + 1,)`."""
+    offsets = np.zeros(sizes.size + 1, np.int64)
+    np.cumsum(sizes, out=offsets[1:])
+    return offsets
 
 
 def extent_count(spec: FieldSpec) -> int:

@@ -17,11 +17,9 @@ from tq_service.wire.dtypes import Bytes, has_torch, maker, writable_bytes
 from tq_service.wire.objects import decode_object
 from tq_service.wire.row_pattern import RowPattern
 
-Buffer = memoryview | bytes | bytearray | Bytes
-
 
 def decode_columns(
-    columns: Sequence[ColumnShape], buffers: Sequence[Buffer], *, as_torch: bool | None = None
+    columns: Sequence[ColumnShape], buffers: Sequence[Bytes], *, as_torch: bool | None = None
 ) -> dict[str, Any]:
     """Return the values of columns by field name.
 
@@ -43,17 +41,9 @@ def decode_columns(
 
 
 def to_tensordict(columns: Mapping[str, Any], row_count: int) -> Any:
-    """Return decoded columns as a TensorDict of batch size `[row_count]`; lists stay lists when read from it.
+    """Return decoded columns as a TensorDict of batch size `[row_count]`; lists stay lists when read from it."""
+    from tensordict import NonTensorData, NonTensorStack, TensorDict  # noqa: PLC0415  (optional, slow to import)
 
-    Raises:
-        ImportError: tensordict is not installed.
-    """
-    try:
-        from tensordict import NonTensorData, NonTensorStack, TensorDict  # noqa: PLC0415  (optional, slow to import)
-    except ImportError as error:
-        raise ImportError(
-            "a TensorDict was asked for, and tensordict is not installed: tq-service[data] has it"
-        ) from error
     fields = dict(columns)
     for name, values in columns.items():
         if isinstance(values, list):
@@ -70,7 +60,7 @@ class _Decoder:
         self._make = maker(as_torch=as_torch)
         self._patterns: dict[bytes, RowPattern] = {}
 
-    def decode(self, column: ColumnShape, buffer: Buffer) -> Any:
+    def decode(self, column: ColumnShape, buffer: Bytes) -> Any:
         if len(buffer) != column.value_bytes:
             raise InvalidArgumentError(
                 f"field {column.spec.name!r} has {len(buffer)} bytes, its header says {column.value_bytes}"
@@ -79,7 +69,7 @@ class _Decoder:
             shape = (column.row_count, *(column.spec.row_shape or ()))
             return self._make(writable_bytes(buffer), column.spec.dtype, shape)
         if column.spec.layout is Layout.OBJECT:
-            return self._decode_objects(column, buffer.data if isinstance(buffer, np.ndarray) else memoryview(buffer))
+            return self._decode_objects(column, buffer.data)
         values = writable_bytes(buffer)
         ragged_dims = column.spec.ragged_dims
         if not self._as_torch or len(ragged_dims) != 1:

@@ -134,12 +134,9 @@ def array_bytes(array: NDArray[Any]) -> memoryview:
     return plain.reshape(-1).view(np.uint8).data
 
 
-def writable_bytes(buffer: memoryview | bytes | bytearray | Bytes) -> Bytes:
-    """Return a buffer as a writable, 16-byte aligned uint8 array: the buffer itself where it is so already."""
-    array = buffer if isinstance(buffer, np.ndarray) else np.frombuffer(buffer, np.uint8)
-    if not array.flags.writeable or array.ctypes.data % 16:
-        array = array.copy()
-    return array
+def writable_bytes(buffer: Bytes) -> Bytes:
+    """Return bytes that are writable and 16-byte aligned: the same where they are so already, else a copy."""
+    return buffer if buffer.flags.writeable and not buffer.ctypes.data % 16 else buffer.copy()
 
 
 def tensor_of(values: Bytes, dtype: str, shape: tuple[int, ...]) -> Any:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from tq_service.wire.columns import offsets_of
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -46,9 +48,7 @@ class RowPattern:
         """Return the pattern of rows of these lengths `(n,)`; its offsets are int64 on the CPU by default."""
         import torch  # noqa: PLC0415  (torch is optional and slow to import)
 
-        bounds = np.zeros(len(lengths) + 1, np.int64)
-        np.cumsum(lengths, out=bounds[1:])
-        return cls._of(torch.from_numpy(bounds).to(device=device, dtype=dtype), lengths)
+        return cls._of(torch.from_numpy(offsets_of(lengths)).to(device=device, dtype=dtype), lengths)
 
     @classmethod
     def _of(cls, offsets: torch.Tensor, lengths: NDArray[np.int64]) -> RowPattern:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from tq_service.client._async.checkpoints import AsyncCheckpointCalls
 from tq_service.client._async.claims import AsyncClaimCalls
 from tq_service.client._async.fetches import AsyncFetchCalls
-from tq_service.client._async.leases import AsyncLeaseCalls
 from tq_service.client._async.partitions import AsyncPartitionCalls
 from tq_service.client._async.samples import AsyncSampleCalls
 
 
-class AsyncClient(
-    AsyncPartitionCalls, AsyncSampleCalls, AsyncFetchCalls, AsyncClaimCalls, AsyncLeaseCalls, AsyncCheckpointCalls
-):
+class AsyncClient(AsyncPartitionCalls, AsyncSampleCalls, AsyncFetchCalls, AsyncClaimCalls):
     """A client of the service at one address. Use it in a `with` block, or close it.
 
     Every call has a deadline of `timeout` seconds (`get_meta`: beyond its `max_wait`), and is tried again with back-off
