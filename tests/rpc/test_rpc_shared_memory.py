@@ -85,7 +85,7 @@ def memfds_of_a_put(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     """How many memfds DATA takes."""
     count: int = request.param
     if count > 1:
-        size = shared_memory.place_columns(encode_columns(DATA))[1]
+        size = shared_memory.place_columns(column.value_bytes for column in encode_columns(DATA))[1]
         monkeypatch.setattr(shared_memory, "_GRAIN_BYTES", 4096)
         monkeypatch.setattr(shared_memory, "_SEGMENT_BYTES", -(-size // count // 4096) * 4096)
     return count

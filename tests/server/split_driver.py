@@ -249,7 +249,7 @@ class Split:
         columns = encode_columns({"x": np.arange(rows)})
         owner = self.directory.controller_id
         pending = await self.engine.reserve(
-            put_id, columns, rows, partition_id=partition_id, for_existing_rows=False, deadline=None, owner=owner
+            put_id, columns, partition_id=partition_id, for_existing_rows=False, deadline=None, owner=owner
         )
         if not pending.already_complete:
             await pending.write(np.arange(rows).tobytes())

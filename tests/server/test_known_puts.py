@@ -142,7 +142,7 @@ async def engine_of(count, confirm=True):
     columns = encode_columns({"x": np.arange(4)})
     for number in range(count):
         put_id = number.to_bytes(16, "big")
-        pending = await engine.reserve(put_id, columns, 4, partition_id="p", for_existing_rows=False, deadline=None)
+        pending = await engine.reserve(put_id, columns, partition_id="p", for_existing_rows=False, deadline=None)
         await pending.write(np.arange(4).tobytes())
         pending.finish()
         if confirm:

@@ -25,7 +25,6 @@ async def begin(engine, number, data, *, existing=False, deadline=None, owner=b"
     pending = await engine.reserve(
         put_id(number),
         columns,
-        columns[0].row_count,
         partition_id=PARTITION,
         for_existing_rows=existing,
         deadline=deadline,
@@ -39,7 +38,6 @@ async def begin_shared(engine, number, data, *, deadline=None):
     pending = await engine.reserve(
         put_id(number),
         columns,
-        columns[0].row_count,
         partition_id=PARTITION,
         for_existing_rows=False,
         deadline=deadline,

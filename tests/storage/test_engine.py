@@ -160,26 +160,18 @@ async def test_puts_of_wrong_size_leave_nothing(engine):
     assert not engine.confirm(put_id(1))
 
 
-async def test_wrong_headers_are_refused(engine):
-    column = ColumnShape(spec=FieldSpec("x", "int8", Layout.DENSE, ()), row_count=2, extents=None, value_bytes=2)
-    for headers, rows, name in ([], 1, b"p"), ([column, column], 2, b"p"), ([column], 3, b"p"), ([column], 2, b""):
-        with pytest.raises(InvalidArgumentError):
-            await engine.reserve(name, headers, rows, partition_id=PARTITION, for_existing_rows=False, deadline=None)
-    assert engine.stat().used_bytes == 0
-
-
 async def test_a_put_is_for_the_partition_that_its_header_named(engine):
     await put(engine, 1, {"x": np.arange(4)}, confirm=False)
     assert engine.partition_of(put_id(1)) == PARTITION
     assert engine.partition_of(put_id(2)) is None
     columns = encode_columns({"x": np.arange(4)})
     with pytest.raises(InvalidArgumentError, match="not put for partition 'other'"):
-        await engine.reserve(put_id(1), columns, 4, partition_id="other", for_existing_rows=False, deadline=None)
+        await engine.reserve(put_id(1), columns, partition_id="other", for_existing_rows=False, deadline=None)
     with pytest.raises(InvalidArgumentError, match="not put for partition 'other'"):
         engine.check_complete(put_id(1), "other")
     with pytest.raises(InvalidArgumentError, match=r"for controller .*, not"):
         await engine.reserve(
-            put_id(1), columns, 4, partition_id=PARTITION, for_existing_rows=False, deadline=None, owner=b"o" * 16
+            put_id(1), columns, partition_id=PARTITION, for_existing_rows=False, deadline=None, owner=b"o" * 16
         )
     assert engine.stat().uncommitted_put_count == 1
     engine.confirm(put_id(1))
@@ -476,7 +468,7 @@ async def test_rows_beyond_4_gib_are_found(engine):
         value_bytes=6 * row_bytes,
     )  # fmt: skip
     pending = await engine.reserve(
-        put_id(1), [column, jagged], 6, partition_id=PARTITION, for_existing_rows=False, deadline=None
+        put_id(1), [column, jagged], partition_id=PARTITION, for_existing_rows=False, deadline=None
     )
     pending._filled += 12 * row_bytes - 3  # as if written
     await pending.write(b"end")

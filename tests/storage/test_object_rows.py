@@ -38,7 +38,7 @@ def with_row(row, first_byte):
 
 async def reserve(engine, columns, *, shared=False):
     return await engine.reserve(
-        put_id(1), columns, 5, partition_id=PARTITION, for_existing_rows=False, deadline=None, shared=shared
+        put_id(1), columns, partition_id=PARTITION, for_existing_rows=False, deadline=None, shared=shared
     )
 
 
@@ -51,18 +51,19 @@ async def test_a_row_that_is_no_object_is_refused_by_its_number(engine, shared, 
     if shared and not shared_memory.is_supported():
         pytest.skip("sealed memfds are there on Linux only")
     columns = with_row(row, first_byte)
-    pending = await reserve(engine, columns, shared=shared)
-    if shared:
-        pending.adopt(shared_memory.write_columns(columns))
-    else:
-        for column in columns:
-            for chunk in column.chunks:
-                await pending.write(chunk)
-    for finish in (pending.whole, pending.finish):
-        with pytest.raises(InvalidArgumentError, match=f"row {row} of field 'text' {reason}") as caught:
-            finish()
+    pending = None
+    with pytest.raises(InvalidArgumentError, match=f"row {row} of field 'text' {reason}") as caught:
+        pending = await reserve(engine, columns, shared=shared)
+        if shared:
+            pending.adopt(shared_memory.write_columns(columns))
+        for chunk in () if shared else (chunk for column in columns for chunk in column.chunks):
+            await pending.write(chunk)
     assert caught.value.metadata["row"] == str(row)
-    pending.abort()
+    assert (pending is None) == (first_byte is None)  # what the header says is refused before the bytes come
+    if pending is not None:
+        with pytest.raises(InvalidArgumentError, match="ended"):
+            pending.finish()
+        pending.abort()
     assert (engine.stat().used_bytes, engine.stat().put_count) == (0, 0)
     await put(engine, 1, DATA)
     assert read(engine, [1], runs(["text"], (0, 0, 5)))["text"] == DATA["text"]

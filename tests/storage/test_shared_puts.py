@@ -137,9 +137,7 @@ async def test_frames_for_a_shared_put_are_refused(engine):
 
 async def test_shared_memory_for_other_puts_is_refused_and_closed(engine):
     columns = encode_columns(DATA)
-    pending = await engine.reserve(
-        put_id(1), columns, 1001, partition_id=PARTITION, for_existing_rows=False, deadline=None
-    )
+    pending = await engine.reserve(put_id(1), columns, partition_id=PARTITION, for_existing_rows=False, deadline=None)
     before = open_files()
     with pytest.raises(InvalidArgumentError, match="come in frames"):
         pending.adopt(shared_memory.write_columns(columns))

@@ -39,7 +39,7 @@ def memory(columns):
 
 
 def test_columns_lie_one_after_the_other_each_aligned(columns, memory):
-    starts, size = shared_memory.place_columns(columns)
+    starts, size = shared_memory.place_columns(column.value_bytes for column in columns)
     assert starts[0] == 0
     assert all(start % 64 == 0 for start in starts)
     shared_memory.check(memory, size)
@@ -69,7 +69,7 @@ def small_segments(monkeypatch):
 @pytest.mark.parametrize("thread_count", [1, 3])
 def test_large_memory_is_in_several_memfds(columns, small_segments, monkeypatch, thread_count):
     monkeypatch.setattr(shared_memory, "_MOST_THREADS", thread_count)
-    starts, size = shared_memory.place_columns(columns)
+    starts, size = shared_memory.place_columns(column.value_bytes for column in columns)
     sizes = shared_memory.segment_sizes(size)
     each = shared_memory.segment_bytes(size)
     assert len(sizes) == -(-size // each) > 10

@@ -83,14 +83,7 @@ def put_cells(cells: CellSet) -> PutCells:
     """Return cells as their storage service names them."""
     if cells.rows is None:
         return PutCells(put_id=cells.put.put_id)
-    rows = np.sort(cells.rows)
-    starts = np.r_[0, np.flatnonzero(np.diff(rows) != 1) + 1]
-    return PutCells(
-        put_id=cells.put.put_id,
-        field_names=cells.field_names,
-        first_rows=rows[starts],
-        row_counts=np.diff(np.r_[starts, rows.size]),
-    )
+    return PutCells.of_rows(cells.put.put_id, cells.field_names, np.sort(cells.rows))
 
 
 def split_runs(cells: PutCells, most: int) -> Iterable[PutCells]:

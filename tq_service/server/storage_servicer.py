@@ -97,7 +97,6 @@ class EngineDriver:
             pending = await self._engine.reserve(
                 header.put_id,
                 columns,
-                header.row_count,
                 partition_id=header.partition_id,
                 for_existing_rows=for_existing_rows,
                 deadline=until,

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from tq_service.wire.runs import expand_runs
+
 Rows = NDArray[np.int64]
 
 
@@ -25,6 +27,21 @@ class PutCells:
     field_names: tuple[str, ...] = ()
     first_rows: Rows | None = None
     row_counts: Rows | None = None
+
+    @classmethod
+    def of_rows(cls, put_id: bytes, field_names: tuple[str, ...], rows: Rows) -> PutCells:
+        """Return cells of these rows, ascending, at least one."""
+        starts = np.r_[0, np.flatnonzero(np.diff(rows) != 1) + 1]
+        counts = np.diff(starts, append=rows.size)
+        return cls(put_id=put_id, field_names=field_names, first_rows=rows[starts], row_counts=counts)
+
+    def rows(self, row_count: int) -> Rows:
+        """Return the rows one by one, those left out that a put of `row_count` rows has not."""
+        if self.first_rows is None or self.row_counts is None:
+            return np.arange(row_count, dtype=np.int64)
+        starts = np.clip(self.first_rows, 0, row_count)
+        ends = np.clip(self.first_rows + np.clip(self.row_counts, 0, row_count), starts, row_count)
+        return expand_runs(starts, ends - starts)
 
     @property
     def is_whole(self) -> bool:

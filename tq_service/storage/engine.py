@@ -20,7 +20,7 @@ from tq_service.storage.blobs.memory import MemoryBlobs
 from tq_service.storage.cells import PutCells
 from tq_service.storage.index.admission import Admission
 from tq_service.storage.index.compaction import compact
-from tq_service.storage.index.put import PendingPut, StoredPut, check_put, tables_size, values_size
+from tq_service.storage.index.put import PendingPut, StoredPut
 from tq_service.storage.index.put_journal import PutJournal
 from tq_service.storage.index.put_records import EncodedPut, PutLog
 from tq_service.storage.index.put_table import Confirmations, Overdue, PutTable
@@ -120,8 +120,7 @@ class StorageEngine:
     async def reserve(
         self,
         put_id: bytes,
-        headers: Sequence[ColumnShape],
-        row_count: int,
+        columns: Sequence[ColumnShape],
         *,
         partition_id: str,
         for_existing_rows: bool,
@@ -134,8 +133,7 @@ class StorageEngine:
         Args:
             put_id: made by the client, the same over retries. An unfinished put of the same id is aborted; where one
                 is complete, the result says `already_complete` and takes no bytes.
-            headers: the columns.
-            row_count: rows of every column.
+            columns: what it has, checked as `decode_headers` does.
             partition_id: the partition it is for; its commit must name the same.
             for_existing_rows: whether the put may use the reserve; no new rows may be made of it.
             deadline: until when to wait, by the engine's clock; None: for as long as the caller is not cancelled.
@@ -143,13 +141,13 @@ class StorageEngine:
             shared: whether the bytes come as shared memory, to be adopted, instead of being written.
 
         Raises:
-            InvalidArgumentError: headers are wrong, or the put is there for another partition or of another owner.
+            InvalidArgumentError: a row of objects is empty, or the put is there for another partition or of another
+                owner.
             QuotaExceededError: larger than the quota (at once), or no capacity until the deadline (with
                 `retry_after_seconds`).
             DiskFullError: the disk is full.
             CallCancelledError: a retry of the same put took over while this call waited.
         """
-        check_put(put_id, headers, row_count)
         if put_id in self._puts:
             self._check_partition(put_id, partition_id)
             if (known := self._puts.owner_of(put_id)) != owner:
@@ -165,55 +163,36 @@ class StorageEngine:
         pending = PendingPut(put_id, on_finish=self._finish, on_abort=self._abort)
         self._pending[put_id] = pending
         try:
-            stored = await self._allocate(
-                headers,
-                row_count,
-                partition_id,
-                for_existing_rows=for_existing_rows,
-                deadline=deadline,
-                owner=owner,
-                store=self._memfds if shared else self._store,
-            )
+            stored = StoredPut.of(columns, partition_id, for_existing_rows=for_existing_rows, owner=owner)
+            await self._allocate(stored, columns, self._memfds if shared else self._store, deadline)
         except BaseException:
             pending.abort()
             raise
         if pending.is_aborted:
             stored.values.release()
-            pending.check_open()
+            pending.opened()
         self._begin(pending, stored)
         return pending
 
     async def _allocate(
-        self,
-        headers: Sequence[ColumnShape],
-        row_count: int,
-        partition_id: str,
-        *,
-        for_existing_rows: bool,
-        deadline: float | None,
-        owner: bytes,
-        store: BlobStore,
-    ) -> StoredPut:
-        """Return a put that is to be written, its bytes counted and its blobs allocated."""
-        tables, values = tables_size(headers), values_size(headers, store)
-        await self._admission.reserve(tables + values, for_existing_rows=for_existing_rows, deadline=deadline)
-        blob = None
+        self, stored: StoredPut, columns: Sequence[ColumnShape], store: BlobStore, deadline: float | None
+    ) -> None:
+        """Have the bytes of a put that is to be written counted, and its blobs allocated."""
+        charge, blob = stored.charge_in(store), None
+        await self._admission.reserve(charge, for_existing_rows=stored.for_existing_rows, deadline=deadline)
         try:
-            blob = await store.allocate(values + (tables if store.has_tables else 0))
-            blob.charge = tables + values
-            stored = StoredPut.of(
-                blob, headers, row_count, partition_id, for_existing_rows=for_existing_rows, owner=owner
-            )
+            blob = await store.allocate(stored.blob_bytes(store))
+            blob.charge = charge
+            stored.place(blob, columns)
             if self._journal is not None and store is not self._store:
-                blob.copy = await self._store.allocate(tables + values_size(headers, self._store))
+                blob.copy = await self._store.allocate(stored.blob_bytes(self._store))
                 blob.copy.charge = 0
         except BaseException:
             if blob is None:
-                self._admission.release(tables + values)
+                self._admission.release(charge)
             else:
                 blob.release()
             raise
-        return stored
 
     async def flush(self, pending: PendingPut) -> None:
         """Wait until the bytes of a put are where they outlive this process, before it is finished.
@@ -225,7 +204,7 @@ class StorageEngine:
         """
         if self._journal is not None:
             await self._journal.flush(pending)
-            pending.check_open()
+            pending.opened()
 
     def confirm(self, put_id: bytes) -> bool:
         """Make a complete put stay: its commit is made. Idempotent; return whether it is here."""
@@ -473,7 +452,7 @@ class StorageEngine:
                 continue
             put = self._puts[some.put_id]
             try:
-                put.free(some.field_names, some.first_rows, some.row_counts)
+                put.free(some)
             except OSError as error:  # its segment was damaged while the service was down
                 self._needed_journal().mark_unreadable(some.put_id, error)
                 continue

@@ -17,12 +17,13 @@ import socket
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from typing import Final, TypeAlias
 
 import numpy as np
 
 from tq_service.errors import InvalidArgumentError
-from tq_service.wire.columns import Column, ColumnShape
+from tq_service.wire.columns import Column
 from tq_service.wire.dtypes import Bytes
 from tq_service.wire.frames import iter_frames
 from tq_service.wire.mapping import READ_WRITE, map_memory, unmapper
@@ -61,12 +62,9 @@ def check_supported() -> None:
         raise OSError("this system has no sealed memfds")
 
 
-def place_columns(columns: Sequence[ColumnShape]) -> tuple[list[int], int]:
-    """Return where the values of each column start in the memory of a put, and the size of that memory in bytes."""
-    starts, end = [], 0
-    for column in columns:
-        starts.append(end)
-        end += -(-column.value_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+def place_columns(sizes: Iterable[int]) -> tuple[list[int], int]:
+    """Return where columns of so many bytes start in the memory of a put, and the size of that memory in bytes."""
+    *starts, end = accumulate((-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes), initial=0)
     return starts, end
 
 
@@ -90,7 +88,7 @@ def write_columns(columns: Sequence[Column]) -> list[int]:
     Raises:
         OSError: the system has no memory, or no file descriptors, left.
     """
-    _, size = place_columns(columns)
+    _, size = place_columns(column.value_bytes for column in columns)
     segments = list(iter_frames(_placed(columns), segment_bytes(size)))
     thread_count = min(len(segments), _MOST_THREADS, len(os.sched_getaffinity(0)))
     fds: list[int] = []

@@ -6,7 +6,7 @@ import numpy as np
 
 from tq_service.storage.blobs.base import BlobStore
 from tq_service.storage.cells import Rows
-from tq_service.storage.index.put import RowSet, StoredColumn, StoredPut, table_bytes
+from tq_service.storage.index.put import StoredColumn, StoredPut, table_bytes
 from tq_service.wire.columns import fixed_row_bytes
 
 
@@ -21,21 +21,19 @@ def compact(put: StoredPut, store: BlobStore) -> StoredPut:
         OSError: there is no space for it, or the old one cannot be read.
     """
     kept = {id(row_set): row_set.live_positions() for row_set in put.row_sets()}
-    row_sets = {id(row_set): RowSet.of_rows(row_set.rows_at(kept[id(row_set)])) for row_set in put.row_sets()}
+    row_sets = {id(row_set): row_set.compacted() for row_set in put.row_sets()}
     moved: dict[str, StoredColumn | None] = dict.fromkeys(put.columns)
-    tables_size = values_size = 0
     for name, column in put.columns.items():
         if column is not None:
             positions = kept[id(column.row_set)]
             value_bytes = column.bytes_of(put, positions) - len(positions) * table_bytes(column.spec)
-            placed = moved[name] = StoredColumn(column.spec, row_sets[id(column.row_set)], value_bytes)
-            tables_size += placed.tables_size()
-            values_size += value_bytes
-    values = store.allocate_now(values_size + (tables_size if store.has_tables else 0))
-    values.charge = values_size + tables_size
+            moved[name] = StoredColumn(column.spec, row_sets[id(column.row_set)], value_bytes)
     smaller = StoredPut(
-        values, moved, put.row_count, put.partition_id, for_existing_rows=put.for_existing_rows, owner=put.owner
+        moved, put.row_count, put.partition_id, for_existing_rows=put.for_existing_rows, owner=put.owner
     )
+    values = store.allocate_now(smaller.blob_bytes(store))
+    values.charge = smaller.charge_in(store)
+    smaller.place(values)
     smaller.live_bytes = put.live_bytes
     for source, target in zip(put.columns.values(), moved.values(), strict=True):
         if source is not None and target is not None:

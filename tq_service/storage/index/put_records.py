@@ -146,29 +146,28 @@ def restore_put(record: PutStored, blob: Blob) -> StoredPut:
     columns: dict[str, StoredColumn | None] = {}
     for names, left in record.left_rows:
         if left.size:
-            row_sets |= dict.fromkeys(names, RowSet.of_rows(left))
+            row_sets |= dict.fromkeys(names, RowSet(left.size, left))
         else:
             columns |= dict.fromkeys(names)
     whole = RowSet(record.row_count)
     for name, dtype, layout, row_shape, value_bytes in record.columns:
         spec = _spec(name, dtype, layout, row_shape)
         columns[name] = StoredColumn(spec, row_sets.get(name, whole), value_bytes)
-    return StoredPut(
-        blob,
+    put = StoredPut(
         columns,
         record.row_count,
         record.partition_id,
         for_existing_rows=record.for_existing_rows,
         owner=record.owner,
     )
+    put.place(blob)
+    return put
 
 
 def _left_rows(put: StoredPut) -> tuple[LeftRows, ...]:
     gone = tuple(name for name, column in put.columns.items() if column is None)
     left = [LeftRows(gone, np.zeros(0, np.int64))] if gone else []
     left += [
-        LeftRows(tuple(put.members(row_set)), row_set.rows_at(np.arange(row_set.stored_count, dtype=np.int64)))
-        for row_set in put.row_sets()
-        if row_set.stored_count < put.row_count
+        LeftRows(tuple(put.members(row_set)), row_set.rows) for row_set in put.row_sets() if row_set.rows is not None
     ]
     return tuple(left)

@@ -311,11 +311,9 @@ class SpanFinder:
             if known == row_sets:
                 return found
         firsts, counts = self._runs.first_rows, self._runs.row_counts
-        positions: Rows = firsts - self._of_runs([row_set.base for row_set in row_sets])
-        ends = self._of_runs([row_set.stored_count for row_set in row_sets]) - counts
-        positions[(positions < 0) | (positions > ends)] = -1
+        positions = firsts.copy()
         for number, row_set in enumerate(row_sets):
-            if row_set.kept is not None or row_set.live is not None:
+            if row_set.rows is not None or row_set.live is not None:
                 some = self._runs_of([number])
                 positions[some] = row_set.positions(firsts[some], counts[some])
         self._check_found(name, positions)
