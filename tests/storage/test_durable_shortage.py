@@ -10,7 +10,7 @@ from engine_driver import begin, cells, put_id, read, runs
 
 from tq_service.errors import UnavailableError
 from tq_service.storage.blobs.segments import Segment, SegmentBlobs
-from tq_service.storage.index import checks
+from tq_service.storage.index import put_journal
 
 ROWS = 1000
 DATA = {
@@ -54,7 +54,7 @@ async def test_a_put_is_not_damaged_because_its_file_cannot_be_opened_now(tmp_pa
 
 
 async def test_the_scrub_goes_on_when_files_can_be_opened_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(checks, "_RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(put_journal, "_RETRY_SECONDS", 0.0)
     engine = (await reopened(tmp_path)).engine
     refusals = []
     checksum = Segment.checksum
@@ -70,7 +70,7 @@ async def test_the_scrub_goes_on_when_files_can_be_opened_again(tmp_path, monkey
         await engine.scrub()
     assert len(refusals) == 3
     assert not engine.damaged
-    assert engine._journal.checks.is_sound(put_id(1))
+    assert engine._journal.may_compact(put_id(1))
 
 
 async def test_a_put_that_cannot_be_compacted_yet_keeps_no_capacity_from_others(tmp_path):

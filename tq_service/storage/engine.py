@@ -64,8 +64,7 @@ class StorageEngine:
     Each put has an owner, the controller that commits it: only that confirms it, and says that it is not known.
 
     With a store that outlives the process, `recover` comes first. That a put is confirmed is not written down:
-    recovered puts stay until their owner says which of them are known. Those written down before puts had owners are
-    the first one's that says so.
+    recovered puts stay until their owner says which of them are known.
 
     Args:
         max_bytes: quota in bytes; None: no bound.
@@ -303,7 +302,6 @@ class StorageEngine:
         `reconcile` follows, piece by piece, and then `finish_reconciliation`, while other calls go on. The owner looks
         at what it knows after this call: puts that are confirmed from now on stay, listed or not.
         """
-        self._puts.inherit(owner)
         state = self._reconciliations[owner] = Reconciliation(owner)
         return state
 
@@ -403,7 +401,7 @@ class StorageEngine:
             return
         state.miss(put_id)
         if self._journal is not None:
-            self._journal.mark_missing(put_id)
+            self._journal.mark_damaged(put_id, "it is not here")
 
     def _has(self, state: Reconciliation, put_id: bytes) -> bool:
         return put_id in self._puts and self._puts.owner_of(put_id) == state.owner
@@ -443,7 +441,7 @@ class StorageEngine:
                 self._note_freed(some.put_id)
             if some.put_id not in self._puts:
                 if some.is_whole and self._journal is not None:
-                    self._journal.forget_missing(some.put_id)
+                    self._journal.forget(some.put_id)
                 continue
             if some.is_whole:
                 self._drop(some.put_id)
@@ -454,7 +452,7 @@ class StorageEngine:
             try:
                 put.free(some)
             except OSError as error:  # its segment was damaged while the service was down
-                self._needed_journal().mark_unreadable(some.put_id, error)
+                self._needed_journal.mark_unreadable(some.put_id, error)
                 continue
             if put.is_empty():
                 self._drop(some.put_id)
@@ -514,7 +512,7 @@ class StorageEngine:
         Returns:
             How many puts there are.
         """
-        journal = self._needed_journal()
+        journal = self._needed_journal
         puts = journal.recover(records, log)
         self._puts.recover(puts, journal.load)
         self._admission.add(sum(put.values.charge for put in puts.values()))
@@ -522,23 +520,24 @@ class StorageEngine:
 
     def put_records(self) -> Sequence[EncodedPut]:
         """Return what is written down of each put, as of now."""
-        return self._needed_journal().records()
+        return self._needed_journal.records()
 
     async def check(self, put_ids: Iterable[bytes]) -> None:
         """Look at the bytes of recovered puts, before they are first read."""
         if self._journal is not None:
-            await self._journal.checks.check(put_ids)
+            await self._journal.check(put_ids)
 
     async def scrub(self) -> None:
         """Look at the bytes of all recovered puts, slowly."""
         if self._journal is not None:
-            await self._journal.checks.scrub()
+            await self._journal.scrub()
 
     @property
     def damaged(self) -> Mapping[bytes, str]:
         """Puts whose bytes are lost, and why; what was not looked at since the start is not known to be."""
-        return {} if self._journal is None else self._journal.checks.damaged
+        return {} if self._journal is None else self._journal.damaged
 
+    @property
     def _needed_journal(self) -> PutJournal:
         if self._journal is None:
             raise RuntimeError("this engine's store of blobs does not outlive the process")

@@ -3,6 +3,8 @@
     blob written -> (copied, flushed) -> record written down -> the put is complete
     the put is dropped -> that is written down -> when it cannot be lost any more: the blob is released
 
+After a restart the bytes of a put are looked at before they are first read, and all of them slowly in the background.
+
 A small put has its bytes in its record. Those of a put in shared memory are copied to a blob of the store before it is
 complete, and go on being read from the shared memory as long as the process lives.
 """
@@ -13,12 +15,12 @@ import asyncio
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Final
 
-from tq_service.errors import DiskFailedError
+from tq_service.errors import DiskFailedError, UnavailableError
 from tq_service.log_message import LogMessage
 from tq_service.storage.blobs.base import Blob, DurableBlobStore, is_temporary
 from tq_service.storage.blobs.memory import LocalBlob
-from tq_service.storage.index.checks import BlobChecks
 from tq_service.storage.index.put import PendingPut, StoredPut
 from tq_service.storage.index.put_records import (
     EncodedPut,
@@ -32,6 +34,9 @@ from tq_service.storage.index.put_records import (
 from tq_service.storage.index.put_table import RecoveredPut
 
 _log = logging.getLogger(__name__)
+_SCRUB_BYTES_PER_SECOND: Final = 100e6
+_LEAST_PAUSE_SECONDS: Final = 0.001
+_RETRY_SECONDS: Final = 1.0
 
 
 class PutJournal:
@@ -41,33 +46,36 @@ class PutJournal:
         store: the engine's.
 
     Attributes:
-        checks: whether the bytes of recovered puts are as they were put.
+        damaged: puts whose bytes are not as they were put, and why; those not looked at yet are not known to be.
     """
 
     def __init__(self, store: DurableBlobStore) -> None:
         self._store = store
         self._log: PutLog | None = None
-        self.checks = BlobChecks(store)
+        self.damaged: dict[bytes, str] = {}
+        self._expected: dict[bytes, tuple[Blob, int]] = {}  # checksums of recovered puts that were not looked at yet
+        self._checking: dict[bytes, asyncio.Task[None]] = {}
         self._records: dict[bytes, EncodedPut] = {}
         self._moving: dict[bytes, asyncio.Task[None]] = {}
         self._left_behind: dict[bytes, Blob] = {}  # of puts whose move could not be written down
 
-    def mark_missing(self, put_id: bytes) -> None:
-        """Take note of a put that is known elsewhere, but not here."""
-        if put_id not in self.checks.damaged:
-            self.checks.mark_damaged(put_id, "it is not here")
+    def mark_damaged(self, put_id: bytes, reason: str) -> None:
+        """Take note of a put that cannot be read."""
+        if put_id not in self.damaged:
+            _log.error(LogMessage("a put is damaged", put_id=put_id, reason=reason))
+            self.damaged[put_id] = reason
 
     def mark_unreadable(self, put_id: bytes, error: OSError) -> None:
         """Take note of a put whose segment cannot be used, other than for the moment."""
         if is_temporary(error):
             _log.warning(LogMessage("cells of a put are not freed before the last of them", put_id=put_id, error=error))
         else:
-            self.checks.mark_damaged(put_id, str(error))
+            self.mark_damaged(put_id, str(error))
 
-    def forget_missing(self, put_id: bytes) -> None:
-        """Forget a put that was not here."""
-        if put_id not in self._records:
-            self.checks.forget(put_id)
+    def forget(self, put_id: bytes) -> bool:
+        """Forget whether a put is sound; return whether it was damaged."""
+        self._expected.pop(put_id, None)
+        return self.damaged.pop(put_id, None) is not None
 
     # Taking puts
 
@@ -108,7 +116,7 @@ class PutJournal:
     def drop(self, put_id: bytes, blob: Blob) -> None:
         """Write down that a put is gone, and release its blob once that cannot be lost any more."""
         self._records.pop(put_id, None)
-        (blob.copy or blob).is_damaged = self.checks.forget(put_id)
+        (blob.copy or blob).is_damaged = self.forget(put_id)
         self._needed_log.append_put(self._needed_log.encode_put(PutDropped(put_id=put_id)))
         self._release_later(blob)
         left = self._left_behind.pop(put_id, None)
@@ -117,7 +125,8 @@ class PutJournal:
 
     def may_compact(self, put_id: bytes) -> bool:
         """Whether a put may be moved now."""
-        return put_id not in self._moving and put_id not in self._left_behind and self.checks.is_sound(put_id)
+        busy = (self._moving, self._left_behind, self._expected, self.damaged)
+        return not any(put_id in puts for puts in busy)
 
     def move(self, put_id: bytes, old: Blob, moved: StoredPut) -> None:
         """Write down a put that was compacted, and release its old blob once that cannot be lost any more."""
@@ -183,10 +192,10 @@ class PutJournal:
         for put_id, record, values in puts:
             blob = next(found) if record.segment else LocalBlob(self._store, len(values), values)
             if blob is None:
-                self.checks.mark_damaged(put_id, f"segment {record.segment} is missing")
+                self.mark_damaged(put_id, f"segment {record.segment} is missing")
                 blob = LocalBlob(self._store, record.size_bytes, b"")
             elif record.segment:
-                self.checks.expect(put_id, blob, record.checksum)
+                self._expected[put_id] = blob, record.checksum
             recovered[put_id] = RecoveredPut(blob, record.owner)
         return recovered
 
@@ -196,3 +205,58 @@ class PutJournal:
         if not isinstance(record, PutStored):
             raise TypeError(f"put {put_id.hex()} was written down as {type(record).__name__}")
         return restore_put(record, blob)
+
+    # Whether the bytes of recovered puts are as they were put
+
+    async def check(self, put_ids: Iterable[bytes]) -> None:
+        """Look at those of these puts that were not looked at yet.
+
+        Raises:
+            UnavailableError: one of them cannot be looked at now, since this process lacks files or memory.
+        """
+        if self._expected:
+            tasks = [self._start(put_id) for put_id in put_ids if put_id in self._expected]
+            if tasks:
+                await asyncio.wait(tasks)
+                for task in tasks:
+                    task.result()
+
+    async def scrub(self) -> None:
+        """Look at all puts that were not looked at yet, one after the other, slowly."""
+        while self._expected:
+            put_id, (blob, _) = next(iter(self._expected.items()))
+            task = self._start(put_id)
+            await asyncio.wait([task])
+            if (error := task.exception()) is None:
+                await asyncio.sleep(max(blob.size / _SCRUB_BYTES_PER_SECOND, _LEAST_PAUSE_SECONDS))
+            else:
+                _log.warning(LogMessage("the check of recovered puts is tried again later", error=error))
+                await asyncio.sleep(_RETRY_SECONDS)
+
+    def _start(self, put_id: bytes) -> asyncio.Task[None]:
+        task = self._checking.get(put_id)
+        if task is None:
+            task = self._checking[put_id] = asyncio.get_running_loop().create_task(self._check(put_id))
+            task.add_done_callback(lambda done: self._end(put_id, done))
+        return task
+
+    def _end(self, put_id: bytes, task: asyncio.Task[None]) -> None:
+        del self._checking[put_id]
+        if not task.cancelled():
+            task.exception()  # where nobody waits any more, nobody is to be told of it
+
+    async def _check(self, put_id: bytes) -> None:
+        blob, expected = self._expected.get(put_id, (None, 0))
+        if blob is None:
+            return
+        reason = ""
+        try:
+            found = await self._store.checksum(blob)
+            if found != expected:
+                reason = f"segment {blob.number} has checksum {found:016x}, expected {expected:016x}"
+        except OSError as error:
+            if is_temporary(error):
+                raise UnavailableError(f"put {put_id.hex()} cannot be looked at now ({error}); try again") from error
+            reason = f"its segment cannot be read: {error}"
+        if self._expected.pop(put_id, None) is not None and reason:
+            self.mark_damaged(put_id, reason)

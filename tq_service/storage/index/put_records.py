@@ -48,7 +48,7 @@ class PutStored:
         checksum: XXH3 of what is in the file.
         left_rows: of the columns that do not have all rows.
         for_existing_rows: whether no new samples may be made of it.
-        owner: the controller that owns it; b"" where it was written down before puts had owners.
+        owner: the controller that owns it.
     """
 
     put_id: bytes

@@ -138,12 +138,6 @@ class Confirmations:
         """Take note of a recovered put."""
         self._recovered[put_id] = None
 
-    def take_over(self, other: Confirmations) -> None:
-        """Take over the puts that another one has, none of which has a receipt."""
-        self._recovered |= other._recovered
-        for put_id in other._waiting:
-            self.begin(put_id)
-
 
 class RecoveredPut(NamedTuple):
     """What is in memory of a put that was recovered and not needed since: its blob and its owner."""
@@ -169,7 +163,6 @@ class PutTable(Mapping[bytes, StoredPut]):
         self._count = 0
         self._load: Callable[[bytes, Blob], StoredPut] | None = None
         self._confirmations: dict[bytes, Confirmations] = {}  # by owner
-        self._heir = b""  # the owner of puts that were recovered without one
         self._absent_since: dict[bytes, float] = {}  # owners that no controller is
 
     def recover(self, puts: Mapping[bytes, RecoveredPut], load: Callable[[bytes, Blob], StoredPut]) -> None:
@@ -202,8 +195,8 @@ class PutTable(Mapping[bytes, StoredPut]):
         return self._shard(put_id).pop(put_id).values
 
     def owner_of(self, put_id: bytes) -> bytes:
-        """Return the controller that owns a put, b"" for none."""
-        return self._shard(put_id)[put_id].owner or self._heir
+        """Return the controller that owns a put."""
+        return self._shard(put_id)[put_id].owner
 
     def confirmations_of(self, put_id: bytes) -> Confirmations:
         """Return those of the owner of a put."""
@@ -225,17 +218,10 @@ class PutTable(Mapping[bytes, StoredPut]):
         overdue = chain.from_iterable(each.overdue_puts() for each in self._confirmations.values())
         return list(islice(overdue, most))
 
-    def inherit(self, owner: bytes) -> None:
-        """Give the puts that were recovered without an owner to the first one that is there."""
-        if not self._heir and owner:
-            self._heir = owner
-            if (unowned := self._confirmations.pop(b"", None)) is not None:
-                self.confirmations(owner).take_over(unowned)
-
     def absent_owners(self, controllers: Collection[bytes]) -> list[bytes]:
         """Return the owners that have been none of the controllers there are for the time that a put waits."""
         now = self._clock()
-        absent = (owner for owner in self._confirmations if owner and owner not in controllers)
+        absent = (owner for owner in self._confirmations if owner not in controllers)
         self._absent_since = {owner: self._absent_since.get(owner, now) for owner in absent}
         return [owner for owner, since in self._absent_since.items() if since + self._ttl_seconds <= now]
 
