@@ -135,7 +135,7 @@ async def test_what_never_fits_is_refused_at_once_and_says_by_which_bound(settin
         await line.enter(new_id(), new_write(3, ["x"]), **arguments, deadline=None)
     assert caught.value.retry_after_seconds is None
     got, limit = caught.value.metadata["got"], caught.value.metadata["limit"]
-    assert (caught.value.metadata["bound"], int(got) > int(limit)) == (bound, True)
+    assert (caught.value.metadata["limit_name"], int(got) > int(limit)) == (bound, True)
 
 
 # Waiting
@@ -169,7 +169,7 @@ async def test_the_deadline_says_which_bound_and_when_to_try_again():
     with pytest.raises(QuotaExceededError, match="until the deadline") as caught:
         await line.enter(new_id(), new_write(1, [column("x", 4)]), 4, time.monotonic() + 0.01)
     assert caught.value.retry_after_seconds
-    assert caught.value.metadata == {"bound": "max_bytes", "got": "12", "limit": "10"}
+    assert caught.value.metadata == {"limit_name": "max_bytes", "got": "12", "limit": "10"}
     assert line.waiting_count == 0
 
 
@@ -181,7 +181,7 @@ async def test_who_is_behind_others_at_his_deadline_learns_what_they_wait_for():
     await turns()
     with pytest.raises(StalenessLimitError) as caught:
         await line.enter(new_id(), new_write(1, ["x"]), 4, time.monotonic() + 0.01)
-    assert caught.value.metadata == {"bound": "max_samples", "got": "5", "limit": "4", "task_name": "t"}
+    assert caught.value.metadata == {"limit_name": "max_samples", "got": "5", "limit": "4", "task_name": "t"}
     clear(train, np.array([0, 1]))
     assert (await first).demand.sample_count == 3
 

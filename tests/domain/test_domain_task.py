@@ -158,7 +158,7 @@ def test_a_reset_starts_an_epoch(train, keep_consumed):
     task.check_epoch(None)
     with pytest.raises(StaleEpochError) as caught:
         task.check_epoch(0)
-    assert caught.value.metadata == {"got": "0", "expected": "1"}
+    assert caught.value.metadata == {"task_name": "t", "got": "0", "expected": "1"}
     assert replay(task, 0, 4, 0) is None
     assert not task._by_serial
     assert (task.consumed_count, task.backlog) == ((5, 7) if keep_consumed else (0, 12))

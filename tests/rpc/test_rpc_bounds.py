@@ -101,7 +101,10 @@ def test_an_insert_waits_and_is_refused_in_time(client: AnyClient) -> None:
     with pytest.raises(tq.StalenessLimitError) as caught:
         client.insert("p", 1, timeout=1.0)
     assert caught.value.retry_after_seconds
-    assert caught.value.metadata == {"bound": "max_samples", "got": "2", "limit": "1", "task_name": "t"}
+    assert caught.value.metadata == {
+        "limit_name": "max_samples", "got": "2", "limit": "1", "task_name": "t",
+        "method": "/tq_service.v1.ControllerService/Insert",
+    }  # fmt: skip
     assert client.describe_partition("p").summary.inserted_count == 1
 
 

@@ -279,6 +279,7 @@ def test_a_refused_call_says_why_and_changes_nothing(row: Row, client: AnyClient
     call = rpc_error_of(error)
     if call is not None:
         assert reason_of(call) == row.error.reason
+        assert error.metadata["method"].startswith("/tq_service.v1.")
         assert row.violation is None or violations_of(call) == [row.violation]
     if row.violation is not None:
         assert isinstance(error, tq.InvalidArgumentError)

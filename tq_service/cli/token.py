@@ -144,5 +144,8 @@ def _write_private(path: Path, secret: str) -> None:
     try:
         path.touch(0o600, exist_ok=False)
     except FileExistsError:
-        raise AlreadyExistsError(f"--output: {path} is there already; name a new file") from None
+        raise AlreadyExistsError(
+            f"--output: {path} is there already; name a new file",
+            metadata={"resource_type": "file", "resource_name": str(path)},
+        ) from None
     path.write_text(f"{secret}\n")

@@ -130,7 +130,8 @@ class AsyncHome:
         if self._pid != os.getpid() or _inherited_async_channel:
             raise ForkedClientError(
                 "an AsyncClient cannot be used in a process forked from one that has used it: gRPC's asyncio channels "
-                "hang there. Start the process by spawn (multiprocessing.get_context('spawn')), or use tq.Client"
+                "hang there. Start the process by spawn (multiprocessing.get_context('spawn')), or use tq.Client",
+                metadata={"cause": "fork"},
             )
         loop = asyncio.get_running_loop()
         if self._loop is None:
@@ -138,7 +139,8 @@ class AsyncHome:
         if self._loop is not loop:
             raise ForkedClientError(
                 "an AsyncClient belongs to the event loop of its first call, and this is another one; make a client "
-                "for each loop, and in other processes (started by spawn) a client for each process"
+                "for each loop, and in other processes (started by spawn) a client for each process",
+                metadata={"cause": "event loop"},
             )
         return False
 

@@ -33,6 +33,10 @@ def joined(parts: Sequence[BatchMeta]) -> BatchMeta:
             raise StaleIncarnationError(
                 f"partition {last.partition_id!r} was cleared and created again between two pages of samples; "
                 "ask again",
-                metadata={"got": part.incarnation.hex(), "expected": last.incarnation.hex()},
+                metadata={
+                    "partition_id": last.partition_id,
+                    "got": part.incarnation.hex(),
+                    "expected": last.incarnation.hex(),
+                },
             )
     return replace(last, **samples_of(parts))

@@ -105,6 +105,7 @@ def error_of(error: grpc.RpcError, address: str) -> TqError:
         metadata = {"address": address, _GRPC_MESSAGE: failure.message}
         return UnavailableError(f"cannot reach {address}: {cause_of(failure.message)}", metadata=metadata)
     failure.message = f"{failure.message} (calling {address})"
+    failure.metadata.setdefault("address", address)
     return failure
 
 

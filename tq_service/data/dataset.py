@@ -240,12 +240,22 @@ class StreamingDataset(IterableDataset[Any]):
         if got.incarnation != expected.incarnation:
             raise StaleIncarnationError(
                 f"batch {batch.index} belongs to another incarnation of partition {self.partition_id!r} than those "
-                "before it: the partition was cleared and created again; call step() to start over"
+                "before it: the partition was cleared and created again; call step() to start over",
+                metadata={
+                    "partition_id": self.partition_id,
+                    "got": got.incarnation.hex(),
+                    "expected": expected.incarnation.hex(),
+                },
             )
         if got.epoch != expected.epoch:
             raise StaleEpochError(
                 f"batch {batch.index} belongs to epoch {got.epoch} of the task, the batches before it to epoch "
-                f"{expected.epoch}: its consumption was reset; call step() to start over"
+                f"{expected.epoch}: its consumption was reset; call step() to start over",
+                metadata={
+                    "task_name": self._source.request.task_name,
+                    "got": str(got.epoch),
+                    "expected": str(expected.epoch),
+                },
             )
         self._identity = got
         self._buffer.add(batch)

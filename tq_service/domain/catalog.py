@@ -193,7 +193,8 @@ class Catalog:
         if partition.settings != settings:
             raise AlreadyExistsError(
                 f"partition {partition_id!r} is there with {partition.settings}, got {settings}; create a partition "
-                f"before its first samples, and with the same settings everywhere"
+                f"before its first samples, and with the same settings everywhere",
+                metadata={"resource_type": "partition", "resource_name": partition_id},
             )
         return partition
 
@@ -398,7 +399,8 @@ class Catalog:
             if incarnation:
                 raise StaleIncarnationError(
                     f"partition {partition_id!r} of incarnation {incarnation.hex()} was cleared; drop what you "
-                    f"hold of it"
+                    f"hold of it",
+                    metadata={"partition_id": partition_id, "got": incarnation.hex()},
                 )
             if not await self._wait_for_arrival(partition_id, deadline - loop.time()):
                 return Claimed(None, NotYet())
@@ -501,7 +503,8 @@ async def _wake_all(arrivals: Iterable[asyncio.Future[bool]]) -> None:
 
 def _was_cleared(partition_id: str) -> Callable[[], PartitionClearedError]:
     return lambda: PartitionClearedError(
-        f"partition {partition_id!r} was cleared while the call waited; ask again to wait for its next incarnation"
+        f"partition {partition_id!r} was cleared while the call waited; ask again to wait for its next incarnation",
+        metadata={"partition_id": partition_id},
     )
 
 

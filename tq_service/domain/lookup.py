@@ -76,7 +76,8 @@ def find_page(catalog: Catalog, partition_id: str, keys: Sequence[str] | None, *
     if incarnation and partition_id not in catalog.names():
         raise StaleIncarnationError(
             f"partition {partition_id!r} of incarnation {incarnation.hex()} was cleared while it was listed; "
-            f"drop the pages you have of it"
+            f"drop the pages you have of it",
+            metadata={"partition_id": partition_id, "got": incarnation.hex()},
         )
     partition = catalog.get(partition_id, incarnation)
     if keys is None:
@@ -177,7 +178,10 @@ def check_fields(partition: Partition, names: Sequence[str]) -> None:
     for name in names:
         if name not in partition.cells.fields:
             known = nearest(name, partition.cells.fields)
-            raise FieldNotFoundError(f"partition {partition.partition_id!r} has no field {name!r}; {known}")
+            raise FieldNotFoundError(
+                f"partition {partition.partition_id!r} has no field {name!r}; {known}",
+                metadata={"partition_id": partition.partition_id, "field_name": name},
+            )
 
 
 def locate(
@@ -220,7 +224,8 @@ def _rows_of_keys(partition: Partition, keys: Sequence[str], *, skip_missing: bo
         key = keys[int(np.argmax(positions < 0))]
         raise KeyNotFoundError(
             f"partition {partition.partition_id!r} has no key {key!r}; {nearest(key, partition.key_index)}; "
-            f"pass missing='skip' to leave it out"
+            f"pass missing='skip' to leave it out",
+            metadata={"partition_id": partition.partition_id, "key": key},
         )
     rows: Indexes = partition.table.index.data[positions[positions >= 0]]
     return rows
@@ -233,5 +238,10 @@ def _missing_cell(partition: Partition, names: Sequence[str], rows: Indexes) -> 
     return CellNotFoundError(
         f"sample {int(rows[0])}{'' if key is None else f' (key {key!r})'} of partition {partition.partition_id!r} has "
         f"no {', '.join(map(repr, lacking))} yet ({rows.size} samples lack a field); wait with get_meta, or pass "
-        f"missing='skip'"
+        f"missing='skip'",
+        metadata={
+            "partition_id": partition.partition_id,
+            "global_index": str(rows[0]),
+            "field_names": ",".join(lacking),
+        },
     )

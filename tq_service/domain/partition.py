@@ -163,7 +163,11 @@ class Partition:
             raise StaleIncarnationError(
                 f"partition {self.partition_id!r} was cleared and created again: got incarnation {incarnation.hex()}, "
                 f"it is {self.incarnation.hex()} now; drop what you hold of the old one",
-                metadata={"got": incarnation.hex(), "expected": self.incarnation.hex()},
+                metadata={
+                    "partition_id": self.partition_id,
+                    "got": incarnation.hex(),
+                    "expected": self.incarnation.hex(),
+                },
             )
 
     def count_states(self, positions: Indexes, by: int) -> None:
@@ -185,7 +189,8 @@ class Partition:
         if name not in self.tasks:
             raise TaskNotFoundError(
                 f"no task {name!r} has asked for samples of partition {self.partition_id!r}; "
-                f"{nearest(name, self.tasks)}"
+                f"{nearest(name, self.tasks)}",
+                metadata={"partition_id": self.partition_id, "task_name": name},
             )
         return self.tasks[name]
 
@@ -209,7 +214,8 @@ class Partition:
             raise SampleNotFoundError(
                 f"partition {self.partition_id!r} has no sample {int(missing[0])} ({missing.size} of {indexes.size} "
                 f"are missing); it has {self.table.present_count} of {self.inserted_count} inserted, "
-                f"the others were cleared"
+                f"the others were cleared",
+                metadata={"partition_id": self.partition_id, "global_index": str(missing[0])},
             )
         if distinct(positions, self.table.count).size != positions.size:
             raise InvalidArgumentError("a sample is named twice; name each once", field="global_indexes")

@@ -296,7 +296,8 @@ class CheckpointWriter:
             directory = self._path.parent
             if error.errno in _NO_SPACE:
                 raise DiskFullError(
-                    f"the disk of {directory} has no space for the checkpoint ({error}); free space there"
+                    f"the disk of {directory} has no space for the checkpoint ({error}); free space there",
+                    metadata={"path": str(directory)},
                 ) from error
             if error.errno in _BAD_DIRECTORY:
                 raise InvalidArgumentError(

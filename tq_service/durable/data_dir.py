@@ -80,7 +80,8 @@ def read_identity(path: Path) -> Identity | None:
                     if version > FORMAT_VERSION
                     else "which this version of the service reads no more; start it with the version that wrote it, or "
                     "name an empty directory"
-                )
+                ),
+                metadata={"path": str(path.parent)},
             )
         # Under a name with a changed letter no sample would find its bytes any more, though all of them are here.
         if values.pop("checksum") != _checksum(values):
@@ -91,7 +92,10 @@ def read_identity(path: Path) -> Identity | None:
             storage_id=str(values["storage_id"]),
         )
     except (ValueError, TypeError, KeyError) as error:
-        raise DataDirError(f"{path} cannot be read: {error!r}; restore a checkpoint into an empty directory") from None
+        raise DataDirError(
+            f"{path} cannot be read: {error!r}; restore a checkpoint into an empty directory",
+            metadata={"path": str(path)},
+        ) from None
     return identity
 
 
@@ -126,7 +130,8 @@ class DirectoryLock:
             holder = os.pread(self._descriptor, 256, 0).decode(errors="replace").strip() or "a process that is starting"
             raise DataDirError(
                 f"the data dir {path.parent} is in use by {holder}; stop it first, or give this service a directory of "
-                "its own"
+                "its own",
+                metadata={"path": str(path.parent)},
             ) from None
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
@@ -201,7 +206,8 @@ class DataDir:
         if known and given not in (None, known):
             raise DataDirError(
                 f"the data dir {self.path} keeps the puts of storage service {known!r}, got storage_id {given!r}; "
-                f"leave storage_id out, or use another directory"
+                f"leave storage_id out, or use another directory",
+                metadata={"path": str(self.path)},
             )
         if not known:
             identity = replace(self.identity, storage_id=given or default)
@@ -234,7 +240,8 @@ def _identity(path: Path) -> Identity:
         if segment_numbers(path) or snapshot_numbers(path):
             raise DataDirError(
                 f"the data dir {path} has a journal or snapshots, but no {file.name}, without which no put in them can "
-                "be found; put the file back, or restore a checkpoint into an empty directory"
+                "be found; put the file back, or restore a checkpoint into an empty directory",
+                metadata={"path": str(path)},
             )
         identity = new_identity()
         write_identity(file, identity)
@@ -243,5 +250,6 @@ def _identity(path: Path) -> Identity:
 
 def _unusable(path: Path, error: OSError) -> DataDirError:
     return DataDirError(
-        f"the data dir {path} cannot be used: {error.strerror or error}; name a directory that this user may write to"
+        f"the data dir {path} cannot be used: {error.strerror or error}; name a directory that this user may write to",
+        metadata={"path": str(path)},
     )

@@ -232,7 +232,8 @@ class StateStore:
         except (TqError, LookupError, ValueError, TypeError, struct.error) as error:
             raise JournalDamagedError(
                 f"record {record.number} of the journal ({kind}) does not fit the state before it: {error}; restore a "
-                f"checkpoint into an empty data directory"
+                f"checkpoint into an empty data directory",
+                metadata={"record": str(record.number)},
             ) from error
 
     def _recover_puts(self, puts: Iterable[bytes]) -> int:
@@ -246,7 +247,8 @@ class StateStore:
     def _of_another_role(self, what: str) -> DataDirError:
         return DataDirError(
             f"the data dir {self.data_dir.path} holds {what}, which this service has not; start it with the "
-            "role that the directory was written with, or name another directory"
+            "role that the directory was written with, or name another directory",
+            metadata={"path": str(self.data_dir.path)},
         )
 
     # The log of the state machine
@@ -307,7 +309,7 @@ class StateStore:
 
     def _abandon_alone(self, reason: str, cause: BaseException) -> None:
         _log.critical(LogMessage("nothing is written to the data directory any more", reason=reason), exc_info=cause)
-        self.abandon(ServiceFailedError(f"the service has failed: {reason}"))
+        self.abandon(ServiceFailedError(f"the service has failed: {reason}", metadata={"cause": reason}))
 
     # Durability
 
@@ -387,7 +389,9 @@ class StateStore:
             await self.take_snapshot(lambda: replace(self._now(), partitions=partitions, answers=answers()), appear)
         except OSError as error:
             raise DiskFullError(
-                f"what was restored cannot be written to the data directory ({error}); free space, and restore it again"
+                f"what was restored cannot be written to the data directory ({error}); free space, and restore it "
+                "again",
+                metadata={"path": str(self.data_dir.path)},
             ) from error
 
     async def _try_snapshot(self) -> None:

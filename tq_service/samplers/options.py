@@ -52,6 +52,7 @@ def build_sampler(name: str, kind: type[Sampler], config: Mapping[str, object]) 
             raise UnknownSamplerError(
                 f"sampler_config: sampler {name!r} has no option {option!r}; {nearest(option, parameters)}",
                 field=_FIELD,
+                metadata={"sampler": name, "option": option},
             )
     missing = [option for option, parameter in parameters.items() if _is_required(parameter) and option not in config]
     if missing:

@@ -141,9 +141,12 @@ class SamplerRegistry:
                 f"(allow_sampler_import), or install the sampler as an entry point of {ENTRY_POINT_GROUP!r}; "
                 f"{nearest(name, known, all_known=True)}",
                 field="sampler",
+                metadata={"sampler": name},
             )
         return UnknownSamplerError(
-            f"sampler: got {name!r}, which is unknown; {nearest(name, known, all_known=True)}", field="sampler"
+            f"sampler: got {name!r}, which is unknown; {nearest(name, known, all_known=True)}",
+            field="sampler",
+            metadata={"sampler": name},
         )
 
 
@@ -158,10 +161,13 @@ async def _import(name: str, load: Callable[[], Any]) -> type[Sampler]:
             f"sampler: {name!r} cannot be imported by the service: {type(error).__name__}: {error}; is it installed "
             "where the service runs, or on the service's PYTHONPATH?",
             field="sampler",
+            metadata={"sampler": name},
         ) from error
     except BaseException as error:  # code of others: it may raise anything, also SystemExit
         raise UnknownSamplerError(
-            f"sampler: {name!r} cannot be loaded by the service: {type(error).__name__}: {error}", field="sampler"
+            f"sampler: {name!r} cannot be loaded by the service: {type(error).__name__}: {error}",
+            field="sampler",
+            metadata={"sampler": name},
         ) from error
 
 

@@ -308,4 +308,6 @@ async def running(settings: ServeSettings) -> AsyncIterator[App]:
         if app is not None:
             await app.stop(0)
     if supervisor.failure is not None:  # while it stopped
-        raise ServiceFailedError(supervisor.failure.message) from supervisor.failure.__cause__
+        raise ServiceFailedError(
+            supervisor.failure.message, metadata=supervisor.failure.metadata
+        ) from supervisor.failure.__cause__

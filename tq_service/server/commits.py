@@ -141,7 +141,8 @@ class Commits:
             if for_existing_rows and self.makes_samples(request.write):
                 raise QuotaExceededError(
                     f"put {put.put_id.hex()} was put as columns for existing samples, which may use a reserve that new "
-                    "ones may not, and its commit makes samples; put it again without for_existing_rows"
+                    "ones may not, and its commit makes samples; put it again without for_existing_rows",
+                    metadata={"limit_name": "reserve", "put_id": put.put_id.hex()},
                 )
             with self._storages.committing(put):
                 return commit_pb2.CommitResponse(meta=self._write(request.write, write))

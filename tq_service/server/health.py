@@ -60,7 +60,8 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # comes wit
         status = self._statuses.get(request.service)
         if status is None:
             raise NotFoundError(
-                f"there is no service {request.service[:64]!r} here; {nearest(request.service, self._names)}"
+                f"there is no service {request.service[:64]!r} here; {nearest(request.service, self._names)}",
+                metadata={"service": request.service[:64]},
             )
         return health_pb2.HealthCheckResponse(status=status)
 

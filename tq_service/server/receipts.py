@@ -132,7 +132,8 @@ class ReceiptBook:
         if not receipt:
             raise PutNotFoundError(
                 f"put {put_id.hex()} has no receipt: either it was committed before, or placement.receipt is not what "
-                "Put answered; put it again"
+                "Put answered; put it again",
+                metadata={"put_id": put_id.hex()},
             )
         try:
             said = PutReceipt.FromString(content)
@@ -141,7 +142,8 @@ class ReceiptBook:
         if said.key_id and said.key_id != key_id(self.key):
             raise PutNotFoundError(
                 f"the receipt of put {put_id.hex()} is not of this run of its storage service and this controller; put "
-                "it again"
+                "it again",
+                metadata={"put_id": put_id.hex()},
             )
         if not hmac.compare_digest(seal, _seal(self.key, content)) or said.put_id != put_id:
             raise InvalidArgumentError(
@@ -156,9 +158,15 @@ class ReceiptBook:
                 field="partition_id",
             )
         if said.number < self._valid_from:
-            raise PutNotFoundError(f"put {put_id.hex()} waited for too long for its commit; put it again")
+            raise PutNotFoundError(
+                f"put {put_id.hex()} waited for too long for its commit; put it again",
+                metadata={"put_id": put_id.hex()},
+            )
         if said.number < self._next and said.number not in self._unspent:
-            raise PutNotFoundError(f"put {put_id.hex()} was freed since its receipt was given; put it again")
+            raise PutNotFoundError(
+                f"put {put_id.hex()} was freed since its receipt was given; put it again",
+                metadata={"put_id": put_id.hex()},
+            )
         return said
 
 

@@ -235,13 +235,15 @@ class StorageRegistry:
         if known is not None and known is self.embedded:
             raise AlreadyExistsError(
                 f"the storage service in the controller's process has the name {endpoint.storage_id!r}; give each "
-                "another storage_id"
+                "another storage_id",
+                metadata={"resource_type": "storage", "resource_name": endpoint.storage_id},
             )
         replaced = known if isinstance(known, RemoteStorage) else None
         if replaced is not None and replaced.has_replaced(request) and replaced.capacity() is not None:
             raise AlreadyExistsError(
                 f"another storage service has the name {endpoint.storage_id!r}, at {replaced.endpoint.address}, and "
-                f"has registered since this one at {endpoint.address} did; give each another storage_id"
+                f"has registered since this one at {endpoint.address} did; give each another storage_id",
+                metadata={"resource_type": "storage", "resource_name": endpoint.storage_id},
             )
         if known is None and len(self._storages) >= _MOST_STORAGES:
             self._forget_lost()
@@ -309,7 +311,8 @@ class StorageRegistry:
             largest = max(capacity.max_bytes or 0 for _, capacity in known)
             raise QuotaExceededError(
                 f"a put of {size_bytes} bytes is larger than the largest quota, {largest} bytes; split it, or raise "
-                f"max_bytes"
+                f"max_bytes",
+                metadata={"limit_name": "max_bytes", "got": str(size_bytes), "limit": str(largest)},
             )
         fitting.sort(key=lambda each: (each[1].free_bytes, -each[1].used_bytes), reverse=True)
         first, free_bytes = fitting[0][0], fitting[0][1].free_bytes
@@ -350,7 +353,10 @@ class StorageRegistry:
         if storage is None:
             raise UnavailableError(f"storage service {put.storage_id!r} has not registered here yet; try again")
         if storage.boot_id != put.boot_id:
-            raise DataLossError(f"storage service {put.storage_id!r} has restarted since the put; put the data again")
+            raise DataLossError(
+                f"storage service {put.storage_id!r} has restarted since the put; put the data again",
+                metadata={"storage_id": put.storage_id},
+            )
         opened = storage.open_receipt(put.put_id, partition_id, receipt)
 
         def check() -> None:
@@ -388,7 +394,8 @@ class StorageRegistry:
         """Refuse a second commit of a put: its cells would be freed with the samples of either."""
         if put in self._committed:
             raise AlreadyExistsError(
-                f"put {put.put_id.hex()} is committed already under another request_id; put data once for each commit"
+                f"put {put.put_id.hex()} is committed already under another request_id; put data once for each commit",
+                metadata={"resource_type": "put", "resource_name": put.put_id.hex()},
             )
 
     @contextlib.contextmanager

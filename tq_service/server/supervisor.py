@@ -76,7 +76,9 @@ class Supervisor:
         """
         if self.failure is not None:
             return
-        self.failure = ServiceFailedError(f"the service has failed and ends: {reason}; start it again")
+        self.failure = ServiceFailedError(
+            f"the service has failed and ends: {reason}; start it again", metadata={"cause": reason}
+        )
         self.failure.__cause__ = cause
         _log.critical(LogMessage("the service has failed and stops", reason=reason), exc_info=cause)
         for callback in self._on_fatal:
@@ -133,4 +135,4 @@ class FailingWith:
                 with contextlib.suppress(asyncio.CancelledError):  # the cancellation may still be to come: take it here
                     await asyncio.sleep(0)
         if error is None or isinstance(error, Exception | asyncio.CancelledError):
-            raise ServiceFailedError(failure.message) from failure.__cause__
+            raise ServiceFailedError(failure.message, metadata=failure.metadata) from failure.__cause__

@@ -224,7 +224,8 @@ class StorageEngine:
         """
         if put_id not in self._puts:
             raise PutNotFoundError(
-                f"put {put_id.hex()} is not here: never completed, expired without a commit, or cleared; put it again"
+                f"put {put_id.hex()} is not here: never completed, expired without a commit, or cleared; put it again",
+                metadata={"put_id": put_id.hex()},
             )
         self._check_partition(put_id, partition_id)
 
@@ -238,7 +239,8 @@ class StorageEngine:
         number = self._puts.confirmations_of(put_id).receipt_number(put_id)
         if number is not None and put_id not in self.damaged and not self._puts[put_id].is_whole():
             raise PutNotFoundError(
-                f"put {put_id.hex()} was committed before, and some of its cells were cleared since; put it again"
+                f"put {put_id.hex()} was committed before, and some of its cells were cleared since; put it again",
+                metadata={"put_id": put_id.hex()},
             )
         return number
 

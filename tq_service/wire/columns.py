@@ -230,6 +230,7 @@ def _merge_two(one: FieldSpec, other: FieldSpec) -> FieldSpec:
         raise FieldMismatchError(
             f"field {one.name!r} is {one.describe()} in one put and {other.describe()} in another; put one kind only",
             field=one.name,
+            metadata={"got": other.describe(), "expected": one.describe()},
         )
     shape = tuple(size if size == twin else -1 for size, twin in zip(left, right, strict=True))
     return FieldSpec(one.name, dtype=one.dtype, layout=Layout.JAGGED if is_jagged else one.layout, row_shape=shape)

@@ -135,7 +135,9 @@ class Credentials:
                 self._file_signature = signature
         except (OSError, ValueError) as error:  # replaced at this moment, or gone: the token read before may still do
             if self._metadata is None:
-                raise UnauthenticatedError(f"the token file {path} cannot be used: {error}") from None
+                raise UnauthenticatedError(
+                    f"the token file {path} cannot be used: {error}", metadata={"path": str(path)}
+                ) from None
         self._reread_at = time.monotonic() + _REREAD_SECONDS
 
     def signature(self) -> Signature:

@@ -54,7 +54,11 @@ def encode_columns(data: Any, declared: Mapping[str, Layout] | None = None) -> l
                 f"field {first.spec.name!r} has {first.row_count} rows, field {column.spec.name!r} {column.row_count}; "
                 "give every field a row for each sample",
                 field="data",
-                metadata={first.spec.name: str(first.row_count), column.spec.name: str(column.row_count)},
+                metadata={
+                    "field_name": column.spec.name,
+                    "got": str(column.row_count),
+                    "expected": str(first.row_count),
+                },
             )
     if not first.row_count:
         raise InvalidArgumentError("data has 0 rows; put at least one sample", field="data")

@@ -49,10 +49,17 @@ def code_of(error: errors.TqError) -> grpc.StatusCode:
     return _CODE[error.code]
 
 
-def to_status(error: errors.TqError) -> Status:
-    """Return an error as `google.rpc.Status`, its texts cut to what trailers can carry."""
+def to_status(error: errors.TqError, **facts: str) -> Status:
+    """Return an error as `google.rpc.Status`, its texts cut to what trailers can carry.
+
+    Args:
+        error: the error.
+        **facts: what its metadata has besides.
+    """
     message = _cut(error.message, MAX_MESSAGE_BYTES)
-    details: list[Message] = [ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=_fit(error.metadata))]
+    details: list[Message] = [
+        ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=_fit(facts | error.metadata | facts))
+    ]
     if isinstance(error, errors.InvalidArgumentError) and error.field:
         violation = BadRequest.FieldViolation(
             field=_cut(error.field, MAX_METADATA_VALUE_BYTES), description=_cut(message, MAX_METADATA_VALUE_BYTES)

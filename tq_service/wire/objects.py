@@ -132,7 +132,8 @@ def _explain(value: Any, path: str, error: Exception) -> UnsupportedObjectError:
             kind += f" of {culprit.dtype}, {culprit.layout} on {culprit.device}"
         reason = f"has type {kind}, which only pickle could carry"
     return UnsupportedObjectError(
-        f"{place} {reason}; put plain values, tensors, arrays, or lists, tuples, sets and dicts of them"
+        f"{place} {reason}; put plain values, tensors, arrays, or lists, tuples, sets and dicts of them",
+        metadata={"place": place},
     )
 
 

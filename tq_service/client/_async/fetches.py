@@ -171,7 +171,10 @@ class AsyncFetchCalls(AsyncBase):
         for put in now.locations.puts if now.locations is not None else ():
             if put.storage.storage_id == read.storage.storage_id:
                 return put.storage
-        raise PutNotFoundError(f"the cells have moved from storage service {read.storage.storage_id!r} to another")
+        raise PutNotFoundError(
+            f"the cells have moved from storage service {read.storage.storage_id!r} to another",
+            metadata={"put_id": read.request.put_ids[0].hex(), "storage_id": read.storage.storage_id},
+        )
 
     async def _empty_batch(
         self, partition_id: str, metadata: BatchMeta | None, wanted: Sequence[str], deadline: Deadline
@@ -186,7 +189,10 @@ class AsyncFetchCalls(AsyncBase):
             wanted = wanted or list(specs)
         for name in wanted:
             if name not in specs:
-                raise FieldNotFoundError(f"partition {partition_id!r} has no field {name!r}; {nearest(name, specs)}")
+                raise FieldNotFoundError(
+                    f"partition {partition_id!r} has no field {name!r}; {nearest(name, specs)}",
+                    metadata={"partition_id": partition_id, "field_name": name},
+                )
         return to_batch(empty_columns([specs[name] for name in wanted]), 0)
 
 

@@ -246,6 +246,7 @@ def driver(place: Place, connections: Connections) -> Driver:
     if make is None:
         raise PreconditionError(
             f"storage service {place.storage_id!r} is of kind {place.kind!r}, and this tq-service knows "
-            f"{', '.join(DRIVERS)}; use the version of the controller here, too"
+            f"{', '.join(DRIVERS)}; use the version of the controller here, too",
+            metadata={"storage_id": place.storage_id},
         )
     return make(place, connections)

@@ -69,7 +69,7 @@ class Bound(ABC):
     def error(self, got: float, *, may_fit_later: bool) -> ResourceExhaustedError:
         """Return the error of a write with which there would be so much, at once or after it has waited."""
         counted = f"{got:g}" if isinstance(got, float) else str(got)
-        metadata = {"bound": self.name, "got": counted, "limit": str(self.limit), "task_name": self._task_name}
+        metadata = {"limit_name": self.name, "got": counted, "limit": str(self.limit), "task_name": self._task_name}
         outcome = f" and it stayed so until the deadline; {self.remedy}" if may_fit_later else "; split the put"
         return self.error_kind(
             f"partition {self._partition.partition_id!r} would have {counted} {self.what.format(self._task_name)}, its "

@@ -232,7 +232,8 @@ class ClaimExtended(ClaimChange):
         if claim.leased_count == 0:
             raise PreconditionError(
                 f"nothing is left of this claim of task {task.name!r}: its samples are acknowledged, failed, cleared "
-                f"or released; no more time is needed"
+                f"or released; no more time is needed",
+                metadata={"task_name": task.name},
             )
         return partition, task, claim, lease
 
@@ -335,7 +336,8 @@ def _lease_of(task: TaskLedger, claim: QueueClaim) -> LeaseTerms:
     if claim.lease is None:
         raise PreconditionError(
             f"this claim of task {task.name!r} has no lease, so its samples were done when they were delivered; ask "
-            "with lease= to acknowledge them"
+            "with lease= to acknowledge them",
+            metadata={"task_name": task.name},
         )
     return claim.lease
 
@@ -387,7 +389,7 @@ def _is_over(task: TaskLedger, rows: Indexes | None = None) -> LeaseExpiredError
     return LeaseExpiredError(
         f"{what} are no longer leased to this worker of task {task.name!r}: the lease ran out, was released, or "
         f"consumption was reset; others may do the same work, so drop yours, and ask for a longer lease or extend it",
-        metadata={} if rows is None else {"global_indexes": _named(rows)},
+        metadata={"task_name": task.name} | ({} if rows is None else {"global_indexes": _named(rows)}),
     )
 
 

@@ -20,7 +20,10 @@ class PartitionCreated(Change):
     def prepare(self, state: State) -> Partition:
         """Make the partition; it is not in the state yet."""
         if self.partition_id in state.partitions:
-            raise AlreadyExistsError(f"partition {self.partition_id!r} is there; clear it first")
+            raise AlreadyExistsError(
+                f"partition {self.partition_id!r} is there; clear it first",
+                metadata={"resource_type": "partition", "resource_name": self.partition_id},
+            )
         return Partition(self.partition_id, self.settings, self.incarnation)
 
     def apply(self, state: State, prepared: Partition, step: Step) -> Partition:

@@ -293,7 +293,8 @@ def check_write(partition: Partition, write: SampleWrite) -> CheckedWrite:
         raise PartitionSealedError(
             f"partition {partition.partition_id!r} is sealed with {partition.inserted_count} samples, got "
             f"{new_count} new ones; put columns of existing samples with metadata= or key_mode='existing', "
-            f"remove it with clear_partition to start over, or use another partition"
+            f"remove it with clear_partition to start over, or use another partition",
+            metadata={"partition_id": partition.partition_id},
         )
     specs = partition.cells.merged_specs(write.columns)
     partition.meta.check(write.meta, write.row_count)
@@ -326,7 +327,11 @@ def _check_not_failed(partition: Partition, positions: Indexes) -> None:
     if failed.size:
         raise SampleFailedError(
             f"sample {int(partition.table.index.data[failed[0]])} of partition {partition.partition_id!r} has failed, "
-            f"which is final; insert a new sample in its place"
+            f"which is final; insert a new sample in its place",
+            metadata={
+                "partition_id": partition.partition_id,
+                "global_index": str(partition.table.index.data[failed[0]]),
+            },
         )
 
 
@@ -362,12 +367,18 @@ def _find_rows(partition: Partition, write: SampleWrite) -> Indexes | None:
     if write.key_mode == "new" and is_known.any():
         raise AlreadyExistsError(
             f"key {keys[int(np.argmax(is_known))]!r} is known in partition {partition.partition_id!r}; use "
-            f"key_mode='upsert' to write to it"
+            f"key_mode='upsert' to write to it",
+            metadata={
+                "resource_type": "key",
+                "resource_name": keys[int(np.argmax(is_known))],
+                "partition_id": partition.partition_id,
+            },
         )
     if write.key_mode == "existing" and not is_known.all():
         key = keys[int(np.argmin(is_known))]
         raise KeyNotFoundError(
             f"partition {partition.partition_id!r} has no key {key!r}; {nearest(key, index)}; use "
-            f"key_mode='upsert' to add it"
+            f"key_mode='upsert' to add it",
+            metadata={"partition_id": partition.partition_id, "key": key},
         )
     return positions

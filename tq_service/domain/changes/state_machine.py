@@ -52,7 +52,10 @@ class State:
         """Return a partition that must be there, in the incarnation the caller means; empty means whichever."""
         partition = self.partitions.get(partition_id)
         if partition is None:
-            raise PartitionNotFoundError(f"no partition {partition_id!r}; {nearest(partition_id, self.partitions)}")
+            raise PartitionNotFoundError(
+                f"no partition {partition_id!r}; {nearest(partition_id, self.partitions)}",
+                metadata={"partition_id": partition_id},
+            )
         partition.check_incarnation(incarnation)
         return partition
 

@@ -287,7 +287,7 @@ class TaskLedger(TaskFacts):
             raise StaleEpochError(
                 f"task {self.name!r} is at epoch {self.epoch}, got epoch {epoch}; its consumption was reset since: "
                 f"take the epoch of check_consumption",
-                metadata={"got": str(epoch), "expected": str(self.epoch)},
+                metadata={"task_name": self.name, "got": str(epoch), "expected": str(self.epoch)},
             )
 
     def recorded(self, request: ClaimRequest) -> RankPlan | QueueClaim | EndCounts | None:
@@ -314,10 +314,14 @@ class TaskLedger(TaskFacts):
         if self.ended.has_expired(request_id):
             raise LeaseExpiredError(
                 f"the lease of this claim of task {self.name!r} ran out, and others may have its samples; ask again "
-                f"under a new request_id"
+                f"under a new request_id",
+                metadata={"task_name": self.name},
             )
         if request_id in self.ended:
-            raise ClaimReleasedError(f"this claim of task {self.name!r} was released; ask again under a new request_id")
+            raise ClaimReleasedError(
+                f"this claim of task {self.name!r} was released; ask again under a new request_id",
+                metadata={"task_name": self.name},
+            )
         claim = self.claims.get(request_id)
         if claim is not None and claim.remaining < claim.rows.size:
             self.check_present(claim.rows)
@@ -333,7 +337,7 @@ class TaskLedger(TaskFacts):
             f"what task {self.name!r} was to get here was planned, but samples of it have been cleared since; go on "
             f"with a later batch_index (the next to be planned is {self.next_batch_index}), a queue worker under a new "
             f"request_id",
-            metadata={"next_batch_index": str(self.next_batch_index)},
+            metadata={"task_name": self.name, "next_batch_index": str(self.next_batch_index)},
         )
 
     # Claims

@@ -218,7 +218,8 @@ class Planner:
         if self._task.claims.get(claim.request_id) is not claim:
             raise LeaseExpiredError(
                 f"the lease of this claim of task {self._task.name!r} ended before its answer was sent; ask again "
-                f"under a new request_id"
+                f"under a new request_id",
+                metadata={"task_name": self._task.name},
             )
 
     def wake(self) -> None:
@@ -568,7 +569,8 @@ class PlanSearch:
                 return found
         raise SamplerError(
             f"sampler {request.sampler.name!r}: samples of {_MOST_REPLANS} plans in a row were cleared, failed or "
-            f"reset while they were planned; ask again"
+            f"reset while they were planned; ask again",
+            metadata={"sampler": request.sampler.name},
         )
 
     async def _find(self, request: ClaimRequest, run: Run) -> Found | None:
@@ -597,7 +599,8 @@ class PlanSearch:
         if planned is None and (state_version, *others) == (self.marks[0], *self.marks[2:]):
             raise SamplerError(
                 f"sampler {request.sampler.name!r} returned rows that were not ready for this claim; return rows of "
-                f"view.ready() or view.ready_groups() only"
+                f"view.ready() or view.ready_groups() only",
+                metadata={"sampler": request.sampler.name},
             )
         return planned
 

@@ -362,6 +362,7 @@ class PartitionView:
                 f"custom_meta=[{{{source.key!r}: number of tokens}}, ...] with the samples, or name a "
                 f"jagged field as length_field",
                 field=source.key,
+                metadata={"partition_id": self._partition.partition_id},
             )
 
     def still_ready(self, rows: Indexes) -> Indexes | None:

@@ -424,4 +424,5 @@ def _mismatch(known: FieldSpec, new: FieldSpec) -> FieldMismatchError:
         f"or declare the field with create_partition(..., fields=[FieldSpec({known.name!r}, layout='jagged')]) before "
         f"its first put where rows differ in shape",
         field=known.name,
+        metadata={"got": new.describe(), "expected": known.describe()},
     )

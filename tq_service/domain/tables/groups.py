@@ -98,7 +98,9 @@ class GroupTable:
                 field="group_size",
             )
         if self.closed[slot]:
-            raise PreconditionError(f"group {name!r} is closed; put further samples into another group")
+            raise PreconditionError(
+                f"group {name!r} is closed; put further samples into another group", metadata={"group": name}
+            )
         limit, have = size or group_size, int(self.members[slot])
         if limit and have + count > limit:
             raise _too_many(name, have, limit, count)
@@ -145,7 +147,9 @@ class GroupTable:
         slots = self.slot_of.find(names)
         if slots.size and slots.min() < 0:
             missing = names[int(np.argmin(slots))]
-            raise GroupNotFoundError(f"no group {missing!r} here; {nearest(missing, self.slot_of)}")
+            raise GroupNotFoundError(
+                f"no group {missing!r} here; {nearest(missing, self.slot_of)}", metadata={"group": missing}
+            )
         return slots
 
     def close(self, slots: Indexes) -> None:
@@ -175,5 +179,6 @@ class GroupTable:
 def _too_many(name: str, have: int, limit: int, count: int) -> PreconditionError:
     return PreconditionError(
         f"group {name!r} has {have} of {limit} members, got {count} more; declare a larger group_size or use another "
-        f"group"
+        f"group",
+        metadata={"group": name},
     )

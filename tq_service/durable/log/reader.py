@@ -65,7 +65,8 @@ class LogReader:
             # No damage: accepting its loss would also lose all that cannot be read now.
             raise DiskFullError(
                 f"{error.filename or self._directory} cannot be read now ({error}): the disk of the data dir is full, "
-                "or this process lacks files or rights; nothing is lost: change that, and start the service again"
+                "or this process lacks files or rights; nothing is lost: change that, and start the service again",
+                metadata={"path": str(error.filename or self._directory)},
             ) from error
 
     def _has_beginning(self, found: Sequence[FoundSegment], number: int) -> bool:

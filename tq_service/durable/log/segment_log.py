@@ -373,7 +373,8 @@ class SegmentLog:
         except OSError as error:
             self._failure = DiskFailedError(
                 f"the disk of the data dir failed to sync {segment.path.name} ({error}): what was not acknowledged may "
-                "be lost; check the disk, then start the service again"
+                "be lost; check the disk, then start the service again",
+                metadata={"path": str(segment.path)},
             )
             raise self._failure from error
 
@@ -392,6 +393,7 @@ class SegmentLog:
             f"the disk of the data dir {reason}: {path.name} cannot grow; nothing that was acknowledged is lost; free "
             "space, the service goes on by itself",
             retry_after_seconds=_RETRY_SECONDS,
+            metadata={"path": str(path)},
         )
 
 

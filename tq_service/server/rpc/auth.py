@@ -234,9 +234,10 @@ def _showing_its_own(method: Method, token: Token, behavior: Behavior) -> Behavi
         shown_partitions.set(token.covers)
         try:
             return await behavior(request, context)
-        except PartitionNotFoundError:  # its text names partitions like the one that was asked for
+        except PartitionNotFoundError as error:  # its text names partitions like the one that was asked for
             raise PartitionNotFoundError(
-                "there is no such partition; list_partitions shows those this token is for"
+                "there is no such partition; list_partitions shows those this token is for",
+                metadata=error.metadata,
             ) from None
 
     if method.lists_partitions:

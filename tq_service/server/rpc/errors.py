@@ -74,9 +74,11 @@ def _unreadable(request: Garbled) -> InvalidArgumentError:
 
 async def _end(context: Context, error: Exception, method: Method, request: Any) -> None:
     if not isinstance(error, TqError):
-        _log.error(LogMessage("a call failed", method=method.name, request_id=_request_id(request)), exc_info=error)
-        error = InternalError("the service failed; its log has the details")
-    await context.abort_with_status(rpc_status.to_status(to_status(error)))
+        request_id = _request_id(request)
+        _log.error(LogMessage("a call failed", method=method.name, request_id=request_id), exc_info=error)
+        facts = {} if request_id is None else {"request_id": request_id.hex()}
+        error = InternalError("the service failed; its log has the details", metadata=facts)
+    await context.abort_with_status(rpc_status.to_status(to_status(error, method=method.name)))
 
 
 def _request_id(request: Any) -> bytes | None:

@@ -101,7 +101,7 @@ class RunningCalls(Middleware):
             try:
                 return await behavior(request, context)
             except ResourceExhaustedError as error:
-                self.rejected[error.metadata.get("limit_name") or error.metadata.get("bound") or error.reason] += 1
+                self.rejected[error.metadata.get("limit_name", error.reason)] += 1
                 raise
             finally:
                 self.count -= weight

@@ -177,4 +177,5 @@ def no_memory(size: int, error: BaseException) -> QuotaExceededError:
     return QuotaExceededError(
         f"the machine has no memory for {size} bytes ({error}); lower max_bytes below what it has",
         retry_after_seconds=RETRY_AFTER_SECONDS,
+        metadata={"limit_name": "memory", "got": str(size)},
     )

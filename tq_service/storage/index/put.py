@@ -301,9 +301,13 @@ class StoredPut:
             return column
         if name in self.columns:
             raise PutNotFoundError(
-                f"field {name!r} of put {put_id.hex()} was cleared or overwritten; get the rows again"
+                f"field {name!r} of put {put_id.hex()} was cleared or overwritten; get the rows again",
+                metadata={"put_id": put_id.hex(), "field_name": name},
             )
-        raise FieldNotFoundError(f"put {put_id.hex()} has no field {name!r}; {nearest(name, self.columns)}")
+        raise FieldNotFoundError(
+            f"put {put_id.hex()} has no field {name!r}; {nearest(name, self.columns)}",
+            metadata={"put_id": put_id.hex(), "field_name": name},
+        )
 
     def free(self, cells: PutCells) -> None:
         """Free cells of it; those that are not there are ignored."""
@@ -556,6 +560,7 @@ class PendingPut:
         """
         if self._stored is None:
             raise CallCancelledError(
-                f"put {self.put_id.hex()} is no longer received here: another attempt at the same put took over"
+                f"put {self.put_id.hex()} is no longer received here: another attempt at the same put took over",
+                metadata={"put_id": self.put_id.hex()},
             )
         return self._stored

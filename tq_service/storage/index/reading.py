@@ -71,7 +71,9 @@ def _find_put(puts: Mapping[bytes, StoredPut], put_id: bytes) -> StoredPut:
     put = puts.get(put_id)
     if put is None:
         raise PutNotFoundError(
-            f"put {put_id.hex()} is not here: never completed, expired without a commit, or cleared; get the rows again"
+            f"put {put_id.hex()} is not here: never completed, expired without a commit, or cleared; get the rows "
+            "again",
+            metadata={"put_id": put_id.hex()},
         )
     return put
 
@@ -333,7 +335,8 @@ class SpanFinder:
         )
         raise PutNotFoundError(
             f"field {name!r} of put {self._put_ids[put].hex()}: rows in {rows} were cleared or overwritten; get the "
-            "rows again"
+            "rows again",
+            metadata={"put_id": self._put_ids[put].hex(), "field_name": name},
         )
 
     def _cut(

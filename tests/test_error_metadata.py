@@ -1,0 +1,166 @@
+"""Each error has the metadata that docs/errors.md lists for its reason, wherever it is made, and no other."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tq_service import errors
+from tq_service.schema import EndCounts
+from tq_service.wire.error_table import ERROR_CLASSES, code_of, from_rpc_error, to_status
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "tq_service"
+ERRORS_PAGE = ROOT / "docs" / "errors.md"
+CLASSES = {kind.__name__: kind for kind in ERROR_CLASSES - {errors.TqError}}
+
+# What passes on the metadata of another error, or is given them by its caller.
+PASSED_ON = {
+    ("cli/addresses.py", "UnavailableError"),
+    ("client/reads.py", "DataLossError"),
+    ("client/retry.py", "UnavailableError"),
+    ("data/end.py", "NothingDeliveredError"),
+    ("domain/admission/limits.py", "InvalidArgumentError"),
+    ("domain/admission/limits.py", "LimitExceededError"),
+    ("server/app.py", "ServiceFailedError"),
+    ("server/rpc/auth.py", "PartitionNotFoundError"),
+    ("server/rpc/auth.py", "PermissionDeniedError"),
+    ("server/rpc/errors.py", "InternalError"),
+    ("server/supervisor.py", "ServiceFailedError"),
+}
+# Made of a class that is looked up: by bounds of partitions, from codes of gRPC, and where a storage service is away.
+MADE_BY_TABLE = {
+    "CallCancelledError", "DeadlineError", "QuotaExceededError", "StalenessLimitError", "UnauthenticatedError",
+    "UnavailableError", "InternalError", "InvalidArgumentError",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Documented:
+    """The keys of a reason: those of each error, and those that are there where they are known."""
+
+    always: frozenset[str]
+    known: frozenset[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """A place where an error is made; `is_open` where its metadata have more keys than can be read there."""
+
+    path: str
+    line: int
+    kind: type[errors.TqError]
+    keys: frozenset[str]
+    is_open: bool
+
+
+def documented() -> dict[str, Documented]:
+    """Return the table of the page."""
+    table = ERRORS_PAGE.read_text().partition("| reason | in each | where known |")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    assert len({reason for reason, _, _ in rows}) == len(rows)
+    return {
+        reason: Documented(always=frozenset(_names(always)), known=frozenset(_names(known)))
+        for reason, always, known in rows
+    }
+
+
+def _names(cell: str) -> list[str]:
+    names = [name.strip() for name in cell.split(",") if name.strip()]
+    assert all(name[0] == name[-1] == "`" for name in names), cell
+    return [name.strip("`") for name in names]
+
+
+def sites() -> Iterator[Site]:
+    """Find where errors are made."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if {"v1", "internal", "_sync"} & set(path.relative_to(PACKAGE).parts):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+                if name in CLASSES:
+                    keys, is_open = _keys_of(node)
+                    place = path.relative_to(PACKAGE).as_posix()
+                    yield Site(path=place, line=node.lineno, kind=CLASSES[name], keys=keys, is_open=is_open)
+
+
+def _keys_of(call: ast.Call) -> tuple[frozenset[str], bool]:
+    keys: set[str] = set()
+    is_open = False
+    for argument in call.keywords:
+        if argument.arg == "field":
+            keys.add("field")
+        elif argument.arg == "metadata":
+            for node in ast.walk(argument.value):
+                if isinstance(node, ast.Dict):
+                    keys.update(key.value for key in node.keys if isinstance(key, ast.Constant))
+                    is_open |= not all(isinstance(key, ast.Constant) for key in node.keys)
+            is_open |= not isinstance(argument.value, ast.Dict | ast.BinOp)
+    return frozenset(keys), is_open
+
+
+SITES = list(sites())
+KEYS = documented()
+
+
+def test_each_reason_has_keys() -> None:
+    assert KEYS.keys() == {kind.reason for kind in CLASSES.values()}
+    assert [reason for reason, keys in KEYS.items() if not keys.always | keys.known] == []
+    assert [reason for reason, keys in KEYS.items() if keys.always & keys.known] == []
+
+
+def test_the_sites_were_found() -> None:
+    assert len(SITES) > 300
+    assert len({site.kind for site in SITES}) >= len(CLASSES) - 2
+
+
+@pytest.mark.parametrize("kind", sorted(CLASSES.values(), key=repr), ids=lambda kind: kind.reason)
+def test_errors_are_made_with_the_keys_of_their_reason(kind: type[errors.TqError]) -> None:
+    keys = KEYS[kind.reason]
+    here = [site for site in SITES if site.kind is kind]
+    lacking = [site for site in here if not site.is_open and not keys.always <= site.keys]
+    assert lacking == []
+    assert [site for site in here if not site.keys <= keys.always | keys.known] == []
+
+
+def test_no_key_is_documented_that_nobody_sets() -> None:
+    nodes = [node for path in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    named = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    named |= {node.arg for node in nodes if isinstance(node, ast.keyword) and node.arg is not None}
+    counts = {name for name in errors_of_ends() if name != "consumed_count"}
+    of_end = KEYS["NOTHING_DELIVERED"].known
+    assert of_end == counts
+    passed_on = {kind for _, kind in PASSED_ON}
+    for kind in CLASSES.values():
+        here = frozenset[str]().union(*(site.keys for site in SITES if site.kind is kind))
+        unseen = KEYS[kind.reason].always | KEYS[kind.reason].known
+        unseen -= here | counts
+        assert unseen <= named, kind
+        assert not unseen or kind.__name__ in passed_on | MADE_BY_TABLE, (kind, unseen)
+
+
+def errors_of_ends() -> list[str]:
+    """Return the names of the counts of an end."""
+    return [field.name for field in dataclasses.fields(EndCounts)]
+
+
+def test_few_places_pass_on_metadata_that_cannot_be_read_there() -> None:
+    assert {(site.path, site.kind.__name__) for site in SITES if site.is_open} == PASSED_ON
+
+
+@pytest.mark.parametrize("kind", sorted(CLASSES.values(), key=repr), ids=lambda kind: kind.reason)
+def test_all_keys_travel(kind: type[errors.TqError]) -> None:
+    keys = KEYS[kind.reason]
+    facts = {name: f"the {name}" for name in sorted(keys.always | keys.known)}
+    error = kind("got 3, expected 4", metadata=facts)
+    status = to_status(error, method="Insert")
+    back = from_rpc_error(code_of(error), status.message, status)
+    assert type(back) is kind
+    assert back.metadata == {**facts, "method": "Insert"}
+    assert error.metadata == facts
