@@ -62,7 +62,6 @@ class BatchMeta:
         indexes: `(size,)` int64, the `global_indexes` as a read-only array.
         fields: specs of the fields.
         steps: how the samples are to be used; plain micro-batches are one step.
-        skipped_count: with "end": how many samples the task will never get.
         end: with "end": what became of all samples; None otherwise.
         locations: where the cells are; None where not known, then `get_data` asks.
         claim_id: the claim of a queue worker, for `ack`, `extend` and `release`; empty otherwise.
@@ -78,7 +77,6 @@ class BatchMeta:
     indexes: NDArray[np.int64] = field(default_factory=_NO_INDEXES.copy)
     fields: tuple[FieldSpec, ...] = ()
     steps: tuple[Step, ...] = ()
-    skipped_count: int = 0
     end: EndCounts | None = None
     locations: CellLocations | None = None
     claim_id: bytes = b""
@@ -105,7 +103,6 @@ class BatchMeta:
             indexes=indexes,
             fields=tuple(map(decode_spec, message.fields)),
             steps=_steps_from_proto(message.steps) if message.steps else (),
-            skipped_count=message.skipped_count,
             end=read_message(EndCounts, message.end) if message.HasField("end") else None,
             locations=CellLocations.from_proto(message.locations) if message.HasField("locations") else None,
             claim_id=claim_id,
@@ -116,6 +113,11 @@ class BatchMeta:
             group_column=tuple(message.groups),
             meta_columns=tuple(decode_meta_columns(message.custom_meta, indexes.size)),
         )
+
+    @property
+    def skipped_count(self) -> int:
+        """With "end": how many samples the task will never get."""
+        return 0 if self.end is None else self.end.skipped_count
 
     @property
     def size(self) -> int:
@@ -263,7 +265,7 @@ class BatchMeta:
 
     def _identity(self) -> tuple[object, ...]:
         return (
-            self.status, self.partition_id, self.incarnation, self.epoch, self.fields, self.steps, self.skipped_count,
+            self.status, self.partition_id, self.incarnation, self.epoch, self.fields, self.steps,
             self.end,
         )  # fmt: skip
 

@@ -248,13 +248,9 @@ class ControllerServicer(
 
     @_once
     def ResetConsumption(self, request: pb.ResetConsumptionRequest) -> pb.ResetConsumptionResponse:
-        change = ConsumptionReset(
-            partition_id=request.partition_id,
-            task_name=request.task_name,
-            keep_consumed=request.keep_consumed,
-            epoch=request.epoch,
+        return pb.ResetConsumptionResponse(
+            epoch=self.catalog.commit(read_message(ConsumptionReset, request, epoch=request.epoch))
         )
-        return pb.ResetConsumptionResponse(epoch=self.catalog.commit(change))
 
     async def ListSamplers(self, request: pb.ListSamplersRequest, context: Context) -> pb.ListSamplersResponse:
         known = {info.name: info for info in self.registry.describe()}

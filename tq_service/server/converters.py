@@ -133,18 +133,9 @@ def _remembered_claim_spec(serialized: bytes) -> ClaimSpec:
 
 
 def _read_claim_spec(request: pb.GetMetaRequest) -> ClaimSpec:
-    data_fields = tuple(request.data_fields)
-    return ClaimSpec(
-        batch_spec=read_message(
-            BatchSpec,
-            request,
-            sampler_config=_config_json(request.sampler_config),
-            data_fields=tuple(sorted(data_fields)),
-        ),
-        data_fields=data_fields,
-        min_batch_size=request.min_batch_size,
-        dp_size=request.dp_size if request.HasField("dp_size") else None,
-    )
+    config, data_fields = _config_json(request.sampler_config), tuple(sorted(request.data_fields))
+    batch_spec = read_message(BatchSpec, request, sampler_config=config, data_fields=data_fields)
+    return read_message(ClaimSpec, request, batch_spec=batch_spec)
 
 
 def _config_json(message: Struct) -> str:
@@ -185,12 +176,7 @@ def claim_request(request: pb.GetMetaRequest, spec: ClaimSpec, sampler: Sampler)
 
 def written_meta(written: Written) -> metadata_pb2.BatchMeta:
     """Return what a write answers: only what the client does not know already."""
-    meta = metadata_pb2.BatchMeta(
-        status=metadata_pb2.BATCH_STATUS_BATCH,
-        partition_id=written.partition.partition_id,
-        incarnation=written.partition.incarnation,
-        fields=[encode_spec(spec) for spec in written.specs],
-    )
+    meta = _meta_of(written.partition, fields=[encode_spec(spec) for spec in written.specs])
     set_indexes(meta, written.global_indexes)
     return meta
 
@@ -219,14 +205,20 @@ def claim_meta(
             meta.lease.CopyFrom(to_duration(answer.leased_seconds(now)))
             meta.delivery_counts.extend(answer.delivery_counts.tolist())
         return meta
-    end = answer if isinstance(answer, EndCounts) else None
+    if isinstance(answer, EndCounts):
+        end = to_message(metadata_pb2.EndCounts, answer)
+        return _meta_of(partition, status=metadata_pb2.BATCH_STATUS_END, epoch=epoch, end=end)
+    return _meta_of(partition, status=metadata_pb2.BATCH_STATUS_NOT_YET, epoch=epoch)
+
+
+def _meta_of(
+    partition: Partition,
+    *,
+    status: metadata_pb2.BatchStatus.ValueType = metadata_pb2.BATCH_STATUS_BATCH,
+    **others: Any,
+) -> metadata_pb2.BatchMeta:
     return metadata_pb2.BatchMeta(
-        status=metadata_pb2.BATCH_STATUS_END if end is not None else metadata_pb2.BATCH_STATUS_NOT_YET,
-        partition_id=partition_id,
-        incarnation=partition.incarnation,
-        epoch=epoch,
-        skipped_count=0 if end is None else end.skipped_count,
-        end=None if end is None else to_message(metadata_pb2.EndCounts, end),
+        status=status, partition_id=partition.partition_id, incarnation=partition.incarnation, **others
     )
 
 
@@ -253,10 +245,8 @@ def located_meta(
 ) -> metadata_pb2.BatchMeta:
     """Return samples at positions, their keys, and where those of their fields are that all of them have."""
     known = [name for name in data_fields if name in partition.cells.fields]
-    meta = metadata_pb2.BatchMeta(
-        status=metadata_pb2.BATCH_STATUS_BATCH,
-        partition_id=partition.partition_id,
-        incarnation=partition.incarnation,
+    meta = _meta_of(
+        partition,
         keys=_names(partition.key.data[positions].tolist()) if not partition.key.is_blank else (),
         fields=[encode_spec(partition.cells.fields[name].spec) for name in known],
     )

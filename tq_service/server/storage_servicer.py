@@ -210,7 +210,8 @@ class StorageServicer:
                 async for part in parts:
                     raise InvalidArgumentError(
                         "the bytes of this put come as shared memory; expected the end of the stream, got "
-                        + _name(part)
+                        + _name(part),
+                        field="frame",
                     )
                 try:
                     pending.adopt(take_fds())
@@ -428,7 +429,9 @@ class StorageServicer:
         finally:
             if state is not None:
                 self._engine.end_reconciliation(state)
-        raise InvalidArgumentError("the stream ended before its last message; nothing is dropped, send all of it again")
+        raise InvalidArgumentError(
+            "the stream ended before its last message; nothing is dropped, send all of it again", field="is_last"
+        )
 
     async def _finish_reconciliation(self, state: Reconciliation) -> storage_control_pb2.ReconcilePutsResponse:
         for _ in self._engine.finish_reconciliation(state):
@@ -461,8 +464,8 @@ async def _read_header(parts: AsyncIterator[Part]) -> pb.PutHeader:
     async for part in parts:
         if isinstance(part, pb.PutHeader):
             return part
-        raise InvalidArgumentError(f"a put must begin with its header, got {_name(part)}")
-    raise InvalidArgumentError("a put must begin with its header, got an empty stream")
+        raise InvalidArgumentError(f"a put must begin with its header, got {_name(part)}", field="header")
+    raise InvalidArgumentError("a put must begin with its header, got an empty stream", field="header")
 
 
 def _progress_bytes(part: Part) -> int:
@@ -472,7 +475,7 @@ def _progress_bytes(part: Part) -> int:
 def _frame(part: Part) -> memoryview:
     if isinstance(part, memoryview):
         return part
-    raise InvalidArgumentError(f"after the header of a put come frames, got {_name(part)}")
+    raise InvalidArgumentError(f"after the header of a put come frames, got {_name(part)}", field="frame")
 
 
 def _name(part: Part) -> str:

@@ -515,12 +515,11 @@ class BatchMeta(google.protobuf.message.Message):
     FIELDS_FIELD_NUMBER: builtins.int
     LOCATIONS_FIELD_NUMBER: builtins.int
     STEPS_FIELD_NUMBER: builtins.int
-    SKIPPED_COUNT_FIELD_NUMBER: builtins.int
+    END_FIELD_NUMBER: builtins.int
     CLAIM_REQUEST_ID_FIELD_NUMBER: builtins.int
     LEASE_FIELD_NUMBER: builtins.int
     DELIVERY_COUNTS_FIELD_NUMBER: builtins.int
     INDEX_RANGES_FIELD_NUMBER: builtins.int
-    END_FIELD_NUMBER: builtins.int
     status: global___BatchStatus.ValueType
     """What the claim returned; BATCH in answers that are no claims."""
     partition_id: builtins.str
@@ -529,10 +528,6 @@ class BatchMeta(google.protobuf.message.Message):
     """16 bytes that name its incarnation; sent back with calls about these samples."""
     epoch: builtins.int
     """The epoch of the task, which counts its resets. 0 in answers that are no claims."""
-    skipped_count: builtins.int
-    """With END: number of samples that the task will never get, the sum of all counts in `end` but `consumed_count`.
-    Else 0.
-    """
     claim_request_id: builtins.bytes
     """The `request_id` of a leased claim, by which it is acknowledged. Empty: it is not leased."""
     @property
@@ -564,6 +559,12 @@ class BatchMeta(google.protobuf.message.Message):
         """How a claim is to be used, step by step; plain micro-batches are one step."""
 
     @property
+    def end(self) -> global___EndCounts:
+        """With END: what became of all samples of the partition; the same for all ranks. The task will never get those of all
+        counts but `consumed_count`. Else unset.
+        """
+
+    @property
     def lease(self) -> google.protobuf.duration_pb2.Duration:
         """For how long the samples are leased, counted from the answer. Unset: they are not leased."""
 
@@ -574,10 +575,6 @@ class BatchMeta(google.protobuf.message.Message):
     @property
     def index_ranges(self) -> global___IndexRanges:
         """The samples instead of `global_indexes`, where they are many and most of them follow each other."""
-
-    @property
-    def end(self) -> global___EndCounts:
-        """With END: what became of all samples of the partition; the same for all ranks. Else unset."""
 
     def __init__(
         self,
@@ -593,15 +590,14 @@ class BatchMeta(google.protobuf.message.Message):
         fields: collections.abc.Iterable[global___FieldSpec] | None = ...,
         locations: global___Locations | None = ...,
         steps: collections.abc.Iterable[global___Step] | None = ...,
-        skipped_count: builtins.int = ...,
+        end: global___EndCounts | None = ...,
         claim_request_id: builtins.bytes = ...,
         lease: google.protobuf.duration_pb2.Duration | None = ...,
         delivery_counts: collections.abc.Iterable[builtins.int] | None = ...,
         index_ranges: global___IndexRanges | None = ...,
-        end: global___EndCounts | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["end", b"end", "index_ranges", b"index_ranges", "lease", b"lease", "locations", b"locations"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["claim_request_id", b"claim_request_id", "custom_meta", b"custom_meta", "delivery_counts", b"delivery_counts", "end", b"end", "epoch", b"epoch", "fields", b"fields", "global_indexes", b"global_indexes", "groups", b"groups", "incarnation", b"incarnation", "index_ranges", b"index_ranges", "keys", b"keys", "lease", b"lease", "locations", b"locations", "partition_id", b"partition_id", "skipped_count", b"skipped_count", "status", b"status", "steps", b"steps"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["claim_request_id", b"claim_request_id", "custom_meta", b"custom_meta", "delivery_counts", b"delivery_counts", "end", b"end", "epoch", b"epoch", "fields", b"fields", "global_indexes", b"global_indexes", "groups", b"groups", "incarnation", b"incarnation", "index_ranges", b"index_ranges", "keys", b"keys", "lease", b"lease", "locations", b"locations", "partition_id", b"partition_id", "status", b"status", "steps", b"steps"]) -> None: ...
 
 global___BatchMeta = BatchMeta
 
