@@ -9,7 +9,7 @@ import pytest
 from domain_support import asks, clear, new_write, seal, turns
 
 from tq_service.domain.admission.limits import Limits
-from tq_service.domain.catalog import Catalog
+from tq_service.domain.catalog import Catalog, Clearing
 from tq_service.domain.claims.wait_queue import NotYet
 from tq_service.domain.partition import Partition, PartitionSettings
 from tq_service.errors import (
@@ -215,3 +215,41 @@ async def test_samples_that_are_restored_count(catalog):
     restored.write("train", b"", new_write(1, ["x"]))
     with pytest.raises(LimitExceededError, match="5 samples in all partitions"):
         restored.write("train", b"", new_write(1, ["x"]))
+
+
+@pytest.mark.parametrize("by_key", [False, True], ids=["by index", "by key"])
+async def test_samples_that_each_have_a_put_are_cleared_in_small_steps_with_turns_for_others(catalog, by_key):
+    """Thousands of puts of one row each held the loop for a tenth of a second when their samples were cleared."""
+    put_count, freed = 2000, []
+    catalog.on_freed = freed.append
+    for number in range(put_count):
+        catalog.write("train", b"", new_write(1, ("x",), keys=[f"k{number}"]))
+    catalog.write("train", b"", new_write(1000, ("x",), keys=[f"same put {number}" for number in range(1000)]))
+    catalog.write("train", b"", new_write(1, ("y",), indexes=[0]))  # one more put of the first sample
+    unknown = np.array([10**6])
+    indexes = unknown if by_key else np.r_[unknown, np.random.default_rng(0).permutation(put_count + 1000)]
+    names = [*(f"k{number}" for number in range(put_count)), *(f"same put {number}" for number in range(1000)), "none"]
+    clearing = Clearing(catalog, "train", b"", indexes, names if by_key else [])
+    others, beginning = 0, asyncio.ensure_future(clearing.begin())
+    while not beginning.done():
+        others += 1
+        await asyncio.sleep(0)
+    await beginning
+    assert clearing.finish() == put_count + 1000
+    assert 128 <= max(map(len, freed)) <= 129  # of which the rows that share one put are one
+    assert sum(map(len, freed)) == put_count + 2
+    assert others >= len(freed) - 1 == (put_count + 2) // 128
+    assert catalog.get("train").table.present_count == 0
+
+
+async def test_nothing_more_is_cleared_under_a_name_that_was_used_again(catalog):
+    for _ in range(300):
+        catalog.write("train", b"", new_write(1, ("x",)))
+    clearing = Clearing(catalog, "train", b"", np.arange(300), [])
+    beginning = asyncio.ensure_future(clearing.begin())
+    await turns(1)
+    catalog.remove("train", b"")
+    catalog.write("train", b"", new_write(300, ("x",)))
+    with pytest.raises(StaleIncarnationError):
+        await beginning
+    assert catalog.get("train").table.present_count == 300

@@ -47,6 +47,7 @@ from tq_service.schema import check_name
 Made = TypeVar("Made")
 _FREED_AT_ONCE: Final = 1 << 16  # samples
 _CLEARED_AT_ONCE: Final = 1 << 15  # samples
+_PUTS_CLEARED_AT_ONCE: Final = 128  # that have cells of these: a few milliseconds, where each sample has its own
 _KEYS_A_LOOK: Final = 1024  # of new samples the first ones tell
 
 
@@ -456,35 +457,46 @@ class Clearing:
         self._incarnation = incarnation
         self._indexes = indexes
         self._keys = keys
-        self._last = max(0, indexes.size + len(keys) - 1) // _CLEARED_AT_ONCE * _CLEARED_AT_ONCE
-        self._cleared_count = 0
+        self._taken_count = self._cleared_count = 0
+        self._part = self._last = indexes[:0]
 
     async def begin(self) -> None:
         """Clear all but the last part."""
-        for start in range(0, self._last, _CLEARED_AT_ONCE):
-            self._clear(start)
+        self._last = self._take()
+        while self._part.size or self._taken_count < self._indexes.size + len(self._keys):
+            self._clear()
             await asyncio.sleep(0)
+            self._last = self._take()
 
     def finish(self) -> int:
         """Clear the last part; return how many samples were cleared in all."""
-        self._clear(self._last)
+        self._clear()
         return self._cleared_count
 
-    def _clear(self, start: int) -> None:
-        partition = self._catalog.get(self._partition_id, self._incarnation)
-        self._incarnation = partition.incarnation  # what comes under the name meanwhile is another
-        change = SamplesCleared(partition_id=self._partition_id, global_indexes=self._part(partition, start))
+    def _clear(self) -> None:
+        change = SamplesCleared(partition_id=self._partition_id, global_indexes=self._last)
         self._cleared_count += self._catalog.commit(change) or 0
 
-    def _part(self, partition: Partition, start: int) -> Indexes:
-        """Return a part of the samples, -1 for a key that none has."""
-        end, listed_count = start + _CLEARED_AT_ONCE, self._indexes.size
+    def _take(self) -> Indexes:
+        """Return the next samples, no more than a step may clear; -1 for a key that none has."""
+        partition = self._catalog.get(self._partition_id, self._incarnation)
+        self._incarnation = partition.incarnation  # what comes under the name meanwhile is another
+        if not self._part.size:
+            self._part = np.sort(self._take_part(partition))  # so that those of one put are neighbours
+        count = partition.cells.count_of_runs(partition.table.find(self._part), _PUTS_CLEARED_AT_ONCE)
+        taken, self._part = self._part[:count], self._part[count:]
+        return taken
+
+    def _take_part(self, partition: Partition) -> Indexes:
+        start, listed_count = self._taken_count, self._indexes.size
+        end = start + _CLEARED_AT_ONCE
+        listed = self._indexes[start:end]
         keys = self._keys[max(0, start - listed_count) : max(0, end - listed_count)]
+        self._taken_count += listed.size + len(keys)
         if not keys:
-            return self._indexes[start:end]
+            return listed
         positions = partition.key_index.positions_of(keys)
-        rows = np.where(positions < 0, -1, partition.table.index.data[positions])
-        return np.concatenate([self._indexes[start:end], rows])
+        return np.concatenate([listed, np.where(positions < 0, -1, partition.table.index.data[positions])])
 
 
 async def _free(partition: Partition) -> None:

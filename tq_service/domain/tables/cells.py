@@ -251,6 +251,15 @@ class CellTable:
             freed += [put] if self.puts.drop(slot, count) else _cell_sets(put, alike)
         return freed
 
+    def count_of_runs(self, positions: Indexes, most: int) -> int:
+        """Return how many rows from the first on have cells in at most so many runs, each of one put; -1 is no row."""
+        breaks = np.zeros(max(0, positions.size - 1), np.bool_)
+        for field in self.fields.values():
+            slots = np.where(positions < 0, NOT_PRODUCED, field.cell.data[positions]) >> _SLOT_SHIFT
+            breaks |= slots[1:] != slots[:-1]
+        heads = breaks.nonzero()[0]
+        return positions.size if heads.size < most else int(heads[most - 1]) + 1
+
     def forget_all(self) -> Iterable[Freed]:
         """Return all puts as freed, for a partition that is cleared."""
         return self.puts.all()
