@@ -20,6 +20,15 @@ def indexes(*values):
     return np.array(values, np.int64)
 
 
+def reconcile(engine, cells=(), uncommitted=(), *, owner=b""):
+    """Say at once which puts of an owner are known."""
+    state = engine.begin_reconciliation(owner)
+    engine.reconcile(state, cells=cells, uncommitted=uncommitted)
+    for _ in engine.finish_reconciliation(state):
+        pass
+    return state
+
+
 async def begin(engine, number, data, *, existing=False, deadline=None, owner=b""):
     columns = encode_columns(data)
     pending = await engine.reserve(

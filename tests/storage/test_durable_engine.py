@@ -9,7 +9,7 @@ import numpy as np
 import psutil
 import pytest
 from durable_driver import BOOT, Directory, put, settled
-from engine_driver import PARTITION, begin, begin_shared, cells, put_id, read, runs
+from engine_driver import PARTITION, begin, begin_shared, cells, put_id, read, reconcile, runs
 
 from tq_service.errors import CallCancelledError, DataLossError, DiskFullError, PutNotFoundError
 from tq_service.storage.blobs import segments
@@ -187,7 +187,7 @@ async def test_a_damaged_segment_loses_exactly_its_put(directory, harm):
         read(engine, range(5), runs(["dense"], (2, 0, 1), (4, 0, 1)))
     assert caught.value.metadata["put_ids"] == put_id(2).hex()
     assert engine.stat().damaged_put_count == 1
-    kept = engine.reconcile_at_once([cells(number) for number in range(6)])
+    kept = reconcile(engine, [cells(number) for number in range(6)])
     assert (kept.missing_put_ids, kept.dropped_count) == ([put_id(2)], 0)
     engine.free([cells(2, 1, 2), cells(2)])
     assert engine.stat().damaged_put_count == 0
@@ -363,7 +363,7 @@ async def test_recovered_puts_wait_for_what_the_controller_knows(tmp_path):
     assert sum(engine.expire()) == 0
     await put(engine, 4, SMALL)
     await put(engine, 5, SMALL, confirm=False)
-    kept = engine.reconcile_at_once([cells(0), cells(1, 0, 1, 2), cells(1, fields=["dense"]), cells(8)])
+    kept = reconcile(engine, [cells(0), cells(1, 0, 1, 2), cells(1, fields=["dense"]), cells(8)])
     assert (kept.missing_put_ids, kept.dropped_count) == ([put_id(8)], 1)  # 4 was confirmed, but is not known
     check(engine, 0, BIG)
     check(engine, 1, BIG, range(3))
@@ -376,7 +376,7 @@ async def test_recovered_puts_wait_for_what_the_controller_knows(tmp_path):
     now[0] += 11
     assert sum(engine.expire()) == 3
     assert engine.stat().put_count == 2
-    assert engine.reconcile_at_once([cells(0)]).dropped_count == 1
+    assert reconcile(engine, [cells(0)]).dropped_count == 1
     engine.free([cells(8)])
     assert engine.stat().damaged_put_count == 0
 
@@ -400,7 +400,7 @@ async def test_a_confirm_that_comes_before_is_not_forgotten(directory):
     engine = directory.open()
     engine.confirm(put_id(1))
     assert engine.stat().uncommitted_put_count == 0
-    assert engine.reconcile_at_once([]).dropped_count == 1
+    assert reconcile(engine, []).dropped_count == 1
 
 
 async def test_of_two_puts_that_name_one_segment_the_later_one_has_it(directory):

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from durable_driver import Directory, put, settled
-from engine_driver import cells, put_id, read, runs
+from engine_driver import cells, put_id, read, reconcile, runs
 from hypothesis import given
 from hypothesis import strategies as st
 from property_settings import examples
@@ -94,9 +94,7 @@ class Model:
         known = {}
         for field, number, row in self.cells:
             known.setdefault((number, field), []).append(row)
-        kept = self.engine.reconcile_at_once(
-            [cells(number, *rows, fields=[field]) for (number, field), rows in known.items()]
-        )
+        kept = reconcile(self.engine, [cells(number, *rows, fields=[field]) for (number, field), rows in known.items()])
         assert kept.missing_put_ids == []
         self.engine.free([cells(number) for number in range(self.put_count) if (number, "dense") not in known
                           and (number, "jagged") not in known and (number, "object") not in known])  # fmt: skip

@@ -6,7 +6,7 @@ import errno
 import numpy as np
 import pytest
 from durable_driver import Directory, put, settled
-from engine_driver import begin, cells, put_id, read, runs
+from engine_driver import begin, cells, put_id, read, reconcile, runs
 
 from tq_service.errors import UnavailableError
 from tq_service.storage.blobs.segments import Segment, SegmentBlobs
@@ -46,7 +46,7 @@ async def test_a_put_is_not_damaged_because_its_file_cannot_be_opened_now(tmp_pa
         with pytest.raises(UnavailableError, match=r"cannot be looked at now .*not now.*try again"):
             await engine.check([put_id(1)])
         assert not engine.damaged
-        assert engine.reconcile_at_once([cells(1)]).missing_put_ids == []
+        assert reconcile(engine, [cells(1)]).missing_put_ids == []
         engine.free([cells(1, 3)])
         assert not engine.damaged
     await engine.check([put_id(1)])

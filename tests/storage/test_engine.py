@@ -4,7 +4,7 @@ import gc
 import numpy as np
 import psutil
 import pytest
-from engine_driver import PARTITION, begin, cells, indexes, put, put_id, read, receive, runs
+from engine_driver import PARTITION, begin, cells, indexes, put, put_id, read, receive, reconcile, runs
 
 from tq_service.errors import (
     CallCancelledError,
@@ -319,7 +319,7 @@ async def test_a_put_that_comes_while_those_of_its_owner_are_dropped_goes_the_ne
 async def test_reconciliation_touches_the_puts_of_its_owner_alone(engine):
     for number, owner in enumerate([b"a", b"a", b"b"]):
         await put(engine, number, DATA, owner=owner)
-    outcome = engine.reconcile_at_once([cells(0), cells(2, 0)], owner=b"a")
+    outcome = reconcile(engine, [cells(0), cells(2, 0)], owner=b"a")
     assert (outcome.missing_put_ids, outcome.dropped_count) == ([put_id(2)], 1)
     assert read(engine, [2], runs(["dense"], (0, 0, 4)))["dense"].tolist() == DATA["dense"].tolist()
     other = engine.begin_reconciliation(b"b")
@@ -335,7 +335,7 @@ async def test_puts_whose_commit_is_under_way_stay_as_they_are(engine):
         await put(engine, number, SMALL, confirm=False)
     for number in range(2):
         engine.confirm(put_id(number))
-    kept = engine.reconcile_at_once([cells(0)], uncommitted=[put_id(1), put_id(2), put_id(3)])
+    kept = reconcile(engine, [cells(0)], uncommitted=[put_id(1), put_id(2), put_id(3)])
     assert (kept.missing_put_ids, kept.dropped_count) == ([], 0)
     assert engine.stat().put_count == 3
     assert engine.stat().uncommitted_put_count == 1

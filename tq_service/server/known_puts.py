@@ -59,17 +59,13 @@ class KnownPuts:
         while some := list(islice(uncommitted, _MOST_PUTS)):
             yield storage_control_pb2.ReconcilePutsRequest(uncommitted_put_ids=some)
         piece, run_count = storage_control_pb2.ReconcilePutsRequest(), 0
-        for cells in self.parts():
+        for cells in chain.from_iterable(split_runs(each, MOST_RUNS) for each in self.parts()):
             if cells.is_whole:
                 piece.whole_put_ids.append(cells.put_id)
-                run_count += 1
-            for part in split_runs(cells, MOST_RUNS) if not cells.is_whole else ():
-                piece.cells.append(encode_cells(part))
-                run_count += 1 if part.first_rows is None else part.first_rows.size
-                if run_count >= MOST_RUNS:
-                    yield piece
-                    piece, run_count = storage_control_pb2.ReconcilePutsRequest(), 0
-            if len(piece.whole_put_ids) + len(piece.cells) >= _MOST_PUTS:
+            else:
+                piece.cells.append(encode_cells(cells))
+            run_count += 1 if cells.first_rows is None else cells.first_rows.size
+            if run_count >= MOST_RUNS or len(piece.whole_put_ids) + len(piece.cells) >= _MOST_PUTS:
                 yield piece
                 piece, run_count = storage_control_pb2.ReconcilePutsRequest(), 0
         piece.is_last = True

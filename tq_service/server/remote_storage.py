@@ -9,15 +9,15 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import grpc
 
 from tq_service.dataplane._async.drivers import AsyncDriver, AsyncGrpcDriver, async_driver
-from tq_service.errors import PermissionDeniedError, TqError, UnauthenticatedError, UnavailableError
+from tq_service.errors import DataLossError, PermissionDeniedError, TqError, UnauthenticatedError, UnavailableError
 from tq_service.internal.v1 import put_receipt_pb2, storage_control_pb2, storage_registry_pb2
 from tq_service.internal.v1.storage_control_pb2_grpc import StorageControlServiceStub
 from tq_service.log_message import LogMessage
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     )
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 _CALL_SECONDS = 10.0
 _RECONCILIATION_SECONDS = 1800.0
 _RECONCILE_SECONDS = 3600.0
@@ -198,24 +199,35 @@ class RemoteStorage:
 
     async def _reconcile_always(self) -> None:
         """Say which puts are known, until that has come to its end, and then again now and then."""
+        while True:
+            try:
+                answer = await self._repeat("cannot be sent the known puts", self._reconcile)
+            except DataLossError:
+                return  # where it has another boot by now, it will announce that
+            report_reconciled(self.storage_id, answer.missing_put_ids, answer.missing_count, answer.dropped_count)
+            await asyncio.sleep(_RECONCILE_SECONDS)
+
+    async def _repeat(self, outage: str, call: Callable[[], Awaitable[T]]) -> T:
+        """Return what a call returns, made again until it succeeds: the same process may answer again.
+
+        Raises:
+            DataLossError: another boot of the service answers.
+        """
         delay = _FIRST_RETRY_SECONDS
         while True:
             try:
                 with _closing_is_an_error():
-                    answer = await self._reconcile()
+                    answer = await call()
             except (grpc.aio.AioRpcError, TqError) as error:
-                # Where it has another boot by now, it will announce that.
                 if isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.DATA_LOSS:
-                    return
-                self._outage.lasts("cannot be sent the known puts", error)
+                    raise DataLossError(f"storage service {self.storage_id!r} has another boot") from error
+                self._outage.lasts(outage, error)
                 self._peer.follow_files()
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, _LAST_RETRY_SECONDS)
-                continue
-            self._outage.is_over()
-            delay = _FIRST_RETRY_SECONDS
-            report_reconciled(self.storage_id, answer.missing_put_ids, answer.missing_count, answer.dropped_count)
-            await asyncio.sleep(_RECONCILE_SECONDS)
+            else:
+                self._outage.is_over()
+                return answer
 
     async def _reconcile(self) -> storage_control_pb2.ReconcilePutsResponse:
         call = self._peer.stub.ReconcilePuts(timeout=_RECONCILIATION_SECONDS, metadata=self._peer.metadata())
@@ -235,22 +247,14 @@ class RemoteStorage:
 
     async def _deliver_all(self) -> None:
         """Confirm and free what is to be, one call after the other, so that nothing is confirmed after it was freed."""
-        delay = _FIRST_RETRY_SECONDS
         while self._to_confirm or self._to_free or self._freeing:
             if not (self._to_free or self._freeing):
                 await asyncio.sleep(_CONFIRM_SECONDS)
-            try:
-                with _closing_is_an_error():
-                    await self._confirm_some()
-                    await self._free_some()
-            except (grpc.aio.AioRpcError, TqError) as error:
-                self._outage.lasts("cannot be sent confirmations and frees", error)
-                self._peer.follow_files()
-                await asyncio.sleep(delay)  # the same process may answer again; another has nothing to confirm or free
-                delay = min(2 * delay, _LAST_RETRY_SECONDS)
-                continue
-            self._outage.is_over()
-            delay = _FIRST_RETRY_SECONDS
+            await self._repeat("cannot be sent confirmations and frees", self._deliver_some)
+
+    async def _deliver_some(self) -> None:
+        await self._confirm_some()
+        await self._free_some()
 
     async def _confirm_some(self) -> None:
         put_ids = list(islice(self._to_confirm, _MOST_CONFIRMED_A_CALL))

@@ -33,7 +33,7 @@ from tq_service.server.rpc.limits import RETRY_AFTER_SECONDS, WaitingCalls, wait
 from tq_service.storage.cells import PutCells
 from tq_service.storage.engine import StorageEngine
 from tq_service.storage.index.put import PendingPut
-from tq_service.storage.index.reading import Reading, Shared, shared_part
+from tq_service.storage.index.reading import Reading, shared_part
 from tq_service.storage.index.reconciliation import Reconciliation
 from tq_service.v1 import metadata_pb2
 from tq_service.v1 import storage_service_pb2 as pb
@@ -181,7 +181,7 @@ class StorageServicer:
         max_uncommitted_puts: int = sys.maxsize,
     ) -> None:
         self._engine = engine
-        self._calls = EngineDriver(engine)
+        self._driver = EngineDriver(engine)
         self._commits = commits
         self._keys = keys or ReceiptKeys()
         self._controller_id = controller_id
@@ -268,7 +268,7 @@ class StorageServicer:
             header.controller_id = self._controller_id
         self._check_put_counts(header)
         async with self._admitted(header, context) as names:
-            async with self._calls.storing(
+            async with self._driver.storing(
                 header,
                 columns,
                 until=wait_until(context),
@@ -355,37 +355,39 @@ class StorageServicer:
                     progress.moved(sum(map(len, frame)))
 
         progress = Progress(self._stall_seconds, f"fewer than {LEAST_PROGRESS_BYTES} bytes of the answer were taken")
-        with await self._calls.open(request) as reading:
-            header = _get_header(reading)
-            session, shared = self._shared_part(request, reading)
+        with await self._driver.open(request) as reading:
+            session, fds, shared = self._shared_part(request, reading)
             if session is None:
-                await send(header)
+                await send(_get_header(reading))
                 return
-            with contextlib.closing(session.offer(shared.fds)) as offer:
-                header.shared.MergeFrom(_shared_columns(shared, offer.offer_id))
-                await send(header, shared.column_indexes)
+            with contextlib.closing(session.offer(fds)) as offer:
+                shared.offer_id = offer.offer_id
+                await send(_get_header(reading, shared), _indexes(shared))
                 await progress.wait_for(offer.wait())
 
     async def GetInline(self, request: pb.GetInlineRequest, context: Context) -> pb.GetInlineResponse:
         with contextlib.ExitStack() as stack:
-            reading = stack.enter_context(await self._calls.open(request.get))
-            session, shared = self._shared_part(request.get, reading)
-            sent = (column for index, column in enumerate(reading.headers) if index not in shared.column_indexes)
-            size = sum(column.value_bytes for column in sent)
+            reading = stack.enter_context(await self._driver.open(request.get))
+            session, fds, shared = self._shared_part(request.get, reading)
+            without = _indexes(shared)
+            size = sum(column.value_bytes for index, column in enumerate(reading.headers) if index not in without)
             if size > INLINE_BYTES:
                 return pb.GetInlineResponse(size_bytes=size)
-            values = b"".join([chunk async for part in reading.parts(shared.column_indexes) for chunk in part])
-            answer = pb.GetInlineResponse(header=_get_header(reading), values=values, size_bytes=size)
+            values = b"".join([chunk async for part in reading.parts(without) for chunk in part])
+            header = _get_header(reading, shared)
             if session is not None:
-                offer = session.lease(shared.fds, stack.pop_all().close)
-                answer.header.shared.MergeFrom(_shared_columns(shared, offer.offer_id))
-            return answer
+                header.shared.offer_id = session.lease(fds, stack.pop_all().close).offer_id
+            return pb.GetInlineResponse(header=header, values=values, size_bytes=size)
 
-    def _shared_part(self, request: pb.GetRequest, reading: Reading) -> tuple[Session | None, Shared]:
-        """Return what the client can take from shared memory, and the session for it; None where that is nothing."""
-        shared = shared_part(reading) if request.shared_memory_session else Shared()
-        session = self._session(request.shared_memory_session) if shared.columns else None
-        return (session, shared) if session is not None else (None, Shared())
+    def _shared_part(
+        self, request: pb.GetRequest, reading: Reading
+    ) -> tuple[Session | None, Sequence[int], pb.SharedColumns]:
+        """Return the session in which a part of a read is to be offered, its memfds and columns; None: no part is."""
+        fds, columns = shared_part(reading) if request.shared_memory_session else ((), ())
+        session = self._session(request.shared_memory_session) if columns else None
+        if session is None:
+            return None, (), pb.SharedColumns()
+        return session, fds, pb.SharedColumns(memory_count=len(fds), columns=columns)
 
     def _session(self, session_id: bytes) -> Session | None:
         return self._shared_memory.session(session_id) if self._shared_memory is not None and session_id else None
@@ -414,7 +416,7 @@ class StorageServicer:
         try:
             async for part in received(parts, self._stall_seconds, lambda _: LEAST_PROGRESS_BYTES):
                 if state is None:
-                    self._calls.check_boot(part.boot_id)
+                    self._driver.check_boot(part.boot_id)
                     state = self._engine.begin_reconciliation(part.controller_id)
                     await context.send_initial_metadata(())
                 self._engine.reconcile(
@@ -482,26 +484,15 @@ def _name(part: Part) -> str:
     return "a second header" if isinstance(part, pb.PutHeader) else f"a frame of {len(part)} bytes"
 
 
-def _get_header(reading: Reading) -> pb.GetHeader:
+def _get_header(reading: Reading, shared: pb.SharedColumns | None = None) -> pb.GetHeader:
     """Say what a reading has."""
-    return pb.GetHeader(row_count=reading.row_count, columns=map(encode_header, reading.headers))
+    shared = shared if shared is not None and shared.columns else None
+    return pb.GetHeader(row_count=reading.row_count, columns=map(encode_header, reading.headers), shared=shared)
 
 
-def _shared_columns(shared: Shared, offer_id: bytes) -> pb.SharedColumns:
-    """Say where the columns of a reading are in the memory that is offered."""
-    return pb.SharedColumns(
-        offer_id=offer_id,
-        memory_count=len(shared.fds),
-        columns=[
-            pb.SharedColumn(
-                column_index=column.column_index,
-                memory_indexes=column.memory_indexes.tolist(),
-                starts=column.starts.tolist(),
-                sizes=column.sizes.tolist(),
-            )
-            for column in shared.columns
-        ],
-    )
+def _indexes(shared: pb.SharedColumns) -> Collection[int]:
+    """Return which columns of an answer are in shared memory."""
+    return frozenset(column.column_index for column in shared.columns)
 
 
 def _put_cells(cells: storage_control_pb2.PutCells) -> PutCells:

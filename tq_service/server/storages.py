@@ -95,8 +95,11 @@ class EmbeddedStorage:
 
     def reconcile(self, cells: Iterable[PutCells]) -> None:
         """Say which cells samples have, before anybody is served."""
-        outcome = self._engine.reconcile_at_once(cells, owner=self._controller_id)
-        report_reconciled(self.storage_id, outcome.missing_put_ids, outcome.missing_count, outcome.dropped_count)
+        state = self._engine.begin_reconciliation(self._controller_id)
+        self._engine.reconcile(state, cells=cells)
+        for _ in self._engine.finish_reconciliation(state):
+            pass
+        report_reconciled(self.storage_id, state.missing_put_ids, state.missing_count, state.dropped_count)
 
     async def close(self) -> None:
         """Do nothing: the engine's owner closes it."""

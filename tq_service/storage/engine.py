@@ -377,16 +377,6 @@ class StorageEngine:
         if self._is_current(state):
             del self._reconciliations[state.owner]
 
-    def reconcile_at_once(
-        self, cells: Iterable[PutCells], uncommitted: Iterable[bytes] = (), *, owner: bytes = b""
-    ) -> Reconciliation:
-        """Learn of all puts of an owner that are known at once, before others have to have their turns."""
-        state = self.begin_reconciliation(owner)
-        self.reconcile(state, cells=cells, uncommitted=uncommitted)
-        for _ in self.finish_reconciliation(state):
-            pass
-        return state
-
     def _check_current(self, state: Reconciliation) -> None:
         if not self._is_current(state):
             raise CallCancelledError("it is being said again which puts are known; what was said before is given up")

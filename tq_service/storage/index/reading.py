@@ -23,6 +23,7 @@ from tq_service.errors import DataLossError, InvalidArgumentError, PutNotFoundEr
 from tq_service.storage.blobs.base import Blob
 from tq_service.storage.cells import Rows
 from tq_service.storage.index.put import RowSet, StoredColumn, StoredPut
+from tq_service.v1.storage_service_pb2 import SharedColumn
 from tq_service.wire.columns import (
     MAX_ROWS,
     ColumnShape,
@@ -200,9 +201,9 @@ class Reading:
         small = len(starts) >= _GATHER_FROM_SLICES and int(sizes.sum()) < _GATHER_BELOW_BYTES * len(starts)
         if row_bytes and small:
             bounds = np.flatnonzero(puts[1:] != puts[:-1]) + 1
-            for some in np.split(np.arange(len(puts)), bounds) if len(bounds) * 4 < len(puts) else ():
-                yield from self._gathered(self._blobs[int(puts[some[0]])], starts[some], sizes[some], row_bytes)
             if len(bounds) * 4 < len(puts):
+                for some in np.split(np.arange(len(puts)), bounds):
+                    yield from self._gathered(self._blobs[int(puts[some[0]])], starts[some], sizes[some], row_bytes)
                 return
         views = {put: self._blobs[put].view() for put in np.unique(puts).tolist()}
         for put, start, end in zip(puts.tolist(), starts.tolist(), (starts + sizes).tolist(), strict=True):
@@ -394,43 +395,12 @@ def _integers(values: list[int]) -> Rows:
     return np.array(values, np.int64)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SharedSlices:
-    """A column in shared memory: slices, one after the other.
+def shared_part(reading: Reading) -> tuple[list[int], list[SharedColumn]]:
+    """Return the columns of a read that lie in shared memory from end to end, in slices large enough to pay.
 
-    Attributes:
-        column_index: which column of the read.
-        memory_indexes: for each slice, the index of its memfd in `Shared.fds`.
-        starts: where each starts in its memfd, in bytes.
-        sizes: their bytes.
+    Returns:
+        The file descriptors of their memfds, open as long as the read is, and where in these the columns are.
     """
-
-    column_index: int
-    memory_indexes: Rows
-    starts: Rows
-    sizes: Rows
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shared:
-    """The part of a read that is in shared memory.
-
-    Attributes:
-        fds: file descriptors of the memfds, open as long as the read is.
-        columns: the columns in them.
-    """
-
-    fds: Sequence[int] = ()
-    columns: Sequence[SharedSlices] = ()
-
-    @property
-    def column_indexes(self) -> frozenset[int]:
-        """Which columns of the read these are."""
-        return frozenset(column.column_index for column in self.columns)
-
-
-def shared_part(reading: Reading) -> Shared:
-    """Return the columns of a read that lie in shared memory from end to end, in slices large enough to pay."""
     fds: dict[int, int] = {}  # each with its index
     columns = []
     for index, header in enumerate(reading.headers):
@@ -439,12 +409,12 @@ def shared_part(reading: Reading) -> Shared:
         puts, starts, sizes = reading.slices(index)
         if header.value_bytes >= _LEAST_MEAN_SLICE_BYTES * len(sizes):
             columns += _shared_slices(reading, index, (puts, starts, sizes), fds)
-    return Shared(fds=list(fds), columns=columns)
+    return list(fds), columns
 
 
 def _shared_slices(
     reading: Reading, column_index: int, slices: tuple[Rows, Rows, Rows], fds: dict[int, int]
-) -> list[SharedSlices]:
+) -> list[SharedColumn]:
     """Return the slices of a column in memfds, which are added to `fds`; nothing where one is not in shared memory."""
     puts, starts, sizes = slices
     distinct, put_of = np.unique(puts, return_inverse=True)
@@ -461,10 +431,10 @@ def _shared_slices(
     last = np.minimum((starts + sizes)[owners], segment_starts + segment_bytes[owners])
     memories = [blobs[put].fds[segment] for put, segment in zip(put_of[owners], segments.tolist(), strict=True)]
     return [
-        SharedSlices(
+        SharedColumn(
             column_index=column_index,
-            memory_indexes=np.array([fds.setdefault(fd, len(fds)) for fd in memories], np.int64),
-            starts=first - segment_starts,
-            sizes=last - first,
+            memory_indexes=[fds.setdefault(fd, len(fds)) for fd in memories],
+            starts=(first - segment_starts).tolist(),
+            sizes=(last - first).tolist(),
         )
     ]
