@@ -128,3 +128,28 @@ def test_a_socket_that_this_user_may_not_look_at_is_that_of_no_service_of_this_h
     assert not link.is_due()
     with link.session() as session:
         assert session is None
+
+
+def test_a_call_that_is_about_to_end_does_not_wait_for_a_session(service):
+    link = HostLink()
+    before = time.monotonic()
+    link.open(service.stat(), 0.01)  # nobody answers
+    assert time.monotonic() - before < 5
+    assert not link.is_due()
+    with link.session() as session:
+        assert session is None
+    link.close()
+
+
+def test_nor_does_it_wait_for_another_thread_that_opens_one(service, opening):
+    link, thread = opening
+    link._ask_at = time.monotonic()  # it is due for this call, too
+    before = time.monotonic()
+    link.open(service.stat(), 0.01)
+    assert time.monotonic() - before < 5
+    assert thread.is_alive()
+    service.welcome()
+    thread.join()
+    with link.session() as session:
+        assert session is not None
+    assert len(service.connections) == 1

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import threading
 
 import numpy as np
 import pytest
@@ -56,8 +57,9 @@ async def read(store, blob, *spans):
 
 
 async def freed(store):
-    if isinstance(store, AwaitingStore):
-        await store.idle()
+    """Return what was freed; a store that frees a blob some time after its release says when in `idle`."""
+    if (idle := getattr(store, "idle", None)) is not None:
+        await idle()
     return store.freed
 
 
@@ -220,3 +222,15 @@ async def test_a_copy_has_a_beginning_and_spans(store):
         assert copy.view() == expected
         if copy.number:
             assert await store.checksum(copy) == checksum
+
+
+async def test_a_closed_store_has_no_threads_and_takes_back_its_blobs(store):
+    before = {*threading.enumerate()}
+    blob = await allocated(store, 128_000)
+    if isinstance(store, DurableBlobStore):
+        await store.checksum(blob)
+    await store.close()
+    await store.close()
+    assert [each for each in {*threading.enumerate()} - before if each.name.startswith("tq-segment_")] == []
+    blob.release()
+    assert await freed(store) == [128_000]

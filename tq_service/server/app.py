@@ -80,6 +80,7 @@ class App:
         self.storage = self.controller = None
         if settings.role != "controller":
             self.storage = build_storage(settings, self.port, self.state_store)
+            closing.push_async_callback(self.storage.engine.close)
             closing.callback(self.storage.close)
         if settings.role != "storage":
             self.controller = build_controller(

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from tq_service.errors import CallCancelledError, InvalidArgumentError, PutNotFoundError
-from tq_service.schema import FieldSpec
 from tq_service.storage.blobs.base import BlobStore, DurableBlobStore
 from tq_service.storage.blobs.memfd import MemfdBlobs
 from tq_service.storage.blobs.memory import MemoryBlobs
@@ -29,7 +28,6 @@ from tq_service.storage.index.reconciliation import Reconciliation, cells_beside
 from tq_service.wire.columns import ColumnShape
 from tq_service.wire.runs import CellRuns
 
-_KNOWN_SPECS: Final = 4096
 _MOST_WORK: Final = 4096  # puts that are looked at before others have their turn; some milliseconds
 _DROP_WORK: Final = 8  # what to drop one costs, in puts looked at
 
@@ -112,7 +110,6 @@ class StorageEngine:
         self._puts = PutTable(put_ttl_seconds, clock)
         self._pending: dict[bytes, PendingPut] = {}
         self._holed: dict[bytes, None] = {}  # puts with dead cells that still take memory
-        self._specs: dict[FieldSpec, FieldSpec] = {}
         self._trimmed_at = clock()
         self._reconciliations: dict[bytes, Reconciliation] = {}  # by owner
 
@@ -170,7 +167,7 @@ class StorageEngine:
         if pending.is_aborted:
             stored.values.release()
             pending.opened()
-        self._begin(pending, stored)
+        pending.begin(stored)
         return pending
 
     async def _allocate(
@@ -458,6 +455,13 @@ class StorageEngine:
         """End the waits for capacity: the service is about to stop."""
         self._admission.drain()
 
+    async def close(self) -> None:
+        """End what its stores have in the background; puts may still be dropped."""
+        if self._journal is not None:
+            self._journal.close()
+        for store in (self._store, self._memfds):
+            await store.close()
+
     def open_read(self, runs: Sequence[CellRuns], put_ids: Sequence[bytes]) -> Reading:
         """Find cells and keep them as they are until the result is closed; use it in a `with`.
 
@@ -536,14 +540,6 @@ class StorageEngine:
         return self._journal
 
     # Parts of the above
-
-    def _begin(self, pending: PendingPut, stored: StoredPut) -> None:
-        if len(self._specs) >= _KNOWN_SPECS:
-            self._specs.clear()
-        for column in stored.columns.values():
-            if column is not None:
-                column.spec = self._specs.setdefault(column.spec, column.spec)
-        pending.begin(stored)
 
     def _finish(self, pending: PendingPut, stored: StoredPut) -> None:
         del self._pending[pending.put_id]

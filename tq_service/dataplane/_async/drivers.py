@@ -1,8 +1,10 @@
 """Puts and gets at a storage service, by the driver of the kind that the controller says it is of.
 
-Another place for bytes is one more driver, and a line in `DRIVERS`. Over gRPC each call goes in the way that suits its
-size. Inline: one message, for up to `INLINE_BYTES`. Stream: a header, then frames. Shared memory, with a service of the
-same host: a stream whose bytes are file descriptors, sent over a Unix socket; gets take them with inline answers, too.
+Another way to put and get bytes is one more driver, and a line in `DRIVERS`; frees and confirmations go to a storage
+service at the endpoint's address in any case, and so does what is reconciled. Over gRPC each call goes in the way that
+suits its size. Inline: one message, for up to `INLINE_BYTES`. Stream: a header, then frames. Shared memory, with a
+service of the same host: a stream whose bytes are file descriptors, sent over a Unix socket; gets take them with inline
+answers, too.
 """
 
 from __future__ import annotations
@@ -218,7 +220,8 @@ class AsyncGrpcDriver:
         except TqError:  # the call that is about to be made will say what is wrong
             self._link.postpone()
             return
-        await async_in_thread(self._link.open, stat)
+        # It waits twice at most, for other threads and for the service: half of the time is left for the call itself.
+        await async_in_thread(self._link.open, stat, deadline.remaining() / 4)
 
 
 class AsyncConnections(Protocol):

@@ -29,6 +29,7 @@ from tq_service.wire.dtypes import Bytes
 
 SWITCH_VARIABLE: Final = "TQ_SHARED_MEMORY"
 _EXCHANGE_SECONDS: Final = 10.0
+_LEAST_SECONDS: Final = 0.001  # a socket with a timeout of 0 does not wait at all
 _ASK_AGAIN_SECONDS: Final = 60.0
 _TRY_AGAIN_SECONDS: Final = 5.0
 
@@ -44,6 +45,7 @@ class FdChannel:
     Args:
         path: the service's Unix socket.
         boot_id: the instance of the service that announced it.
+        seconds: how long it may take to answer the hello.
 
     Attributes:
         session_id: names the session in calls.
@@ -52,16 +54,19 @@ class FdChannel:
         UnavailableError: nobody answers there, or another service does.
     """
 
-    def __init__(self, path: Path, boot_id: bytes) -> None:
+    def __init__(self, path: Path, boot_id: bytes, seconds: float = _EXCHANGE_SECONDS) -> None:
+        give_up_at = time.monotonic() + seconds
         self._lock = threading.Lock()
         self._connection = messages.open_socket()
         weakref.finalize(self, self._connection.close).atexit = False  # clients need not be closed
-        self._connection.settimeout(_EXCHANGE_SECONDS)
+        self._connection.settimeout(seconds)
         try:
             self._connection.connect(str(path))
         except OSError as error:
             raise UnavailableError(f"the socket {path} for shared memory cannot be used: {error}") from None
+        self._connection.settimeout(max(give_up_at - time.monotonic(), _LEAST_SECONDS))
         answer, _ = self._exchange(SharedMemoryRequest(hello=Hello(boot_id=boot_id)))
+        self._connection.settimeout(_EXCHANGE_SECONDS)
         self.session_id = answer.hello.session_id
 
     @property
@@ -168,12 +173,15 @@ class HostLink:
         """Take note that the service did not answer."""
         self._ask_again_in(_TRY_AGAIN_SECONDS)
 
-    def open(self, stat: StatResponse) -> None:
+    def open(self, stat: StatResponse, seconds: float = _EXCHANGE_SECONDS) -> None:
         """Open a session where the service that answered is found on this host; without one, ask again later.
 
-        Waits for the service, and for other threads that do so.
+        Waits for the service, and for other threads that do so, for so many seconds each at most.
         """
-        with self._opening:
+        seconds = min(max(seconds, _LEAST_SECONDS), _EXCHANGE_SECONDS)
+        if not self._opening.acquire(timeout=seconds):
+            return
+        try:
             if not self.is_due():
                 return
             self._ask_again_in(_ASK_AGAIN_SECONDS)
@@ -181,7 +189,7 @@ class HostLink:
             if path is None or not os.path.exists(path):  # noqa: PTH110  (Path.exists raises where this user may not look)
                 return
             try:
-                opened = FdChannel(path, stat.storage.boot_id)
+                opened = FdChannel(path, stat.storage.boot_id, seconds)
             except UnavailableError:
                 self._ask_again_in(_TRY_AGAIN_SECONDS)
                 return
@@ -190,6 +198,8 @@ class HostLink:
                     opened.close()
                 else:
                     self._channel = opened
+        finally:
+            self._opening.release()
 
     def _ask_again_in(self, seconds: float) -> None:
         with self._lock:

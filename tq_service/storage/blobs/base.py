@@ -131,7 +131,7 @@ class BlobStore(ABC):
         """Write bytes of a blob, which may be reused when this returns.
 
         Raises:
-            UnavailableError, DiskFailedError: they cannot be written; the put is aborted.
+            UnavailableError, DiskFullError, DiskFailedError: they cannot be written; the put is aborted.
         """
 
     @abstractmethod
@@ -157,6 +157,9 @@ class BlobStore(ABC):
 
     def trim(self, elapsed_seconds: float) -> None:  # noqa: B027  (most stores have nothing to trim)
         """Give back some of what is held for reuse and was not needed in this time."""
+
+    async def close(self) -> None:  # noqa: B027  (most stores have nothing to close)
+        """End what the store itself has, such as threads or connections; its blobs may still be released."""
 
 
 class DurableBlobStore(BlobStore):

@@ -234,6 +234,9 @@ class SegmentBlobs(PooledStore[Segment], DurableBlobStore):
                 f"the disk of {self._directory} has {free_bytes} bytes free; {self._min_free_bytes} stay so",
             )
 
+    async def close(self) -> None:
+        await asyncio.to_thread(self._executor.shutdown)
+
     # What outlives the process
 
     def inline(self, blob: Blob) -> bytes | bytearray:

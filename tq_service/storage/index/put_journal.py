@@ -141,6 +141,11 @@ class PutJournal:
         task = self._moving[put_id] = asyncio.get_running_loop().create_task(finish)
         task.add_done_callback(lambda done: self._end_move(done, blob))
 
+    def close(self) -> None:
+        """Give up moves that are under way: a restart finds the puts where they were."""
+        for task in self._moving.values():
+            task.cancel()
+
     def _end_move(self, moving: asyncio.Task[None], blob: Blob) -> None:
         blob.unpin()
         if not moving.cancelled() and (error := moving.exception()) is not None:
