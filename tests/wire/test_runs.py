@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tq_service.client import BatchMeta
 from tq_service.errors import InvalidArgumentError
 from tq_service.v1 import metadata_pb2 as pb
-from tq_service.wire.runs import decode_integers, read_indexes, set_indexes
+from tq_service.wire.runs import decode_integers, expand_runs, read_indexes, runs_of, set_indexes
 
 STRETCHES = st.lists(st.tuples(st.integers(-(2**40), 2**40), st.integers(1, 200)), max_size=12)
 
@@ -71,3 +71,11 @@ def test_a_few_samples_are_listed():
 def test_ranges_that_are_none_are_refused(message):
     with pytest.raises(InvalidArgumentError, match="index_ranges"):
         read_indexes(message)
+
+
+@given(st.lists(st.integers(0, 60), max_size=60, unique=True))
+def test_runs_are_those_of_neighbours_and_expand_again(values):
+    values = np.array(sorted(values), np.int64)
+    firsts, counts = runs_of(values)
+    assert expand_runs(firsts, counts).tolist() == values.tolist()
+    assert (firsts[1:] > (firsts + counts)[:-1]).all()

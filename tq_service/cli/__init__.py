@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import io
 import sys
-from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -55,13 +54,10 @@ class _CommandsOnDemand(TyperGroup):
         if cmd_name not in _COMMANDS:
             return super().get_command(ctx, cmd_name)
         module = importlib.import_module(f"tq_service.cli.{cmd_name}")
-        if hasattr(module, "group"):  # a command with commands of its own
-            command = typer.main.get_command(module.group)
-            command.name = cmd_name
-            return command
-        holder = typer.Typer(add_completion=False, rich_markup_mode=None)
-        function: Callable[..., None] = module.command
-        holder.command(cmd_name, cls=_GroupedOptions, epilog=f"\b\nExamples:\n{module.EXAMPLES}")(function)
+        holder = getattr(module, "group", None)  # of a command with commands of its own
+        if holder is None:
+            holder = typer.Typer(add_completion=False, rich_markup_mode=None)
+            holder.command(cmd_name, cls=_GroupedOptions, epilog=f"\b\nExamples:\n{module.EXAMPLES}")(module.command)
         command = typer.main.get_command(holder)
         command.name = cmd_name
         return command

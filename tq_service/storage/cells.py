@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tq_service.wire.runs import expand_runs
+from tq_service.wire.runs import expand_runs, runs_of
 
 Rows = NDArray[np.int64]
 
@@ -31,9 +31,8 @@ class PutCells:
     @classmethod
     def of_rows(cls, put_id: bytes, field_names: tuple[str, ...], rows: Rows) -> PutCells:
         """Return cells of these rows, ascending, at least one."""
-        starts = np.r_[0, np.flatnonzero(np.diff(rows) != 1) + 1]
-        counts = np.diff(starts, append=rows.size)
-        return cls(put_id=put_id, field_names=field_names, first_rows=rows[starts], row_counts=counts)
+        firsts, counts = runs_of(rows)
+        return cls(put_id=put_id, field_names=field_names, first_rows=firsts, row_counts=counts)
 
     def rows(self, row_count: int) -> Rows:
         """Return the rows one by one, those left out that a put of `row_count` rows has not."""

@@ -13,7 +13,7 @@ from tq_service.errors import InvalidArgumentError
 from tq_service.schema import Layout
 from tq_service.wire.collection import no_collection
 from tq_service.wire.columns import ColumnShape, row_shapes
-from tq_service.wire.dtypes import Bytes, has_torch, maker, writable_bytes
+from tq_service.wire.dtypes import Bytes, has_torch, make_values, writable_bytes
 from tq_service.wire.objects import decode_object
 from tq_service.wire.row_pattern import RowPattern
 
@@ -57,7 +57,6 @@ class _Decoder:
 
     def __init__(self, *, as_torch: bool) -> None:
         self._as_torch = as_torch
-        self._make = maker(as_torch=as_torch)
         self._patterns: dict[bytes, RowPattern] = {}
 
     def decode(self, column: ColumnShape, buffer: Bytes) -> Any:
@@ -67,7 +66,7 @@ class _Decoder:
             )
         if column.extents is None:
             shape = (column.row_count, *(column.spec.row_shape or ()))
-            return self._make(writable_bytes(buffer), column.spec.dtype, shape)
+            return make_values(writable_bytes(buffer), column.spec.dtype, shape, as_torch=self._as_torch)
         if column.spec.layout is Layout.OBJECT:
             return self._decode_objects(column, buffer.data)
         values = writable_bytes(buffer)
@@ -83,7 +82,9 @@ class _Decoder:
 
     def _decode_rows(self, column: ColumnShape, values: Bytes) -> list[Any]:
         """Return each row of a jagged column, all on the shared bytes."""
-        flat = self._make(values, column.spec.dtype, (column.value_bytes // column.spec.itemsize,))
+        flat = make_values(
+            values, column.spec.dtype, (column.value_bytes // column.spec.itemsize,), as_torch=self._as_torch
+        )
         bounds = (column.row_offsets() // column.spec.itemsize).tolist()
         shapes = row_shapes(column.spec, column.extents, column.row_count).tolist()
         return [flat[start:end].reshape(shape) for (start, end), shape in zip(pairwise(bounds), shapes, strict=True)]
@@ -94,7 +95,7 @@ class _Decoder:
         row_shape = list(column.spec.row_shape or ())
         row_shape[ragged_dim] = int(lengths.sum())
         if ragged_dim == 0 or column.value_bytes == 0:
-            packed = self._make(values, column.spec.dtype, tuple(row_shape))
+            packed = make_values(values, column.spec.dtype, tuple(row_shape), as_torch=self._as_torch)
         else:
             packed = torch.cat(self._decode_rows(column, values), dim=ragged_dim)
         key = lengths.tobytes()

@@ -6,7 +6,7 @@ torch is never imported by what only encodes: without torch in the process there
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, Final
@@ -52,33 +52,6 @@ def is_tensor_type(kind: type) -> bool:
     """Whether values of this type are torch tensors."""
     torch = loaded_torch()
     return torch is not None and issubclass(kind, torch.Tensor)
-
-
-def torch_dtype(name: str) -> Any:
-    """Return torch's dtype of a name.
-
-    Raises:
-        InvalidArgumentError: this torch is too old to have it.
-    """
-    import torch  # noqa: PLC0415  (torch is optional and slow to import)
-
-    dtype = getattr(torch, name, None) if name in DTYPE_SIZES else None
-    if not isinstance(dtype, torch.dtype):
-        raise InvalidArgumentError(f"dtype {name!r} is unknown to torch {torch.__version__}; update torch")
-    return dtype
-
-
-def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Return numpy's dtype of a name.
-
-    Raises:
-        InvalidArgumentError: only torch has it.
-    """
-    if name not in _NUMPY_NAMES:
-        raise InvalidArgumentError(
-            f"dtype {name!r} exists in torch only, and torch is not used here; install tq-service[data] to read it"
-        )
-    return np.dtype(name)
 
 
 def dtype_name(dtype: Any, what: str) -> str:
@@ -139,20 +112,23 @@ def writable_bytes(buffer: Bytes) -> Bytes:
     return buffer if buffer.flags.writeable and not buffer.ctypes.data % 16 else buffer.copy()
 
 
-def tensor_of(values: Bytes, dtype: str, shape: tuple[int, ...]) -> Any:
-    """Return a tensor that shares writable bytes."""
+def make_values(values: Bytes, dtype: str, shape: tuple[int, ...], *, as_torch: bool) -> Any:
+    """Return a tensor, or a numpy array, that shares writable bytes.
+
+    Raises:
+        InvalidArgumentError: only torch has the dtype, or this torch is too old to have it.
+    """
+    if not as_torch:
+        if dtype not in _NUMPY_NAMES:
+            raise InvalidArgumentError(
+                f"dtype {dtype!r} exists in torch only, and torch is not used here; install tq-service[data] to read it"
+            )
+        return values.view(dtype).reshape(shape)
     import torch  # noqa: PLC0415  (torch is optional and slow to import)
 
+    torch_dtype = getattr(torch, dtype, None)
+    if not isinstance(torch_dtype, torch.dtype):
+        raise InvalidArgumentError(f"dtype {dtype!r} is unknown to torch {torch.__version__}; update torch")
     if not values.size:
-        return torch.empty(shape, dtype=torch_dtype(dtype))
-    return torch.from_numpy(values).view(torch_dtype(dtype)).reshape(shape)
-
-
-def array_of(values: Bytes, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
-    """Return a numpy array that shares writable bytes."""
-    return values.view(numpy_dtype(dtype)).reshape(shape)
-
-
-def maker(*, as_torch: bool) -> Callable[[Bytes, str, tuple[int, ...]], Any]:
-    """Return what makes values of bytes: `tensor_of` or `array_of`."""
-    return tensor_of if as_torch else array_of
+        return torch.empty(shape, dtype=torch_dtype)
+    return torch.from_numpy(values).view(torch_dtype).reshape(shape)

@@ -18,7 +18,7 @@ import numpy as np
 
 from tq_service.errors import InvalidArgumentError, UnsupportedObjectError
 from tq_service.schema import DTYPE_SIZES
-from tq_service.wire.dtypes import dtype_name, has_torch, is_tensor, loaded_torch, maker, tensor_bytes
+from tq_service.wire.dtypes import dtype_name, has_torch, is_tensor, loaded_torch, make_values, tensor_bytes
 
 VERSION: Final = 1
 
@@ -221,7 +221,7 @@ def _decode_tensor(payload: bytes, as_torch: bool) -> Any:
     if dtype not in DTYPE_SIZES:
         raise InvalidArgumentError(f"a tensor inside an object has dtype {dtype!r}, which is unknown")
     _check_size(shape, DTYPE_SIZES[dtype], values)
-    return maker(as_torch=as_torch)(np.frombuffer(bytearray(values), np.uint8), dtype, tuple(shape))
+    return make_values(np.frombuffer(bytearray(values), np.uint8), dtype, tuple(shape), as_torch=as_torch)
 
 
 def _decode_array(dtype: Any, shape: Any, values: Any) -> Any:

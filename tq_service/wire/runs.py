@@ -36,6 +36,12 @@ def expand_runs(firsts: Indexes, counts: Indexes) -> Indexes:
     return np.repeat(firsts - starts, counts) + np.arange(int(counts.sum()), dtype=np.int64)
 
 
+def runs_of(values: Indexes) -> tuple[Indexes, Indexes]:
+    """Return the runs of neighbours that values are: (3, 4, 8) gives firsts (3, 8) and counts (2, 1)."""
+    starts, counts = _runs_at(np.diff(values) != 1, values.size)
+    return values[starts], counts
+
+
 def _runs_at(breaks: NDArray[np.bool_], count: int) -> tuple[Indexes, Indexes]:
     """Return where runs of `count` values start, and their lengths; `breaks` says of all but the first if one does."""
     starts = np.flatnonzero(np.concatenate(([count > 0], breaks)))
@@ -96,16 +102,11 @@ class CellRuns:
 def set_indexes(message: pb.BatchMeta, indexes: Indexes | range) -> None:
     """Name the samples of a batch, which has none yet."""
     if isinstance(indexes, range):
-        if len(indexes) > _FEW_VALUES:
-            message.index_ranges.first_indexes.append(indexes.start)
-            message.index_ranges.index_counts.append(len(indexes))
-        else:
-            message.global_indexes.extend(indexes)
-        return
+        indexes = np.arange(indexes.start, indexes.stop)
     if indexes.size > _FEW_VALUES:
-        starts, counts = _runs_at(np.diff(indexes) != 1, indexes.size)
-        if starts.size * _LEAST_MEAN_LENGTH <= indexes.size:
-            message.index_ranges.first_indexes.extend(indexes[starts].tolist())
+        firsts, counts = runs_of(indexes)
+        if firsts.size * _LEAST_MEAN_LENGTH <= indexes.size:
+            message.index_ranges.first_indexes.extend(firsts.tolist())
             message.index_ranges.index_counts.extend(counts.tolist())
             return
     message.global_indexes.extend(indexes.tolist())
