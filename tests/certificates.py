@@ -8,7 +8,7 @@ from pathlib import Path
 
 import trustme
 
-from tq_service.server.tokens import Token, append_token, digest_of, new_secret
+from tq_service.server.tokens import append_token, digest_of, make_token, new_secret
 from tq_service.wire.credentials import Tls
 
 
@@ -44,7 +44,7 @@ def add_token(path: Path, name: str, roles: Iterable[str], prefixes: tuple[str, 
     secret = new_secret()
     append_token(
         path,
-        Token(name=name, digest=digest_of(secret), roles=frozenset(roles), prefixes=prefixes, **more),  # type: ignore[arg-type]
+        make_token(name=name, sha256=digest_of(secret), roles=roles, prefixes=prefixes, **more),
     )
     return secret
 

@@ -17,7 +17,7 @@ from tq_service.server.rpc.errors import ErrorStatuses
 from tq_service.server.rpc.limits import RunningCalls
 from tq_service.server.rpc.method_table import Method
 from tq_service.server.rpc.middleware import Middleware
-from tq_service.server.tokens import Token, TokenFile, append_token, digest_of
+from tq_service.server.tokens import TokenFile, append_token, digest_of, make_token
 from tq_service.v1 import controller_service_pb2 as pb
 
 # Request and response: one message or a stream of them; and how a handler that streams its answers is written.
@@ -230,7 +230,7 @@ class Served:
 async def served(shape, tmp_path):
     path = tmp_path / "tokens.toml"
     for name, (roles, prefixes) in TOKENS.items():
-        append_token(path, Token(name=name, digest=digest_of(name), roles=frozenset(roles), prefixes=prefixes))
+        append_token(path, make_token(name=name, sha256=digest_of(name), roles=roles, prefixes=prefixes))
     served = Served(shape, path)
     await served.start()
     yield served

@@ -24,6 +24,7 @@ from tq_service.server.tokens import (
     append_token,
     digest_of,
     format_entry,
+    make_token,
     new_secret,
     parse_tokens,
     read_tokens,
@@ -33,8 +34,7 @@ GOOD = '[[token]]\nname = "a"\nsha256 = "' + "0" * 64 + '"\nroles = ["read"]\npr
 
 
 def token(name: str = "a", **more: object) -> Token:
-    values: dict[str, object] = {"digest": digest_of(name), "roles": frozenset({"read"}), **more}
-    return Token(name=name, **values)  # type: ignore[arg-type]
+    return make_token(**{"name": name, "sha256": digest_of(name), "roles": ["read"], "prefixes": [""], **more})
 
 
 @given(
@@ -44,8 +44,8 @@ def token(name: str = "a", **more: object) -> Token:
 )
 def test_entries_are_read_as_they_were_written(prefixes: list[str], roles: set[str], expires: datetime | None) -> None:
     end = None if expires is None else expires.replace(microsecond=0)
-    written = token(prefixes=tuple(prefixes), roles=frozenset(roles), expires=end)
-    assert parse_tokens(format_entry(written)) == {written.digest: written}
+    written = token(prefixes=prefixes, roles=roles, expires=end)
+    assert parse_tokens(format_entry(written)) == {written.sha256: written}
 
 
 def test_a_secret_is_random_and_only_its_digest_is_kept() -> None:
@@ -53,9 +53,9 @@ def test_a_secret_is_random_and_only_its_digest_is_kept() -> None:
     assert first != second
     assert len(first) == 46
     assert first.startswith("tq_")
-    assert digest_of(first) == hashlib.sha256(first.encode()).digest()
-    assert first not in format_entry(token(digest=digest_of(first)))
-    assert first not in repr(token(digest=digest_of(first)))
+    assert digest_of(first) == hashlib.sha256(first.encode()).hexdigest()
+    assert first not in format_entry(token(sha256=digest_of(first)))
+    assert first not in repr(token(sha256=digest_of(first)))
 
 
 def test_prefixes() -> None:
@@ -82,14 +82,17 @@ def test_the_end_of_a_token() -> None:
         ("token = 3", r"\[\[token\]\] entries"),
         ("token = [3]", r"\[\[token\]\] entries"),
         (GOOD.replace("name", "nam"), "got the key 'nam'"),
-        (GOOD.replace('"a"', "3"), "name: expected a text"),
+        (GOOD.replace('"a"', "3"), "name: got 3, expected 1 to 64 letters"),
         (GOOD.replace('"a"', '"a b"'), "name: got 'a b'"),
         (GOOD.replace('"a"', '""'), "name: got ''"),
         (GOOD.replace("0" * 64, "0" * 63), "sha256: expected 64"),
-        (GOOD.replace('["read"]', '["boss"]'), "roles: got 'boss'"),
-        (GOOD.replace('["read"]', "[]"), "roles or prefixes are empty"),
+        (GOOD.replace("0" * 64, "tq_secret"), "^((?!tq_secret).)*$"),
+        (GOOD.replace("sha256", "sha"), "got the key 'sha', expected name, sha256"),
+        (GOOD.replace("prefixes", "#"), "prefixes: got None, expected a list"),
+        (GOOD.replace('["read"]', '["boss"]'), r"roles: got \['boss'\], expected a list of at least one of read, produce"),
+        (GOOD.replace('["read"]', "[]"), r"roles: got \[\], expected a list of at least one"),
         (GOOD.replace('["read"]', '"read"'), "roles: got 'read', expected a list"),
-        (GOOD.replace('[""]', "[]"), "roles or prefixes are empty"),
+        (GOOD.replace('[""]', "[]"), r"prefixes: got \[\], expected a list of at least one text"),
         (GOOD.replace('[""]', "[1]"), "prefixes: got"),
         (GOOD + 'expires = "2027-01-01"', "expires: got"),
         (GOOD + "expires = 2027-01-01T00:00:00", "a time with its zone"),
@@ -126,7 +129,7 @@ def test_appending_keeps_what_is_there_and_its_mode(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o640
     before = path.read_text()
     with pytest.raises(InvalidArgumentError, match="there twice"):
-        append_token(path, token("b", digest=digest_of("other")))
+        append_token(path, token("b", sha256=digest_of("other")))
     assert path.read_text() == before
     assert [each.name for each in tmp_path.iterdir()] == ["tokens.toml"]
 
@@ -209,10 +212,10 @@ def test_what_the_log_asks_for_is_enough(tmp_path: Path, caplog: pytest.LogCaptu
 _ADD_TEN = """
 import sys
 from pathlib import Path
-from tq_service.server.tokens import Token, append_token, digest_of
+from tq_service.server.tokens import append_token, digest_of, make_token
 for number in range(10):
     name = f"{sys.argv[2]}-{number}"
-    append_token(Path(sys.argv[1]), Token(name=name, digest=digest_of(name), roles=frozenset({"read"}), prefixes=("",)))
+    append_token(Path(sys.argv[1]), make_token(name=name, sha256=digest_of(name), roles=["read"], prefixes=[""]))
 """
 
 

@@ -56,14 +56,14 @@ def new(
 
     A running service sees the new entry within a second.
     """
-    from tq_service.server.tokens import Token, append_token, digest_of, format_entry, new_secret  # noqa: PLC0415
+    from tq_service.server.tokens import append_token, digest_of, format_entry, make_token, new_secret  # noqa: PLC0415
 
     secret = new_secret()
-    token = Token(
+    token = make_token(
         name=name,
-        digest=digest_of(secret),
-        roles=frozenset(role),
-        prefixes=tuple(prefix or ("",)),
+        sha256=digest_of(secret),
+        roles=role,
+        prefixes=prefix or [""],
         expires=None if expires is None else _moment(expires),
     )
     if output is not None:

@@ -13,15 +13,15 @@ import hashlib
 import json
 import logging
 import os
-import re
 import secrets
 import stat
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias, get_args
+from typing import Final, Literal, TypeAlias, get_args
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
 from tq_service.errors import InvalidArgumentError
 from tq_service.log_message import LogMessage
@@ -34,43 +34,32 @@ ALL_PARTITIONS: Final = ""
 
 _MARK: Final = "tq_"  # so that programs that look for leaked secrets can find one
 _RANDOM_BYTES: Final = 32
-_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
-_KEYS: Final = frozenset({"name", "sha256", "roles", "prefixes", "expires"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Token:
-    """What is known of a token: all but the token itself.
+class Token(BaseModel):
+    """What is known of a token, all but the token itself: its entry in the file; `make_token` makes one.
 
     Attributes:
-        name: whose it is, for logs; letters, digits, ".", "_" and "-".
-        digest: its SHA-256.
+        name: whose it is, for logs.
+        sha256: its digest.
         roles: what its holder may do.
         prefixes: beginnings of the names of the partitions that he may do it with; "" is all.
         expires: until when it is valid; None: for ever.
-
-    Raises:
-        InvalidArgumentError: a value is wrong.
     """
 
-    name: str
-    digest: bytes
-    roles: frozenset[str]
-    prefixes: tuple[str, ...] = (ALL_PARTITIONS,)
-    expires: datetime | None = None
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
-    def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name):
-            raise InvalidArgumentError(f"name: got {self.name!r}, expected 1 to 64 letters, digits, '.', '_', '-'")
-        if unknown := sorted(self.roles.difference(ROLES)):
-            raise InvalidArgumentError(f"roles: got {unknown[0]!r}, expected some of {', '.join(ROLES)}")
-        if not self.roles or not self.prefixes:
-            raise InvalidArgumentError("roles or prefixes are empty; give at least one of each ('' is all partitions)")
-        if self.expires is not None and self.expires.tzinfo is None:
-            raise InvalidArgumentError(
-                f"expires: got {self.expires}, expected a time with its zone, as 2027-01-31T00:00Z"
-            )
+    name: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$", description="1 to 64 letters, digits, '.', '_', '-'")
+    sha256: str = Field(
+        pattern="^[0-9a-f]{64}$",
+        description="64 hexadecimal digits, as `tq-service token new` makes them",
+        repr=False,  # who confuses the two has the token itself there
+    )
+    roles: frozenset[Role] = Field(min_length=1, description=f"a list of at least one of {', '.join(ROLES)}")
+    prefixes: tuple[str, ...] = Field(min_length=1, description="a list of at least one text ('' is all partitions)")
+    expires: AwareDatetime | None = Field(
+        None, strict=True, description="a time with its zone as 2027-01-31T00:00:00Z, without quotes"
+    )
 
     def is_expired(self) -> bool:
         """Whether its time is over, on the clock of this machine."""
@@ -86,9 +75,26 @@ def new_secret() -> str:
     return _MARK + secrets.token_urlsafe(_RANDOM_BYTES)
 
 
-def digest_of(secret: str) -> bytes:
+def digest_of(secret: str) -> str:
     """Return what is kept of a token."""
-    return hashlib.sha256(secret.encode("utf-8", "replace")).digest()
+    return hashlib.sha256(secret.encode("utf-8", "replace")).hexdigest()
+
+
+def make_token(**entry: object) -> Token:
+    """Return the token of an entry.
+
+    Raises:
+        InvalidArgumentError: a value is wrong or missing.
+    """
+    try:
+        return Token.model_validate(entry)
+    except ValidationError as error:
+        name = str(error.errors()[-1]["loc"][0])  # unknown keys come last
+    field = Token.model_fields.get(name)
+    if field is None:
+        raise InvalidArgumentError(f"got the key {name!r:.80}, expected {', '.join(Token.model_fields)}")
+    got = f"got {entry.get(name)!r:.80}, " if field.repr else ""
+    raise InvalidArgumentError(f"{name}: {got}expected {field.description}")
 
 
 def format_entry(token: Token) -> str:
@@ -96,7 +102,7 @@ def format_entry(token: Token) -> str:
     lines = [
         "[[token]]",
         f"name = {_quote(token.name)}",
-        f"sha256 = {_quote(token.digest.hex())}",
+        f"sha256 = {_quote(token.sha256)}",
         f"roles = [{', '.join(_quote(role) for role in ROLES if role in token.roles)}]",
         f"prefixes = [{', '.join(map(_quote, token.prefixes))}]",
     ]
@@ -105,7 +111,7 @@ def format_entry(token: Token) -> str:
     return "\n".join(lines) + "\n"
 
 
-def parse_tokens(text: str) -> dict[bytes, Token]:
+def parse_tokens(text: str) -> dict[str, Token]:
     """Return the tokens of a file by their digests.
 
     Raises:
@@ -118,21 +124,21 @@ def parse_tokens(text: str) -> dict[bytes, Token]:
     entries = document.pop("token", [])
     if document or not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise InvalidArgumentError("expected [[token]] entries and nothing else")
-    tokens: dict[bytes, Token] = {}
+    tokens: dict[str, Token] = {}
     names: set[str] = set()
     for number, entry in enumerate(entries, 1):
         try:
-            token = _token_of(entry)
+            token = make_token(**entry)
         except InvalidArgumentError as error:
             raise InvalidArgumentError(f"entry {number} ({entry.get('name')!r:.80}): {error}") from None
-        if token.name in names or token.digest in tokens:
+        if token.name in names or token.sha256 in tokens:
             raise InvalidArgumentError(f"entry {number}: the name {token.name!r} or its token is there twice")
         names.add(token.name)
-        tokens[token.digest] = token
+        tokens[token.sha256] = token
     return tokens
 
 
-def read_tokens(path: Path) -> dict[bytes, Token]:
+def read_tokens(path: Path) -> dict[str, Token]:
     """Return the tokens of a file by their digests.
 
     Raises:
@@ -225,39 +231,12 @@ class TokenFile(ReloadingFiles):
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.tokens: Mapping[bytes, Token] = {}
+        self.tokens: Mapping[str, Token] = {}
         super().__init__(path, what_stays="the tokens read before stay valid")
 
     def _read(self) -> None:
         self.tokens = read_tokens(self._path)
         _log.info(LogMessage("read tokens", count=len(self.tokens), path=self._path))
-
-
-def _token_of(entry: Mapping[str, Any]) -> Token:
-    if unknown := sorted(entry.keys() - _KEYS):
-        raise InvalidArgumentError(f"got the key {unknown[0]!r}, expected {', '.join(sorted(_KEYS))}")
-    digest = entry.get("sha256")
-    if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
-        raise InvalidArgumentError("sha256: expected 64 hexadecimal digits, as `tq-service token new` makes them")
-    name, expires = entry.get("name"), entry.get("expires")
-    if not isinstance(name, str):
-        raise InvalidArgumentError("name: expected a text")
-    if expires is not None and not isinstance(expires, datetime):
-        raise InvalidArgumentError(f"expires: got {expires!r}, expected a time as 2027-01-31T00:00:00Z, without quotes")
-    return Token(
-        name=name,
-        digest=bytes.fromhex(digest),
-        roles=frozenset(_texts(entry, "roles")),
-        prefixes=tuple(_texts(entry, "prefixes")),
-        expires=expires,
-    )
-
-
-def _texts(entry: Mapping[str, Any], key: str) -> Iterable[str]:
-    values = entry.get(key)
-    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-        raise InvalidArgumentError(f"{key}: got {values!r:.80}, expected a list of texts")
-    return values
 
 
 def _quote(text: str) -> str:

@@ -35,7 +35,7 @@ _WRONG_PROOF: Final = (
     "the internal secret of the caller is not that of this service; give all services of a deployment the same "
     "internal_secret_file"
 )
-_SERVICE: Final = Token(name="internal-secret", digest=b"", roles=frozenset({"service"}))
+_SERVICE: Final = Token(name="internal-secret", sha256="0" * 64, roles=frozenset({"service"}), prefixes=(ALL_PARTITIONS,))
 """Stands for the secret that services share, which lets a call do what a token of role service does."""
 
 
@@ -73,8 +73,8 @@ class AccessControl(Middleware):
         self._wrong_proof = _stranger(_WRONG_PROOF, "another internal secret")
         self._no_token = _stranger(_NO_TOKEN, "no token")
         self._unknown_token = _stranger(_BAD_TOKEN, "unknown token")
-        self._known: Mapping[bytes, Token] = {}
-        self._callers: dict[bytes, Caller] = {}
+        self._known: Mapping[str, Token] = {}
+        self._callers: dict[str, Caller] = {}
 
     def admit(self, method: Method, details: grpc.HandlerCallDetails) -> Caller:
         """Say by the metadata of a call who makes it."""
