@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from tq_service.errors import ServiceFailedError
-from tq_service.server.supervisor import FailingWith, Supervisor
+from tq_service.server.supervisor import FailingWith, Supervisor, regularly
 
 
 @pytest.fixture
@@ -157,3 +157,24 @@ async def test_an_owner_that_is_done_by_then_is_left_alone():
     with pytest.raises(ServiceFailedError):
         await scope.__aexit__(None, None, None)
     assert asyncio.current_task().cancelling() == 0
+
+
+async def test_a_failure_is_logged_and_the_next_time_comes(caplog: pytest.LogCaptureFixture) -> None:
+    outcomes = iter([None, RuntimeError("once"), None])
+    is_over = asyncio.Event()
+
+    async def work() -> None:
+        outcome = next(outcomes, is_over)
+        if outcome is is_over:
+            is_over.set()
+        elif isinstance(outcome, Exception):
+            raise outcome
+
+    with caplog.at_level(logging.ERROR):
+        task = asyncio.ensure_future(regularly(0.0, work))
+        async with asyncio.timeout(60):
+            await is_over.wait()
+    task.cancel()
+    (record,) = caplog.records
+    assert "periodic work failed" in record.getMessage()
+    assert record.exc_info

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from certificates import Authority, replace
@@ -19,8 +20,14 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509 import DNSName, IPAddress, SubjectAlternativeName, load_pem_x509_certificate
 
 from tq_service.errors import InvalidArgumentError
-from tq_service.server.tls import ServerCertificate, TlsFiles
+from tq_service.server.tls import ServerCertificate
 from tq_service.server.tokens import read_tokens
+
+
+class TlsFiles(NamedTuple):
+    cert: Path
+    key: Path
+    client_ca: Path | None = None
 
 
 @pytest.fixture
@@ -34,13 +41,13 @@ def files_of(authority: Authority, name: str) -> TlsFiles:
 
 
 def test_a_pair_that_fits_is_taken(files: TlsFiles) -> None:
-    assert ServerCertificate(files).credentials() is not None
+    assert ServerCertificate(*files).credentials() is not None
 
 
 def test_a_key_of_another_certificate_is_refused(files: TlsFiles, tmp_path: Path) -> None:
     other = files_of(Authority(tmp_path / "other"), "other")
     with pytest.raises(InvalidArgumentError, match=r"TLS cannot use .*service\.pem and .*other\.key: .*MISMATCH"):
-        ServerCertificate(TlsFiles(cert=files.cert, key=other.key))
+        ServerCertificate(files.cert, other.key)
 
 
 @pytest.mark.parametrize("name", ["cert", "key", "client_ca"])
@@ -48,26 +55,26 @@ def test_a_key_of_another_certificate_is_refused(files: TlsFiles, tmp_path: Path
 def test_files_that_are_half_written_or_something_else_are_refused(files: TlsFiles, name: str, content: bytes) -> None:
     replace(getattr(files, name), content)
     with pytest.raises(InvalidArgumentError, match="TLS cannot use"):
-        ServerCertificate(files)
+        ServerCertificate(*files)
 
 
 def test_a_file_that_is_missing_is_named(files: TlsFiles) -> None:
     files.cert.unlink()
     with pytest.raises(InvalidArgumentError, match=r"service\.pem: No such file"):
-        ServerCertificate(files)
+        ServerCertificate(*files)
 
 
 def test_a_key_that_others_may_read_is_refused(files: TlsFiles) -> None:
     files.key.chmod(0o644)
     with pytest.raises(InvalidArgumentError, match=r"got mode 0644 of .*chmod 0600"):
-        ServerCertificate(files)
+        ServerCertificate(*files)
 
 
 def test_a_key_with_a_passphrase_is_refused_instead_of_asking_for_it(files: TlsFiles) -> None:
     key = load_pem_private_key(files.key.read_bytes(), None)
     replace(files.key, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"swordfish")))
     with pytest.raises(InvalidArgumentError, match="has a passphrase"):
-        ServerCertificate(files)
+        ServerCertificate(*files)
 
 
 def look_twice(certificate: ServerCertificate) -> None:
@@ -78,7 +85,7 @@ def look_twice(certificate: ServerCertificate) -> None:
 def test_new_files_are_taken_once_they_fit_together(
     files: TlsFiles, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    certificate = ServerCertificate(files)
+    certificate = ServerCertificate(*files)
     look_twice(certificate)
     assert certificate._changed() is None
     other = files_of(Authority(tmp_path / "other"), "other")
@@ -96,7 +103,7 @@ def test_new_files_are_taken_once_they_fit_together(
 
 
 def test_a_key_is_taken_once_it_is_private(files: TlsFiles, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    certificate = ServerCertificate(files)
+    certificate = ServerCertificate(*files)
     other = files_of(Authority(tmp_path / "other"), "other")
     replace(files.cert, other.cert.read_bytes())
     replace(files.key, other.key.read_bytes())
@@ -113,13 +120,13 @@ def test_the_script_makes_what_the_service_takes(tmp_path: Path) -> None:
     script = Path(__file__).parents[2] / "docker" / "make_certificates.sh"
     subprocess.run(["sh", script, tmp_path, "controller", "client"], check=True, capture_output=True, timeout=60)
     files = TlsFiles(cert=tmp_path / "controller.pem", key=tmp_path / "controller.key", client_ca=tmp_path / "ca.pem")
-    assert ServerCertificate(files).credentials() is not None
+    assert ServerCertificate(*files).credentials() is not None
     first = files.cert.read_bytes()
     authority = files.client_ca.read_bytes() if files.client_ca else b""
     subprocess.run(["sh", script, tmp_path, "controller"], check=True, capture_output=True, timeout=60)
     assert files.cert.read_bytes() != first
     assert (tmp_path / "ca.pem").read_bytes() == authority
-    assert ServerCertificate(files).credentials() is not None
+    assert ServerCertificate(*files).credentials() is not None
 
 
 def test_the_script_makes_what_the_compose_file_mounts(tmp_path: Path) -> None:
@@ -139,7 +146,7 @@ def test_the_script_makes_what_the_compose_file_mounts(tmp_path: Path) -> None:
         key=credentials / "services" / "storage.key",
         client_ca=credentials / "services" / "ca.pem",
     )
-    assert ServerCertificate(files).credentials() is not None
+    assert ServerCertificate(*files).credentials() is not None
     names = load_pem_x509_certificate(files.cert.read_bytes()).extensions.get_extension_for_class(
         SubjectAlternativeName
     )

@@ -89,7 +89,10 @@ def test_the_end_of_a_token() -> None:
         (GOOD.replace("0" * 64, "tq_secret"), "^((?!tq_secret).)*$"),
         (GOOD.replace("sha256", "sha"), "got the key 'sha', expected name, sha256"),
         (GOOD.replace("prefixes", "#"), "prefixes: got None, expected a list"),
-        (GOOD.replace('["read"]', '["boss"]'), r"roles: got \['boss'\], expected a list of at least one of read, produce"),
+        (
+            GOOD.replace('["read"]', '["boss"]'),
+            r"roles: got \['boss'\], expected a list of at least one of read",
+        ),
         (GOOD.replace('["read"]', "[]"), r"roles: got \[\], expected a list of at least one"),
         (GOOD.replace('["read"]', '"read"'), "roles: got 'read', expected a list"),
         (GOOD.replace('[""]', "[]"), r"prefixes: got \[\], expected a list of at least one text"),

@@ -17,7 +17,6 @@ from tq_service.errors import ServiceFailedError, TqError
 from tq_service.internal.v1.storage_control_pb2_grpc import add_StorageControlServiceServicer_to_server
 from tq_service.internal.v1.storage_registry_pb2_grpc import add_StorageRegistryServiceServicer_to_server
 from tq_service.log_message import LogMessage
-from tq_service.server.background import regularly
 from tq_service.server.composition import (
     build_controller,
     build_storage,
@@ -34,7 +33,7 @@ from tq_service.server.rpc.errors import ErrorStatuses
 from tq_service.server.rpc.limits import RunningCalls, WaitingCalls
 from tq_service.server.rpc.middleware import Middleware
 from tq_service.server.storage_servicer import SERVICE as STORAGE_SERVICE
-from tq_service.server.supervisor import FAILED_EXIT_CODE, FailingWith, Supervisor
+from tq_service.server.supervisor import FAILED_EXIT_CODE, FailingWith, Supervisor, regularly
 from tq_service.v1.controller_service_pb2_grpc import add_ControllerServiceServicer_to_server
 from tq_service.v1.storage_service_pb2_grpc import add_StorageServiceServicer_to_server
 from tq_service.wire.connection import LISTENING_OPTIONS

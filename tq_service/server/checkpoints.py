@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 from tq_service.dataplane.messages import put_header
 from tq_service.dataplane.parties import Seconds
@@ -32,7 +33,6 @@ from tq_service.durable.state_store import StateStore
 from tq_service.errors import DataLossError, FieldNotFoundError, PreconditionError, PutNotFoundError
 from tq_service.log_message import LogMessage
 from tq_service.server.converters import pack
-from tq_service.server.loop_watch import watching_loop
 from tq_service.server.storages import StorageRegistry
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1.storage_service_pb2 import GetRequest
@@ -46,6 +46,7 @@ _BLOCK_SECONDS: Final = 120.0
 # An empty service has nothing to free: what does not fit at once does not fit later.
 _CAPACITY_SECONDS: Final = 5.0
 _BYTES_A_SECOND: Final = 10e6
+_WATCH_SECONDS: Final = 0.002
 
 
 class Checkpoints:
@@ -88,7 +89,7 @@ class Checkpoints:
         with self._alone("written"):
             writer = CheckpointWriter(path)
             try:
-                async with watching_loop() as watch:
+                async with _LoopWatch() as watch:
                     await _in_thread(writer.open)
                     state, block_count, size = await self._copy(writer)
                     await _in_thread(lambda: writer.finish(state))
@@ -221,6 +222,32 @@ class Checkpoints:
             yield
         finally:
             self._running = None
+
+
+class _LoopWatch:
+    """Measures in an `async with` by how much a short sleep takes longer than it should, again and again.
+
+    Attributes:
+        longest_seconds: the longest time so far for which the loop did something else, whatever that was.
+    """
+
+    def __init__(self) -> None:
+        self.longest_seconds = 0.0
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.get_running_loop().create_task(self._watch())
+        await asyncio.sleep(0)  # so that it is under way before anything else is done
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        self._task.cancel()
+
+    async def _watch(self) -> None:
+        while True:
+            began_at = time.perf_counter()
+            await asyncio.sleep(_WATCH_SECONDS)
+            late_seconds = time.perf_counter() - began_at - _WATCH_SECONDS
+            self.longest_seconds = max(self.longest_seconds, late_seconds)
 
 
 async def _in_thread(work: Callable[[], Answer]) -> Answer:

@@ -13,8 +13,7 @@ from tq_service.errors import PreconditionError, TqError
 from tq_service.internal.v1 import storage_registry_pb2
 from tq_service.internal.v1.storage_registry_pb2_grpc import StorageRegistryServiceStub
 from tq_service.log_message import LogMessage
-from tq_service.server.outages import PeerOutage
-from tq_service.server.peer import Peer
+from tq_service.server.peer import Peer, PeerOutage
 from tq_service.server.receipts import ReceiptKeys
 from tq_service.storage.engine import StorageEngine
 from tq_service.v1.metadata_pb2 import StorageEndpoint

@@ -11,10 +11,10 @@ import grpc
 from tq_service.config import ServeSettings, is_loopback, join_address
 from tq_service.log_message import LogMessage
 from tq_service.server.audit import Audit
-from tq_service.server.background import regularly
 from tq_service.server.internal_secret import ServiceCredentials, find_secret
 from tq_service.server.rpc.auth import AccessControl
-from tq_service.server.tls import ServerCertificate, TlsFiles, check_authorities
+from tq_service.server.supervisor import regularly
+from tq_service.server.tls import ServerCertificate, check_authorities
 from tq_service.server.tokens import TokenFile
 from tq_service.wire.credentials import Tls
 
@@ -40,15 +40,14 @@ class Listener:
         self._settings = settings
         self._certificate: ServerCertificate | None = None
         if settings.tls_cert is not None and settings.tls_key is not None:
-            files = TlsFiles(cert=settings.tls_cert, key=settings.tls_key, client_ca=settings.tls_client_ca)
-            self._certificate = ServerCertificate(files)
+            self._certificate = ServerCertificate(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
         self._tokens = None if settings.auth_tokens_file is None else TokenFile(settings.auth_tokens_file)
         self._audit = Audit(settings.audit_repeat_seconds)
         tls = None
         if settings.tls_ca is not None or settings.tls_cert is not None:
             tls = Tls(ca=settings.tls_ca, cert=settings.tls_cert, key=settings.tls_key)
         if settings.tls_ca is not None:
-            check_authorities(settings.tls_ca)
+            check_authorities("tls_ca", settings.tls_ca)
         self.credentials = ServiceCredentials(settings.peer_token_file, tls, settings.insecure)
         self.credentials.secret = find_secret(settings, has_tokens=self._has_tokens)
 

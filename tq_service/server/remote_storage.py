@@ -22,8 +22,7 @@ from tq_service.internal.v1 import put_receipt_pb2, storage_control_pb2, storage
 from tq_service.internal.v1.storage_control_pb2_grpc import StorageControlServiceStub
 from tq_service.log_message import LogMessage
 from tq_service.server.known_puts import MOST_RUNS, KnownPuts, encode_cells, split_runs
-from tq_service.server.outages import PeerOutage
-from tq_service.server.peer import Peer
+from tq_service.server.peer import Peer, PeerOutage
 from tq_service.server.receipts import ReceiptBook, key_id
 from tq_service.server.supervisor import StartsTasks, Supervisor
 from tq_service.storage.cells import PutCells

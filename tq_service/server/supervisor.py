@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from types import TracebackType
 from typing import Any, Final, Protocol
 
@@ -136,3 +136,14 @@ class FailingWith:
                     await asyncio.sleep(0)
         if error is None or isinstance(error, Exception | asyncio.CancelledError):
             raise ServiceFailedError(failure.message, metadata=failure.metadata) from failure.__cause__
+
+
+async def regularly(seconds: float, work: Callable[[], Awaitable[None]]) -> None:
+    """Do some work every so many seconds until cancelled; a failure is logged, and the next time comes all the same."""
+    while True:
+        await asyncio.sleep(seconds)
+        try:
+            await work()
+        except Exception:
+            name = getattr(work, "__qualname__", work)
+            _log.exception(LogMessage("periodic work failed and is tried again", work=name, retry_seconds=seconds))

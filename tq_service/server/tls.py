@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import ssl
-from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
@@ -17,22 +16,6 @@ from tq_service.server.tokens import check_private
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TlsFiles:
-    """Where the port's certificate is, all in PEM.
-
-    Attributes:
-        cert: the certificate with its chain.
-        key: its private key, without a passphrase, readable by no others.
-        client_ca: the authorities one of which must have signed the certificate of every client (mTLS); None: clients
-            need none.
-    """
-
-    cert: Path
-    key: Path
-    client_ca: Path | None = None
-
-
 class ServerCertificate(ReloadingFiles):
     """Credentials of a port that follow their files.
 
@@ -41,15 +24,18 @@ class ServerCertificate(ReloadingFiles):
     yet, are logged, and the pair before stays.
 
     Args:
-        files: where it is.
+        cert: file of the certificate with its chain, like the others in PEM.
+        key: file of its private key, without a passphrase, readable by no others.
+        client_ca: file of the authorities one of which must have signed the certificate of every client (mTLS); None:
+            clients need none.
 
     Raises:
         InvalidArgumentError: the files cannot be used.
     """
 
-    def __init__(self, files: TlsFiles) -> None:
-        self._files = files
-        super().__init__(files.cert, files.key, files.client_ca, what_stays="the certificate before stays in use")
+    def __init__(self, cert: Path, key: Path, client_ca: Path | None = None) -> None:
+        self._cert, self._key, self._client_ca = cert, key, client_ca
+        super().__init__(cert, key, client_ca, what_stays="the certificate before stays in use")
         self._delivered = self._current
 
     def credentials(self) -> grpc.ServerCredentials:
@@ -57,12 +43,27 @@ class ServerCertificate(ReloadingFiles):
         return grpc.dynamic_ssl_server_credentials(
             self._current,
             self._changed,  # type: ignore[arg-type]  # grpc's own documentation has None for no change
-            require_client_authentication=self._files.client_ca is not None,
+            require_client_authentication=self._client_ca is not None,
         )
 
     def _read(self) -> None:
-        self._current = _read(self._files)
-        _log.info(LogMessage("new connections get the certificate", path=self._files.cert))
+        try:
+            check_private(self._key)
+            contents = self._contents()
+            # Python's ssl reads the pair: gRPC says only in its own log, and at the first handshake, what is wrong.
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self._cert, self._key, password=_no_passphrase)
+            if self._client_ca is not None:
+                check_authorities("tls_client_ca", self._client_ca)
+            if contents != self._contents():
+                raise InvalidArgumentError("they were replaced while they were read")
+        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+            raise InvalidArgumentError(f"TLS cannot use {self._cert} and {self._key}: {_why(error)}") from None
+        key, cert, *client_ca = contents
+        self._current = grpc.ssl_server_certificate_configuration([(key, cert)], *client_ca)
+        _log.info(LogMessage("new connections get the certificate", path=self._cert))
+
+    def _contents(self) -> list[bytes]:
+        return [path.read_bytes() for path in (self._key, self._cert, self._client_ca) if path is not None]
 
     def _changed(self) -> grpc.ServerCertificateConfiguration | None:
         # gRPC's threads alone write `_delivered`, and the loop `_current`: neither can overwrite what the other wrote.
@@ -73,49 +74,19 @@ class ServerCertificate(ReloadingFiles):
         return current
 
 
-def _read(files: TlsFiles) -> grpc.ServerCertificateConfiguration:
-    """Read and check the files.
-
-    Raises:
-        InvalidArgumentError: one cannot be read, or they don't fit together.
-    """
-    try:
-        check_private(files.key)
-        cert, key = files.cert.read_bytes(), files.key.read_bytes()
-        client_ca = None if files.client_ca is None else files.client_ca.read_bytes()
-        _check(files, client_ca)
-        if (cert, key) != (files.cert.read_bytes(), files.key.read_bytes()):
-            raise InvalidArgumentError("they were replaced while they were read")
-    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-        raise InvalidArgumentError(f"TLS cannot use {files.cert} and {files.key}: {_why(error)}") from None
-    return grpc.ssl_server_certificate_configuration([(key, cert)], client_ca)
-
-
-def check_authorities(path: Path) -> None:
+def check_authorities(setting: str, path: Path) -> None:
     """Refuse a file of authorities that no certificate could be checked against.
 
     Raises:
         InvalidArgumentError: it cannot be read, or holds no certificates.
     """
     try:
-        _check_authorities(path, path.read_bytes())
-    except OSError as error:
-        raise InvalidArgumentError(f"tls_ca cannot be used: {_why(error)}", field="tls_ca") from None
-
-
-def _check_authorities(path: Path, data: bytes) -> None:
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=data.decode("ascii"))
-    except (ssl.SSLError, ValueError) as error:
-        raise InvalidArgumentError(f"{path} holds no certificates: {error}") from None
-
-
-def _check(files: TlsFiles, client_ca: bytes | None) -> None:
-    """Have Python's ssl read the pair: gRPC says only in its own log, and at the first handshake, what is wrong."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(files.cert, files.key, password=_no_passphrase)
-    if client_ca is not None and files.client_ca is not None:
-        _check_authorities(files.client_ca, client_ca)
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=path.read_bytes().decode("ascii"))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InvalidArgumentError(
+            f"{setting} cannot be used: {path}: {reason}; expected certificates in PEM", field=setting
+        ) from None
 
 
 def _no_passphrase() -> str:

@@ -58,7 +58,7 @@ class Token(BaseModel):
     roles: frozenset[Role] = Field(min_length=1, description=f"a list of at least one of {', '.join(ROLES)}")
     prefixes: tuple[str, ...] = Field(min_length=1, description="a list of at least one text ('' is all partitions)")
     expires: AwareDatetime | None = Field(
-        None, strict=True, description="a time with its zone as 2027-01-31T00:00:00Z, without quotes"
+        default=None, strict=True, description="a time with its zone as 2027-01-31T00:00:00Z, without quotes"
     )
 
     def is_expired(self) -> bool:

@@ -21,7 +21,7 @@ from tq_service.server.rpc.middleware import (
     passing_answers,
     shown_partitions,
 )
-from tq_service.server.tokens import ALL_PARTITIONS, Token, TokenFile, digest_of
+from tq_service.server.tokens import ALL_PARTITIONS, Token, TokenFile, digest_of, make_token
 from tq_service.wire.credentials import TOKEN_KEY, TOKEN_SCHEME
 
 _NO_TOKEN: Final = "this service asks for a bearer token, and the call has none; set TQ_TOKEN or TQ_TOKEN_FILE"  # noqa: S105
@@ -35,7 +35,9 @@ _WRONG_PROOF: Final = (
     "the internal secret of the caller is not that of this service; give all services of a deployment the same "
     "internal_secret_file"
 )
-_SERVICE: Final = Token(name="internal-secret", sha256="0" * 64, roles=frozenset({"service"}), prefixes=(ALL_PARTITIONS,))
+_SERVICE: Final = Token(
+    name="internal-secret", sha256="0" * 64, roles=frozenset({"service"}), prefixes=(ALL_PARTITIONS,)
+)
 """Stands for the secret that services share, which lets a call do what a token of role service does."""
 
 

@@ -14,11 +14,11 @@ from tq_service.errors import InternalError, InvalidArgumentError, TqError
 from tq_service.log_message import LogMessage
 from tq_service.server.rpc.method_table import Method
 from tq_service.server.rpc.middleware import Behavior, Caller, Context, Middleware
-from tq_service.server.rpc.untaken_answers import log_untaken_answers_in_one_line
 from tq_service.wire.error_table import to_status
 from tq_service.wire.frames import Garbled
 
 _log = logging.getLogger(__name__)
+_grpc_log = logging.getLogger("grpc._cython.cygrpc")
 # The last is raised where a message cannot be written since its client is gone.
 _NO_FAULTS = (asyncio.CancelledError, grpc.aio.AbortError, grpc.aio.InternalError)
 
@@ -31,7 +31,7 @@ class ErrorStatuses(Middleware):
     """
 
     def __init__(self) -> None:
-        log_untaken_answers_in_one_line()
+        _grpc_log.addFilter(_UNTAKEN_ANSWERS)  # once, however many services the process has
 
     def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
         """Return what ends failed calls of a method with their status."""
@@ -85,3 +85,27 @@ def _request_id(request: Any) -> bytes | None:
     """Return the id under which a client repeats a request; a put has that of its commit, a stream and a read none."""
     header = getattr(request, "header", None)
     return getattr(request if header is None else header.commit, "request_id", None) or None
+
+
+class _UntakenAnswers(logging.Filter):
+    """Makes one line at level INFO of what gRPC logs as an error with its traceback.
+
+    gRPC does not say why: the client may have disconnected or cancelled the call while the answer was on its way, or
+    have refused it for its size, which the client's own error says (RESOURCE_EXHAUSTED).
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if not isinstance(error, grpc.aio.InternalError):
+            return True
+        record.levelno, record.levelname = logging.INFO, logging.getLevelName(logging.INFO)
+        error_text = record.getMessage()
+        record.args = ()
+        record.msg = LogMessage(
+            "an answer was not taken: its client disconnected, or takes no message of that size", error=error_text
+        )
+        record.exc_info = record.exc_text = None
+        return _grpc_log.isEnabledFor(logging.INFO)
+
+
+_UNTAKEN_ANSWERS = _UntakenAnswers()
