@@ -35,9 +35,7 @@ _WRONG_PROOF: Final = (
     "the internal secret of the caller is not that of this service; give all services of a deployment the same "
     "internal_secret_file"
 )
-_SERVICE: Final = Token(
-    name="internal-secret", sha256="0" * 64, roles=frozenset({"service"}), prefixes=(ALL_PARTITIONS,)
-)
+_SERVICE: Final = make_token(name="internal-secret", sha256="0" * 64, roles=["service"], prefixes=[ALL_PARTITIONS])
 """Stands for the secret that services share, which lets a call do what a token of role service does."""
 
 
