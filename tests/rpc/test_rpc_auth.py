@@ -23,11 +23,11 @@ from rpc_methods import CONTROLLER, DESCRIBED, SERVED, STORAGE, call
 import tq_service as tq
 from tq_service.server.audit import LOGGER_NAME, AuditLine
 from tq_service.server.rpc.method_table import METHODS
-from tq_service.server.tokens import ROLES
 from tq_service.v1 import commit_pb2
 from tq_service.v1 import controller_service_pb2 as pb
 from tq_service.v1 import storage_service_pb2 as storage_pb
 from tq_service.wire.columns import encode_header
+from tq_service.wire.credentials import ROLES
 from tq_service.wire.encoding import encode_columns
 
 _FOR_ANY_TOKEN = [name for name in SERVED if METHODS[name].roles == frozenset(ROLES)]

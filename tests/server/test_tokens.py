@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 from tq_service.errors import InvalidArgumentError
 from tq_service.server.tokens import (
-    ROLES,
     Token,
     TokenFile,
     append_token,
@@ -29,6 +28,7 @@ from tq_service.server.tokens import (
     parse_tokens,
     read_tokens,
 )
+from tq_service.wire.credentials import ROLES
 
 GOOD = '[[token]]\nname = "a"\nsha256 = "' + "0" * 64 + '"\nroles = ["read"]\nprefixes = [""]\n'
 

@@ -88,7 +88,8 @@ def list_tokens(
     as_json: AsJson = False,
 ) -> None:
     """List the tokens of a file: names, roles, prefixes and ends."""
-    from tq_service.server.tokens import ROLES, read_tokens  # noqa: PLC0415  (--help does without)
+    from tq_service.server.tokens import read_tokens  # noqa: PLC0415  (--help does without)
+    from tq_service.wire.credentials import ROLES  # noqa: PLC0415  (as above)
 
     if file is None:
         raise InvalidArgumentError("no file given; name it with --file or TQ_AUTH_TOKENS_FILE", field="file")

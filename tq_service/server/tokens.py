@@ -19,17 +19,16 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final, Literal, TypeAlias, get_args
+from typing import Final
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
 from tq_service.errors import InvalidArgumentError
 from tq_service.log_message import LogMessage
 from tq_service.server.reloading_files import ReloadingFiles
+from tq_service.wire.credentials import ROLES, Role
 
 _log = logging.getLogger(__name__)
-Role: TypeAlias = Literal["read", "produce", "consume", "admin", "service"]
-ROLES: Final[tuple[Role, ...]] = get_args(Role)
 ALL_PARTITIONS: Final = ""
 
 _MARK: Final = "tq_"  # so that programs that look for leaked secrets can find one

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
 import grpc
 
@@ -26,6 +26,10 @@ KEY_VARIABLE: Final = "TQ_TLS_KEY"
 INSECURE_VARIABLE: Final = "TQ_INSECURE"
 TOKEN_KEY: Final = "authorization"  # noqa: S105  (a name)
 TOKEN_SCHEME: Final = "Bearer "  # noqa: S105  (a name)
+
+Role: TypeAlias = Literal["read", "produce", "consume", "admin", "service"]
+"""What a token lets its holder do."""
+ROLES: Final[tuple[Role, ...]] = get_args(Role)
 
 _REREAD_SECONDS: Final = 1.0
 Metadata: TypeAlias = "tuple[tuple[str, str], ...]"
