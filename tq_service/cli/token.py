@@ -89,14 +89,13 @@ def list_tokens(
 ) -> None:
     """List the tokens of a file: names, roles, prefixes and ends."""
     from tq_service.server.tokens import read_tokens  # noqa: PLC0415  (--help does without)
-    from tq_service.wire.credentials import ROLES  # noqa: PLC0415  (as above)
 
     if file is None:
         raise InvalidArgumentError("no file given; name it with --file or TQ_AUTH_TOKENS_FILE", field="file")
     shown: list[dict[str, Any]] = [
         {
             "name": token.name,
-            "roles": [role for role in ROLES if role in token.roles],
+            "roles": token.sorted_roles,
             "prefixes": list(token.prefixes),
             "expires": None if token.expires is None else token.expires.isoformat(),
             "is_expired": token.is_expired(),

@@ -60,6 +60,11 @@ class Token(BaseModel):
         default=None, strict=True, description="a time with its zone as 2027-01-31T00:00:00Z, without quotes"
     )
 
+    @property
+    def sorted_roles(self) -> list[Role]:
+        """Its roles in their usual order."""
+        return sorted(self.roles, key=ROLES.index)
+
     def is_expired(self) -> bool:
         """Whether its time is over, on the clock of this machine."""
         return self.expires is not None and self.expires <= datetime.now(UTC)
@@ -102,7 +107,7 @@ def format_entry(token: Token) -> str:
         "[[token]]",
         f"name = {_quote(token.name)}",
         f"sha256 = {_quote(token.sha256)}",
-        f"roles = [{', '.join(_quote(role) for role in ROLES if role in token.roles)}]",
+        f"roles = [{', '.join(map(_quote, token.sorted_roles))}]",
         f"prefixes = [{', '.join(map(_quote, token.prefixes))}]",
     ]
     if token.expires is not None:
