@@ -28,7 +28,7 @@ from tq_service.v1.storage_service_pb2 import PutHeader, PutResponse
 from tq_service.wire import shared_memory
 from tq_service.wire.columns import Column, encode_header
 from tq_service.wire.encoding import encode_columns
-from tq_service.wire.frames import SEND_AS_FDS, SEND_AS_FRAMES, SEND_AS_KEY, encode_put_request
+from tq_service.wire.frames import SEND_AS_FDS, SEND_AS_FRAMES, SEND_AS_KEY, encode_part
 
 pytestmark = pytest.mark.skipif(not shared_memory.is_supported(), reason="sealed memfds are there on Linux only")
 
@@ -350,7 +350,7 @@ class RawPut:
         self._messages: SimpleQueue[Any] = SimpleQueue()
         put = server.channel.stream_unary(
             "/tq_service.v1.StorageService/Put",
-            request_serializer=encode_put_request,
+            request_serializer=encode_part,
             response_deserializer=PutResponse.FromString,
         )
         self._call = put.future(iter(self._messages.get, None), timeout=10)

@@ -12,14 +12,13 @@ from tq_service.wire.frames import (
     decode_get_response,
     decode_put_request,
     encode_frame,
-    encode_get_response,
-    encode_put_request,
+    encode_part,
     iter_frames,
 )
 
 CODECS = [
-    (PutRequest, PutHeader, encode_put_request, decode_put_request),
-    (GetResponse, GetHeader, encode_get_response, decode_get_response),
+    (PutRequest, PutHeader, encode_part, decode_put_request),
+    (GetResponse, GetHeader, encode_part, decode_get_response),
 ]
 
 

@@ -8,7 +8,7 @@ under way at that moment, and it is listed as such.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, groupby, islice
 from typing import Final
 
@@ -19,8 +19,7 @@ from tq_service.internal.v1 import storage_control_pb2
 from tq_service.storage.cells import PutCells
 
 _MOST_PUTS: Final = 1024  # a piece is some milliseconds' work for the storage service
-MOST_RUNS: Final = 4096
-"""Runs of rows in one message."""
+_MOST_RUNS: Final = 4096  # of rows in one message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,18 +57,12 @@ class KnownPuts:
         uncommitted = iter(self.uncommitted)
         while some := list(islice(uncommitted, _MOST_PUTS)):
             yield storage_control_pb2.ReconcilePutsRequest(uncommitted_put_ids=some)
-        piece, run_count = storage_control_pb2.ReconcilePutsRequest(), 0
-        for cells in chain.from_iterable(split_runs(each, MOST_RUNS) for each in self.parts()):
-            if cells.is_whole:
-                piece.whole_put_ids.append(cells.put_id)
-            else:
-                piece.cells.append(encode_cells(cells))
-            run_count += 1 if cells.first_rows is None else cells.first_rows.size
-            if run_count >= MOST_RUNS or len(piece.whole_put_ids) + len(piece.cells) >= _MOST_PUTS:
-                yield piece
-                piece, run_count = storage_control_pb2.ReconcilePutsRequest(), 0
-        piece.is_last = True
-        yield piece
+        for cells in in_messages(chain.from_iterable(map(split_runs, self.parts())), _MOST_PUTS):
+            yield storage_control_pb2.ReconcilePutsRequest(
+                whole_put_ids=[each.put_id for each in cells if each.is_whole],
+                cells=[encode_cells(each) for each in cells if not each.is_whole],
+            )
+        yield storage_control_pb2.ReconcilePutsRequest(is_last=True)
 
     def _is_own(self, cells: CellSet) -> bool:
         return cells.put[:2] == (self.storage_id, self.boot_id)
@@ -82,20 +75,28 @@ def put_cells(cells: CellSet) -> PutCells:
     return PutCells.of_rows(cells.put.put_id, cells.field_names, np.sort(cells.rows))
 
 
-def split_runs(cells: PutCells, most: int) -> Iterable[PutCells]:
-    """Return cells in parts of so many runs."""
+def split_runs(cells: PutCells) -> Iterable[PutCells]:
+    """Return cells in parts that each fit into one message."""
     first_rows, row_counts = cells.first_rows, cells.row_counts
-    if first_rows is None or row_counts is None or first_rows.size <= most:
+    if first_rows is None or row_counts is None or first_rows.size <= _MOST_RUNS:
         return [cells]
-    return [
-        PutCells(
-            put_id=cells.put_id,
-            field_names=cells.field_names,
-            first_rows=first_rows[start : start + most],
-            row_counts=row_counts[start : start + most],
-        )
-        for start in range(0, first_rows.size, most)
-    ]
+    parts = [slice(start, start + _MOST_RUNS) for start in range(0, first_rows.size, _MOST_RUNS)]
+    return [replace(cells, first_rows=first_rows[part], row_counts=row_counts[part]) for part in parts]
+
+
+def in_messages(cells: Iterable[PutCells], most: int) -> Iterator[list[PutCells]]:
+    """Yield cells, some for one message at a time: of `most` puts, with some thousand runs."""
+    message: list[PutCells] = []
+    message_runs = 0
+    for each in cells:
+        run_count = 1 if each.first_rows is None else each.first_rows.size
+        if message and (message_runs + run_count > _MOST_RUNS or len(message) == most):
+            yield message
+            message, message_runs = [], 0
+        message.append(each)
+        message_runs += run_count
+    if message:
+        yield message
 
 
 def encode_cells(cells: PutCells) -> storage_control_pb2.PutCells:

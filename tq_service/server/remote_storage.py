@@ -21,7 +21,7 @@ from tq_service.errors import DataLossError, PermissionDeniedError, TqError, Una
 from tq_service.internal.v1 import put_receipt_pb2, storage_control_pb2, storage_registry_pb2
 from tq_service.internal.v1.storage_control_pb2_grpc import StorageControlServiceStub
 from tq_service.log_message import LogMessage
-from tq_service.server.known_puts import MOST_RUNS, KnownPuts, encode_cells, split_runs
+from tq_service.server.known_puts import KnownPuts, encode_cells, in_messages, split_runs
 from tq_service.server.peer import Peer, PeerOutage
 from tq_service.server.receipts import ReceiptBook, key_id
 from tq_service.server.supervisor import StartsTasks, Supervisor
@@ -185,7 +185,7 @@ class RemoteStorage:
             return
         cells = [each for each in cells if each.put_id not in self._leaving]
         for each in cells:
-            self._to_free += split_runs(each, MOST_RUNS)
+            self._to_free += split_runs(each)
             if each.is_whole:
                 self._leaving.add(each.put_id)
                 self._to_confirm.pop(each.put_id, None)
@@ -266,8 +266,8 @@ class RemoteStorage:
 
     async def _free_some(self) -> None:
         if not self._freeing and self._to_free:
-            count = self._count_of_a_call()
-            self._freeing, self._to_free = self._to_free[:count], self._to_free[count:]
+            self._freeing = next(in_messages(self._to_free, _MOST_FREED_A_CALL))  # both sides do them in one step
+            del self._to_free[: len(self._freeing)]
             self._free_count += 1
         if self._freeing:  # the same again under its number: it may have been done, and the answer lost
             request = storage_control_pb2.FreeCellsRequest(
@@ -280,16 +280,6 @@ class RemoteStorage:
             await self._peer.stub.FreeCells(request, timeout=_CALL_SECONDS, metadata=self._peer.metadata())
             self._leaving.difference_update(each.put_id for each in self._freeing if each.is_whole)
             self._freeing = []
-
-    def _count_of_a_call(self) -> int:
-        """Return how many of the cells that are to be freed go in one call, which both sides do in one step."""
-        count = run_count = 0
-        for cells in islice(self._to_free, _MOST_FREED_A_CALL):
-            run_count += 0 if cells.first_rows is None else cells.first_rows.size
-            if count and run_count > MOST_RUNS:
-                break
-            count += 1
-        return count
 
     async def close(self) -> None:
         """Stop what runs in the background and close the channel."""

@@ -45,7 +45,7 @@ from tq_service.wire.frames import (
     SEND_AS_KEY,
     ColumnReceiver,
     decode_put_request,
-    encode_get_response,
+    encode_part,
     iter_frames,
 )
 from tq_service.wire.mapper import to_message
@@ -195,7 +195,7 @@ class StorageServicer:
     def bulk_handler(self) -> grpc.GenericRpcHandler:
         """Return the handlers of the bulk methods, whose frames are coded by hand: instead of the generated ones."""
         put = grpc.stream_unary_rpc_method_handler(self.Put, decode_put_request, pb.PutResponse.SerializeToString)
-        get = grpc.unary_stream_rpc_method_handler(self.Get, pb.GetRequest.FromString, encode_get_response)
+        get = grpc.unary_stream_rpc_method_handler(self.Get, pb.GetRequest.FromString, encode_part)
         return grpc.method_handlers_generic_handler(SERVICE, {"Put": put, "Get": get})
 
     async def Put(self, parts: AsyncIterator[Part], context: Context) -> pb.PutResponse:

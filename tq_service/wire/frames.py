@@ -60,17 +60,13 @@ def encode_frame(parts: FrameParts) -> bytes:
     return b"".join((prefix, *parts))
 
 
-def encode_put_request(part: PutHeader | FrameParts) -> bytes:
-    """Serialize a message of a put stream: its header, or the parts of a frame."""
-    if isinstance(part, PutHeader):
-        return PutRequest(header=part).SerializeToString()
-    return encode_frame(part)
-
-
-def encode_get_response(part: GetHeader | FrameParts) -> bytes:
-    """Serialize a message of a get stream: its header, or the parts of a frame."""
-    if isinstance(part, GetHeader):
-        return GetResponse(header=part).SerializeToString()
+def encode_part(part: PutHeader | GetHeader | FrameParts) -> bytes:
+    """Serialize a message of a put or get stream: its header, or the parts of a frame."""
+    match part:
+        case PutHeader():
+            return PutRequest(header=part).SerializeToString()
+        case GetHeader():
+            return GetResponse(header=part).SerializeToString()
     return encode_frame(part)
 
 

@@ -33,7 +33,7 @@ from tq_service.wire.frames import (
     INLINE_BYTES,
     SEND_AS_FDS,
     decode_get_response,
-    encode_put_request,
+    encode_part,
     iter_frames,
     keep_frame_buffers,
 )
@@ -108,7 +108,7 @@ class AsyncGrpcDriver:
         self._storage: AsyncStorageStub = stub
         self._put = channel.stream_unary(
             _SERVICE + "Put",
-            request_serializer=encode_put_request,
+            request_serializer=encode_part,
             response_deserializer=PutResponse.FromString,
         )
         self._get = channel.unary_stream(

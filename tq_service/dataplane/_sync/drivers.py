@@ -34,7 +34,7 @@ from tq_service.wire.frames import (
     INLINE_BYTES,
     SEND_AS_FDS,
     decode_get_response,
-    encode_put_request,
+    encode_part,
     iter_frames,
     keep_frame_buffers,
 )
@@ -109,7 +109,7 @@ class GrpcDriver:
         self._storage: StorageStub = stub
         self._put = channel.stream_unary(
             _SERVICE + "Put",
-            request_serializer=encode_put_request,
+            request_serializer=encode_part,
             response_deserializer=PutResponse.FromString,
         )
         self._get = channel.unary_stream(
