@@ -17,12 +17,7 @@ from tq_service.errors import ServiceFailedError, TqError
 from tq_service.internal.v1.storage_control_pb2_grpc import add_StorageControlServiceServicer_to_server
 from tq_service.internal.v1.storage_registry_pb2_grpc import add_StorageRegistryServiceServicer_to_server
 from tq_service.log_message import LogMessage
-from tq_service.server.composition import (
-    build_controller,
-    build_storage,
-    open_state_store,
-    recover,
-)
+from tq_service.server.composition import Controller, Storage, open_state_store, recover
 from tq_service.server.health import Health
 from tq_service.server.heartbeat import register_storage
 from tq_service.server.listener import Listener
@@ -67,9 +62,10 @@ class App:
         self.listener = Listener(settings)
         if settings.controller is not None:
             self.listener.credentials.check_target(settings.controller)
-        self._server = _Server(settings)
-        closing.push_async_callback(self._server.stop, 0)
-        self.port = self.listener.listen(self._server.grpc)
+        self._server = _make_server(settings)
+        self._stopping: asyncio.Task[None] | None = None
+        closing.push_async_callback(self._stop_server, 0)
+        self.port = self.listener.listen(self._server)
         self.health = Health()
         self.calls = RunningCalls(settings.max_calls)
         self.waiting = WaitingCalls(settings.max_waiting_calls, settings.max_waiting_calls_per_client)
@@ -78,11 +74,11 @@ class App:
             closing.push_async_callback(self.state_store.close)
         self.storage = self.controller = None
         if settings.role != "controller":
-            self.storage = build_storage(settings, self.port, self.state_store)
+            self.storage = Storage(settings, self.port, self.state_store)
             closing.push_async_callback(self.storage.engine.close)
             closing.callback(self.storage.close)
         if settings.role != "storage":
-            self.controller = build_controller(
+            self.controller = Controller(
                 settings,
                 self.port,
                 storage=self.storage,
@@ -117,7 +113,7 @@ class App:
         closing = contextlib.AsyncExitStack()
         try:
             app = cls(settings, supervisor, closing)
-            await app._server.grpc.start()
+            await app._server.start()
             app._start_tasks(settings)
             app.health.serve()
         except BaseException:
@@ -127,11 +123,12 @@ class App:
 
     def _add_services(self, settings: ServeSettings) -> None:
         """Add the services to the server, each behind what guards it."""
-        middleware: list[Middleware] = [ErrorStatuses(), self.calls, self.listener.access_control(self._partition_of)]
+        partition_of = None if self.storage is None else self.storage.engine.partition_of
+        middleware: list[Middleware] = [ErrorStatuses(), self.calls, self.listener.access_control(partition_of)]
         if self.state_store is not None:
             # The last, so that who is not let in neither waits for a disk nor learns how it is.
             middleware.append(DurableAnswers(self.state_store))
-        server: Any = Services(self._server.grpc, middleware)  # what generated code takes for one
+        server: Any = Services(self._server, middleware)  # what generated code takes for one
         takes_services = self.listener.takes_services
         services = []
         if self.storage is not None:
@@ -155,9 +152,6 @@ class App:
             names = (*services, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
             reflecting = reflection.aio.ReflectionServicer(names)
             reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflecting, server)
-
-    def _partition_of(self, put_id: bytes) -> str | None:
-        return None if self.storage is None else self.storage.engine.partition_of(put_id)
 
     def _start_tasks(self, settings: ServeSettings) -> None:
         # One bad round of either is logged, and the next one comes: rounds do not depend on each other.
@@ -190,63 +184,55 @@ class App:
 
     def _fail(self, _failure: ServiceFailedError) -> None:
         """Say so to health checks, and end all calls: none is answered from what is in memory."""
+        self._drain()
+        self._stop_server(None)
+
+    def _drain(self) -> None:
         self.health.drain()
         if self.controller is not None:
             self.controller.catalog.drain()
-        self._server.start_stopping(None)
+
+    def _stop_server(self, grace_seconds: float | None) -> asyncio.Task[None]:
+        """Return what stops the server; the first call says how long running calls may take to finish.
+
+        There is one stop only: gRPC may crash where one is under way while another one ends.
+        """
+        if self._stopping is None:
+            self._stopping = asyncio.get_running_loop().create_task(self._server.stop(grace_seconds))
+        return self._stopping
 
     async def abort(self) -> None:
         """End after a failure, in two seconds at most: nothing is flushed, as if the process had been killed."""
-        await asyncio.wait((self._server.start_stopping(None),), timeout=_ABORT_SECONDS)
+        await asyncio.wait((self._stop_server(None),), timeout=_ABORT_SECONDS)
         if self.storage is not None:
             self.storage.close()
         self.listener.close()
 
     async def stop(self, grace_seconds: float) -> None:
         """Drain: say so to health checks, end the waits, let running calls finish, then stop."""
-        self.health.drain()
-        if self.controller is not None:
-            self.controller.catalog.drain()
+        self._drain()
         if self.storage is not None:
             self.storage.drain()
-        await self._server.stop(grace_seconds)
+        await self._stop_server(grace_seconds)
         await self._closing.aclose()
 
 
-class _Server:
-    """gRPC's server, which is stopped once: it may crash where one stop is under way while another one ends.
-
-    Attributes:
-        grpc: the server.
-    """
-
-    def __init__(self, settings: ServeSettings) -> None:
-        self.grpc = grpc.aio.server(
-            options=[
-                ("grpc.max_receive_message_length", settings.max_message_bytes),
-                ("grpc.max_metadata_size", settings.max_metadata_bytes),
-                ("grpc.absolute_max_metadata_size", settings.max_metadata_bytes),
-                ("grpc.max_allowed_incoming_connections", settings.max_connections),
-                ("grpc.max_concurrent_streams", settings.max_streams),
-                ("grpc.max_send_message_length", -1),
-                ("grpc.so_reuseport", 0),  # a second server on the port is a mistake, not a second worker
-                # Thousands of ranks may ask in one moment; gRPC drops calls beyond 1,000 that wait to be accepted.
-                ("grpc.server.max_pending_requests", _MOST_PENDING_CALLS),
-                ("grpc.server.max_pending_requests_hard_limit", _MOST_PENDING_CALLS),
-                *LISTENING_OPTIONS,
-            ],
-        )
-        self._stopping: asyncio.Task[None] | None = None
-
-    def start_stopping(self, grace_seconds: float | None) -> asyncio.Task[None]:
-        """Return what stops the server; the first call says how long running calls may take to finish."""
-        if self._stopping is None:
-            self._stopping = asyncio.get_running_loop().create_task(self.grpc.stop(grace_seconds))
-        return self._stopping
-
-    async def stop(self, grace_seconds: float) -> None:
-        """Stop the server."""
-        await self.start_stopping(grace_seconds)
+def _make_server(settings: ServeSettings) -> grpc.aio.Server:
+    return grpc.aio.server(
+        options=[
+            ("grpc.max_receive_message_length", settings.max_message_bytes),
+            ("grpc.max_metadata_size", settings.max_metadata_bytes),
+            ("grpc.absolute_max_metadata_size", settings.max_metadata_bytes),
+            ("grpc.max_allowed_incoming_connections", settings.max_connections),
+            ("grpc.max_concurrent_streams", settings.max_streams),
+            ("grpc.max_send_message_length", -1),
+            ("grpc.so_reuseport", 0),  # a second server on the port is a mistake, not a second worker
+            # Thousands of ranks may ask in one moment; gRPC drops calls beyond 1,000 that wait to be accepted.
+            ("grpc.server.max_pending_requests", _MOST_PENDING_CALLS),
+            ("grpc.server.max_pending_requests_hard_limit", _MOST_PENDING_CALLS),
+            *LISTENING_OPTIONS,
+        ],
+    )
 
 
 async def serve(settings: ServeSettings, *, announce: Callable[[str], None]) -> int:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Final, Literal
-from urllib.parse import unquote
 
 LOGGER_NAME: Final = "tq_service.audit"
 _LONGEST_TEXT: Final = 200
@@ -69,7 +68,8 @@ class Audit:
         self._log = logging.getLogger(LOGGER_NAME)
         self._repeat_seconds = repeat_seconds
         self._clock = clock
-        self._kinds: dict[tuple[str, ...], _Kind] = {}
+        # Until when refusals of a kind are counted, and the line for those since the first, which was written.
+        self._kinds: dict[tuple[str, ...], tuple[float, AuditLine]] = {}
 
     def note(self, line: AuditLine) -> None:
         """Write a line, or count it."""
@@ -78,14 +78,14 @@ class Audit:
             return
         self.flush()
         # The partition is left out: callers choose it, and could make each refusal one of its own kind.
-        kind = (line.token, line.method, _host(line.peer), line.reason)
-        known = self._kinds.get(kind)
-        if known is not None:
-            known.repeats += 1
-            known.last = line
+        host = line.peer.rpartition(":")[0] or line.peer
+        kind = (line.token, line.method, host, line.reason)
+        if kind in self._kinds:
+            until, known = self._kinds[kind]
+            self._kinds[kind] = until, replace(line, peer=host, repeats=known.repeats + 1)
             return
         if len(self._kinds) < _MOST_KINDS:
-            self._kinds[kind] = _Kind(until=self._clock() + self._repeat_seconds, last=line)
+            self._kinds[kind] = self._clock() + self._repeat_seconds, line
         self._write(line)
 
     def flush(self, *, everything: bool = False) -> None:
@@ -93,34 +93,12 @@ class Audit:
         now = self._clock()
         # Kinds are in the order of their ends, since all have the same time.
         while self._kinds:
-            kind, known = next(iter(self._kinds.items()))
-            if known.until > now and not everything:
+            kind, (until, line) = next(iter(self._kinds.items()))
+            if until > now and not everything:
                 return
             del self._kinds[kind]
-            if known.repeats:
-                self._write(known.summary())
+            if line.repeats:
+                self._write(line)
 
     def _write(self, line: AuditLine) -> None:
         self._log.info("%s", line, extra={"audit": line})
-
-
-@dataclass(slots=True)
-class _Kind:
-    """Refusals of one kind since the first, which was written."""
-
-    until: float
-    last: AuditLine
-    repeats: int = 0
-
-    def summary(self) -> AuditLine:
-        """Return the line for those that were counted."""
-        return replace(self.last, peer=_host(self.last.peer), repeats=self.repeats)
-
-
-def shown_peer(peer: str) -> str:
-    """Return a peer as gRPC names it in a form for reading."""
-    return unquote(peer)
-
-
-def _host(peer: str) -> str:
-    return peer.rpartition(":")[0] or peer

@@ -7,8 +7,7 @@ import hashlib
 import logging
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 from tq_service.config import ServeSettings, default_shared_memory_dir
 from tq_service.dataplane.shared_memory.server import SharedMemoryServer, make_private
@@ -32,7 +31,6 @@ from tq_service.storage.blobs.base import BlobStore, DurableBlobStore
 from tq_service.storage.blobs.memory import MemoryBlobs
 from tq_service.storage.blobs.segments import SegmentBlobs
 from tq_service.storage.engine import StorageEngine
-from tq_service.v1.metadata_pb2 import StorageEndpoint
 from tq_service.wire.credentials import Credentials
 from tq_service.wire.shared_memory import check_supported
 
@@ -40,21 +38,39 @@ _log = logging.getLogger(__name__)
 HEARTBEAT_SECONDS: Final = 2.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Storage:
-    """The storage service of a process.
+    """The storage service of a process; it listens for clients of this host that share memory.
+
+    Args:
+        settings: how it runs.
+        port: the one that the process listens on.
+        store: keeps its state; None: it is gone with the process.
 
     Attributes:
         engine: holds the puts.
         endpoint: how clients reach it.
         shared_memory: where clients of this host share memory with it, None where they cannot.
         receipt_keys: those of its controllers.
+
+    Raises:
+        OSError: shared memory was asked for and cannot be had.
     """
 
-    engine: StorageEngine
-    endpoint: StorageEndpoint
-    shared_memory: SharedMemoryServer | None
-    receipt_keys: ReceiptKeys = field(default_factory=ReceiptKeys)
+    def __init__(self, settings: ServeSettings, port: int, store: StateStore | None) -> None:
+        name, boot_id = settings.storage_name(port), None
+        if store is not None:
+            name = store.data_dir.storage_id(settings.storage_id, name)
+            boot_id = store.data_dir.identity.storage_boot_id
+        self.engine = StorageEngine(
+            storage_id=name,
+            max_bytes=settings.max_bytes,
+            put_ttl_seconds=settings.put_ttl_seconds,
+            blobs=_open_blobs(settings, store),
+            boot_id=boot_id,
+        )
+        self.endpoint = endpoint_of(self.engine, settings.advertised_address(port))
+        self.shared_memory = _open_shared_memory(settings, self.engine.boot_id)
+        self.receipt_keys = ReceiptKeys()
 
     def servicer(
         self, settings: ServeSettings, controller: Controller | None, waiting: WaitingCalls
@@ -91,9 +107,17 @@ class Storage:
             self.shared_memory.close()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Controller:
     """The controller of a process.
+
+    Args:
+        settings: how it runs.
+        port: the one that the process listens on.
+        storage: the storage service in its process.
+        store: keeps its state; None: it is gone with the process.
+        credentials: what it shows to storage services.
+        waiting: counts the calls that wait.
+        supervisor: runs its background tasks, and learns of what it cannot go on from.
 
     Attributes:
         catalog: all partitions.
@@ -102,10 +126,62 @@ class Controller:
         servicer: answers the calls.
     """
 
-    catalog: Catalog
-    storages: StorageRegistry
-    commits: Commits
-    servicer: ControllerServicer
+    def __init__(
+        self,
+        settings: ServeSettings,
+        port: int,
+        *,
+        storage: Storage | None,
+        store: StateStore | None,
+        credentials: Credentials,
+        waiting: WaitingCalls,
+        supervisor: Supervisor,
+    ) -> None:
+        runner = PlanRunner(max_threads=settings.sampler_threads, timeout_seconds=settings.sampler_timeout_seconds)
+        limits = Limits(**{each.name: getattr(settings, each.name) for each in dataclasses.fields(Limits)})
+        records = IdempotencyCache(
+            settings.request_record_seconds,
+            pack=converters.pack,
+            unpack=converters.unpack,
+            max_bytes=settings.request_record_bytes,
+            weigh=converters.weigh,
+        )
+        self.catalog = Catalog(runner, limits, records)
+        self.catalog.machine.fatal = supervisor.fatal
+        # One that keeps no state is the same after a restart: what its storage services hold of before goes at once.
+        controller_id = hashlib.sha256(f"{settings.advertise or socket.gethostname()}:{port}".encode()).digest()[:16]
+        if store is not None:
+            controller_id = store.data_dir.identity.controller_boot_id
+        embedded = None
+        if storage is not None:
+            driver = EngineDriver(storage.engine)
+            embedded = EmbeddedStorage(storage.engine, storage.endpoint, driver, controller_id)
+        self.storages = StorageRegistry(
+            embedded,
+            HEARTBEAT_SECONDS,
+            credentials,
+            snapshot_cells=self.catalog.snapshot_cells,
+            controller_id=controller_id,
+            after_durable=_at_once if store is None else store.after_durable,
+            start_task=supervisor.start,
+        )
+        self.catalog.on_freed = self.storages.free
+        self.commits = Commits(catalog=self.catalog, storages=self.storages, waiting=waiting)
+        self.servicer = ControllerServicer(
+            catalog=self.catalog,
+            commits=self.commits,
+            registry=SamplerRegistry(allow_import=settings.allow_sampler_import),
+            runner=runner,
+            storages=self.storages,
+            max_wait_cap_seconds=settings.max_wait_cap_seconds,
+            waiting=waiting,
+            checkpoints=Checkpoints(
+                catalog=self.catalog,
+                storages=self.storages,
+                store=store,
+                checkpoint_dir=settings.checkpoint_directory(),
+            ),
+        )
 
 
 def open_state_store(settings: ServeSettings, supervisor: Supervisor) -> StateStore | None:
@@ -124,38 +200,6 @@ def open_state_store(settings: ServeSettings, supervisor: Supervisor) -> StateSt
     store.fatal = supervisor.fatal
     supervisor.on_fatal(store.abandon)
     return store
-
-
-def build_storage(settings: ServeSettings, port: int, store: StateStore | None) -> Storage:
-    """Build the storage service of a process, and listen for clients of this host that share memory.
-
-    Args:
-        settings: how it runs.
-        port: the one that the process listens on.
-        store: keeps its state; None: it is gone with the process.
-
-    Raises:
-        OSError: shared memory was asked for and cannot be had.
-    """
-    name = settings.storage_name(port)
-    kept: dict[str, Any] = {}
-    if store is not None:
-        name = store.data_dir.storage_id(settings.storage_id, name)
-        kept = {
-            "boot_id": store.data_dir.identity.storage_boot_id,
-        }
-    engine = StorageEngine(
-        storage_id=name,
-        max_bytes=settings.max_bytes,
-        put_ttl_seconds=settings.put_ttl_seconds,
-        blobs=_open_blobs(settings, store),
-        **kept,
-    )
-    return Storage(
-        engine=engine,
-        endpoint=endpoint_of(engine, settings.advertised_address(port)),
-        shared_memory=_open_shared_memory(settings, engine.boot_id),
-    )
 
 
 def _open_blobs(settings: ServeSettings, store: StateStore | None) -> BlobStore:
@@ -216,72 +260,6 @@ def _open_shared_memory(settings: ServeSettings, boot_id: bytes) -> SharedMemory
         )
         return None
     return server
-
-
-def build_controller(
-    settings: ServeSettings,
-    port: int,
-    *,
-    storage: Storage | None,
-    store: StateStore | None,
-    credentials: Credentials,
-    waiting: WaitingCalls,
-    supervisor: Supervisor,
-) -> Controller:
-    """Build the controller of a process.
-
-    Args:
-        settings: how it runs.
-        port: the one that the process listens on.
-        storage: the storage service in its process.
-        store: keeps its state; None: it is gone with the process.
-        credentials: what it shows to storage services.
-        waiting: counts the calls that wait.
-        supervisor: runs its background tasks, and learns of what it cannot go on from.
-    """
-    runner = PlanRunner(max_threads=settings.sampler_threads, timeout_seconds=settings.sampler_timeout_seconds)
-    limits = Limits(**{each.name: getattr(settings, each.name) for each in dataclasses.fields(Limits)})
-    records = IdempotencyCache(
-        settings.request_record_seconds,
-        pack=converters.pack,
-        unpack=converters.unpack,
-        max_bytes=settings.request_record_bytes,
-        weigh=converters.weigh,
-    )
-    catalog = Catalog(runner, limits, records)
-    catalog.machine.fatal = supervisor.fatal
-    # One that keeps no state is the same after a restart: what its storage services hold of before goes at once.
-    controller_id = hashlib.sha256(f"{settings.advertise or socket.gethostname()}:{port}".encode()).digest()[:16]
-    if store is not None:
-        controller_id = store.data_dir.identity.controller_boot_id
-    embedded = None
-    if storage is not None:
-        driver = EngineDriver(storage.engine)
-        embedded = EmbeddedStorage(storage.engine, storage.endpoint, driver, controller_id)
-    storages = StorageRegistry(
-        embedded,
-        HEARTBEAT_SECONDS,
-        credentials,
-        snapshot_cells=catalog.snapshot_cells,
-        controller_id=controller_id,
-        after_durable=_at_once if store is None else store.after_durable,
-        start_task=supervisor.start,
-    )
-    catalog.on_freed = storages.free
-    commits = Commits(catalog=catalog, storages=storages, waiting=waiting)
-    servicer = ControllerServicer(
-        catalog=catalog,
-        commits=commits,
-        registry=SamplerRegistry(allow_import=settings.allow_sampler_import),
-        runner=runner,
-        storages=storages,
-        max_wait_cap_seconds=settings.max_wait_cap_seconds,
-        waiting=waiting,
-        checkpoints=Checkpoints(
-            catalog=catalog, storages=storages, store=store, checkpoint_dir=settings.checkpoint_directory()
-        ),
-    )
-    return Controller(catalog=catalog, storages=storages, commits=commits, servicer=servicer)
 
 
 def _at_once(callback: Callable[[], None]) -> None:

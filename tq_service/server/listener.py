@@ -93,11 +93,12 @@ class Listener:
             )
         return port
 
-    def access_control(self, partition_of: Callable[[bytes], str | None]) -> AccessControl:
+    def access_control(self, partition_of: Callable[[bytes], str | None] | None) -> AccessControl:
         """Return what lets calls in.
 
         Args:
-            partition_of: returns the partition of a complete put of this storage service, None for one not here.
+            partition_of: returns the partition of a complete put of this storage service, None for one not here; None:
+                there is none.
         """
         return AccessControl(
             self._audit,

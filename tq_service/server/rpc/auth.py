@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, Literal
+from urllib.parse import unquote
 
 import grpc
 
 from tq_service.errors import PartitionNotFoundError, PermissionDeniedError, UnauthenticatedError
-from tq_service.server.audit import Audit, AuditLine, shown_peer
+from tq_service.server.audit import Audit, AuditLine
 from tq_service.server.internal_secret import INTERNAL_KEY, InternalSecret
 from tq_service.server.progress import Progress
 from tq_service.server.rpc.method_table import Method
@@ -49,7 +50,8 @@ class AccessControl(Middleware):
         audit: where refusals and administrative calls are written.
         tokens: the tokens that are valid; None: everybody may do everything but call what is internal.
         secret: what the services of this deployment share; None: they know each other by tokens alone.
-        partition_of: returns the partition of a complete put of this storage service, None for one that is not here.
+        partition_of: returns the partition of a complete put of this storage service, None for one that is not here;
+            None: there is none.
         stall_seconds: how long the first message of a stream may take, by which it is let in or not.
     """
 
@@ -59,7 +61,7 @@ class AccessControl(Middleware):
         tokens: TokenFile | None = None,
         *,
         secret: InternalSecret | None = None,
-        partition_of: Callable[[bytes], str | None] = lambda _put_id: None,
+        partition_of: Callable[[bytes], str | None] | None = None,
         stall_seconds: float = 60.0,
     ) -> None:
         self._audit = audit
@@ -104,39 +106,26 @@ class AccessControl(Middleware):
         return caller
 
     def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:
-        """Return what lets calls of a method by a caller in, or refuses them."""
+        """Return what lets calls of a method by a caller in, or refuses them.
+
+        It looks at the request, or at the first message of a stream, unless the caller is refused whatever it asks for.
+        """
         token, refusal = caller.token, caller.refusal
-        if refusal is not None:
-            return self._noting(method, caller, refusal, behavior)
-        if method.is_open:
-            return behavior
-        if token is None:
-            # Where everybody may do everything, clearing partitions is daily work, and has no line.
-            is_noted = method.is_audited and method.concerns_all
-            return self._checking(method, caller, behavior, is_noted=is_noted) if is_noted else behavior
-        if ALL_PARTITIONS not in token.prefixes:
-            behavior = _showing_its_own(method, token, behavior)
-        return self._checking(method, caller, behavior, is_noted=method.is_audited)
-
-    def _noting(self, method: Method, caller: Caller, refusal: Refusal, behavior: Behavior) -> Behavior:
-        """Return what writes a line for each call of a caller whose calls are all refused."""
-
-        async def call(request: Any, context: Context) -> Any:
-            self._note("refused", method, caller, context, reason=refusal.reason)
-            return await behavior(request, context)
-
-        return call
-
-    def _checking(self, method: Method, caller: Caller, behavior: Behavior, *, is_noted: bool) -> Behavior:
-        """Return what looks at the request of a call, or at the first message of its stream, before it goes on."""
-        token = caller.token
-        refusal = None if token is None else _lack(method, token)
         restricted = None if token is None or ALL_PARTITIONS in token.prefixes else token
-        has_request_stream, named = method.has_request_stream, self._partitions_named_by(method)
+        # Where everybody may do everything, clearing partitions is daily work, and has no line.
+        is_noted = method.is_audited and (token is not None or method.concerns_all)
+        is_known, named = refusal is None, self._partitions_named_by(method)
+        if token is not None:
+            refusal = _lack(method, token)
+        if restricted is not None:
+            behavior = _showing_its_own(method, restricted, behavior)
+        elif refusal is None and not is_noted:
+            return behavior
 
         def check(request: Any, context: Context) -> None:
             if refusal is not None:
-                self._note("refused", method, caller, context, named=named(request), reason=refusal.reason)
+                partitions = named(request) if is_known else ()
+                self._note("refused", method, caller, context, named=partitions, reason=refusal.reason)
                 raise refusal.make_error()
             if restricted is not None:
                 for partition_id in named(request):
@@ -148,7 +137,7 @@ class AccessControl(Middleware):
                 self._note("allowed", method, caller, context, named=named(request))
 
         async def call(request: Any, context: Context) -> Any:
-            if has_request_stream:
+            if is_known and method.has_request_stream:
                 request = _BegunStream(request)
                 check(await request.first(self._stall_seconds), context)
             else:
@@ -160,7 +149,7 @@ class AccessControl(Middleware):
     def _partitions_named_by(self, method: Method) -> Callable[[Any], Iterable[str]]:
         """Return what finds the partitions that a request names, by themselves and by their puts."""
         put_ids, partition_of = method.put_ids, self._partition_of
-        if put_ids is None:
+        if put_ids is None or partition_of is None:
             return method.partitions
 
         def with_those_of_puts(request: Any) -> Iterator[str]:
@@ -187,7 +176,7 @@ class AccessControl(Middleware):
             AuditLine(
                 decision=decision,
                 method=method.name,
-                peer=shown_peer(context.peer()),
+                peer=unquote(context.peer()),
                 certificate=certificate.decode("utf-8", "replace"),
                 token=caller.name,
                 partition=next(iter(named), ""),
