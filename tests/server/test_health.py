@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -114,7 +115,7 @@ async def test_a_watch_that_is_read_only_after_its_end_hears_of_the_drain():
 async def test_a_drain_while_a_status_is_sent_is_told():
     health = Health()
     health.add(NAMES)
-    watch = health.Watch(health_pb2.HealthCheckRequest(), None)
+    watch = health.Watch(health_pb2.HealthCheckRequest(), Mock(peer=lambda: "ipv4:127.0.0.1:1"))
     assert (await anext(watch)).status == Status.NOT_SERVING
     health.serve()
     assert (await anext(watch)).status == Status.SERVING
@@ -156,6 +157,6 @@ async def test_there_are_so_many_watches_and_no_more():
         assert await statuses(stub) == [Status.NOT_SERVING] * 3
         watches[0].cancel()
         async with asyncio.timeout(60):
-            while health._watch_count > 1:  # noqa: ASYNC110  (the server has no event for it)
+            while health._watches.count > 1:  # noqa: ASYNC110  (the server has no event for it)
                 await asyncio.sleep(0.01)
         assert (await stub.Watch(health_pb2.HealthCheckRequest()).read()).status == Status.NOT_SERVING

@@ -91,37 +91,32 @@ class Checkpoints:
             try:
                 async with _LoopWatch() as watch:
                     await _in_thread(writer.open)
-                    state, block_count, size = await self._copy(writer)
-                    await _in_thread(lambda: writer.finish(state))
+                    answer = await self._copy(writer)
             finally:
                 await _in_thread(writer.abort)
         _log.info(LogMessage("wrote a checkpoint", name=name, path=path))
-        return pb.CheckpointResponse(
-            name=name,
-            partition_count=len(state.partitions),
-            sample_count=_sample_count(state.partitions),
-            put_count=block_count,
-            value_bytes=size,
-            pause=to_duration(watch.longest_seconds),
-        )
+        answer.name = name
+        answer.pause.CopyFrom(to_duration(watch.longest_seconds))
+        return answer
 
-    async def _copy(self, writer: CheckpointWriter) -> tuple[ServiceSnapshot, int, int]:
-        """Copy the bytes of all samples of this moment; return the state, and the number of blocks and bytes."""
+    async def _copy(self, writer: CheckpointWriter) -> pb.CheckpointResponse:
+        """Write the bytes of all samples of this moment, and then the state; return what was written."""
         with self._storages.holding_frees():
             partitions, answers = (
                 self._catalog.snapshot(),
                 self._catalog.answers.snapshot(),
             )  # in one step with the line above
             copied: list[PartitionSnapshot] = []
-            block_count = size = 0
+            answer = pb.CheckpointResponse(partition_count=len(partitions), sample_count=_sample_count(partitions))
             for partition in partitions:
                 plan = await _in_thread(partial(PartitionPlan, partition))
                 for block in plan.blocks:
                     await self._copy_block(writer, block)
-                    size += block.value_bytes
+                    answer.value_bytes += block.value_bytes
                 copied.append(plan.partition())
-                block_count += len(plan.blocks)
-        return ServiceSnapshot(partitions=copied, answers=answers), block_count, size
+                answer.put_count += len(plan.blocks)
+        await _in_thread(lambda: writer.finish(ServiceSnapshot(partitions=copied, answers=answers)))
+        return answer
 
     async def _copy_block(self, writer: CheckpointWriter, block: Block) -> None:
         storage_id, boot_id, _ = block.puts[0]

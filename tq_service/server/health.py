@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Iterable, Iterator
-from typing import Any, Final, TypeAlias
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
 
-import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tq_service.errors import LimitExceededError, NotFoundError, nearest
-
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-_RETRY_AFTER_SECONDS: Final = 1.0
+from tq_service.errors import NotFoundError, nearest
+from tq_service.server.rpc.limits import WaitingCalls
+from tq_service.server.rpc.middleware import Context
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # comes without types
@@ -29,8 +26,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # comes wit
     """
 
     def __init__(self, most_watches: int = 1024) -> None:
-        self._most_watches = most_watches
-        self._watch_count = 0
+        self._watches = WaitingCalls(most_watches, limit_name="watches")
         self._statuses: dict[str, Any] = {}
         self._changed = asyncio.Event()
         self._is_draining = False
@@ -59,8 +55,9 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # comes wit
         """Answer the status of a service."""
         status = self._statuses.get(request.service)
         if status is None:
+            names = [name for name in self._statuses if name]
             raise NotFoundError(
-                f"there is no service {request.service[:64]!r} here; {nearest(request.service, self._names)}",
+                f"there is no service {request.service[:64]!r} here; {nearest(request.service, names)}",
                 metadata={"service": request.service[:64]},
             )
         return health_pb2.HealthCheckResponse(status=status)
@@ -70,7 +67,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # comes wit
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         """Answer the status of a service now, and whenever it changes."""
         sent = None
-        with self._one_watch():
+        with self._watches.one(context):
             while True:
                 changed = self._changed
                 status = self._statuses.get(request.service, health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
@@ -81,22 +78,3 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # comes wit
                 if self._is_draining:
                     return  # with OK: gRPC drops what a client has not read yet when a call ends with an error
                 await changed.wait()
-
-    @contextlib.contextmanager
-    def _one_watch(self) -> Iterator[None]:
-        if self._watch_count >= self._most_watches:
-            raise LimitExceededError(
-                f"there are {self._watch_count} watches of the health of this process, which is the most; call Check, "
-                "or watch later",
-                retry_after_seconds=_RETRY_AFTER_SECONDS,
-                metadata={"limit_name": "watches", "got": str(self._watch_count + 1), "limit": str(self._most_watches)},
-            )
-        self._watch_count += 1
-        try:
-            yield
-        finally:
-            self._watch_count -= 1
-
-    @property
-    def _names(self) -> list[str]:
-        return [name for name in self._statuses if name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final
 
 import grpc
 
@@ -59,7 +59,8 @@ async def register_storage(
         credentials: what this service shows it.
     """
     controller_id = b""
-    async with contextlib.aclosing(Peer(controller, credentials, _stub)) as peer:
+    peer: Peer[StorageRegistryServiceAsyncStub] = Peer(controller, credentials, StorageRegistryServiceStub)
+    async with contextlib.aclosing(peer):
         outage = PeerOutage(_log, "controller", address=controller)
         while True:
             stat, overdue = engine.stat(), engine.confirmations(controller_id).overdue(MOST_OVERDUE_PUTS)
@@ -100,10 +101,6 @@ async def register_storage(
                     )
                 )
             await asyncio.sleep(read_seconds("heartbeat_interval", answer.heartbeat_interval))
-
-
-def _stub(channel: grpc.aio.Channel) -> StorageRegistryServiceAsyncStub:
-    return cast("StorageRegistryServiceAsyncStub", StorageRegistryServiceStub(channel))
 
 
 def _pause_after(error: grpc.aio.AioRpcError | TqError, outage: PeerOutage) -> float:

@@ -132,8 +132,8 @@ class InternalSecret(ReloadingFiles):
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise InvalidArgumentError(f"the internal secret {self._path} is no file", field="internal_secret_file")
-            if self._is_own and (status.st_uid != os.geteuid() or status.st_mode & (stat.S_IRWXG | stat.S_IRWXO)):
-                raise _not_own(self._path, status)
+            if self._is_own:
+                _check_own(self._path, status, stat.S_ISREG)
             secret = file.read(_LONGEST_SECRET + 1).strip()
         if not SHORTEST_SECRET <= len(secret) <= _LONGEST_SECRET:
             raise InvalidArgumentError(
@@ -147,7 +147,8 @@ class InternalSecret(ReloadingFiles):
         """Put the file into its place, whole and readable by this user alone, unless there is one by now."""
         try:
             if self._is_own:
-                _make_own_directory(self._path.parent)
+                self._path.parent.mkdir(mode=0o700, exist_ok=True)
+                _check_own_directory(self._path.parent)
             with NamedTemporaryFile(dir=self._path.parent, prefix=f".{self._path.name}.") as file:  # of mode 0600
                 file.write(content)
                 file.flush()
@@ -244,20 +245,14 @@ def _is_within_this_machine(settings: ServeSettings) -> bool:
     return is_loopback(settings.host) and all(target is None or is_loopback_target(target) for target in targets)
 
 
-def _make_own_directory(directory: Path) -> None:
-    directory.mkdir(mode=0o700, exist_ok=True)
-    _check_own_directory(directory)
-
-
 def _check_own_directory(directory: Path) -> None:
-    status = directory.stat(follow_symlinks=False)
-    others = status.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or others:
-        raise _not_own(directory, status)
+    _check_own(directory, directory.stat(follow_symlinks=False), stat.S_ISDIR)
 
 
-def _not_own(path: Path, status: os.stat_result) -> InvalidArgumentError:
-    return InvalidArgumentError(
+def _check_own(path: Path, status: os.stat_result, is_kind: Callable[[int], bool]) -> None:
+    if is_kind(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        return
+    raise InvalidArgumentError(
         f"{path} is not of this user alone (owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o}), so "
         "others could pass for a service; remove it, or set internal_secret_file to a file that the services share",
         field="internal_secret_file",

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import grpc
 
@@ -27,7 +27,7 @@ class Peer(Generic[Stub]):
     Args:
         address: where it is.
         credentials: what this service shows.
-        make_stub: returns the calls on a channel.
+        make_stub: returns the calls on a channel: the generated class, whose type is that for threads.
 
     Attributes:
         stub: the calls; each takes the metadata of `metadata()`.
@@ -36,14 +36,14 @@ class Peer(Generic[Stub]):
         InvalidArgumentError: the credentials cannot be used for this address.
     """
 
-    def __init__(self, address: str, credentials: Credentials, make_stub: Callable[[grpc.aio.Channel], Stub]) -> None:
+    def __init__(self, address: str, credentials: Credentials, make_stub: Callable[[grpc.aio.Channel], Any]) -> None:
         self._address = address
         self._credentials = credentials
         self._make_stub = make_stub
         self._closing: set[asyncio.Task[None]] = set()
         self._opened_with = credentials.signature()
         self._channel = self._open()
-        self.stub = make_stub(self._channel)
+        self.stub: Stub = make_stub(self._channel)
 
     def _open(self) -> grpc.aio.Channel:
         return async_open_channel(self._address, self._credentials, CONNECTION_OPTIONS)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 
@@ -99,7 +99,9 @@ class RemoteStorage:
         self._silence_seconds = silence_seconds
         self._receipts = ReceiptBook()
         self._credentials = credentials
-        self._peer = Peer(self.endpoint.address, credentials, _stub)
+        self._peer: Peer[StorageControlServiceAsyncStub] = Peer(
+            self.endpoint.address, credentials, StorageControlServiceStub
+        )
         self._outage = PeerOutage(_log, "storage service", storage=self.storage_id, address=self.endpoint.address)
         self._bulk: Peer[AsyncGrpcDriver] | None = None  # apart, lest confirmations wait behind bytes
         self._to_confirm: dict[bytes, None] = {}
@@ -319,10 +321,6 @@ def _typed_errors() -> Iterator[None]:
         if isinstance(meant, UnauthenticatedError | PermissionDeniedError):
             meant = UnavailableError(f"a storage service does not accept its controller: {meant.message}")
         raise meant from error
-
-
-def _stub(channel: grpc.aio.Channel) -> StorageControlServiceAsyncStub:
-    return cast("StorageControlServiceAsyncStub", StorageControlServiceStub(channel))
 
 
 def report_reconciled(

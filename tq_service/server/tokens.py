@@ -181,7 +181,28 @@ def append_token(path: Path, token: Token) -> None:
         OSError: it cannot be written.
     """
     with _locked(path):
-        _append_token(path, token)
+        text = ""
+        if path.exists():
+            read_tokens(path)
+            text = path.read_text()
+        text = f"{text.rstrip()}\n\n{format_entry(token)}".lstrip()
+        parse_tokens(text)
+        unready = path.with_name(f".{path.name}.{os.getpid()}")
+        descriptor = os.open(unready, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with os.fdopen(descriptor, "w") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            if path.exists():
+                status = path.stat()
+                unready.chmod(stat.S_IMODE(status.st_mode))
+                if (status.st_uid, status.st_gid) != (os.geteuid(), os.getegid()):
+                    os.chown(unready, status.st_uid, status.st_gid)
+            unready.rename(path)
+        except BaseException:
+            unready.unlink(missing_ok=True)
+            raise
 
 
 @contextlib.contextmanager
@@ -193,31 +214,6 @@ def _locked(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _append_token(path: Path, token: Token) -> None:
-    text = ""
-    if path.exists():
-        read_tokens(path)
-        text = path.read_text()
-    text = f"{text.rstrip()}\n\n{format_entry(token)}".lstrip()
-    parse_tokens(text)
-    unready = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(unready, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        if path.exists():
-            status = path.stat()
-            unready.chmod(stat.S_IMODE(status.st_mode))
-            if (status.st_uid, status.st_gid) != (os.geteuid(), os.getegid()):
-                os.chown(unready, status.st_uid, status.st_gid)
-        unready.rename(path)
-    except BaseException:
-        unready.unlink(missing_ok=True)
-        raise
 
 
 class TokenFile(ReloadingFiles):

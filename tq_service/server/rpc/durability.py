@@ -3,36 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
+from tq_service.durable.state_store import StateStore
 from tq_service.errors import DiskFullError
 from tq_service.server.rpc.method_table import Method
 from tq_service.server.rpc.middleware import Behavior, Caller, Context, Middleware, passing_answers
 
 _RETRY_SECONDS: Final = 1.0
-
-
-class DurableState(Protocol):
-    """What is written down, and how far."""
-
-    @property
-    def has_unflushed(self) -> bool:
-        """Whether something was written down that is not durable yet."""
-        ...
-
-    @property
-    def is_failing(self) -> bool:
-        """Whether nothing could be written when it was last tried."""
-        ...
-
-    @property
-    def is_disk_low(self) -> bool:
-        """Whether there is hardly any space to write to."""
-        ...
-
-    async def wait_durable(self) -> None:
-        """Return once all that was written down so far is durable; raises TqError where that cannot be now."""
-        ...
 
 
 class DurableAnswers(Middleware):
@@ -44,7 +22,7 @@ class DurableAnswers(Middleware):
         state: what answers wait for.
     """
 
-    def __init__(self, state: DurableState) -> None:
+    def __init__(self, state: StateStore) -> None:
         self._state = state
 
     def wrap(self, method: Method, caller: Caller, behavior: Behavior) -> Behavior:

@@ -28,17 +28,23 @@ def wait_until(context: Context) -> float | None:
 
 
 class WaitingCalls:
-    """Counts the calls that wait for samples or capacity, and rejects those beyond a limit; a client is a connection.
+    """Counts calls that wait, such as for samples or capacity, and rejects those beyond a limit.
+
+    A client is a connection.
 
     Args:
         most: calls that may wait.
         most_of_one: of them, calls of one client.
+        limit_name: of `most`.
 
     Attributes:
         count: calls that wait.
     """
 
-    def __init__(self, most: int = sys.maxsize, most_of_one: int = sys.maxsize) -> None:
+    def __init__(
+        self, most: int = sys.maxsize, most_of_one: int = sys.maxsize, limit_name: str = "max_waiting_calls"
+    ) -> None:
+        self._limit_name = limit_name
         self._most = most
         self._most_of_one = most_of_one
         self._by_client: Counter[str] = Counter()
@@ -53,9 +59,9 @@ class WaitingCalls:
         """
         counts, client = self._by_client, context.peer()
         if counts[client] >= self._most_of_one:
-            raise _too_many("max_waiting_calls_per_client", counts[client] + 1, self._most_of_one, "of this client ")
+            raise _too_many(f"{self._limit_name}_per_client", counts[client] + 1, self._most_of_one, "of this client ")
         if self.count >= self._most:
-            raise _too_many("max_waiting_calls", self.count + 1, self._most, "")
+            raise _too_many(self._limit_name, self.count + 1, self._most, "")
         self.count += 1
         counts[client] += 1
         try:
