@@ -43,7 +43,7 @@ def command(
     """Show what each sampler would do with the samples of a file of lengths."""
     import numpy as np  # noqa: PLC0415  (--help does without)
 
-    from tq_service.cli.plan_preview import Shape, preview_samplers  # noqa: PLC0415  (--help does without)
+    from tq_service.cli.plan_preview import Shape, draw, preview_samplers  # noqa: PLC0415  (--help does without)
 
     counts = np.array(_read(lengths, column or [])[:limit], np.int64)
     if not counts.size:
@@ -67,8 +67,6 @@ def command(
     )
     _print(previews)
     if png is not None:
-        from tq_service.cli.plan_plots import draw  # noqa: PLC0415  (needs matplotlib)
-
         draw(previews, png)
         typer.echo(f"\nwritten: {png}")
 
@@ -77,20 +75,16 @@ def _read(path: Path, columns: list[str]) -> list[int]:
     """Return the token counts of a file."""
     try:
         with path.open(newline="") as lines:
-            if columns:
-                return _read_columns(csv.DictReader(lines), columns)
-            return [_count(line, f"line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+            if not columns:
+                return [_count(line, f"line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+            rows = csv.DictReader(lines)
+            known = rows.fieldnames or ()
+            for name in columns:
+                if name not in known:
+                    raise typer.BadParameter(f"got {name!r}, expected one of {', '.join(known)}", param_hint="--column")
+            return [sum(_count(row[name], f"line {rows.line_num}, column {name}") for name in columns) for row in rows]
     except (OSError, UnicodeDecodeError) as error:
         raise typer.BadParameter(f"{path} cannot be read: {error}", param_hint="--lengths") from error
-
-
-def _read_columns(rows: csv.DictReader[str], columns: list[str]) -> list[int]:
-    for name in columns:
-        if name not in (rows.fieldnames or ()):
-            raise typer.BadParameter(
-                f"got {name!r}, expected one of {', '.join(rows.fieldnames or ())}", param_hint="--column"
-            )
-    return [sum(_count(row[name], f"line {rows.line_num}, column {name}") for name in columns) for row in rows]
 
 
 def _count(text: str | None, where: str) -> int:

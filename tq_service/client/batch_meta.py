@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
@@ -11,17 +11,18 @@ from numpy.typing import NDArray
 
 from tq_service.client.columns import concat_columns, concat_names, same_columns, select, select_columns
 from tq_service.client.locations import CellLocations
-from tq_service.errors import InvalidArgumentError
+from tq_service.errors import InvalidArgumentError, StaleIncarnationError
 from tq_service.schema import EndCounts, FieldSpec, MetaColumn, MetaValue
 from tq_service.v1 import metadata_pb2 as pb
 from tq_service.wire.durations import read_seconds
 from tq_service.wire.mapper import read_message
 from tq_service.wire.metadata import decode_meta_columns, decode_spec, meta_columns_to_rows
-from tq_service.wire.runs import read_indexes
+from tq_service.wire.runs import Indexes, read_indexes
 
 Status = Literal["batch", "not_yet", "end"]
 
 _STATUSES: Final[dict[int, Status]] = {pb.BATCH_STATUS_NOT_YET: "not_yet", pb.BATCH_STATUS_END: "end"}
+NAMED_AT_ONCE: Final = 16_384
 _NO_INDEXES: Final = np.zeros(0, np.int64)
 
 
@@ -239,7 +240,7 @@ class BatchMeta:
         first = parts[0]
         for part in parts:
             _check_concat(first, part)
-        samples = samples_of(parts)
+        samples = _samples_of(parts)
         if np.unique(samples["indexes"]).size != samples["indexes"].size:
             raise InvalidArgumentError("a sample is in two of the batches; concatenate distinct ones", field="parts")
         starts = np.cumsum([0, *(part.size for part in parts[:-1])]).tolist()
@@ -332,7 +333,7 @@ def _names(column: tuple[str, ...], size: int) -> list[str | None]:
     return [name or None for name in column] if column else [None] * size
 
 
-def samples_of(parts: Sequence[BatchMeta]) -> dict[str, Any]:
+def _samples_of(parts: Sequence[BatchMeta]) -> dict[str, Any]:
     """Return the samples of several batches one after the other, and what is known of each: attributes of a batch."""
     sizes = [part.size for part in parts]
     located = [part.locations for part in parts if part.locations is not None and part.size]
@@ -343,6 +344,29 @@ def samples_of(parts: Sequence[BatchMeta]) -> dict[str, Any]:
         "group_column": concat_names([part.group_column for part in parts], sizes),
         "meta_columns": concat_columns([part.meta_columns for part in parts], sizes),
     }
+
+
+def joined(parts: Sequence[BatchMeta]) -> BatchMeta:
+    """Return the samples of several pages, with the fields as the last one has them.
+
+    Raises:
+        StaleIncarnationError: the partition was cleared and created again between two of them.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    last = parts[-1]
+    for part in parts:
+        if part.incarnation != last.incarnation:
+            raise StaleIncarnationError(
+                f"partition {last.partition_id!r} was cleared and created again between two pages of samples; "
+                "ask again",
+                metadata={
+                    "partition_id": last.partition_id,
+                    "got": part.incarnation.hex(),
+                    "expected": last.incarnation.hex(),
+                },
+            )
+    return replace(last, **_samples_of(parts))
 
 
 def _claim_of(parts: Sequence[BatchMeta]) -> dict[str, Any]:
@@ -372,3 +396,9 @@ def check_is_batch(metadata: BatchMeta) -> None:
             f"metadata has status {metadata.status!r}, expected 'batch'; look at the status before using its samples",
             field="metadata",
         )
+
+
+def in_parts(names: Sequence[Any] | Indexes) -> Iterator[Sequence[Any] | Indexes]:
+    """Yield the names of samples in parts of what one call names; at least one part."""
+    for start in range(0, max(1, len(names)), NAMED_AT_ONCE):
+        yield names[start : start + NAMED_AT_ONCE]

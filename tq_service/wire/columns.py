@@ -50,7 +50,8 @@ class ColumnShape:
         """Return the bytes of each row `(n,)`."""
         if self.extents is None:
             return np.full(self.row_count, fixed_row_bytes(self.spec) or 0, np.int64)
-        return extent_bytes(self.spec, self.extents)
+        elements = self.extents[:, 0] if self.extents.shape[1] == 1 else self.extents.prod(axis=1)
+        return np.asarray(elements * _fixed_part(self.spec), dtype=np.int64)
 
     def row_offsets(self) -> NDArray[np.int64]:
         """Return where each row starts in the values, and their end `(n + 1,)`."""
@@ -155,12 +156,6 @@ def extent_count(spec: FieldSpec) -> int:
 def fixed_row_bytes(spec: FieldSpec) -> int | None:
     """Return the bytes of each row of a dense field, None where rows differ."""
     return _fixed_part(spec) if spec.layout is Layout.DENSE else None
-
-
-def extent_bytes(spec: FieldSpec, extents: Extents) -> NDArray[np.int64]:
-    """Return the bytes of rows of these extents `(n,)`."""
-    elements = extents[:, 0] if extents.shape[1] == 1 else extents.prod(axis=1)
-    return np.asarray(elements * _fixed_part(spec), dtype=np.int64)
 
 
 def encode_header(column: ColumnShape) -> metadata_pb2.ColumnHeader:

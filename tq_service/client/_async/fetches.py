@@ -8,10 +8,9 @@ from functools import partial
 from typing import Any, Literal
 
 from tq_service.client._async.calls import AsyncBase
-from tq_service.client.batch_meta import BatchMeta, check_is_batch
+from tq_service.client.batch_meta import BatchMeta, check_is_batch, in_parts, joined
 from tq_service.client.concurrency import async_gather
 from tq_service.client.locations import StorageRef
-from tq_service.client.pages import in_parts, joined
 from tq_service.client.reads import (
     StorageRead,
     empty_columns,

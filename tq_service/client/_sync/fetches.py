@@ -9,10 +9,9 @@ from functools import partial
 from typing import Any, Literal
 
 from tq_service.client._sync.calls import Base
-from tq_service.client.batch_meta import BatchMeta, check_is_batch
+from tq_service.client.batch_meta import BatchMeta, check_is_batch, in_parts, joined
 from tq_service.client.concurrency import gather
 from tq_service.client.locations import StorageRef
-from tq_service.client.pages import in_parts, joined
 from tq_service.client.reads import (
     StorageRead,
     empty_columns,

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from tq_service.client._sync.calls import Base
-from tq_service.client.batch_meta import BatchMeta, check_is_batch
-from tq_service.client.pages import in_parts, joined
+from tq_service.client.batch_meta import BatchMeta, check_is_batch, in_parts, joined
 from tq_service.client.requests import check_meta_count, listed, new_id, partition_of, request_of, sample_write
 from tq_service.client.retry import Deadline
 from tq_service.client.writes import check_row_counts, declared_layouts, put_nothing, written_meta
